@@ -1,0 +1,74 @@
+"""Time-outs: what callers may pass, and the one instant it becomes.
+
+A time-out is turned into a `Deadline` once, at the call, and handed down. It is never restarted by a layer below,
+because a peer that trickles bytes could stretch it for ever.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final, TypeAlias
+
+__all__ = ["DEFAULT_TIMEOUT_S", "INHERIT", "Deadline", "Inherit", "Timeout", "timeout_seconds"]
+
+DEFAULT_TIMEOUT_S: Final = 1800.0
+"""Thirty minutes, torch.distributed's default for CPU groups."""
+
+
+class Inherit(enum.Enum):
+    """Type of `INHERIT`, the default that means "what the group or the store says"."""
+
+    INHERIT = "inherit"
+
+    def __repr__(self) -> str:
+        return "INHERIT"
+
+
+INHERIT: Final = Inherit.INHERIT
+
+Timeout: TypeAlias = float | timedelta | None | Inherit
+"""Seconds, a timedelta, None for no limit, or `INHERIT`."""
+
+
+def timeout_seconds(timeout: Timeout, inherited_s: float | None) -> float | None:
+    """Return `timeout` in seconds, or None for no limit.
+
+    Raises TypeError for anything but a number, a timedelta, None or `INHERIT`, and ValueError for a negative or NaN
+    number.
+    """
+    if timeout is INHERIT:
+        return inherited_s
+    if timeout is None:
+        return None
+    if isinstance(timeout, timedelta):
+        seconds = timeout.total_seconds()
+    elif isinstance(timeout, int | float) and not isinstance(timeout, bool):
+        seconds = float(timeout)
+    else:
+        raise TypeError(f"timeout must be seconds, a timedelta or None, not {type(timeout).__name__}")
+    if math.isnan(seconds) or seconds < 0:
+        raise ValueError(f"timeout must not be negative or NaN, got {seconds}")
+    return None if math.isinf(seconds) else seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """An instant on a monotonic clock (the event loop's `time()`), or never."""
+
+    at_s: float | None
+
+    @classmethod
+    def after(cls, timeout_s: float | None, now_s: float) -> Deadline:
+        """The instant `timeout_s` seconds after `now_s`; never, for None."""
+        return cls(None if timeout_s is None else now_s + timeout_s)
+
+    def remaining_s(self, now_s: float) -> float | None:
+        """Seconds left, at least 0; None if it never comes."""
+        return None if self.at_s is None else max(0.0, self.at_s - now_s)
+
+    def expired(self, now_s: float) -> bool:
+        """Whether the instant has come."""
+        return self.at_s is not None and now_s >= self.at_s

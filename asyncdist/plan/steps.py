@@ -1,0 +1,131 @@
+"""Plan: what one rank sends, receives, reduces and copies for one collective, and in which order.
+
+A plan is a directed acyclic graph of steps over slices of three buffers. It is a pure value: it knows neither arrays
+nor connections, so the same plan is executed (`executor.runner`), proven (`plan.verify`) and timed (`plan.simulate`).
+
+Offsets and counts are in elements, so that one plan serves every dtype. Peers are group ranks. A message is named by
+(source rank, destination rank, slot): both ends derive the slot from the algorithm alone, and no two messages between
+two ranks in one plan share it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeAlias
+
+__all__ = ["Buffer", "Copy", "Plan", "Recv", "RecvReduce", "Reduce", "Send", "Slice", "Step", "Symmetry"]
+
+
+class Buffer(enum.IntEnum):
+    """The buffers of an operation.
+
+    INPUT is only read. OUTPUT is read and written; operations in place (all_reduce, broadcast) use it alone, and
+    find the caller's data there at the start. SCRATCH starts undefined and is thrown away.
+    """
+
+    INPUT = 0
+    OUTPUT = 1
+    SCRATCH = 2
+
+
+class Slice(NamedTuple):
+    """`count` elements of `buffer` from `offset` on."""
+
+    buffer: Buffer
+    offset: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """First element after the slice."""
+        return self.offset + self.count
+
+    def overlaps(self, other: Slice) -> bool:
+        """Whether the two have an element in common."""
+        return self.buffer == other.buffer and self.offset < other.end and other.offset < self.end
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send `source` to `peer`. Done when the slice may be overwritten."""
+
+    peer: int
+    source: Slice
+    slot: int
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Receive into `target` from `peer`."""
+
+    peer: int
+    target: Slice
+    slot: int
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RecvReduce:
+    """Receive from `peer` and reduce into `target`: target = incoming op target if `incoming_left`, else the reverse."""
+
+    peer: int
+    target: Slice
+    slot: int
+    incoming_left: bool
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Locally: target = source op target if `source_left`, else target op source."""
+
+    source: Slice
+    target: Slice
+    source_left: bool
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Locally: target = source."""
+
+    source: Slice
+    target: Slice
+    after: tuple[int, ...] = ()
+
+
+Step: TypeAlias = Send | Recv | RecvReduce | Reduce | Copy
+
+
+class Symmetry(enum.Enum):
+    """What a plan's ranks have in common, so that a checker or simulator need not visit them all.
+
+    ROTATION: every rank's plan is rank 0's with peers and blocks rotated. NONE: each rank is its own case.
+    """
+
+    NONE = "none"
+    ROTATION = "rotation"
+
+
+NO_SCRATCH: Final = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One rank's part of a collective.
+
+    `steps` are topologically ordered: every index in `after` is lower than the step's own. A step may start once
+    all steps in its `after` are done; steps that are ready start in index order.
+    """
+
+    collective: str
+    algorithm: str
+    rank: int
+    world: int
+    steps: tuple[Step, ...]
+    scratch_count: int = NO_SCRATCH
+    symmetry: Symmetry = Symmetry.NONE
+    block_aligned: bool = False
+    """True if no slice of INPUT or OUTPUT crosses a boundary between two ranks' blocks (list forms need no staging)."""
