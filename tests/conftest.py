@@ -1,0 +1,30 @@
+"""What every test gets: both event loops, and a failure for whatever it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+import uvloop
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run every asynchronous test on asyncio and on uvloop."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+async def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail an asynchronous test on unhandled loop exceptions and on tasks that outlive it."""
+    loop = asyncio.get_running_loop()
+    unhandled: list[dict[str, object]] = []
+    loop.set_exception_handler(lambda _loop, context: unhandled.append(context))
+    before = asyncio.all_tasks()
+    yield
+    await asyncio.sleep(0)
+    leaked = asyncio.all_tasks() - before - {asyncio.current_task()}
+    assert not unhandled, f"unhandled in the event loop: {unhandled}"
+    assert not leaked, f"tasks left behind: {leaked}"
