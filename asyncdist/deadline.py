@@ -29,7 +29,7 @@ class Inherit(enum.Enum):
 
 INHERIT: Final = Inherit.INHERIT
 
-Timeout: TypeAlias = float | timedelta | None | Inherit
+Timeout: TypeAlias = float | timedelta | Inherit | None
 """Seconds, a timedelta, None for no limit, or `INHERIT`."""
 
 

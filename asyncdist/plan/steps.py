@@ -30,16 +30,16 @@ class Buffer(enum.IntEnum):
 
 
 class Slice(NamedTuple):
-    """`count` elements of `buffer` from `offset` on."""
+    """`length` elements of `buffer` from `offset` on."""
 
     buffer: Buffer
     offset: int
-    count: int
+    length: int
 
     @property
     def end(self) -> int:
         """First element after the slice."""
-        return self.offset + self.count
+        return self.offset + self.length
 
     def overlaps(self, other: Slice) -> bool:
         """Whether the two have an element in common."""
@@ -68,7 +68,7 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class RecvReduce:
-    """Receive from `peer` and reduce into `target`: target = incoming op target if `incoming_left`, else the reverse."""
+    """Receive from `peer`, reduced: target = incoming op target if `incoming_left`, else target op incoming."""
 
     peer: int
     target: Slice
