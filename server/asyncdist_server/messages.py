@@ -1,0 +1,365 @@
+"""The native wire contract of the store: what a client and the daemon say to each other after the token handshake.
+
+Every frame is a 4-byte big-endian length followed by that many bytes of msgpack. Keys and values are byte strings.
+
+    client -> server   hello      [version, client_id (16 bytes), [pending request ids]]                   once, first
+    server -> client   welcome    [OK, version, incarnation (16 bytes), resumed, {limit name: number}]      once, or
+                       refusal    [code, message], and the connection is closed
+    client -> server   requests   [received, request, request, ...]     request = [id, operation, arguments...]
+    server -> client   replies    [reply, reply, ...]                   reply = [id, code, value]
+
+A frame carries everything one turn of the sender's loop produced, so that the cost of a frame is shared by its
+requests. Requests are pipelined without limit but `Limits.in_flight`; each gets exactly one reply, blocked ones later
+than those behind them. A request id is an integer in 1..2**63-1 that its client never uses for anything else, on any
+connection; retrying a request means sending it again under its old id. Reply id 0 speaks of the connection: a
+protocol error, told just before the server closes it.
+
+Exactly once. The daemon remembers the reply of every mutation until it knows that the client has it:
+* `received` counts the reply frames the client has read since the welcome on this connection, and covers everything in
+  them. The server never waits for it.
+* After a reconnect, `pending` of the hello names the mutations the client is going to retry; all else that was
+  remembered is dropped. A retried mutation that was applied before is answered from memory, any other is applied now.
+* `incarnation` differs from the last welcome's, or `resumed` is false: the daemon no longer knows this client (it
+  restarted without its state, or the client was away for longer than `CLIENT_LINGER_S`). Then nobody can tell whether
+  pending mutations were applied: fail them, do not retry. Reads may be retried always.
+* `GOODBYE` makes the daemon forget the client at once.
+
+The namespace (job) and rank of a client are those its token handshake proved (`auth.store_context`).
+
+Requests and what their reply's value is (`timeout_ms` is an integer >= 0, or None to wait without limit):
+
+    SET key value                     None
+    GET key timeout_ms                the value; waits for the key
+    ADD key amount                    the sum, an integer; INVALID if the value is not a number or the sum leaves int64
+    CHECK [key...]                    True if all are present (a queue with items counts as present)
+    WAIT [key...] timeout_ms          None, once all are present at the same moment
+    COMPARE_SET key expected desired  bytes: desired if it was stored, else what torch's store answers
+    DELETE key                        True if it existed
+    APPEND key value                  None
+    MULTI_GET [key...] timeout_ms     [value...], once all keys are present at the same moment
+    MULTI_SET [key...] [value...]     None; all of them or none
+    NUM_KEYS                          an integer
+    LIST_KEYS prefix                  [key...]
+    QUEUE_PUSH key value              None
+    QUEUE_POP key timeout_ms          the oldest item; waiting clients are served in the order they asked
+    QUEUE_LEN key                     an integer
+    QUEUE_RETURN key value            None; puts an item back to the head, for a pop whose caller was cancelled
+    CANCEL id                         True if that blocked request was withdrawn (it is answered CANCELLED first), False
+                                      if it was not blocked: it has been answered, or never existed
+    DELETE_NAMESPACE                  how many keys and queues of this client's namespace were removed
+    PING                              None
+    GOODBYE                           None, then the server closes the connection
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgpack
+
+PROTOCOL_VERSION: Final = 1
+
+# Operation codes. Small integers, so that msgpack spends one byte on them.
+SET: Final = 1
+GET: Final = 2
+ADD: Final = 3
+CHECK: Final = 4
+WAIT: Final = 5
+COMPARE_SET: Final = 6
+DELETE: Final = 7
+APPEND: Final = 8
+MULTI_GET: Final = 9
+MULTI_SET: Final = 10
+NUM_KEYS: Final = 11
+LIST_KEYS: Final = 12
+QUEUE_PUSH: Final = 13
+QUEUE_POP: Final = 14
+QUEUE_LEN: Final = 15
+QUEUE_RETURN: Final = 16
+CANCEL: Final = 17
+DELETE_NAMESPACE: Final = 18
+PING: Final = 19
+GOODBYE: Final = 20
+
+OPERATION_NAMES: Final[Mapping[int, str]] = {
+    SET: "set",
+    GET: "get",
+    ADD: "add",
+    CHECK: "check",
+    WAIT: "wait",
+    COMPARE_SET: "compare_set",
+    DELETE: "delete_key",
+    APPEND: "append",
+    MULTI_GET: "multi_get",
+    MULTI_SET: "multi_set",
+    NUM_KEYS: "num_keys",
+    LIST_KEYS: "list_keys",
+    QUEUE_PUSH: "queue_push",
+    QUEUE_POP: "queue_pop",
+    QUEUE_LEN: "queue_len",
+    QUEUE_RETURN: "queue_return",
+    CANCEL: "cancel",
+    DELETE_NAMESPACE: "delete_namespace",
+    PING: "ping",
+    GOODBYE: "goodbye",
+}
+
+MUTATIONS: Final = frozenset(
+    {SET, ADD, COMPARE_SET, DELETE, APPEND, MULTI_SET, QUEUE_PUSH, QUEUE_POP, QUEUE_RETURN, DELETE_NAMESPACE}
+)
+"""Operations whose replies the daemon remembers, and which a client names in `Hello.pending`."""
+
+# Reply codes. The value of OK is the operation's; of TIMEOUT the list of keys still missing (at most
+# MAX_MISSING_REPORTED); of all others a text for people.
+OK: Final = 0
+TIMEOUT: Final = 1
+LIMIT: Final = 2  # a documented bound; nothing of the request was applied
+INVALID: Final = 3  # the request makes no sense on the stored value; nothing was applied
+CANCELLED: Final = 4  # withdrawn by CANCEL
+PROTOCOL: Final = 5  # the bytes broke this contract; the connection is closed
+REFUSED: Final = 6  # this client may not connect now (version, too many connections, superseded)
+
+LENGTH_BYTES: Final = 4
+CLIENT_ID_BYTES: Final = 16
+INCARNATION_BYTES: Final = 16
+MAX_REQUEST_ID: Final = 2**63 - 1
+MAX_TIMEOUT_MS: Final = 2**53
+"""Deadlines are floats in seconds; beyond this they lose their milliseconds."""
+
+MAX_KEY_BYTES: Final = 8 * 1024
+"""Longest key. torch's daemon has the same bound; keys are copied into waiters and error messages."""
+MAX_VALUE_BYTES: Final = 64 * 1024 * 1024
+"""Longest value and queue item (default). The store is for rendezvous data, tensors travel between peers."""
+FRAME_SLACK_BYTES: Final = 1024 * 1024
+"""What a frame may hold besides one value of the largest size: keys, other small requests, msgpack's own bytes."""
+MAX_FRAME_BYTES: Final = MAX_VALUE_BYTES + FRAME_SLACK_BYTES
+"""Longest frame (default), in both directions. Bounds what one connection can make its reader buffer."""
+MAX_ITEMS: Final = 32_768
+"""Most requests in a frame and keys in a request. msgpack allocates arrays from their headers, up to 1,024 nested:
+1,024 headers x this x 8 bytes = 256 MiB is the most that a hostile frame can ask for, for a moment."""
+MAX_IN_FLIGHT: Final = 65_536
+"""Most requests of one client without a reply it is known to have (default). Bounds remembered replies."""
+MAX_NAMESPACE_BYTES: Final = 255
+"""Longest name of a namespace: a job id and an attempt number."""
+MAX_MISSING_REPORTED: Final = 100
+"""Most keys in the reply to an expired wait: enough to say which rank is missing, bounded for a wait on thousands."""
+MAX_CONNECTIONS: Final = 16_384
+"""Connections (default). About 20 KiB each, so that a full daemon stays within a few hundred MiB."""
+MAX_WAITERS: Final = 262_144
+"""Blocked requests of all clients together (default); each costs about 1 KiB."""
+MAX_MEMORY_BYTES: Final = 1024 * 1024 * 1024
+"""Keys, values, queues, blocked requests and remembered replies together (default)."""
+CLIENT_LINGER_S: Final = 120.0
+"""How long the replies of a client that went away are kept. Longer than a client's default time to reconnect."""
+
+FRAME_TARGET_BYTES: Final = 256 * 1024
+"""A sender starts a new frame once this much is in the current one (advice, not a limit)."""
+RECYCLE_PACKER_BYTES: Final = 1024 * 1024
+"""msgpack's packer never gives its buffer back; after a larger frame it is replaced."""
+
+
+class ProtocolError(Exception):
+    """The bytes of the other side break this contract. Only that connection is closed."""
+
+
+class Limits(NamedTuple):
+    """The bounds a daemon enforces. The first five are told to clients in the welcome."""
+
+    frame_bytes: int = MAX_FRAME_BYTES
+    key_bytes: int = MAX_KEY_BYTES
+    value_bytes: int = MAX_VALUE_BYTES
+    items: int = MAX_ITEMS
+    in_flight: int = MAX_IN_FLIGHT
+    connections: int = MAX_CONNECTIONS
+    waiters: int = MAX_WAITERS
+    memory_bytes: int = MAX_MEMORY_BYTES
+
+
+_TOLD_LIMITS: Final = Limits._fields[:5]
+
+
+class Hello(NamedTuple):
+    """A client's first frame. `pending` are the ids of mutations it will retry on this connection."""
+
+    client_id: bytes
+    pending: tuple[int, ...] = ()
+
+
+class Welcome(NamedTuple):
+    """The server's answer. See the module docstring for what `incarnation` and `resumed` mean to retries."""
+
+    incarnation: bytes
+    resumed: bool
+    limits: Limits
+
+
+class HelloRefused(Exception):
+    """The server answered the hello with a refusal; `code` is a reply code."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Encoder:
+    """Makes frames. It owns one msgpack packer, so use one encoder per thread (per loop is the natural choice)."""
+
+    __slots__ = ("_pack",)
+
+    def __init__(self) -> None:
+        self._pack = msgpack.Packer().pack
+
+    def frame(self, message: object) -> bytes:
+        """Return `message` as one frame. Raises `ValueError` for what msgpack cannot hold (an int beyond 64 bits)."""
+        payload: bytes = self._pack(message)
+        if len(payload) > RECYCLE_PACKER_BYTES:
+            self._pack = msgpack.Packer().pack
+        return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
+
+    def hello(self, hello: Hello) -> bytes:
+        """Return a client's first frame."""
+        return self.frame((PROTOCOL_VERSION, hello.client_id, hello.pending))
+
+    def welcome(self, welcome: Welcome) -> bytes:
+        """Return the server's answer to a hello."""
+        limits = dict(zip(_TOLD_LIMITS, welcome.limits, strict=False))
+        return self.frame((OK, PROTOCOL_VERSION, welcome.incarnation, welcome.resumed, limits))
+
+    def refusal(self, code: int, message: str) -> bytes:
+        """Return the server's no to a hello."""
+        return self.frame((code, message))
+
+    def requests(self, received: int, requests: Sequence[tuple[Any, ...]]) -> bytes:
+        """Return `requests` (tuples of id, operation, arguments) as one frame; `received` acknowledges reply frames."""
+        return self.frame((received, *requests))
+
+    def replies(self, replies: Sequence[tuple[int, int, Any]]) -> bytes:
+        """Return `replies` (tuples of id, code, value) as one frame."""
+        return self.frame(replies)
+
+
+class FrameReader:
+    """Cuts a byte stream into frames; holds at most one unfinished frame.
+
+    `feed` returns the payloads completed by `data`, without their lengths; they may be views of a buffer that belongs
+    to them alone. It raises `ProtocolError` on a length of 0 or beyond `max_frame_bytes`, as soon as that length is
+    there. After an error the reader must not be used again.
+    """
+
+    __slots__ = ("_buffer", "_max_frame_bytes", "_needed")
+
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._max_frame_bytes = max_frame_bytes
+        self._buffer = bytearray()
+        self._needed = LENGTH_BYTES
+
+    @property
+    def buffered(self) -> int:
+        """Bytes of the unfinished frame held now."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes | bytearray | memoryview) -> list[memoryview]:
+        """Take the next bytes of the stream and return the payloads they complete."""
+        buffer = self._buffer
+        if buffer:
+            buffer += data
+            if len(buffer) < self._needed:
+                return []
+            data = buffer
+        view = memoryview(data)
+        payloads: list[memoryview] = []
+        start = 0
+        end = len(view)
+        needed = LENGTH_BYTES
+        while end - start >= LENGTH_BYTES:
+            length = int.from_bytes(view[start : start + LENGTH_BYTES], "big")
+            if not 0 < length <= self._max_frame_bytes:
+                raise ProtocolError(f"frame of {length} bytes, allowed are 1 to {self._max_frame_bytes}")
+            needed = LENGTH_BYTES + length
+            if end - start < needed:
+                break
+            payloads.append(view[start + LENGTH_BYTES : start + needed])
+            start += needed
+            needed = LENGTH_BYTES
+        self._needed = needed
+        if data is not buffer or payloads:
+            # The payloads keep the old buffer; the rest starts a new one, so that a large frame is never copied.
+            self._buffer = bytearray(view[start:])
+        return payloads
+
+
+def decode_requests(payload: bytes | memoryview, max_items: int = MAX_ITEMS) -> tuple[Any, ...]:
+    """Return (received, request, request, ...). Only `received` is checked; each request is checked when it is run."""
+    message = _decode(payload, max_items=max_items)
+    if not message or type(message[0]) is not int or message[0] < 0:
+        raise ProtocolError("a request frame must begin with the count of reply frames received")
+    return message
+
+
+def decode_replies(payload: bytes | memoryview) -> tuple[tuple[int, int, Any], ...]:
+    """Return the replies of one frame, each (id, code, value)."""
+    message = _decode(payload, text=True)
+    for reply in message:
+        if type(reply) is not tuple or len(reply) != 3 or type(reply[0]) is not int or type(reply[1]) is not int:
+            raise ProtocolError("a reply must be an id, a code and a value")
+    return message
+
+
+def decode_hello(payload: bytes | memoryview, max_in_flight: int = MAX_IN_FLIGHT) -> Hello:
+    """Return the hello of a client; raises `HelloRefused` if it speaks another version."""
+    message = _decode(payload, max_items=max_in_flight)
+    if not message or type(message[0]) is not int:
+        raise ProtocolError("a hello must begin with the protocol version")
+    if message[0] != PROTOCOL_VERSION:
+        # Before anything else is looked at: a later version may say more.
+        raise HelloRefused(REFUSED, f"the client speaks store protocol {message[0]}, this server {PROTOCOL_VERSION}")
+    if len(message) != 3:
+        raise ProtocolError("a hello must be a version, a client id and pending request ids")
+    _, client_id, pending = message
+    if type(client_id) is not bytes or len(client_id) != CLIENT_ID_BYTES:
+        raise ProtocolError(f"a client id must be {CLIENT_ID_BYTES} bytes")
+    if type(pending) is not tuple or not all(type(i) is int and 0 < i <= MAX_REQUEST_ID for i in pending):
+        raise ProtocolError("pending request ids must be integers in 1..2**63-1")
+    return Hello(client_id, pending)
+
+
+def decode_welcome(payload: bytes | memoryview) -> Welcome:
+    """Return the server's welcome; raises `HelloRefused` if it said no."""
+    message = _decode(payload, text=True)
+    if len(message) == 2 and type(message[0]) is int and type(message[1]) is str:
+        raise HelloRefused(*message)
+    if len(message) != 5 or message[0] != OK or message[1] != PROTOCOL_VERSION:
+        raise ProtocolError("the server's welcome is not one of this protocol version")
+    _, _, incarnation, resumed, told = message
+    if type(incarnation) is not bytes or len(incarnation) != INCARNATION_BYTES:
+        raise ProtocolError(f"an incarnation must be {INCARNATION_BYTES} bytes")
+    if type(resumed) is not bool or type(told) is not dict:
+        raise ProtocolError("the server's welcome lacks its flag or its limits")
+    limits = Limits()
+    for name in _TOLD_LIMITS:
+        value = told.get(name)
+        if type(value) is not int or value <= 0:
+            raise ProtocolError(f"the server's welcome lacks the limit {name}")
+        limits = limits._replace(**{name: value})
+    return Welcome(incarnation, resumed, limits)
+
+
+def _decode(payload: bytes | memoryview, max_items: int | None = None, text: bool = False) -> tuple[Any, ...]:
+    """Return the one msgpack array in `payload`, arrays as tuples; `text` admits text and maps of the server."""
+    size = len(payload)
+    try:
+        message = msgpack.unpackb(
+            payload,
+            use_list=False,
+            max_array_len=size if max_items is None else min(size, max_items + 1),
+            max_map_len=64 if text else 0,
+            max_str_len=size if text else 0,
+            max_ext_len=0,
+        )
+    except ValueError as error:
+        # All of msgpack's complaints, and those of its text decoder, are ValueErrors.
+        raise ProtocolError(f"not a valid msgpack message: {error or type(error).__name__}") from error
+    if type(message) is not tuple:
+        raise ProtocolError("a message must be an array")
+    return message
