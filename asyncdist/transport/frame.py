@@ -1,0 +1,231 @@
+"""The bytes between two ranks: one fixed header, its kinds, the match key, and every limit of the wire.
+
+A connection is a sequence of frames, each a header of 48 bytes, then `meta_bytes` of meta, then the payload. All
+integers are little-endian.
+
+| offset | size | field | meaning |
+| --- | --- | --- | --- |
+| 0 | 1 | kind | one of `Kind` |
+| 1 | 1 | flags | `FLAG_*` |
+| 2 | 2 | meta_bytes | bytes of meta after the header (DATA and OFFER), at most MAX_META_BYTES |
+| 4 | 4 | fingerprint | what the sender believes this message is part of (DATA, OFFER, FRAGMENT) |
+| 8 | 24 | key | the match key, or zero, or a fragment's offset (u64) and 16 zero bytes |
+| 32 | 8 | length | bytes of the message's payload; of this fragment, for FRAGMENT; of the frame's payload, for CONTROL |
+| 40 | 4 | credit | bytes of credit given back, of the channel FLAG_CREDIT_COLLECTIVE names |
+| 44 | 4 | message_id | see below |
+
+The match key is the 24 bytes as they travel: they are a dict key at both ends and are unpacked only for errors.
+
+| offset in key | size | field |
+| --- | --- | --- |
+| 0 | 8 | group |
+| 8 | 4 | tag |
+| 12 | 4 | sequence |
+| 16 | 4 | slot |
+| 20 | 1 | channel: 0 point-to-point, 1 collective |
+| 21 | 3 | zero |
+
+| kind | from | fields used | payload |
+| --- | --- | --- | --- |
+| DATA | sender | key, length, meta, fingerprint; flag ASKED | the message, at most EAGER_BYTES |
+| OFFER | sender | as DATA, message_id chosen by the sender (< EARLY_ID) | none |
+| PULL | receiver | message_id of an OFFER; or, >= EARLY_ID and chosen by the receiver, with key and length | none |
+| DISCARD | receiver | message_id: send no more of this message | none |
+| FRAGMENT | sender | message_id as in the PULL, offset; flag ABORT: this was the last, incomplete | <= FRAGMENT_BYTES |
+| CREDIT | receiver | credit | none |
+| STALLED | sender | length 1 or 0: messages are or no longer are held back; channel in key; message_id: the stall's number | none |
+| ASK | receiver | key: send one message of it though stalled; message_id: the stall's number | none |
+| CONTROL | either | length | opaque, at most MAX_CONTROL_BYTES |
+| GOODBYE | either | | none; nothing follows |
+
+Every PULL is answered by exactly one end of stream: the fragment that completes the message, or one with ABORT. So
+both ends know which ids are in use whoever gives up, and when.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+__all__ = [
+    "CHANNELS",
+    "COLLECTIVE",
+    "CREDIT_BYTES",
+    "EAGER_BYTES",
+    "EARLY_ID",
+    "FLAG_ABORT",
+    "FLAG_ASKED",
+    "FLAG_CREDIT_COLLECTIVE",
+    "FRAGMENT_BYTES",
+    "HEADER_BYTES",
+    "HEADER",
+    "JOIN_BYTES",
+    "KEY_BYTES",
+    "MAX_ASKS",
+    "MAX_BUFFERS",
+    "MAX_CALL_BYTES",
+    "MAX_CONTROL_BYTES",
+    "MAX_EARLY_PULLS",
+    "MAX_LENGTH",
+    "MAX_META_BYTES",
+    "MAX_OFFERS",
+    "MAX_READ_BYTES",
+    "MAX_REPLIES",
+    "MESSAGE_OVERHEAD_BYTES",
+    "POINT_TO_POINT",
+    "ZERO_KEY",
+    "Key",
+    "Kind",
+    "describe_key",
+    "group_of",
+    "key_prefix",
+    "key_suffix",
+    "pack_fragment",
+    "pack_header",
+    "pack_key",
+    "unpack_key",
+]
+
+HEADER: Final = struct.Struct("<BBHI24sQII")
+HEADER_BYTES: Final = HEADER.size
+KEY_BYTES: Final = 24
+ZERO_KEY: Final = bytes(KEY_BYTES)
+
+POINT_TO_POINT: Final = 0
+COLLECTIVE: Final = 1
+CHANNELS: Final = 2
+
+EAGER_BYTES: Final = 64 << 10
+"""Largest message sent without asking: copying it once from scratch costs less than a round trip."""
+
+FRAGMENT_BYTES: Final = 256 << 10
+"""Largest piece of a message: what an urgent frame may have to wait behind."""
+
+MAX_READ_BYTES: Final = 64 << 10
+"""Payload lent to one read: larger reads measured slower, they fall out of the cache between kernel and user."""
+
+MAX_CALL_BYTES: Final = 1 << 20
+"""Bytes handled in one callback in either direction, so that a loop with bulk traffic still turns each millisecond."""
+
+MAX_BUFFERS: Final = 128
+"""Buffers handed to one write; well under IOV_MAX (1,024) and enough to batch every small frame of a burst."""
+
+JOIN_BYTES: Final = 4 << 10
+"""Up to here a payload is joined to its header: copying it is cheaper than a second element of sendmsg."""
+
+CREDIT_BYTES: Final = 1 << 20
+"""Eager bytes per peer and channel that may be on their way or parked, unmatched, at the receiver."""
+
+MESSAGE_OVERHEAD_BYTES: Final = 512
+"""Charged to the credit for each eager message: roughly what the objects of a parked one occupy."""
+
+MAX_OFFERS: Final = 1024
+"""Offers per peer and channel not yet answered; beyond, the sender keeps its queue to itself and says STALLED."""
+
+MAX_ASKS: Final = 65_536
+"""Keys a receiver may have asked for and not got during one stall; each costs the sender a dictionary entry."""
+
+MAX_EARLY_PULLS: Final = 1024
+"""Pulls per peer of messages not yet offered; each costs the sender a dictionary entry. Beyond, offers are awaited."""
+
+MAX_REPLIES: Final = 8192
+"""Unsent answers to a peer that asks but does not read. An honest one cannot cause more than its offers and pulls."""
+
+MAX_META_BYTES: Final = 1 << 10
+"""Meta holds a dtype and a shape; a kilobyte is 60 dimensions and to spare."""
+
+MAX_CONTROL_BYTES: Final = 64 << 10
+"""Largest CONTROL payload: with its header it fits the reader's scratch, so it is never assembled from parts."""
+
+MAX_LENGTH: Final = 1 << 48
+"""Largest message. Far beyond any memory, and sums of a few lengths stay far below 64 bits."""
+
+EARLY_ID: Final = 1 << 31
+"""Message ids from here on are chosen by the receiver (early pulls), those below by the sender (offers)."""
+
+FLAG_CREDIT_COLLECTIVE: Final = 1
+FLAG_ASKED: Final = 2
+FLAG_ABORT: Final = 4
+
+
+class Kind:
+    """Frame kinds. Plain integers, as enum members are slow to compare on the hot path."""
+
+    DATA: Final = 1
+    OFFER: Final = 2
+    PULL: Final = 3
+    DISCARD: Final = 4
+    FRAGMENT: Final = 5
+    CREDIT: Final = 6
+    STALLED: Final = 7
+    ASK: Final = 8
+    CONTROL: Final = 9
+    GOODBYE: Final = 10
+
+
+class Key(NamedTuple):
+    """A match key's fields."""
+
+    group: int
+    tag: int
+    sequence: int
+    slot: int
+    channel: int
+
+
+_KEY: Final = struct.Struct("<QIIIB3x")
+_PREFIX: Final = struct.Struct("<QII")
+_SUFFIX: Final = struct.Struct("<IB3x")
+_FRAGMENT: Final = struct.Struct("<BBHIQ16xQII")
+
+
+def pack_key(group: int, tag: int, sequence: int, slot: int, channel: int) -> bytes:
+    """Return the 24 bytes by which a message and its receive find each other."""
+    return _KEY.pack(group, tag, sequence, slot, channel)
+
+
+def unpack_key(key: bytes) -> Key:
+    """Return the fields of a match key."""
+    return Key(*_KEY.unpack(key))
+
+
+def key_prefix(group: int, tag: int, sequence: int) -> bytes:
+    """Return the first 16 bytes of a key: what all messages of one operation share."""
+    return _PREFIX.pack(group, tag, sequence)
+
+
+def key_suffix(slot: int, channel: int) -> bytes:
+    """Return the last 8 bytes of a key, so that `key_prefix(...) + key_suffix(...)` is the key."""
+    return _SUFFIX.pack(slot, channel)
+
+
+def group_of(key: bytes) -> bytes:
+    """Return the 8 bytes of a key that name its group."""
+    return key[:8]
+
+
+def describe_key(key: bytes) -> str:
+    """Return a key as it should stand in an error message."""
+    group, tag, sequence, slot, channel = unpack_key(key)
+    kind = "collective" if channel else "point-to-point"
+    return f"{kind} group={group:#x} tag={tag} sequence={sequence} slot={slot}"
+
+
+def pack_header(
+    kind: int,
+    *,
+    flags: int = 0,
+    meta_bytes: int = 0,
+    fingerprint: int = 0,
+    key: bytes = ZERO_KEY,
+    length: int = 0,
+    credit: int = 0,
+    message_id: int = 0,
+) -> bytes:
+    """Return a header, for frames that are not worth a faster way."""
+    return HEADER.pack(kind, flags, meta_bytes, fingerprint, key, length, credit, message_id)
+
+
+def pack_fragment(message_id: int, offset: int, length: int, fingerprint: int = 0, flags: int = 0) -> bytes:
+    """Return the header of `length` payload bytes that belong at `offset` of the message pulled as `message_id`."""
+    return _FRAGMENT.pack(Kind.FRAGMENT, flags, 0, fingerprint, offset, length, 0, message_id)

@@ -1,0 +1,283 @@
+"""Messages and the receives they meet: first come, first served among equal keys.
+
+Each peer has a `ReceiveTable` of its own; receives from any source stand in one `AnySourceTable` for the whole mesh.
+A message takes whichever was posted earlier of the heads of those two. Nothing here does I/O or knows frames.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Container, Iterator
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+if TYPE_CHECKING:
+    from asyncdist.transport.inbound import Inbound
+
+__all__ = ["AnySourceTable", "DroppedGroups", "Parked", "Receive", "ReceiveTable", "SendOp", "Sink"]
+
+MAX_DROPPED_GROUPS: Final = 4096
+"""Groups remembered as dropped: late frames of one come within a round trip, so only the newest matter."""
+
+
+class Sink(Protocol):
+    """Who is told what became of a send or a receive.
+
+    `token` is what the poster chose. Each operation gets exactly one of sent, received or failed, unless its post
+    said that it was complete already, it was withdrawn, or its group was dropped. Calls come from inside the
+    transport's `post_*`, `flush` and `buffer_updated`; they may post, withdraw and drop, and must not raise.
+    """
+
+    def message_sent(self, token: Any) -> None:
+        """The send's buffer may be reused."""
+
+    def message_received(self, token: Any, receive: Receive) -> None:
+        """The data is in place; `receive.source`, `.nbytes` and `.meta` are set."""
+
+    def message_failed(self, token: Any, error: BaseException) -> None:
+        """The operation ended without success."""
+
+    def allocate(self, token: Any, source: int, nbytes: int, meta: bytes) -> memoryview:
+        """Return a writable contiguous view of format 'B' and exactly `nbytes` bytes, for a receive without a target.
+
+        Called once the message is known. If it raises, the receive fails with that error and the message is
+        discarded.
+        """
+
+
+class Receive:
+    """A posted receive.
+
+    `target` is a writable contiguous view of format 'B', or None to have `sink.allocate` called. With a target, a
+    message of any other length fails the receive with CollectiveMismatchError. Once received, `source` is the global
+    rank it came from, `nbytes` its length, `meta` and `fingerprint` what its sender attached. An object is posted once.
+    """
+
+    __slots__ = ("_early_id", "_order", "_ranks", "fingerprint", "key", "meta", "nbytes", "sink", "source", "target", "token")
+
+    def __init__(self, key: bytes, target: memoryview | None, sink: Sink, token: Any) -> None:
+        self.key = key
+        self.target = target
+        self.sink = sink
+        self.token = token
+        self.source: int | None = None
+        self.nbytes = 0
+        self.meta = b""
+        self.fingerprint = 0
+        self._order = 0
+        self._early_id = 0
+        self._ranks: Container[int] = ()
+
+
+class SendOp:
+    """A posted send: `payload` is a contiguous view of format 'B', `meta` at most MAX_META_BYTES.
+
+    An object is posted once. `payload` must not change until the send is complete.
+    """
+
+    __slots__ = ("_id", "_offset", "_state", "fingerprint", "key", "meta", "payload", "sink", "token")
+
+    def __init__(self, key: bytes, payload: memoryview, meta: bytes, sink: Sink, token: Any, fingerprint: int = 0) -> None:
+        self.key = key
+        self.payload = payload
+        self.meta = meta
+        self.sink = sink
+        self.token = token
+        self.fingerprint = fingerprint
+        self._state = 0
+        self._id = 0
+        self._offset = 0
+
+
+class Parked:
+    """A message that came before its receive: with its payload, or an offer of it."""
+
+    __slots__ = ("arrival", "fingerprint", "length", "message_id", "meta", "payload")
+
+    def __init__(
+        self, payload: bytes | None, length: int, meta: bytes, fingerprint: int, message_id: int, arrival: int
+    ) -> None:
+        self.payload = payload
+        self.length = length
+        self.meta = meta
+        self.fingerprint = fingerprint
+        self.message_id = message_id
+        self.arrival = arrival
+
+
+class ReceiveTable:
+    """Posted receives by key, first in first out, each removable in constant time.
+
+    `entries` maps a key to its only receive, or to an ordered set of several: one receive per key is the usual case
+    and costs one dictionary operation to post and one to match.
+    """
+
+    __slots__ = ("entries",)
+
+    def __init__(self) -> None:
+        self.entries: dict[bytes, Receive | OrderedDict[Receive, None]] = {}
+
+    def add(self, receive: Receive) -> None:
+        """Post `receive` behind those of its key."""
+        entry = self.entries.setdefault(receive.key, receive)
+        if entry is receive:
+            return
+        if isinstance(entry, Receive):
+            self.entries[receive.key] = OrderedDict(((entry, None), (receive, None)))
+        else:
+            entry[receive] = None
+
+    def head(self, key: bytes) -> Receive | None:
+        """Return the earliest receive of `key`, leaving it in place."""
+        entry = self.entries.get(key)
+        return entry if entry is None or isinstance(entry, Receive) else next(iter(entry))
+
+    def pop(self, key: bytes) -> Receive | None:
+        """Remove and return the earliest receive of `key`."""
+        entry = self.entries.pop(key, None)
+        if entry is None or isinstance(entry, Receive):
+            return entry
+        receive, _ = entry.popitem(last=False)
+        self.entries[key] = entry if len(entry) > 1 else next(iter(entry))
+        return receive
+
+    def remove(self, receive: Receive) -> bool:
+        """Remove `receive`; False if it is not here."""
+        entry = self.entries.get(receive.key)
+        if entry is receive:
+            del self.entries[receive.key]
+            return True
+        if entry is None or isinstance(entry, Receive) or receive not in entry:
+            return False
+        del entry[receive]
+        if len(entry) == 1:
+            self.entries[receive.key] = next(iter(entry))
+        return True
+
+    def count(self, key: bytes) -> int:
+        """How many receives of `key` are posted."""
+        entry = self.entries.get(key)
+        return 0 if entry is None else 1 if isinstance(entry, Receive) else len(entry)
+
+    def __iter__(self) -> Iterator[Receive]:
+        for entry in list(self.entries.values()):
+            if isinstance(entry, Receive):
+                yield entry
+            else:
+                yield from list(entry)
+
+    def take_group(self, group: bytes) -> list[Receive]:
+        """Remove and return all receives of `group`."""
+        taken = [receive for receive in self if receive.key.startswith(group)]
+        for receive in taken:
+            self.remove(receive)
+        return taken
+
+    def take_all(self) -> list[Receive]:
+        """Remove and return all receives."""
+        taken = list(self)
+        self.entries.clear()
+        return taken
+
+
+class DroppedGroups:
+    """Groups whose late messages are thrown away, shared by the peers of a mesh."""
+
+    __slots__ = ("_groups",)
+
+    def __init__(self) -> None:
+        self._groups: dict[bytes, None] = {}
+
+    def add(self, group: bytes) -> None:
+        """Remember `group`, forgetting the oldest beyond MAX_DROPPED_GROUPS."""
+        self._groups.pop(group, None)
+        self._groups[group] = None
+        if len(self._groups) > MAX_DROPPED_GROUPS:
+            del self._groups[next(iter(self._groups))]
+
+    def __contains__(self, group: bytes) -> bool:
+        return group in self._groups
+
+
+class AnySourceTable:
+    """Receives from any source, shared by the peers of a mesh, and what those peers hold that could serve one.
+
+    Only point-to-point keys may be received from any source.
+    """
+
+    __slots__ = ("_arrivals", "_orders", "_parked", "_stalled", "entries", "table")
+
+    def __init__(self) -> None:
+        self.table = ReceiveTable()
+        self.entries = self.table.entries
+        self._orders = itertools.count(1)
+        self._arrivals = itertools.count(1)
+        self._parked: dict[bytes, dict[Inbound, None]] = {}
+        self._stalled: dict[Inbound, None] = {}
+
+    def post(self, receive: Receive, ranks: Container[int]) -> bool:
+        """Post a receive from whichever of `ranks` sends first.
+
+        True: complete now (the earliest parked message served it), the sink was not called. Raises what `allocate`
+        raised, or CollectiveMismatchError, if the message at hand does not suit; it is discarded.
+        """
+        receive._order = next(self._orders)
+        receive._ranks = ranks
+        holders = self._parked.get(receive.key)
+        if holders:
+            return min(holders, key=lambda peer: peer.oldest_arrival(receive.key)).take_parked(receive)
+        self.table.add(receive)
+        for peer in list(self._stalled):
+            peer.ask(receive.key)
+        return False
+
+    def withdraw(self, receive: Receive) -> bool:
+        """Forget `receive`; False if it was matched already."""
+        return self.table.remove(receive)
+
+    def fail_source(self, rank: int, error: BaseException) -> None:
+        """`rank` is lost: fail each pending receive that might have come from it."""
+        lost = [receive for receive in self.table if rank in receive._ranks]
+        for receive in lost:
+            self.table.remove(receive)
+        for receive in lost:
+            receive.sink.message_failed(receive.token, error)
+
+    def drop_group(self, group: bytes) -> None:
+        """Forget the receives of `group` without telling their sinks."""
+        self.table.take_group(group)
+
+    def fail(self, error: BaseException) -> None:
+        """Fail every pending receive."""
+        for receive in self.table.take_all():
+            receive.sink.message_failed(receive.token, error)
+
+    def next_order(self) -> int:
+        """Number a receive from one source, so that it can be compared with those from any."""
+        return next(self._orders)
+
+    def next_arrival(self) -> int:
+        """Number a parked message."""
+        return next(self._arrivals)
+
+    def parked(self, key: bytes, peer: Inbound) -> None:
+        """`peer` holds a message of `key`."""
+        self._parked.setdefault(key, {})[peer] = None
+
+    def unparked(self, key: bytes, peer: Inbound) -> None:
+        """`peer` holds no message of `key` any more."""
+        holders = self._parked.get(key)
+        if holders is not None and peer in holders:
+            del holders[peer]
+            if not holders:
+                del self._parked[key]
+
+    def stalled(self, peer: Inbound, stalled: bool) -> None:
+        """`peer` keeps point-to-point messages back until asked, or no longer does."""
+        if stalled:
+            self._stalled[peer] = None
+        else:
+            self._stalled.pop(peer, None)
+
+
+ParkedQueue = deque[Parked]
