@@ -7,7 +7,8 @@
     │   └─ ConnectTimeoutError       also a TimeoutError
     ├─ DistStoreError                the store failed or refused
     │   ├─ StoreTimeoutError         also a TimeoutError; .keys are those still missing
-    │   └─ StoreLimitError           a documented bound was exceeded
+    │   ├─ StoreLimitError           a documented bound was exceeded
+    │   └─ QueueEmptyError           queue_pop(block=False) found nothing
     ├─ DistBackendError              a backend (NCCL, CUDA, MPI) said no
     ├─ CollectiveError               an operation of a group failed
     │   ├─ CollectiveTimeoutError    also a TimeoutError; .missing are global ranks
@@ -37,6 +38,7 @@ __all__ = [
     "GroupAbortedError",
     "LaunchError",
     "PeerLostError",
+    "QueueEmptyError",
     "RemoteProtocolError",
     "StoreLimitError",
     "StoreTimeoutError",
@@ -84,6 +86,10 @@ class StoreTimeoutError(DistStoreError, TimeoutError):
 
 class StoreLimitError(DistStoreError):
     """A request exceeds one of the store's documented limits."""
+
+
+class QueueEmptyError(DistStoreError):
+    """`queue_pop(block=False)` found the queue empty."""
 
 
 class DistBackendError(DistError):

@@ -1,0 +1,131 @@
+"""The store's interface: a key-value service through which processes that know nothing of each other meet."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Iterable
+from types import TracebackType
+from typing import Final, Self
+
+from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
+
+__all__ = ["DEFAULT_STORE_TIMEOUT_S", "Store"]
+
+DEFAULT_STORE_TIMEOUT_S: Final = 300.0
+"""Five minutes, the default of torch.distributed's stores."""
+
+
+class Store(ABC):
+    """Keys are str, values are bytes (a str given as a value is stored as UTF-8).
+
+    Every verb returns an awaitable, not necessarily a coroutine: `await` it, or pass it to `asyncio.ensure_future`,
+    `gather` or `wait_for`. Arguments are checked at the call (TypeError, ValueError). A verb that changes something is
+    issued at the call, in call order, even if it is awaited later.
+
+    **Time-outs.** `get`, `wait`, `multi_get` and a blocking `queue_pop` wait for others and take `timeout=` (seconds, a
+    timedelta, None for ever; by default the store's `timeout`). Present keys are returned even with a time-out of 0.
+    Expiry raises `StoreTimeoutError`, whose `keys` are those still missing. All other verbs are bounded by the store's
+    `timeout`.
+
+    **Cancellation.** Cancelling a waiting verb withdraws it: a cancelled `queue_pop` takes nothing from the queue.
+    Cancelling a verb that changes something ends the waiting; whether the change was made is then unknown.
+
+    **Errors.** `DistStoreError` where the store refuses or fails (`StoreLimitError` for a documented limit),
+    `ClosedError` after `close`. A refused request leaves the store usable.
+
+    Queues live beside keys: one name may be both; `check` and `wait` count a queue that is not empty as present,
+    `num_keys`, `list_keys` and `delete_key` do not see queues.
+    """
+
+    def __init__(self, timeout: Timeout = DEFAULT_STORE_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_seconds(timeout, DEFAULT_STORE_TIMEOUT_S)
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds after which a verb gives up unless it says otherwise; None for never."""
+        return self._timeout_s
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Change `timeout` for the calls that follow; `INHERIT` means the default of 300 s."""
+        self._timeout_s = timeout_seconds(timeout, DEFAULT_STORE_TIMEOUT_S)
+
+    @abstractmethod
+    def set(self, key: str, value: str | bytes) -> Awaitable[None]:
+        """Store `value` under `key`, replacing what was there."""
+
+    @abstractmethod
+    def get(self, key: str, *, timeout: Timeout = INHERIT) -> Awaitable[bytes]:
+        """Return the value of `key`, waiting until it exists."""
+
+    @abstractmethod
+    def add(self, key: str, amount: int) -> Awaitable[int]:
+        """Add `amount` to the counter `key` (0 when missing) and return the sum; the value is its decimal text.
+
+        Raises DistStoreError if the value is not a decimal number.
+        """
+
+    @abstractmethod
+    def wait(self, keys: Iterable[str], timeout: Timeout = INHERIT) -> Awaitable[None]:
+        """Wait until all `keys` exist at one moment."""
+
+    @abstractmethod
+    def check(self, keys: Iterable[str]) -> Awaitable[bool]:
+        """Return whether all `keys` exist now."""
+
+    @abstractmethod
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> Awaitable[bytes]:
+        """Set `key` to `desired` if its value is `expected`, or if it is missing and `expected` is empty.
+
+        Returns the value afterwards; for a missing key that was not set, `expected` (as torch does).
+        """
+
+    @abstractmethod
+    def delete_key(self, key: str) -> Awaitable[bool]:
+        """Delete `key`; return whether it existed."""
+
+    @abstractmethod
+    def append(self, key: str, value: str | bytes) -> Awaitable[None]:
+        """Append `value` to the value of `key`, which is empty when missing."""
+
+    @abstractmethod
+    def multi_get(self, keys: Iterable[str], *, timeout: Timeout = INHERIT) -> Awaitable[list[bytes]]:
+        """Return the values of `keys` in their order, waiting until all exist at one moment."""
+
+    @abstractmethod
+    def multi_set(self, keys: Iterable[str], values: Iterable[str | bytes]) -> Awaitable[None]:
+        """Set each of `keys` to its value, all at one moment; ValueError if their numbers differ."""
+
+    @abstractmethod
+    def num_keys(self) -> Awaitable[int]:
+        """Return how many keys exist."""
+
+    @abstractmethod
+    def list_keys(self, prefix: str = "") -> Awaitable[list[str]]:
+        """Return the keys that start with `prefix`, in no particular order."""
+
+    @abstractmethod
+    def queue_push(self, key: str, value: str | bytes) -> Awaitable[None]:
+        """Append `value` to the queue `key`; one waiting `queue_pop` gets it."""
+
+    @abstractmethod
+    def queue_pop(self, key: str, block: bool = True, *, timeout: Timeout = INHERIT) -> Awaitable[bytes]:
+        """Take the oldest value from the queue `key`, waiting for one.
+
+        With `block=False`, raises `QueueEmptyError` when there is none. Waiting callers are served in their order.
+        """
+
+    @abstractmethod
+    def queue_len(self, key: str) -> Awaitable[int]:
+        """Return how many values the queue `key` holds; 0 when it does not exist."""
+
+    @abstractmethod
+    def close(self) -> Awaitable[None]:
+        """Give up what the store holds; requests under way and later ones raise `ClosedError`. May be called twice."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
