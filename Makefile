@@ -1,0 +1,62 @@
+# Every verb makes .venv itself. Extra arguments: make test ARGS="-k store -x"
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench prove multinode clean
+
+help:
+	@echo "make demo       train on handwritten digits with 4 ranks"
+	@echo "make test       run the tests"
+	@echo "make check      lint, formatting, types"
+	@echo "make bench      measure beside the neighbors that are installed"
+	@echo "make prove      verify every collective plan symbolically for many world sizes"
+	@echo "make multinode  run the demo on 3 nodes in containers (as root; installs Debian's docker when missing)"
+	@echo "make clean      remove .venv and everything else that was built"
+
+demo: $(VENV)/.base
+	$(BIN)/asyncdist run --nproc-per-node 4 examples/train_digits.py --compare $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m bench $(ARGS)
+
+prove: $(VENV)/.base
+	$(BIN)/python -m asyncdist.plan.verify $(or $(ARGS),--worlds 1..257)
+
+multinode: $(VENV)/.base
+	bash tests/multinode/run.sh $(ARGS)
+
+clean:
+	rm -rf $(VENV) .multinode dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# Stamps: installed again when pyproject.toml changes. The sources themselves are used in place.
+$(VENV)/.base: pyproject.toml | $(BIN)/pip
+	@echo "installing asyncdist into $(VENV)"
+	@$(PIP) install --editable .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/pip
+	@echo "installing asyncdist and its development tools into $(VENV)"
+	@$(PIP) install --editable ".[dev]"
+	@touch $@
+
+$(BIN)/pip:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "make: $(PYTHON) not found. Debian, Ubuntu: apt-get install python3 python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { \
+	  echo "make: Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) -V). Name another: make PYTHON=python3.12 ..." >&2; \
+	  exit 1; }
+	@$(PYTHON) -c "import venv, ensurepip" 2>/dev/null || { \
+	  echo "make: $(PYTHON) cannot make virtual environments. Debian, Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
