@@ -1,0 +1,44 @@
+"""The command line: `asyncdist run`, `asyncdist store`, `asyncdist token`. Commands are imported when they are used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Final
+
+import click
+
+__all__ = ["main"]
+
+_COMMANDS: Final = {
+    "run": ("asyncdist.cli.run_command", "run_command"),
+    "store": ("asyncdist.cli.store_commands", "store_group"),
+    "token": ("asyncdist.cli.token_command", "token_command"),
+}
+
+
+class _LazyGroup(click.Group):
+    """Imports a command's module when the command is asked for, so that `asyncdist run` starts quickly."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names shown by --help."""
+        return [name for name in sorted(_COMMANDS) if self.get_command(ctx, name) is not None]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of this name, or None."""
+        if cmd_name not in _COMMANDS:
+            return None
+        module, attribute = _COMMANDS[cmd_name]
+        try:
+            command = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            return None
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="asyncdist", prog_name="asyncdist")
+def main() -> None:
+    """Distributed communication for asyncio: launch workers, look into the store, make tokens."""

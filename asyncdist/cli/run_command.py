@@ -1,0 +1,171 @@
+"""`asyncdist run`: torchrun's options, without torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from asyncdist.launch.config import (
+    DEFAULT_GRACE_S,
+    DEFAULT_JOIN_TIMEOUT_S,
+    DEFAULT_PORT,
+    DEFAULT_SHUTDOWN_TIMEOUT_S,
+    Endpoint,
+    LaunchConfig,
+    parse_endpoint,
+    parse_nproc,
+    worker_command,
+)
+
+__all__ = ["run_command"]
+
+
+def _to_endpoint(ctx: click.Context, param: click.Parameter, value: str | None) -> Endpoint | None:
+    try:
+        return None if value is None else parse_endpoint(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+def _to_nproc(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    try:
+        return parse_nproc(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+@click.command(
+    "run",
+    context_settings={
+        # Everything from the script on is the script's own, whatever it looks like.
+        "allow_interspersed_args": False,
+        # torchrun's old spelling: --nproc_per_node.
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    },
+)
+@click.option(
+    "--nproc-per-node",
+    callback=_to_nproc,
+    metavar="N|auto|cpu|gpu",
+    default="1",
+    show_default=True,
+    help="Workers on this node.",
+)
+@click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes (launchers) of the job.")
+@click.option("--node-rank", type=click.IntRange(0), help="This node's number; by default the store deals them out.")
+@click.option(
+    "--rdzv-endpoint",
+    callback=_to_endpoint,
+    metavar="HOST:PORT",
+    help="Where the nodes meet; the first of them hosts the store.",
+)
+@click.option(
+    "--rdzv-backend", hidden=True, type=click.Choice(["static", "c10d"]), help="Taken, as torchrun does, and unused."
+)
+@click.option("--rdzv-id", help="The job's name; keeps jobs on one store apart.")
+@click.option("--master-addr", help="As --rdzv-endpoint, in two options: the address.")
+@click.option("--master-port", type=click.IntRange(1, 65535), help=f"... and the port (default {DEFAULT_PORT}).")
+@click.option("--standalone", is_flag=True, help="One node with a store of its own, whatever the environment says.")
+@click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, help="Of the whole group.")
+@click.option(
+    "--grace",
+    type=click.FloatRange(0),
+    default=DEFAULT_GRACE_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="After a failure the others get this long to end, then SIGTERM and as long again, then SIGKILL.",
+)
+@click.option(
+    "--shutdown-timeout",
+    type=click.FloatRange(0),
+    default=DEFAULT_SHUTDOWN_TIMEOUT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="After a signal to the launcher, until SIGKILL.",
+)
+@click.option(
+    "--join-timeout",
+    type=click.FloatRange(0),
+    default=DEFAULT_JOIN_TIMEOUT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="For the store to answer and for all nodes to come.",
+)
+@click.option("--pass-local-rank", is_flag=True, help="Append --local_rank=N to the worker's arguments.")
+@click.option("--no-python", is_flag=True, help="Run a program, not a Python script.")
+@click.option("-m", "--module", is_flag=True, help="Run a module, as python -m does.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run_command(script: str, args: tuple[str, ...], **options: Any) -> None:
+    """Run SCRIPT once per rank and see to it that all of them end.
+
+    Each worker finds its place in the environment (RANK, WORLD_SIZE, LOCAL_RANK, ..., as torchrun sets it) and the
+    store in ASYNCDIST_STORE. Without a daemon this launcher hosts the store. The exit code is the first failing
+    worker's (128 + n for signal n).
+    """
+    config = _config(script, args, options)
+    sys.exit(_launch(config))
+
+
+def _launch(config: LaunchConfig) -> int:
+    from asyncdist.errors import DistError
+    from asyncdist.launch.agent import run
+
+    try:
+        return asyncio.run(run(config))
+    except DistError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> LaunchConfig:
+    """Turn options and environment into a checked LaunchConfig; raises click's errors."""
+    from asyncdist_server.auth import load_token
+
+    environ = os.environ
+    standalone: bool = options["standalone"]
+    if standalone and (options["nnodes"] > 1 or options["rdzv_endpoint"] or options["master_addr"]):
+        raise click.UsageError(
+            "--standalone means one node with a store of its own: it excludes --nnodes above 1, "
+            "--rdzv-endpoint and --master-addr"
+        )
+    try:
+        store_text = "" if standalone else environ.get("ASYNCDIST_STORE", "")
+        return LaunchConfig(
+            command=worker_command(script, args, module=options["module"], no_python=options["no_python"]),
+            nproc_per_node=options["nproc_per_node"],
+            nnodes=options["nnodes"],
+            node_rank=options["node_rank"],
+            endpoint=_endpoint(options),
+            store=parse_endpoint(store_text) if store_text else None,
+            job_id=options["rdzv_id"],
+            token=load_token(environ),
+            max_restarts=options["max_restarts"],
+            grace_s=options["grace"],
+            shutdown_timeout_s=options["shutdown_timeout"],
+            join_timeout_s=options["join_timeout"],
+            pass_local_rank=options["pass_local_rank"],
+        )
+    except (ValueError, FileNotFoundError) as error:
+        raise click.UsageError(str(error)) from error
+    except OSError as error:
+        raise click.ClickException(f"{Path(error.filename or '.')}: {error.strerror}") from error
+
+
+def _endpoint(options: dict[str, Any]) -> Endpoint | None:
+    """--rdzv-endpoint, or --master-addr and --master-port."""
+    endpoint: Endpoint | None = options["rdzv_endpoint"]
+    address, port = options["master_addr"], options["master_port"]
+    if endpoint is not None:
+        if address or port:
+            raise click.UsageError("--rdzv-endpoint and --master-addr/--master-port say the same thing: give one")
+        return endpoint
+    if address:
+        return Endpoint(address.strip("[]"), port or DEFAULT_PORT)
+    if port and not options["standalone"]:
+        return Endpoint("127.0.0.1", port)
+    return None

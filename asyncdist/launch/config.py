@@ -1,0 +1,174 @@
+"""What `asyncdist run` was asked to do: parsed, checked, and not changed afterwards."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = [
+    "DEFAULT_GRACE_S",
+    "DEFAULT_JOIN_TIMEOUT_S",
+    "DEFAULT_PORT",
+    "DEFAULT_SHUTDOWN_TIMEOUT_S",
+    "MAX_PROCESSES_PER_NODE",
+    "Endpoint",
+    "LaunchConfig",
+    "parse_endpoint",
+    "parse_nproc",
+    "usable_cores",
+    "worker_command",
+]
+
+DEFAULT_PORT: Final = 29500
+"""torchrun's default master port; used when a multi-node address names none."""
+
+DEFAULT_GRACE_S: Final = 3.0
+"""After a failure: what the other workers get to raise, and again to obey SIGTERM."""
+
+DEFAULT_SHUTDOWN_TIMEOUT_S: Final = 30.0
+"""After a signal to the launcher: what the workers get to end by themselves (torchrun's value)."""
+
+DEFAULT_JOIN_TIMEOUT_S: Final = 600.0
+"""How long nodes wait for the store and for each other (torchrun's join_timeout)."""
+
+MAX_PROCESSES_PER_NODE: Final = 4096
+"""A typing mistake must not fork-bomb the machine; four pipes and files each also meet the usual limits here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A host (name or address, no brackets) and a port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """One node's part of a job.
+
+    `command` is a worker's argument vector. `store` is a daemon that already runs (ASYNCDIST_STORE): then nobody hosts.
+    `endpoint` is where the nodes meet, and where the first of them hosts the store. Neither: this node is alone and
+    hosts on an ephemeral loopback port. All times are seconds.
+    """
+
+    command: tuple[str, ...]
+    nproc_per_node: int = 1
+    nnodes: int = 1
+    node_rank: int | None = None
+    endpoint: Endpoint | None = None
+    store: Endpoint | None = None
+    job_id: str | None = None
+    token: str | None = None
+    max_restarts: int = 0
+    grace_s: float = DEFAULT_GRACE_S
+    shutdown_timeout_s: float = DEFAULT_SHUTDOWN_TIMEOUT_S
+    join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
+    pass_local_rank: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ValueError("nothing to run: give a script, -m MODULE, or --no-python COMMAND")
+        if not 1 <= self.nproc_per_node <= MAX_PROCESSES_PER_NODE:
+            raise ValueError(
+                f"nproc-per-node must be between 1 and {MAX_PROCESSES_PER_NODE}, got {self.nproc_per_node}"
+            )
+        if self.nnodes < 1:
+            raise ValueError(f"nnodes must be at least 1, got {self.nnodes}")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(f"node-rank must be between 0 and {self.nnodes - 1} (nnodes - 1), got {self.node_rank}")
+        if self.nnodes > 1 and self.endpoint is None and self.store is None:
+            raise ValueError(
+                f"{self.nnodes} nodes need a place to meet: give --rdzv-endpoint HOST:PORT or --master-addr HOST, "
+                "or set ASYNCDIST_STORE to a daemon"
+            )
+        if self.nnodes > 1 and self.store is not None and not self.job_id:
+            raise ValueError(
+                "several nodes on one ASYNCDIST_STORE need --rdzv-id NAME, else they cannot tell their job from others"
+            )
+
+
+def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Endpoint:
+    """Parse `host`, `host:port`, `[v6]` or `[v6]:port`.
+
+    Raises ValueError for anything else, and for a port outside 1..65535.
+    """
+    text = text.strip()
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        if not bracket or (rest and not rest.startswith(":")):
+            raise ValueError(f"{text!r} is not HOST:PORT")
+        port_text = rest[1:]
+    elif text.count(":") > 1:
+        host, port_text = text, ""
+    else:
+        host, _, port_text = text.partition(":")
+    if not host:
+        raise ValueError(f"{text!r} names no host")
+    if not port_text:
+        return Endpoint(host, default_port)
+    if not port_text.isascii() or not port_text.isdigit() or not 1 <= int(port_text) <= 65535:
+        raise ValueError(f"{port_text!r} in {text!r} is not a port (1..65535)")
+    return Endpoint(host, int(port_text))
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _visible_gpus(environ: Mapping[str, str]) -> int:
+    """NVIDIA devices a worker would see, without loading CUDA."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1", "NoDevFiles")])
+    try:
+        return len(os.listdir("/proc/driver/nvidia/gpus"))
+    except OSError:
+        return 0
+
+
+def parse_nproc(text: str, environ: Mapping[str, str] = os.environ) -> int:
+    """Turn `--nproc-per-node` into a number: digits, `cpu` (usable cores), `gpu`, or `auto` (GPUs if any, else cores).
+
+    Raises ValueError for another word and for `gpu` where there is none.
+    """
+    word = text.strip().lower()
+    if word.isascii() and word.isdigit():
+        count = int(word)
+        if not 1 <= count <= MAX_PROCESSES_PER_NODE:
+            raise ValueError(f"{count} is not between 1 and {MAX_PROCESSES_PER_NODE}")
+        return count
+    if word == "cpu":
+        return usable_cores()
+    if word in ("auto", "gpu"):
+        gpus = _visible_gpus(environ)
+        if word == "gpu" and not gpus:
+            raise ValueError("no NVIDIA GPU is visible here")
+        return gpus or usable_cores()
+    raise ValueError(f"{text!r} is neither a number nor auto, cpu or gpu")
+
+
+def worker_command(script: str, args: tuple[str, ...], *, module: bool, no_python: bool) -> tuple[str, ...]:
+    """Build a worker's argument vector.
+
+    Raises ValueError if `module` and `no_python` are both set, and FileNotFoundError if the script does not exist.
+    """
+    if module and no_python:
+        raise ValueError("-m and --no-python exclude each other")
+    if no_python:
+        return (script, *args)
+    if module:
+        return (sys.executable, "-m", script, *args)
+    if not Path(script).exists():
+        raise FileNotFoundError(f"there is no script {script!r} in {os.getcwd()}")
+    return (sys.executable, script, *args)

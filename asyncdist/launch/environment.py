@@ -1,0 +1,66 @@
+"""The environment a worker is given: torchrun's names, and ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asyncdist.launch.config import Endpoint
+
+__all__ = ["NodePlace", "worker_environment"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """This node's place in a job: which ranks are its own, and where the store is.
+
+    `master` is what MASTER_ADDR and MASTER_PORT say: the store's address, unless the user named another.
+    """
+
+    node_rank: int
+    nnodes: int
+    first_rank: int
+    nproc: int
+    world_size: int
+    run_id: str
+    store: Endpoint
+    master: Endpoint
+    token: str | None
+
+
+def worker_environment(
+    place: NodePlace, local_rank: int, attempt: int, max_restarts: int, base: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return `base` with what a worker must know about its job.
+
+    RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT as torchrun sets
+    them, ASYNCDIST_STORE ASYNCDIST_JOB_ID ASYNCDIST_TOKEN for asyncdist, TORCHELASTIC_* where scripts look for them.
+    The job id carries the attempt number, so that a restarted group never reads what the failed one wrote. The token
+    goes by environment and never by argument vector, which every user of the machine can read.
+    """
+    environment = dict(base)
+    for inherited in ("ASYNCDIST_TOKEN", "ASYNCDIST_TOKEN_FILE", "TORCHELASTIC_USE_AGENT_STORE"):
+        environment.pop(inherited, None)
+    environment.update(
+        RANK=str(place.first_rank + local_rank),
+        LOCAL_RANK=str(local_rank),
+        WORLD_SIZE=str(place.world_size),
+        LOCAL_WORLD_SIZE=str(place.nproc),
+        GROUP_RANK=str(place.node_rank),
+        GROUP_WORLD_SIZE=str(place.nnodes),
+        MASTER_ADDR=place.master.host,
+        MASTER_PORT=str(place.master.port),
+        ASYNCDIST_STORE=str(place.store),
+        ASYNCDIST_JOB_ID=f"{place.run_id}.{attempt}",
+        TORCHELASTIC_RUN_ID=place.run_id,
+        TORCHELASTIC_RESTART_COUNT=str(attempt),
+        TORCHELASTIC_MAX_RESTARTS=str(max_restarts),
+    )
+    if place.token is not None:
+        environment["ASYNCDIST_TOKEN"] = place.token
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    if place.nproc > 1:
+        # As torchrun: several workers that each start a thread per core would fight over the cores.
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    return environment

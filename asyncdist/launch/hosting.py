@@ -1,0 +1,205 @@
+"""Where a job's store is: hosted by this launcher, or answering already.
+
+The rule is the address itself, never a comparison of host names: a launcher that may host tries to bind. Bound: it
+hosts. Taken: whoever is there must be an asyncdist store, and is used. Not an address of this machine: the store is
+elsewhere, and is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+from asyncdist.errors import LaunchError
+from asyncdist.launch.config import Endpoint, LaunchConfig
+from asyncdist_server.auth import (
+    AuthenticationError,
+    ClientHandshake,
+    Refusal,
+    derive_token,
+    new_token,
+    store_context,
+)
+
+if TYPE_CHECKING:
+    from asyncdist.store.base import Store
+
+__all__ = ["HostedStore", "StorePlace", "find_or_host", "host_store", "open_store", "probe_store", "run_token"]
+
+_PROBE_TIMEOUT_S: Final = 5.0
+_RETRY_S: Final = 0.2
+"""Between two looks for a store whose launcher has not started yet."""
+
+
+class HostedStore(Protocol):
+    """A store served by this process."""
+
+    @property
+    def host(self) -> str:
+        """The address it is bound to."""
+
+    @property
+    def port(self) -> int:
+        """The port it is bound to."""
+
+    def close(self) -> None:
+        """Stop serving; blocks for a moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlace:
+    """Where the store is, and the server if it is ours to close."""
+
+    endpoint: Endpoint
+    token: str | None
+    hosted: HostedStore | None
+
+
+def run_token(config: LaunchConfig) -> str | None:
+    """The key of this run: what its store, its launchers and its workers prove to each other.
+
+    With a daemon the daemon's own token, for it accepts no other. Else derived from the shared token, or fresh random
+    for a single node. Several nodes without a shared token have none, which only works on loopback.
+    """
+    if config.store is not None:
+        return config.token
+    if config.token is not None:
+        return derive_token(config.token, "run", (config.job_id or "").encode())
+    return new_token() if config.nnodes == 1 else None
+
+
+async def find_or_host(config: LaunchConfig) -> StorePlace:
+    """Return the job's store, hosting it here if this node should.
+
+    Raises LaunchError: nothing answers within the join time-out, something else holds the port, or an address other
+    machines can reach would be served without a token.
+    """
+    token = run_token(config)
+    if config.store is not None:
+        await _until_it_answers(config.store, token, config.join_timeout_s)
+        return StorePlace(config.store, token, None)
+    endpoint = config.endpoint or Endpoint("127.0.0.1", 0)
+    if config.node_rank in (None, 0) or config.nnodes == 1:
+        hosted = await _host_if_ours(endpoint, token, config.nnodes)
+        if hosted is not None:
+            return StorePlace(Endpoint(endpoint.host, hosted.port), token, hosted)
+    await _until_it_answers(endpoint, token, config.join_timeout_s)
+    return StorePlace(endpoint, token, None)
+
+
+async def _host_if_ours(endpoint: Endpoint, token: str | None, nnodes: int) -> HostedStore | None:
+    """Host at this address; None if it is another machine's, or a store answers there already."""
+    address = await _bind_address(endpoint, nnodes)
+    if token is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        if not _is_local(address):
+            return None
+        raise LaunchError(
+            f"the store would listen on {endpoint}, which other machines can reach, so a token is needed: "
+            "set ASYNCDIST_TOKEN or ASYNCDIST_TOKEN_FILE on every node (`asyncdist token` makes one)"
+        )
+    try:
+        return await asyncio.to_thread(host_store, address, endpoint.port, token)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        if error.errno != errno.EADDRINUSE:
+            raise LaunchError(f"cannot host the store on {endpoint}: {error.strerror or error}") from error
+    if await probe_store(endpoint, token):
+        return None
+    raise LaunchError(
+        f"cannot host the store on {endpoint}: the port is in use by something that is not an asyncdist store; "
+        "choose another port"
+    )
+
+
+def host_store(host: str, port: int, token: str | None) -> HostedStore:
+    """Serve the store in a thread of this process; blocks until it listens. Raises OSError when it cannot bind."""
+    from asyncdist_server import serve_in_thread
+
+    return serve_in_thread(host=host, port=port, token=token)
+
+
+async def probe_store(endpoint: Endpoint, token: str | None) -> bool:
+    """Whether an asyncdist store answers there. False if something else does.
+
+    Raises LaunchError if a store answers that refuses our token, and OSError if nothing answers.
+    """
+    handshake = ClientHandshake(token, store_context("asyncdist-launch"))
+    try:
+        async with asyncio.timeout(_PROBE_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+            try:
+                writer.write(handshake.start())
+                while not handshake.done:
+                    data = await reader.read(1024)
+                    if not data:
+                        return False
+                    writer.write(handshake.receive(data))
+                return True
+            finally:
+                writer.close()
+    except AuthenticationError as error:
+        if error.refusal is Refusal.NOT_A_STORE:
+            return False
+        raise LaunchError(f"the store at {endpoint} refuses this launcher: {error}") from error
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        return False
+
+
+async def _until_it_answers(endpoint: Endpoint, token: str | None, timeout_s: float) -> None:
+    last: OSError | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    if not await probe_store(endpoint, token):
+                        raise LaunchError(f"what answers at {endpoint} is not an asyncdist store")
+                    return
+                except OSError as error:
+                    last = error
+                    await asyncio.sleep(_RETRY_S)
+    except TimeoutError:
+        raise LaunchError(
+            f"no store answers at {endpoint} after {timeout_s:g} s ({last}); is the launcher of node 0, or the daemon, "
+            "running there?"
+        ) from last
+
+
+async def _bind_address(endpoint: Endpoint, nnodes: int) -> str:
+    """The address to bind for a host that may be a name."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(endpoint.host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise LaunchError(f"cannot resolve {endpoint.host!r}: {error}") from error
+    # asyncio clients try every address of a name; the server takes the first, IPv4 where there is the choice.
+    addresses = sorted((str(entry[4][0]) for entry in found), key=lambda address: ":" in address)
+    address = addresses[0]
+    is_name = endpoint.host not in (*addresses, "localhost")
+    if nnodes > 1 and is_name and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        # Debian gives a machine's own name 127.0.1.1 in /etc/hosts; the other nodes resolve it to a real address.
+        return "0.0.0.0"
+    return address
+
+
+def _is_local(address: str) -> bool:
+    """Whether this machine has the address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+async def open_store(place: StorePlace, timeout_s: float) -> Store:
+    """Return a client of the job's store, for the launchers' own keys."""
+    from asyncdist.store.tcp_store import TCPStore
+
+    return TCPStore(place.endpoint.host, place.endpoint.port, token=place.token, timeout=timeout_s)

@@ -1,0 +1,261 @@
+"""`asyncdist.spawn`: N processes from one program, as torch.multiprocessing.spawn.
+
+`fn` and `args` reach the children by multiprocessing's own pickle, from this program to its own children; nothing
+else is pickled: a child's traceback comes back as text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import multiprocessing.connection
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Final, Literal, overload
+
+from asyncdist_server.auth import load_token
+
+from asyncdist.errors import LaunchError
+from asyncdist.launch.config import DEFAULT_GRACE_S, MAX_PROCESSES_PER_NODE, Endpoint, parse_endpoint
+from asyncdist.launch.environment import NodePlace, worker_environment
+from asyncdist.launch.exec_guard import die_with_parent
+from asyncdist.launch.hosting import HostedStore, host_store
+
+__all__ = ["SpawnContext", "spawn"]
+
+MAX_TRACEBACK_BYTES: Final = 256 * 1024
+"""Of a child's traceback, from its end: a recursion error's is long and its beginning says nothing new."""
+
+
+class SpawnContext:
+    """The processes of one `spawn`. `processes` are multiprocessing's, in rank order."""
+
+    def __init__(
+        self, processes: Sequence[BaseProcess], errors: Sequence[Connection], hosted: HostedStore | None
+    ) -> None:
+        self.processes = list(processes)
+        self._errors = list(errors)
+        self._hosted = hosted
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in rank order."""
+        return [process.pid or 0 for process in self.processes]
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        """Wait for the processes; return True when all have ended well, False if `timeout` seconds passed first.
+
+        At the first failure the others get `grace_period` seconds (3 by default) to end by themselves, then SIGTERM
+        and as long again, then SIGKILL; then LaunchError is raised, with the traceback of the first failure, its rank
+        and its exit code (128 + n for signal n). Blocks; call it from a thread where an event loop runs.
+        """
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        while running := [process for process in self.processes if process.exitcode is None]:
+            if self._first_failure() is not None:
+                break
+            remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            sentinels = [process.sentinel for process in running]
+            if not multiprocessing.connection.wait(sentinels, remaining_s):
+                return False
+        failed = self._first_failure()
+        if failed is not None:
+            self._end(DEFAULT_GRACE_S if grace_period is None else grace_period)
+        texts = [_read_text(connection) for connection in self._errors] if failed is not None else []
+        self._release()
+        if failed is not None:
+            raise _launch_error(failed, self.processes[failed], texts[failed])
+        return True
+
+    def terminate(self) -> None:
+        """End all processes now (SIGKILL) and free what belongs to them. Idempotent."""
+        self._end(None)
+        self._release()
+
+    def __enter__(self) -> SpawnContext:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.terminate()
+
+    def _first_failure(self) -> int | None:
+        """The rank that failed first: one that left a traceback or died by a signal before one that was merely hit."""
+        failed = [rank for rank, process in enumerate(self.processes) if process.exitcode not in (None, 0)]
+        return failed[0] if failed else None
+
+    def _end(self, grace_s: float | None) -> None:
+        steps: list[tuple[float, Callable[[BaseProcess], None]]] = []
+        if grace_s is not None:
+            steps = [(grace_s, lambda process: None), (grace_s, lambda process: process.terminate())]
+        for wait_s, act in [*steps, (5.0, lambda process: process.kill())]:
+            for process in self.processes:
+                if process.exitcode is None:
+                    act(process)
+            deadline_s = time.monotonic() + wait_s
+            for process in self.processes:
+                process.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _release(self) -> None:
+        for connection in self._errors:
+            connection.close()
+        self._errors = []
+        if self._hosted is not None:
+            self._hosted.close()
+            self._hosted = None
+
+
+@overload
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: Literal[True] = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> None: ...
+@overload
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    *,
+    join: Literal[False],
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> SpawnContext: ...
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> SpawnContext | None:
+    """Run `fn(local_rank, *args)` in `nprocs` processes whose environment makes `init_process_group()` work.
+
+    The store is hosted by this process (in a thread) until the children are joined; with ASYNCDIST_STORE set, that
+    daemon is used. `fn` and `args` must be picklable unless `start_method` is "fork"; `fn` must be importable by the
+    children, so a script guards its own start with `if __name__ == "__main__"`. `join=True` waits and returns None;
+    `join=False` returns a `SpawnContext` whose `join` must be called. No child outlives this process.
+
+    Raises LaunchError for the first child that fails (see `SpawnContext.join`); ValueError for wrong arguments.
+    Blocks while it joins: call it in a program's main function, not on an event loop.
+    """
+    if not 1 <= nprocs <= MAX_PROCESSES_PER_NODE:
+        raise ValueError(f"nprocs must be between 1 and {MAX_PROCESSES_PER_NODE}, got {nprocs}")
+    if not callable(fn):
+        raise TypeError(f"fn must be callable, not {type(fn).__name__}")
+    multiprocess = multiprocessing.get_context(start_method)
+    place, hosted = _place(nprocs)
+    processes: list[BaseProcess] = []
+    errors: list[Connection] = []
+    context = SpawnContext(processes, errors, hosted)
+    try:
+        for local_rank in range(nprocs):
+            environment = _changed(worker_environment(place, local_rank, attempt=0, max_restarts=0))
+            reader, writer = multiprocess.Pipe(duplex=False)
+            context._errors.append(reader)
+            with writer:
+                process = multiprocess.Process(  # type: ignore[attr-defined]  # every context has it
+                    target=_child,
+                    args=(fn, local_rank, args, environment, writer, os.getpid()),
+                    name=f"rank {local_rank}",
+                    daemon=daemon,
+                )
+                process.start()
+            context.processes.append(process)
+    except BaseException:
+        context.terminate()
+        raise
+    if not join:
+        return context
+    with context:
+        context.join()
+    return None
+
+
+def _place(nprocs: int) -> tuple[NodePlace, HostedStore | None]:
+    """Where the children are, and the store if it is hosted here."""
+    token = load_token(os.environ)
+    run_id = secrets.token_hex(4)
+    store_text = os.environ.get("ASYNCDIST_STORE", "")
+    hosted: HostedStore | None = None
+    if store_text:
+        store = parse_endpoint(store_text)
+    else:
+        token = secrets.token_urlsafe(32)
+        hosted = host_store("127.0.0.1", 0, token)
+        store = Endpoint("127.0.0.1", hosted.port)
+    return NodePlace(0, 1, 0, nprocs, nprocs, run_id, store, store, token), hosted
+
+
+def _changed(environment: dict[str, str]) -> dict[str, str | None]:
+    """What differs from this process's environment; None is a name to remove."""
+    removed = {name: None for name in os.environ if name not in environment}
+    return removed | {name: value for name, value in environment.items() if os.environ.get(name) != value}
+
+
+def _child(
+    fn: Callable[..., object],
+    local_rank: int,
+    args: tuple[Any, ...],
+    environment: dict[str, str | None],
+    errors: Connection,
+    parent_pid: int,
+) -> None:
+    """First function of a child: the environment, then `fn`; a traceback goes back as text and the exit code is 1."""
+    _end_with_parent(parent_pid)
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    try:
+        fn(local_rank, *args)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)  # the parent had the same Ctrl-C and says so
+    except Exception:
+        text = traceback.format_exc().encode(errors="backslashreplace")[-MAX_TRACEBACK_BYTES:]
+        with contextlib.suppress(OSError):
+            errors.send_bytes(text)
+        sys.exit(1)
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    """See to it that this process ends when the one that called `spawn` does."""
+    # The kernel's signal follows the death of the parent's *thread*, and under "forkserver" the parent is another
+    # process: so a thread waits for the parent's end instead, unless neither is the case.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="asyncdist-parent-watch", daemon=True).start()
+
+
+def _read_text(connection: Connection) -> str:
+    with contextlib.suppress(EOFError, OSError):
+        if connection.poll():
+            return connection.recv_bytes(MAX_TRACEBACK_BYTES).decode(errors="replace")
+    return ""
+
+
+def _launch_error(rank: int, process: BaseProcess, text: str) -> LaunchError:
+    code = process.exitcode or 0
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(-code).name
+            return LaunchError(f"rank {rank} (pid {process.pid}) was killed by {name}", 128 - code, rank)
+    if text:
+        return LaunchError(f"rank {rank} (pid {process.pid}) failed:\n\n{text}", code, rank)
+    return LaunchError(f"rank {rank} (pid {process.pid}) ended with exit code {code}", code, rank)

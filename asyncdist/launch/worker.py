@@ -1,0 +1,163 @@
+"""One worker: a process in a session of its own, its two output pipes, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+from asyncdist.launch.output import OutputWriter, StreamPump
+from asyncdist.launch.warden import Warden
+
+__all__ = ["Exit", "Worker"]
+
+_GUARD: Final = Path(__file__).with_name("exec_guard.py")
+
+_POLL_S: Final = 0.05
+"""Where the kernel offers no pidfd: how often an exit is looked for."""
+
+DRAIN_IDLE_S: Final = 1.0
+"""After a worker ended: how long a pipe may be silent before it is closed although a descendant holds it open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a worker ended. `returncode` is negative for a signal, as subprocess has it."""
+
+    rank: int
+    pid: int
+    returncode: int
+
+    @property
+    def exitcode(self) -> int:
+        """As a shell would report it: 128 + n for signal n."""
+        return self.returncode if self.returncode >= 0 else 128 - self.returncode
+
+    def __str__(self) -> str:
+        if self.returncode >= 0:
+            return f"exit code {self.returncode}"
+        try:
+            return f"killed by {signal.Signals(-self.returncode).name}"
+        except ValueError:
+            return f"killed by signal {-self.returncode}"
+
+
+class Worker:
+    """A running worker. Whoever made it must `await reap()`; `on_exit` is called once when the process has ended.
+
+    The process is started with vfork and exec only (no Python code runs between), so that the launcher may have
+    threads. It is left a zombie until `reap`: as long as it is one, its number, which is also its process group's,
+    cannot be given to a stranger, and killing the group is safe.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        stdout: OutputWriter,
+        stderr: OutputWriter,
+        warden: Warden,
+    ) -> None:
+        self.rank = rank
+        self.exit: Exit | None = None
+        self.on_exit: Callable[[Exit], None] = lambda exit: None
+        self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._warden = warden
+        # A worker has no terminal to read from (it is in another session); end of file at once beats EIO later.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), *command],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        warden.add(self.pid)
+        self._pidfd = -1
+        self._timer: asyncio.TimerHandle | None = None
+        self._watch()
+        prefix = f"[rank {rank}] ".encode()
+        self.stdout = StreamPump(_taken_over(self._process.stdout), prefix, stdout)
+        self.stderr = StreamPump(_taken_over(self._process.stderr), prefix, stderr)
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to the worker and what it started (its process group), if it still runs."""
+        if self.exit is None:
+            self._kill_group(signum)
+
+    async def reap(self, *, drain: bool = True) -> None:
+        """Kill what is left of the process group, pass on the rest of the output, and free the process id."""
+        self._kill_group(signal.SIGKILL)
+        try:
+            await self._ended.wait()
+            if drain:
+                await self.stdout.drain(DRAIN_IDLE_S)
+                await self.stderr.drain(DRAIN_IDLE_S)
+        finally:
+            self.stdout.close()
+            self.stderr.close()
+            self._unwatch()
+            self._warden.remove(self.pid)
+            self._process.wait()
+
+    def _kill_group(self, signum: int) -> None:
+        # EPERM where a descendant changed its user, ESRCH where none is left: nothing more can be done in either case.
+        with contextlib.suppress(OSError):
+            os.killpg(self.pid, signum)
+
+    def _watch(self) -> None:
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):  # a kernel or sandbox without it
+                self._pidfd = os.pidfd_open(self.pid)
+                self._loop.add_reader(self._pidfd, self._look)
+                return
+        self._timer = self._loop.call_later(_POLL_S, self._poll)
+
+    def _poll(self) -> None:
+        self._look()
+        if self.exit is None:
+            self._timer = self._loop.call_later(_POLL_S, self._poll)
+
+    def _look(self) -> None:
+        returncode = self._peek()
+        if returncode is not None and self.exit is None:
+            self.exit = Exit(self.rank, self.pid, returncode)
+            self._unwatch()
+            self._ended.set()
+            self.on_exit(self.exit)
+
+    def _peek(self) -> int | None:
+        """The return code if the process has ended, without reaping it where the platform can do that."""
+        if not hasattr(os, "waitid"):
+            return self._process.poll()
+        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if status is None:
+            return None
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+    def _unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def _taken_over(pipe: IO[bytes] | None) -> int:
+    """The descriptor of a Popen pipe, out of the file object's hands."""
+    assert pipe is not None
+    with pipe:
+        return os.dup(pipe.fileno())
