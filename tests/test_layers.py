@@ -1,0 +1,156 @@
+"""Imports go downward only, the store daemon stands alone, and the cores touch no event loop and no socket."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {"asyncdist": ROOT / "asyncdist", "asyncdist_server": ROOT / "server" / "asyncdist_server"}
+
+# A file imports from its own folder and from layers above it in this list. Modules of one line that lie in the root
+# folder may import each other; folders of one line may not.
+LAYERS = (
+    {"errors", "reduce_op", "deadline", "arrays", "events"},
+    {"store", "plan"},
+    {"transport"},
+    {"executor"},
+    {"backend"},
+    {"rendezvous", "heartbeat", "consistency", "subgroup", "init_method", "world"},
+    {"group", "operations"},
+    {"api", "objects", "blocking", "data_parallel"},
+    {"launch", "testing"},
+    {"cli"},
+    {"__init__", "__main__"},
+)
+LEVELS = {unit: level for level, units in enumerate(LAYERS) for unit in units}
+
+CORES = (
+    "asyncdist.plan.",
+    "asyncdist.transport.frame",
+    "asyncdist.transport.matching",
+    "asyncdist.transport.peer",
+    "asyncdist.transport.shm_ring",
+    "asyncdist_server.messages",
+    "asyncdist_server.auth",
+    "asyncdist_server.engine",
+    "asyncdist_server.waiters",
+    "asyncdist_server.leases",
+    "asyncdist_server.membership",
+)
+INPUT_AND_OUTPUT = {"asyncio", "uvloop", "socket", "selectors", "threading", "concurrent"}
+HTTP = {"aiohttp", "prometheus_client"}
+
+
+def modules() -> Iterator[tuple[str, ast.Module, bool]]:
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = (package, *path.relative_to(folder).with_suffix("").parts)
+            is_package = parts[-1] == "__init__"
+            name = ".".join(parts[:-1] if is_package and len(parts) > 2 else parts)
+            yield name, ast.parse(path.read_text()), is_package
+
+
+def exists(module: str) -> bool:
+    package, *rest = module.split(".")
+    path = PACKAGES[package].joinpath(*rest)
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def imports(name: str, tree: ast.Module, is_package: bool = False) -> Iterator[tuple[int, str]]:
+    """Every module imported anywhere in `tree`, inside functions and under TYPE_CHECKING too, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = name.split(".")[: -node.level + is_package or None] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                submodule = f"{source}.{alias.name}"
+                ours = source.split(".")[0] in PACKAGES
+                yield node.lineno, submodule if ours and exists(submodule) else source
+
+
+def unit_of(module: str) -> str:
+    """The folder or root file of package asyncdist that `module` belongs to."""
+    return [*module.split("."), "__init__"][1]
+
+
+def level(unit: str) -> int:
+    return LEVELS.get(unit, 0)
+
+
+def is_folder(unit: str) -> bool:
+    return (PACKAGES["asyncdist"] / unit).is_dir()
+
+
+def violations(name: str, tree: ast.Module, is_package: bool = False) -> list[str]:
+    found = []
+    for line, imported in imports(name, tree, is_package):
+        top = imported.split(".")[0]
+        where = f"{name}:{line} imports {imported}"
+        if name.split(".")[0] == "asyncdist_server":
+            if top in {"asyncdist", "numpy"}:
+                found.append(f"{where}: the daemon stands alone")
+            if top in HTTP and name != "asyncdist_server.http":
+                found.append(f"{where}: only http.py does")
+        elif top == "asyncdist":
+            own, other = unit_of(name), unit_of(imported)
+            same_folder = own == other or not (is_folder(own) or is_folder(other))
+            if level(other) > level(own) - (not same_folder):
+                found.append(f"{where}: upward or sideways")
+        if name.startswith(CORES) and (top in INPUT_AND_OUTPUT or (top == "numpy" and ".plan." in name)):
+            found.append(f"{where}: a core does no input and output")
+    return found
+
+
+def test_every_unit_has_a_layer() -> None:
+    unknown = {unit_of(name) for name, *_ in modules() if name.startswith("asyncdist.")} - LEVELS.keys()
+    assert not unknown, f"say in LAYERS where {sorted(unknown)} belong"
+
+
+def test_imports_go_downward_only() -> None:
+    found = [problem for name, tree, is_package in modules() for problem in violations(name, tree, is_package)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("asyncdist.plan.ring", "from asyncdist.transport import frame"),
+        ("asyncdist.plan.ring", "def f():\n    import asyncdist.group"),
+        ("asyncdist.plan.ring", "from asyncdist.store import base"),
+        ("asyncdist.plan.ring", "from ..transport.frame import Kind"),
+        ("asyncdist.plan.ring", "from .. import group"),
+        ("asyncdist.plan.ring", "import asyncdist as dist"),
+        ("asyncdist.plan.ring", "import asyncio"),
+        ("asyncdist.plan.ring", "import numpy as np"),
+        ("asyncdist.errors", "from asyncdist.executor.work import Work"),
+        ("asyncdist.launch.agent", "from asyncdist.cli import main"),
+        ("asyncdist.transport.frame", "from socket import socket"),
+        ("asyncdist_server.engine", "import asyncio"),
+        ("asyncdist_server.daemon", "def f():\n    import numpy"),
+        ("asyncdist_server.daemon", "from asyncdist.errors import DistError"),
+        ("asyncdist_server.daemon", "from aiohttp import web"),
+    ],
+)
+def test_a_planted_violation_is_found(name: str, source: str) -> None:
+    assert violations(name, ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("asyncdist.plan.ring", "from .steps import Plan\nfrom . import chunks\nfrom .. import errors"),
+        ("asyncdist.group", "from asyncdist.plan.ring import ring\nfrom asyncdist.rendezvous import Rendezvous"),
+        ("asyncdist.objects", "from asyncdist.api import all_reduce"),
+        ("asyncdist.store.tcp_store", "from asyncdist_server.messages import Request"),
+        ("asyncdist_server.daemon", "import asyncio\nfrom asyncdist_server.engine import StoreEngine"),
+        ("asyncdist_server.http", "from aiohttp import web"),
+    ],
+)
+def test_downward_imports_are_fine(name: str, source: str) -> None:
+    assert not violations(name, ast.parse(source))
