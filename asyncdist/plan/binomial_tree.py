@@ -1,0 +1,182 @@
+"""Binomial trees: rooted collectives in ceil(log2 p) rounds, for any p and any root.
+
+Ranks are renumbered so that the root is position 0. Position v's parent is v without its lowest set bit; the subtree of
+v holds the positions v .. v + size - 1, with size that bit (cut at p). Larger subtrees are served first.
+
+| collective | cost | bytes sent by the root (broadcast, scatter) or received by it |
+| --- | --- | --- |
+| broadcast | ceil(log2 p) (a + mb) | m ceil(log2 p) |
+| reduce | ceil(log2 p) (a + mb + mg) | m ceil(log2 p) |
+| gather, scatter | ceil(log2 p) a + mb(p-1)/p | m(p-1)/p, m the whole vector |
+
+gather and scatter send a subtree's blocks as one message, which is staged in SCRATCH at inner ranks; where the subtree
+wraps around from rank p-1 to rank 0 it is two messages, so that the root needs no staging.
+
+Source: Thakur, Rabenseifner and Gropp, 2005 (see `recursive_doubling`).
+"""
+
+from __future__ import annotations
+
+from asyncdist.plan.builder import PlanBuilder
+from asyncdist.plan.chunks import Run, cyclic_runs, offsets, split
+from asyncdist.plan.problem import Problem
+from asyncdist.plan.steps import Buffer, Plan, Slice
+
+__all__ = ["broadcast", "gather", "reduce", "scatter"]
+
+
+def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Pass the vector down the tree, in chunks of `chunk_length` elements one behind another."""
+    world, root = problem.world, problem.root
+    builder = PlanBuilder("broadcast", "binomial_tree", rank, world)
+    position = (rank - root) % world
+    for piece in split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length):
+        if position:
+            builder.recv((_parent(position) + root) % world, piece)
+        for child in _children(position, world):
+            builder.send((child + root) % world, piece)
+    return builder.build()
+
+
+def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Reduce up the tree in chunks of `chunk_length` elements. INPUT is only read; partial sums are in SCRATCH.
+
+    A vector of one chunk is received into SCRATCH, with all receives posted at the start; a longer one through
+    `RecvReduce`, so that its temporary memory is bounded by what is being reduced, not by the number of children.
+    """
+    world, root = problem.world, problem.root
+    builder = PlanBuilder("reduce", "binomial_tree", rank, world)
+    position = (rank - root) % world
+    children = [(child + root) % world for child in reversed(_children(position, world))]
+    parent = (_parent(position) + root) % world
+    own = Slice(Buffer.INPUT, 0, problem.total)
+    if not children:
+        for piece in split(own, chunk_length):
+            if position:
+                builder.send(parent, piece)
+            else:
+                builder.copy(piece, Slice(Buffer.OUTPUT, piece.offset, piece.length))
+        return builder.build()
+    total = builder.scratch(problem.total) if position else Slice(Buffer.OUTPUT, 0, problem.total)
+    pieces = split(own, chunk_length)
+    for piece in pieces:
+        target = Slice(total.buffer, total.offset + piece.offset, piece.length)
+        builder.recv(children[0], target)
+        if len(pieces) == 1:
+            _reduce_children_at_once(builder, children[1:], piece, target)
+        else:
+            builder.reduce(piece, target, source_left=True)
+            for child in children[1:]:
+                builder.recv_reduce(child, target, incoming_left=False)
+        if position:
+            builder.send(parent, target)
+    return builder.build()
+
+
+def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Collect subtrees' blocks up the tree; `chunk_length` is not used."""
+    del chunk_length
+    world, root = problem.world, problem.root
+    builder = PlanBuilder("gather", "binomial_tree", rank, world)
+    position = (rank - root) % world
+    own = Slice(Buffer.INPUT, 0, problem.counts[rank])
+    children = _children(position, world)
+    if position and not children:
+        builder.send((_parent(position) + root) % world, own)
+        return builder.build(block_aligned=False)
+    starts = offsets(problem.counts)
+    staging = builder.scratch(_subtree_length(problem, position)) if position else None
+    for child in children:
+        for piece in _pieces(problem, starts, position, child, staging, Buffer.OUTPUT):
+            builder.recv((child + root) % world, piece)
+    for piece in _pieces(problem, starts, position, position, staging, Buffer.OUTPUT, alone=True):
+        builder.copy(own, piece)
+    if position:
+        for piece in _pieces(problem, starts, position, position, staging, Buffer.OUTPUT):
+            builder.send((_parent(position) + root) % world, piece)
+    return builder.build(block_aligned=False)
+
+
+def scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Hand subtrees' blocks down the tree; `chunk_length` is not used."""
+    del chunk_length
+    world, root = problem.world, problem.root
+    builder = PlanBuilder("scatter", "binomial_tree", rank, world)
+    position = (rank - root) % world
+    own = Slice(Buffer.OUTPUT, 0, problem.counts[rank])
+    children = _children(position, world)
+    if position and not children:
+        builder.recv((_parent(position) + root) % world, own)
+        return builder.build(block_aligned=False)
+    starts = offsets(problem.counts)
+    staging = builder.scratch(_subtree_length(problem, position)) if position else None
+    if position:
+        for piece in _pieces(problem, starts, position, position, staging, Buffer.INPUT):
+            builder.recv((_parent(position) + root) % world, piece)
+    for child in children:
+        for piece in _pieces(problem, starts, position, child, staging, Buffer.INPUT):
+            builder.send((child + root) % world, piece)
+    for piece in _pieces(problem, starts, position, position, staging, Buffer.INPUT, alone=True):
+        builder.copy(piece, own)
+    return builder.build(block_aligned=False)
+
+
+def _reduce_children_at_once(builder: PlanBuilder, children: list[int], own: Slice, target: Slice) -> None:
+    incoming = [builder.scratch(own.length) for _ in children]
+    for child, piece in zip(children, incoming, strict=True):
+        builder.recv(child, piece)
+    builder.reduce(own, target, source_left=True)
+    for piece in incoming:
+        builder.reduce(piece, target, source_left=False)
+
+
+def _parent(position: int) -> int:
+    return position & (position - 1)
+
+
+def _children(position: int, world: int) -> list[int]:
+    """Children, largest subtree first."""
+    children = []
+    distance = 1
+    while position + distance < world and not position & distance:
+        children.append(position + distance)
+        distance *= 2
+    return children[::-1]
+
+
+def _subtree_size(position: int, world: int) -> int:
+    return min(position & -position, world - position) if position else world
+
+
+def _subtree_length(problem: Problem, position: int) -> int:
+    size = _subtree_size(position, problem.world)
+    return sum(problem.counts[(problem.root + position + i) % problem.world] for i in range(size))
+
+
+def _pieces(
+    problem: Problem,
+    starts: tuple[int, ...],
+    holder: int,
+    position: int,
+    staging: Slice | None,
+    buffer: Buffer,
+    *,
+    alone: bool = False,
+) -> list[Slice]:
+    """Slices at `holder` of the blocks of `position`'s subtree, or of `position` alone, in order of position.
+
+    `holder`'s whole subtree is in `staging`, in order of position; the root (no staging) has it in `buffer`. Both ends
+    cut where the ranks wrap around.
+    """
+    first = (problem.root + position) % problem.world
+    blocks = 1 if alone else _subtree_size(position, problem.world)
+    runs = cyclic_runs(starts, first, blocks)
+    if staging is None:
+        return [run.of(buffer) for run in runs]
+    before = cyclic_runs(starts, (problem.root + holder) % problem.world, position - holder)
+    offset = staging.offset + sum(run.length for run in before)
+    pieces = []
+    for run in runs:
+        pieces.append(Run(offset, run.length).of(staging.buffer))
+        offset += run.length
+    return pieces

@@ -1,0 +1,100 @@
+"""The problems that every algorithm is proven on, and the command that proves them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, Problem
+from asyncdist.plan.registry import ALGORITHMS, build
+from asyncdist.plan.symbols import PlanError
+from asyncdist.plan.verify import verify
+
+__all__ = ["main", "problems", "prove"]
+
+CHUNK_LENGTH: Final = 4
+"""Elements in a chunk: few, so that small vectors have several. A proof depends on the cuts, not on the size."""
+
+THOROUGH_WORLD: Final = 12
+"""Up to here every count and every root is proven; larger worlds take a choice of both, which differs by world."""
+
+BLOCK_PATTERN: Final = (3, 0, 9, 1)
+"""Uneven block lengths, repeated: several chunks, none, one."""
+
+
+def problems(collective: str, world: int, *, thorough: bool | None = None) -> Iterator[Problem]:
+    """Yield what a collective is proven on in a world: no elements, one, fewer than ranks, uneven, several chunks."""
+    if thorough is None:
+        thorough = world <= THOROUGH_WORLD
+    if collective == "barrier":
+        yield Problem.of(collective, world, 0)
+        return
+    counts: list[int | tuple[int, ...]] = [0, 1]
+    if collective in BLOCK_COLLECTIVES:
+        counts += [_pattern(world)] + ([5, _lone(world)] if thorough else [])
+    else:
+        counts += [world + world // 2 + 1] + ([world - 1, world, 9 * world + 5] if thorough else [])
+    rooted = Problem.of(collective, world, 1, world - 1).root == world - 1
+    roots = range(world) if thorough else (0, world // 3 + 1)
+    for count in counts:
+        for root in roots if rooted else (0,):
+            yield Problem.of(collective, world, count, root)
+
+
+def prove(collective: str, algorithm: str, world: int, *, thorough: bool | None = None) -> int:
+    """Prove one algorithm in one world. Returns the number of problems; raises PlanError."""
+    proven = 0
+    for problem in problems(collective, world, thorough=thorough):
+        verify(problem, [build(problem, algorithm, rank, CHUNK_LENGTH) for rank in range(world)])
+        proven += 1
+    return proven
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prove what the command line names; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m asyncdist.plan.verify", description="Prove the plans.")
+    parser.add_argument("--worlds", default="1..64", help="world sizes: N, A..B, or several with commas (1..64)")
+    parser.add_argument("--collective", help="only this one")
+    parser.add_argument("--algorithm", help="only this one")
+    parser.add_argument("--thorough", action="store_true", help="all counts and roots in every world")
+    options = parser.parse_args(arguments)
+    worlds = _worlds(options.worlds)
+    failed = 0
+    for collective, table in ALGORITHMS.items():
+        for algorithm in table:
+            if options.collective not in (None, collective) or options.algorithm not in (None, algorithm):
+                continue
+            failed += not _report(collective, algorithm, worlds, thorough=options.thorough or None)
+    return 1 if failed else 0
+
+
+def _report(collective: str, algorithm: str, worlds: Sequence[int], *, thorough: bool | None) -> bool:
+    started = time.perf_counter()
+    try:
+        proven = sum(prove(collective, algorithm, world, thorough=thorough) for world in worlds)
+    except PlanError as error:
+        print(f"{collective}:{algorithm} FAILED: {error}", file=sys.stderr)
+        return False
+    elapsed_s = time.perf_counter() - started
+    print(f"{collective}:{algorithm}: {proven} problems in {len(worlds)} worlds, {elapsed_s:.1f} s", flush=True)
+    return True
+
+
+def _worlds(text: str) -> list[int]:
+    worlds: list[int] = []
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        worlds.extend(range(int(first), int(last if dots else first) + 1))
+    return worlds
+
+
+def _pattern(world: int) -> tuple[int, ...]:
+    return tuple(BLOCK_PATTERN[rank % len(BLOCK_PATTERN)] for rank in range(world))
+
+
+def _lone(world: int) -> tuple[int, ...]:
+    """Only one rank, not the root, has something."""
+    return tuple(7 if rank == world // 2 else 0 for rank in range(world))

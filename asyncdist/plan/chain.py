@@ -1,0 +1,64 @@
+"""Pipelined chains: broadcast and reduce of large vectors in small worlds.
+
+Ranks stand in a line that starts at the root. Each chunk is passed on as soon as it has arrived, so that all links are
+busy at once. With k chunks: (p - 2 + k)(a + mb/k), near mb for large m; every rank but the last sends m bytes.
+
+broadcast goes down the line; reduce comes up it, each rank putting its own operand on the left of what it received.
+
+Source: the pipeline algorithms in Pješivac-Grbović, Angskun, Bosilca et al., "Performance analysis of MPI collective
+operations", Cluster Computing 10(2), 2007.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from asyncdist.plan.builder import PlanBuilder
+from asyncdist.plan.chunks import split
+from asyncdist.plan.problem import Problem
+from asyncdist.plan.steps import Buffer, Plan, Slice
+
+__all__ = ["broadcast", "reduce"]
+
+WINDOW: Final = 4
+"""Chunks of partial sums an inner rank of reduce holds: received, reduced, sent, and one on its way. It bounds the
+temporary memory at four chunks whatever the vector."""
+
+
+def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Pass chunks of `chunk_length` elements down the line."""
+    world = problem.world
+    builder = PlanBuilder("broadcast", "chain", rank, world)
+    position = (rank - problem.root) % world
+    for piece in split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length):
+        if position:
+            builder.recv((rank - 1) % world, piece)
+        if position < world - 1:
+            builder.send((rank + 1) % world, piece)
+    return builder.build()
+
+
+def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Pass partial sums of `chunk_length` elements up the line; INPUT is only read."""
+    world = problem.world
+    builder = PlanBuilder("reduce", "chain", rank, world)
+    position = (rank - problem.root) % world
+    nearer, farther = (rank - 1) % world, (rank + 1) % world
+    pieces = split(Slice(Buffer.INPUT, 0, problem.total), chunk_length)
+    inner = 0 < position < world - 1
+    longest = max((piece.length for piece in pieces), default=0)
+    partial = [builder.scratch(longest) for _ in range(min(WINDOW, len(pieces)))] if inner else []
+    for number, piece in enumerate(pieces):
+        if position == world - 1 and position:
+            builder.send(nearer, piece)
+            continue
+        base = partial[number % WINDOW] if inner else Slice(Buffer.OUTPUT, piece.offset, piece.length)
+        target = Slice(base.buffer, base.offset, piece.length)
+        if world == 1:
+            builder.copy(piece, target)
+            continue
+        builder.recv(farther, target)
+        builder.reduce(piece, target, source_left=True)
+        if inner:
+            builder.send(nearer, target)
+    return builder.build()

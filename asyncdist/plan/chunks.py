@@ -1,0 +1,62 @@
+"""Cutting vectors into blocks, and blocks into chunks; all lengths and offsets in elements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from asyncdist.plan.steps import Buffer, Slice
+
+__all__ = ["Run", "cyclic_runs", "offsets", "partition", "split"]
+
+
+class Run(NamedTuple):
+    """`length` elements from `offset` on, of a buffer the context names."""
+
+    offset: int
+    length: int
+
+    def of(self, buffer: Buffer) -> Slice:
+        """Return this run of `buffer`."""
+        return Slice(buffer, self.offset, self.length)
+
+
+def partition(count: int, parts: int) -> tuple[int, ...]:
+    """Cut `count` elements into `parts` lengths that differ by at most one, the longer ones first."""
+    quotient, remainder = divmod(count, parts)
+    return (quotient + 1,) * remainder + (quotient,) * (parts - remainder)
+
+
+def offsets(counts: Sequence[int]) -> tuple[int, ...]:
+    """Where each block starts in the vector, and its end: one value more than there are blocks."""
+    return tuple(accumulate(counts, initial=0))
+
+
+def split(piece: Slice, chunk_length: int) -> tuple[Slice, ...]:
+    """Cut a slice into the fewest chunks of at most `chunk_length` elements; nothing when it is empty.
+
+    The cut depends on the two lengths alone, so that both ends of a message cut alike.
+    """
+    if piece.length <= chunk_length:
+        return (piece,) if piece.length else ()
+    lengths = partition(piece.length, -(-piece.length // chunk_length))
+    return tuple(
+        Slice(piece.buffer, piece.offset + start, length)
+        for start, length in zip(offsets(lengths), lengths, strict=False)
+    )
+
+
+def cyclic_runs(starts: Sequence[int], first: int, blocks: int) -> tuple[Run, ...]:
+    """Runs of the vector that blocks `first`, `first + 1`, ... (modulo their number) fill: one, or two if they wrap.
+
+    `starts` is the result of `offsets`. Empty runs are left out.
+    """
+    world = len(starts) - 1
+    first %= world
+    last = first + blocks
+    if last <= world:
+        runs: tuple[Run, ...] = (Run(starts[first], starts[last] - starts[first]),)
+    else:
+        runs = (Run(starts[first], starts[world] - starts[first]), Run(0, starts[last - world]))
+    return tuple(run for run in runs if run.length)

@@ -1,0 +1,106 @@
+"""Problem: what a plan is to achieve, the same value on every rank.
+
+A problem and a rank determine a plan; nothing else does. So whatever two ranks must agree on is here.
+
+| collective | counts | INPUT | OUTPUT |
+| --- | --- | --- | --- |
+| all_reduce | (elements,) | - | elements, in place |
+| broadcast | (elements,) | - | elements, in place |
+| reduce | (elements,) | elements | elements on the root, else nothing |
+| all_gather | one block per rank | own block | all blocks |
+| reduce_scatter | one block per rank | all blocks | own block |
+| gather | one block per rank | own block | all blocks on the root, else nothing |
+| scatter | one block per rank | all blocks on the root, else nothing | own block |
+| barrier | (0,) | - | - |
+
+INPUT and OUTPUT must not overlap, with one exception: the own block of all_gather and of gather (on the root) may be
+its place in OUTPUT, where the copy is then a copy onto itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+__all__ = ["BLOCK_COLLECTIVES", "COLLECTIVES", "VECTOR_COLLECTIVES", "Problem"]
+
+VECTOR_COLLECTIVES: Final = ("all_reduce", "broadcast", "reduce", "barrier")
+"""Every rank has a vector of the same length."""
+
+BLOCK_COLLECTIVES: Final = ("all_gather", "reduce_scatter", "gather", "scatter")
+"""The vector consists of one block per rank."""
+
+COLLECTIVES: Final = (*VECTOR_COLLECTIVES, *BLOCK_COLLECTIVES)
+
+ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
+
+
+class Problem(NamedTuple):
+    """One collective on one group; made by `Problem.of`, which checks."""
+
+    collective: str
+    world: int
+    counts: tuple[int, ...]
+    root: int = 0
+
+    @classmethod
+    def of(cls, collective: str, world: int, count: int | Sequence[int], root: int = 0) -> Problem:
+        """Check and normalize.
+
+        `count` is the vector's length in elements; for collectives of blocks it is the length of each rank's block,
+        or a sequence of them, one per rank. `root` is a group rank and is ignored (0) where there is none.
+
+        Raises ValueError.
+        """
+        if collective not in COLLECTIVES:
+            raise ValueError(f"unknown collective {collective!r}; known: {', '.join(COLLECTIVES)}")
+        if world < 1:
+            raise ValueError(f"{collective}: the world needs at least one rank, got {world}")
+        if not 0 <= root < world:
+            raise ValueError(f"{collective}: root {root} is not a rank of a world of {world}")
+        counts = _counts(collective, world, count)
+        if min(counts) < 0:
+            raise ValueError(f"{collective}: negative element count in {counts}")
+        return cls(collective, world, counts, root if collective in ROOTED else 0)
+
+    @property
+    def total(self) -> int:
+        """Elements of the whole vector."""
+        return sum(self.counts)
+
+    @property
+    def even(self) -> bool:
+        """Whether all blocks have the same length."""
+        return min(self.counts) == max(self.counts)
+
+    def input_length(self, rank: int) -> int:
+        """Elements of `rank`'s INPUT."""
+        if self.collective == "reduce":
+            return self.total
+        if self.collective in ("all_gather", "gather"):
+            return self.counts[rank]
+        if self.collective == "reduce_scatter" or (self.collective == "scatter" and rank == self.root):
+            return self.total
+        return 0
+
+    def output_length(self, rank: int) -> int:
+        """Elements of `rank`'s OUTPUT."""
+        if self.collective in ("all_reduce", "broadcast", "all_gather"):
+            return self.total
+        if self.collective in ("reduce_scatter", "scatter"):
+            return self.counts[rank]
+        return self.total if rank == self.root else 0
+
+
+def _counts(collective: str, world: int, count: int | Sequence[int]) -> tuple[int, ...]:
+    if collective in BLOCK_COLLECTIVES:
+        if isinstance(count, int):
+            return (count,) * world
+        if len(count) != world:
+            raise ValueError(f"{collective}: {len(count)} block lengths for a world of {world}")
+        return tuple(count)
+    if isinstance(count, int):
+        return (count,)
+    if len(count) != 1:
+        raise ValueError(f"{collective} takes one element count, got {len(count)}")
+    return tuple(count)

@@ -1,0 +1,73 @@
+"""Every algorithm by collective and name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+from asyncdist.plan import binomial_tree, chain, circulant, dissemination, linear, recursive_doubling, ring
+from asyncdist.plan.problem import COLLECTIVES, Problem
+from asyncdist.plan.steps import Plan
+
+__all__ = ["ALGORITHMS", "Algorithm", "algorithms", "build"]
+
+Algorithm: TypeAlias = Callable[[Problem, int, int], Plan]
+"""(problem, rank, elements in a chunk at most) -> the rank's plan; every one serves any world, root and counts."""
+
+ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
+    {
+        "all_reduce": MappingProxyType(
+            {
+                "linear": linear.all_reduce,
+                "recursive_doubling": recursive_doubling.all_reduce,
+                "circulant": circulant.all_reduce,
+                "ring": ring.all_reduce,
+            }
+        ),
+        "broadcast": MappingProxyType(
+            {
+                "linear": linear.broadcast,
+                "binomial_tree": binomial_tree.broadcast,
+                "chain": chain.broadcast,
+            }
+        ),
+        "reduce": MappingProxyType(
+            {
+                "linear": linear.reduce,
+                "binomial_tree": binomial_tree.reduce,
+                "chain": chain.reduce,
+            }
+        ),
+        "barrier": MappingProxyType({"dissemination": dissemination.barrier}),
+        "all_gather": MappingProxyType(
+            {
+                "linear": linear.all_gather,
+                "circulant": circulant.all_gather,
+                "ring": ring.all_gather,
+            }
+        ),
+        "reduce_scatter": MappingProxyType({"circulant": circulant.reduce_scatter, "ring": ring.reduce_scatter}),
+        "gather": MappingProxyType({"linear": linear.gather, "binomial_tree": binomial_tree.gather}),
+        "scatter": MappingProxyType({"linear": linear.scatter, "binomial_tree": binomial_tree.scatter}),
+    }
+)
+
+
+def algorithms(collective: str) -> tuple[str, ...]:
+    """Names of the algorithms of a collective. Raises ValueError for an unknown one."""
+    if collective not in ALGORITHMS:
+        raise ValueError(f"unknown collective {collective!r}; known: {', '.join(COLLECTIVES)}")
+    return tuple(ALGORITHMS[collective])
+
+
+def build(problem: Problem, algorithm: str, rank: int, chunk_length: int) -> Plan:
+    """Build `rank`'s plan, in chunks of at most `chunk_length` elements. Raises ValueError for an unknown name."""
+    if algorithm not in algorithms(problem.collective):
+        known = ", ".join(ALGORITHMS[problem.collective])
+        raise ValueError(f"{problem.collective} has no algorithm {algorithm!r}; it has: {known}")
+    if not 0 <= rank < problem.world:
+        raise ValueError(f"rank {rank} is not in a world of {problem.world}")
+    if chunk_length < 1:
+        raise ValueError(f"a chunk needs at least one element, got {chunk_length}")
+    return ALGORITHMS[problem.collective][algorithm](problem, rank, chunk_length)

@@ -1,0 +1,114 @@
+"""Ring algorithms: every rank talks to its two neighbors only, and moves no byte more than it must.
+
+With p ranks, a vector of m bytes, latency a per message and b seconds per byte:
+
+| collective | rounds | bytes sent per rank | cost |
+| --- | --- | --- | --- |
+| all_reduce | 2(p-1) | 2m(p-1)/p | 2(p-1)a + 2mb(p-1)/p |
+| reduce_scatter | p-1 | m(p-1)/p | (p-1)a + mb(p-1)/p |
+| all_gather | p-1 | m(p-1)/p | (p-1)a + mb(p-1)/p |
+
+Blocks are cut into chunks that travel one behind another, so that a chunk is reduced while the next one is on the
+wire and a rank passes the head of a block on before its tail has come. The order of reduction is the ring's, rotated by
+block, so operations must commute; each element is reduced along one path, so all ranks end with the same bits.
+
+Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", Journal of
+Parallel and Distributed Computing 69(2), 2009.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from asyncdist.plan.builder import PlanBuilder
+from asyncdist.plan.chunks import offsets, partition, split
+from asyncdist.plan.problem import Problem
+from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
+
+__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+
+WINDOW: Final = 4
+"""Chunks a rank is ready to receive for reduction at a time. Each holds a temporary buffer, so this bounds memory at
+four chunks whatever the vector; two would do if the loop never paused, four hide a reduction and a wake-up."""
+
+SCRATCH_BLOCKS: Final = 2
+"""reduce_scatter's partial sums: one block is received while the one before is sent. With a single one every rank
+would wait for its right neighbor around the ring."""
+
+
+def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Reduce each block around the ring onto one rank, then pass the results around."""
+    world = problem.world
+    counts = partition(problem.total, world)
+    builder = PlanBuilder("all_reduce", "ring", rank, world)
+    blocks = _blocks(Buffer.OUTPUT, counts, chunk_length)
+    right, left = (rank + 1) % world, (rank - 1) % world
+    reduced: list[int | None] = [None] * WINDOW
+    for step in range(world - 1):
+        for piece in blocks[(rank - step) % world]:
+            builder.send(right, piece)
+        for piece in blocks[(rank - step - 1) % world]:
+            reduced.append(builder.recv_reduce(left, piece, incoming_left=True, after=(reduced[-WINDOW],)))
+    for step in range(world - 1):
+        for piece in blocks[(rank + 1 - step) % world]:
+            builder.send(right, piece)
+        for piece in blocks[(rank - step) % world]:
+            builder.recv(left, piece)
+    return builder.build(symmetry=_symmetry(counts))
+
+
+def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Reduce block b along ranks b+1, b+2, ..., b; INPUT is only read, partial sums are in SCRATCH."""
+    world = problem.world
+    builder = PlanBuilder("reduce_scatter", "ring", rank, world)
+    blocks = _blocks(Buffer.INPUT, problem.counts, chunk_length)
+    right, left = (rank + 1) % world, (rank - 1) % world
+    if world == 1:
+        for piece in blocks[0]:
+            builder.copy(piece, Slice(Buffer.OUTPUT, piece.offset, piece.length))
+        return builder.build(symmetry=_symmetry(problem.counts), block_aligned=True)
+    longest = max(problem.counts)
+    partial = [builder.scratch(longest) for _ in range(min(SCRATCH_BLOCKS, world - 2))]
+    outgoing = blocks[left]
+    for step in range(world - 1):
+        for piece in outgoing:
+            builder.send(right, piece)
+        last = step == world - 2
+        base = Slice(Buffer.OUTPUT, 0, problem.counts[rank]) if last else partial[step % SCRATCH_BLOCKS]
+        incoming = []
+        own = blocks[(rank - 2 - step) % world]
+        for piece in own:
+            target = Slice(base.buffer, base.offset + piece.offset - own[0].offset, piece.length)
+            builder.recv(left, target)
+            incoming.append(target)
+        for piece, target in zip(own, incoming, strict=True):
+            builder.reduce(piece, target, source_left=False)
+        outgoing = tuple(incoming)
+    return builder.build(symmetry=_symmetry(problem.counts), block_aligned=True)
+
+
+def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Pass every block around the ring; the own one is sent from INPUT, so that nothing waits for its copy."""
+    world = problem.world
+    builder = PlanBuilder("all_gather", "ring", rank, world)
+    blocks = _blocks(Buffer.OUTPUT, problem.counts, chunk_length)
+    own = split(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
+    right, left = (rank + 1) % world, (rank - 1) % world
+    for step in range(world - 1):
+        for piece in blocks[(rank - step) % world] if step else own:
+            builder.send(right, piece)
+        for piece in blocks[(rank - step - 1) % world]:
+            builder.recv(left, piece)
+    for source, target in zip(own, blocks[rank], strict=True):
+        builder.copy(source, target)
+    return builder.build(symmetry=_symmetry(problem.counts), block_aligned=True)
+
+
+def _blocks(buffer: Buffer, counts: tuple[int, ...], chunk_length: int) -> list[tuple[Slice, ...]]:
+    return [
+        split(Slice(buffer, start, count), chunk_length) for start, count in zip(offsets(counts), counts, strict=False)
+    ]
+
+
+def _symmetry(counts: tuple[int, ...]) -> Symmetry:
+    return Symmetry.ROTATION if min(counts) == max(counts) else Symmetry.NONE
