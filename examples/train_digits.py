@@ -61,7 +61,7 @@ def load_digits() -> tuple[Digits, Digits]:
     """Read the data and split it, the same way on every rank, into a training and a test set."""
     with gzip.open(DATA, "rt") as file:
         table = np.loadtxt(file, delimiter=",", dtype=np.float32)
-    digits = Digits(table[:, :-1] / 16, table[:, -1].astype(np.int64))
+    digits = Digits(table[:, :-1] / np.float32(16), table[:, -1].astype(np.int64))
     order = np.random.default_rng(SEED).permutation(len(table))
     return digits[order[TEST_IMAGES:]], digits[order[:TEST_IMAGES]]
 
