@@ -20,8 +20,8 @@ LAYERS = (
     {"executor"},
     {"backend"},
     {"rendezvous", "heartbeat", "consistency", "subgroup", "init_method", "world"},
-    {"group", "operations"},
-    {"api", "objects", "blocking", "data_parallel"},
+    {"group", "operations", "overlap", "pairs", "non_member", "context"},
+    {"api", "batch", "queries", "initialize", "loop", "objects", "blocking", "data_parallel"},
     {"launch", "testing"},
     {"cli"},
     {"__init__", "__main__"},
@@ -79,17 +79,13 @@ def unit_of(module: str) -> str:
     return [*module.split("."), "__init__"][1]
 
 
-def level(unit: str) -> int:
-    return LEVELS.get(unit, 0)
-
-
 def is_folder(unit: str) -> bool:
     return (PACKAGES["asyncdist"] / unit).is_dir()
 
 
 def violations(name: str, tree: ast.Module, is_package: bool = False) -> list[str]:
     found = []
-    for line, imported in imports(name, tree, is_package):
+    for line, imported in sorted(set(imports(name, tree, is_package))):
         top = imported.split(".")[0]
         where = f"{name}:{line} imports {imported}"
         if name.split(".")[0] == "asyncdist_server":
@@ -100,7 +96,7 @@ def violations(name: str, tree: ast.Module, is_package: bool = False) -> list[st
         elif top == "asyncdist":
             own, other = unit_of(name), unit_of(imported)
             same_folder = own == other or not (is_folder(own) or is_folder(other))
-            if level(other) > level(own) - (not same_folder):
+            if own in LEVELS and other in LEVELS and LEVELS[other] > LEVELS[own] - (not same_folder):
                 found.append(f"{where}: upward or sideways")
         if name.startswith(CORES) and (top in INPUT_AND_OUTPUT or (top == "numpy" and ".plan." in name)):
             found.append(f"{where}: a core does no input and output")
