@@ -43,7 +43,8 @@ def undocumented(tree: ast.Module) -> Iterator[str]:
     for node in tree.body:
         if isinstance(node, ast.ClassDef | Function) and not ast.get_docstring(node):
             public = node.name in listed if listed is not None else not node.name.startswith("_")
-            if public:
+            overload = "overload" in {ast.unparse(decorator) for decorator in node.decorator_list}
+            if public and not overload:
                 yield f"{node.name} (line {node.lineno})"
 
 
