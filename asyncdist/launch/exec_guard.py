@@ -1,4 +1,4 @@
-"""Becomes a worker that cannot outlive its launcher. Run by path, never imported by the library.
+"""Becomes a worker that cannot outlive its launcher. Run by path; imports nothing of the library.
 
     python -I -S exec_guard.py LAUNCHER_PID COMMAND [ARGS...]
 

@@ -7,7 +7,6 @@ else is pickled: a child's traceback comes back as text.
 from __future__ import annotations
 
 import contextlib
-import io
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -17,34 +16,34 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, Literal, overload
-
-from asyncdist_server.auth import load_token
 
 from asyncdist.errors import LaunchError
 from asyncdist.launch.config import DEFAULT_GRACE_S, MAX_PROCESSES_PER_NODE, Endpoint, parse_endpoint
 from asyncdist.launch.environment import NodePlace, worker_environment
 from asyncdist.launch.exec_guard import die_with_parent
 from asyncdist.launch.hosting import HostedStore, host_store
+from asyncdist_server.auth import load_token
 
 __all__ = ["SpawnContext", "spawn"]
 
-MAX_TRACEBACK_BYTES: Final = 256 * 1024
-"""Of a child's traceback, from its end: a recursion error's is long and its beginning says nothing new."""
+MAX_TRACEBACK_BYTES: Final = 32 * 1024
+"""Of a child's traceback, from its end: it must fit into a pipe that nobody reads before the child has ended."""
+
+_KILL_WAIT_S: Final = 5.0
 
 
 class SpawnContext:
     """The processes of one `spawn`. `processes` are multiprocessing's, in rank order."""
 
-    def __init__(
-        self, processes: Sequence[BaseProcess], errors: Sequence[Connection], hosted: HostedStore | None
-    ) -> None:
-        self.processes = list(processes)
-        self._errors = list(errors)
+    def __init__(self, hosted: HostedStore | None) -> None:
+        self.processes: list[BaseProcess] = []
+        self._errors: list[Connection] = []
         self._hosted = hosted
+        self._failed: int | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -59,14 +58,15 @@ class SpawnContext:
         and its exit code (128 + n for signal n). Blocks; call it from a thread where an event loop runs.
         """
         deadline_s = None if timeout is None else time.monotonic() + timeout
-        while running := [process for process in self.processes if process.exitcode is None]:
-            if self._first_failure() is not None:
+        while self._look() is None:
+            running = [process for process in self.processes if process.exitcode is None]
+            if not running:
                 break
             remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
             sentinels = [process.sentinel for process in running]
             if not multiprocessing.connection.wait(sentinels, remaining_s):
                 return False
-        failed = self._first_failure()
+        failed = self._failed
         if failed is not None:
             self._end(DEFAULT_GRACE_S if grace_period is None else grace_period)
         texts = [_read_text(connection) for connection in self._errors] if failed is not None else []
@@ -86,16 +86,18 @@ class SpawnContext:
     def __exit__(self, *exc_info: object) -> None:
         self.terminate()
 
-    def _first_failure(self) -> int | None:
-        """The rank that failed first: one that left a traceback or died by a signal before one that was merely hit."""
-        failed = [rank for rank, process in enumerate(self.processes) if process.exitcode not in (None, 0)]
-        return failed[0] if failed else None
+    def _look(self) -> int | None:
+        """The rank that failed first, remembered; of several seen at once one that was killed, as the others react."""
+        if self._failed is None:
+            failed = [rank for rank, process in enumerate(self.processes) if process.exitcode not in (None, 0)]
+            self._failed = min(failed, key=lambda rank: (self.processes[rank].exitcode or 0) > 0, default=None)
+        return self._failed
 
     def _end(self, grace_s: float | None) -> None:
         steps: list[tuple[float, Callable[[BaseProcess], None]]] = []
         if grace_s is not None:
             steps = [(grace_s, lambda process: None), (grace_s, lambda process: process.terminate())]
-        for wait_s, act in [*steps, (5.0, lambda process: process.kill())]:
+        for wait_s, act in [*steps, (_KILL_WAIT_S, lambda process: process.kill())]:
             for process in self.processes:
                 if process.exitcode is None:
                     act(process)
@@ -155,9 +157,10 @@ def spawn(
         raise TypeError(f"fn must be callable, not {type(fn).__name__}")
     multiprocess = multiprocessing.get_context(start_method)
     place, hosted = _place(nprocs)
-    processes: list[BaseProcess] = []
-    errors: list[Connection] = []
-    context = SpawnContext(processes, errors, hosted)
+    context = SpawnContext(hosted)
+    # The kernel's death signal follows the parent's *thread*, and under "forkserver" the parent is another process.
+    direct = start_method != "forkserver" and threading.current_thread() is threading.main_thread()
+    parent_pid = os.getpid() if direct else None
     try:
         for local_rank in range(nprocs):
             environment = _changed(worker_environment(place, local_rank, attempt=0, max_restarts=0))
@@ -166,7 +169,7 @@ def spawn(
             with writer:
                 process = multiprocess.Process(  # type: ignore[attr-defined]  # every context has it
                     target=_child,
-                    args=(fn, local_rank, args, environment, writer, os.getpid()),
+                    args=(fn, local_rank, args, environment, writer, parent_pid),
                     name=f"rank {local_rank}",
                     daemon=daemon,
                 )
@@ -209,7 +212,7 @@ def _child(
     args: tuple[Any, ...],
     environment: dict[str, str | None],
     errors: Connection,
-    parent_pid: int,
+    parent_pid: int | None,
 ) -> None:
     """First function of a child: the environment, then `fn`; a traceback goes back as text and the exit code is 1."""
     _end_with_parent(parent_pid)
@@ -229,10 +232,11 @@ def _child(
         sys.exit(1)
 
 
-def _end_with_parent(parent_pid: int) -> None:
+def _end_with_parent(parent_pid: int | None) -> None:
     """See to it that this process ends when the one that called `spawn` does."""
-    # The kernel's signal follows the death of the parent's *thread*, and under "forkserver" the parent is another
-    # process: so a thread waits for the parent's end instead, unless neither is the case.
+    if parent_pid is not None and sys.platform == "linux":
+        die_with_parent(parent_pid)
+        return
     parent = multiprocessing.parent_process()
     assert parent is not None
 

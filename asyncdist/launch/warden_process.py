@@ -1,4 +1,4 @@
-"""Kills what a launcher that died without a word has left. Run by path, never imported by the library.
+"""Kills what a launcher that died without a word has left. Run by path; imports nothing of the library.
 
     python -I -S warden_process.py
 

@@ -1,0 +1,86 @@
+"""Running `asyncdist run` as users do: a process of its own, with small scripts as workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+DEADLINE_S = 20.0
+"""A test that waits longer has failed; nothing here takes more than a second or two."""
+
+
+def write_script(folder: Path, source: str, name: str = "worker.py") -> str:
+    """Write a worker script; return its path."""
+    path = folder / name
+    path.write_text(textwrap.dedent(source))
+    return str(path)
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    """This process's environment without what a launcher would read from it."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ASYNCDIST_", "TORCHELASTIC_", "MASTER_", "OMP_")) and name not in ("RANK", "WORLD_SIZE")
+    }
+    return environment | changes
+
+
+def launcher(*arguments: str, **changes: str) -> subprocess.Popen[bytes]:
+    """Start `asyncdist run` with stdout and stderr piped."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "asyncdist", "run", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=clean_environment(**changes),
+        # A test run in a shell's background has SIGINT ignored, and would hand that down.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+    )
+
+
+@contextmanager
+def running(*arguments: str, **changes: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher that is killed if the test leaves it running."""
+    with launcher(*arguments, **changes) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Run `asyncdist run` to its end."""
+    with running(*arguments, **changes) as process:
+        stdout, stderr = process.communicate(timeout=DEADLINE_S)
+    return subprocess.CompletedProcess(arguments, process.returncode, stdout.decode(), stderr.decode())
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition that another process brings about."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited {DEADLINE_S:g} s for {what}"
+        time.sleep(0.01)
+
+
+def pids_in(folder: Path, count: int) -> list[int]:
+    """Wait for `count` files that workers named after their pids with suffix .pid; return those pids."""
+    until(lambda: len(list(folder.glob("*.pid"))) >= count, f"{count} pid files")
+    return [int(path.stem) for path in folder.glob("*.pid")]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is not merely waiting to be reaped."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in ("Z", "X")

@@ -1,0 +1,59 @@
+"""The environment contract."""
+
+from __future__ import annotations
+
+from asyncdist.launch.config import Endpoint
+from asyncdist.launch.environment import NodePlace, worker_environment
+
+
+def place(nproc: int = 4, token: str | None = "secret") -> NodePlace:
+    return NodePlace(
+        node_rank=1,
+        nnodes=2,
+        first_rank=3,
+        nproc=nproc,
+        world_size=7,
+        run_id="ab12",
+        store=Endpoint("10.0.0.1", 29500),
+        master=Endpoint("node0", 29501),
+        token=token,
+    )
+
+
+def test_what_a_worker_is_told() -> None:
+    assert worker_environment(place(), 2, attempt=1, max_restarts=3, base={"HOME": "/root"}) == {
+        "HOME": "/root",
+        "RANK": "5",
+        "LOCAL_RANK": "2",
+        "WORLD_SIZE": "7",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "29501",
+        "ASYNCDIST_STORE": "10.0.0.1:29500",
+        "ASYNCDIST_JOB_ID": "ab12.1",
+        "ASYNCDIST_TOKEN": "secret",
+        "TORCHELASTIC_RUN_ID": "ab12",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def test_the_users_choices_stay() -> None:
+    environment = worker_environment(place(), 0, 0, 0, base={"OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": ""})
+    assert environment["OMP_NUM_THREADS"] == "7"
+    assert environment["PYTHONUNBUFFERED"] == ""
+
+
+def test_a_single_worker_keeps_its_threads() -> None:
+    assert "OMP_NUM_THREADS" not in worker_environment(place(nproc=1), 0, 0, 0, base={})
+
+
+def test_the_launchers_own_token_is_not_handed_on() -> None:
+    base = {"ASYNCDIST_TOKEN": "master", "ASYNCDIST_TOKEN_FILE": "/etc/token", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert worker_environment(place(), 0, 0, 0, base=base)["ASYNCDIST_TOKEN"] == "secret"
+    environment = worker_environment(place(token=None), 0, 0, 0, base=base)
+    assert not base.keys() & environment.keys()
