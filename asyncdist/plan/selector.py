@@ -120,23 +120,15 @@ def chunk_bytes(problem: Problem, itemsize: int) -> int:
 
 @lru_cache(maxsize=PLAN_CACHE_PLANS)
 def plan_id(
-    collective: str,
-    algorithm: str,
-    world: int,
-    count: int | tuple[int, ...],
-    itemsize: int,
-    root: int = 0,
-    detail: str = "",
+    collective: str, algorithm: str, world: int, count: int | tuple[int, ...], root: int = 0, detail: str = ""
 ) -> int:
     """Fingerprint, 32 bits, of what ranks must agree on; the same in every process and release that plans alike.
 
     `detail` is for what a plan does not know but ranks must agree on too: the dtype, the reduce operation.
     """
     problem = Problem.of(collective, world, count, root)
-    blocks = set(problem.counts)
-    counts = f"{problem.counts[0]}" if len(blocks) == 1 else ",".join(map(str, problem.counts))
-    text = f"{collective}:{algorithm}:{world}:{counts}:{itemsize}:{problem.root}:{detail}"
-    return zlib.crc32(text.encode())
+    counts = str(problem.counts[0]) if problem.even else ",".join(map(str, problem.counts))
+    return zlib.crc32(f"{collective}:{algorithm}:{world}:{counts}:{problem.root}:{detail}".encode())
 
 
 def parse_overrides(text: str) -> dict[str, str]:
