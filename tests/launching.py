@@ -28,7 +28,8 @@ def clean_environment(**changes: str) -> dict[str, str]:
     environment = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("ASYNCDIST_", "TORCHELASTIC_", "MASTER_", "OMP_")) and name not in ("RANK", "WORLD_SIZE")
+        if not name.startswith(("ASYNCDIST_", "TORCHELASTIC_", "MASTER_", "OMP_"))
+        and name not in ("RANK", "WORLD_SIZE")
     }
     return environment | changes
 
