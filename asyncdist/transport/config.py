@@ -1,0 +1,44 @@
+"""Knobs of the transport, read once when a group is initialised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["CONNECT_TIMEOUT_S", "HELLO_TIMEOUT_S", "MAX_HALF_OPEN", "TRANSPORTS", "TransportConfig"]
+
+TRANSPORTS: Final = ("auto", "unix", "tcp")
+"""Values of ASYNCDIST_TRANSPORT."""
+CONNECT_TIMEOUT_S: Final = 60.0
+"""Longest a first connection to a peer may take, address look-up and retries included. A listener exists before its
+address is published, so only a slow network or a dead peer needs more than milliseconds."""
+HELLO_TIMEOUT_S: Final = 5.0
+"""Longest a connected socket may take to say who it is: two short messages and one turn of a busy peer's loop."""
+MAX_HALF_OPEN: Final = 512
+"""Accepted sockets that have not yet said who they are. Beyond it they wait in the kernel's queue, which is what a
+burst of honest ranks needs, and a flood of strangers costs at most this many descriptors."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportConfig:
+    """How a mesh connects. `transport` is one of `TRANSPORTS`; times are in seconds."""
+
+    transport: str = "auto"
+    connect_timeout_s: float = CONNECT_TIMEOUT_S
+    hello_timeout_s: float = HELLO_TIMEOUT_S
+    backoff_first_s: float = 0.02
+    backoff_limit_s: float = 2.0
+    max_half_open: int = MAX_HALF_OPEN
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport {self.transport!r}: use one of {', '.join(TRANSPORTS)}")
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> TransportConfig:
+        """Read ASYNCDIST_TRANSPORT; raises ValueError for a word that is not in `TRANSPORTS`."""
+        word = environ.get("ASYNCDIST_TRANSPORT", "").strip().lower() or "auto"
+        if word not in TRANSPORTS:
+            raise ValueError(f"ASYNCDIST_TRANSPORT={word!r}: use one of {', '.join(TRANSPORTS)}")
+        return cls(transport=word)

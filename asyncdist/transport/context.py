@@ -1,0 +1,23 @@
+"""What all parts of one mesh share."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from asyncdist.transport.config import TransportConfig
+from asyncdist.transport.fork import SocketSet
+from asyncdist.transport.hello import Identity
+
+__all__ = ["MeshContext"]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshContext:
+    """The loop, who we are, how to connect, the sockets we own, and this host's id."""
+
+    loop: asyncio.AbstractEventLoop
+    identity: Identity
+    config: TransportConfig
+    sockets: SocketSet
+    host_id: str

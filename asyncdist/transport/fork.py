@@ -1,0 +1,60 @@
+"""Sockets of one owner, and their end in a forked child.
+
+A child made by fork shares its parent's connections: bytes it sent or read there would corrupt the parent's streams. So
+it closes its copies of all descriptors at once. It does nothing else with them: `shutdown` would act on the connection
+itself, and the loop's epoll set is shared with the parent.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from collections.abc import Callable
+
+__all__ = ["SocketSet"]
+
+_live: weakref.WeakSet[SocketSet] = weakref.WeakSet()
+_hooked = False
+
+
+class SocketSet:
+    """All sockets a mesh has open; `on_fork` is called in a forked child after they were closed there."""
+
+    __slots__ = ("__weakref__", "_on_fork", "_sockets")
+
+    def __init__(self, on_fork: Callable[[], None]) -> None:
+        global _hooked
+        self._sockets: set[socket.socket] = set()
+        self._on_fork = on_fork
+        _live.add(self)
+        if not _hooked:
+            _hooked = True
+            os.register_at_fork(after_in_child=_close_all_in_child)
+
+    def __len__(self) -> int:
+        return len(self._sockets)
+
+    def add(self, sock: socket.socket) -> socket.socket:
+        """Own `sock` and return it."""
+        self._sockets.add(sock)
+        return sock
+
+    def close(self, sock: socket.socket) -> None:
+        """Close `sock`; its readers and writers must be gone from the loop."""
+        self._sockets.discard(sock)
+        sock.close()
+
+    def close_in_child(self) -> None:
+        """Close the child's descriptors. The socket objects are detached, so that they cannot close a reused number."""
+        for sock in self._sockets:
+            fd = sock.detach()
+            if fd >= 0:
+                os.close(fd)
+        self._sockets.clear()
+        self._on_fork()
+
+
+def _close_all_in_child() -> None:
+    for sockets in list(_live):
+        sockets.close_in_child()

@@ -1,0 +1,232 @@
+"""The shell around a peer's core: one raw non-blocking socket, TCP or Unix, on any event loop.
+
+Raw sockets with `add_reader` rather than a transport, because only they tell when a message's buffer is free, read
+straight into the receiver's array, and can be written to and waited for at once on both loops. Never the loop's own
+`sock_*` coroutines: a cancelled one leaves its callback registered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from asyncdist.errors import ClosedError, RemoteProtocolError
+from asyncdist.transport.fork import SocketSet
+from asyncdist.transport.frame import MAX_CALL_BYTES
+from asyncdist.transport.peer import PeerCore
+
+__all__ = ["StreamConnection", "set_stream_options"]
+
+MAX_CALL_FRAMES: Final = 256
+"""Frames handled in one callback: at some 3 us each, more would hold the loop for over a millisecond."""
+KEEPALIVE_IDLE_S: Final = 15
+KEEPALIVE_INTERVAL_S: Final = 5
+KEEPALIVE_PROBES: Final = 6
+"""A silent peer whose host is gone is noticed after 15 + 6 * 5 = 45 s. TCP_USER_TIMEOUT is left alone on purpose: it
+also ends connections to a live peer whose receive window stays closed, and a rank that computes for minutes without
+returning to its loop, with a large receive posted, looks just like that."""
+
+
+def set_stream_options(sock: socket.socket) -> None:
+    """Prepare a TCP socket for frames: no Nagle delay, and probes that notice a dead host. Nothing to do for Unix."""
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    idle = socket.TCP_KEEPALIVE if sys.platform == "darwin" else socket.TCP_KEEPIDLE
+    sock.setsockopt(socket.IPPROTO_TCP, idle, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+
+
+class StreamConnection:
+    """Moves bytes between `sock` and `core` until either side ends it.
+
+    `on_end(connection, error)` is called once, from the loop, with the socket closed: `error` is None if the peer left
+    (its GOODBYE came) or if we had said goodbye and it hung up. It is not called after `abort`.
+    """
+
+    __slots__ = (
+        "_armed",
+        "_core",
+        "_fd",
+        "_get_buffer",
+        "_leaving",
+        "_loop",
+        "_on_end",
+        "_recv_into",
+        "_send",
+        "_sendmsg",
+        "_shut",
+        "_sock",
+        "_sockets",
+        "_updated",
+        "_write_error",
+        "bytes_received",
+        "bytes_sent",
+        "label",
+    )
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sockets: SocketSet,
+        sock: socket.socket,
+        core: PeerCore,
+        label: str,
+        on_end: Callable[[StreamConnection, Exception | None], None],
+    ) -> None:
+        self.label = label
+        self.bytes_received = 0
+        self.bytes_sent = 0
+        self._loop = loop
+        self._sockets = sockets
+        self._sock: socket.socket | None = sock
+        self._fd = sock.fileno()
+        self._core = core
+        self._on_end = on_end
+        self._recv_into = sock.recv_into
+        self._send = sock.send
+        self._sendmsg = sock.sendmsg
+        self._get_buffer = core.get_buffer
+        self._updated = core.buffer_updated
+        self._armed = False
+        self._leaving = False
+        self._shut = False
+        self._write_error: OSError | None = None
+
+    def start(self) -> None:
+        """Let bytes flow; what the core has queued goes out at once."""
+        self._loop.add_reader(self._fd, self._readable)
+        self._core.open(self._write, self._arm)
+
+    def leave(self) -> None:
+        """Flush, say goodbye, shut the sending side and read to the end; `on_end` follows when the peer hangs up."""
+        if self._sock is not None and not self._leaving:
+            self._leaving = True
+            self._core.goodbye()
+            self._shut_when_done()
+
+    def abort(self) -> None:
+        """Close the socket now. Idempotent; calls nothing back."""
+        self._release()
+
+    def forget(self) -> None:
+        """In a forked child: the descriptor is closed already, and the loop must not be touched."""
+        self._sock = None
+        self._write_error = BrokenPipeError("forked")
+
+    # -- reading
+
+    def _readable(self) -> None:
+        received = frames = 0
+        while True:
+            buffer = self._get_buffer()
+            try:
+                nbytes = self._recv_into(buffer)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError as error:
+                self._end(error)
+                return
+            if not nbytes:
+                self._eof()
+                return
+            try:
+                frames += self._updated(nbytes)
+            except RemoteProtocolError as error:
+                self._end(error)
+                return
+            except Exception as error:
+                self._loop.call_exception_handler(
+                    {"message": f"a frame from {self.label} could not be handled", "exception": error}
+                )
+                self._end(error)
+                return
+            received += nbytes
+            # A short read has emptied the socket: asking again would only cost a system call.
+            if nbytes < len(buffer) or received >= MAX_CALL_BYTES or frames >= MAX_CALL_FRAMES:
+                break
+            if self._sock is None:
+                return
+        self.bytes_received += received
+        if self._core.left:
+            self._end(None)
+        elif self._leaving:
+            self._shut_when_done()
+
+    def _eof(self) -> None:
+        if self._core.left or self._shut:
+            self._end(None)
+        else:
+            self._end(self._write_error or ConnectionResetError("the connection was closed without a goodbye"))
+
+    # -- writing
+
+    def _write(self, buffers: Sequence[bytes | memoryview]) -> int:
+        try:
+            sent = self._send(buffers[0]) if len(buffers) == 1 else self._sendmsg(buffers)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            self._write_failed(error)
+            return 0
+        self.bytes_sent += sent
+        return sent
+
+    def _write_failed(self, error: OSError) -> None:
+        """Remember the error: what the peer sent before it broke off, perhaps its goodbye, is still to be read."""
+        if self._sock is None:
+            raise ClosedError("this connection is closed here (closed, aborted, or forked)")
+        if self._write_error is None:
+            self._write_error = error
+            self._loop.call_soon(self._after_write_error)
+
+    def _after_write_error(self) -> None:
+        while self._sock is not None:
+            before = self.bytes_received
+            self._readable()
+            if self.bytes_received == before and self._sock is not None:
+                self._end(self._write_error)
+
+    def _arm(self) -> None:
+        if not self._armed and self._sock is not None and self._write_error is None:
+            self._armed = True
+            self._loop.add_writer(self._fd, self._writable)
+
+    def _writable(self) -> None:
+        if self._core.flush() or self._write_error is not None:
+            self._disarm()
+        if self._leaving:
+            self._shut_when_done()
+
+    def _disarm(self) -> None:
+        if self._armed:
+            self._armed = False
+            self._loop.remove_writer(self._fd)
+
+    # -- ending
+
+    def _shut_when_done(self) -> None:
+        if self._sock is not None and self._core.goodbye_sent and not self._shut:
+            self._shut = True
+            try:
+                self._sock.shutdown(socket.SHUT_WR)
+            except OSError as error:
+                self._loop.call_soon(self._end, error)
+
+    def _end(self, error: Exception | None) -> None:
+        if self._release():
+            self._on_end(self, None if self._shut and not isinstance(error, RemoteProtocolError) else error)
+
+    def _release(self) -> bool:
+        sock, self._sock = self._sock, None
+        if sock is None:
+            return False
+        self._disarm()
+        self._loop.remove_reader(self._fd)
+        self._sockets.close(sock)
+        return True
