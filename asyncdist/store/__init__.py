@@ -1,0 +1,7 @@
+"""Key-value stores through which processes that know nothing of each other meet."""
+
+from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S, Store
+from asyncdist.store.hash_store import HashStore
+from asyncdist.store.prefix_store import PrefixStore
+
+__all__ = ["DEFAULT_STORE_TIMEOUT_S", "HashStore", "PrefixStore", "Store"]

@@ -7,9 +7,19 @@ at whoever awaits the answer.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, TypeVar
 
-__all__ = ["checked_amount", "checked_key", "checked_keys", "checked_value", "checked_values"]
+__all__ = [
+    "checked_amount",
+    "checked_key",
+    "checked_keys",
+    "checked_value",
+    "checked_values",
+    "encoded_key",
+    "encoded_keys",
+]
+
+Item = TypeVar("Item")
 
 MIN_AMOUNT: Final = -(2**63)
 MAX_AMOUNT: Final = 2**63 - 1
@@ -25,11 +35,28 @@ def checked_key(key: str) -> str:
     return key
 
 
+def encoded_key(key: str) -> bytes:
+    """Return `key` as UTF-8; raises as `checked_key`."""
+    if not isinstance(key, str):
+        raise TypeError(f"a store key must be str, not {type(key).__name__}")
+    return key.encode()
+
+
 def checked_keys(keys: Iterable[str]) -> list[str]:
     """Return `keys` as a list; TypeError for a single str, what is not iterable, or a member that is no str."""
-    if isinstance(keys, str | bytes | bytearray | memoryview) or not isinstance(keys, Iterable):
-        raise TypeError(f"store keys must be a list of str, not {type(keys).__name__}")
-    return [checked_key(key) for key in keys]
+    return [checked_key(key) for key in several(keys)]
+
+
+def encoded_keys(keys: Iterable[str]) -> tuple[bytes, ...]:
+    """Return `keys` as UTF-8; raises as `checked_keys`."""
+    return tuple([encoded_key(key) for key in several(keys)])
+
+
+def several(items: Iterable[Item]) -> Iterable[Item]:
+    """Return `items`; TypeError for what is not iterable, and for a single str or bytes, which is by accident."""
+    if isinstance(items, str | bytes | bytearray | memoryview) or not isinstance(items, Iterable):
+        raise TypeError(f"store keys and values must be lists, not {type(items).__name__}")
+    return items
 
 
 def checked_value(value: str | bytes | bytearray | memoryview) -> bytes:
@@ -43,13 +70,11 @@ def checked_value(value: str | bytes | bytearray | memoryview) -> bytes:
     raise TypeError(f"a store value must be str or bytes, not {type(value).__name__}")
 
 
-def checked_values(keys: list[str], values: Iterable[str | bytes]) -> list[bytes]:
-    """Return `values` as a list of bytes; ValueError unless there is one for each of `keys`."""
-    if isinstance(values, str | bytes | bytearray | memoryview) or not isinstance(values, Iterable):
-        raise TypeError(f"store values must be a list of str or bytes, not {type(values).__name__}")
-    checked = [checked_value(value) for value in values]
-    if len(checked) != len(keys):
-        raise ValueError(f"multi_set got {len(keys)} keys and {len(checked)} values")
+def checked_values(count: int, values: Iterable[str | bytes]) -> tuple[bytes, ...]:
+    """Return `values` as bytes; ValueError unless there are `count`."""
+    checked = tuple([checked_value(value) for value in several(values)])
+    if len(checked) != count:
+        raise ValueError(f"multi_set got {count} keys and {len(checked)} values")
     return checked
 
 

@@ -19,7 +19,7 @@ import stat
 import struct
 import zlib
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgpack
 
@@ -30,6 +30,8 @@ __all__ = ["FileLog"]
 
 MAGIC: Final = b"asyncdist file store v"
 HEADER: Final = MAGIC + b"1\n"
+Record: TypeAlias = tuple[Any, ...]
+
 RECORD_HEAD: Final = struct.Struct("<II")
 READ_CHUNK_BYTES: Final = 1 << 20
 """One read of the file: large enough that a system call is cheap, small enough that memory stays bounded by records."""
@@ -45,7 +47,7 @@ class Members:
     joined: int = 0
     present: dict[str, ProcessIdentity] = field(default_factory=dict)
 
-    def apply(self, record: list[Any]) -> bool:
+    def apply(self, record: Record) -> bool:
         """Take notice of `record`; return whether it was about members."""
         match record:
             case ["open", int(world_size)]:
@@ -103,7 +105,7 @@ class FileLog:
         if self._fd >= 0:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
-    def join(self) -> list[list[Any]]:
+    def join(self) -> list[Record]:
         """Become a member and return the changes recorded so far. The lock must be held.
 
         Raises DistStoreError if the file is foreign or was left behind by a run that did not end cleanly.
@@ -116,17 +118,17 @@ class FileLog:
         if os.fstat(self._fd).st_size < len(HEADER):
             self._refuse_foreign(at_least=0)
             os.ftruncate(self._fd, 0)
-            self._write(HEADER + encode_record(["open", self._world_size]))
+            self._write(HEADER + encode_record(("open", self._world_size)))
         self._refuse_foreign(at_least=len(HEADER))
         self._offset = len(HEADER)
         changes = self.read(locked=True)
         self._refuse_stale()
         me = this_process()
-        self.append([["join", self._member, me.host, me.pid, me.start]])
+        self.append([("join", self._member, me.host, me.pid, me.start)])
         self._joined = True
         return changes
 
-    def read(self, *, locked: bool) -> list[list[Any]]:
+    def read(self, *, locked: bool) -> list[Record]:
         """Return the changes recorded since the last call, other members' and our own.
 
         Without the lock an incomplete record is one being written; with it, the remains of a killed writer.
@@ -146,9 +148,16 @@ class FileLog:
             os.ftruncate(self._fd, self._offset)
         return [record for record in records if not self._members.apply(record)]
 
-    def append(self, records: list[list[Any]]) -> None:
-        """Add `records` at the end, all or none. The lock must be held and everything before be read."""
-        self._write(b"".join(map(encode_record, records)))
+    def append(self, records: list[Record]) -> None:
+        """Add `records` at the end, all or none. The lock must be held and everything before be read.
+
+        `read` does not return them: whoever appends knows them already.
+        """
+        data = b"".join(map(encode_record, records))
+        self._write(data)
+        self._offset += len(data)
+        for record in records:
+            self._members.apply(record)
 
     def leave(self) -> None:
         """Stop being a member; the last one removes the file. The lock must be held."""
@@ -162,7 +171,7 @@ class FileLog:
             if os.fstat(self._fd).st_nlink:
                 os.unlink(self.path)
         else:
-            self.append([["leave", self._member]])
+            self.append([("leave", self._member)])
 
     def abandon(self) -> None:
         """Close the file without leaving: after a fork, or when nothing else is possible."""
@@ -235,15 +244,15 @@ class FileLog:
         return DistStoreError(f"FileStore: {self.path} {problem}")
 
 
-def encode_record(record: list[Any]) -> bytes:
+def encode_record(record: Record) -> bytes:
     """Return the bytes of one record."""
     payload: bytes = msgpack.packb(record)
     return RECORD_HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def decode_records(data: bytes | bytearray) -> tuple[list[list[Any]], int, bool]:
+def decode_records(data: bytes | bytearray) -> tuple[list[Record], int, bool]:
     """Return the complete records of `data`, the bytes they take, and whether what follows is merely incomplete."""
-    records: list[list[Any]] = []
+    records: list[Record] = []
     offset = 0
     while len(data) - offset >= RECORD_HEAD.size:
         length, checksum = RECORD_HEAD.unpack_from(data, offset)
@@ -253,6 +262,6 @@ def decode_records(data: bytes | bytearray) -> tuple[list[list[Any]], int, bool]
         payload = bytes(data[begin : begin + length])
         if zlib.crc32(payload) != checksum:
             return records, offset, False
-        records.append(msgpack.unpackb(payload))
+        records.append(msgpack.unpackb(payload, use_list=False))
         offset = begin + length
     return records, offset, True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable, Sequence
-from typing import NoReturn, TypeVar
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
 
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import ClosedError, StoreTimeoutError
@@ -12,6 +14,7 @@ from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S, Store
 
 __all__ = ["PrefixStore"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -32,6 +35,7 @@ class PrefixStore(Store):
         self._store = store
         self._own_timeout = False
         self._closed = False
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def __repr__(self) -> str:
         return f"PrefixStore({self._prefix[:-1]!r}, {self._store!r})"
@@ -58,61 +62,55 @@ class PrefixStore(Store):
 
     def set(self, key: str, value: str | bytes) -> Awaitable[None]:
         """Store `value` under `key`, replacing what was there."""
-        return self._store.set(self._full(key), value)
+        return self._bounded(self._store.set, self._full(key), value)
 
     def get(self, key: str, *, timeout: Timeout = INHERIT) -> Awaitable[bytes]:
         """Return the value of `key`, waiting until it exists."""
         return self._get(self._full(key), timeout_seconds(timeout, self.timeout))
 
     async def _get(self, key: str, timeout_s: float | None) -> bytes:
-        try:
+        with self._waiting():
             return await self._store.get(key, timeout=timeout_s)
-        except StoreTimeoutError as error:
-            self._raise_stripped(error)
 
     def add(self, key: str, amount: int) -> Awaitable[int]:
         """Add `amount` to the counter `key` and return the sum."""
-        return self._store.add(self._full(key), amount)
+        return self._bounded(self._store.add, self._full(key), amount)
 
     def wait(self, keys: Iterable[str], timeout: Timeout = INHERIT) -> Awaitable[None]:
         """Wait until all `keys` exist at one moment."""
         return self._wait(self._all_full(keys), timeout_seconds(timeout, self.timeout))
 
     async def _wait(self, keys: Sequence[str], timeout_s: float | None) -> None:
-        try:
+        with self._waiting():
             await self._store.wait(keys, timeout_s)
-        except StoreTimeoutError as error:
-            self._raise_stripped(error)
 
     def check(self, keys: Iterable[str]) -> Awaitable[bool]:
         """Return whether all `keys` exist now."""
-        return self._store.check(self._all_full(keys))
+        return self._bounded(self._store.check, self._all_full(keys))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> Awaitable[bytes]:
         """Set `key` to `desired` if its value is `expected`; see `Store.compare_set`."""
-        return self._store.compare_set(self._full(key), expected, desired)
+        return self._bounded(self._store.compare_set, self._full(key), expected, desired)
 
     def delete_key(self, key: str) -> Awaitable[bool]:
         """Delete `key`; return whether it existed."""
-        return self._store.delete_key(self._full(key))
+        return self._bounded(self._store.delete_key, self._full(key))
 
     def append(self, key: str, value: str | bytes) -> Awaitable[None]:
         """Append `value` to the value of `key`, which is empty when missing."""
-        return self._store.append(self._full(key), value)
+        return self._bounded(self._store.append, self._full(key), value)
 
     def multi_get(self, keys: Iterable[str], *, timeout: Timeout = INHERIT) -> Awaitable[list[bytes]]:
         """Return the values of `keys` in their order, waiting until all exist at one moment."""
         return self._multi_get(self._all_full(keys), timeout_seconds(timeout, self.timeout))
 
     async def _multi_get(self, keys: Sequence[str], timeout_s: float | None) -> list[bytes]:
-        try:
+        with self._waiting():
             return await self._store.multi_get(keys, timeout=timeout_s)
-        except StoreTimeoutError as error:
-            self._raise_stripped(error)
 
     def multi_set(self, keys: Iterable[str], values: Iterable[str | bytes]) -> Awaitable[None]:
         """Set each of `keys` to its value, all at one moment."""
-        return self._store.multi_set(self._all_full(keys), values)
+        return self._bounded(self._store.multi_set, self._all_full(keys), values)
 
     def num_keys(self) -> Awaitable[int]:
         """Return how many keys exist under the prefix."""
@@ -120,7 +118,7 @@ class PrefixStore(Store):
         return self._num_keys()
 
     async def _num_keys(self) -> int:
-        return len(await self._store.list_keys(self._prefix))
+        return len(await self._bounded(self._store.list_keys, self._prefix))
 
     def list_keys(self, prefix: str = "") -> Awaitable[list[str]]:
         """Return the keys under the prefix that go on with `prefix`, without the view's prefix."""
@@ -128,29 +126,40 @@ class PrefixStore(Store):
 
     async def _list_keys(self, prefix: str) -> list[str]:
         length = len(self._prefix)
-        return [key[length:] for key in await self._store.list_keys(prefix)]
+        return [key[length:] for key in await self._bounded(self._store.list_keys, prefix)]
 
     def queue_push(self, key: str, value: str | bytes) -> Awaitable[None]:
         """Append `value` to the queue `key`; one waiting `queue_pop` gets it."""
-        return self._store.queue_push(self._full(key), value)
+        return self._bounded(self._store.queue_push, self._full(key), value)
 
     def queue_pop(self, key: str, block: bool = True, *, timeout: Timeout = INHERIT) -> Awaitable[bytes]:
         """Take the oldest value from the queue `key`, waiting for one; `QueueEmptyError` with `block=False`."""
         return self._queue_pop(self._full(key), block, timeout_seconds(timeout, self.timeout))
 
     async def _queue_pop(self, key: str, block: bool, timeout_s: float | None) -> bytes:
-        try:
+        with self._waiting():
             return await self._store.queue_pop(key, block, timeout=timeout_s)
-        except StoreTimeoutError as error:
-            self._raise_stripped(error)
 
     def queue_len(self, key: str) -> Awaitable[int]:
         """Return how many values the queue `key` holds."""
-        return self._store.queue_len(self._full(key))
+        return self._bounded(self._store.queue_len, self._full(key))
 
     async def close(self) -> None:
-        """End this view; the underlying store stays open."""
+        """End this view and what it waits for; the underlying store stays open."""
         self._closed = True
+        for task in self._tasks:
+            task.cancel()
+
+    def _bounded(self, verb: Callable[P, Awaitable[T]], *arguments: P.args, **options: P.kwargs) -> Awaitable[T]:
+        """Call `verb` of the underlying store, which takes its bound from that store's time-out at the call."""
+        if not self._own_timeout:
+            return verb(*arguments, **options)
+        before = self._store.timeout
+        self._store.set_timeout(self._timeout_s)
+        try:
+            return verb(*arguments, **options)
+        finally:
+            self._store.set_timeout(before)
 
     def _full(self, key: str) -> str:
         self._raise_if_closed()
@@ -164,6 +173,26 @@ class PrefixStore(Store):
         if self._closed:
             raise ClosedError(f"{self!r} is closed")
 
-    def _raise_stripped(self, error: StoreTimeoutError) -> NoReturn:
-        """Raise what the underlying store raised, with the keys as the caller of this view knows them."""
-        raise StoreTimeoutError(str(error), [key.removeprefix(self._prefix) for key in error.keys]) from error
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Around the waiting of one task: `close` ends it, and errors name keys as the caller of this view knows them.
+
+        `close` cancels the task and this turns it into ClosedError, as `asyncio.timeout` does with its expiry, because
+        cancelling is the one way to end a wait in any store without losing a queue's item.
+        """
+        self._raise_if_closed()
+        task = asyncio.current_task()
+        assert task is not None
+        cancelling = task.cancelling()
+        self._tasks.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._closed and task.uncancel() <= cancelling:
+                raise ClosedError(f"{self!r} was closed") from None
+            raise
+        except StoreTimeoutError as error:
+            keys = [key.removeprefix(self._prefix) for key in error.keys]
+            raise StoreTimeoutError(str(error), keys) from error
+        finally:
+            self._tasks.discard(task)

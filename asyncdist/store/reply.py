@@ -1,0 +1,106 @@
+"""The answer to one store request, still to come, and the exception for each way it can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final, Protocol
+
+from asyncdist.errors import DistStoreError, QueueEmptyError, StoreLimitError, StoreTimeoutError
+from asyncdist_server import messages
+
+__all__ = ["WAITING", "NonBlockingPop", "Reply", "ReplyOwner", "describe", "failure", "settle", "timeout_ms"]
+
+WAITING: Final = frozenset({messages.GET, messages.WAIT, messages.MULTI_GET, messages.QUEUE_POP})
+"""Operations that wait for other clients; the last element of their requests is `timeout_ms`."""
+
+SHOWN_KEYS: Final = 5
+"""Most keys of a request that an error message shows."""
+
+CONVERSIONS: Final[Mapping[int, Callable[[Any], Any]]] = {
+    messages.MULTI_GET: list,
+    messages.LIST_KEYS: lambda keys: [key.decode(errors="replace") for key in keys],
+}
+"""Operations whose value on the wire is not what the caller gets."""
+
+
+class ReplyOwner(Protocol):
+    """Whoever will settle a reply."""
+
+    def withdraw(self, reply: Reply) -> None:
+        """Take notice that nobody waits for `reply` any more, and make sure that it takes nothing from a queue."""
+
+
+class Reply(asyncio.Future[Any]):
+    """A future that tells its owner when it is cancelled.
+
+    `request` is the request as on the wire, (id, operation, arguments...); `deadline` the loop's time at which the
+    owner gives up by itself. A done-callback instead of `cancel` would cost a turn of the loop per request.
+    """
+
+    __slots__ = ("deadline", "owner", "request")
+
+    empty_is_error: ClassVar[bool] = False
+    deadline: float
+    owner: ReplyOwner
+    request: tuple[Any, ...]
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """Cancel the waiting and withdraw the request where that is possible."""
+        if not super().cancel(msg):
+            return False
+        self.owner.withdraw(self)
+        return True
+
+
+class NonBlockingPop(Reply):
+    """The reply to `queue_pop(block=False)`, whose expiry is `QueueEmptyError`."""
+
+    __slots__ = ()
+
+    empty_is_error = True
+
+
+def settle(reply: Reply, code: int, value: Any, where: str) -> None:
+    """Give `reply`, which must not be done, the outcome that the reply code and value of the wire mean."""
+    if code == messages.OK:
+        convert = CONVERSIONS.get(reply.request[1])
+        reply.set_result(value if convert is None else convert(value))
+    elif code == messages.CANCELLED:
+        asyncio.Future.cancel(reply)
+    else:
+        reply.set_exception(failure(reply, code, value, where))
+
+
+def failure(reply: Reply, code: int, value: Any, where: str) -> DistStoreError:
+    """Return the exception for a reply code other than OK."""
+    what = f"{where}: {describe(reply.request)}"
+    if code == messages.TIMEOUT:
+        if reply.empty_is_error:
+            return QueueEmptyError(f"{what}: the queue is empty")
+        missing = [key.decode(errors="replace") for key in value]
+        return StoreTimeoutError(
+            f"{what} timed out after {reply.request[-1] / 1000:g} s, still missing: {', '.join(missing)}", missing
+        )
+    if code == messages.LIMIT:
+        return StoreLimitError(f"{what}: {value}")
+    return DistStoreError(f"{what}: {value}")
+
+
+def describe(request: tuple[Any, ...]) -> str:
+    """Return operation and keys of `request`, for messages."""
+    name = messages.OPERATION_NAMES[request[1]]
+    keys = request[2] if len(request) > 2 else ()
+    if isinstance(keys, bytes):
+        return f"{name}({keys.decode(errors='replace')!r})"
+    shown = ", ".join(repr(key.decode(errors="replace")) for key in keys[:SHOWN_KEYS])
+    more = f", ... {len(keys)} keys" if len(keys) > SHOWN_KEYS else ""
+    return f"{name}({shown}{more})"
+
+
+def timeout_ms(timeout_s: float | None) -> int | None:
+    """Return a time-out as the wire has it: whole milliseconds, rounded up, so that nothing expires early."""
+    if timeout_s is None:
+        return None
+    return min(math.ceil(timeout_s * 1000), messages.MAX_TIMEOUT_MS)
