@@ -1,0 +1,144 @@
+"""What may be sent: anything that exposes host memory as a numpy array, without a copy.
+
+`host_array` turns the caller's object into a numpy array over the same memory or refuses it; `Flat` is that array as
+the engine wants it, one contiguous run of elements.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Array", "Flat", "decode_meta", "describe", "encode_meta", "host_array", "human_bytes"]
+
+Array = NDArray[Any]
+
+_SENDABLE_KINDS: Final = frozenset("biufc")
+_MAX_NDIM: Final = 64  # numpy's own limit; bounds the shape a peer can make us parse
+
+
+def host_array(value: object, name: str = "tensor") -> Array:
+    """Return a numpy array over the memory of `value`.
+
+    Accepts numpy arrays and anything with the buffer protocol, `__array_interface__` or DLPack on the CPU (torch CPU
+    tensors among them). Raises TypeError for anything else, for object, string, datetime and structured dtypes, and
+    for non-native byte order.
+    """
+    if type(value) is np.ndarray:
+        array: Array = value
+    else:
+        array = _foreign_array(value, name)
+    dtype = array.dtype
+    if dtype.kind not in _SENDABLE_KINDS and not _is_extension_float(dtype):
+        raise TypeError(f"{name} has dtype {dtype}, which cannot be sent: use a bool, integer, float or complex dtype")
+    if not dtype.isnative:
+        raise TypeError(f"{name} has dtype {dtype} in foreign byte order; convert it with astype({dtype.name!r})")
+    return array
+
+
+def _foreign_array(value: object, name: str) -> Array:
+    if isinstance(value, np.ndarray):
+        return value.view(np.ndarray)
+    if hasattr(value, "__cuda_array_interface__"):
+        raise TypeError(f"{name} lives on a GPU ({type(value).__name__}); this group has no backend for GPU arrays")
+    if hasattr(value, "__array_interface__"):
+        return np.asarray(value)
+    try:
+        return np.asarray(memoryview(value))  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    if hasattr(value, "__dlpack__"):
+        if getattr(value, "requires_grad", False):
+            value = value.detach()  # type: ignore[attr-defined]
+        return np.from_dlpack(value)  # type: ignore[arg-type]
+    raise TypeError(
+        f"{name} must be a numpy array or expose its memory (buffer protocol, __array_interface__, DLPack), "
+        f"not {type(value).__name__}"
+    )
+
+
+def _is_extension_float(dtype: np.dtype[Any]) -> bool:
+    """Whether `dtype` is one of ml_dtypes' (bfloat16, float8): numpy reports them as void with a scalar type."""
+    return dtype.kind == "V" and dtype.names is None and dtype.type is not np.void
+
+
+class Flat:
+    """An array as one contiguous run of elements.
+
+    `elements` is one-dimensional and `octets` the same memory as bytes. Where the array is not C-contiguous both are
+    a copy, and `write_back` must be called once results are in place.
+    """
+
+    __slots__ = ("_array", "elements", "octets")
+
+    def __init__(self, array: Array, *, writable: bool, name: str = "tensor") -> None:
+        """Flatten `array`. Raises ValueError when it must be written and cannot be."""
+        if writable and not array.flags.writeable:
+            raise ValueError(f"{name} is read-only and this operation writes into it")
+        if array.flags.c_contiguous:
+            self._array: Array | None = None
+            self.elements: Array = array if array.ndim == 1 else array.reshape(-1)
+        else:
+            if writable and 0 in array.strides and array.size > 1:
+                raise ValueError(f"{name} overlaps itself (a stride of 0) and this operation writes into it")
+            self._array = array if writable else None
+            self.elements = array.flatten()
+        self.octets = memoryview(self.elements.view(np.uint8))
+
+    def write_back(self) -> None:
+        """Copy results into the caller's array, where `elements` is not already its memory."""
+        if self._array is not None:
+            self._array[...] = self.elements.reshape(self._array.shape)
+
+
+@lru_cache(maxsize=1024)
+def encode_meta(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """Encode a dtype and a shape as they travel before a point-to-point payload: u8 length, name, u64 per dimension."""
+    name = dtype.name.encode("ascii")
+    return struct.pack(f"<B{len(name)}s{len(shape)}Q", len(name), name, *shape)
+
+
+@lru_cache(maxsize=1024)
+def decode_meta(meta: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Decode what `encode_meta` made. Raises ValueError for anything else: the bytes come from a peer."""
+    if not meta or len(meta) < 1 + meta[0] or (len(meta) - 1 - meta[0]) % 8:
+        raise ValueError("malformed array description")
+    ndim = (len(meta) - 1 - meta[0]) // 8
+    if ndim > _MAX_NDIM:
+        raise ValueError(f"array description has {ndim} dimensions, at most {_MAX_NDIM} are allowed")
+    dtype = _dtype_by_name(meta[1 : 1 + meta[0]])
+    return dtype, struct.unpack_from(f"<{ndim}Q", meta, 1 + meta[0])
+
+
+def _dtype_by_name(name: bytes) -> np.dtype[Any]:
+    try:
+        text = name.decode("ascii")
+        if text in ("bfloat16",) or text.startswith("float8"):
+            import ml_dtypes
+
+            return np.dtype(getattr(ml_dtypes, text))
+        dtype = np.dtype(text)
+    except (UnicodeDecodeError, TypeError, ImportError, AttributeError, SyntaxError) as error:
+        raise ValueError(f"unknown dtype {name!r}") from error
+    if dtype.kind not in _SENDABLE_KINDS or dtype.name != text:
+        raise ValueError(f"dtype {text!r} cannot be received")
+    return dtype
+
+
+def describe(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
+    """`float32[2, 3]`, for messages."""
+    return f"{dtype.name}{list(shape)}"
+
+
+def human_bytes(nbytes: int) -> str:
+    """`8 MiB`, for messages."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"

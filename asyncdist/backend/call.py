@@ -1,0 +1,187 @@
+"""Call: one collective's arguments, checked and bound, before a byte moves.
+
+Each function checks the arguments of one collective for one rank and returns the `Call` a backend runs. All raise
+TypeError for values that are no arrays or reduce operations, and ValueError for shapes, counts, dtypes or roots that
+do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asyncdist.arrays import Array, Flat, describe, host_array
+from asyncdist.executor import reduction
+from asyncdist.reduce_op import ReduceOpLike
+
+__all__ = [
+    "Call",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+]
+
+_BYTE = np.dtype(np.uint8)
+_NO_BLOCKS: tuple[Flat, ...] = ()
+
+
+@dataclass(slots=True)
+class Call:
+    """A collective as the engine sees it.
+
+    `counts` is what the plan is made for: elements in all for operations on one array; elements of each rank's block,
+    or one number per rank, for those on blocks. `inputs` and `outputs` are the arrays, in rank order where there are
+    several; empty where this rank has none.
+    """
+
+    collective: str
+    dtype: np.dtype[Any]
+    counts: int | tuple[int, ...]
+    inputs: Sequence[Flat]
+    outputs: Sequence[Flat]
+    result: Any
+    root: int = 0
+    op: ReduceOpLike | None = None
+    finishes: bool = False
+    """Whether `op` is finished (AVG divides) on this rank's outputs."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the vector, or of a block where all have the same size."""
+        elements = self.counts if isinstance(self.counts, int) else sum(self.counts)
+        return elements * self.dtype.itemsize
+
+
+def all_reduce(tensor: object, op: ReduceOpLike) -> Call:
+    """Any shape; in place."""
+    array = host_array(tensor)
+    reduction.validate(op, array.dtype)
+    flat = Flat(array, writable=True)
+    return Call("all_reduce", array.dtype, array.size, _NO_BLOCKS, (flat,), tensor, op=op, finishes=True)
+
+
+def broadcast(tensor: object, root: int, rank: int) -> Call:
+    """Any shape; in place on every rank but the root, which only reads."""
+    array = host_array(tensor)
+    flat = Flat(array, writable=rank != root)
+    return Call("broadcast", array.dtype, array.size, _NO_BLOCKS, (flat,), tensor, root)
+
+
+def reduce(tensor: object, root: int, op: ReduceOpLike, rank: int) -> Call:
+    """Any shape; in place on the root, untouched elsewhere."""
+    array = host_array(tensor)
+    reduction.validate(op, array.dtype)
+    flat = Flat(array, writable=rank == root)
+    outputs = (flat,) if rank == root else _NO_BLOCKS
+    return Call("reduce", array.dtype, array.size, (flat,), outputs, tensor, root, op, finishes=rank == root)
+
+
+def all_gather(tensor_list: object, tensor: object, size: int) -> Call:
+    """`size` arrays of the shape and dtype of `tensor`."""
+    array = host_array(tensor)
+    outputs = _blocks(tensor_list, "tensor_list", size, array, writable=True)
+    return Call("all_gather", array.dtype, array.size, (Flat(array, writable=False),), outputs, tensor_list)
+
+
+def all_gather_into_tensor(output: object, tensor: object, size: int) -> Call:
+    """`output` holds `size` times the elements of `tensor`, concatenated or stacked along the first dimension."""
+    array, target = host_array(tensor, "input_tensor"), host_array(output, "output_tensor")
+    _same_dtype(array, target, "input_tensor", "output_tensor")
+    if target.size != size * array.size:
+        raise ValueError(
+            f"output_tensor must hold {size} times the {array.size} elements of input_tensor, but holds {target.size}"
+        )
+    outputs = (Flat(target, writable=True, name="output_tensor"),)
+    return Call("all_gather", array.dtype, array.size, (Flat(array, writable=False),), outputs, output)
+
+
+def gather(tensor: object, gather_list: object, root: int, rank: int, size: int) -> Call:
+    """`gather_list` only on the root: `size` arrays of the shape and dtype of `tensor`."""
+    array = host_array(tensor)
+    outputs: Sequence[Flat] = _NO_BLOCKS
+    if rank == root:
+        if gather_list is None:
+            raise ValueError("gather_list must be given on the destination rank")
+        outputs = _blocks(gather_list, "gather_list", size, array, writable=True)
+    elif gather_list:
+        raise ValueError("gather_list must not be given on ranks other than the destination")
+    return Call("gather", array.dtype, array.size, (Flat(array, writable=False),), outputs, gather_list, root)
+
+
+def scatter(tensor: object, scatter_list: object, root: int, rank: int, size: int) -> Call:
+    """`scatter_list` only on the root: `size` arrays of the shape and dtype of `tensor`."""
+    array = host_array(tensor)
+    inputs: Sequence[Flat] = _NO_BLOCKS
+    if rank == root:
+        if scatter_list is None:
+            raise ValueError("scatter_list must be given on the source rank")
+        inputs = _blocks(scatter_list, "scatter_list", size, array, writable=False)
+    elif scatter_list:
+        raise ValueError("scatter_list must not be given on ranks other than the source")
+    return Call("scatter", array.dtype, array.size, inputs, (Flat(array, writable=True),), tensor, root)
+
+
+def reduce_scatter(output: object, input_list: object, op: ReduceOpLike, rank: int, size: int) -> Call:
+    """`input_list` holds one array per rank, of any sizes; this rank gets the reduction of its own."""
+    target = host_array(output, "output")
+    reduction.validate(op, target.dtype)
+    arrays = _arrays(input_list, "input_list", size)
+    for index, array in enumerate(arrays):
+        _same_dtype(array, target, f"input_list[{index}]", "output")
+    if arrays[rank].shape != target.shape:
+        raise ValueError(f"output has shape {target.shape}, but input_list[{rank}] has {arrays[rank].shape}")
+    inputs = [Flat(array, writable=False) for array in arrays]
+    counts = tuple(array.size for array in arrays)
+    outputs = (Flat(target, writable=True, name="output"),)
+    return Call("reduce_scatter", target.dtype, counts, inputs, outputs, output, op=op, finishes=True)
+
+
+def reduce_scatter_tensor(output: object, tensor: object, op: ReduceOpLike, size: int) -> Call:
+    """`tensor` holds `size` times the elements of `output`."""
+    target, array = host_array(output, "output"), host_array(tensor, "input")
+    reduction.validate(op, target.dtype)
+    _same_dtype(array, target, "input", "output")
+    if array.size != size * target.size:
+        raise ValueError(f"input must hold {size} times the {target.size} elements of output, but holds {array.size}")
+    inputs = (Flat(array, writable=False),)
+    outputs = (Flat(target, writable=True, name="output"),)
+    return Call("reduce_scatter", target.dtype, target.size, inputs, outputs, output, op=op, finishes=True)
+
+
+def barrier() -> Call:
+    """No data."""
+    return Call("barrier", _BYTE, 0, _NO_BLOCKS, _NO_BLOCKS, None)
+
+
+def _arrays(values: object, name: str, size: int) -> list[Array]:
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{name} must be a list of arrays, not {type(values).__name__}")
+    if len(values) != size:
+        raise ValueError(f"{name} must hold one array per rank: {size}, but holds {len(values)}")
+    return [host_array(value, f"{name}[{index}]") for index, value in enumerate(values)]
+
+
+def _blocks(values: object, name: str, size: int, like: Array, *, writable: bool) -> list[Flat]:
+    arrays = _arrays(values, name, size)
+    for index, array in enumerate(arrays):
+        if array.shape != like.shape or array.dtype != like.dtype:
+            raise ValueError(
+                f"{name}[{index}] is {describe(array.dtype, array.shape)}, but tensor is "
+                f"{describe(like.dtype, like.shape)}"
+            )
+    return [Flat(array, writable=writable, name=f"{name}[{index}]") for index, array in enumerate(arrays)]
+
+
+def _same_dtype(left: Array, right: Array, left_name: str, right_name: str) -> None:
+    if left.dtype != right.dtype:
+        raise ValueError(f"{left_name} has dtype {left.dtype.name}, but {right_name} has {right.dtype.name}")

@@ -1,0 +1,66 @@
+"""P2POp and batch_isend_irecv: several sends and receives in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncdist import api
+from asyncdist.api import Group, irecv, isend, recv, send
+from asyncdist.executor.work import Work
+
+__all__ = ["P2POp", "batch_isend_irecv"]
+
+
+class P2POp:
+    """One send or receive of a batch.
+
+    `op` is `isend` or `irecv` (or `send`, `recv`), `peer` a global rank, `group_peer` a rank in `group`. Raises
+    ValueError for another `op`, and where the peer is missing or given twice.
+    """
+
+    __slots__ = ("group", "group_peer", "op", "tag", "tensor")
+
+    def __init__(
+        self,
+        op: Callable[..., Work[Any]],
+        tensor: Any,
+        peer: int | None = None,
+        group: Group = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        if op not in (isend, irecv, send, recv):
+            raise ValueError("op must be asyncdist.isend or asyncdist.irecv")
+        self.op = op
+        self.tensor = tensor
+        self.group = api.resolve(group)
+        self.group_peer = api._required(self.group, peer, group_peer, "peer")
+        self.tag = tag
+
+    def __repr__(self) -> str:
+        return f"P2POp({self.op.__name__}, group_peer={self.group_peer}, tag={self.tag})"
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work[Any]]:
+    """Issue all operations, receives first, and return their Works in the order of `p2p_op_list`.
+
+    Raises TypeError for anything but P2POps, ValueError for an empty list or operations of several groups; nothing is
+    issued then.
+    """
+    if not p2p_op_list:
+        raise ValueError("p2p_op_list must not be empty")
+    for operation in p2p_op_list:
+        if not isinstance(operation, P2POp):
+            raise TypeError(f"p2p_op_list must hold P2POps, not {type(operation).__name__}")
+        if operation.group is not p2p_op_list[0].group:
+            raise ValueError("all operations of a batch must be on the same group")
+    works: dict[int, Work[Any]] = {}
+    receives_first = sorted(range(len(p2p_op_list)), key=lambda index: p2p_op_list[index].op in (isend, send))
+    for index in receives_first:
+        operation = p2p_op_list[index]
+        if operation.op in (isend, send):
+            works[index] = operation.group.isend(operation.tensor, operation.group_peer, operation.tag)
+        else:
+            works[index] = irecv(operation.tensor, None, operation.group, operation.tag, group_src=operation.group_peer)
+    return [works[index] for index in range(len(p2p_op_list))]

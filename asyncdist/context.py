@@ -1,0 +1,65 @@
+"""The default group: which one a call without `group=` means.
+
+It is the current context's (every rank of a simulated world has its own). Where the context has none, or a closed one,
+it is the only world open on the running event loop, so that request handlers find the group their server's start-up
+opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from contextvars import ContextVar
+
+from asyncdist.group import ProcessGroup
+
+__all__ = ["current_world", "default_group", "has_default_group", "register_world", "worlds_here"]
+
+_current: ContextVar[ProcessGroup | None] = ContextVar("asyncdist_group", default=None)
+_open: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def register_world(group: ProcessGroup) -> None:
+    """Make `group` the default of the current context, and known to its event loop."""
+    _open.setdefault(asyncio.get_running_loop(), []).append(group)
+    _current.set(group)
+
+
+def worlds_here() -> list[ProcessGroup]:
+    """World groups open on the running event loop; none without one."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return []
+    alive = [group for group in _open.get(loop, ()) if not group.closed]
+    if loop in _open:
+        _open[loop] = alive
+    return alive
+
+
+def current_world() -> ProcessGroup | None:
+    """The context's own world group, if it is open."""
+    group = _current.get()
+    return None if group is None or group.closed else group
+
+
+def has_default_group() -> bool:
+    """Whether a call without `group=` would find one."""
+    return current_world() is not None or len(worlds_here()) == 1
+
+
+def default_group() -> ProcessGroup:
+    """Return the default group. Raises ValueError if there is none, or several to choose from."""
+    group = _current.get()
+    if group is not None and not group.closed:
+        return group
+    alive = worlds_here()
+    if len(alive) == 1:
+        return alive[0]
+    if alive:
+        names = ", ".join(world.name for world in alive)
+        raise ValueError(f"several worlds are open on this event loop ({names}) and this context has none: pass group=")
+    raise ValueError(
+        "the default process group has not been initialized: call asyncdist.init_process_group() first"
+        + (" (this context's group is closed)" if group is not None else "")
+    )

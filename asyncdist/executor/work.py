@@ -1,0 +1,169 @@
+"""Work: the handle of one operation under way.
+
+A Work is future-like but not a Future: any number of tasks may await it, each gets a waiter of its own, and
+cancelling one of them neither cancels the operation nor disturbs the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar
+
+from asyncdist.arrays import human_bytes
+
+__all__ = ["Work"]
+
+T = TypeVar("T")
+
+
+class Work(Generic[T]):
+    """An operation of a group, issued when the call returned.
+
+    `await work` gives the result (the output array; the source rank for `recv`) or raises what went wrong. It may be
+    awaited never, once or many times, by any task of the group's event loop. Until it is done, the arrays it was given
+    belong to the operation: do not write to them.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_done",
+        "_error",
+        "_loop",
+        "_result",
+        "_retrieved",
+        "_source",
+        "_waiters",
+        "nbytes",
+        "operation",
+        "sequence",
+    )
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, operation: str, nbytes: int = 0, sequence: int | None = None
+    ) -> None:
+        self._loop = loop
+        self.operation = operation
+        self.nbytes = nbytes
+        self.sequence = sequence
+        self._done = False
+        self._retrieved = False
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._source: int | None = None
+        self._waiters: list[asyncio.Future[None]] = []
+        self._callbacks: list[Callable[[Work[T]], object]] | None = None
+
+    def done(self) -> bool:
+        """Whether the operation has ended, well or not."""
+        return self._done
+
+    is_completed = done
+
+    def is_success(self) -> bool:
+        """Whether the operation has ended well."""
+        return self._done and self._error is None
+
+    def result(self) -> T:
+        """Return the result or raise what went wrong; asyncio.InvalidStateError while the operation is under way."""
+        if not self._done:
+            raise asyncio.InvalidStateError(f"{self!r} is not done")
+        if self._error is not None:
+            self._retrieved = True
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def exception(self) -> BaseException | None:
+        """Return what went wrong, or None; asyncio.InvalidStateError while the operation is under way."""
+        if not self._done:
+            raise asyncio.InvalidStateError(f"{self!r} is not done")
+        self._retrieved = True
+        return self._error
+
+    def source_rank(self) -> int:
+        """Return the rank a receive got its message from, numbered as in the call that posted it.
+
+        Raises RuntimeError for anything but a completed receive.
+        """
+        if self._source is None:
+            raise RuntimeError(f"{self!r} has no source rank: it is not a completed receive")
+        return self._source
+
+    def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
+        """Call `callback(work)` from the event loop once the operation has ended; soon, if it already has."""
+        if self._done:
+            self._loop.call_soon(callback, self)
+        elif self._callbacks is None:
+            self._callbacks = [callback]
+        else:
+            self._callbacks.append(callback)
+
+    def cancel(self) -> bool:
+        """Withdraw a receive that no message has matched; True if it was withdrawn.
+
+        Every other operation has peers that count on it already and cannot be withdrawn: False.
+        """
+        return False
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self._done:
+            waiter = self._loop.create_future()
+            self._waiters.append(waiter)
+            try:
+                yield from waiter
+            except asyncio.CancelledError:
+                if not self._done:
+                    self._waiters.remove(waiter)
+                    if not self._waiters:
+                        self._abandoned()
+                raise
+        if self._error is not None:
+            self._retrieved = True
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    async def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the operation has ended; True, or raise what went wrong.
+
+        `timeout` (seconds) bounds only the waiting: TimeoutError leaves the operation as it is. Cancelling does too.
+        """
+        if timeout is None or self._done:
+            await self
+            return True
+        done = asyncio.Event()
+        self.add_done_callback(lambda _work: done.set())
+        try:
+            async with asyncio.timeout(timeout):
+                await done.wait()
+        except TimeoutError:
+            raise TimeoutError(f"{self!r} did not end within {timeout:g} s (the operation goes on)") from None
+        self.result()
+        return True
+
+    def _abandoned(self) -> None:
+        """The last waiter was cancelled; receives that may be withdrawn override this."""
+
+    def _finish(self, result: T | None) -> None:
+        self._result = result
+        self._end()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        self._done = True
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
+        if self._callbacks is not None:
+            for callback in self._callbacks:
+                self._loop.call_soon(callback, self)
+            self._callbacks = None
+
+    def __repr__(self) -> str:
+        number = "" if self.sequence is None else f" #{self.sequence}"
+        state = "pending" if not self._done else "done" if self._error is None else f"failed: {self._error}"
+        return f"<Work {self.operation}{number} {human_bytes(self.nbytes)} {state}>"

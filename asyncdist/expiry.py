@@ -1,0 +1,109 @@
+"""Expiry: the deadlines of a group's collectives, and finding out whose fault it is when one passes.
+
+One timer serves all operations under way. When a deadline passes, every member is asked whether it ever issued the
+operation; those that did not, and those that do not answer, are the ones that are missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+from asyncdist.backend.base import CollectiveWork
+from asyncdist.world import World
+
+__all__ = ["PROBE_S", "Expiry"]
+
+PROBE_S: Final = 0.5
+"""How long members have to answer: a loop that cannot within half a second is stuck itself, and failures are to name
+the rank within a second."""
+
+Key = tuple[int, int]
+"""Tag and sequence number of an operation."""
+
+
+class _Probe(NamedTuple):
+    silent: set[int]
+    """Members that have not answered."""
+    absent: set[int]
+    """Members that answered that they have not issued the operation."""
+    timer: asyncio.TimerHandle
+
+
+class Expiry:
+    """Watches `works`; calls `expired(work, missing)` with the global ranks that were missing, as far as known."""
+
+    def __init__(
+        self,
+        world: World,
+        group_id: int,
+        ranks: tuple[int, ...],
+        works: Mapping[Key, CollectiveWork],
+        expired: Callable[[CollectiveWork, list[int]], None],
+    ) -> None:
+        self._world = world
+        self._loop = world.loop
+        self._group_id = group_id
+        self._ranks = ranks
+        self._works = works
+        self._expired = expired
+        self._timer: asyncio.TimerHandle | None = None
+        self._probes: dict[Key, _Probe] = {}
+
+    def watch(self, work: CollectiveWork, timeout_s: float) -> None:
+        """Watch a work that has just been issued."""
+        at_s = work.deadline_s = self._loop.time() + timeout_s
+        if self._timer is None or at_s < self._timer.when():
+            self._restart(at_s)
+
+    def answered(self, sender: int, tag: int, sequence: int, issued: bool) -> None:
+        """A member answered a probe."""
+        probe = self._probes.get((tag, sequence))
+        if probe is None:
+            return
+        probe.silent.discard(sender)
+        if not issued:
+            probe.absent.add(sender)
+        if not probe.silent:
+            self._conclude((tag, sequence))
+
+    def stop(self) -> None:
+        """Watch nothing any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for probe in self._probes.values():
+            probe.timer.cancel()
+        self._probes.clear()
+
+    def _restart(self, at_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(at_s, self._check)
+
+    def _check(self) -> None:
+        self._timer = None
+        now_s = self._loop.time()
+        upcoming_s = None
+        for key, work in list(self._works.items()):
+            if work.deadline_s is None or key in self._probes:
+                continue
+            if work.deadline_s <= now_s:
+                self._probe(key)
+            elif upcoming_s is None or work.deadline_s < upcoming_s:
+                upcoming_s = work.deadline_s
+        if upcoming_s is not None:
+            self._restart(upcoming_s)
+
+    def _probe(self, key: Key) -> None:
+        others = {rank for rank in self._ranks if rank != self._world.rank}
+        self._probes[key] = _Probe(others, set(), self._loop.call_later(PROBE_S, self._conclude, key))
+        self._world.tell(self._ranks, ["probe", self._group_id, *key], dial=False)
+
+    def _conclude(self, key: Key) -> None:
+        probe = self._probes.pop(key)
+        probe.timer.cancel()
+        work: Any = self._works.get(key)
+        if work is not None:
+            self._expired(work, sorted(probe.silent | probe.absent))

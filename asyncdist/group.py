@@ -1,0 +1,355 @@
+"""ProcessGroup: some ranks of a world, the order of their operations, and what becomes of those when something fails.
+
+A group is made by `init_process_group` (all ranks of a world) or `new_group` (some of them). It owns everything that
+was issued on it: the order (sequence numbers per tag), the deadlines, and the end - `close`, or `abort`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Generator, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+from asyncdist.backend.aio import AioBackend
+from asyncdist.backend.base import CollectiveWork, parse_backend
+from asyncdist.backend.call import Call
+from asyncdist.deadline import Timeout, timeout_seconds
+from asyncdist.errors import (
+    ClosedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DistError,
+    GroupAbortedError,
+    PeerLostError,
+)
+from asyncdist.executor.work import Work
+from asyncdist.expiry import Expiry
+from asyncdist.operations import Operations, check_rank
+from asyncdist.overlap import OverlapWatch
+from asyncdist.pairs import Pairs
+from asyncdist.world import World
+
+__all__ = ["ProcessGroup"]
+
+CLOSE_SENDS_S: Final = 30.0
+"""How long a closing group waits for sends nobody receives; collectives have deadlines of their own."""
+FAILED_KEPT: Final = 64
+"""Failed works kept until somebody asks; older ones that were asked about are forgotten first."""
+
+
+def derive_group_id(*parts: object) -> int:
+    """Return a 64-bit group id that all ranks derive alike from `parts`."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+class ProcessGroup(Operations):
+    """Some ranks of a world, in an order of their own.
+
+    Methods take and return group ranks (0 .. `size` - 1); errors name global ranks. All operations must be called from
+    the event loop the group was made on. `async with group:` closes it at the end, or aborts it on an exception.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        group_id: int,
+        ranks: tuple[int, ...],
+        timeout_s: float | None,
+        name: str,
+        *,
+        is_world: bool = False,
+    ) -> None:
+        self.world = world
+        self._is_world = is_world
+        self.group_id = group_id
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.rank = ranks.index(world.rank)
+        self._group_rank = {rank: index for index, rank in enumerate(ranks)}
+        self.name = name
+        self.timeout_s = timeout_s
+        self._loop = world.loop
+        self._backend = AioBackend(
+            world.mesh,
+            group_id,
+            ranks,
+            self.rank,
+            loop=world.loop,
+            pool=world.pool,
+            overrides=world.options.get("algorithms", {}),
+        )
+        self.pairs = Pairs(world, group_id, ranks, self)
+        self._overlap = OverlapWatch(self)
+        self._sequences: dict[int, int] = {}
+        self._works: dict[tuple[int, int], CollectiveWork] = {}
+        self._expiry = Expiry(world, group_id, ranks, self._works, self._expired)
+        self._failed: list[Work[Any]] = []
+        self._refusals: dict[tuple[int, int], CollectiveMismatchError] = {}
+        self._subgroups = 0
+        self._aborted: BaseException | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self.closed = False
+        world.register(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "aborted" if self._aborted is not None else "open"
+        return f"<ProcessGroup {self.name} rank {self.rank} of {self.size} backend {self._backend.name} {state}>"
+
+    @property
+    def backend_name(self) -> str:
+        """Name of the backend that carries out collectives."""
+        return self._backend.name
+
+    def group_rank_of(self, rank: int, name: str = "rank") -> int:
+        """The group rank of global rank `rank`. Raises ValueError if it is not a member, TypeError if it is no int."""
+        if self._is_world:
+            return check_rank(rank, self.size, name)
+        if rank not in self._group_rank:
+            raise ValueError(f"{name}={rank} is not in group {self.name}: its global ranks are {list(self.ranks)}")
+        return self._group_rank[rank]
+
+    def check_backend(self, backend: str) -> None:
+        """Raise ValueError unless a subgroup with `backend` can be made."""
+        if parse_backend(backend) != {"cpu": self._backend.name}:
+            raise ValueError(f"group {self.name} cannot make a group with backend {backend!r}")
+
+    # Issuing.
+
+    def check_usable(self, operation: str) -> None:
+        """Raise unless the group is open and this is its event loop."""
+        if self.closed:
+            raise ClosedError(f"{self.where(operation)}: the group is closed")
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(f"{self.where(operation)}: called from another event loop than the group was made on")
+
+    def where(self, operation: str, sequence: int | None = None) -> str:
+        """`group default, rank 3, all_reduce #17`, the beginning of every message."""
+        number = "" if sequence is None else f" #{sequence}"
+        return f"group {self.name}, rank {self.world.rank}, {operation}{number}"
+
+    def _collective(
+        self, operation: str, tag: int, timeout: Timeout, prepare: Callable[..., Call], *arguments: Any
+    ) -> CollectiveWork:
+        self.check_usable(operation)
+        if self._aborted is not None:
+            raise self._aborted_error(operation)
+        sequence = self._sequences.get(tag, 0)
+        self._sequences[tag] = sequence + 1
+        try:
+            timeout_s = timeout_seconds(timeout, self.timeout_s)
+            call = prepare(*arguments)
+        except (TypeError, ValueError) as error:
+            self.world.tell(
+                self.ranks, ["refused", self.group_id, tag, sequence, self.world.rank, str(error)], dial=True
+            )
+            raise
+        work = CollectiveWork(self._loop, operation, call.nbytes, sequence)
+        work.tag = tag
+        work.deadline_s = None
+        key = (tag, sequence)
+        if self._refusals and key in self._refusals:
+            self._fail(work, self._refusals.pop(key))
+            return work
+        if self._works:
+            self._overlap.check(tag, operation)
+        self._works[key] = work
+        self._overlap.issued(tag)
+        self._backend.start(call, tag, sequence, functools.partial(self._ended, work, call.result))
+        if timeout_s is not None and not work.done():
+            self._expiry.watch(work, timeout_s)
+        return work
+
+    def _ended(self, work: CollectiveWork, result: Any, error: BaseException | None) -> None:
+        self._works.pop((work.tag, work.sequence), None)  # type: ignore[arg-type]
+        if work.done():
+            return
+        if error is None:
+            work._finish(result)
+            return
+        self._fail(work, self._explain(work, error))
+        if isinstance(error, CollectiveMismatchError):
+            self._abort(error, "mismatch", str(error))
+
+    def _fail(self, work: Work[Any], error: BaseException) -> None:
+        work._fail(error)
+        self.remember_failure(work)
+
+    def remember_failure(self, work: Work[Any]) -> None:
+        """Keep a failed work until somebody asks about it, so that closing the group can raise it."""
+        if len(self._failed) >= FAILED_KEPT:
+            self._failed = [failed for failed in self._failed if not failed._retrieved][-FAILED_KEPT:]
+        self._failed.append(work)
+
+    def _explain(self, work: CollectiveWork, error: BaseException) -> BaseException:
+        where = self.where(work.operation, work.sequence)
+        if isinstance(error, PeerLostError):
+            explained: DistError = PeerLostError(f"{where}: {error}", error.rank)
+        elif isinstance(error, CollectiveTimeoutError):
+            explained = CollectiveTimeoutError(f"{where}: {error}", error.missing)
+        elif isinstance(error, CollectiveMismatchError):
+            explained = CollectiveMismatchError(f"{where}: {error}")
+        elif isinstance(error, GroupAbortedError):
+            explained = GroupAbortedError(f"{where}: {error}", error.reason, error.rank)
+        else:
+            explained = DistError(f"{where}: {error}")
+        explained.__cause__ = error
+        return explained
+
+    def _aborted_error(self, operation: str) -> GroupAbortedError:
+        cause = self._aborted
+        rank = getattr(cause, "rank", None)
+        error = GroupAbortedError(f"{self.where(operation)}: the group was aborted: {cause}", str(cause), rank)
+        error.__cause__ = cause
+        return error
+
+    def _expired(self, work: CollectiveWork, missing: list[int]) -> None:
+        missing = missing or list(self._backend.waiting_for(work.tag, work.sequence or 0))
+        text = f"{self.where(work.operation, work.sequence)}: timed out"
+        if missing:
+            text += f"; missing: rank {', '.join(map(str, missing))}"
+        self._abort(CollectiveTimeoutError(text, missing), "timeout", text, missing=missing)
+
+    # News from the world.
+
+    def peer_lost(self, rank: int, error: PeerLostError) -> None:
+        """A member is gone: collectives fail and the group is aborted; point-to-point between survivors goes on."""
+        self._abort(error, "lost", str(error), rank)
+
+    def control(self, sender: int, message: list[Any]) -> None:
+        """A control message of another member."""
+        kind = message[0]
+        if kind == "abort":
+            _, _, kind, text, rank, missing = message
+            self._abort(_abort_cause(kind, text, rank, missing), kind, text, rank, missing)
+        elif kind == "refused":
+            self._refused(*message[2:])
+        elif kind == "probe":
+            tag, sequence = message[2:]
+            issued = self._sequences.get(tag, 0) > sequence
+            self.world.tell((sender,), ["status", self.group_id, tag, sequence, issued], dial=False)
+        else:
+            self._expiry.answered(sender, *message[2:])
+
+    def _refused(self, tag: int, sequence: int, rank: int, text: str) -> None:
+        error = CollectiveMismatchError(f"rank {rank} refused the operation: {text}")
+        key = (tag, sequence)
+        work = self._works.pop(key, None)
+        if work is not None:
+            self._backend.drop(tag, sequence)
+            self._fail(work, self._explain(work, error))
+        elif self._sequences.get(tag, 0) <= sequence and len(self._refusals) < FAILED_KEPT:
+            self._refusals[key] = error
+
+    # The end.
+
+    def abort(self, reason: str = "") -> None:
+        """Give up now: every operation under way raises `GroupAbortedError` here and on all connected members.
+
+        Later calls raise it too. Returns at once; arrays of operations under way are free when it returns.
+        """
+        text = reason or "abort() was called"
+        error = GroupAbortedError(f"rank {self.world.rank} aborted the group: {text}", text, self.world.rank)
+        self._abort(error, "abort", text, self.world.rank)
+
+    def _abort(
+        self,
+        error: BaseException,
+        kind: str,
+        text: str,
+        rank: int | None = None,
+        missing: Sequence[int] = (),
+    ) -> None:
+        if self._aborted is not None or self.closed:
+            return
+        self._aborted = error
+        self._expiry.stop()
+        self._backend.abort(error)
+        works = list(self._works.values())
+        self._works.clear()
+        for work in works:
+            self._fail(work, self._explain(work, error))
+        if kind == "abort":
+            self.pairs.abort(error)
+        self.world.tell(self.ranks, ["abort", self.group_id, kind, text, rank, list(missing)], dial=False)
+
+    async def close(self) -> None:
+        """Wait for everything under way (receives that nothing matched are withdrawn), then leave.
+
+        The world's group says goodbye to all peers and to the store. Raises the first failure of a work that nobody
+        asked about. Cancelling lets the bounded end finish first. May be called twice.
+        """
+        if self._closing is None:
+            if self.closed:
+                return
+            self._closing = self._loop.create_task(self._close())
+        try:
+            await asyncio.shield(self._closing)
+        except asyncio.CancelledError:
+            await asyncio.wait([self._closing])
+            raise
+
+    async def _close(self) -> None:
+        self.pairs.withdraw_receives()
+        try:
+            await asyncio.gather(*self._works.values(), return_exceptions=True)
+            async with asyncio.timeout(CLOSE_SENDS_S):
+                await asyncio.gather(*self.pairs.pending(), return_exceptions=True)
+        except TimeoutError:
+            self.abort(f"closed with sends that nobody received for {CLOSE_SENDS_S:g} s")
+        await self._leave()
+        asked = any(work._retrieved for work in self._failed)
+        for work in self._failed:
+            if not work._retrieved and not (asked and self._aborted is not None):
+                raise work.exception()  # type: ignore[misc]
+
+    async def _leave(self) -> None:
+        self.closed = True
+        self._expiry.stop()
+        if self._is_world:
+            for group in list(self.world.groups.values()):
+                if isinstance(group, ProcessGroup) and group is not self and not group.closed:
+                    group._abort(ClosedError(f"group {self.name} was closed"), "abort", "the world was closed")
+                    group.closed = True
+            await self.world.close()
+        self.world.groups.pop(self.group_id, None)
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        yield from ()  # awaiting a group gives the group at once
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.close()
+            return
+        if not isinstance(error, PeerLostError | GroupAbortedError | CollectiveTimeoutError):
+            self.abort(f"rank {self.world.rank} left with {kind.__name__ if kind else ''}: {error}")
+        with contextlib.suppress(DistError):  # the exception that ended the block is the one to raise
+            await self.close()
+
+    def make_subgroup(self, ranks: Sequence[int], timeout_s: float | None, name: str | None) -> ProcessGroup | None:
+        """Make the group of `ranks` (global); None where this rank is not a member. Counts on members and others."""
+        self._subgroups += 1
+        label = name or f"{self.name}/{self._subgroups}"
+        if self.world.rank not in ranks:
+            return None
+        group_id = derive_group_id(self.group_id, self._subgroups, tuple(ranks))
+        return ProcessGroup(self.world, group_id, tuple(ranks), timeout_s, label)
+
+
+def _abort_cause(kind: str, text: str, rank: int | None, missing: list[int]) -> BaseException:
+    if kind == "lost" and rank is not None:
+        return PeerLostError(text, rank)
+    if kind == "timeout":
+        return CollectiveTimeoutError(text, missing)
+    if kind == "mismatch":
+        return CollectiveMismatchError(text)
+    return GroupAbortedError(text, text, rank)

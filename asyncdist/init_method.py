@@ -1,0 +1,211 @@
+"""Init methods: from what the caller and the environment say to a store, a rank and a world size.
+
+| given | store |
+| --- | --- |
+| `env://` (default) with ASYNCDIST_STORE | the daemon there; nobody hosts |
+| `env://` | rank 0 hosts at MASTER_ADDR:MASTER_PORT, or joins the asyncdist store that answers there |
+| `tcp://host:port` | likewise at host:port |
+| `file:///path` | a FileStore |
+| `store=` | that one; it stays the caller's |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import parse_qsl, urlsplit
+
+import asyncdist_server
+from asyncdist import events
+from asyncdist.deadline import Deadline
+from asyncdist.errors import DistNetworkError, DistStoreError
+from asyncdist.store import FileStore, Store, TCPStore
+from asyncdist_server.auth import load_token
+
+__all__ = ["InitMethod", "StoreSource", "open_store", "parse_init_method"]
+
+DEFAULT_STORE_PORT: Final = 29500
+
+
+@dataclass(frozen=True, slots=True)
+class InitMethod:
+    """A resolved init method. Exactly one of `path`, `host` is set, or neither with an explicit store."""
+
+    rank: int
+    world_size: int
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    may_host: bool = False
+    """Whether rank 0 hosts the store when none answers."""
+    namespace: str = "default"
+
+
+@dataclass(slots=True)
+class StoreSource:
+    """A store, and what has to be closed with the world."""
+
+    store: Store
+    owned: bool
+    server: asyncdist_server.ThreadedServer | None = None
+
+    async def close(self) -> None:
+        """Close what was opened here; an explicit `store=` stays open."""
+        if self.owned:
+            await self.store.close()
+        if self.server is not None:
+            await asyncio.to_thread(self.server.close)
+
+
+def parse_init_method(
+    init_method: str | None,
+    rank: int,
+    world_size: int,
+    *,
+    has_store: bool = False,
+    environ: Mapping[str, str] = os.environ,
+) -> InitMethod:
+    """Work out where to meet; arguments (rank, world_size >= 0) override the environment.
+
+    Raises ValueError for anything missing, contradictory or malformed, naming the variable or parameter.
+    """
+    if has_store:
+        if init_method is not None:
+            raise ValueError("give either store= or init_method=, not both")
+        if rank < 0 or world_size <= 0:
+            raise ValueError("store= needs rank= and world_size= as well")
+        return _checked(InitMethod(rank, world_size))
+    parts = urlsplit(init_method or "env://")
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    rank, world_size = _from_query(query, rank, world_size, init_method)
+    namespace = environ.get("ASYNCDIST_JOB_ID") or "default"
+    if parts.scheme == "env":
+        rank = _from_environ(environ, "RANK", rank)
+        world_size = _from_environ(environ, "WORLD_SIZE", world_size)
+        host, port, may_host = _store_from_environ(environ)
+        return _checked(InitMethod(rank, world_size, host, port, may_host=may_host, namespace=namespace))
+    if rank < 0 or world_size < 0:
+        missing = "rank" if rank < 0 else "world_size"
+        raise ValueError(f"{init_method}: {missing} is missing; give it as an argument or as ?{missing}= in the URL")
+    if parts.scheme == "tcp":
+        host, port = _host_port(f"{parts.netloc}", f"init_method {init_method}")
+        return _checked(InitMethod(rank, world_size, host, port, may_host=True, namespace=namespace))
+    if parts.scheme == "file":
+        if parts.netloc or not parts.path:
+            raise ValueError(f"{init_method}: use file:///absolute/path")
+        return _checked(InitMethod(rank, world_size, path=parts.path))
+    raise ValueError(f"no rendezvous for {init_method!r}: use env://, tcp://host:port or file:///path")
+
+
+async def open_store(method: InitMethod, deadline: Deadline, environ: Mapping[str, str] = os.environ) -> StoreSource:
+    """Open the store of `method`, hosting it where that falls to this rank.
+
+    Raises DistStoreError or DistNetworkError saying what is wrong at which address. Cancelling leaves nothing open.
+    """
+    if method.path:
+        return StoreSource(FileStore(method.path, method.world_size, timeout=_remaining(deadline)), owned=True)
+    token = load_token(environ)
+    server = None
+    port = method.port
+    if method.may_host and method.rank == 0:
+        server = await _host(method, token)
+        port = method.port if server is None else server.port
+    try:
+        store = await TCPStore.connect(
+            method.host, port, token=token, namespace=method.namespace, timeout=_remaining(deadline)
+        )
+    except BaseException as error:
+        if server is not None:
+            await asyncio.shield(asyncio.to_thread(server.close))
+        if method.may_host and method.rank == 0 and isinstance(error, DistNetworkError | DistStoreError):
+            raise type(error)(
+                f"rank 0 cannot host the store: {method.host}:{method.port} is in use, and what answers there is not "
+                f"an asyncdist store we may join ({error}). Choose another MASTER_PORT."
+            ) from error
+        raise
+    return StoreSource(store, owned=True, server=server)
+
+
+async def _host(method: InitMethod, token: str | None) -> asyncdist_server.ThreadedServer | None:
+    """Start the store in a thread of its own; None if the port is taken."""
+    try:
+        server = await asyncio.to_thread(asyncdist_server.serve_in_thread, method.host, method.port, token=token)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            events.info("%s:%d is in use: rank 0 joins the store there", method.host, method.port)
+            return None
+        raise DistStoreError(
+            f"rank 0 cannot host the store at {method.host}:{method.port}: {error.strerror or error}"
+        ) from error
+    events.info("rank 0 hosts the store at %s:%d", method.host, server.port)
+    return server
+
+
+def _remaining(deadline: Deadline) -> float | None:
+    return deadline.remaining_s(asyncio.get_running_loop().time())
+
+
+def _checked(method: InitMethod) -> InitMethod:
+    if method.world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {method.world_size}")
+    if not 0 <= method.rank < method.world_size:
+        raise ValueError(f"rank {method.rank} is not in a world of {method.world_size}: ranks go from 0 on")
+    return method
+
+
+def _from_query(query: dict[str, str], rank: int, world_size: int, init_method: str | None) -> tuple[int, int]:
+    given = {"rank": rank, "world_size": world_size}
+    for name, text in query.items():
+        if name not in given:
+            raise ValueError(f"{init_method}: unknown parameter {name!r}; rank and world_size are known")
+        if given[name] >= 0:
+            raise ValueError(f"{init_method}: {name} is given in the URL and as an argument")
+        given[name] = _integer(text, f"{name} in {init_method}")
+    return given["rank"], given["world_size"]
+
+
+def _from_environ(environ: Mapping[str, str], name: str, argument: int) -> int:
+    if argument >= 0:
+        return argument
+    if not environ.get(name):
+        raise ValueError(
+            f"env:// rendezvous: environment variable {name} expected, but not set "
+            "(`asyncdist run` sets it; or pass rank= and world_size=)"
+        )
+    return _integer(environ[name], f"environment variable {name}")
+
+
+def _store_from_environ(environ: Mapping[str, str]) -> tuple[str, int, bool]:
+    if environ.get("ASYNCDIST_STORE"):
+        return *_host_port(environ["ASYNCDIST_STORE"], "environment variable ASYNCDIST_STORE"), False
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environ.get(name):
+            raise ValueError(
+                f"env:// rendezvous: environment variable {name} expected, but not set "
+                "(or set ASYNCDIST_STORE=host:port of a running asyncdist-server)"
+            )
+    port = _integer(environ["MASTER_PORT"], "environment variable MASTER_PORT")
+    if not 0 <= port <= 65535:
+        raise ValueError(f"environment variable MASTER_PORT={port} is not a port")
+    return environ["MASTER_ADDR"], port, True
+
+
+def _host_port(text: str, name: str) -> tuple[str, int]:
+    host, colon, port_text = text.rpartition(":")
+    if not colon or not host:
+        raise ValueError(f"{name}: {text!r} is not host:port")
+    port = _integer(port_text, name)
+    if not 0 <= port <= 65535:
+        raise ValueError(f"{name}: port {port} is not between 0 and 65535")
+    return host.strip("[]"), port
+
+
+def _integer(text: str, name: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} is not an integer: {text!r}") from None

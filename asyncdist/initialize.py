@@ -1,0 +1,143 @@
+"""init_process_group: from arguments and environment to an open world."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Generator
+from types import TracebackType
+from typing import Any
+
+from asyncdist import context, events
+from asyncdist.backend.base import Backend, parse_backend
+from asyncdist.deadline import DEFAULT_TIMEOUT_S, INHERIT, Deadline, Timeout, timeout_seconds
+from asyncdist.errors import DistError
+from asyncdist.group import ProcessGroup, derive_group_id
+from asyncdist.init_method import InitMethod, StoreSource, open_store, parse_init_method
+from asyncdist.plan.selector import parse_overrides
+from asyncdist.rendezvous import Rendezvous
+from asyncdist.store import Store
+from asyncdist.transport.config import TransportConfig
+from asyncdist.transport.mesh import Mesh
+from asyncdist.world import World
+from asyncdist_server.auth import derive_key, load_token
+
+__all__ = ["GroupOpening", "init_process_group"]
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout = INHERIT,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: Any = None,
+    device_id: Any = None,
+) -> GroupOpening:
+    """Join a world: `async with init_process_group() as group` or `group = await init_process_group()`.
+
+    `init_method` is `env://` (default; RANK, WORLD_SIZE and either ASYNCDIST_STORE or MASTER_ADDR and MASTER_PORT),
+    `tcp://host:port` or `file:///path`, the latter two with `rank` and `world_size` as arguments or in the URL's query.
+    `store=` takes an open store instead, and needs `rank` and `world_size`; it stays the caller's. Arguments override
+    the environment. `timeout` (seconds, timedelta, None for no limit; by default ASYNCDIST_TIMEOUT, else 1,800 s)
+    bounds joining and is the default of every collective. `group_name` tells apart several worlds of one process.
+    `pg_options` and `device_id` are accepted for torch's sake and not used.
+
+    The group becomes the default group of the current context. Raises ValueError for missing or contradictory
+    arguments, at the call; DistError, ConnectTimeoutError (naming the ranks that did not come) or DistStoreError when
+    the world cannot be formed. Cancelling leaves nothing open.
+    """
+    environment = os.environ.get("ASYNCDIST_TIMEOUT")
+    inherited_s = DEFAULT_TIMEOUT_S
+    if environment:
+        try:
+            inherited_s = float(environment)
+        except ValueError:
+            raise ValueError(
+                f"environment variable ASYNCDIST_TIMEOUT is not a number of seconds: {environment!r}"
+            ) from None
+    timeout_s = timeout_seconds(timeout, inherited_s)
+    backends = parse_backend(backend)
+    method = parse_init_method(init_method, rank, world_size, has_store=store is not None)
+    return GroupOpening(method, store, timeout_s, group_name, backends)
+
+
+class GroupOpening:
+    """A world about to be joined: await it, or enter it with `async with`, once."""
+
+    def __init__(
+        self,
+        method: InitMethod,
+        store: Store | None,
+        timeout_s: float | None,
+        group_name: str,
+        backends: dict[str, Backend],
+    ) -> None:
+        self._method = method
+        self._store = store
+        self._timeout_s = timeout_s
+        self._group_name = group_name
+        self._backends = backends
+        self._group: ProcessGroup | None = None
+
+    def __await__(self) -> Generator[Any, None, ProcessGroup]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> ProcessGroup:
+        self._group = await self._open()
+        return self._group
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._group is not None
+        await self._group.__aexit__(kind, error, traceback)
+
+    async def _open(self) -> ProcessGroup:
+        name = self._group_name or "default"
+        if any(group.name == name for group in (context.current_world(),) if group is not None):
+            raise ValueError(f"group {name!r} is initialized already: destroy it first, or give another group_name=")
+        events.configure_logging()
+        deadline = Deadline.after(self._timeout_s, asyncio.get_running_loop().time())
+        if self._store is not None:
+            source = StoreSource(self._store, owned=False)
+        else:
+            source = await open_store(self._method, deadline)
+        try:
+            world = await join_world(source, self._method, name, deadline)
+        except BaseException:
+            await asyncio.shield(source.close())
+            raise
+        ranks = tuple(range(world.world_size))
+        group = ProcessGroup(world, derive_group_id(world_id), ranks, self._timeout_s, name, is_world=True)
+        context.register_world(group)
+        return group
+
+
+async def join_world(source: StoreSource, method: InitMethod, name: str, deadline: Deadline) -> World:
+    """Open the mesh, meet the others through the store, and return the world. Cancelling closes the mesh."""
+    loop = asyncio.get_running_loop()
+    rendezvous = Rendezvous(source.store, method.rank, method.world_size, name)
+    world = World(loop, method.rank, method.world_size, source, rendezvous, name)
+    config = TransportConfig.from_environ(os.environ)
+    mesh = Mesh(method.rank, method.world_size, rendezvous.addresses, world, config)
+    try:
+        address = await mesh.listen(store_host=method.host, store_port=method.port)
+        overrides = parse_overrides(os.environ.get("ASYNCDIST_ALGO", ""))
+        options = {"algorithms": overrides}
+        met = await rendezvous.join(address, options, deadline)
+        if overrides and overrides != met.options.get("algorithms"):
+            raise DistError(
+                f"rank {method.rank}: ASYNCDIST_ALGO={os.environ['ASYNCDIST_ALGO']!r} differs from rank 0's "
+                f"{met.options.get('algorithms')}: it must be the same on all ranks"
+            )
+        secret = derive_key(load_token(os.environ), "peer", met.world_id)
+        mesh.enter(met.world_id, secret)
+    except BaseException:
+        mesh.abort()
+        raise
+    world.mesh = mesh
+    world.options = met.options
+    return world

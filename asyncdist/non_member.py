@@ -1,0 +1,49 @@
+"""NonMember: what `new_group` gives to ranks that are not in the group."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+__all__ = ["NonMember"]
+
+
+class NonMember:
+    """A group this rank does not belong to. Its operations raise ValueError; entering and closing it do nothing."""
+
+    rank = -1
+    size = -1
+    closed = True
+
+    def __init__(self, name: str, world_rank: int) -> None:
+        self.name = name
+        self._world_rank = world_rank
+
+    def __repr__(self) -> str:
+        return f"<NonMember of {self.name}, rank {self._world_rank}>"
+
+    def refuse(self) -> NoReturn:
+        """Raise the ValueError every operation raises."""
+        raise ValueError(f"rank {self._world_rank} is not a member of group {self.name}")
+
+    def _refused(self, *arguments: object, **options: object) -> NoReturn:
+        self.refuse()
+
+    all_reduce = broadcast = reduce = all_gather = all_gather_into_tensor = gather = scatter = _refused
+    reduce_scatter = reduce_scatter_tensor = barrier = isend = send = irecv = recv = recv_array = abort = _refused
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        yield from ()
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return None

@@ -1,0 +1,126 @@
+"""Questions about groups and backends: none of these communicates."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+from asyncdist import context
+from asyncdist.api import Group, resolve
+from asyncdist.backend.base import Backend
+from asyncdist.group import ProcessGroup
+from asyncdist.non_member import NonMember
+
+__all__ = [
+    "destroy_process_group",
+    "get_backend",
+    "get_default_group",
+    "get_global_rank",
+    "get_group_rank",
+    "get_node_local_rank",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "is_available",
+    "is_backend_available",
+    "is_gloo_available",
+    "is_initialized",
+    "is_launched",
+    "is_mpi_available",
+    "is_nccl_available",
+]
+
+
+def get_rank(group: Group = None) -> int:
+    """This process's rank in the group; -1 if it is not a member."""
+    return -1 if isinstance(group, NonMember) else resolve(group).rank
+
+
+def get_world_size(group: Group = None) -> int:
+    """Number of ranks in the group; -1 if this process is not a member."""
+    return -1 if isinstance(group, NonMember) else resolve(group).size
+
+
+def get_backend(group: Group = None) -> str:
+    """Name of the group's backend. Raises ValueError if this process is not a member."""
+    return resolve(group).backend_name
+
+
+def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
+    """The rank that `global_rank` has in `group`. Raises ValueError if it is not a member."""
+    return resolve(group).group_rank_of(global_rank)
+
+
+def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
+    """The global rank of `group_rank`. Raises ValueError if the group has no such rank."""
+    found = resolve(group)
+    if not 0 <= group_rank < found.size:
+        raise ValueError(f"group rank {group_rank} is not in group {found.name}: its ranks are 0 to {found.size - 1}")
+    return found.ranks[group_rank]
+
+
+def get_process_group_ranks(group: Group = None) -> list[int]:
+    """The members' global ranks, in group order."""
+    return list(resolve(group).ranks)
+
+
+def get_default_group() -> ProcessGroup:
+    """The group that calls without `group=` act on. Raises ValueError if there is none."""
+    return context.default_group()
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """LOCAL_RANK as set by the launcher, else `fallback_rank`. Raises RuntimeError if there is neither."""
+    text = os.environ.get("LOCAL_RANK")
+    if text is not None:
+        return int(text)
+    if fallback_rank is not None:
+        return fallback_rank
+    raise RuntimeError("LOCAL_RANK is not set; start with `asyncdist run`, or pass fallback_rank=")
+
+
+def is_available() -> bool:
+    """Whether the package works here: always."""
+    return True
+
+
+def is_initialized() -> bool:
+    """Whether there is a default group."""
+    return context.has_default_group()
+
+
+def is_launched() -> bool:
+    """Whether a launcher (`asyncdist run`, torchrun) started this process."""
+    return "ASYNCDIST_JOB_ID" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_backend_available(name: str) -> bool:
+    """Whether `init_process_group(name)` would find that backend."""
+    try:
+        Backend(name)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def is_gloo_available() -> bool:
+    """Whether `gloo` is accepted: always, as an alias of `aio`."""
+    return True
+
+
+def is_nccl_available() -> bool:
+    """Whether the `nccl` backend can be used."""
+    return is_backend_available(Backend.NCCL) and importlib.util.find_spec("cupy") is not None
+
+
+def is_mpi_available() -> bool:
+    """Whether the `mpi` backend can be used."""
+    return is_backend_available(Backend.MPI)
+
+
+async def destroy_process_group(group: Group = None) -> Any:
+    """Close `group`; without one, the default group and with it all groups of its world. See `ProcessGroup.close`."""
+    if isinstance(group, NonMember):
+        return
+    await resolve(group).close()

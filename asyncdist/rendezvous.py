@@ -1,0 +1,210 @@
+"""Rendezvous: how the ranks of a world find each other through a store.
+
+Keys, under `world/<group name>/`:
+
+| key | set by | meaning |
+| --- | --- | --- |
+| `joins/<rank>` | every rank | how often this rank has joined: its value after the join is the epoch |
+| `<epoch>/terms` | the first to come | world size, host and pid all others are compared with |
+| `<epoch>/info/<rank>` | every rank | who and where: addresses, host, pid; rank 0's also carries options for all |
+| `<epoch>/joined` | every rank | counter; who makes it reach the world size decides |
+| `<epoch>/ready` | one rank | the decision: the world id, or why the world could not be formed |
+| `<epoch>/left`, `<epoch>/left/<rank>` | every rank | counter and flags of clean exits |
+
+A rank needs a constant number of requests however large the world is. Each failure is published under `ready`, so
+that every rank raises it and none waits for its own time-out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgpack
+
+from asyncdist import events
+from asyncdist.deadline import Deadline
+from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, StoreTimeoutError
+from asyncdist.store import PrefixStore, Store
+from asyncdist.transport.address import PeerAddress
+
+__all__ = ["WORLD_ID_BYTES", "Rendezvous", "World"]
+
+WORLD_ID_BYTES: Final = 16
+GOODBYE_LIMIT_S: Final = 5.0
+"""How long leaving may take in the store: a goodbye is a courtesy and must not hold up an exit."""
+PUBLISH_LIMIT_S: Final = 2.0
+"""How long telling the others about a failure may take before it is raised here."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What all ranks agreed on: a random id, and the options rank 0 published."""
+
+    world_id: bytes
+    epoch: int
+    options: dict[str, Any]
+
+
+class Rendezvous:
+    """One rank's dealings with the store for one world."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, group_name: str = "") -> None:
+        self._store = PrefixStore(f"world/{group_name or 'default'}", store)
+        self.rank = rank
+        self.world_size = world_size
+        self._epoch = 0
+        self._who = f"rank {rank} ({socket.gethostname()} pid {os.getpid()})"
+
+    async def join(self, address: PeerAddress, options: dict[str, Any], deadline: Deadline) -> World:
+        """Meet the other ranks; returns when all `world_size` are there.
+
+        `address` is published for the others, and rank 0's `options` for everybody. Raises DistError where the ranks
+        contradict each other (the same rank twice, other world sizes, loopback addresses across hosts), and
+        ConnectTimeoutError naming the ranks that did not come. Cancelling leaves the rank counted as joined.
+        """
+        self._store.set_timeout(deadline.remaining_s(_now()))
+        self._epoch = await self._claim_rank()
+        await self._agree_on_terms(address)
+        info = msgpack.packb({"who": self._who, "address": address.to_bytes(), "options": options})
+        await self._store.set(self._key(f"info/{self.rank}"), info)
+        if await self._store.add(self._key("joined"), 1) == self.world_size:
+            await self._decide({"world_id": secrets.token_bytes(WORLD_ID_BYTES)})
+        try:
+            ready = await self._store.get(self._key("ready"), timeout=deadline.remaining_s(_now()))
+        except StoreTimeoutError:
+            ready = await self._give_up(deadline)
+        decision = _unpack(ready)
+        if "failure" in decision:
+            raise DistError(f"{self._who}: {decision['failure']}")
+        leader = _unpack(await self._store.get(self._key("info/0")))
+        events.info("%s joined a world of %d (epoch %d)", self._who, self.world_size, self._epoch)
+        return World(decision["world_id"], self._epoch, leader["options"])
+
+    async def addresses(self, ranks: Sequence[int]) -> dict[int, PeerAddress]:
+        """Fetch the addresses of `ranks` in one request."""
+        infos = await self._store.multi_get([self._key(f"info/{rank}") for rank in ranks])
+        return {rank: PeerAddress.from_bytes(_unpack(info)["address"]) for rank, info in zip(ranks, infos, strict=True)}
+
+    async def has_left(self, rank: int) -> bool:
+        """Whether `rank` has said goodbye."""
+        return await self._store.check([self._key(f"left/{rank}")])
+
+    async def leave(self) -> None:
+        """Say goodbye; the last one to leave takes the epoch's keys away. Bounded; never raises a DistError."""
+        try:
+            async with asyncio.timeout(GOODBYE_LIMIT_S):
+                await self._store.set(self._key(f"left/{self.rank}"), b"1")
+                if await self._store.add(self._key("left"), 1) == self.world_size:
+                    await self._clean_up()
+        except (DistError, TimeoutError) as error:
+            events.info("%s could not say goodbye in the store: %s", self._who, error)
+
+    async def wait_for_goodbyes(self) -> None:
+        """Wait, bounded, until every rank has said goodbye: for the rank that hosts the store."""
+        try:
+            await self._store.get(self._key("gone"), timeout=GOODBYE_LIMIT_S)
+        except DistError as error:
+            events.info("%s stops hosting the store before every rank has left: %s", self._who, error)
+
+    def _key(self, name: str) -> str:
+        return f"{self._epoch}/{name}"
+
+    async def _claim_rank(self) -> int:
+        counter = f"joins/{self.rank}"
+        epoch = await self._store.add(counter, 1)
+        if epoch == 1:
+            return epoch
+        self._epoch = epoch - 1
+        if await self.has_left(self.rank) or "failure" in await self._decision():
+            return epoch
+        known = await self._store.check([self._key(f"info/{self.rank}")])
+        holder = _unpack(await self._store.get(self._key(f"info/{self.rank}")))["who"] if known else "another process"
+        await self._store.add(counter, -1)
+        message = (
+            f"{self._who} claims a rank that {holder} holds already: two processes were started with the same rank, "
+            "or an earlier run of this job died without a goodbye (then set ASYNCDIST_JOB_ID to a fresh value)"
+        )
+        await self._publish_failure(message)
+        raise DistError(message)
+
+    async def _agree_on_terms(self, address: PeerAddress) -> None:
+        mine = {
+            "world_size": self.world_size,
+            "host_id": address.host_id,
+            "loopback": address.loopback_only,
+            "who": self._who,
+        }
+        theirs = _unpack(await self._store.compare_set(self._key("terms"), b"", msgpack.packb(mine)))
+        message = None
+        if theirs["world_size"] != self.world_size:
+            message = (
+                f"{self._who} was started with world_size {self.world_size}, "
+                f"but {theirs['who']} with {theirs['world_size']}"
+            )
+        elif theirs["host_id"] != address.host_id and (theirs["loopback"] or address.loopback_only):
+            local = theirs["who"] if theirs["loopback"] else self._who
+            message = (
+                f"{self._who} and {theirs['who']} are on different hosts, but {local} can be reached over loopback "
+                "only: set MASTER_ADDR to an address of that host the others can reach, or ASYNCDIST_SOCKET_IFNAME"
+            )
+        if message is not None:
+            await self._publish_failure(message)
+            raise DistError(message)
+
+    async def _decision(self) -> dict[str, Any]:
+        if not await self._store.check([self._key("ready")]):
+            return {}
+        return _unpack(await self._store.get(self._key("ready")))
+
+    async def _decide(self, decision: dict[str, Any]) -> bytes:
+        return await self._store.compare_set(self._key("ready"), b"", msgpack.packb(decision))
+
+    async def _publish_failure(self, message: str) -> bytes | None:
+        try:
+            async with asyncio.timeout(PUBLISH_LIMIT_S):
+                return await self._decide({"failure": message})
+        except (DistError, TimeoutError):
+            return None  # the others will find out by their own time-out; the failure is raised here either way
+
+    async def _give_up(self, deadline: Deadline) -> bytes:
+        """The time is over: name who is missing, tell everybody, unless the decision came meanwhile."""
+        self._store.set_timeout(PUBLISH_LIMIT_S)
+        try:
+            present = await self._store.list_keys(self._key("info/"))
+        except DistError as error:
+            raise DistStoreError(f"{self._who}: the store stopped answering while ranks were joining") from error
+        came = {int(key.rpartition("/")[2]) for key in present}
+        missing = [rank for rank in range(self.world_size) if rank not in came]
+        text = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
+        message = f"{len(came)} of {self.world_size} ranks joined in time; missing: rank {text}"
+        ready = await self._publish_failure(message)
+        if ready is not None and "failure" not in _unpack(ready):
+            return ready
+        raise ConnectTimeoutError(f"{self._who}: {message}")
+
+    async def _clean_up(self) -> None:
+        await self._store.set(self._key("gone"), b"1")
+        names = [f"info/{rank}" for rank in range(self.world_size)]
+        await asyncio.gather(*(self._store.delete_key(self._key(name)) for name in [*names, "terms", "joined"]))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _unpack(data: bytes) -> dict[str, Any]:
+    try:
+        value = msgpack.unpackb(data)
+    except ValueError as error:
+        raise DistStoreError(
+            "the store holds a rendezvous record that is not ours; is the key prefix shared?"
+        ) from error
+    if not isinstance(value, dict):
+        raise DistStoreError("the store holds a rendezvous record that is not ours; is the key prefix shared?")
+    return value

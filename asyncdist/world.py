@@ -1,0 +1,164 @@
+"""World: what all groups of one job in this process share - the store, the mesh, and news of peers.
+
+Control messages between ranks are msgpack lists, the first element naming the kind:
+
+| message | meaning |
+| --- | --- |
+| `["abort", group, kind, text, rank, missing]` | the group is aborted: `kind` is abort, lost, timeout or mismatch |
+| `["refused", group, tag, sequence, rank, text]` | `rank` refused that collective at the call |
+| `["probe", group, tag, sequence]` | have you issued that collective? |
+| `["status", group, tag, sequence, issued]` | the answer |
+
+News of a group that does not exist here yet is kept, within bounds, until it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final, Protocol
+
+import msgpack
+
+from asyncdist import events
+from asyncdist.errors import PeerLostError, RemoteProtocolError
+from asyncdist.executor.scratch import ScratchPool
+from asyncdist.init_method import StoreSource
+from asyncdist.rendezvous import Rendezvous
+from asyncdist.transport.mesh import Mesh
+
+__all__ = ["GroupListener", "World"]
+
+EARLY_GROUPS: Final = 256
+"""Groups not created here yet whose news is kept: ranks run ahead of each other by a few `new_group` calls at most."""
+EARLY_MESSAGES: Final = 64
+"""News kept per such group."""
+LEAVE_LIMIT_S: Final = 5.0
+"""How long saying goodbye to peers may take."""
+
+
+class GroupListener(Protocol):
+    """What a group hears about."""
+
+    group_id: int
+    ranks: tuple[int, ...]
+
+    def peer_lost(self, rank: int, error: PeerLostError) -> None:
+        """A member is gone."""
+
+    def control(self, sender: int, message: list[Any]) -> None:
+        """A control message about this group; its kind and group are known to be right."""
+
+
+class World:
+    """Owner of the mesh, and the post office of its control messages."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        rank: int,
+        world_size: int,
+        source: StoreSource,
+        rendezvous: Rendezvous,
+        group_name: str,
+    ) -> None:
+        self.loop = loop
+        self.rank = rank
+        self.world_size = world_size
+        self.group_name = group_name
+        self.options: dict[str, Any] = {}
+        self.pool = ScratchPool()
+        self.groups: dict[int, GroupListener] = {}
+        self.lost: dict[int, PeerLostError] = {}
+        self.mesh: Mesh
+        self.closed = False
+        self._source = source
+        self._rendezvous = rendezvous
+        self._early: dict[int, list[tuple[int, list[Any]]]] = {}
+
+    @property
+    def store(self) -> Any:
+        """The store the world met through."""
+        return self._source.store
+
+    def register(self, group: GroupListener) -> None:
+        """Deliver news to `group` from now on, old news first."""
+        self.groups[group.group_id] = group
+        for sender, message in self._early.pop(group.group_id, ()):
+            group.control(sender, message)
+        for rank, error in self.lost.items():
+            if rank in group.ranks:
+                group.peer_lost(rank, error)
+
+    def tell(self, ranks: tuple[int, ...], message: list[Any], *, dial: bool) -> None:
+        """Send a control message to `ranks`, ourselves excepted; with `dial`, also to those not connected yet."""
+        payload = msgpack.packb(message)
+        others = [rank for rank in ranks if rank != self.rank and rank not in self.lost]
+        if dial:
+            self.mesh.connect(others)
+            for rank in others:
+                self.mesh.send_control(rank, payload)
+        else:
+            self.mesh.broadcast_control(others, payload)
+
+    # What the mesh reports.
+
+    def peer_lost(self, rank: int, error: PeerLostError) -> None:
+        """A peer's connection ended without a goodbye."""
+        if self.closed or rank in self.lost:
+            return
+        events.info("rank %d lost rank %d: %s", self.rank, rank, error)
+        self.lost[rank] = error
+        for group in list(self.groups.values()):
+            if rank in group.ranks:
+                group.peer_lost(rank, error)
+
+    def peer_left(self, rank: int) -> None:
+        """A peer said goodbye: no failure of the groups; the mesh fails what still depended on it."""
+        events.info("rank %d: rank %d has left", self.rank, rank)
+
+    def control_received(self, rank: int, payload: bytes) -> None:
+        """A control message came. Raises RemoteProtocolError for anything malformed."""
+        message = _parse(rank, payload)
+        group = self.groups.get(message[1])
+        if group is not None:
+            if rank not in group.ranks:
+                raise RemoteProtocolError(f"rank {rank} sent news of a group it does not belong to")
+            group.control(rank, message)
+        elif message[0] == "probe":
+            self.tell((rank,), ["status", *message[1:4], False], dial=False)
+        elif message[0] != "status" and len(self._early) < EARLY_GROUPS:
+            parked = self._early.setdefault(message[1], [])
+            if len(parked) < EARLY_MESSAGES:
+                parked.append((rank, message))
+
+    async def close(self) -> None:
+        """Leave: flush, say goodbye to every peer and in the store, stop hosting. Bounded."""
+        if self.closed:
+            return
+        self.closed = True
+        await self.mesh.close(LEAVE_LIMIT_S)
+        await self._rendezvous.leave()
+        if self._source.server is not None and not self.lost:
+            await self._rendezvous.wait_for_goodbyes()
+        await self._source.close()
+
+
+_SHAPES: Final[dict[str, tuple[type | tuple[type, ...], ...]]] = {
+    "abort": (int, str, str, (int, type(None)), list),
+    "refused": (int, int, int, int, str),
+    "probe": (int, int, int),
+    "status": (int, int, int, bool),
+}
+
+
+def _parse(rank: int, payload: bytes) -> list[Any]:
+    try:
+        message = msgpack.unpackb(payload, max_array_len=4096, max_map_len=0)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise RemoteProtocolError(f"rank {rank} sent a control message that is not msgpack") from error
+    shape = _SHAPES.get(message[0]) if isinstance(message, list) and message and isinstance(message[0], str) else None
+    if shape is None or len(message) != len(shape) + 1 or not all(map(isinstance, message[1:], shape)):
+        raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
+    if message[0] == "abort" and not all(isinstance(missing, int) for missing in message[5]):
+        raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
+    return message

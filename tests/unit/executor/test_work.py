@@ -1,0 +1,102 @@
+"""Work: awaitable by many, cancelled by none."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncdist.executor.work import Work
+
+
+def pending() -> Work[int]:
+    return Work(asyncio.get_running_loop(), "all_reduce", 8 << 20, 17)
+
+
+async def test_any_number_of_tasks_get_the_result() -> None:
+    work = pending()
+    waiting = [asyncio.ensure_future(_await(work)) for _ in range(5)]
+    await asyncio.sleep(0)
+    work._finish(3)
+    assert await asyncio.gather(*waiting) == [3] * 5
+    assert await work == 3
+
+
+async def _await(work: Work[int]) -> int:
+    return await work
+
+
+async def test_cancelling_a_waiter_leaves_the_others_and_the_operation_alone() -> None:
+    work = pending()
+    first, second = asyncio.ensure_future(_await(work)), asyncio.ensure_future(_await(work))
+    await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert not work.done()
+    work._finish(1)
+    assert await second == 1
+
+
+async def test_a_failure_is_raised_each_time() -> None:
+    work = pending()
+    waiter = asyncio.ensure_future(_await(work))
+    await asyncio.sleep(0)
+    work._fail(ValueError("no"))
+    for awaiting in (waiter, _await(work)):
+        with pytest.raises(ValueError, match="no"):
+            await awaiting
+    assert work.done()
+    assert not work.is_success()
+    assert isinstance(work.exception(), ValueError)
+    with pytest.raises(ValueError, match="no"):
+        work.result()
+
+
+async def test_what_is_not_done_has_no_outcome() -> None:
+    work = pending()
+    for ask in (work.result, work.exception):
+        with pytest.raises(asyncio.InvalidStateError):
+            ask()
+    with pytest.raises(RuntimeError, match="no source rank"):
+        work.source_rank()
+    assert not work.cancel()
+    work._finish(0)
+    assert work.is_completed()
+    assert work.is_success()
+
+
+async def test_wait_bounds_only_the_waiting() -> None:
+    work = pending()
+    with pytest.raises(TimeoutError, match=r"all_reduce #17 8 MiB pending.*did not end within 0.01 s"):
+        await work.wait(0.01)
+    assert not work.done()
+    asyncio.get_running_loop().call_soon(work._finish, 2)
+    assert await work.wait(5)
+    assert await work.wait(0)
+
+
+async def test_wait_raises_the_failure() -> None:
+    work = pending()
+    asyncio.get_running_loop().call_soon(work._fail, ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        await work.wait(5)
+
+
+async def test_callbacks_are_called_once_from_the_loop() -> None:
+    work = pending()
+    seen: list[str] = []
+    work.add_done_callback(lambda _: seen.append("before"))
+    work.add_done_callback(lambda _: seen.append("too"))
+    work._finish(0)
+    assert seen == []
+    work.add_done_callback(lambda _: seen.append("after"))
+    await asyncio.sleep(0)
+    assert seen == ["before", "too", "after"]
+
+
+async def test_repr_is_a_status_line() -> None:
+    work = pending()
+    assert repr(work) == "<Work all_reduce #17 8 MiB pending>"
+    work._fail(ValueError("no"))
+    assert repr(work) == "<Work all_reduce #17 8 MiB failed: no>"

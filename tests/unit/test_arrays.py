@@ -1,0 +1,125 @@
+"""Arrays: what may be sent, and how a shape and a dtype travel."""
+
+from __future__ import annotations
+
+import array as stdlib_array
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncdist.arrays import Flat, decode_meta, encode_meta, host_array, human_bytes
+
+
+def test_a_numpy_array_is_itself() -> None:
+    x = np.arange(3.0)
+    assert host_array(x) is x
+
+
+@pytest.mark.parametrize(
+    "value", [bytearray(b"abcd"), memoryview(bytearray(b"abcd")), stdlib_array.array("d", [1.0, 2.0])]
+)
+def test_buffers_share_their_memory(value: object) -> None:
+    found = host_array(value)
+    found[...] = 0
+    assert bytes(memoryview(value)) == bytes(memoryview(value).nbytes)  # type: ignore[arg-type]
+
+
+def test_array_interface_and_dlpack_share_their_memory() -> None:
+    class Interface:
+        def __init__(self) -> None:
+            self.x = np.arange(4)
+            self.__array_interface__ = self.x.__array_interface__
+
+    class Dlpack:
+        def __init__(self) -> None:
+            self.x = np.arange(4)
+            self.__dlpack__ = self.x.__dlpack__
+            self.__dlpack_device__ = self.x.__dlpack_device__
+
+    for owner in (Interface(), Dlpack()):
+        assert np.shares_memory(host_array(owner), owner.x)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1, 2],
+        3.0,
+        "text",
+        np.array([object()]),
+        np.array(["a"]),
+        np.zeros(2, dtype=[("a", "i4")]),
+        np.zeros(2, dtype=">f4"),
+        np.zeros(2, dtype="M8[s]"),
+        np.zeros(2, dtype="V4"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_by_name(value: object) -> None:
+    with pytest.raises(TypeError, match="weights"):
+        host_array(value, "weights")
+
+
+def test_gpu_arrays_are_refused_with_the_reason() -> None:
+    class OnDevice:
+        __cuda_array_interface__: dict[str, object] = {}
+
+    with pytest.raises(TypeError, match="GPU"):
+        host_array(OnDevice())
+
+
+def test_contiguous_arrays_are_viewed() -> None:
+    x = np.zeros((2, 3), np.float32)
+    flat = Flat(x, writable=True)
+    flat.octets[:4] = np.float32(7).tobytes()
+    assert x[0, 0] == 7
+    assert flat.octets.nbytes == 24
+
+
+@pytest.mark.parametrize("make", [lambda x: x[::2], lambda x: x.reshape(4, 4).T, lambda x: x[::-1]])
+def test_strided_arrays_are_written_back(make: object) -> None:
+    view = make(np.arange(16.0))  # type: ignore[operator]
+    flat = Flat(view, writable=True)
+    assert flat.elements.tolist() == view.flatten().tolist()
+    flat.elements[:] = np.arange(view.size)
+    flat.write_back()
+    assert view.flatten().tolist() == list(range(view.size))
+
+
+def test_arrays_that_cannot_be_written_are_refused() -> None:
+    read_only = np.zeros(3)
+    read_only.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        Flat(read_only, writable=True)
+    overlapping = np.lib.stride_tricks.as_strided(np.zeros(1), (4,), (0,))
+    with pytest.raises(ValueError, match="overlaps itself"):
+        Flat(overlapping, writable=True)
+    assert Flat(overlapping, writable=False).elements.size == 4
+
+
+@given(
+    st.sampled_from(["bool", "int8", "uint64", "float16", "float64", "complex128"]),
+    st.lists(st.integers(0, 2**40), max_size=6).map(tuple),
+)
+def test_descriptions_round_trip(dtype: str, shape: tuple[int, ...]) -> None:
+    assert decode_meta(encode_meta(np.dtype(dtype), shape)) == (np.dtype(dtype), shape)
+
+
+@given(st.binary(max_size=80))
+def test_hostile_descriptions_are_refused_or_understood(meta: bytes) -> None:
+    try:
+        dtype, shape = decode_meta(meta)
+    except ValueError:
+        return
+    assert encode_meta(dtype, shape) == meta
+
+
+@pytest.mark.parametrize("name", [b"object", b"O", b"M8[s]", b"V8", b"float32,int8", b"<f4", b"str"])
+def test_descriptions_of_other_dtypes_are_refused(name: bytes) -> None:
+    with pytest.raises(ValueError, match="dtype"):
+        decode_meta(bytes([len(name)]) + name)
+
+
+def test_sizes_read_well() -> None:
+    assert [human_bytes(n) for n in (0, 1023, 1024, 8 << 20, 3 << 30)] == ["0 B", "1023 B", "1 KiB", "8 MiB", "3 GiB"]

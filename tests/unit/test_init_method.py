@@ -1,0 +1,81 @@
+"""Init methods: what the caller and the environment say, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncdist.init_method import parse_init_method
+
+ENVIRON = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_the_environment_is_the_default() -> None:
+    method = parse_init_method(None, -1, -1, environ=ENVIRON)
+    assert (method.rank, method.world_size, method.host, method.port) == (1, 4, "10.0.0.1", 29500)
+    assert method.may_host
+    assert method.namespace == "default"
+
+
+def test_arguments_override_the_environment() -> None:
+    method = parse_init_method("env://", 2, 3, environ=ENVIRON)
+    assert (method.rank, method.world_size) == (2, 3)
+
+
+def test_with_a_daemon_nobody_hosts() -> None:
+    environ = {**ENVIRON, "ASYNCDIST_STORE": "[::1]:4000", "ASYNCDIST_JOB_ID": "job.0"}
+    method = parse_init_method(None, -1, -1, environ=environ)
+    assert (method.host, method.port, method.may_host, method.namespace) == ("::1", 4000, False, "job.0")
+
+
+def test_tcp_takes_ranks_from_its_query_or_from_arguments() -> None:
+    queried = parse_init_method("tcp://host:1?rank=0&world_size=2", -1, -1, environ={})
+    given = parse_init_method("tcp://host:1", 0, 2, environ={})
+    assert queried == given
+    assert (given.host, given.port, given.may_host) == ("host", 1, True)
+
+
+def test_file() -> None:
+    method = parse_init_method("file:///tmp/x?rank=0", -1, 2, environ={})
+    assert (method.path, method.rank, method.world_size) == ("/tmp/x", 0, 2)
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_missing_variable_is_named(missing: str) -> None:
+    environ = {name: value for name, value in ENVIRON.items() if name != missing}
+    with pytest.raises(ValueError, match=rf"environment variable {missing} expected, but not set"):
+        parse_init_method(None, -1, -1, environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("init_method", "rank", "world_size", "environ", "message"),
+    [
+        ("env://", -1, -1, {**ENVIRON, "RANK": "one"}, "RANK is not an integer: 'one'"),
+        ("env://", -1, -1, {**ENVIRON, "MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a port"),
+        ("env://", -1, -1, {**ENVIRON, "ASYNCDIST_STORE": "nowhere"}, "ASYNCDIST_STORE: 'nowhere' is not host:port"),
+        ("env://", 4, -1, ENVIRON, "rank 4 is not in a world of 4"),
+        ("env://", -1, 0, ENVIRON, "world_size must be at least 1"),
+        ("tcp://host:1?rank=0", 0, 2, {}, "rank is given in the URL and as an argument"),
+        ("tcp://host:1?size=2", 0, 2, {}, "unknown parameter 'size'"),
+        ("tcp://host:1?rank=x", -1, 2, {}, "not an integer"),
+        ("tcp://host:1", -1, 2, {}, "rank is missing"),
+        ("tcp://host:1", 0, -1, {}, "world_size is missing"),
+        ("tcp://host", 0, 2, {}, "is not host:port"),
+        ("tcp://host:70000", 0, 2, {}, "port 70000"),
+        ("file://x", 0, 2, {}, "file:///absolute/path"),
+        ("foo://x", 0, 2, {}, "no rendezvous for 'foo://x'"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    init_method: str, rank: int, world_size: int, environ: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_init_method(init_method, rank, world_size, environ=environ)
+
+
+def test_an_explicit_store_excludes_an_init_method_and_needs_ranks() -> None:
+    assert parse_init_method(None, 0, 1, has_store=True).world_size == 1
+    with pytest.raises(ValueError, match="not both"):
+        parse_init_method("env://", 0, 1, has_store=True)
+    for rank, world_size in ((-1, 2), (0, -1)):
+        with pytest.raises(ValueError, match="needs rank= and world_size="):
+            parse_init_method(None, rank, world_size, has_store=True)
