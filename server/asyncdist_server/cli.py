@@ -1,0 +1,128 @@
+"""`asyncdist-server`: the command line of the daemon. Every option also reads ASYNCDIST_SERVER_<OPTION>."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import click
+
+from asyncdist_server.auth import load_token, read_token_file
+from asyncdist_server.config import DEFAULT_PORT, STALL_TIMEOUT_S, ConfigError, ServerConfig, limits_for
+from asyncdist_server.daemon import serve
+from asyncdist_server.messages import (
+    MAX_CONNECTIONS,
+    MAX_IN_FLIGHT,
+    MAX_KEY_BYTES,
+    MAX_MEMORY_BYTES,
+    MAX_VALUE_BYTES,
+    MAX_WAITERS,
+)
+from asyncdist_server.threaded import new_event_loop
+
+
+@click.command(context_settings={"auto_envvar_prefix": "ASYNCDIST_SERVER", "show_default": True})
+@click.option("--host", default="127.0.0.1", help="Address to listen on; any but loopback needs a token.")
+@click.option("--port", default=DEFAULT_PORT, type=click.IntRange(0, 65535), help="Port; 0 picks a free one.")
+@click.option("--http-host", default="127.0.0.1", help="Address of the HTTP port.")
+@click.option(
+    "--http-port", default=None, type=click.IntRange(0, 65535), help="Port for /healthz; none unless given, 0 is free."
+)
+@click.option(
+    "--token-file",
+    default=None,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File with the token, else ASYNCDIST_TOKEN, else the file ASYNCDIST_TOKEN_FILE.",
+)
+@click.option("--insecure-no-auth", is_flag=True, help="Listen beyond loopback without a token.")
+@click.option("--max-key-bytes", default=MAX_KEY_BYTES, help="Longest key.")
+@click.option("--max-value-bytes", default=MAX_VALUE_BYTES, help="Longest value; frames may be 1 MiB longer.")
+@click.option(
+    "--max-memory-bytes", default=MAX_MEMORY_BYTES, help="Keys, values, queues and blocked requests together."
+)
+@click.option("--max-connections", default=MAX_CONNECTIONS, help="Connections at a time.")
+@click.option("--max-waiters", default=MAX_WAITERS, help="Blocked requests of all clients.")
+@click.option("--max-in-flight", default=MAX_IN_FLIGHT, help="Unacknowledged requests of one client.")
+@click.option(
+    "--stall-timeout", default=STALL_TIMEOUT_S, help="Seconds after which a client that reads nothing is cut off."
+)
+@click.option("--handshake-timeout", default=5.0, help="Seconds in which a client must prove itself.")
+def main(
+    host: str,
+    port: int,
+    http_host: str,
+    http_port: int | None,
+    token_file: Path | None,
+    insecure_no_auth: bool,
+    max_key_bytes: int,
+    max_value_bytes: int,
+    max_memory_bytes: int,
+    max_connections: int,
+    max_waiters: int,
+    max_in_flight: int,
+    stall_timeout: float,
+    handshake_timeout: float,
+) -> None:
+    """Serve a store: the rendezvous of distributed jobs. Stops on SIGTERM or SIGINT."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        token = read_token_file(token_file) if token_file else load_token(os.environ)
+        config = ServerConfig(
+            host=host,
+            port=port,
+            token=token,
+            insecure_no_auth=insecure_no_auth,
+            http_host=http_host,
+            http_port=http_port,
+            limits=limits_for(
+                max_value_bytes,
+                key_bytes=max_key_bytes,
+                memory_bytes=max_memory_bytes,
+                connections=max_connections,
+                waiters=max_waiters,
+                in_flight=max_in_flight,
+            ),
+            stall_timeout_s=stall_timeout,
+            handshake_timeout_s=handshake_timeout,
+        )
+        _raise_file_limit()
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(run_until_signalled(config))
+    except (ConfigError, OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+async def run_until_signalled(config: ServerConfig) -> None:
+    """Serve until SIGTERM or SIGINT; prints one line once connections are accepted."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop.set)
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(serve(config))
+        ready = f"asyncdist-server ready on {server.address}"
+        if config.http_port is not None:
+            from asyncdist_server.http import serve_http
+
+            ready += f" (http {await stack.enter_async_context(serve_http(server))})"
+        if config.token is None:
+            server.log.warning("no token: every process that can connect can read and change the store")
+        print(ready, flush=True)
+        await stop.wait()
+
+
+def _raise_file_limit() -> None:
+    """Ask for as many file descriptors as this user may have: the usual 1,024 would stop at 1,000 ranks."""
+    try:
+        import resource
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

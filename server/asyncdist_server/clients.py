@@ -1,0 +1,159 @@
+"""What the engine knows of each client: its namespace, its blocked requests, and the replies it may ask for again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from asyncdist_server.messages import ProtocolError
+from asyncdist_server.namespace import Namespace
+from asyncdist_server.waiters import Waiter
+
+Reply = tuple[int, int, Any]
+
+REPLY_BYTES: Final = 200
+"""What a remembered reply costs besides a value in it: the tuple, its id, its place in a list (measured)."""
+
+
+class Client:
+    """One connected client (or in-process handle) of the engine.
+
+    `deliver` is called with each reply that did not come at once, from within whatever engine call completed it; it
+    must not call the engine. `on_superseded` is called when the same client id connects anew.
+    """
+
+    __slots__ = (
+        "_acknowledged",
+        "_frames",
+        "_frames_sent",
+        "blocked",
+        "careful",
+        "client_id",
+        "closed",
+        "deliver",
+        "in_flight",
+        "leaving",
+        "namespace",
+        "on_superseded",
+        "remembered",
+        "remembered_bytes",
+        "replay",
+        "resumed",
+        "unsent",
+        "unsent_bytes",
+    )
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        client_id: bytes | None,
+        deliver: Callable[[Reply], None],
+        on_superseded: Callable[[], None] | None,
+        in_flight: int,
+    ) -> None:
+        self.namespace = namespace
+        self.client_id = client_id
+        self.deliver = deliver
+        self.on_superseded = on_superseded
+        self.in_flight = in_flight
+        self.resumed = False
+        self.leaving = False  # said goodbye: not to be remembered
+        self.closed = False
+        self.blocked: dict[int, Waiter] = {}
+        # Replies to mutations: not yet in a frame (None: this client never retries), and by the frame they went in.
+        self.unsent: list[Reply] | None = None if client_id is None else []
+        self.unsent_bytes = 0
+        self._frames: deque[tuple[int, int, list[Reply]]] = deque()
+        self._frames_sent = 0
+        self._acknowledged = 0
+        self.remembered = 0
+        self.remembered_bytes = 0
+        self.replay: dict[int, Reply] = {}
+        self.careful = False
+
+    def note_reply(self, reply: Reply) -> None:
+        """Remember the reply to a mutation until the client is known to have it."""
+        if self.unsent is not None:
+            self.unsent.append(reply)
+            if type(reply[2]) is bytes:
+                self.unsent_bytes += len(reply[2])
+
+    def frames_sent(self, count: int) -> int:
+        """Note that all replies so far are in frames given to the client, `count` of them new.
+
+        Returns by how many bytes the memory for remembered replies grew. Replies of several frames count for the last
+        one, which keeps them a little longer than needed and never too short.
+        """
+        self._frames_sent += count
+        replies = self.unsent
+        if not replies:
+            return 0
+        grown = self.unsent_bytes + REPLY_BYTES * len(replies)
+        self._frames.append((self._frames_sent, grown, replies))
+        self.unsent = []
+        self.unsent_bytes = 0
+        self.remembered += len(replies)
+        self.remembered_bytes += grown
+        if self.remembered > self.in_flight:
+            self.careful = True
+        return grown
+
+    def acknowledge(self, received: int) -> int:
+        """Forget the replies in the first `received` frames of this connection; returns the bytes this frees.
+
+        Raises `ProtocolError` if so many were never sent or the count goes back.
+        """
+        if received == self._acknowledged:
+            return 0
+        if not self._acknowledged < received <= self._frames_sent:
+            raise ProtocolError(
+                f"{received} reply frames acknowledged, after {self._acknowledged} and with {self._frames_sent} sent"
+            )
+        self._acknowledged = received
+        frames = self._frames
+        freed = 0
+        while frames and frames[0][0] <= received:
+            _, frame_bytes, replies = frames.popleft()
+            freed += frame_bytes
+            self.remembered -= len(replies)
+        self.remembered_bytes -= freed
+        self.careful = bool(self.replay) or self.remembered > self.in_flight
+        return freed
+
+    def take_replay(self, request_id: int) -> tuple[Reply | None, int]:
+        """Return the reply a retried request got on an earlier connection, if it did, and the bytes this frees.
+
+        The reply is about to be sent, and so remembered, again.
+        """
+        reply = self.replay.pop(request_id, None)
+        freed = 0
+        if reply is not None:
+            freed = _reply_bytes(reply)
+            self.remembered -= 1
+            self.remembered_bytes -= freed
+            self.note_reply(reply)
+        self.careful = bool(self.replay) or self.remembered > self.in_flight
+        return reply, freed
+
+    def replies_to_resume(self, pending: tuple[int, ...]) -> dict[int, Reply]:
+        """Return what is remembered of the requests `pending`."""
+        wanted = set(pending)
+        found = {reply[0]: reply for reply in self.replay.values() if reply[0] in wanted}
+        for _, _, replies in self._frames:
+            found.update((reply[0], reply) for reply in replies if reply[0] in wanted)
+        found.update((reply[0], reply) for reply in self.unsent or () if reply[0] in wanted)
+        return found
+
+    def resume(self, replay: dict[int, Reply]) -> int:
+        """Take over the replies of an earlier connection; returns the bytes they need."""
+        self.resumed = True
+        self.replay = replay
+        self.remembered = len(replay)
+        self.remembered_bytes = sum(map(_reply_bytes, replay.values()))
+        self.careful = bool(replay)
+        return self.remembered_bytes
+
+
+def _reply_bytes(reply: Reply) -> int:
+    return REPLY_BYTES + (len(reply[2]) if type(reply[2]) is bytes else 0)

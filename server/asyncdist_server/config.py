@@ -1,0 +1,82 @@
+"""How a store daemon is to run: addresses, token, limits, patience."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+from typing import Final
+
+from asyncdist_server.auth import HANDSHAKE_TIMEOUT_S, check_token
+from asyncdist_server.messages import FRAME_SLACK_BYTES, MAX_KEY_BYTES, Limits
+
+DEFAULT_PORT: Final = 29500
+"""The port torchrun's users expect a rendezvous on."""
+BACKLOG: Final = 4096
+"""Connections the kernel accepts for us: thousands of ranks may start in the same instant."""
+MAX_HALF_OPEN: Final = 4096
+"""Connections that have not proven themselves yet; as many as the backlog, so that a starting job is never refused."""
+STALL_TIMEOUT_S: Final = 30.0
+"""A client that has replies to read and reads none of them for so long is cut off."""
+DRAIN_TIMEOUT_S: Final = 2.0
+"""How long a stopping daemon waits for its last replies to be read."""
+CLOSE_TIMEOUT_S: Final = 1.0
+"""How long a connection that the daemon ends stays half open, so that its last message is not lost to a reset."""
+
+
+class ConfigError(ValueError):
+    """The configuration makes no sense or is not safe; the message is meant for the person who starts the daemon."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Settings of one daemon. Port 0 picks a free port; `http_port` None means no HTTP.
+
+    Raises `ConfigError` for a token that is too short, and for limits that do not fit together.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    token: str | None = dataclasses.field(default=None, repr=False)
+    insecure_no_auth: bool = False
+    http_host: str = "127.0.0.1"
+    http_port: int | None = None
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
+    stall_timeout_s: float = STALL_TIMEOUT_S
+    drain_timeout_s: float = DRAIN_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        for name, port in (("port", self.port), ("HTTP port", self.http_port or 0)):
+            if not 0 <= port <= 65535:
+                raise ConfigError(f"the {name} must be in 0..65535, not {port}")
+        for limit, value in zip(self.limits._fields, self.limits, strict=True):
+            if value <= 0:
+                raise ConfigError(f"the limit {limit} must be positive, not {value}")
+        if self.limits.key_bytes > MAX_KEY_BYTES:
+            raise ConfigError(f"keys may have at most {MAX_KEY_BYTES} bytes, not {self.limits.key_bytes}")
+        if self.limits.frame_bytes < self.limits.value_bytes + FRAME_SLACK_BYTES:
+            raise ConfigError(f"a frame must hold a value of the largest size and {FRAME_SLACK_BYTES} bytes more")
+        if self.limits.frame_bytes >= 2**32:
+            raise ConfigError("a frame's length is a 32-bit number: values may have at most 4 GiB less 1 MiB")
+        if self.token is not None:
+            try:
+                check_token(self.token)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+
+    def require_token_for(self, addresses: list[str]) -> None:
+        """Raise `ConfigError` if one of the numeric `addresses` can be reached from other hosts and there is no token."""
+        if self.token is not None or self.insecure_no_auth:
+            return
+        for address in addresses:
+            if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+                raise ConfigError(
+                    f"refusing to listen on {address} without a token: everybody who can reach it could read and "
+                    "change the store; set ASYNCDIST_TOKEN (`asyncdist token` makes one), listen on 127.0.0.1, or give "
+                    "--insecure-no-auth"
+                )
+
+
+def limits_for(value_bytes: int, **others: int) -> Limits:
+    """Return limits with the given largest value and a frame just large enough for it."""
+    return Limits(frame_bytes=value_bytes + FRAME_SLACK_BYTES, value_bytes=value_bytes)._replace(**others)

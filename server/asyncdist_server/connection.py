@@ -1,0 +1,241 @@
+"""One client's socket on the loop: carries bytes between transport and session, and bounds what a slow client holds."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING, Final, cast
+
+from asyncdist_server.auth import Refusal
+from asyncdist_server.config import CLOSE_TIMEOUT_S
+from asyncdist_server.messages import FRAME_SLACK_BYTES
+from asyncdist_server.session import Session
+
+if TYPE_CHECKING:
+    from asyncdist_server.daemon import StoreServer
+
+WRITE_HIGH_BYTES: Final = 1024 * 1024
+"""With more than this unsent, a client's further requests wait: it must read first."""
+WRITE_LOW_BYTES: Final = 256 * 1024
+"""Its requests are run again once no more than this is unsent."""
+KEEPALIVE_IDLE_S: Final = 60
+KEEPALIVE_INTERVAL_S: Final = 15
+KEEPALIVE_PROBES: Final = 4
+"""A host that vanished is noticed after two minutes of silence: idle connections may live for days otherwise."""
+
+
+class Connection(asyncio.Protocol):
+    """The shell around one `Session`. The server owns it from `connection_made` to `connection_lost`."""
+
+    def __init__(self, server: StoreServer) -> None:
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._session = Session(server.engine, server.config.token, self._has_output, server.encoder)
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None  # handshake, stall or close, whichever runs
+        self._peer = ""
+        self._write_paused = False
+        self._read_paused = False
+        self._turn_due = False
+        self._opening = True
+        self._ending = False
+        self._unsent_before = 0
+        self._buffered = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the connection, or refuse it when there are too many."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._peer = str(transport.get_extra_info("peername"))
+        self._transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
+        _set_keepalive(transport.get_extra_info("socket"))
+        server = self._server
+        if not server.admit(self):
+            self._session.refuse(Refusal.TOO_MANY_CONNECTIONS)
+            self.flush()
+            return
+        self._timer = self._loop.call_later(server.config.handshake_timeout_s, self._handshake_expired)
+
+    def data_received(self, data: bytes) -> None:
+        """Run what arrived, answer it in one write, and wake others."""
+        session = self._session
+        if session.closing:
+            return  # what comes after the last message is read only to let the client read that message
+        session.receive(data, self._loop.time())
+        if self._opening and session.open:
+            self._opening = False
+            self._cancel_timer()
+            self._server.opened(self)
+        self._account()
+        self.flush()
+        self._server.settle()
+
+    def _account(self) -> None:
+        """Keep the server's sum of unprocessed bytes, and close if that is what exceeds its memory."""
+        buffered = self._session.buffered
+        server = self._server
+        server.inbound_bytes += buffered - self._buffered
+        self._buffered = buffered
+        if buffered > FRAME_SLACK_BYTES and server.inbound_bytes > server.config.limits.memory_bytes:
+            self._session.fail_limit("the daemon holds too much unfinished input")
+
+    def flush(self) -> None:
+        """Write what the session has to say, then go on with its waiting requests or close."""
+        transport = self._transport
+        session = self._session
+        if transport is None or self._ending:
+            return
+        if self._write_paused and not session.closing:
+            # Replies wait as references to stored values, bounded like everything a client makes us hold.
+            if session.reply_bytes > self._server.config.limits.frame_bytes:
+                self._drop("reads its replies too slowly")
+            return
+        output = session.take_output()
+        if len(output) == 1:
+            transport.write(output[0])
+        elif output:
+            transport.writelines(output)
+        if session.closing:
+            self._end()
+        elif session.busy and not self._write_paused:
+            self._schedule_turn()
+        else:
+            self._update_reading()
+
+    def _has_output(self) -> None:
+        self._server.dirty.append(self)
+
+    # ---- long requests and slow readers
+
+    def _schedule_turn(self) -> None:
+        self._update_reading()
+        if not self._turn_due:
+            self._turn_due = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._turn_due = False
+        if self._transport is None or self._session.closing or self._write_paused:
+            return
+        self._session.resume(self._loop.time())
+        self._account()
+        self.flush()
+        self._server.settle()
+
+    def _update_reading(self) -> None:
+        """Read exactly while all that was read has been run and the client reads its replies."""
+        if self._transport is None:
+            return
+        pause = self._write_paused or self._session.busy
+        if pause and not self._read_paused:
+            self._transport.pause_reading()
+        elif self._read_paused and not pause:
+            self._transport.resume_reading()
+        self._read_paused = pause
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than it asks: run nothing more for it, and watch that it reads at all."""
+        self._write_paused = True
+        self._update_reading()
+        if not self._opening and not self._ending:
+            self._watch_stall()
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        self._write_paused = False
+        if not self._opening and not self._ending:
+            self._cancel_timer()
+            self._schedule_turn()
+
+    def _watch_stall(self) -> None:
+        assert self._transport is not None
+        self._unsent_before = self._transport.get_write_buffer_size()
+        self._cancel_timer()
+        self._timer = self._loop.call_later(self._server.config.stall_timeout_s, self._check_stall)
+
+    def _check_stall(self) -> None:
+        if self._transport is None:
+            return
+        if self._transport.get_write_buffer_size() >= self._unsent_before:
+            self._drop("does not read its replies")
+        else:
+            self._watch_stall()
+
+    # ---- endings
+
+    def _handshake_expired(self) -> None:
+        self._session.refuse(Refusal.TIMEOUT)
+        self.flush()
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _drop(self, reason: str) -> None:
+        """Cut the connection without a last word: the client would not read it."""
+        if self._transport is not None:
+            self._server.log.warning("closing %s: it %s", self._peer, reason)
+            self._ending = True
+            self._cancel_timer()
+            self._transport.abort()
+
+    def _end(self) -> None:
+        """Close after what is written has been read; the client's next bytes must not turn that into a reset."""
+        transport = self._transport
+        if transport is None or self._ending:
+            return
+        self._ending = True
+        if self._session.error:
+            self._server.log.warning("closing %s: %s", self._peer, self._session.error)
+        self._cancel_timer()
+        self._session.close(self._loop.time())
+        if not self._server.begin_ending(self):
+            transport.abort()
+            return
+        if self._read_paused:
+            self._read_paused = False
+            transport.resume_reading()
+        try:
+            transport.write_eof()
+        except (OSError, RuntimeError):
+            transport.abort()  # the client is gone already
+            return
+        self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, transport.abort)
+
+    def stop(self) -> None:
+        """End the connection because the daemon stops; replies already made are still sent."""
+        self._session.close(self._loop.time())
+        self.flush()
+
+    def abort(self) -> None:
+        """Cut the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def eof_received(self) -> bool:
+        """Close: a client that stopped sending is leaving or gone, nobody half-closes to go on reading."""
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Withdraw the client from the engine."""
+        self._transport = None
+        self._cancel_timer()
+        self._session.close(self._loop.time())
+        self._server.inbound_bytes -= self._buffered
+        self._buffered = 0
+        self._server.forget(self)
+        self._server.settle()
+
+
+def _set_keepalive(sock: socket.socket | None) -> None:
+    if sock is None:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),
+        ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S),
+        ("TCP_KEEPCNT", KEEPALIVE_PROBES),
+        ("TCP_NODELAY", 1),
+    ):
+        if hasattr(socket, name):  # macOS lacks TCP_KEEPIDLE
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,215 @@
+"""The daemon: listening sockets, the engine's one timer, and stopping without losing replies already made."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator, Sequence
+from typing import Final
+
+from asyncdist_server.config import BACKLOG, MAX_HALF_OPEN, ServerConfig
+from asyncdist_server.connection import Connection
+from asyncdist_server.engine import StoreEngine
+from asyncdist_server.messages import INCARNATION_BYTES, Encoder
+
+BIND_ATTEMPTS: Final = 16
+"""How often a free port is tried that must be free on several addresses (127.0.0.1 and ::1 of localhost)."""
+
+
+class StoreServer:
+    """Serves one `StoreEngine` on a running event loop.
+
+    `await start()` binds and serves, `await stop()` ends it; both belong to the same loop. Attributes starting with a
+    letter are also read by `Connection`, which belongs to this class.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.engine = StoreEngine(secrets.token_bytes(INCARNATION_BYTES), config.limits)
+        self.encoder = Encoder()
+        self.log = logging.getLogger("asyncdist_server")
+        self.dirty: list[Connection] = []
+        self.inbound_bytes = 0
+        self._connections: set[Connection] = set()
+        self._half_open: set[Connection] = set()
+        self._ending: set[Connection] = set()
+        self._listeners: list[asyncio.Server] = []
+        self._addresses: list[tuple[str, int]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._emptied: asyncio.Event | None = None
+        self._stopping = False
+
+    @property
+    def port(self) -> int:
+        """The port listened on, the real one if the configuration said 0."""
+        return self._addresses[0][1]
+
+    @property
+    def address(self) -> str:
+        """Where clients connect, as host:port with brackets around an IPv6 address."""
+        host, port = self._addresses[0]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @property
+    def connection_count(self) -> int:
+        """Connections that are neither refused nor ending."""
+        return len(self._connections)
+
+    async def start(self) -> None:
+        """Bind and serve. Raises `ConfigError` for an address that needs a token, `OSError` if it cannot be bound."""
+        loop = asyncio.get_running_loop()
+        sockets = await _bind(self.config)
+        try:
+            for sock in sockets:
+                server = await loop.create_server(lambda: Connection(self), sock=sock, backlog=BACKLOG)
+                self._listeners.append(server)
+                self._addresses.append(sock.getsockname()[:2])
+        except BaseException:
+            for sock in sockets:
+                sock.close()
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Stop listening, send what was answered, end every connection, within `drain_timeout_s`. Runs only once."""
+        self._stopping = True
+        for listener in self._listeners:
+            listener.close()
+        for connection in list(self._connections):
+            connection.stop()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        try:
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await self._until_empty()
+        except TimeoutError:
+            pass
+        finally:
+            for connection in self._connections | self._ending:
+                connection.abort()
+        await self._until_empty()
+        for listener in self._listeners:
+            await listener.wait_closed()
+
+    async def _until_empty(self) -> None:
+        while self._connections or self._ending:
+            self._emptied = asyncio.Event()
+            await self._emptied.wait()
+
+    # ---- what connections tell
+
+    def admit(self, connection: Connection) -> bool:
+        """Take a new connection; false if there are too many already."""
+        self._connections.add(connection)
+        self._half_open.add(connection)
+        return (
+            not self._stopping
+            and len(self._connections) <= self.config.limits.connections
+            and len(self._half_open) <= MAX_HALF_OPEN
+        )
+
+    def opened(self, connection: Connection) -> None:
+        """Note that a connection has proven itself."""
+        self._half_open.discard(connection)
+
+    def begin_ending(self, connection: Connection) -> bool:
+        """Stop counting a connection that waits for its last message to be read; false if too many do."""
+        self._connections.discard(connection)
+        self._half_open.discard(connection)
+        self._ending.add(connection)
+        return len(self._ending) <= MAX_HALF_OPEN
+
+    def forget(self, connection: Connection) -> None:
+        """Note that a connection is gone."""
+        self._connections.discard(connection)
+        self._half_open.discard(connection)
+        self._ending.discard(connection)
+        if self._emptied is not None:
+            self._emptied.set()
+
+    def settle(self) -> None:
+        """Write the replies that the last requests caused on other connections, and set the timer anew."""
+        while self.dirty:
+            dirty, self.dirty = self.dirty, []
+            for connection in dirty:
+                connection.flush()
+        deadline = self.engine.next_deadline()
+        if deadline is None or self._stopping:
+            return
+        if self._timer is not None:
+            if self._timer.when() <= deadline:
+                return  # it fires early, finds nothing due, and is set anew
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(deadline, self._expire)
+
+    def _expire(self) -> None:
+        assert self._timer is not None
+        # Loops may fire a little early; the timer's own time is what has come.
+        now = max(asyncio.get_running_loop().time(), self._timer.when())
+        self._timer = None
+        self.engine.expire(now)
+        self.settle()
+
+
+@contextlib.asynccontextmanager
+async def serve(config: ServerConfig) -> AsyncIterator[StoreServer]:
+    """Serve on the running loop while the block runs; entering raises what `StoreServer.start` does."""
+    server = StoreServer(config)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+async def _bind(config: ServerConfig) -> list[socket.socket]:
+    """Return listening sockets for all addresses of the host, all with the same port."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    addresses = list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
+    config.require_token_for([address for _, address in addresses])
+    for attempt in range(BIND_ATTEMPTS):
+        try:
+            return _bind_all(addresses, config.port)
+        except OSError as error:
+            # The port that was free on the first address may be taken on the second.
+            if config.port != 0 or error.errno != errno.EADDRINUSE or attempt == BIND_ATTEMPTS - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _bind_all(addresses: Sequence[tuple[int, str]], port: int) -> list[socket.socket]:
+    sockets: list[socket.socket] = []
+    absent: OSError | None = None
+    try:
+        for family, address in addresses:
+            try:
+                sock = socket.socket(family, socket.SOCK_STREAM)
+            except OSError as error:
+                absent = error  # a family this host does not have, as ::1 in many containers
+                continue
+            sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                sock.bind((address, port))
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL or len(addresses) == 1:
+                    raise OSError(error.errno, f"cannot listen on {address} port {port}: {error.strerror}") from error
+                absent = error
+                sockets.pop().close()
+                continue
+            port = sock.getsockname()[1]
+        if not sockets:
+            raise absent or OSError("the host has no address")
+    except BaseException:
+        for sock in sockets:
+            sock.close()
+        raise
+    return sockets

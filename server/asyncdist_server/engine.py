@@ -1,0 +1,201 @@
+"""The store itself: a state machine without socket, clock or loop.
+
+    engine = StoreEngine(incarnation, Limits())
+    client = engine.open("job-1", deliver)                     # deliver(reply) is called for blocked requests, later
+    engine.request(client, (1, SET, b"key", b"value"), now)    # (1, OK, None)
+    engine.request(client, (2, GET, b"other", None), now)      # None: blocked; deliver((2, OK, value)) comes later
+    engine.request(client, (3, CANCEL, 2), now)                # deliver((2, CANCELLED, ...)), returns (3, OK, True)
+    engine.next_deadline(), engine.expire(now)                 # the caller's timer, for time-outs
+    engine.close(client, now)                                  # withdraws what it still waits for
+
+Requests, replies and what each operation means are those of `messages`; requests are tuples (id, operation,
+arguments...). `now` is any clock that never goes back, in seconds. A request that breaks the contract (wrong shape or
+types) raises `ProtocolError` and changes nothing; one that exceeds a limit or makes no sense gets an error reply and
+changes nothing. Every change is complete when `request` returns, with all it wakes: `deliver` of other clients is
+called from inside, and must not call the engine. All calls come from one thread.
+
+A client that retries after losing its connection opens with its `client_id` and the ids it will retry; whoever
+carries its bytes calls `frames_sent` and `acknowledge`, as `messages` says. In-process callers leave the id out and
+need neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from asyncdist_server.clients import Client, Reply
+from asyncdist_server.messages import (
+    CLIENT_LINGER_S,
+    LIMIT,
+    MAX_REQUEST_ID,
+    MUTATIONS,
+    REFUSED,
+    HelloRefused,
+    Limits,
+    ProtocolError,
+)
+from asyncdist_server.namespace import Namespace
+from asyncdist_server.operations import OPERATIONS, Request, malformed
+from asyncdist_server.state import StoreState
+
+__all__ = ["Client", "Reply", "Request", "StoreEngine"]
+
+
+class StoreEngine:
+    """All namespaces, clients and blocked requests of one store; see the module's docstring for how it is driven."""
+
+    def __init__(self, incarnation: bytes, limits: Limits | None = None) -> None:
+        self.incarnation = incarnation
+        self.limits = limits or Limits()
+        self._state = StoreState(self.limits)
+        self._namespaces: dict[str, Namespace] = {}
+        self._connected: dict[bytes, Client] = {}
+        self._away: dict[bytes, tuple[float, Client]] = {}  # in the order they are to be forgotten
+        # Entries are (function, length of the request, whether its reply must be remembered for a retry).
+        self._operations = {code: (run, size, code in MUTATIONS) for code, (run, size) in OPERATIONS.items()}
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes charged for keys, values, queues, blocked requests and remembered replies."""
+        return self._state.memory_bytes
+
+    @property
+    def waiter_count(self) -> int:
+        """Blocked requests of all clients."""
+        return self._state.waiter_count
+
+    # ---- clients
+
+    def open(
+        self,
+        namespace: str,
+        deliver: Callable[[Reply], None],
+        *,
+        client_id: bytes | None = None,
+        pending: tuple[int, ...] = (),
+        on_superseded: Callable[[], None] | None = None,
+        now: float = 0.0,
+    ) -> Client:
+        """Return a handle for a client of `namespace`.
+
+        With a `client_id`, replies to mutations are remembered for retries; if that client was here before,
+        `Client.resumed` is true and those of `pending` are kept. An older connection of it is closed first and
+        `on_superseded` called. Raises `HelloRefused` if the id belongs to a client of another namespace.
+        """
+        before: Client | None = None
+        if client_id is not None:
+            before = self._connected.get(client_id)
+            if before is None and client_id in self._away:
+                before = self._away[client_id][1]
+            if before is not None and before.namespace.name != namespace:
+                raise HelloRefused(REFUSED, "this client id belongs to a client of another namespace")
+        home = self._namespaces.get(namespace)
+        if home is None:
+            home = self._namespaces[namespace] = Namespace(namespace)
+        home.clients += 1
+        client = Client(home, client_id, deliver, on_superseded, self.limits.in_flight)
+        if client_id is None:
+            return client
+        if before is not None:
+            if client_id in self._connected:
+                self.close(before, now)
+                if before.on_superseded is not None:
+                    before.on_superseded()
+            replay = before.replies_to_resume(pending)
+            self._forget(client_id)
+            self._state.memory_bytes += client.resume(replay)
+        self._connected[client_id] = client
+        return client
+
+    def close(self, client: Client, now: float) -> None:
+        """Withdraw what `client` waits for, without replies. Unless it said goodbye it may come back for a while.
+
+        A second call does nothing.
+        """
+        if client.closed:
+            return
+        client.closed = True
+        for waiter in list(client.blocked.values()):
+            self._state.unblock(waiter)
+        client.namespace.clients -= 1
+        if client.client_id is not None and self._connected.get(client.client_id) is client:
+            del self._connected[client.client_id]
+            while len(self._away) >= self.limits.connections:
+                self._forget(next(iter(self._away)))
+            self._away[client.client_id] = (now + CLIENT_LINGER_S, client)
+            if client.leaving:
+                self._forget(client.client_id)
+        self._drop_unused(client.namespace)
+
+    def _forget(self, client_id: bytes) -> None:
+        _, client = self._away.pop(client_id)
+        self._state.memory_bytes -= client.remembered_bytes
+
+    def acknowledge(self, client: Client, received: int) -> None:
+        """Note that `client` has read its first `received` reply frames; `ProtocolError` if that cannot be."""
+        self._state.memory_bytes -= client.acknowledge(received)
+
+    def frames_sent(self, client: Client, count: int) -> None:
+        """Note that all replies of `client` so far have been put into frames, `count` of them new."""
+        if not client.closed:
+            self._state.memory_bytes += client.frames_sent(count)
+
+    def _drop_unused(self, namespace: Namespace) -> None:
+        if namespace.unused and self._namespaces.get(namespace.name) is namespace:
+            del self._namespaces[namespace.name]
+
+    # ---- requests
+
+    def request(self, client: Client, request: Request, now: float) -> Reply | None:
+        """Run one request and return its reply, or None if it is blocked. Raises `ProtocolError`."""
+        if type(request) is not tuple or len(request) < 2:
+            raise ProtocolError("a request must be an array of an id, an operation and its arguments")
+        request_id, operation = request[0], request[1]
+        if type(request_id) is not int or not 0 < request_id <= MAX_REQUEST_ID:
+            raise ProtocolError("a request id must be an integer in 1..2**63-1")
+        entry = self._operations.get(operation) if type(operation) is int else None
+        if entry is None:
+            raise ProtocolError("unknown operation")
+        run, size, remember = entry
+        if len(request) != size:
+            raise malformed(request)
+        if client.careful and remember:
+            reply, freed = client.take_replay(request_id)
+            self._state.memory_bytes -= freed
+            if reply is not None:
+                return reply
+            if client.remembered > self.limits.in_flight:
+                return request_id, LIMIT, f"more than {self.limits.in_flight} replies were not acknowledged"
+        reply = run(self._state, client, request, now)
+        if remember and reply is not None:
+            client.note_reply(reply)
+        return reply
+
+    def next_deadline(self) -> float | None:
+        """Return when `expire` has something to do next, None if nothing is due ever."""
+        soonest = self._state.deadlines.next()
+        if self._away:
+            forget_at = next(iter(self._away.values()))[0]
+            return forget_at if soonest is None else min(soonest, forget_at)
+        return soonest
+
+    def expire(self, now: float) -> None:
+        """Answer the blocked requests whose time is over with TIMEOUT, and forget clients that stayed away."""
+        self._state.expire(now)
+        while self._away:
+            client_id, (forget_at, _) = next(iter(self._away.items()))
+            if forget_at > now:
+                break
+            self._forget(client_id)
+
+    def statistics(self) -> dict[str, int]:
+        """Return how much the store holds at this moment."""
+        return {
+            "namespaces": len(self._namespaces),
+            "keys": sum(len(namespace.values) for namespace in self._namespaces.values()),
+            "queues": sum(len(namespace.queues) for namespace in self._namespaces.values()),
+            "clients": sum(namespace.clients for namespace in self._namespaces.values()),
+            "clients_away": len(self._away),
+            "waiters": self.waiter_count,
+            "memory_bytes": self.memory_bytes,
+        }

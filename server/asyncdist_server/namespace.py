@@ -1,0 +1,85 @@
+"""The keys and queues of one namespace (a job), and how much memory they are charged."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from asyncdist_server.waiters import WaitList
+
+KEY_OVERHEAD_BYTES: Final = 180
+"""What a key costs besides its bytes and its value's: two byte-string headers and a dict entry (measured)."""
+ITEM_OVERHEAD_BYTES: Final = 48
+"""What a queue item costs besides its bytes: a byte-string header and its place in the queue."""
+QUEUE_OVERHEAD_BYTES: Final = 900
+"""What a queue costs besides its items: an empty deque already holds one block of 64 places."""
+
+
+class Namespace:
+    """Keys and queues live side by side: the same name may be both. A queue exists while it has items."""
+
+    __slots__ = ("clients", "name", "poppers", "queues", "readers", "values")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.values: dict[bytes, bytes] = {}
+        self.queues: dict[bytes, deque[bytes]] = {}
+        self.readers = WaitList()  # get, wait, multi_get
+        self.poppers = WaitList()  # queue_pop
+        self.clients = 0
+
+    @property
+    def unused(self) -> bool:
+        """Whether nobody would notice if this object were made anew."""
+        return not (self.clients or self.values or self.queues)
+
+    def present(self, key: bytes) -> bool:
+        """Return whether `check` and `wait` see `key`: a queue with items counts, as it does for torch."""
+        return key in self.values or key in self.queues
+
+    def growth_by_value(self, key: bytes, value: bytes) -> int:
+        """Return by how many bytes storing `value` under `key` changes what is charged."""
+        old = self.values.get(key)
+        if old is None:
+            return KEY_OVERHEAD_BYTES + len(key) + len(value)
+        return len(value) - len(old)
+
+    def growth_by_item(self, key: bytes, item: bytes) -> int:
+        """Return by how many bytes queueing `item` under `key` changes what is charged."""
+        size = ITEM_OVERHEAD_BYTES + len(item)
+        return size if key in self.queues else size + QUEUE_OVERHEAD_BYTES + len(key)
+
+    def push_item(self, key: bytes, item: bytes, at_head: bool) -> None:
+        """Queue `item`."""
+        queue = self.queues.get(key)
+        if queue is None:
+            queue = self.queues[key] = deque()
+        if at_head:
+            queue.appendleft(item)
+        else:
+            queue.append(item)
+
+    def pop_item(self, key: bytes) -> tuple[bytes, int]:
+        """Remove and return the oldest item of a queue that has one, and the bytes no longer charged."""
+        queue = self.queues[key]
+        item = queue.popleft()
+        freed = ITEM_OVERHEAD_BYTES + len(item)
+        if not queue:
+            del self.queues[key]
+            freed += QUEUE_OVERHEAD_BYTES + len(key)
+        return item, freed
+
+    def delete_value(self, key: bytes) -> int | None:
+        """Remove `key`; returns the bytes no longer charged, None if it was not there."""
+        value = self.values.pop(key, None)
+        return None if value is None else KEY_OVERHEAD_BYTES + len(key) + len(value)
+
+    def clear(self) -> tuple[int, int]:
+        """Remove everything; returns how many keys and queues that were, and the bytes no longer charged."""
+        count = len(self.values) + len(self.queues)
+        freed = sum(KEY_OVERHEAD_BYTES + len(key) + len(value) for key, value in self.values.items())
+        for key, queue in self.queues.items():
+            freed += QUEUE_OVERHEAD_BYTES + len(key) + sum(ITEM_OVERHEAD_BYTES + len(item) for item in queue)
+        self.values.clear()
+        self.queues.clear()
+        return count, freed

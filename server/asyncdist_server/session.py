@@ -1,0 +1,271 @@
+"""One native client, without I/O: bytes in, bytes out, the engine in between.
+
+    session = Session(engine, token, on_output)
+    session.receive(data, now)      # parses, runs up to TURN_REQUESTS requests
+    write(session.take_output())    # a list of byte strings; then close the connection if session.closing
+    while session.busy:             # more requests are waiting, unless the other side is slow: read nothing meanwhile
+        session.resume(now); write(session.take_output())
+    session.close(now)              # the connection is gone
+
+`on_output` is called when there is output although nobody called the session: another client's request completed a
+blocked one of this client. It must not call the session or the engine, only take note.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from asyncdist_server.auth import AuthenticationError, Refusal, ServerHandshake, parse_store_context, refusal_message
+from asyncdist_server.engine import Client, Reply, StoreEngine
+from asyncdist_server.messages import (
+    FRAME_TARGET_BYTES,
+    LIMIT,
+    PROTOCOL,
+    REFUSED,
+    Encoder,
+    FrameReader,
+    HelloRefused,
+    ProtocolError,
+    Welcome,
+    decode_hello,
+    decode_requests,
+)
+
+TURN_REQUESTS: Final = 1024
+"""Most requests run before other connections have their turn: about 2 ms."""
+TURN_BYTES: Final = 1024 * 1024
+"""A turn also ends once its replies hold this much, so that a client that asks for much must also read it."""
+
+
+class Session:
+    """The state of one connection: handshake, hello, requests, closing. See the module's docstring."""
+
+    __slots__ = (
+        "_client",
+        "_encoder",
+        "_engine",
+        "_frames",
+        "_handshake",
+        "_index",
+        "_namespace",
+        "_on_output",
+        "_output",
+        "_rank",
+        "_reader",
+        "_replies",
+        "_requests",
+        "_running",
+        "closing",
+        "error",
+        "reply_bytes",
+    )
+
+    def __init__(self, engine: StoreEngine, token: str | None, on_output: Callable[[], None], encoder: Encoder) -> None:
+        self._engine = engine
+        self._on_output = on_output
+        self._encoder = encoder
+        self._handshake: ServerHandshake | None = ServerHandshake(token)
+        self._reader = FrameReader(engine.limits.frame_bytes)
+        self._namespace = ""
+        self._rank: int | None = None
+        self._client: Client | None = None
+        self._frames: deque[memoryview] = deque()  # whole frames not decoded yet
+        self._requests: tuple[Any, ...] = ()  # the decoded frame being run, from _index on
+        self._index = 0
+        self._replies: list[Reply] = []
+        self._output: list[bytes] = []
+        self._running = False
+        self.reply_bytes = 0
+        """Bytes of values in replies not yet taken."""
+        self.closing = False
+        """Whether the connection is to be closed once the output is written."""
+        self.error = ""
+        """Why the session closes, for the log; empty after a goodbye."""
+
+    @property
+    def open(self) -> bool:
+        """Whether handshake and hello are done."""
+        return self._client is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether received requests are waiting for `resume`."""
+        return not self.closing and bool(self._frames or self._index < len(self._requests))
+
+    @property
+    def buffered(self) -> int:
+        """Bytes received and not yet run."""
+        return self._reader.buffered + sum(map(len, self._frames))
+
+    def receive(self, data: bytes, now: float) -> None:
+        """Take the next bytes from the client and run what they complete; never raises for what they say."""
+        if self.closing:
+            return
+        if self._handshake is not None:
+            rest = self._authenticate(self._handshake, data)
+            if rest is None:
+                return
+            data = rest
+        try:
+            self._frames.extend(self._reader.feed(data))
+        except ProtocolError as error:
+            self._fail(PROTOCOL, str(error))
+            return
+        self.resume(now)
+
+    def resume(self, now: float) -> None:
+        """Run more of the requests received, for one turn."""
+        self._running = True
+        try:
+            if self._client is None and self._frames:
+                self._hello(self._frames.popleft(), now)
+            if self._client is not None:
+                self._run(self._client, now)
+        except ProtocolError as error:
+            self._fail(PROTOCOL, str(error))
+        except HelloRefused as refused:
+            self._output.append(self._encoder.refusal(refused.code, str(refused)))
+            self._stop(str(refused))
+        finally:
+            self._running = False
+
+    def take_output(self) -> list[bytes]:
+        """Return everything to send now, as pieces in order."""
+        output, self._output = self._output, []
+        if self._replies:
+            replies, self._replies = self._replies, []
+            frames = self._encode(replies)
+            self.reply_bytes = 0
+            if self._client is not None:
+                self._engine.frames_sent(self._client, len(frames))
+            output += frames
+        return output
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Tell the client why its connection is closed before it is open: too many of them, or too slow."""
+        if self._handshake is not None:
+            self._output.append(refusal_message(refusal))
+        self._stop(refusal.name.lower().replace("_", " "))
+
+    def close(self, now: float) -> None:
+        """Withdraw the client from the engine; the connection is gone."""
+        if self._client is not None:
+            self._engine.close(self._client, now)
+        self._stop(self.error)
+
+    def _authenticate(self, handshake: ServerHandshake, data: bytes) -> bytes | None:
+        """Go on with the handshake; returns what is behind its end, None before that."""
+        try:
+            self._output.append(handshake.receive(data))
+        except AuthenticationError as error:
+            self._output.append(error.farewell)
+            self._stop(str(error))
+            return None
+        if not handshake.done:
+            return None
+        self._handshake = None
+        try:
+            self._namespace, self._rank = parse_store_context(handshake.context)
+        except ValueError as error:
+            self._fail(PROTOCOL, str(error))
+            return None
+        return handshake.leftover
+
+    def _hello(self, payload: memoryview, now: float) -> None:
+        hello = decode_hello(payload, self._engine.limits.in_flight)
+        self._client = self._engine.open(
+            self._namespace,
+            self._deliver,
+            client_id=hello.client_id,
+            pending=hello.pending,
+            on_superseded=self._superseded,
+            now=now,
+        )
+        welcome = Welcome(self._engine.incarnation, self._client.resumed, self._engine.limits)
+        self._output.append(self._encoder.welcome(welcome))
+
+    def _run(self, client: Client, now: float) -> None:
+        request = self._engine.request
+        replies = self._replies
+        budget = TURN_REQUESTS
+        while budget > 0 and self.reply_bytes < TURN_BYTES:
+            index = self._index
+            if index >= len(self._requests):
+                if not self._frames:
+                    return
+                self._requests = decode_requests(self._frames.popleft(), self._engine.limits.items)
+                self._engine.acknowledge(client, self._requests[0])
+                self._index = 1
+                continue
+            self._index = index + 1
+            budget -= 1
+            reply = request(client, self._requests[index], now)
+            if reply is not None:
+                replies.append(reply)
+                value = reply[2]
+                if type(value) is bytes:
+                    self.reply_bytes += len(value)
+                elif type(value) is list:
+                    self.reply_bytes += sum(map(len, value))
+                if client.leaving:
+                    self._stop("")
+                    return
+
+    def _deliver(self, reply: Reply) -> None:
+        """Take the reply to a request that was blocked."""
+        self._replies.append(reply)
+        self.reply_bytes += _value_bytes(reply)
+        if not self._running and len(self._replies) == 1:
+            self._on_output()
+
+    def _superseded(self) -> None:
+        self._fail(REFUSED, "the client connected anew")
+        self._on_output()
+
+    def _fail(self, code: int, message: str) -> None:
+        """Tell the client why the connection ends, in the form it expects at this point."""
+        if self._client is None:
+            self._output.append(self._encoder.refusal(code, message))
+        else:
+            self._replies.append((0, code, message))
+        self._stop(message)
+
+    def fail_limit(self, message: str) -> None:
+        """Close because this connection exceeds a bound of the daemon."""
+        self._fail(LIMIT, message)
+
+    def _stop(self, reason: str) -> None:
+        self.closing = True
+        self.error = reason
+        self._frames.clear()
+        self._requests = ()
+        self._index = 0
+
+    def _encode(self, replies: list[Reply]) -> list[bytes]:
+        """Return the replies as frames: one, unless they hold more than a frame should."""
+        limits = self._engine.limits
+        if self.reply_bytes <= FRAME_TARGET_BYTES and len(replies) <= limits.items:
+            return [self._encoder.replies(replies)]
+        frames = []
+        start = 0
+        size = 0
+        for position, reply in enumerate(replies):
+            reply_bytes = _value_bytes(reply)
+            if position > start and (size + reply_bytes > FRAME_TARGET_BYTES or position - start >= limits.items):
+                frames.append(self._encoder.replies(replies[start:position]))
+                start = position
+                size = 0
+            size += reply_bytes
+        frames.append(self._encoder.replies(replies[start:]))
+        return frames
+
+
+def _value_bytes(reply: Reply) -> int:
+    value = reply[2]
+    if type(value) is bytes:
+        return len(value)
+    if type(value) is list:
+        return sum(map(len, value))
+    return 0

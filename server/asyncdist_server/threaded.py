@@ -1,0 +1,110 @@
+"""A store in this process, on a thread and an event loop of its own, whatever the rest of the process does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from types import TracebackType
+from typing import Final
+
+from asyncdist_server.config import ServerConfig
+from asyncdist_server.daemon import StoreServer
+from asyncdist_server.messages import Limits
+
+STOP_MARGIN_S: Final = 5.0
+"""How long `close` waits beyond the drain time-out before it gives up on the thread."""
+
+
+class ThreadedServer:
+    """A running store; make it with `serve_in_thread`. Closing it twice is harmless; it is a context manager too."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop_event: asyncio.Event | None = None
+        self._started = threading.Event()
+        self._errors: list[BaseException] = []
+        self._server: StoreServer | None = None
+        self._thread = threading.Thread(target=self._run, name="asyncdist-store", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._errors:
+            self._thread.join()
+            raise self._errors[0]
+
+    @property
+    def port(self) -> int:
+        """The port listened on."""
+        assert self._server is not None
+        return self._server.port
+
+    @property
+    def address(self) -> str:
+        """Where clients connect, as host:port."""
+        assert self._server is not None
+        return self._server.address
+
+    def close(self) -> None:
+        """Stop serving and join the thread; blocks up to the drain time-out while clients read their last replies."""
+        if self._loop is not None and self._stop_event is not None and self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the loop closed by itself in this moment
+                self._loop.call_soon_threadsafe(self._stop_event.set)
+        self._thread.join(self._config.drain_timeout_s + STOP_MARGIN_S)
+
+    def __enter__(self) -> ThreadedServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                runner.run(self._serve())
+        except BaseException as error:
+            self._errors.append(error)
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        server = StoreServer(self._config)
+        await server.start()
+        self._loop = asyncio.get_running_loop()
+        self._stop_event = asyncio.Event()
+        self._server = server
+        self._started.set()
+        try:
+            await self._stop_event.wait()
+        finally:
+            await server.stop()
+
+
+def serve_in_thread(
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    token: str | None = None,
+    insecure_no_auth: bool = False,
+    limits: Limits | None = None,
+) -> ThreadedServer:
+    """Start a store on a thread of its own and return it once it accepts connections.
+
+    Raises `ConfigError` for an address that needs a token and `OSError` if it cannot be bound (EADDRINUSE). Blocks for
+    the few milliseconds that binding takes.
+    """
+    return ThreadedServer(
+        ServerConfig(host=host, port=port, token=token, insecure_no_auth=insecure_no_auth, limits=limits or Limits())
+    )
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a new loop: uvloop's where it is installed, asyncio's otherwise."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop

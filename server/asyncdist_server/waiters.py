@@ -1,0 +1,124 @@
+"""Blocked requests: who waits for which key, in which order, until when. No clock and no I/O.
+
+A request waits under one key at a time, even when it needs many: that key is missing, so nothing can be satisfied
+before it arrives. This makes a wait on n keys cost O(n) in all, and every wake-up a fresh look at all of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from asyncdist_server.clients import Client
+
+WAITER_BYTES: Final = 700
+"""What one blocked request costs besides its keys: the object, its entries in tables and heap (measured)."""
+COMPACT_AFTER: Final = 1024
+"""Dead entries are swept from the heap of deadlines when there are more of them than this and than live ones."""
+
+
+class Waiter:
+    """One blocked request. `position` is where in `keys` the search for a missing key goes on."""
+
+    __slots__ = ("bytes", "client", "deadline", "done", "keys", "operation", "position", "request_id", "waits_in")
+
+    def __init__(
+        self, client: Client, request_id: int, operation: int, keys: tuple[bytes, ...], deadline: float | None
+    ) -> None:
+        self.client = client
+        self.request_id = request_id
+        self.operation = operation
+        self.keys = keys
+        self.position = 0
+        self.deadline = deadline
+        self.done = False
+        self.waits_in: WaitList | None = None
+        self.bytes = WAITER_BYTES + sum(map(len, keys)) + 48 * len(keys)
+
+
+class WaitList:
+    """The waiters of each key, in the order they came."""
+
+    __slots__ = ("_waiters",)
+
+    def __init__(self) -> None:
+        self._waiters: dict[bytes, dict[Waiter, None]] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._waiters
+
+    def __bool__(self) -> bool:
+        return bool(self._waiters)
+
+    def add(self, waiter: Waiter) -> None:
+        """Let `waiter` wait under the key at its position, behind those already there."""
+        self._waiters.setdefault(waiter.keys[waiter.position], {})[waiter] = None
+        waiter.waits_in = self
+
+    def discard(self, waiter: Waiter) -> None:
+        """Remove `waiter` from wherever it waits in this list."""
+        key = waiter.keys[waiter.position]
+        waiters = self._waiters[key]
+        del waiters[waiter]
+        if not waiters:
+            del self._waiters[key]
+        waiter.waits_in = None
+
+    def take_all(self, key: bytes) -> list[Waiter]:
+        """Remove and return all waiters of `key`."""
+        waiters = list(self._waiters.pop(key, ()))
+        for waiter in waiters:
+            waiter.waits_in = None
+        return waiters
+
+    def take_first(self, key: bytes) -> Waiter | None:
+        """Remove and return the waiter of `key` that came first."""
+        waiters = self._waiters.get(key)
+        if not waiters:
+            return None
+        first = next(iter(waiters))
+        self.discard(first)
+        return first
+
+
+class Deadlines:
+    """The waiters that expire, soonest first."""
+
+    __slots__ = ("_dead", "_heap", "_order")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Waiter]] = []
+        self._order = 0  # breaks ties, so that waiters are never compared and equal deadlines expire in order
+        self._dead = 0
+
+    def add(self, waiter: Waiter) -> None:
+        """Remember when `waiter` expires; one without a deadline never does."""
+        if waiter.deadline is not None:
+            self._order += 1
+            heapq.heappush(self._heap, (waiter.deadline, self._order, waiter))
+
+    def forget(self, waiter: Waiter) -> None:
+        """Note that `waiter`, done before its deadline, need not be looked at again."""
+        if waiter.deadline is None:
+            return
+        self._dead += 1
+        if self._dead > COMPACT_AFTER and self._dead > len(self._heap) // 2:
+            self._heap = [entry for entry in self._heap if not entry[2].done]
+            heapq.heapify(self._heap)
+            self._dead = 0
+
+    def next(self) -> float | None:
+        """Return the soonest deadline of a waiter not yet done."""
+        heap = self._heap
+        while heap and heap[0][2].done:
+            heapq.heappop(heap)
+            self._dead -= 1
+        return heap[0][0] if heap else None
+
+    def take_due(self, now: float) -> list[Waiter]:
+        """Remove and return the waiters whose deadline is not after `now`, soonest first."""
+        due = []
+        while (deadline := self.next()) is not None and deadline <= now:
+            due.append(heapq.heappop(self._heap)[2])
+        return due
