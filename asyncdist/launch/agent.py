@@ -118,7 +118,8 @@ class Agent:
 
     async def _join(self, place: StorePlace, stack: AsyncExitStack) -> tuple[Nodes | None, Roster]:
         config = self._config
-        if config.nnodes == 1:
+        if config.nnodes == 1 and (place.hosted is not None or config.job_id is None):
+            # Nobody to meet, and a name that the store has not seen before.
             return None, Roster(0, (config.nproc_per_node,), config.job_id or os.urandom(4).hex())
         store: Store = await open_store(place, config.join_timeout_s)
         nodes = Nodes(store, config.job_id, config.nnodes)

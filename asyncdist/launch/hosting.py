@@ -11,12 +11,14 @@ import asyncio
 import errno
 import ipaddress
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from asyncdist.errors import LaunchError
 from asyncdist.launch.config import Endpoint, LaunchConfig
 from asyncdist_server.auth import (
+    MAX_HANDSHAKE_BYTES,
     AuthenticationError,
     ClientHandshake,
     Refusal,
@@ -37,10 +39,6 @@ _RETRY_S: Final = 0.2
 
 class HostedStore(Protocol):
     """A store served by this process."""
-
-    @property
-    def host(self) -> str:
-        """The address it is bound to."""
 
     @property
     def port(self) -> int:
@@ -80,15 +78,14 @@ async def find_or_host(config: LaunchConfig) -> StorePlace:
     """
     token = run_token(config)
     if config.store is not None:
-        await _until_it_answers(config.store, token, config.join_timeout_s)
-        return StorePlace(config.store, token, None)
+        return StorePlace(config.store, await _until_it_answers(config.store, [token], config.join_timeout_s), None)
     endpoint = config.endpoint or Endpoint("127.0.0.1", 0)
     if config.node_rank in (None, 0) or config.nnodes == 1:
         hosted = await _host_if_ours(endpoint, token, config.nnodes)
         if hosted is not None:
             return StorePlace(Endpoint(endpoint.host, hosted.port), token, hosted)
-    await _until_it_answers(endpoint, token, config.join_timeout_s)
-    return StorePlace(endpoint, token, None)
+    # Another launcher of this job serves with the run's key, a daemon that was there before with its own.
+    return StorePlace(endpoint, await _until_it_answers(endpoint, [token, config.token], config.join_timeout_s), None)
 
 
 async def _host_if_ours(endpoint: Endpoint, token: str | None, nnodes: int) -> HostedStore | None:
@@ -108,7 +105,7 @@ async def _host_if_ours(endpoint: Endpoint, token: str | None, nnodes: int) -> H
             return None
         if error.errno != errno.EADDRINUSE:
             raise LaunchError(f"cannot host the store on {endpoint}: {error.strerror or error}") from error
-    if await probe_store(endpoint, token):
+    if await _is_store(endpoint):
         return None
     raise LaunchError(
         f"cannot host the store on {endpoint}: the port is in use by something that is not an asyncdist store; "
@@ -123,44 +120,45 @@ def host_store(host: str, port: int, token: str | None) -> HostedStore:
     return serve_in_thread(host=host, port=port, token=token)
 
 
-async def probe_store(endpoint: Endpoint, token: str | None) -> bool:
-    """Whether an asyncdist store answers there. False if something else does.
+async def probe_store(endpoint: Endpoint, token: str | None) -> None:
+    """Prove `token` to the store that answers there, and have it prove its own.
 
-    Raises LaunchError if a store answers that refuses our token, and OSError if nothing answers.
+    Raises AuthenticationError: it refuses the token, or is no asyncdist store (`Refusal.NOT_A_STORE`); OSError
+    (TimeoutError included): nothing answers.
     """
     handshake = ClientHandshake(token, store_context("asyncdist-launch"))
+    async with asyncio.timeout(_PROBE_TIMEOUT_S):
+        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        try:
+            writer.write(handshake.start())
+            while not handshake.done:
+                data = await reader.read(MAX_HANDSHAKE_BYTES)
+                if not data:
+                    raise AuthenticationError(Refusal.NOT_A_STORE, detail="it closes the connection")
+                writer.write(handshake.receive(data))
+        finally:
+            writer.close()
+
+
+async def _is_store(endpoint: Endpoint) -> bool:
+    """Whether what answers there is an asyncdist store, whatever its token."""
     try:
-        async with asyncio.timeout(_PROBE_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
-            try:
-                writer.write(handshake.start())
-                while not handshake.done:
-                    data = await reader.read(1024)
-                    if not data:
-                        return False
-                    writer.write(handshake.receive(data))
-                return True
-            finally:
-                writer.close()
+        await probe_store(endpoint, None)
     except AuthenticationError as error:
-        if error.refusal is Refusal.NOT_A_STORE:
-            return False
-        raise LaunchError(f"the store at {endpoint} refuses this launcher: {error}") from error
-    except TimeoutError:
+        return error.refusal is not Refusal.NOT_A_STORE
+    except OSError:  # it holds the port and says nothing, or breaks off
         return False
-    except ConnectionResetError:
-        return False
+    return True
 
 
-async def _until_it_answers(endpoint: Endpoint, token: str | None, timeout_s: float) -> None:
+async def _until_it_answers(endpoint: Endpoint, tokens: Sequence[str | None], timeout_s: float) -> str | None:
+    """Wait for a store there and return the first of `tokens` it takes."""
     last: OSError | None = None
     try:
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
-                    if not await probe_store(endpoint, token):
-                        raise LaunchError(f"what answers at {endpoint} is not an asyncdist store")
-                    return
+                    return await _fitting_token(endpoint, tokens)
                 except OSError as error:
                     last = error
                     await asyncio.sleep(_RETRY_S)
@@ -169,6 +167,20 @@ async def _until_it_answers(endpoint: Endpoint, token: str | None, timeout_s: fl
             f"no store answers at {endpoint} after {timeout_s:g} s ({last}); is the launcher of node 0, or the daemon, "
             "running there?"
         ) from last
+
+
+async def _fitting_token(endpoint: Endpoint, tokens: Sequence[str | None]) -> str | None:
+    refused: AuthenticationError | None = None
+    for token in dict.fromkeys(tokens):
+        try:
+            await probe_store(endpoint, token)
+        except AuthenticationError as error:
+            refused = error
+            if error.refusal is Refusal.NOT_A_STORE:
+                raise LaunchError(f"what answers at {endpoint} is not an asyncdist store") from error
+        else:
+            return token
+    raise LaunchError(f"the store at {endpoint} refuses this launcher: {refused}") from refused
 
 
 async def _bind_address(endpoint: Endpoint, nnodes: int) -> str:

@@ -76,6 +76,7 @@ class Nodes:
         self._nnodes = nnodes
         self._root = f"launch/{job_id or 'default'}/"
         self._node_rank = 0
+        self._joined = False
 
     async def join(self, node_rank: int | None, nproc: int, host: str, timeout_s: float) -> Roster:
         """Take a node rank and wait for the other nodes.
@@ -97,6 +98,7 @@ class Nodes:
         except StoreTimeoutError as error:
             missing = sorted(int(key.rpartition("/")[2]) for key in error.keys)
             raise LaunchError(f"nodes {missing} of {self._nnodes} did not join within {timeout_s:g} s") from error
+        self._joined = True
         return Roster(self._node_rank, tuple(entry["nproc"] for entry in entries), entries[0]["run_id"])
 
     async def report_failure(self, attempt: int, failure: Failure) -> None:
@@ -153,10 +155,10 @@ class Nodes:
         await self._store.wait(keys, None)
 
     async def leave(self, *, hosting: bool) -> None:
-        """Close the store client; the hosting node first waits, bounded, until the others have."""
+        """Close the store client; the hosting node of a job that began first waits, bounded, for the others to go."""
         with contextlib.suppress(DistError):
             await self._store.set(f"{self._root}bye/{self._node_rank}", b"1")
-            if hosting:
+            if hosting and self._joined:
                 keys = [f"{self._root}bye/{node}" for node in range(self._nnodes)]
                 await self._store.wait(keys, _BYE_TIMEOUT_S)
         await self._store.close()

@@ -58,9 +58,10 @@ class SpawnContext:
         and its exit code (128 + n for signal n). Blocks; call it from a thread where an event loop runs.
         """
         deadline_s = None if timeout is None else time.monotonic() + timeout
-        while self._look() is None:
+        while True:
+            # Asked before looking: one that ends in between is still in the list, and seen on the next round.
             running = [process for process in self.processes if process.exitcode is None]
-            if not running:
+            if self._look() is not None or not running:
                 break
             remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
             sentinels = [process.sentinel for process in running]

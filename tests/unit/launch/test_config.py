@@ -41,7 +41,7 @@ def test_endpoint_forms(text: str, endpoint: Endpoint) -> None:
     "text", ["", ":80", "host:0", "host:65536", "host:x", "host:-1", "[::1", "[::1]80", "h:\u00b2"]
 )
 def test_endpoints_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="host|port|HOST"):
+    with pytest.raises(ValueError, match=r"host|port|HOST"):
         parse_endpoint(text)
 
 

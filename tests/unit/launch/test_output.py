@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -19,10 +20,8 @@ def pipe() -> Iterator[tuple[int, int]]:
     reader, writer = os.pipe()
     yield reader, writer
     for descriptor in (reader, writer):
-        try:
+        with contextlib.suppress(OSError):
             os.close(descriptor)
-        except OSError:
-            pass
 
 
 def test_whole_lines_get_the_prefix() -> None:

@@ -1,0 +1,159 @@
+"""`asyncdist.spawn`: functions in processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from launching import clean_environment, is_alive, pids_in, until, write_script
+
+from asyncdist.errors import LaunchError
+from asyncdist.launch.spawn import MAX_TRACEBACK_BYTES, spawn
+
+pytestmark = pytest.mark.usefixtures("no_job_in_the_environment")
+
+
+@pytest.fixture
+def no_job_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ASYNCDIST_STORE", "ASYNCDIST_TOKEN", "ASYNCDIST_TOKEN_FILE", "OMP_NUM_THREADS", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def show(local_rank: int, folder: str) -> None:
+    names = [
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_PORT",
+        "ASYNCDIST_STORE",
+        "ASYNCDIST_TOKEN",
+        "ASYNCDIST_JOB_ID",
+    ]
+    assert os.environ["LOCAL_RANK"] == str(local_rank)
+    Path(folder, str(local_rank)).write_text("\n".join(os.environ[name] for name in names))
+
+
+def fail(local_rank: int, who: int) -> None:
+    if local_rank == who:
+        raise ZeroDivisionError("x" * 2 * MAX_TRACEBACK_BYTES + " at the end")
+    time.sleep(600)
+
+
+def leave(local_rank: int, code: int) -> None:
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def stay(local_rank: int, folder: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(folder, f"{os.getpid()}.pid").touch()
+    time.sleep(600)
+
+
+def nothing(local_rank: int) -> None:
+    pass
+
+
+def test_environment_of_the_children(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    assert spawn(show, (str(tmp_path),), nprocs=2) is None
+    first, second = ((tmp_path / rank).read_text().splitlines() for rank in "01")
+    assert (first[:3], second[:3]) == (["0", "0", "2"], ["1", "1", "2"])
+    assert first[3:] == second[3:]
+    assert first[4] == f"127.0.0.1:{first[3]}"
+    assert len(first[5]) >= 22
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_other_start_methods(tmp_path: Path, start_method: str) -> None:
+    spawn(show, (str(tmp_path),), nprocs=1, start_method=start_method)
+    assert (tmp_path / "0").exists()
+
+
+def test_the_first_failure_is_raised_with_the_childs_traceback() -> None:
+    context = spawn(fail, (1,), nprocs=2, join=False)
+    with pytest.raises(LaunchError, match="at the end") as caught:
+        context.join(grace_period=0)
+    assert caught.value.rank == 1
+    assert caught.value.exitcode == 1
+    assert str(caught.value).rstrip().endswith("x at the end")
+    assert [process.exitcode for process in context.processes] == [-signal.SIGTERM, 1]
+
+
+@pytest.mark.parametrize(("code", "exitcode", "message"), [(5, 5, "exit code 5"), (-9, 137, "killed by SIGKILL")])
+def test_children_that_leave_without_a_word(code: int, exitcode: int, message: str) -> None:
+    with pytest.raises(LaunchError, match=message) as caught:
+        spawn(leave, (code,))
+    assert (caught.value.rank, caught.value.exitcode) == (0, exitcode)
+
+
+def test_join_in_pieces_and_terminate(tmp_path: Path) -> None:
+    context = spawn(stay, (str(tmp_path),), nprocs=2, join=False, daemon=True)
+    assert sorted(pids_in(tmp_path, 2)) == sorted(context.pids)
+    assert context.join(timeout=0) is False
+    context.terminate()
+    context.terminate()
+    assert [process.exitcode for process in context.processes] == [-signal.SIGKILL] * 2
+
+
+def test_join_returns_true_when_all_ended_well() -> None:
+    with spawn(nothing, nprocs=1, join=False) as context:
+        assert context.join() is True
+        assert context.join() is True
+
+
+def test_spawn_from_another_thread_than_the_main_one(tmp_path: Path) -> None:
+    # The kernel's parent-death signal would come when this thread ends.
+    contexts = []
+    thread = threading.Thread(target=lambda: contexts.append(spawn(stay, (str(tmp_path),), join=False)))
+    thread.start()
+    thread.join()
+    (pid,) = pids_in(tmp_path, 1)
+    assert is_alive(pid)
+    contexts[0].terminate()
+
+
+@pytest.mark.parametrize("thread", ["main", "other"])
+def test_kill_9_of_the_parent_leaves_nothing(tmp_path: Path, thread: str) -> None:
+    script = write_script(
+        tmp_path,
+        """
+        import pathlib, os, sys, threading, time
+        from asyncdist.launch.spawn import spawn
+        def stay(rank, folder):
+            pathlib.Path(folder, f"{os.getpid()}.pid").touch()
+            time.sleep(600)
+        if __name__ == "__main__":
+            if sys.argv[2] == "main":
+                spawn(stay, (sys.argv[1],), nprocs=2)
+            else:
+                thread = threading.Thread(target=spawn, args=(stay, (sys.argv[1],), 2))
+                thread.start()
+                thread.join()
+        """,
+    )
+    with subprocess.Popen([sys.executable, script, str(tmp_path), thread], env=clean_environment()) as parent:
+        try:
+            pids = pids_in(tmp_path, 2)
+        finally:
+            parent.kill()
+    until(lambda: not any(is_alive(pid) for pid in pids), "the children to end")
+
+
+@pytest.mark.parametrize(("arguments", "error"), [({"nprocs": 0}, ValueError), ({"nprocs": 4097}, ValueError)])
+def test_wrong_numbers(arguments: dict[str, int], error: type[Exception]) -> None:
+    with pytest.raises(error, match="nprocs"):
+        spawn(nothing, **arguments)  # type: ignore[call-overload]
+
+
+def test_what_cannot_be_called() -> None:
+    with pytest.raises(TypeError, match="fn must be callable"):
+        spawn("nothing")  # type: ignore[call-overload]
