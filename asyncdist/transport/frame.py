@@ -10,7 +10,7 @@ integers are little-endian.
 | 2 | 2 | meta_bytes | bytes of meta after the header (DATA and OFFER), at most MAX_META_BYTES |
 | 4 | 4 | fingerprint | what the sender believes this message is part of (DATA, OFFER, FRAGMENT) |
 | 8 | 24 | key | the match key, or zero, or a fragment's offset (u64) and 16 zero bytes |
-| 32 | 8 | length | bytes of the message's payload; of this fragment, for FRAGMENT; of the frame's payload, for CONTROL |
+| 32 | 8 | length | payload bytes of the message (FRAGMENT, CONTROL: of this frame) |
 | 40 | 4 | credit | bytes of credit given back, of the channel FLAG_CREDIT_COLLECTIVE names |
 | 44 | 4 | message_id | see below |
 
@@ -33,8 +33,8 @@ The match key is the 24 bytes as they travel: they are a dict key at both ends a
 | DISCARD | receiver | message_id: send no more of this message | none |
 | FRAGMENT | sender | message_id as in the PULL, offset; flag ABORT: this was the last, incomplete | <= FRAGMENT_BYTES |
 | CREDIT | receiver | credit | none |
-| STALLED | sender | length 1 or 0: messages are or no longer are held back; channel in key; message_id: the stall's number | none |
-| ASK | receiver | key: send one message of it though stalled; message_id: the stall's number | none |
+| STALLED | sender | length: 1 messages are held back, 0 no longer; channel in key; message_id: stall number | none |
+| ASK | receiver | key: send one message of it though stalled; message_id: stall number | none |
 | CONTROL | either | length | opaque, at most MAX_CONTROL_BYTES |
 | GOODBYE | either | | none; nothing follows |
 
@@ -57,8 +57,8 @@ __all__ = [
     "FLAG_ASKED",
     "FLAG_CREDIT_COLLECTIVE",
     "FRAGMENT_BYTES",
-    "HEADER_BYTES",
     "HEADER",
+    "HEADER_BYTES",
     "JOIN_BYTES",
     "KEY_BYTES",
     "MAX_ASKS",

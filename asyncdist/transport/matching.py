@@ -7,8 +7,8 @@ A message takes whichever was posted earlier of the heads of those two. Nothing 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict, deque
-from collections.abc import Container, Iterator
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
@@ -53,7 +53,18 @@ class Receive:
     rank it came from, `nbytes` its length, `meta` and `fingerprint` what its sender attached. An object is posted once.
     """
 
-    __slots__ = ("_early_id", "_order", "_ranks", "fingerprint", "key", "meta", "nbytes", "sink", "source", "target", "token")
+    __slots__ = (
+        "_order",
+        "fingerprint",
+        "key",
+        "meta",
+        "nbytes",
+        "ranks",
+        "sink",
+        "source",
+        "target",
+        "token",
+    )
 
     def __init__(self, key: bytes, target: memoryview | None, sink: Sink, token: Any) -> None:
         self.key = key
@@ -64,9 +75,8 @@ class Receive:
         self.nbytes = 0
         self.meta = b""
         self.fingerprint = 0
+        self.ranks: Collection[int] = ()  # whom a receive from any source may come from
         self._order = 0
-        self._early_id = 0
-        self._ranks: Container[int] = ()
 
 
 class SendOp:
@@ -75,16 +85,18 @@ class SendOp:
     An object is posted once. `payload` must not change until the send is complete.
     """
 
-    __slots__ = ("_id", "_offset", "_state", "fingerprint", "key", "meta", "payload", "sink", "token")
+    __slots__ = ("_id", "_offset", "_settled", "fingerprint", "key", "meta", "payload", "sink", "token")
 
-    def __init__(self, key: bytes, payload: memoryview, meta: bytes, sink: Sink, token: Any, fingerprint: int = 0) -> None:
+    def __init__(
+        self, key: bytes, payload: memoryview, meta: bytes, sink: Sink, token: Any, fingerprint: int = 0
+    ) -> None:
         self.key = key
         self.payload = payload
         self.meta = meta
         self.sink = sink
         self.token = token
         self.fingerprint = fingerprint
-        self._state = 0
+        self._settled = False  # its sink was told, or never will be
         self._id = 0
         self._offset = 0
 
@@ -205,24 +217,24 @@ class AnySourceTable:
     Only point-to-point keys may be received from any source.
     """
 
-    __slots__ = ("_arrivals", "_orders", "_parked", "_stalled", "entries", "table")
+    __slots__ = ("_arrivals", "_parked", "_stalled", "entries", "orders", "table")
 
     def __init__(self) -> None:
         self.table = ReceiveTable()
         self.entries = self.table.entries
-        self._orders = itertools.count(1)
+        self.orders = itertools.count(1)
         self._arrivals = itertools.count(1)
         self._parked: dict[bytes, dict[Inbound, None]] = {}
         self._stalled: dict[Inbound, None] = {}
 
-    def post(self, receive: Receive, ranks: Container[int]) -> bool:
+    def post(self, receive: Receive, ranks: Collection[int]) -> bool:
         """Post a receive from whichever of `ranks` sends first.
 
         True: complete now (the earliest parked message served it), the sink was not called. Raises what `allocate`
         raised, or CollectiveMismatchError, if the message at hand does not suit; it is discarded.
         """
-        receive._order = next(self._orders)
-        receive._ranks = ranks
+        receive._order = next(self.orders)
+        receive.ranks = ranks
         holders = self._parked.get(receive.key)
         if holders:
             return min(holders, key=lambda peer: peer.oldest_arrival(receive.key)).take_parked(receive)
@@ -237,7 +249,7 @@ class AnySourceTable:
 
     def fail_source(self, rank: int, error: BaseException) -> None:
         """`rank` is lost: fail each pending receive that might have come from it."""
-        lost = [receive for receive in self.table if rank in receive._ranks]
+        lost = [receive for receive in self.table if rank in receive.ranks]
         for receive in lost:
             self.table.remove(receive)
         for receive in lost:
@@ -251,10 +263,6 @@ class AnySourceTable:
         """Fail every pending receive."""
         for receive in self.table.take_all():
             receive.sink.message_failed(receive.token, error)
-
-    def next_order(self) -> int:
-        """Number a receive from one source, so that it can be compared with those from any."""
-        return next(self._orders)
 
     def next_arrival(self) -> int:
         """Number a parked message."""
@@ -278,6 +286,3 @@ class AnySourceTable:
             self._stalled[peer] = None
         else:
             self._stalled.pop(peer, None)
-
-
-ParkedQueue = deque[Parked]
