@@ -3,5 +3,6 @@
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S, Store
 from asyncdist.store.hash_store import HashStore
 from asyncdist.store.prefix_store import PrefixStore
+from asyncdist.store.tcp_store import TCPStore
 
-__all__ = ["DEFAULT_STORE_TIMEOUT_S", "HashStore", "PrefixStore", "Store"]
+__all__ = ["DEFAULT_STORE_TIMEOUT_S", "HashStore", "PrefixStore", "Store", "TCPStore"]

@@ -1,0 +1,307 @@
+"""What a client of the daemon has asked and not yet been answered: ids, frames to send, retries. No sockets, no timers.
+
+Requests get their ids, and travel, in call order. A request stays in `_pending` until it is answered, so that whatever
+a broken connection swallowed is known and can be sent again under the same id; the daemon answers a mutation it has
+applied before from memory. `messages` in the server package has the contract.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+from asyncdist.errors import DistStoreError, StoreLimitError, StoreTimeoutError
+from asyncdist.store.reply import WAITING, Reply, describe, settle, timeout_ms
+from asyncdist_server import messages
+
+__all__ = ["EXPIRY_GRACE_S", "Pipeline"]
+
+EXPIRY_GRACE_S: Final = 1.0
+"""The daemon ends a wait on time and says which keys are missing; this long after, the client ends it by itself."""
+
+FRAME_REQUESTS: Final = 4096
+"""Most requests in a frame: with keys of the longest kind, half of the longest frame."""
+
+
+class Pipeline:
+    """The requests of one client over all its connections.
+
+    `where` names the daemon in errors; `on_unsent` is called when there is something to send that nobody submitted.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, where: str, on_unsent: Callable[[], None]) -> None:
+        self._loop = loop
+        self._on_unsent = on_unsent
+        self._where = where
+        self._limits = messages.Limits()
+        self._incarnation: bytes | None = None
+        self._encode = messages.Encoder().requests
+        self._pending: dict[int, Reply] = {}  # all that have no answer, in the order of their ids
+        self._outbox: list[tuple[Any, ...]] = []  # those not yet sent on this connection
+        self._outbox_bytes = 0
+        self._last_id = 0
+        self._last_sent = 0  # on this connection
+        self._last_ever_sent = 0
+        self._connected = False
+        self._in_flight = 0
+        self._received = 0  # reply frames on this connection
+        self._drained: asyncio.Future[None] | None = None
+
+    # ---- requests
+
+    def submit(
+        self, operation: int, arguments: tuple[Any, ...], timeout_s: float | None, size_bytes: int, kind: type[Reply]
+    ) -> Reply:
+        """Queue a request and return its reply. Raises StoreLimitError for what no frame could hold."""
+        self._last_id = request_id = self._last_id + 1
+        reply = kind(loop=self._loop)
+        reply.owner = self
+        deadline = math.inf if timeout_s is None else self._loop.time() + timeout_s
+        if operation in WAITING:
+            reply.request = request = (request_id, operation, *arguments, timeout_ms(timeout_s))
+            deadline += EXPIRY_GRACE_S
+        else:
+            reply.request = request = (request_id, operation, *arguments)
+        reply.deadline = deadline
+        if size_bytes > self._limits.frame_bytes - messages.FRAME_SLACK_BYTES:
+            raise StoreLimitError(
+                f"{self._where}: {describe(request)} has {size_bytes} bytes, the daemon's limit is "
+                f"{self._limits.frame_bytes - messages.FRAME_SLACK_BYTES}"
+            )
+        self._pending[request_id] = reply
+        self._outbox.append(request)
+        self._outbox_bytes += size_bytes
+        return reply
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is unanswered."""
+        return not self._pending
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `next_frame` may have something."""
+        return bool(self._outbox)
+
+    def next_frame(self) -> bytes | None:
+        """Return the next requests to send as one frame, None if there are none that may be sent now.
+
+        Only between `on_welcome` and `on_lost`.
+        """
+        batch = self._outbox
+        if not batch:
+            return None
+        room = self._limits.in_flight - self._in_flight
+        if self._outbox_bytes > messages.FRAME_TARGET_BYTES or len(batch) > min(room, FRAME_REQUESTS):
+            batch = self._part_of_outbox(room)
+            if not batch:
+                return None
+        else:
+            self._outbox = []
+            self._outbox_bytes = 0
+        self._in_flight += len(batch)
+        self._last_sent = batch[-1][0]
+        return self._encode(self._received, batch)
+
+    def _part_of_outbox(self, room: int) -> list[tuple[Any, ...]]:
+        """Take the oldest requests that a frame and the daemon have room for; one alone may be larger than the aim."""
+        count = size_bytes = 0
+        for request in self._outbox[: min(room, FRAME_REQUESTS)]:
+            size_bytes += weight(request)
+            if count and size_bytes > messages.FRAME_TARGET_BYTES:
+                break
+            count += 1
+        batch = self._outbox[:count]
+        del self._outbox[:count]
+        if not self._outbox:
+            self._outbox_bytes = 0  # else it stays an upper bound, which is enough to come here again
+        return batch
+
+    def withdraw(self, reply: Reply) -> None:
+        """Take back a request whose caller has gone: unsent ones vanish, waiting ones are cancelled at the daemon."""
+        request = reply.request
+        if request[0] not in self._pending:
+            return
+        if request[0] > max(self._last_sent, self._last_ever_sent):
+            del self._pending[request[0]]
+            if self._connected:  # else the outbox is made anew by the next welcome
+                self._outbox = [unsent for unsent in self._outbox if unsent[0] != request[0]]
+        elif request[1] in WAITING and self._connected:
+            self._cancel_at_daemon(request[0])
+
+    def _cancel_at_daemon(self, request_id: int) -> None:
+        reply = self.submit(messages.CANCEL, (request_id,), None, 0, Reply)
+        reply.set_result(None)  # nobody waits for it
+        self._on_unsent()
+
+    # ---- replies
+
+    def on_replies(self, payload: bytes | memoryview) -> None:
+        """Take a frame of replies. Raises ProtocolError for one that breaks the contract, or that says that we did."""
+        replies = messages.decode_replies(payload)
+        self._received += 1
+        pending = self._pending
+        for request_id, code, value in replies:
+            reply = pending.pop(request_id, None)
+            if reply is None:
+                if request_id == 0:
+                    raise messages.ProtocolError(f"it says: {value}")
+                continue
+            self._in_flight -= 1
+            if not reply.done():
+                settle(reply, code, value, self._where)
+            elif code == messages.OK and reply.request[1] == messages.QUEUE_POP:
+                self.give_back(reply.request[2], value)
+        if self._drained is not None and not pending and not self._drained.done():
+            self._drained.set_result(None)
+
+    def give_back(self, key: bytes, item: bytes) -> None:
+        """Return an item, popped for a caller that has gone, to the head of its queue."""
+        reply = self.submit(messages.QUEUE_RETURN, (key, item), None, len(item), Reply)
+        reply.add_done_callback(lambda done: done.cancelled() or done.exception())  # if it fails, the queue is gone too
+        self._on_unsent()
+
+    def expire(self, now: float) -> float:
+        """End the requests that nobody answered in time; return when to call again, infinity for never."""
+        soonest = math.inf
+        for reply in list(self._pending.values()):
+            if reply.done():
+                continue
+            if reply.deadline > now:
+                soonest = min(soonest, reply.deadline)
+                continue
+            names = keys_of(reply.request) if reply.request[1] in WAITING else []
+            reply.set_exception(
+                StoreTimeoutError(f"{self._where}: {describe(reply.request)}: the store did not answer in time", names)
+            )
+            self.withdraw(reply)
+        return soonest
+
+    # ---- connections
+
+    def on_lost(self) -> None:
+        """Note that the connection broke: whatever it carried is unanswered again."""
+        self._last_ever_sent = max(self._last_ever_sent, self._last_sent)
+        self._last_sent = 0
+        self._connected = False
+        self._in_flight = 0
+        self._received = 0
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    def to_retry(self) -> tuple[int, ...]:
+        """Return the ids of the mutations to retry, for the hello, and forget what nobody waits for any more.
+
+        A pop whose caller has gone is retried all the same: if it took an item, that has to go back.
+        """
+        self._pending = {
+            request_id: reply
+            for request_id, reply in self._pending.items()
+            if not reply.done() or reply.request[1] == messages.QUEUE_POP
+        }
+        return tuple(
+            request_id
+            for request_id, reply in self._pending.items()
+            if request_id <= self._last_ever_sent and reply.request[1] in messages.MUTATIONS
+        )
+
+    def on_welcome(self, welcome: messages.Welcome) -> bool:
+        """Prepare to send on a new connection; return whether the daemon came back as another incarnation.
+
+        If it does not know us any more, mutations that may have been applied fail; if it is another incarnation, so do
+        those never sent, because they were meant for the data that is gone.
+        """
+        self._limits = welcome.limits
+        changed = self._incarnation not in (None, welcome.incarnation)
+        self._incarnation = welcome.incarnation
+        self._connected = True
+        outdated = math.inf if changed else 0 if welcome.resumed else self._last_ever_sent
+        why = (
+            "the store was restarted without its data"
+            if changed
+            else "the connection was lost for longer than the store remembers its clients"
+        )
+        kept: list[Reply] = []
+        for request_id, reply in list(self._pending.items()):
+            if request_id <= outdated and reply.request[1] in messages.MUTATIONS:
+                del self._pending[request_id]
+                if not reply.done():
+                    sent = "; nobody can tell whether it was applied" if request_id <= self._last_ever_sent else ""
+                    what = f"{self._where}: {describe(reply.request)} failed: {why}{sent}"
+                    reply.set_exception(DistStoreError(what))
+            else:
+                kept.append(reply)
+        self._refill_outbox(kept)
+        return changed
+
+    def _refill_outbox(self, replies: list[Reply]) -> None:
+        now = self._loop.time()
+        self._outbox = []
+        self._outbox_bytes = 0
+        for reply in replies:
+            request = reply.request
+            if request[1] in WAITING and request[-1] is not None:
+                # The wait goes on; it does not begin again. The original stays in `reply.request` for messages.
+                request = (*request[:-1], timeout_ms(max(0.0, reply.deadline - EXPIRY_GRACE_S - now)))
+            self._outbox.append(request)
+            self._outbox_bytes += weight(request)
+        for reply in replies:
+            if reply.done():
+                self._cancel_at_daemon(reply.request[0])
+
+    def fail_all(self, why: str) -> None:
+        """End everything pending with a DistStoreError."""
+        pending, self._pending = self._pending, {}
+        self._outbox = []
+        self._outbox_bytes = 0
+        for reply in pending.values():
+            if not reply.done():
+                reply.set_exception(DistStoreError(f"{self._where}: {describe(reply.request)} failed: {why}"))
+
+    # ---- closing
+
+    def close_waits(self, error: Callable[[], Exception]) -> None:
+        """End the waiting requests with `error()` and cancel them at the daemon."""
+        for reply in list(self._pending.values()):
+            if reply.request[1] in WAITING and not reply.done():
+                end_quietly(reply, error())
+                self.withdraw(reply)
+
+    def close_all(self, error: Callable[[], Exception]) -> None:
+        """End everything pending with `error()`, for good."""
+        pending, self._pending = self._pending, {}
+        self._outbox = []
+        for reply in pending.values():
+            if not reply.done():
+                end_quietly(reply, error())
+
+    async def drained(self) -> None:
+        """Return once nothing is pending or the connection broke."""
+        if self._pending:
+            self._drained = self._loop.create_future()
+            await self._drained
+
+
+def end_quietly(reply: Reply, error: Exception) -> None:
+    """Fail `reply`; whoever closed the store knows, so an abandoned reply is nothing to complain about."""
+    reply.set_exception(error)
+    reply.exception()
+
+
+def keys_of(request: tuple[Any, ...]) -> list[str]:
+    """Return the keys a waiting request waits for."""
+    keys = (request[2],) if isinstance(request[2], bytes) else request[2]
+    return [key.decode(errors="replace") for key in keys]
+
+
+def weight(request: tuple[Any, ...]) -> int:
+    """Return how many bytes of keys and values `request` holds."""
+    total = 0
+    for argument in request[2:]:
+        if isinstance(argument, bytes):
+            total += len(argument)
+        elif isinstance(argument, tuple):
+            total += sum(map(len, argument))
+    return total
