@@ -52,18 +52,15 @@ _REFUSED: Final = {
 
 def validate(op: ReduceOpLike, dtype: np.dtype[Any]) -> None:
     """Raise TypeError unless arrays of `dtype` can be reduced with `op`."""
-    factor = None
-    if isinstance(op, PremulSum):
-        factor, op = op.factor, ReduceOp.PREMUL_SUM
-    elif op is ReduceOp.PREMUL_SUM:
-        raise TypeError("ReduceOp.PREMUL_SUM needs its factor: ReduceOp.PREMUL_SUM(factor)")
-    elif not isinstance(op, ReduceOp):
+    if not isinstance(op, ReduceOp | PremulSum):
         raise TypeError(f"expected a ReduceOp, got {op!r}")
+    if op is ReduceOp.PREMUL_SUM:
+        raise TypeError("ReduceOp.PREMUL_SUM needs its factor: ReduceOp.PREMUL_SUM(factor)")
     kind = _kind(dtype)
-    if op in _REFUSED[kind]:
+    if (ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op) in _REFUSED[kind]:
         raise TypeError(f"{op} is not defined for {_KIND_NAMES[kind]} arrays (dtype {dtype})")
-    if factor is not None:
-        _validate_factor(factor, dtype, kind)
+    if isinstance(op, PremulSum):
+        _validate_factor(op.factor, dtype, kind)
 
 
 def kernel(op: ReduceOpLike, dtype: np.dtype[Any]) -> Kernel:

@@ -226,4 +226,6 @@ class PlanBuilder:
     def _local(source: Slice, target: Slice) -> bool:
         if source.length != target.length:
             raise ValueError(f"{source} and {target} differ in length")
+        if source.overlaps(target):
+            raise ValueError(f"{source} and {target} overlap")
         return source.length > 0

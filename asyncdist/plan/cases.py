@@ -21,8 +21,8 @@ CHUNK_LENGTH: Final = 4
 THOROUGH_WORLD: Final = 12
 """Up to here every count and every root is proven; larger worlds take a choice of both, which differs by world."""
 
-BLOCK_PATTERN: Final = (3, 0, 9, 1)
-"""Uneven block lengths, repeated: several chunks, none, one."""
+BLOCK_PATTERN: Final = (5, 0, 1, 0)
+"""Uneven block lengths, repeated: two chunks, nothing, one element."""
 
 
 def problems(collective: str, world: int, *, thorough: bool | None = None) -> Iterator[Problem]:
@@ -34,7 +34,7 @@ def problems(collective: str, world: int, *, thorough: bool | None = None) -> It
         return
     counts: list[int | tuple[int, ...]] = [0, 1]
     if collective in BLOCK_COLLECTIVES:
-        counts += [_pattern(world)] + ([5, _lone(world)] if thorough else [])
+        counts += [_pattern(world)] + ([9, _lone(world)] if thorough else [])
     else:
         counts += [world + world // 2 + 1] + ([world - 1, world, 9 * world + 5] if thorough else [])
     rooted = Problem.of(collective, world, 1, world - 1).root == world - 1

@@ -27,9 +27,9 @@ from typing import Final
 
 from asyncdist.plan.chunks import offsets
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send
+from asyncdist.plan.steps import Buffer, Plan, RecvReduce, Reduce, Send
 from asyncdist.plan.symbols import Expressions, Memory, PlanError, Values, bits
-from asyncdist.plan.wellformed import check_form, check_hazards, check_symmetry, slices_of
+from asyncdist.plan.wellformed import LOCALS, RECEIVES, check_form, check_hazards, check_symmetry, slices_of
 
 __all__ = ["PlanError", "verify"]
 
@@ -83,7 +83,7 @@ class _Run:
         sends: dict[tuple[int, int, int], int] = {}
         receives: dict[tuple[int, int, int], int] = {}
         for number, (rank, step) in enumerate(zip(self._ranks, self._steps, strict=True)):
-            if isinstance(step, Copy | Reduce):
+            if isinstance(step, LOCALS):
                 continue
             sending = isinstance(step, Send)
             name = (rank, step.peer, step.slot) if sending else (step.peer, rank, step.slot)
@@ -155,7 +155,7 @@ class _Run:
 
     def _local(self, number: int) -> None:
         step = self._steps[number]
-        assert isinstance(step, Copy | Reduce)
+        assert isinstance(step, LOCALS)
         memory = self._memory[self._ranks[number]]
         runs = memory[step.source.buffer].read(step.source.offset, step.source.length)
         if isinstance(step, Reduce):
@@ -167,7 +167,7 @@ class _Run:
     def _message(self, sender: int, receiver: int) -> None:
         send, receive = self._steps[sender], self._steps[receiver]
         assert isinstance(send, Send)
-        assert isinstance(receive, Recv | RecvReduce)
+        assert isinstance(receive, RECEIVES)
         self._heard[sender] = self._before(sender)
         self._heard[receiver] = self._before(receiver) | self._heard[sender]
         if not send.source.length:

@@ -11,9 +11,13 @@ from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step, Symmetry
 from asyncdist.plan.symbols import PlanError, bits
 
-__all__ = ["check_form", "check_hazards", "check_symmetry", "slices_of"]
+__all__ = ["LOCALS", "MESSAGES", "RECEIVES", "check_form", "check_hazards", "check_symmetry", "slices_of"]
 
 NOBODY: Final = -1
+
+MESSAGES: Final = (Send, Recv, RecvReduce)  # tuples: a union would be built anew at every isinstance
+RECEIVES: Final = (Recv, RecvReduce)
+LOCALS: Final = (Copy, Reduce)
 
 
 def check_form(problem: Problem, rank: int, plan: Plan) -> None:
@@ -24,7 +28,7 @@ def check_form(problem: Problem, rank: int, plan: Plan) -> None:
     for index, step in enumerate(plan.steps):
         if step.after and not 0 <= min(step.after) <= max(step.after) < index:
             raise PlanError(f"step {index} waits for {step.after}, not all of them before it")
-        if isinstance(step, Send | Recv | RecvReduce) and (not 0 <= step.peer < plan.world or step.peer == rank):
+        if isinstance(step, MESSAGES) and (not 0 <= step.peer < plan.world or step.peer == rank):
             raise PlanError(f"step {index} has peer {step.peer}")
         slices = slices_of(step)
         for piece in slices:
@@ -34,8 +38,10 @@ def check_form(problem: Problem, rank: int, plan: Plan) -> None:
                 raise PlanError(f"step {index} has no elements")
             if aligned[piece.buffer] and not _within_block(aligned[piece.buffer], piece):
                 raise PlanError(f"step {index}: {piece} crosses a block boundary, though the plan is block-aligned")
-        if isinstance(step, Reduce | Copy) and step.source.length != step.target.length:
+        if isinstance(step, LOCALS) and step.source.length != step.target.length:
             raise PlanError(f"step {index}: {step.source} and {step.target} differ in length")
+        if isinstance(step, LOCALS) and step.source.overlaps(step.target):
+            raise PlanError(f"step {index}: {step.source} and {step.target} overlap")
         if not isinstance(step, Send) and step.target.buffer == Buffer.INPUT:
             raise PlanError(f"step {index} writes INPUT")
 
@@ -57,7 +63,7 @@ def _within_block(starts: tuple[int, ...], piece: Slice) -> bool:
 def slices_of(step: Step) -> tuple[Slice, ...]:
     if isinstance(step, Send):
         return (step.source,)
-    if isinstance(step, Recv | RecvReduce):
+    if isinstance(step, RECEIVES):
         return (step.target,)
     return step.source, step.target
 
@@ -117,6 +123,6 @@ def check_symmetry(plans: Sequence[Plan]) -> None:
 
 def _shape(plan: Plan, step: Step) -> tuple[object, ...]:
     lengths = tuple((piece.buffer, piece.length) for piece in slices_of(step))
-    if isinstance(step, Copy | Reduce):
+    if isinstance(step, LOCALS):
         return type(step), lengths, step.after
     return type(step), lengths, step.after, step.slot, (step.peer - plan.rank) % plan.world

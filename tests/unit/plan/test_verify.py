@@ -1,0 +1,300 @@
+"""The proof: every algorithm passes in every world, and every kind of planted bug is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from asyncdist.plan.builder import PlanBuilder
+from asyncdist.plan.cases import main, problems, prove
+from asyncdist.plan.problem import Problem
+from asyncdist.plan.registry import ALGORITHMS, build
+from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Symmetry
+from asyncdist.plan.verify import PlanError, verify
+
+EVERY = [(collective, algorithm) for collective, table in ALGORITHMS.items() for algorithm in table]
+WORLDS = {"1 to 16": range(1, 17), "17 to 40": range(17, 41), "41 to 64": range(41, 65)}
+
+
+@pytest.mark.parametrize("worlds", WORLDS)
+@pytest.mark.parametrize(("collective", "algorithm"), EVERY)
+def test_every_algorithm_is_proven_in_every_world(collective, algorithm, worlds):
+    for world in WORLDS[worlds]:
+        assert prove(collective, algorithm, world) > 0
+
+
+def test_cases_have_no_element_one_fewer_than_ranks_uneven_and_several_chunks():
+    counts = {problem.counts for problem in problems("all_reduce", 4)}
+    assert {(0,), (1,), (3,), (4,), (7,)} < counts
+    assert any(len(set(problem.counts)) > 1 for problem in problems("all_gather", 64))
+    assert {problem.root for problem in problems("gather", 5)} == set(range(5))
+    assert len({problem.root for problem in problems("gather", 64)}) == 2
+
+
+def test_the_command_reports_and_fails_as_it_should(capsys, monkeypatch):
+    assert main(["--worlds", "1..3,5", "--collective", "barrier"]) == 0
+    assert "barrier:dissemination: 4 problems in 4 worlds" in capsys.readouterr().out
+    monkeypatch.setattr("asyncdist.plan.cases.build", lambda *_: Plan("barrier", "broken", 0, 1, ()))
+    assert main(["--worlds", "2", "--collective", "barrier"]) == 1
+    assert "barrier:dissemination FAILED" in capsys.readouterr().err
+
+
+def plans_of(collective, algorithm, world, count, root=0, chunk_length=4):
+    problem = Problem.of(collective, world, count, root)
+    return problem, [build(problem, algorithm, rank, chunk_length) for rank in range(world)]
+
+
+def with_step(plans, rank, index, **changes):
+    """The plans with one step of one rank changed, and no claim of symmetry that would give it away."""
+    result = [replace(plan, symmetry=Symmetry.NONE) for plan in plans]
+    steps = list(result[rank].steps)
+    steps[index] = replace(steps[index], **changes)
+    result[rank] = replace(result[rank], steps=tuple(steps))
+    return result
+
+
+SAMPLES = [
+    plans_of(collective, algorithm, world, count, root)
+    for collective, algorithm in EVERY
+    for world, count, root in [
+        (4, 9 if collective in ("all_reduce", "broadcast", "reduce", "barrier") else (3, 2, 6, 1), 1),
+        (5, 23 if collective in ("all_reduce", "broadcast", "reduce", "barrier") else 3, 3),
+    ]
+]
+
+
+def every_step():
+    for problem, plans in SAMPLES:
+        for plan in plans:
+            for index, step in enumerate(plan.steps):
+                yield problem, plans, plan.rank, index, step
+
+
+def name(step):
+    return "source" if isinstance(step, Send) else "target"
+
+
+def reachable(steps, start):
+    """Steps that `start` waits for, directly or not."""
+    found, todo = set(), list(start)
+    while todo:
+        index = todo.pop()
+        if index not in found:
+            found.add(index)
+            todo.extend(steps[index].after)
+    return found
+
+
+def conflict(first, second):
+    for piece, writes in accesses(first):
+        for other, other_writes in accesses(second):
+            if (writes or other_writes) and piece.overlaps(other):
+                return True
+    return False
+
+
+def accesses(step):
+    if isinstance(step, Send):
+        return [(step.source, False)]
+    if isinstance(step, Recv | RecvReduce):
+        return [(step.target, True)]
+    return [(step.source, False), (step.target, True)]
+
+
+def test_a_dropped_dependency_is_found():
+    found = 0
+    for problem, plans, rank, index, step in every_step():
+        steps = plans[rank].steps
+        for dropped in step.after:
+            rest = tuple(other for other in step.after if other != dropped)
+            needed = dropped not in reachable(steps, rest) and conflict(steps[dropped], step)
+            if needed or (problem.collective == "barrier" and problem.world == 4):  # 5 ranks hear some of it twice
+                with pytest.raises(PlanError, match=r"unordered|leaves the barrier"):
+                    verify(problem, with_step(plans, rank, index, after=rest))
+                found += 1
+    assert found > 200
+
+
+def test_a_shifted_offset_is_found():
+    found = 0
+    for problem, plans, rank, index, step in every_step():
+        if problem.collective == "barrier":
+            continue
+        for field in {name(step)} | ({"source"} if isinstance(step, Reduce | Copy) else set()):
+            piece = getattr(step, field)
+            for shift in (-1, 1):
+                moved = Slice(piece.buffer, piece.offset + shift, piece.length)
+                with pytest.raises(PlanError):
+                    verify(problem, with_step(plans, rank, index, **{field: moved}))
+                found += 1
+    assert found > 1000
+
+
+def test_a_changed_length_is_found():
+    for problem, plans, rank, index, step in every_step():
+        piece = getattr(step, name(step))
+        longer = Slice(piece.buffer, piece.offset, piece.length + 1)
+        changed = with_step(plans, rank, index, **{name(step): longer})
+        with pytest.raises(PlanError):
+            verify(problem, changed)
+
+
+def test_a_wrong_slot_is_found():
+    for problem, plans, rank, index, step in every_step():
+        if isinstance(step, Send | Recv | RecvReduce):
+            with pytest.raises(PlanError, match=r"sent and not received|appears twice"):
+                verify(problem, with_step(plans, rank, index, slot=step.slot + 1))
+
+
+def test_swapped_slots_are_found():
+    found = 0
+    for problem, plans, rank, index, step in every_step():
+        if not isinstance(step, Send) or problem.collective == "barrier":
+            continue
+        for other_index in range(index + 1, len(plans[rank].steps)):
+            other = plans[rank].steps[other_index]
+            if not isinstance(other, Send) or other.peer != step.peer or other.source == step.source:
+                continue
+            swapped = with_step(plans, rank, index, slot=other.slot)
+            with pytest.raises(PlanError):
+                verify(problem, with_step(swapped, rank, other_index, slot=step.slot))
+            found += 1
+    assert found > 50
+
+
+def test_a_wrong_peer_is_found():
+    for problem, plans, rank, index, step in every_step():
+        if isinstance(step, Send | Recv | RecvReduce):
+            for peer in {(step.peer + 1) % problem.world, rank, -1, problem.world} - {step.peer}:
+                with pytest.raises(PlanError, match=r"has peer|sent and not received|appears twice"):
+                    verify(problem, with_step(plans, rank, index, peer=peer))
+
+
+def test_a_missing_step_is_found():
+    for problem, plans, rank, index, _ in every_step():
+        steps = [
+            replace(step, after=tuple(other - (other > index) for other in step.after if other != index))
+            for number, step in enumerate(plans[rank].steps)
+            if number != index
+        ]
+        changed = [replace(plan, symmetry=Symmetry.NONE) for plan in plans]
+        changed[rank] = replace(changed[rank], steps=tuple(steps))
+        with pytest.raises(PlanError):
+            verify(problem, changed)
+
+
+def test_another_order_of_reduction_is_found_in_all_reduce():
+    found = 0
+    for problem, plans, rank, index, step in every_step():
+        if plans[0].collective != "all_reduce" or plans[0].algorithm not in ("linear", "recursive_doubling"):
+            continue
+        if isinstance(step, Reduce) and step.target.buffer == Buffer.OUTPUT:
+            with pytest.raises(PlanError, match="another order"):
+                verify(problem, with_step(plans, rank, index, source_left=not step.source_left))
+            found += 1
+    assert found > 10
+
+
+def test_a_wrong_buffer_is_found():
+    for problem, plans, rank, index, step in every_step():
+        piece = getattr(step, name(step))
+        wrong = set(Buffer) - {piece.buffer} if problem.collective != "barrier" else set()
+        if isinstance(step, Send):
+            wrong.discard(Buffer.INPUT)  # the own block, sent from its copy, is as good there
+        for buffer in wrong:
+            changed = with_step(plans, rank, index, **{name(step): Slice(buffer, piece.offset, piece.length)})
+            with pytest.raises(PlanError):
+                verify(problem, changed)
+
+
+def test_waiting_for_a_later_step_is_found():
+    problem, plans = plans_of("all_reduce", "ring", 3, 9)
+    for after in ((0,), (1,), (-1,)):
+        with pytest.raises(PlanError, match="not all of them before it"):
+            verify(problem, with_step(plans, 1, 0, after=after))
+
+
+def pair(first, second, collective="all_reduce", **changes):
+    return [Plan(collective, "test", rank, 2, tuple(steps), **changes) for rank, steps in enumerate((first, second))]
+
+
+def test_relying_on_buffered_sends_is_a_deadlock():
+    """Both send first and receive into the same place after: right only if the transport stores a whole vector."""
+    plans = []
+    for rank in range(2):
+        builder = PlanBuilder("all_reduce", "test", rank, 2)
+        builder.send(1 - rank, Slice(Buffer.OUTPUT, 0, 8))
+        builder.recv_reduce(1 - rank, Slice(Buffer.OUTPUT, 0, 8), incoming_left=rank == 1)
+        plans.append(builder.build())
+    with pytest.raises(PlanError, match="deadlock with 4 steps left"):
+        verify(Problem.of("all_reduce", 2, 8), plans)
+
+
+def test_everyone_receiving_first_is_a_deadlock():
+    whole, scratch = Slice(Buffer.OUTPUT, 0, 8), Slice(Buffer.SCRATCH, 0, 8)
+    steps = [
+        [Recv(1 - rank, scratch, 0), Send(1 - rank, whole, 0, (0,)), Reduce(scratch, whole, rank == 1, (0, 1))]
+        for rank in range(2)
+    ]
+    with pytest.raises(PlanError, match="deadlock"):
+        verify(Problem.of("all_reduce", 2, 8), pair(*steps, scratch_count=8))
+
+
+def test_a_contribution_twice_is_found():
+    problem, plans = plans_of("all_reduce", "linear", 2, 4)
+    steps = plans[0].steps
+    again = replace(steps[-1], after=(len(steps) - 1,))
+    plans[0] = replace(plans[0], steps=(*steps, again))
+    with pytest.raises(PlanError, match="reduced twice"):
+        verify(problem, plans)
+
+
+def test_writing_input_is_found():
+    own = Slice(Buffer.INPUT, 0, 2)
+    plans = [Plan("reduce", "test", 0, 1, (Copy(Slice(Buffer.OUTPUT, 0, 2), own),))]
+    with pytest.raises(PlanError, match="writes INPUT"):
+        verify(Problem.of("reduce", 1, 2), plans)
+
+
+def test_reading_what_nobody_wrote_is_found():
+    plans = [Plan("reduce", "test", 0, 1, (Copy(Slice(Buffer.SCRATCH, 0, 2), Slice(Buffer.OUTPUT, 0, 2)),), 2)]
+    with pytest.raises(PlanError, match="element 0 is read before it is written"):
+        verify(Problem.of("reduce", 1, 2), plans)
+
+
+def test_overlapping_operands_are_found():
+    plans = [Plan("broadcast", "test", 0, 1, (Copy(Slice(Buffer.OUTPUT, 0, 2), Slice(Buffer.OUTPUT, 1, 2)),))]
+    with pytest.raises(PlanError, match="overlap"):
+        verify(Problem.of("broadcast", 1, 3), plans)
+
+
+def test_touching_another_ranks_result_is_found():
+    """reduce leaves the arrays of ranks other than the root alone: they have no OUTPUT."""
+    problem, plans = plans_of("reduce", "linear", 2, 4)
+    own = Slice(Buffer.INPUT, 0, 4)
+    plans[1] = replace(plans[1], steps=(*plans[1].steps, Copy(own, Slice(Buffer.OUTPUT, 0, 4))))
+    with pytest.raises(PlanError, match="outside of 0 elements"):
+        verify(problem, plans)
+
+
+def test_a_false_claim_of_block_alignment_is_found():
+    problem, plans = plans_of("all_gather", "circulant", 4, 2)
+    with pytest.raises(PlanError, match="crosses a block boundary"):
+        verify(problem, [replace(plan, block_aligned=True) for plan in plans])
+
+
+def test_a_false_claim_of_symmetry_is_found():
+    problem, plans = plans_of("all_gather", "ring", 3, (1, 5, 1))
+    with pytest.raises(PlanError, match="rotated"):
+        verify(problem, [replace(plan, symmetry=Symmetry.ROTATION) for plan in plans])
+
+
+def test_plans_of_something_else_are_found():
+    problem, plans = plans_of("all_gather", "ring", 3, 2)
+    with pytest.raises(PlanError, match="2 plans for a world of 3"):
+        verify(problem, plans[:2])
+    with pytest.raises(PlanError, match="is the plan of all_gather for rank 1 of 3"):
+        verify(problem, [plans[1], plans[0], plans[2]])
+    with pytest.raises(PlanError):
+        verify(Problem.of("all_gather", 3, 3), plans)
