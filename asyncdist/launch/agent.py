@@ -176,9 +176,7 @@ class Agent:
             return self._own
         finally:
             self._attempt = None
-            for outcome in await asyncio.gather(*reports, return_exceptions=True):
-                if isinstance(outcome, BaseException) and not isinstance(outcome, DistError):
-                    raise outcome
+            await asyncio.gather(*reports)
 
     def _on_others_failure(self, failure: Failure) -> None:
         self._reported = failure  # the store's word on which failure was first wins over our own
@@ -191,8 +189,7 @@ class Agent:
         if self._interrupted_by is not None and not result.all_succeeded:
             name = signal.Signals(self._interrupted_by).name
             failure = Failure(place.node_rank, -1, self._host, 0, 128 + self._interrupted_by, f"ended by {name}")
-            with contextlib.suppress(DistError):
-                await nodes.report_failure(number, failure)
+            await nodes.report_failure(number, failure)
         outcome = "ok" if result.all_succeeded else "failed"
         over = asyncio.create_task(nodes.end(number, outcome))
         ending = asyncio.create_task(self._ending.wait())

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["HostedStore", "StorePlace", "find_or_host", "host_store", "open_store", "probe_store", "run_token"]
 
+_NAMESPACE: Final = "asyncdist-launch"
+"""Where launchers keep their keys: no job's, as workers have their job id for a namespace."""
+
 _PROBE_TIMEOUT_S: Final = 5.0
 _RETRY_S: Final = 0.2
 """Between two looks for a store whose launcher has not started yet."""
@@ -126,7 +129,7 @@ async def probe_store(endpoint: Endpoint, token: str | None) -> None:
     Raises AuthenticationError: it refuses the token, or is no asyncdist store (`Refusal.NOT_A_STORE`); OSError
     (TimeoutError included): nothing answers.
     """
-    handshake = ClientHandshake(token, store_context("asyncdist-launch"))
+    handshake = ClientHandshake(token, store_context(_NAMESPACE))
     async with asyncio.timeout(_PROBE_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
         try:
@@ -211,7 +214,8 @@ def _is_local(address: str) -> bool:
 
 
 async def open_store(place: StorePlace, timeout_s: float) -> Store:
-    """Return a client of the job's store, for the launchers' own keys."""
+    """Return a connected client of the job's store, for the launchers' own keys."""
     from asyncdist.store.tcp_store import TCPStore
 
-    return TCPStore(place.endpoint.host, place.endpoint.port, token=place.token, timeout=timeout_s)
+    host, port = place.endpoint.host, place.endpoint.port
+    return await TCPStore.connect(host, port, token=place.token, namespace=_NAMESPACE, timeout=timeout_s)

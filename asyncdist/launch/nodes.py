@@ -34,6 +34,8 @@ LOST_AFTER_BEATS: Final = 10
 """A launcher only waits, so 20 s of silence means that it, its machine or the network is gone."""
 
 _BYE_TIMEOUT_S: Final = 5.0
+_REPORT_TIMEOUT_S: Final = 5.0
+"""Last words are tried for this long; the others notice a silent launcher by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,16 @@ class Nodes:
         self._nnodes = nnodes
         self._root = f"launch/{job_id or 'default'}/"
         self._node_rank = 0
+        self._host = "?"
         self._joined = False
+        self._lost = False
 
     async def join(self, node_rank: int | None, nproc: int, host: str, timeout_s: float) -> Roster:
         """Take a node rank and wait for the other nodes.
 
         Raises LaunchError naming the nodes that did not come in time, or a node rank claimed twice.
         """
+        self._host = host
         number = await self._store.add(self._root + "joined", 1) - 1
         generation = number // self._nnodes
         self._node_rank = number % self._nnodes if node_rank is None else node_rank
@@ -102,8 +107,10 @@ class Nodes:
         return Roster(self._node_rank, tuple(entry["nproc"] for entry in entries), entries[0]["run_id"])
 
     async def report_failure(self, attempt: int, failure: Failure) -> None:
-        """Tell the others; the first report of an attempt wins."""
-        await self._store.compare_set(f"{self._root}{attempt}/failed", b"", json.dumps(asdict(failure)))
+        """Tell the others, if the store can be reached; the first report of an attempt wins."""
+        with contextlib.suppress(DistError, TimeoutError):
+            async with asyncio.timeout(_REPORT_TIMEOUT_S):
+                await self._store.compare_set(f"{self._root}{attempt}/failed", b"", json.dumps(asdict(failure)))
 
     @asynccontextmanager
     async def watching(self, attempt: int, on_failure: Callable[[Failure], None]) -> AsyncIterator[None]:
@@ -133,8 +140,13 @@ class Nodes:
         last_seen, silent_beats = -1, 0
         with contextlib.suppress(DistError):  # `_await_failure` has said that the store is lost
             while True:
-                await self._store.add(f"{self._root}beat/{self._node_rank}", 1)
-                seen = await self._store.add(f"{self._root}beat/{watched}", 0)
+                try:
+                    async with asyncio.timeout(BEAT_S * LOST_AFTER_BEATS):
+                        await self._store.add(f"{self._root}beat/{self._node_rank}", 1)
+                        seen = await self._store.add(f"{self._root}beat/{watched}", 0)
+                except TimeoutError:
+                    on_failure(self.store_lost("it does not answer"))
+                    return
                 silent_beats = silent_beats + 1 if seen == last_seen else 0
                 last_seen = seen
                 if silent_beats >= LOST_AFTER_BEATS:
@@ -144,21 +156,25 @@ class Nodes:
                     return
                 await asyncio.sleep(BEAT_S)
 
-    def store_lost(self, error: DistError) -> Failure:
-        """The failure of a node whose store has gone."""
-        return Failure(self._node_rank, -1, "?", 0, 1, f"the connection to the job's store was lost ({error})")
+    def store_lost(self, why: object) -> Failure:
+        """Remember that the store has gone, and return that as a failure of this node."""
+        self._lost = True
+        return Failure(self._node_rank, -1, self._host, 0, 1, f"the connection to the job's store was lost: {why}")
 
     async def end(self, attempt: int, outcome: str) -> None:
-        """Say how this node's attempt ended and wait, without limit, for all nodes to say it."""
+        """Say how this node's attempt ended and wait, without limit, for all nodes to say it (if there is a store)."""
+        if self._lost:
+            return
         await self._store.set(f"{self._root}{attempt}/end/{self._node_rank}", outcome)
         keys = [f"{self._root}{attempt}/end/{node}" for node in range(self._nnodes)]
         await self._store.wait(keys, None)
 
     async def leave(self, *, hosting: bool) -> None:
         """Close the store client; the hosting node of a job that began first waits, bounded, for the others to go."""
-        with contextlib.suppress(DistError):
-            await self._store.set(f"{self._root}bye/{self._node_rank}", b"1")
-            if hosting and self._joined:
-                keys = [f"{self._root}bye/{node}" for node in range(self._nnodes)]
-                await self._store.wait(keys, _BYE_TIMEOUT_S)
+        if self._joined and not self._lost:
+            with contextlib.suppress(DistError, TimeoutError):
+                async with asyncio.timeout(_BYE_TIMEOUT_S):
+                    await self._store.set(f"{self._root}bye/{self._node_rank}", b"1")
+                    if hosting:
+                        await self._store.wait([f"{self._root}bye/{node}" for node in range(self._nnodes)], None)
         await self._store.close()
