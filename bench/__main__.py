@@ -1,0 +1,123 @@
+"""``python -m bench``: measure asyncdist beside its neighbours."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from bench import all_reduce, p2p, rendezvous, report, store, targets
+from bench.machine import about
+from bench.runner import FULL, SMOKE, Candidate, Cell, Mode, Profile, Subject
+from bench.schedule import run_subject
+
+SUBJECTS: Mapping[str, Subject] = {
+    subject.name: subject for subject in (p2p.SUBJECT, all_reduce.SUBJECT, store.SUBJECT, rendezvous.SUBJECT)
+}
+PROFILES: Mapping[str, Profile] = {profile.name: profile for profile in (FULL, SMOKE)}
+FLOORS = "floors"
+TABLE_WIDTH = 150
+"""Columns of a table that goes to a file or a pipe."""
+
+
+@click.command()
+@click.argument("subjects", nargs=-1, type=click.Choice([*SUBJECTS, FLOORS]))
+@click.option("--profile", type=click.Choice(list(PROFILES)), default="full", help="full: quotable; smoke: it runs.")
+@click.option("--ranks", default=None, help="Numbers of ranks, such as 2,4 (the subject's own by default).")
+@click.option("--pin/--free", "pin", default=None, help="Only pinned, or only free (both by default).")
+@click.option("--rounds", type=click.IntRange(min=1), default=None, help="Alternating runs of each candidate.")
+@click.option("--only", default=None, help="Candidates by name, such as asyncdist,floor.")
+@click.option("--format", "form", type=click.Choice(["table", "json"]), default="table")
+@click.option("--targets", "check_targets", is_flag=True, help="Measure the promised figures and judge them.")
+@click.option("--write", is_flag=True, help="With --targets: write the report into docs/benchmarks/.")
+def main(
+    subjects: tuple[str, ...],
+    profile: str,
+    ranks: str | None,
+    pin: bool | None,
+    rounds: int | None,
+    only: str | None,
+    form: str,
+    check_targets: bool,
+    write: bool,
+) -> None:
+    """Measure SUBJECTS (all by default): p2p, all_reduce, store, rendezvous; floors is the bare sockets alone."""
+    console, errors = Console(), Console(stderr=True)
+    if not console.is_terminal:
+        console.width = TABLE_WIDTH
+    chosen = PROFILES[profile]
+    if rounds is not None:
+        chosen = dataclasses.replace(chosen, rounds=rounds)
+    modes: tuple[Mode, ...] | None = None if pin is None else (("pinned",) if pin else ("free",))
+    with errors.status("starting") as status:
+        if check_targets:
+            cells = targets.measure(chosen, modes, status.update)
+        else:
+            numbers = [int(number) for number in ranks.split(",")] if ranks else None
+            cells = []
+            for subject in _selected(subjects, only):
+                cells += run_subject(subject, chosen, ranks=numbers, modes=modes, progress=status.update)
+    if check_targets:
+        _print_targets(console, cells, write)
+    elif form == "json":
+        click.echo(report.to_json(cells, about()))
+    if form == "table":
+        _print_tables(console, cells)
+    for line in _missing(cells):
+        errors.print(line)
+    if any(measurement.wrong for cell in cells for measurement in cell.measurements.values()):
+        raise SystemExit("wrong results: see the column 'wrong'")
+
+
+def _selected(subjects: tuple[str, ...], only: str | None) -> list[Subject]:
+    """Return the subjects to run, with no more candidates than asked for."""
+    wanted = set(only.split(",")) if only else None
+
+    def keep(subject: Subject, condition: Callable[[Candidate], bool]) -> Subject:
+        kept = tuple(candidate for candidate in subject.candidates if condition(candidate))
+        return dataclasses.replace(subject, candidates=kept)
+
+    found = []
+    for name in subjects or tuple(SUBJECTS):
+        if name == FLOORS:
+            bare = [keep(SUBJECTS[other], lambda c: c.name.startswith("floor")) for other in ("p2p", "all_reduce")]
+            found += bare
+        else:
+            found.append(keep(SUBJECTS[name], lambda c: wanted is None or c.name in wanted))
+    return found
+
+
+def _print_tables(console: Console, cells: list[Cell]) -> None:
+    for name, subject in SUBJECTS.items():
+        chosen = [cell for cell in cells if cell.subject == name]
+        if chosen:
+            report.print_table(subject.title, chosen, console)
+
+
+def _print_targets(console: Console, cells: list[Cell], write: bool) -> None:
+    verdicts = targets.judge(cells)
+    table = Table(title="Promised figures")
+    for column in targets.HEADER:
+        table.add_column(column)
+    for verdict in verdicts:
+        table.add_row(*verdict.row())
+    console.print(table)
+    if write:
+        targets.write_document(targets.document(verdicts, cells, about()))
+
+
+def _missing(cells: list[Cell]) -> list[str]:
+    """Return one line for each candidate that could not be measured."""
+    found: dict[str, None] = {}
+    for cell in cells:
+        for measurement in cell.measurements.values():
+            if measurement.failure is not None:
+                found[f"{cell.subject}: {measurement.candidate}: {measurement.failure}"] = None
+    return list(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""The floor: the least an honest program does to move a message on bare sockets and await it.
+
+uvloop, one non-blocking socket a pair with `add_reader`, a 24-byte header (tag, length, two spare words as any real
+protocol has), a dictionary of posted receives matched by tag, one future awaited a message. No flow control, no
+errors, no credit, no cancellation, no groups: what a library adds to these figures is the price of being one.
+Message passing is a ping-pong and a one-way message; all_reduce is recursive doubling (powers of two only), the
+barrier is a dissemination of empty messages. TCP over loopback, or Unix sockets (option ``family``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bench.cases import Case, RankContext, Record
+from bench.verify import Array, MessagePattern, SumPattern, bytes_of
+
+HEADER = struct.Struct("<QQII")
+READ_BYTES = 64 << 10
+"""The most one read asks for; larger reads measured slower on loopback (the socket buffer leaves the cache)."""
+READS_PER_CALLBACK = 16
+MESSAGE_TAGS = 1 << 62
+"""Tags of messages start here, those of collectives at 0."""
+CONNECT_TIMEOUT_S = 30.0
+LOCALHOST = "127.0.0.1"
+
+
+class Link:
+    """One connected socket to one rank: sends, posted receives, messages that came early."""
+
+    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        sock.setblocking(False)
+        if sock.family == socket.AF_INET:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+        self._loop = loop
+        self._posted: dict[int, tuple[memoryview, asyncio.Future[None]]] = {}
+        self._early: dict[int, bytes] = {}
+        self._scratch = bytearray(READ_BYTES + HEADER.size)
+        self._view = memoryview(self._scratch)
+        self._filled = 0
+        self._paused = False
+        self._target: memoryview | None = None
+        self._received = 0
+        self._done: asyncio.Future[None] | None = None
+        self._unsent: memoryview | None = None
+        self._sent: asyncio.Future[None] | None = None
+        loop.add_reader(sock.fileno(), self._readable)
+
+    def send(self, tag: int, payload: memoryview) -> asyncio.Future[None] | None:
+        """Send; None when the kernel took everything at once, else a future (one such send at a time)."""
+        length = len(payload)
+        sent = self._sock.sendmsg((HEADER.pack(tag, length, 0, 0), payload)) - HEADER.size
+        if sent == length:
+            return None
+        self._unsent = payload[sent:]
+        self._sent = self._loop.create_future()
+        self._loop.add_writer(self._sock.fileno(), self._writable)
+        return self._sent
+
+    def receive(self, tag: int, target: memoryview) -> asyncio.Future[None]:
+        """Post a receive of exactly ``len(target)`` bytes."""
+        future = self._loop.create_future()
+        early = self._early.pop(tag, None)
+        if early is not None:
+            target[:] = early
+            future.set_result(None)
+        else:
+            self._posted[tag] = (target, future)
+            if self._paused:
+                self._resume()
+        return future
+
+    def _resume(self) -> None:
+        """Look again whether the message the reader stopped at has its receive now."""
+        self._parse()
+        if self._target is not None or self._filled < len(self._scratch):
+            self._paused = False
+            self._loop.add_reader(self._sock.fileno(), self._readable)
+
+    def forget(self, tag: int) -> None:
+        """Withdraw a posted receive."""
+        self._posted.pop(tag, None)
+
+    def close(self) -> None:
+        """Forget the socket."""
+        self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+
+    def _writable(self) -> None:
+        assert self._unsent is not None
+        assert self._sent is not None
+        try:
+            self._unsent = self._unsent[self._sock.send(self._unsent) :]
+        except BlockingIOError:
+            return
+        if not self._unsent:
+            self._loop.remove_writer(self._sock.fileno())
+            self._sent.set_result(None)
+
+    def _readable(self) -> None:
+        try:
+            for _ in range(READS_PER_CALLBACK):
+                if not self._read_once():
+                    return
+        except BlockingIOError:
+            return
+
+    def _read_once(self) -> bool:
+        """Read once, into the array when a large message is under way; whether another read may find more."""
+        target = self._target
+        if target is not None:
+            offset = self._received
+            count = self._sock.recv_into(target[offset : offset + READ_BYTES])
+            self._received = offset + count
+            if self._received == len(target):
+                assert self._done is not None
+                self._target = None
+                self._done.set_result(None)
+            return count > 0
+        count = self._sock.recv_into(self._view[self._filled :])
+        if count == 0:
+            self._loop.remove_reader(self._sock.fileno())
+            return False
+        self._filled += count
+        self._parse()
+        return self._target is not None
+
+    def _parse(self) -> None:
+        """Hand out every whole message in the scratch buffer and the beginning of a large one."""
+        position, filled, view = 0, self._filled, self._view
+        while filled - position >= HEADER.size:
+            tag, length, _, _ = HEADER.unpack_from(view, position)
+            begin = position + HEADER.size
+            posted = self._posted.pop(tag, None) if filled - begin >= length or tag in self._posted else None
+            if filled - begin >= length:
+                position = begin + length
+                if posted is None:
+                    self._early[tag] = bytes(view[begin:position])
+                else:
+                    posted[0][:] = view[begin:position]
+                    posted[1].set_result(None)
+            elif posted is not None:
+                self._target, self._done = posted
+                self._received = filled - begin
+                self._target[: self._received] = view[begin:filled]
+                position = filled
+            else:
+                if filled - position == len(view):  # a large message nobody waits for yet: stop reading
+                    self._paused = True
+                    self._loop.remove_reader(self._sock.fileno())
+                break
+        if position:
+            rest = filled - position
+            if rest:
+                view[:rest] = bytes(view[position:filled])
+            self._filled = rest
+
+
+class FloorRank:
+    """One rank of the floor program: a full mesh of links and the operations on it."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._rank = context.rank
+        self._size = context.world_size
+        self._directory = Path(context.directory)
+        self._unix = context.options.get("family") == "unix"
+        self._links: dict[int, Link] = {}
+        self._sequence = 0
+        self._messages = MESSAGE_TAGS
+
+    def _next_tags(self, count: int) -> int:
+        """Return the first of ``count`` tags that neither side has used (both count alike)."""
+        self._messages += count
+        return self._messages - count
+
+    async def open(self) -> None:
+        """Connect every pair: the higher rank dials, addresses travel through files."""
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_UNIX if self._unix else socket.AF_INET) as listener:
+            listener.bind(str(self._directory / f"socket.{self._rank}") if self._unix else (LOCALHOST, 0))
+            listener.listen(self._size)
+            partial = self._directory / f"partial.{self._rank}"
+            partial.write_text("" if self._unix else str(listener.getsockname()[1]))
+            partial.rename(self._directory / f"address.{self._rank}")
+            listener.settimeout(CONNECT_TIMEOUT_S)
+            for rank in range(self._rank):
+                sock = await self._dial(rank)
+                sock.sendall(self._rank.to_bytes(4, "little"))
+                self._links[rank] = Link(sock, loop)
+            for _ in range(self._rank + 1, self._size):
+                sock = listener.accept()[0]
+                sock.settimeout(CONNECT_TIMEOUT_S)
+                rank = int.from_bytes(sock.recv(4, socket.MSG_WAITALL), "little")
+                self._links[rank] = Link(sock, loop)
+
+    async def _dial(self, rank: int) -> socket.socket:
+        path = self._directory / f"address.{rank}"
+        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+        while not path.exists():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"rank {rank} published no address within {CONNECT_TIMEOUT_S} s")
+            await asyncio.sleep(0.002)
+        sock = socket.socket(socket.AF_UNIX if self._unix else socket.AF_INET)
+        sock.settimeout(CONNECT_TIMEOUT_S)
+        sock.connect(str(self._directory / f"socket.{rank}") if self._unix else (LOCALHOST, int(path.read_text())))
+        return sock
+
+    async def close(self) -> None:
+        """Close every link."""
+        for link in self._links.values():
+            link.close()
+
+    async def barrier(self) -> None:
+        """Dissemination: ceil(log2 p) rounds of empty messages."""
+        self._sequence += 1
+        distance, step = 1, 0
+        empty = memoryview(b"")
+        while distance < self._size:
+            tag = self._sequence << 8 | step
+            arrived = self._links[(self._rank - distance) % self._size].receive(tag, memoryview(bytearray()))
+            self._links[(self._rank + distance) % self._size].send(tag, empty)
+            await arrived
+            distance, step = distance * 2, step + 1
+
+    async def all_reduce(self, array: Array, scratch: Array) -> None:
+        """Recursive doubling in place: log2 p exchanges of the whole array, each followed by one addition."""
+        self._sequence += 1
+        mask, step = 1, 0
+        mine, theirs = bytes_of(array), bytes_of(scratch)
+        while mask < self._size:
+            tag = self._sequence << 8 | step
+            link = self._links[self._rank ^ mask]
+            arrived = link.receive(tag, theirs)
+            sent = link.send(tag, mine)
+            await arrived
+            if sent is not None:
+                await sent
+            np.add(array, scratch, out=array)
+            mask, step = mask * 2, step + 1
+
+    async def measure(self, case: Case) -> Record:
+        """Run one case."""
+        await self.barrier()
+        return await {
+            "ping_pong": self._ping_pong,
+            "one_way": self._one_way,
+            "all_reduce": self._measure_all_reduce,
+        }[case.operation](case)
+
+    async def _ping_pong(self, case: Case) -> Record:
+        """Each side posts its next receive before it sends; half of rank 0's round trip is the sample."""
+        record = Record()
+        pattern = MessagePattern(case.nbytes)
+        link = self._links[1 - self._rank]
+        total = case.warmup + case.samples
+        base = self._next_tags(total + 1)
+        if self._rank == 0:
+            ping, pong = pattern.empty(), pattern.empty()
+            for number in range(total):
+                pattern.fill(ping, number)
+                arrived = link.receive(base + number, bytes_of(pong))
+                start_ns = time.perf_counter_ns()
+                link.send(base + number, bytes_of(ping))
+                await arrived
+                end_ns = time.perf_counter_ns()
+                record.wrong += not pattern.is_right(pong, number)
+                if number >= case.warmup:
+                    record.add(start_ns, end_ns)
+            return record
+        buffers = [bytes_of(pattern.empty()) for _ in range(2)]
+        arrived = link.receive(base, buffers[0])
+        for number in range(total):
+            await arrived
+            arrived = link.receive(base + number + 1, buffers[(number + 1) % 2])
+            link.send(base + number, buffers[number % 2])
+        link.forget(base + total)
+        return record
+
+    async def _one_way(self, case: Case) -> Record:
+        """Rank 1 posts, barrier, rank 0 sends: from before the send to the receiver's future."""
+        record = Record()
+        pattern = MessagePattern(case.nbytes)
+        array = pattern.empty()
+        link = self._links[1 - self._rank]
+        for number in range(case.warmup + case.samples):
+            tag = self._next_tags(1)
+            if self._rank == 0:
+                pattern.fill(array, number)
+                await self.barrier()
+                start_ns = time.perf_counter_ns()
+                sent = link.send(tag, bytes_of(array))
+                if sent is not None:
+                    await sent
+            else:
+                arrived = link.receive(tag, bytes_of(array))
+                await self.barrier()
+                start_ns = time.perf_counter_ns()
+                await arrived
+            end_ns = time.perf_counter_ns()
+            if self._rank == 1:
+                record.wrong += not pattern.is_right(array, number)
+            if number >= case.warmup:
+                record.add(start_ns, end_ns)
+        return record
+
+    async def _measure_all_reduce(self, case: Case) -> Record:
+        record = Record()
+        pattern = SumPattern(case.nbytes, self._rank, self._size)
+        array, scratch = pattern.empty(), pattern.empty()
+        for number in range(case.warmup + case.samples):
+            pattern.fill(array, number)
+            await self.barrier()
+            start_ns = time.perf_counter_ns()
+            await self.all_reduce(array, scratch)
+            end_ns = time.perf_counter_ns()
+            record.wrong += not pattern.is_right(array, number)
+            if number >= case.warmup:
+                record.add(start_ns, end_ns)
+        return record

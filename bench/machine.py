@@ -1,0 +1,50 @@
+"""Describe the machine and the versions a figure was taken on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+
+PACKAGES = ("asyncdist", "numpy", "uvloop", "msgpack", "torch", "mpi4py", "redis")
+PROGRAMS = {"Open MPI": ("mpirun", "--version"), "Redis": ("redis-server", "--version")}
+VERSION_TIMEOUT_S = 10.0
+
+
+def about() -> dict[str, str]:
+    """Return processor, cores, memory, system, and the versions of everything that is measured."""
+    found = {
+        "processor": _first_match("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.processor(),
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / (1 << 30):.0f} GiB",
+        "system": f"{platform.system()} {platform.release()}",
+        "Python": platform.python_version(),
+    }
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    for name, (program, option) in PROGRAMS.items():
+        found[name] = _program_version(program, option)
+    return found
+
+
+def _program_version(program: str, option: str) -> str:
+    if shutil.which(program) is None:
+        return "not installed"
+    answer = subprocess.run([program, option], capture_output=True, timeout=VERSION_TIMEOUT_S, check=False)
+    version = re.search(rb"\d+\.\d+\.\d+", answer.stdout)
+    return version.group().decode() if version else "unknown"
+
+
+def _first_match(path: str, pattern: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            match = re.search(pattern, file.read())
+    except OSError:
+        return None
+    return match.group(1).strip() if match else None

@@ -1,0 +1,160 @@
+"""Subject rendezvous: 1,000 connections from 4 processes join one rendezvous at a daemon of its own process.
+
+Each process opens 250 clients. asyncdist: every client joins a world of 1,000 as one rank, through the same
+`Rendezvous` that `init_process_group` uses. torch: every client sets its address, counts itself in, waits for the
+last one's word, one after the other as its blocking client can. A sample runs from before the first connection to the
+moment the last rank knows that all are there. The server's peak resident memory is printed beside it.
+
+torch's client asks the resolver for the reverse name of every connection; its figure includes waiting for a name server
+that does not answer, at most a second each here (RES_OPTIONS).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from bench.baselines import missing_torch
+from bench.cases import Case, RankContext, Record
+from bench.runner import Candidate, Profile, Subject
+from bench.servers import asyncdist_server, torch_store_server
+from bench.store import asyncdist_run, host_and_port, missing_store
+
+PROCESSES = 4
+CONNECTIONS = 1000
+SMOKE_CONNECTIONS = 20
+JOIN_TIMEOUT_S = 60.0
+FIRST_PORT = 20_000
+"""Published, never listened on: the joins are measured, not the mesh."""
+
+
+class AsyncdistRendezvousRank:
+    """One of the processes: many ranks of one world."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+        self._rounds = 0
+        self.run = asyncdist_run()
+
+    async def open(self) -> None:
+        """Import what the joins need."""
+        self._store_class: Any = importlib.import_module("asyncdist.store").TCPStore
+        self._rendezvous_class: Any = importlib.import_module("asyncdist.rendezvous").Rendezvous
+        self._address_module: Any = importlib.import_module("asyncdist.transport.address")
+        self._deadline_class: Any = importlib.import_module("asyncdist.deadline").Deadline
+
+    async def close(self) -> None:
+        """Nothing stays open between two samples."""
+
+    async def measure(self, case: Case) -> Record:
+        """Join ``case.operations`` ranks, spread evenly over the processes."""
+        record = Record()
+        per_process = case.operations // self._context.world_size
+        for number in range(case.warmup + case.samples):
+            self._rounds += 1
+            first = self._context.rank * per_process
+            start_ns = time.perf_counter_ns()
+            joined = await asyncio.gather(*(self._join(first + i, case.operations) for i in range(per_process)))
+            end_ns = time.perf_counter_ns()
+            record.wrong += sum(world.world_id != joined[0][1].world_id for _, world, _ in joined)
+            record.wrong += len({id_ for _, _, id_ in joined}) != per_process
+            await self._meet_and_close([store for store, _, _ in joined])
+            if number >= case.warmup:
+                record.add(start_ns, end_ns)
+        return record
+
+    async def _join(self, rank: int, world_size: int) -> tuple[Any, Any, int]:
+        host, port = host_and_port(self._context.address)
+        store = self._store_class(host, port)
+        rendezvous = self._rendezvous_class(store, rank, world_size, f"bench-{self._rounds}")
+        loop = asyncio.get_running_loop()
+        deadline = self._deadline_class.after(JOIN_TIMEOUT_S, loop.time())
+        world = await rendezvous.join(self._peer_address(rank), {}, deadline)
+        return store, world, rank
+
+    def _peer_address(self, rank: int) -> Any:
+        return self._address_module.PeerAddress(
+            host_id="bench", endpoints=(("127.0.0.1", FIRST_PORT + rank),), unix=b"\0bench-%d" % rank
+        )
+
+    async def _meet_and_close(self, stores: Sequence[Any]) -> None:
+        """Let every process finish its sample before connections go (untimed)."""
+        key = f"bench/closing/{self._rounds}"
+        if await stores[0].add(key, 1) == self._context.world_size:
+            await stores[0].set(f"{key}/go", b"1")
+        await stores[0].wait([f"{key}/go"])
+        for store in stores:
+            await store.close()
+
+
+class TorchRendezvousRank:
+    """One of the processes: many blocking torch clients, one after the other."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+        self._rounds = 0
+        self._store_class: Any = None
+
+    async def open(self) -> None:
+        """Import torch."""
+        self._store_class = importlib.import_module("torch.distributed").TCPStore
+
+    async def close(self) -> None:
+        """Nothing stays open between two samples."""
+
+    async def measure(self, case: Case) -> Record:
+        """Join ``case.operations`` clients, spread evenly over the processes."""
+        record = Record()
+        host, port = host_and_port(self._context.address)
+        per_process = case.operations // self._context.world_size
+        for number in range(case.warmup + case.samples):
+            self._rounds += 1
+            prefix = f"bench-{self._rounds}"
+            start_ns = time.perf_counter_ns()
+            clients = []
+            for i in range(per_process):
+                client = self._store_class(host, port, is_master=False, wait_for_workers=False)
+                client.set(f"{prefix}/{self._context.rank * per_process + i}", socket.gethostname())
+                if client.add(f"{prefix}/joined", 1) == case.operations:
+                    client.set(f"{prefix}/ready", prefix)
+                clients.append(client)
+            record.wrong += sum(client.get(f"{prefix}/ready").decode() != prefix for client in clients)
+            end_ns = time.perf_counter_ns()
+            if clients[0].add(f"{prefix}/closing", 1) == self._context.world_size:
+                clients[0].set(f"{prefix}/go", "1")
+            clients[0].wait([f"{prefix}/go"])
+            clients.clear()
+            if number >= case.warmup:
+                record.add(start_ns, end_ns)
+        return record
+
+
+def cases(profile: Profile) -> Sequence[Case]:
+    """Return the cells of a profile."""
+    connections = SMOKE_CONNECTIONS if profile.name == "smoke" else CONNECTIONS
+    title = f"{connections} connections join"
+    return [Case("rendezvous", 0, 1, 0, "span", connections, title=title)]
+
+
+RENDEZVOUS = frozenset({"rendezvous"})
+ASYNCDIST = Candidate(
+    "asyncdist",
+    "bench.rendezvous:AsyncdistRendezvousRank",
+    RENDEZVOUS,
+    missing=missing_store,
+    server=asyncdist_server,
+    own=True,
+)
+TORCH = Candidate(
+    "torch",
+    "bench.rendezvous:TorchRendezvousRank",
+    RENDEZVOUS,
+    missing=missing_torch,
+    server=torch_store_server,
+    environment={"RES_OPTIONS": "timeout:1 attempts:1"},
+)
+SUBJECT = Subject("rendezvous", "Rendezvous of 1,000 ranks", (PROCESSES,), cases, (ASYNCDIST, TORCH), modes=("free",))

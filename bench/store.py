@@ -1,0 +1,350 @@
+"""Subject store: requests of one client to a server in a process of its own, pinned to different cores or free.
+
+* ``get 8 B`` and ``check``: one request at a time, the key exists.
+* ``set+get, 128 in flight``: bursts of 64 sets and 64 gets issued together and then awaited. A sample is ten bursts,
+  1,280 operations. Redis: a pipeline of 128 commands, through redis-py (blocking, and asyncio). torch offers no
+  pipelining; multi_set and multi_get of 64 keys stand in for it.
+* ``set+get, 128 tasks``: the same number of operations from 128 tasks, each doing one set and one get after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bench.baselines import missing_module, missing_torch
+from bench.cases import Case, RankContext, Record
+from bench.runner import Candidate, Profile, Subject
+from bench.servers import asyncdist_server, redis_server, torch_store_server
+
+IN_FLIGHT = 128
+PAIRS = IN_FLIGHT // 2
+BURSTS = 10
+KEY = "bench/key"
+CHECK_NUMBER_BYTES = 8
+REDIS_BENCHMARK_TIMEOUT_S = 60.0
+
+
+def value_of(number: int) -> bytes:
+    """Return eight bytes that belong to this number only."""
+    return number.to_bytes(CHECK_NUMBER_BYTES, "big")
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Split host:port."""
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def asyncdist_run() -> Callable[..., Any]:
+    """Return `asyncdist.run`."""
+    run: Callable[..., Any] = importlib.import_module("asyncdist.loop").run
+    return run
+
+
+class AsyncdistStoreRank:
+    """The client of asyncdist's daemon."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._address = context.address
+        self._store: Any = None
+        self.run = asyncdist_run()
+
+    async def open(self) -> None:
+        """Connect."""
+        store_class: Any = importlib.import_module("asyncdist.store").TCPStore
+        self._store = store_class(*host_and_port(self._address))
+        await self._store.set(KEY, value_of(0))
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._store.close()
+
+    async def measure(self, case: Case) -> Record:
+        """Run one case."""
+        operation = {
+            "get": self._get,
+            "check": self._check,
+            "burst": self._burst,
+            "tasks": self._tasks,
+        }[case.operation]
+        record = Record()
+        for number in range(case.warmup + case.samples):
+            await self._store.set(KEY, value_of(number))
+            start_ns = time.perf_counter_ns()
+            wrong = await operation(number)
+            end_ns = time.perf_counter_ns()
+            record.wrong += wrong
+            if number >= case.warmup:
+                record.add(start_ns, end_ns)
+        return record
+
+    async def _get(self, number: int) -> int:
+        return int(await self._store.get(KEY) != value_of(number))
+
+    async def _check(self, _number: int) -> int:
+        return int(await self._store.check([KEY]) is not True)
+
+    async def _burst(self, number: int) -> int:
+        store, wrong = self._store, 0
+        for burst in range(BURSTS):
+            value = value_of(number * BURSTS + burst)
+            sets = [store.set(f"bench/{i}", value) for i in range(PAIRS)]
+            gets = [store.get(f"bench/{i}") for i in range(PAIRS)]
+            for pending in sets:
+                await pending
+            for pending in gets:
+                wrong += await pending != value
+        return wrong
+
+    async def _tasks(self, number: int) -> int:
+        store = self._store
+
+        async def one(index: int) -> int:
+            wrong = 0
+            for burst in range(BURSTS // 2):
+                value = value_of(number * BURSTS + burst)
+                await store.set(f"bench/{index}", value)
+                wrong += await store.get(f"bench/{index}") != value
+            return wrong
+
+        return sum(await asyncio.gather(*(one(index) for index in range(IN_FLIGHT))))
+
+
+class TorchStoreRank:
+    """The client of torch's TCPStore."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._address = context.address
+        self._store: Any = None
+
+    async def open(self) -> None:
+        """Connect."""
+        distributed = importlib.import_module("torch.distributed")
+        host, port = host_and_port(self._address)
+        self._store = distributed.TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+    async def close(self) -> None:
+        """Disconnect."""
+        self._store = None
+
+    async def measure(self, case: Case) -> Record:
+        """Run one case."""
+        operation = {"get": self._get, "check": self._check, "burst": self._burst}[case.operation]
+        record = Record()
+        for number in range(case.warmup + case.samples):
+            self._store.set(KEY, value_of(number))
+            start_ns = time.perf_counter_ns()
+            wrong = operation(number)
+            end_ns = time.perf_counter_ns()
+            record.wrong += wrong
+            if number >= case.warmup:
+                record.add(start_ns, end_ns)
+        return record
+
+    def _get(self, number: int) -> int:
+        return int(self._store.get(KEY) != value_of(number))
+
+    def _check(self, _number: int) -> int:
+        return int(self._store.check([KEY]) is not True)
+
+    def _burst(self, number: int) -> int:
+        wrong = 0
+        keys = [f"bench/{i}" for i in range(PAIRS)]
+        for burst in range(BURSTS):
+            value = value_of(number * BURSTS + burst)
+            self._store.multi_set(keys, [value.decode("latin-1")] * PAIRS)
+            wrong += sum(found != value.decode("latin-1").encode() for found in self._store.multi_get(keys))
+        return wrong
+
+
+class RedisRank:
+    """The client of Redis: redis-py, blocking."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._address = context.address
+        self._redis: Any = None
+
+    async def open(self) -> None:
+        """Connect."""
+        host, port = host_and_port(self._address)
+        self._redis = importlib.import_module("redis").Redis(host, port)
+        self._redis.ping()
+
+    async def close(self) -> None:
+        """Disconnect."""
+        self._redis.close()
+
+    async def measure(self, case: Case) -> Record:
+        """Run one case."""
+        operation = {"get": self._get, "check": self._check, "burst": self._burst}[case.operation]
+        record = Record()
+        for number in range(case.warmup + case.samples):
+            self._redis.set(KEY, value_of(number))
+            start_ns = time.perf_counter_ns()
+            wrong = operation(number)
+            end_ns = time.perf_counter_ns()
+            record.wrong += wrong
+            if number >= case.warmup:
+                record.add(start_ns, end_ns)
+        return record
+
+    def _get(self, number: int) -> int:
+        return int(self._redis.get(KEY) != value_of(number))
+
+    def _check(self, _number: int) -> int:
+        return int(self._redis.exists(KEY) != 1)
+
+    def _burst(self, number: int) -> int:
+        wrong = 0
+        for burst in range(BURSTS):
+            value = value_of(number * BURSTS + burst)
+            pipeline = self._redis.pipeline(transaction=False)
+            for i in range(PAIRS):
+                pipeline.set(f"bench/{i}", value)
+            for i in range(PAIRS):
+                pipeline.get(f"bench/{i}")
+            wrong += sum(found != value for found in pipeline.execute()[PAIRS:])
+        return wrong
+
+
+class RedisAsyncRank:
+    """The client of Redis: redis-py, asyncio."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._address = context.address
+        self._redis: Any = None
+
+    async def open(self) -> None:
+        """Connect."""
+        host, port = host_and_port(self._address)
+        self._redis = importlib.import_module("redis.asyncio").Redis(host=host, port=port)
+        await self._redis.ping()
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._redis.aclose()
+
+    async def measure(self, case: Case) -> Record:
+        """Run one case."""
+        operation = {"get": self._get, "check": self._check, "burst": self._burst}[case.operation]
+        record = Record()
+        for number in range(case.warmup + case.samples):
+            await self._redis.set(KEY, value_of(number))
+            start_ns = time.perf_counter_ns()
+            wrong = await operation(number)
+            end_ns = time.perf_counter_ns()
+            record.wrong += wrong
+            if number >= case.warmup:
+                record.add(start_ns, end_ns)
+        return record
+
+    async def _get(self, number: int) -> int:
+        return int(await self._redis.get(KEY) != value_of(number))
+
+    async def _check(self, _number: int) -> int:
+        return int(await self._redis.exists(KEY) != 1)
+
+    async def _burst(self, number: int) -> int:
+        wrong = 0
+        for burst in range(BURSTS):
+            value = value_of(number * BURSTS + burst)
+            pipeline = self._redis.pipeline(transaction=False)
+            for i in range(PAIRS):
+                pipeline.set(f"bench/{i}", value)
+            for i in range(PAIRS):
+                pipeline.get(f"bench/{i}")
+            wrong += sum(found != value for found in (await pipeline.execute())[PAIRS:])
+        return wrong
+
+
+class RedisBenchmarkRank:
+    """redis-benchmark, Redis' own C client: what the server can do. One run gives one rate; it verifies nothing."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._port = str(host_and_port(context.address)[1])
+
+    async def open(self) -> None:
+        """Nothing to connect: the program connects for each run."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def measure(self, case: Case) -> Record:
+        """Run sets and gets; every sample is the run's mean time for ``case.operations``."""
+        requests = str(case.operations * case.samples // 2)
+        command = ["redis-benchmark", "-p", self._port, "-c", "1", "-P", str(IN_FLIGHT), "-n", requests, "-d", "8"]
+        output = subprocess.run(  # noqa: ASYNC221 - nothing else runs in this process
+            [*command, "-t", "set,get", "--csv"], capture_output=True, check=True, timeout=REDIS_BENCHMARK_TIMEOUT_S
+        ).stdout.decode()
+        rates = [float(line.split(",")[1].strip('"')) for line in output.splitlines() if line.startswith(('"S', '"G'))]
+        sample_ns = int(case.operations * 1e9 * sum(1 / rate for rate in rates) / len(rates))
+        record = Record()
+        for _ in range(case.samples):
+            record.add(0, sample_ns)
+        return record
+
+
+def cases(profile: Profile) -> Sequence[Case]:
+    """Return the cells of a profile."""
+    samples, warmup = profile.samples(large=False)
+    many = IN_FLIGHT * BURSTS
+    return [
+        Case("get", 8, samples, warmup),
+        Case("check", 0, samples, warmup),
+        Case("burst", 8, samples, warmup, operations=many, title="set+get 8 B, 128 in flight"),
+        Case("tasks", 8, samples, warmup, operations=many, title="set+get 8 B, 128 tasks"),
+    ]
+
+
+def missing_store() -> str | None:
+    """Why asyncdist's store cannot be measured, or None."""
+    failure = missing_module("asyncdist", "asyncdist_server")
+    if failure is None and not hasattr(importlib.import_module("asyncdist.store"), "TCPStore"):
+        failure = "not available: asyncdist.store.TCPStore"
+    return failure
+
+
+def missing_redis() -> str | None:
+    """Why Redis cannot be measured, or None."""
+    if shutil.which("redis-server") is None:
+        return "not installed: redis-server"
+    return missing_module("redis")
+
+
+def missing_redis_benchmark() -> str | None:
+    """Why redis-benchmark cannot be run, or None."""
+    return (
+        None if shutil.which("redis-server") and shutil.which("redis-benchmark") else "not installed: redis-benchmark"
+    )
+
+
+ONE_AT_A_TIME = frozenset({"get", "check", "burst"})
+ASYNCDIST = Candidate(
+    "asyncdist",
+    "bench.store:AsyncdistStoreRank",
+    ONE_AT_A_TIME | {"tasks"},
+    missing=missing_store,
+    server=asyncdist_server,
+    own=True,
+)
+TORCH = Candidate(
+    "torch", "bench.store:TorchStoreRank", ONE_AT_A_TIME, missing=missing_torch, server=torch_store_server
+)
+REDIS = Candidate("redis", "bench.store:RedisRank", ONE_AT_A_TIME, missing=missing_redis, server=redis_server)
+REDIS_ASYNC = Candidate(
+    "redis asyncio", "bench.store:RedisAsyncRank", ONE_AT_A_TIME, missing=missing_redis, server=redis_server
+)
+REDIS_BENCHMARK = Candidate(
+    "redis-benchmark",
+    "bench.store:RedisBenchmarkRank",
+    frozenset({"burst"}),
+    missing=missing_redis_benchmark,
+    server=redis_server,
+)
+SUBJECT = Subject("store", "Store requests", (1,), cases, (ASYNCDIST, TORCH, REDIS, REDIS_ASYNC, REDIS_BENCHMARK))
