@@ -102,7 +102,7 @@ async def _host_if_ours(endpoint: Endpoint, token: str | None, nnodes: int) -> H
             "set ASYNCDIST_TOKEN or ASYNCDIST_TOKEN_FILE on every node (`asyncdist token` makes one)"
         )
     try:
-        return await asyncio.to_thread(host_store, address, endpoint.port, token)
+        return await _host_in_thread(address, endpoint.port, token)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             return None
@@ -114,6 +114,18 @@ async def _host_if_ours(endpoint: Endpoint, token: str | None, nnodes: int) -> H
         f"cannot host the store on {endpoint}: the port is in use by something that is not an asyncdist store; "
         "choose another port"
     )
+
+
+async def _host_in_thread(address: str, port: int, token: str | None) -> HostedStore:
+    """`host_store` off the loop; a store that comes up after a cancellation is closed again."""
+    hosting = asyncio.create_task(asyncio.to_thread(host_store, address, port, token))
+    try:
+        return await asyncio.shield(hosting)
+    except asyncio.CancelledError:
+        await asyncio.wait((hosting,))  # the thread cannot be stopped; binding takes milliseconds
+        if hosting.exception() is None:
+            await asyncio.to_thread(hosting.result().close)
+        raise
 
 
 def host_store(host: str, port: int, token: str | None) -> HostedStore:

@@ -178,7 +178,7 @@ def test_a_node_that_never_comes_is_named(tmp_path: Path, port: int) -> None:
 
 def test_two_launchers_with_one_node_rank(tmp_path: Path, port: int) -> None:
     script = write_script(tmp_path, SHOW)
-    common = ["--nnodes=2", "--node-rank=0", f"--rdzv-endpoint=127.0.0.1:{port}", "--join-timeout=2", script]
+    common = ["--nnodes=2", "--node-rank=0", f"--rdzv-endpoint=127.0.0.1:{port}", "--join-timeout=0.7", script]
     with nodes(common, common) as launched:
         results = [outcome(process) for process in launched]
     assert [result[0] for result in results] == [1, 1]
