@@ -26,7 +26,7 @@ import msgpack
 from asyncdist.errors import DistStoreError
 from asyncdist.store.process_identity import ProcessIdentity, is_gone, this_process
 
-__all__ = ["FileLog"]
+__all__ = ["FileLog", "Record"]
 
 MAGIC: Final = b"asyncdist file store v"
 HEADER: Final = MAGIC + b"1\n"
@@ -43,7 +43,7 @@ FILE_MODE: Final = 0o600
 class Members:
     """Who has joined and who has left, as the log tells it."""
 
-    world_size: int = -1
+    world_size: int | None = None
     joined: int = 0
     present: dict[str, ProcessIdentity] = field(default_factory=dict)
 
@@ -118,11 +118,13 @@ class FileLog:
         if os.fstat(self._fd).st_size < len(HEADER):
             self._refuse_foreign(at_least=0)
             os.ftruncate(self._fd, 0)
-            self._write(HEADER + encode_record(("open", self._world_size)))
+            self._write(HEADER)
         self._refuse_foreign(at_least=len(HEADER))
         self._offset = len(HEADER)
         changes = self.read(locked=True)
-        self._refuse_stale()
+        if self._members.world_size is None:
+            self.append([("open", self._world_size)])
+        self._refuse_stale(self._members.world_size or -1)
         me = this_process()
         self.append([("join", self._member, me.host, me.pid, me.start)])
         self._joined = True
@@ -133,6 +135,11 @@ class FileLog:
 
         Without the lock an incomplete record is one being written; with it, the remains of a killed writer.
         """
+        status = os.fstat(self._fd)
+        if status.st_nlink == 0:
+            raise self._error("was deleted while it was in use")
+        if status.st_size <= self._offset:
+            return []
         data = bytearray()
         try:
             while chunk := os.pread(self._fd, READ_CHUNK_BYTES, self._offset + len(data)):
@@ -168,10 +175,17 @@ class FileLog:
         self._members.present.pop(self._member, None)
         complete = self._world_size < 1 or self._members.joined >= self._world_size
         if complete and not self._members.present:
-            if os.fstat(self._fd).st_nlink:
-                os.unlink(self.path)
+            self._remove()
         else:
             self.append([("leave", self._member)])
+
+    def _remove(self) -> None:
+        """Delete our file; one that another run put in its place since is not ours."""
+        try:
+            if os.path.samestat(os.fstat(self._fd), os.lstat(self.path)):
+                os.unlink(self.path)
+        except FileNotFoundError:
+            pass
 
     def abandon(self) -> None:
         """Close the file without leaving: after a fork, or when nothing else is possible."""
@@ -213,7 +227,7 @@ class FileLog:
             raise self._error("was written by another version of asyncdist")
         raise self._error("is not a file store's file; it is left as it was")
 
-    def _refuse_stale(self) -> None:
+    def _refuse_stale(self, world_size: int) -> None:
         members = self._members
         gone = [who for who in members.present.values() if is_gone(who)]
         if gone:
@@ -221,14 +235,14 @@ class FileLog:
                 f"was left behind by a run that did not end cleanly (process {gone[0].pid} is gone without closing "
                 "its store): delete it and start again"
             )
-        if self._world_size > 0 and members.world_size > 0 and members.world_size != self._world_size:
-            raise self._error(f"was made for a world size of {members.world_size}, not {self._world_size}")
-        if 0 < members.world_size <= members.joined:
+        if world_size > 0 and self._world_size > 0 and world_size != self._world_size:
+            raise self._error(f"was made for a world size of {world_size}, not {self._world_size}")
+        if 0 < world_size <= members.joined:
             raise self._error(
-                f"was already joined by all {members.world_size} processes of its world: it is another run's, or a "
-                "rank was started twice"
+                f"was already joined by all {world_size} processes of its world: it is another run's, or a rank was "
+                "started twice"
             )
-        self._world_size = members.world_size
+        self._world_size = world_size
 
     def _write(self, data: bytes) -> None:
         start = os.fstat(self._fd).st_size

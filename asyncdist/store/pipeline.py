@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from asyncdist.errors import DistStoreError, StoreLimitError, StoreTimeoutError
-from asyncdist.store.reply import WAITING, Reply, describe, settle, timeout_ms
+from asyncdist.store.reply import WAITING, Reply, describe, end_quietly, settle, timeout_ms
 from asyncdist_server import messages
 
 __all__ = ["EXPIRY_GRACE_S", "Pipeline"]
@@ -282,12 +282,6 @@ class Pipeline:
         if self._pending:
             self._drained = self._loop.create_future()
             await self._drained
-
-
-def end_quietly(reply: Reply, error: Exception) -> None:
-    """Fail `reply`; whoever closed the store knows, so an abandoned reply is nothing to complain about."""
-    reply.set_exception(error)
-    reply.exception()
 
 
 def keys_of(request: tuple[Any, ...]) -> list[str]:

@@ -10,7 +10,17 @@ from typing import Any, ClassVar, Final, Protocol
 from asyncdist.errors import DistStoreError, QueueEmptyError, StoreLimitError, StoreTimeoutError
 from asyncdist_server import messages
 
-__all__ = ["WAITING", "NonBlockingPop", "Reply", "ReplyOwner", "describe", "failure", "settle", "timeout_ms"]
+__all__ = [
+    "WAITING",
+    "NonBlockingPop",
+    "Reply",
+    "ReplyOwner",
+    "describe",
+    "end_quietly",
+    "failure",
+    "settle",
+    "timeout_ms",
+]
 
 WAITING: Final = frozenset({messages.GET, messages.WAIT, messages.MULTI_GET, messages.QUEUE_POP})
 """Operations that wait for other clients; the last element of their requests is `timeout_ms`."""
@@ -104,3 +114,9 @@ def timeout_ms(timeout_s: float | None) -> int | None:
     if timeout_s is None:
         return None
     return min(math.ceil(timeout_s * 1000), messages.MAX_TIMEOUT_MS)
+
+
+def end_quietly(reply: Reply, error: Exception) -> None:
+    """Fail `reply`; whoever closed the store knows, so an abandoned reply is nothing to complain about."""
+    reply.set_exception(error)
+    reply.exception()
