@@ -65,7 +65,7 @@ class ServerConfig:
                 raise ConfigError(str(error)) from None
 
     def require_token_for(self, addresses: list[str]) -> None:
-        """Raise `ConfigError` if one of the numeric `addresses` can be reached from other hosts and there is no token."""
+        """Raise `ConfigError` if one of the numeric `addresses` can be reached from elsewhere and there is no token."""
         if self.token is not None or self.insecure_no_auth:
             return
         for address in addresses:

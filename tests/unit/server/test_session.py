@@ -1,0 +1,230 @@
+"""One client's bytes through handshake, hello and requests, whole, in pieces, too many and wrong."""
+
+from __future__ import annotations
+
+import pytest
+from server_kit import CLIENT_ID, MemoryClient
+
+from asyncdist_server import messages as m
+from asyncdist_server.auth import AuthenticationError, ClientHandshake
+from asyncdist_server.engine import StoreEngine
+from asyncdist_server.messages import FrameReader, Hello, HelloRefused, Limits, decode_replies, decode_welcome
+from asyncdist_server.session import TURN_BYTES, TURN_REQUESTS
+
+TOKEN = "t" * 43
+
+
+@pytest.fixture
+def engine() -> StoreEngine:
+    return StoreEngine(b"i" * 16)
+
+
+def test_the_welcome_tells_incarnation_and_limits() -> None:
+    limits = Limits(key_bytes=17)
+    welcome = MemoryClient(StoreEngine(b"n" * 16, limits), TOKEN).open()
+    assert welcome == (b"n" * 16, False, limits)
+
+
+def test_all_requests_of_one_read_are_answered_with_one_frame(engine: StoreEngine) -> None:
+    client = MemoryClient(engine)
+    client.open()
+    data = client.frame((m.SET, b"k", b"v"), (m.GET, b"k", None)) + client.frame((m.ADD, b"n", 2))
+    client.session.receive(data, 0.0)
+    assert not client.session.busy
+    (frame,) = client.session.take_output()
+    assert client.replies(frame) == [(1, m.OK, None), (2, m.OK, b"v"), (3, m.OK, 2)]
+    assert client.session.take_output() == []
+
+
+def test_the_same_bytes_one_by_one_give_the_same_replies(engine: StoreEngine) -> None:
+    client = MemoryClient(engine, TOKEN)
+    said = b""
+    for byte in client.handshake.start():
+        said += client.send(bytes([byte]))
+    answer = client.handshake.receive(said)
+    said = b"".join(client.send(bytes([byte])) for byte in answer)
+    client.handshake.receive(said)
+    said = b"".join(client.send(bytes([byte])) for byte in client.encoder.hello(Hello(CLIENT_ID)))
+    (payload,) = client.reader.feed(said)
+    assert not decode_welcome(payload).resumed
+    said = b"".join(client.send(bytes([byte])) for byte in client.frame((m.SET, b"k", b"v"), (m.GET, b"k", None)))
+    assert client.replies(said) == [(1, m.OK, None), (2, m.OK, b"v")]
+
+
+def test_blocked_requests_are_overtaken_and_answered_later(engine: StoreEngine) -> None:
+    waiting, setting = MemoryClient(engine), MemoryClient(engine, client_id=b"another-client-x")
+    waiting.open()
+    setting.open()
+    assert waiting.ask((m.GET, b"k", None), (m.PING,), (m.GET, b"k", None)) == [(2, m.OK, None)]
+    assert setting.ask((m.SET, b"k", b"v")) == [(1, m.OK, None)]
+    assert waiting.outputs == 1
+    output = waiting.session.take_output()
+    assert len(output) == 1
+    assert waiting.replies(output[0]) == [(1, m.OK, b"v"), (3, m.OK, b"v")]
+
+
+def test_requests_that_wake_their_own_client_are_answered_in_the_same_frame(engine: StoreEngine) -> None:
+    client = MemoryClient(engine)
+    client.open()
+    assert client.ask((m.GET, b"k", None), (m.SET, b"k", b"v")) == [(1, m.OK, b"v"), (2, m.OK, None)]
+    assert client.outputs == 0
+
+
+def test_a_long_frame_is_run_in_turns(engine: StoreEngine) -> None:
+    client = MemoryClient(engine)
+    client.open()
+    client.session.receive(client.frame(*[(m.ADD, b"n", 1)] * (TURN_REQUESTS + 1)), 0.0)
+    assert client.session.busy
+    assert client.session.buffered == 0
+    assert len(client.replies(b"".join(client.session.take_output()))) == TURN_REQUESTS
+    client.session.resume(0.0)
+    assert not client.session.busy
+    assert client.replies(b"".join(client.session.take_output())) == [(TURN_REQUESTS + 1, m.OK, TURN_REQUESTS + 1)]
+
+
+def test_a_turn_ends_when_its_replies_are_large_and_cuts_them_into_frames(engine: StoreEngine) -> None:
+    client = MemoryClient(engine)
+    client.open()
+    client.ask((m.SET, b"k", bytes(TURN_BYTES // 4)))
+    client.session.receive(client.frame(*[(m.GET, b"k", None)] * 6), 0.0)
+    assert client.session.busy
+    frames = client.session.take_output()
+    assert len(frames) == 4
+    assert [reply[0] for frame in frames for reply in client.replies(frame)] == [2, 3, 4, 5]
+    client.session.resume(0.0)
+    assert not client.session.busy
+    assert len(client.session.take_output()) == 2
+
+
+def test_more_replies_than_a_frame_may_hold_are_cut() -> None:
+    engine = StoreEngine(b"i" * 16, Limits(items=3))
+    client, other = MemoryClient(engine), MemoryClient(engine, client_id=b"another-client-x")
+    client.open()
+    other.open()
+    for _ in range(4):
+        client.ask((m.GET, b"k", None))
+    other.ask((m.SET, b"k", bytes(1)))
+    frames = client.session.take_output()
+    assert [len(client.replies(frame)) for frame in frames] == [3, 1]
+
+
+def test_a_retry_on_a_new_connection_is_answered_from_memory(engine: StoreEngine) -> None:
+    first = MemoryClient(engine)
+    first.open()
+    lost = first.send(first.frame((m.ADD, b"n", 1), (m.ADD, b"n", 1)))
+    assert lost
+    first.session.close(0.0)
+    again = MemoryClient(engine)
+    assert again.open(pending=(1, 2)).resumed
+    assert again.ask((m.ADD, b"n", 1), (m.ADD, b"n", 1)) == [(1, m.OK, 1), (2, m.OK, 2)]
+    assert again.ask((m.GET, b"n", 0)) == [(3, m.OK, b"2")]
+
+
+def test_an_older_connection_is_told_and_closed(engine: StoreEngine) -> None:
+    old = MemoryClient(engine)
+    old.open()
+    old.ask((m.GET, b"k", None))
+    MemoryClient(engine).open()
+    assert old.session.closing
+    assert old.outputs == 1
+    ((request_id, code, _),) = old.replies(b"".join(old.session.take_output()))
+    assert (request_id, code) == (0, m.REFUSED)
+    assert engine.waiter_count == 0
+    assert old.send(old.frame((m.SET, b"k", b"v"))) == b""
+
+
+def test_goodbye_answers_and_closes(engine: StoreEngine) -> None:
+    client = MemoryClient(engine)
+    client.open()
+    assert client.ask((m.SET, b"k", b"v"), (m.GOODBYE,), (m.SET, b"k", b"w")) == [(1, m.OK, None), (2, m.OK, None)]
+    assert client.session.closing
+    assert client.session.error == ""
+    client.session.close(0.0)
+    assert engine.statistics()["clients_away"] == 0
+    assert MemoryClient(engine).open().resumed is False
+
+
+def test_what_was_run_before_a_broken_request_is_answered(engine: StoreEngine) -> None:
+    client = MemoryClient(engine)
+    client.open()
+    replies = client.ask((m.SET, b"k", b"v"), (m.SET, b"k"), (m.SET, b"k", b"w"))
+    assert replies == [(1, m.OK, None), (0, m.PROTOCOL, "malformed arguments of set")]
+    assert client.session.closing
+    other = MemoryClient(engine, client_id=b"another-client-x")
+    other.open()
+    assert other.ask((m.GET, b"k", 0)) == [(1, m.OK, b"v")]
+
+
+def test_a_frame_at_the_limit_and_one_past_it() -> None:
+    engine = StoreEngine(b"i" * 16, Limits(frame_bytes=100, value_bytes=100))
+    client = MemoryClient(engine)
+    client.open()
+    overhead = len(client.frame((m.SET, b"k", b""))) - 4
+    assert client.ask((m.SET, b"k", bytes(100 - overhead))) == [(2, m.OK, None)]
+    ((request_id, code, text),) = client.ask((m.SET, b"k", bytes(101 - overhead)))
+    assert (request_id, code) == (0, m.PROTOCOL)
+    assert "frame of 101 bytes" in text
+
+
+@pytest.mark.parametrize("received", [1, 5])
+def test_acknowledging_frames_never_sent_closes(engine: StoreEngine, received: int) -> None:
+    client = MemoryClient(engine)
+    client.open()
+    client.received = received
+    ((request_id, code, _),) = client.ask((m.PING,))
+    assert (request_id, code) == (0, m.PROTOCOL)
+
+
+def test_a_broken_hello_is_refused_in_the_form_of_a_hello(engine: StoreEngine) -> None:
+    for data in (b"\0\0\0\x01\xc1", b"\0\0\0\0", b"\0\0\0\x02\x91\x09"):
+        client = MemoryClient(engine)
+        client.prove()
+        (payload,) = client.reader.feed(client.send(data))
+        with pytest.raises(HelloRefused):
+            decode_welcome(payload)
+        assert client.session.closing
+    assert engine.statistics()["clients"] == 0
+
+
+def test_a_context_that_is_not_a_store_clients_is_refused(engine: StoreEngine) -> None:
+    client = MemoryClient(engine)
+    client.handshake = ClientHandshake(None, b"no slash")
+    client.handshake.receive(client.send(client.handshake.start()))
+    client = MemoryClient(engine)
+    client.handshake = ClientHandshake(None, b"no slash")
+    proof = client.handshake.receive(client.send(client.handshake.start()))
+    said = client.send(proof)
+    (payload,) = FrameReader().feed(said[8:])
+    with pytest.raises(HelloRefused, match="not the context"):
+        decode_welcome(payload)
+
+
+def test_a_hello_may_follow_the_proof_in_the_same_bytes(engine: StoreEngine) -> None:
+    client = MemoryClient(engine, TOKEN)
+    proof = client.handshake.receive(client.send(client.handshake.start()))
+    said = client.send(proof + client.encoder.hello(Hello(CLIENT_ID)) + client.frame((m.PING,)))
+    welcome, replies = FrameReader().feed(said[8:])
+    assert decode_welcome(welcome).incarnation == b"i" * 16
+    assert decode_replies(replies) == ((1, m.OK, None),)
+
+
+def test_a_wrong_token_closes_before_anything_is_parsed(engine: StoreEngine) -> None:
+    client = MemoryClient(engine, TOKEN)
+    client.handshake = ClientHandshake("u" * 43, b"/job")
+    challenge = client.send(client.handshake.start())
+    with pytest.raises(AuthenticationError) as refused:
+        client.handshake.receive(challenge)
+    assert client.send(refused.value.farewell) == b""
+    assert client.session.closing
+    assert "tokens of client and server differ" in client.session.error
+
+
+def test_closing_withdraws_the_client_and_can_be_repeated(engine: StoreEngine) -> None:
+    client = MemoryClient(engine)
+    client.open()
+    client.ask((m.GET, b"k", None))
+    client.session.close(0.0)
+    client.session.close(0.0)
+    assert engine.waiter_count == 0
+    assert engine.statistics()["clients"] == 0
+    MemoryClient(engine).session.close(0.0)
