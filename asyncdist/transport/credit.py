@@ -7,12 +7,17 @@ that it holds back, says so once (a stall, numbered), and lets a message go only
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from typing import Final
 
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.frame import CREDIT_BYTES, MAX_ASKS, describe_key
 from asyncdist.transport.matching import SendOp
+from asyncdist.transport.output import OutputQueue
 
-__all__ = ["ReceiveWindow", "SendWindow"]
+__all__ = ["RETURN_CREDIT_BYTES", "ReceiveWindow", "SendWindow"]
+
+RETURN_CREDIT_BYTES: Final = CREDIT_BYTES // 4
+"""Credit is given back in portions, so that most messages cost no accounting beyond one addition."""
 
 
 class SendWindow:
@@ -104,15 +109,24 @@ class SendWindow:
 class ReceiveWindow:
     """One channel as its receiver sees it."""
 
-    __slots__ = ("asked", "owed", "parked_bytes", "parked_offers", "stall", "unasked")
+    __slots__ = ("_channel", "_queue", "asked", "owed", "parked_bytes", "parked_offers", "stall", "unasked")
 
-    def __init__(self) -> None:
+    def __init__(self, channel: int, queue: OutputQueue) -> None:
+        self._channel = channel
+        self._queue = queue
         self.owed = 0  # credit used by messages that are no longer parked, not yet given back
         self.parked_bytes = 0
         self.parked_offers = 0
         self.stall = 0
         self.asked: dict[bytes, int] = {}
         self.unasked = False  # MAX_ASKS kept us from asking for all we wait for
+
+    def owe(self, nbytes: int) -> None:
+        """An eager message is no longer in anybody's way: its credit goes back, in portions."""
+        self.owed += nbytes
+        if self.owed > RETURN_CREDIT_BYTES:
+            self._queue.return_credit(self._channel, self.owed)
+            self.owed = 0
 
     def ask(self, key: bytes, wanted: int) -> bool:
         """Whether to ask once more, when `wanted` messages of `key` are waited for."""

@@ -9,12 +9,18 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
-if TYPE_CHECKING:
-    from asyncdist.transport.inbound import Inbound
-
-__all__ = ["AnySourceTable", "DroppedGroups", "Parked", "Receive", "ReceiveTable", "SendOp", "Sink"]
+__all__ = [
+    "AnySourceTable",
+    "DroppedGroups",
+    "ParkedMessage",
+    "ParkingPeer",
+    "Receive",
+    "ReceiveTable",
+    "SendOp",
+    "Sink",
+]
 
 MAX_DROPPED_GROUPS: Final = 4096
 """Groups remembered as dropped: late frames of one come within a round trip, so only the newest matter."""
@@ -101,20 +107,31 @@ class SendOp:
         self._offset = 0
 
 
-class Parked:
-    """A message that came before its receive: with its payload, or an offer of it."""
+class ParkedMessage:
+    """A message that came before its receive: with its payload, or (None) an offer of it."""
 
     __slots__ = ("arrival", "fingerprint", "length", "message_id", "meta", "payload")
 
-    def __init__(
-        self, payload: bytes | None, length: int, meta: bytes, fingerprint: int, message_id: int, arrival: int
-    ) -> None:
+    def __init__(self, payload: bytes | None, length: int, meta: bytes, fingerprint: int, message_id: int) -> None:
         self.payload = payload
         self.length = length
         self.meta = meta
         self.fingerprint = fingerprint
         self.message_id = message_id
-        self.arrival = arrival
+        self.arrival = 0
+
+
+class ParkingPeer(Protocol):
+    """A peer as receives from any source see it."""
+
+    def oldest_arrival(self, key: bytes) -> int:
+        """When the oldest parked message of `key` came, in the mesh's count of arrivals."""
+
+    def take_parked(self, receive: Receive) -> bool:
+        """Give the oldest parked message of its key to `receive`; results and errors as PeerCore.post_receive."""
+
+    def ask(self, key: bytes) -> None:
+        """A receive for `key` is posted: if the peer is stalled, have it send one."""
 
 
 class ReceiveTable:
@@ -193,22 +210,23 @@ class ReceiveTable:
 
 
 class DroppedGroups:
-    """Groups whose late messages are thrown away, shared by the peers of a mesh."""
+    """Groups, and single operations of groups, whose late messages are thrown away; shared by the peers of a mesh."""
 
-    __slots__ = ("_groups",)
+    __slots__ = ("_prefixes",)
 
     def __init__(self) -> None:
-        self._groups: dict[bytes, None] = {}
+        self._prefixes: dict[bytes, None] = {}
 
-    def add(self, group: bytes) -> None:
-        """Remember `group`, forgetting the oldest beyond MAX_DROPPED_GROUPS."""
-        self._groups.pop(group, None)
-        self._groups[group] = None
-        if len(self._groups) > MAX_DROPPED_GROUPS:
-            del self._groups[next(iter(self._groups))]
+    def add(self, prefix: bytes) -> None:
+        """Remember a group (8 bytes) or an operation (16 bytes), forgetting the oldest beyond MAX_DROPPED_GROUPS."""
+        self._prefixes.pop(prefix, None)
+        self._prefixes[prefix] = None
+        if len(self._prefixes) > MAX_DROPPED_GROUPS:
+            del self._prefixes[next(iter(self._prefixes))]
 
-    def __contains__(self, group: bytes) -> bool:
-        return group in self._groups
+    def __contains__(self, key: bytes) -> bool:
+        """Whether messages of `key` are thrown away."""
+        return key[:8] in self._prefixes or key[:16] in self._prefixes
 
 
 class AnySourceTable:
@@ -224,8 +242,8 @@ class AnySourceTable:
         self.entries = self.table.entries
         self.orders = itertools.count(1)
         self._arrivals = itertools.count(1)
-        self._parked: dict[bytes, dict[Inbound, None]] = {}
-        self._stalled: dict[Inbound, None] = {}
+        self._parked: dict[bytes, dict[ParkingPeer, None]] = {}
+        self._stalled: dict[ParkingPeer, None] = {}
 
     def post(self, receive: Receive, ranks: Collection[int]) -> bool:
         """Post a receive from whichever of `ranks` sends first.
@@ -268,11 +286,11 @@ class AnySourceTable:
         """Number a parked message."""
         return next(self._arrivals)
 
-    def parked(self, key: bytes, peer: Inbound) -> None:
+    def parked(self, key: bytes, peer: ParkingPeer) -> None:
         """`peer` holds a message of `key`."""
         self._parked.setdefault(key, {})[peer] = None
 
-    def unparked(self, key: bytes, peer: Inbound) -> None:
+    def unparked(self, key: bytes, peer: ParkingPeer) -> None:
         """`peer` holds no message of `key` any more."""
         holders = self._parked.get(key)
         if holders is not None and peer in holders:
@@ -280,7 +298,7 @@ class AnySourceTable:
             if not holders:
                 del self._parked[key]
 
-    def stalled(self, peer: Inbound, stalled: bool) -> None:
+    def stalled(self, peer: ParkingPeer, stalled: bool) -> None:
         """`peer` keeps point-to-point messages back until asked, or no longer does."""
         if stalled:
             self._stalled[peer] = None

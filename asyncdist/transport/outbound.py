@@ -16,25 +16,23 @@ from asyncdist.transport.frame import (
     HEADER,
     JOIN_BYTES,
     MAX_CONTROL_BYTES,
-    MAX_EARLY_PULLS,
     MAX_LENGTH,
     MAX_META_BYTES,
     MAX_OFFERS,
     MESSAGE_OVERHEAD_BYTES,
     Kind,
-    describe_key,
     group_of,
     pack_fragment,
     pack_header,
 )
 from asyncdist.transport.matching import DroppedGroups, SendOp
+from asyncdist.transport.offers import EarlyPulls, Offers
 from asyncdist.transport.output import OutputQueue
 
 __all__ = ["Outbound"]
 
 _pack = HEADER.pack
 _DATA = Kind.DATA
-_NO_PAYLOAD = memoryview(b"")
 
 
 class Outbound:
@@ -42,13 +40,10 @@ class Outbound:
 
     __slots__ = (
         "_dropped",
-        "_early_keys",
         "_early_pulls",
         "_goodbye_queued",
-        "_next_id",
         "_next_stall",
-        "_offered",
-        "_offered_keys",
+        "_offers",
         "_peer_rank",
         "corked",
         "error",
@@ -64,11 +59,8 @@ class Outbound:
         self.queue = OutputQueue()
         self.windows = tuple(SendWindow() for _ in range(CHANNELS))
         self.error: BaseException | None = None
-        self._offered: dict[int, SendOp] = {}  # also those dropped since, until the peer has answered
-        self._offered_keys: dict[bytes, SendOp] = {}  # the collective ones
-        self._early_pulls: dict[bytes, tuple[int, int]] = {}  # key -> id, length
-        self._early_keys: dict[int, bytes] = {}
-        self._next_id = 1
+        self._offers = Offers(self.windows)
+        self._early_pulls = EarlyPulls(peer_rank)
         self._next_stall = 1
         self.corked = False  # input is being handled: what it causes is written together at its end
         self.leaving = False
@@ -137,9 +129,9 @@ class Outbound:
         if window.holds(key):
             self._hold(window, op)
             return
-        pull = self._early_pulls.get(key)
-        if pull is not None and pull[1] == len(op.payload):
-            self._stream_early(op, pull[0])
+        early_id = self._early_pulls.take(key, len(op.payload)) if self._early_pulls else 0
+        if early_id:
+            self._stream_early(op, early_id)
         elif not self._send_or_offer(window, op, asked=window.answer(key)):
             self._hold(window, op)
 
@@ -155,24 +147,13 @@ class Outbound:
             return True
         if not asked and (window.offers >= MAX_OFFERS or (window.holding and window.oldest() is not op)):
             return False
-        window.offers += 1
-        op._id = self._new_id()
-        self._offered[op._id] = op
-        if op.key[20] == COLLECTIVE:
-            self._offered_keys[op.key] = op
+        self._offers.add(op, self.queue.streaming)
         self.queue.push_data(self._offer(op, flags), op, op._id)
         return True
 
     def _offer(self, op: SendOp, flags: int = 0) -> bytes:
         meta = op.meta
         return _pack(Kind.OFFER, flags, len(meta), op.fingerprint, op.key, len(op.payload), 0, op._id) + meta
-
-    def _new_id(self) -> int:
-        message_id = self._next_id
-        while message_id in self._offered or message_id in self.queue.streaming:
-            message_id = message_id + 1 if message_id + 1 < EARLY_ID else 1
-        self._next_id = message_id + 1 if message_id + 1 < EARLY_ID else 1
-        return message_id
 
     # Holding back
 
@@ -208,7 +189,7 @@ class Outbound:
         if message_id >= EARLY_ID:
             self._on_early_pull(key, length, message_id)
             return
-        op = self._answered(message_id)
+        op = self._offers.answered(message_id)
         if op is None:
             raise RemoteProtocolError(f"rank {self._peer_rank} pulled message {message_id}, which is not on offer")
         if op._settled:
@@ -218,40 +199,33 @@ class Outbound:
         self._release(op.key[20])
 
     def _on_early_pull(self, key: bytes, length: int, message_id: int) -> None:
-        if key in self._early_pulls or message_id in self._early_keys or message_id in self.queue.streaming:
-            raise RemoteProtocolError(f"rank {self._peer_rank} pulled one message twice ({describe_key(key)})")
-        if key[20] != COLLECTIVE or length <= EAGER_BYTES:
-            raise RemoteProtocolError(f"rank {self._peer_rank} pulled early what it must not ({describe_key(key)})")
-        if len(self._early_pulls) >= MAX_EARLY_PULLS:
-            raise RemoteProtocolError(f"rank {self._peer_rank} has more than {MAX_EARLY_PULLS} early pulls")
+        self._early_pulls.check(key, length, message_id, self.queue.streaming)
         window = self.windows[COLLECTIVE]
-        op = self._offered_keys.get(key)
+        op = self._offers.collective(key)
         held = window.oldest_of(key)
         if op is not None and (op._settled or len(op.payload) == length):
-            self._answered(op._id)
+            self._offers.answered(op._id)
             self._stream_early(op, message_id)
             self._release(COLLECTIVE)
         elif op is None and held is not None and len(held.payload) == length:
             window.release(held)
             self._stream_early(held, message_id)
             self._release(COLLECTIVE)
-        elif group_of(key) in self._dropped:
+        elif key in self._dropped:
             self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
         else:
-            self._early_pulls[key] = message_id, length
-            self._early_keys[message_id] = key
+            self._early_pulls.add(key, length, message_id)
 
     def on_discard(self, message_id: int) -> None:
         """DISCARD: nobody wants this message, or the rest of it. Unknown ids are streams that ended meanwhile."""
-        op = self._answered(message_id)
+        op = self._offers.answered(message_id)
         if op is not None:
             op._id = 0
             self._complete(op)
             self._release(op.key[20])
         elif message_id in self.queue.streaming:
             self._stop(self.queue.streaming[message_id], self.queue.push_reply)
-        elif message_id in self._early_keys:
-            del self._early_pulls[self._early_keys.pop(message_id)]
+        elif self._early_pulls.cancel(message_id):
             self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
 
     def on_credit(self, channel: int, nbytes: int) -> None:
@@ -276,31 +250,17 @@ class Outbound:
     def peer_left(self) -> None:
         """GOODBYE came: nothing on offer or held back will ever be pulled."""
         error = PeerLostError(f"rank {self._peer_rank} left without receiving the message", self._peer_rank)
-        unwanted = list(self._offered.values())
+        unwanted = self._offers.take_all()
         for window in self.windows:
             unwanted.extend(window.take_all())
-            window.offers = 0
-        self._offered.clear()
-        self._offered_keys.clear()
         for op in unwanted:
             op._id = 0
         _fail(unwanted, error)
 
     # Streams
 
-    def _answered(self, message_id: int) -> SendOp | None:
-        """The offer `message_id` has its answer: it is none any more."""
-        op = self._offered.pop(message_id, None)
-        if op is not None:
-            self.windows[op.key[20]].offers -= 1
-            if self._offered_keys.get(op.key) is op:
-                del self._offered_keys[op.key]
-        return op
-
     def _stream_early(self, op: SendOp, message_id: int) -> None:
         """Serve an early pull. An offer that goes before the fragments only carries the meta."""
-        self._early_pulls.pop(op.key, None)
-        self._early_keys.pop(message_id, None)
         if op._settled:  # dropped after it was offered
             self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
             return
@@ -355,10 +315,12 @@ class Outbound:
             done = self.queue.flush()
         if done and self._goodbye_queued:
             self.goodbye_sent = True
+        if self.leaving:
+            self.queue.clear = False
         return done
 
     def _undelivered(self) -> bool:
-        return any(not op._settled for op in self._offered.values()) or any(w.holding for w in self.windows)
+        return self._offers.wanted or any(w.holding for w in self.windows)
 
     @property
     def has_output(self) -> bool:
@@ -377,13 +339,10 @@ class Outbound:
             return
         self.error = error
         ops = self.queue.take_all()
-        ops.extend(self._offered.values())
+        ops.extend(self._offers.take_all())
         for window in self.windows:
             ops.extend(window.take_all())
-        self._offered.clear()
-        self._offered_keys.clear()
         self._early_pulls.clear()
-        self._early_keys.clear()
         _fail(ops, error)
 
     def drop_group(self, group: bytes) -> None:
@@ -393,16 +352,11 @@ class Outbound:
             self._stop(op, self.queue.push_control)
         for op, offer_id in self.queue.drop_group(group):
             self._unsend(op, offer_id)
-        for op in self._offered.values():
-            if op.key.startswith(group):
-                op._settled = True
-                op.payload = _NO_PAYLOAD
+        self._offers.drop_group(group)
         for window in self.windows:
             for op in window.drop_group(group):
                 op._settled = True
-        for key in [key for key in self._early_pulls if key.startswith(group)]:
-            message_id, _ = self._early_pulls.pop(key)
-            del self._early_keys[message_id]
+        for message_id in self._early_pulls.drop_group(group):
             self.queue.push_control(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
         for channel in range(CHANNELS):
             self._release(channel)
@@ -413,13 +367,13 @@ class Outbound:
         op._settled = True
         if not offer_id:
             self.windows[op.key[20]].credit += len(op.payload) + len(op.meta) + MESSAGE_OVERHEAD_BYTES
-        elif self._offered.get(offer_id) is op:
-            self._answered(offer_id)
+        else:
+            self._offers.unmake(op, offer_id)
 
     def statistics(self) -> dict[str, int]:
         """What is offered, held back and under way."""
         return {
-            "offered": len(self._offered),
+            "offered": len(self._offers),
             "held": sum(window.held_count for window in self.windows),
             "early_pulls": len(self._early_pulls),
             "streams_out": len(self.queue.streaming),

@@ -132,6 +132,8 @@ class OutputQueue:
         With `op` alone, its payload follows the head. With `offer_id`, the head offers `op` under that id and is left
         out if `op._id` has become another by the time it is written: an offer nobody may answer must not be made.
         """
+        if self.closed:
+            return
         self._data.append((head, op, offer_id))
         self.clear = False
         self.urgent = True

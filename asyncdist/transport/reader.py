@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from asyncdist.errors import RemoteProtocolError
+from asyncdist.transport.credit import RETURN_CREDIT_BYTES
 from asyncdist.transport.frame import (
     COLLECTIVE,
     EAGER_BYTES,
@@ -24,9 +25,10 @@ from asyncdist.transport.frame import (
     POINT_TO_POINT,
     Kind,
 )
-from asyncdist.transport.inbound import RETURN_CREDIT_BYTES, Inbound, Stream
+from asyncdist.transport.inbound import Inbound
 from asyncdist.transport.matching import Receive
 from asyncdist.transport.outbound import Outbound
+from asyncdist.transport.pulls import Stream
 
 __all__ = ["SCRATCH_BYTES", "Reader"]
 
@@ -121,13 +123,15 @@ class Reader:
             return 0
         self._stream = None
         self._inbound.partial = None
-        self._need = HEADER_BYTES if self._inbound.open_streams else 0
+        self._need = HEADER_BYTES if self._inbound.pulls.begun else 0
         if stream.offset == stream.total:
             self._inbound.finish(stream)
         return 1
 
     def _read_frames(self, nbytes: int) -> int:
         """Handle all whole frames in scratch, and begin a payload of which only the front is there."""
+        if self.left:
+            raise RemoteProtocolError(f"rank {self._peer_rank} sent something after its goodbye")
         end = self._end + nbytes
         self._end = end
         self._need = 0
@@ -151,16 +155,16 @@ class Reader:
                         window = self._windows[key[20]]
                         window.owed += length + MESSAGE_OVERHEAD_BYTES
                         if window.owed > RETURN_CREDIT_BYTES:
-                            inbound.owe(key[20], 0)
+                            window.owe(0)
                         frames += 1
                         entry.sink.message_received(entry.token, entry)
                         continue
                 if entry is not None:
                     entries[key] = entry
             size = self._frame(word, fingerprint, key, length, credit, message_id, start, end)
-            if not size:
-                break
             start += size
+            if not size or self.left:
+                break
             frames += 1
         rest = end - start
         if start and rest:
@@ -168,14 +172,14 @@ class Reader:
         self._end = rest
         if rest >= HEADER_BYTES:
             self._need = 0
+        if rest and self.left:
+            raise RemoteProtocolError(f"rank {self._peer_rank} sent something after its goodbye")
         return frames
 
     def _frame(
         self, word: int, fingerprint: int, key: bytes, length: int, credit: int, message_id: int, start: int, end: int
     ) -> int:
         """Handle one frame that the fast path does not. Returns the bytes it took, 0 if more must come first."""
-        if self.left:
-            raise RemoteProtocolError(f"rank {self._peer_rank} sent a frame after its goodbye")
         kind = word & 0xFF
         flags = word >> 8 & 0xFF
         meta_bytes = word >> 16
@@ -223,7 +227,7 @@ class Reader:
         scratch = self._scratch
         if stop <= end:
             meta = self._meta(meta_bytes, body)
-            self._inbound.on_data(flags, meta, fingerprint, key, length, scratch[body:stop])
+            self._inbound.on_data(flags, meta, fingerprint, key, scratch[body:stop])
             return stop - start
         if stop - end < DIRECT_BYTES:
             return 0
@@ -243,7 +247,7 @@ class Reader:
         self._begin_payload(stream, body, min(end, body + length), length)
         if self._left_bytes:
             return end - start
-        self._need = HEADER_BYTES if self._inbound.open_streams else 0
+        self._need = HEADER_BYTES if self._inbound.pulls.begun else 0
         if stream.offset == stream.total:
             self._inbound.finish(stream)
         return HEADER_BYTES + length

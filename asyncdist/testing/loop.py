@@ -1,0 +1,112 @@
+"""VirtualTimeLoop: an event loop whose clock jumps to the next timer instead of waiting for it.
+
+A simulated hour takes as long as its callbacks. When nothing is ready and no timer is set, nothing can ever happen
+again: the program is deadlocked, and the loop says so instead of hanging. Threads, executors and sockets would wake the
+loop from outside its time, so executors run inline, and registering a file descriptor is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import selectors
+import socket
+from collections.abc import Callable, Mapping
+from contextvars import Context
+from typing import Any, NoReturn, TypeVar, TypeVarTuple, Unpack
+
+__all__ = ["DeadlockError", "VirtualTimeLoop"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class DeadlockError(RuntimeError):
+    """Every task waits for something that nothing can bring about; the message lists the tasks."""
+
+
+class _VirtualSelector(selectors.BaseSelector):
+    """Waits by moving the clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.idle: Callable[[], NoReturn] | None = None
+        self._keys: dict[int, selectors.SelectorKey] = {}
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        """Take note of the loop's own wake-up socket; refuse any other."""
+        if self._keys:
+            raise RuntimeError("file descriptors cannot be waited for in virtual time; use the in-memory transport")
+        fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
+        self._keys[fd] = key = selectors.SelectorKey(fileobj, fd, events, data)
+        return key
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        """Forget what `register` noted."""
+        return self._keys.pop(fileobj if isinstance(fileobj, int) else fileobj.fileno())
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Move the clock by `timeout`; None means that nothing is left to wait for."""
+        if timeout is None and self.idle is not None:
+            self.idle()
+        elif timeout is not None and timeout > 0:
+            self.now_s += timeout
+        return []
+
+    def close(self) -> None:
+        """Forget all."""
+        self._keys.clear()
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        """What is registered."""
+        return self._keys
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """See the module. `time()` starts at 0 and is exact: a sleep of an hour ends 3600 seconds later."""
+
+    def __init__(self) -> None:
+        self._virtual = _VirtualSelector()
+        super().__init__(self._virtual)
+        self._virtual.idle = self._deadlocked
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._virtual.now_s
+
+    def run_in_executor(
+        self, executor: concurrent.futures.Executor | None, func: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]
+    ) -> asyncio.Future[T]:
+        """Run `func(*args)` now, in this thread."""
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def set_default_executor(self, executor: concurrent.futures.Executor) -> None:
+        """Refused: work in threads takes no virtual time."""
+        raise RuntimeError("executors run inline in virtual time")
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: Context | None = None
+    ) -> asyncio.Handle:
+        """As `call_soon`: there is no other thread to be woken for."""
+        return self.call_soon(callback, *args, context=context)
+
+    async def getaddrinfo(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: there is no network in virtual time."""
+        raise RuntimeError("there is no network in virtual time; use the in-memory transport")
+
+    async def sock_connect(self, sock: socket.socket, address: Any) -> None:
+        """Refused: there is no network in virtual time."""
+        raise RuntimeError("there is no network in virtual time; use the in-memory transport")
+
+    def _deadlocked(self) -> NoReturn:
+        waiting = sorted(
+            f"{task.get_name()}: {task.get_coro()!r}" for task in asyncio.all_tasks(self) if not task.done()
+        )
+        raise DeadlockError(
+            f"nothing can happen any more at {self.time():g} s, and these tasks wait: " + "; ".join(waiting)
+        )
