@@ -1,0 +1,153 @@
+"""asyncdist: torch.distributed's job, natively for asyncio.
+
+    import asyncdist as dist
+
+    async def main():
+        async with dist.init_process_group() as group:   # as `asyncdist run` set the environment
+            work = dist.all_reduce(x)                    # issued now, in call order
+            ...                                          # compute meanwhile
+            await work                                   # x holds the sum
+
+    dist.run(main())
+
+Processes find each other through a store, form groups, and await point-to-point messages and collectives on arrays.
+Importing this package opens nothing and starts nothing.
+"""
+
+from asyncdist.api import (
+    all_gather,
+    all_gather_into_tensor,
+    all_gather_single,
+    all_reduce,
+    barrier,
+    broadcast,
+    gather,
+    irecv,
+    isend,
+    new_group,
+    recv,
+    recv_array,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_single,
+    reduce_scatter_tensor,
+    scatter,
+    send,
+)
+from asyncdist.backend.base import Backend
+from asyncdist.batch import P2POp, batch_isend_irecv
+from asyncdist.errors import (
+    ClosedError,
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ConnectTimeoutError,
+    DistBackendError,
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    GroupAbortedError,
+    LaunchError,
+    PeerLostError,
+    QueueEmptyError,
+    RemoteProtocolError,
+    StoreLimitError,
+    StoreTimeoutError,
+)
+from asyncdist.executor.work import Work
+from asyncdist.group import ProcessGroup
+from asyncdist.initialize import init_process_group
+from asyncdist.launch.spawn import spawn
+from asyncdist.loop import run
+from asyncdist.non_member import NonMember
+from asyncdist.queries import (
+    destroy_process_group,
+    get_backend,
+    get_default_group,
+    get_global_rank,
+    get_group_rank,
+    get_node_local_rank,
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
+    is_available,
+    is_backend_available,
+    is_gloo_available,
+    is_initialized,
+    is_launched,
+    is_mpi_available,
+    is_nccl_available,
+)
+from asyncdist.reduce_op import ReduceOp
+from asyncdist.store import FileStore, HashStore, PrefixStore, Store, TCPStore
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backend",
+    "ClosedError",
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "ConnectTimeoutError",
+    "DistBackendError",
+    "DistError",
+    "DistNetworkError",
+    "DistStoreError",
+    "FileStore",
+    "GroupAbortedError",
+    "HashStore",
+    "LaunchError",
+    "NonMember",
+    "P2POp",
+    "PeerLostError",
+    "PrefixStore",
+    "ProcessGroup",
+    "QueueEmptyError",
+    "ReduceOp",
+    "RemoteProtocolError",
+    "Store",
+    "StoreLimitError",
+    "StoreTimeoutError",
+    "TCPStore",
+    "Work",
+    "__version__",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "destroy_process_group",
+    "gather",
+    "get_backend",
+    "get_default_group",
+    "get_global_rank",
+    "get_group_rank",
+    "get_node_local_rank",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "irecv",
+    "is_available",
+    "is_backend_available",
+    "is_gloo_available",
+    "is_initialized",
+    "is_launched",
+    "is_mpi_available",
+    "is_nccl_available",
+    "isend",
+    "new_group",
+    "recv",
+    "recv_array",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "run",
+    "scatter",
+    "send",
+    "spawn",
+]

@@ -54,7 +54,7 @@ def _foreign_array(value: object, name: str) -> Array:
     if hasattr(value, "__dlpack__"):
         if getattr(value, "requires_grad", False):
             value = value.detach()  # type: ignore[attr-defined]
-        return np.from_dlpack(value)  # type: ignore[arg-type]
+        return np.from_dlpack(value)
     raise TypeError(
         f"{name} must be a numpy array or expose its memory (buffer protocol, __array_interface__, DLPack), "
         f"not {type(value).__name__}"
@@ -87,7 +87,7 @@ class Flat:
                 raise ValueError(f"{name} overlaps itself (a stride of 0) and this operation writes into it")
             self._array = array if writable else None
             self.elements = array.flatten()
-        self.octets = memoryview(self.elements.view(np.uint8))
+        self.octets = self.elements.view(np.uint8).data
 
     def write_back(self) -> None:
         """Copy results into the caller's array, where `elements` is not already its memory."""
@@ -120,7 +120,8 @@ def _dtype_by_name(name: bytes) -> np.dtype[Any]:
         if text in ("bfloat16",) or text.startswith("float8"):
             import ml_dtypes
 
-            return np.dtype(getattr(ml_dtypes, text))
+            extension: np.dtype[Any] = np.dtype(getattr(ml_dtypes, text))
+            return extension
         dtype = np.dtype(text)
     except (UnicodeDecodeError, TypeError, ImportError, AttributeError, SyntaxError) as error:
         raise ValueError(f"unknown dtype {name!r}") from error

@@ -17,6 +17,7 @@ from asyncdist.init_method import InitMethod, StoreSource, open_store, parse_ini
 from asyncdist.plan.selector import parse_overrides
 from asyncdist.rendezvous import Rendezvous
 from asyncdist.store import Store
+from asyncdist.transport.address import host_id, local_address
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.mesh import Mesh
 from asyncdist.world import World
@@ -111,33 +112,33 @@ class GroupOpening:
             await asyncio.shield(source.close())
             raise
         ranks = tuple(range(world.world_size))
-        group = ProcessGroup(world, derive_group_id(world_id), ranks, self._timeout_s, name, is_world=True)
+        group = ProcessGroup(world, derive_group_id(world.world_id), ranks, self._timeout_s, name, is_world=True)
         context.register_world(group)
         return group
 
 
 async def join_world(source: StoreSource, method: InitMethod, name: str, deadline: Deadline) -> World:
-    """Open the mesh, meet the others through the store, and return the world. Cancelling closes the mesh."""
+    """Open the mesh, meet the others through the store, and return the world. Cancelling leaves nothing open."""
     loop = asyncio.get_running_loop()
     rendezvous = Rendezvous(source.store, method.rank, method.world_size, name)
     world = World(loop, method.rank, method.world_size, source, rendezvous, name)
     config = TransportConfig.from_environ(os.environ)
-    mesh = Mesh(method.rank, method.world_size, rendezvous.addresses, world, config)
+    overrides = parse_overrides(os.environ.get("ASYNCDIST_ALGO", ""))
+    reachable = await local_address(method.host or None, method.port, os.environ)
+    met = await rendezvous.join(host_id(), reachable.loopback, {"algorithms": overrides}, deadline)
+    if overrides and overrides != met.options.get("algorithms"):
+        raise DistError(
+            f"rank {method.rank}: ASYNCDIST_ALGO={os.environ['ASYNCDIST_ALGO']!r} differs from rank 0's "
+            f"{met.options.get('algorithms')}: it must be the same on all ranks"
+        )
+    secret = derive_key(load_token(os.environ), "peer", met.world_id)
+    mesh = Mesh(method.rank, method.world_size, met.world_id, secret, rendezvous.addresses, world, config)
     try:
-        address = await mesh.listen(store_host=method.host, store_port=method.port)
-        overrides = parse_overrides(os.environ.get("ASYNCDIST_ALGO", ""))
-        options = {"algorithms": overrides}
-        met = await rendezvous.join(address, options, deadline)
-        if overrides and overrides != met.options.get("algorithms"):
-            raise DistError(
-                f"rank {method.rank}: ASYNCDIST_ALGO={os.environ['ASYNCDIST_ALGO']!r} differs from rank 0's "
-                f"{met.options.get('algorithms')}: it must be the same on all ranks"
-            )
-        secret = derive_key(load_token(os.environ), "peer", met.world_id)
-        mesh.enter(met.world_id, secret)
+        await rendezvous.publish(await mesh.listen(reachable.ips))
     except BaseException:
         mesh.abort()
         raise
     world.mesh = mesh
     world.options = met.options
+    world.world_id = met.world_id
     return world

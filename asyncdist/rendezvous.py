@@ -6,7 +6,8 @@ Keys, under `world/<group name>/`:
 | --- | --- | --- |
 | `joins/<rank>` | every rank | how often this rank has joined: its value after the join is the epoch |
 | `<epoch>/terms` | the first to come | world size, host and pid all others are compared with |
-| `<epoch>/info/<rank>` | every rank | who and where: addresses, host, pid; rank 0's also carries options for all |
+| `<epoch>/info/<rank>` | every rank | who it is; rank 0's also carries options for all |
+| `<epoch>/address/<rank>` | every rank, once it listens | where its peers reach it |
 | `<epoch>/joined` | every rank | counter; who makes it reach the world size decides |
 | `<epoch>/ready` | one rank | the decision: the world id, or why the world could not be formed |
 | `<epoch>/left`, `<epoch>/left/<rank>` | every rank | counter and flags of clean exits |
@@ -61,17 +62,18 @@ class Rendezvous:
         self._epoch = 0
         self._who = f"rank {rank} ({socket.gethostname()} pid {os.getpid()})"
 
-    async def join(self, address: PeerAddress, options: dict[str, Any], deadline: Deadline) -> World:
+    async def join(self, host: str, loopback: bool, options: dict[str, Any], deadline: Deadline) -> World:
         """Meet the other ranks; returns when all `world_size` are there.
 
-        `address` is published for the others, and rank 0's `options` for everybody. Raises DistError where the ranks
-        contradict each other (the same rank twice, other world sizes, loopback addresses across hosts), and
-        ConnectTimeoutError naming the ranks that did not come. Cancelling leaves the rank counted as joined.
+        `host` identifies this host, `loopback` says that no other host can reach it; rank 0's `options` become
+        everybody's. Raises DistError where the ranks contradict each other (the same rank twice, other world sizes,
+        loopback addresses across hosts), and ConnectTimeoutError naming the ranks that did not come. Cancelling leaves
+        the rank counted as joined.
         """
         self._store.set_timeout(deadline.remaining_s(_now()))
         self._epoch = await self._claim_rank()
-        await self._agree_on_terms(address)
-        info = msgpack.packb({"who": self._who, "address": address.to_bytes(), "options": options})
+        await self._agree_on_terms(host, loopback)
+        info = msgpack.packb({"who": self._who, "options": options})
         await self._store.set(self._key(f"info/{self.rank}"), info)
         if await self._store.add(self._key("joined"), 1) == self.world_size:
             await self._decide({"world_id": secrets.token_bytes(WORLD_ID_BYTES)})
@@ -86,10 +88,14 @@ class Rendezvous:
         events.info("%s joined a world of %d (epoch %d)", self._who, self.world_size, self._epoch)
         return World(decision["world_id"], self._epoch, leader["options"])
 
+    async def publish(self, address: PeerAddress) -> None:
+        """Tell the others where this rank listens."""
+        await self._store.set(self._key(f"address/{self.rank}"), address.to_bytes())
+
     async def addresses(self, ranks: Sequence[int]) -> dict[int, PeerAddress]:
-        """Fetch the addresses of `ranks` in one request."""
-        infos = await self._store.multi_get([self._key(f"info/{rank}") for rank in ranks])
-        return {rank: PeerAddress.from_bytes(_unpack(info)["address"]) for rank, info in zip(ranks, infos, strict=True)}
+        """Fetch the addresses of `ranks` in one request, which waits for those not published yet."""
+        found = await self._store.multi_get([self._key(f"address/{rank}") for rank in ranks])
+        return {rank: PeerAddress.from_bytes(data) for rank, data in zip(ranks, found, strict=True)}
 
     async def has_left(self, rank: int) -> bool:
         """Whether `rank` has said goodbye."""
@@ -133,13 +139,8 @@ class Rendezvous:
         await self._publish_failure(message)
         raise DistError(message)
 
-    async def _agree_on_terms(self, address: PeerAddress) -> None:
-        mine = {
-            "world_size": self.world_size,
-            "host_id": address.host_id,
-            "loopback": address.loopback_only,
-            "who": self._who,
-        }
+    async def _agree_on_terms(self, host: str, loopback: bool) -> None:
+        mine = {"world_size": self.world_size, "host": host, "loopback": loopback, "who": self._who}
         theirs = _unpack(await self._store.compare_set(self._key("terms"), b"", msgpack.packb(mine)))
         message = None
         if theirs["world_size"] != self.world_size:
@@ -147,7 +148,7 @@ class Rendezvous:
                 f"{self._who} was started with world_size {self.world_size}, "
                 f"but {theirs['who']} with {theirs['world_size']}"
             )
-        elif theirs["host_id"] != address.host_id and (theirs["loopback"] or address.loopback_only):
+        elif theirs["host"] != host and (theirs["loopback"] or loopback):
             local = theirs["who"] if theirs["loopback"] else self._who
             message = (
                 f"{self._who} and {theirs['who']} are on different hosts, but {local} can be reached over loopback "
@@ -190,7 +191,7 @@ class Rendezvous:
 
     async def _clean_up(self) -> None:
         await self._store.set(self._key("gone"), b"1")
-        names = [f"info/{rank}" for rank in range(self.world_size)]
+        names = [f"{kind}/{rank}" for kind in ("info", "address") for rank in range(self.world_size)]
         await asyncio.gather(*(self._store.delete_key(self._key(name)) for name in [*names, "terms", "joined"]))
 
 

@@ -66,6 +66,7 @@ class World:
         self.world_size = world_size
         self.group_name = group_name
         self.options: dict[str, Any] = {}
+        self.world_id = b""
         self.pool = ScratchPool()
         self.groups: dict[int, GroupListener] = {}
         self.lost: dict[int, PeerLostError] = {}
@@ -153,7 +154,7 @@ _SHAPES: Final[dict[str, tuple[type | tuple[type, ...], ...]]] = {
 
 def _parse(rank: int, payload: bytes) -> list[Any]:
     try:
-        message = msgpack.unpackb(payload, max_array_len=4096, max_map_len=0)
+        message: Any = msgpack.unpackb(payload, max_array_len=4096, max_map_len=0)
     except (ValueError, msgpack.UnpackException) as error:
         raise RemoteProtocolError(f"rank {rank} sent a control message that is not msgpack") from error
     shape = _SHAPES.get(message[0]) if isinstance(message, list) and message and isinstance(message[0], str) else None
@@ -161,4 +162,5 @@ def _parse(rank: int, payload: bytes) -> list[Any]:
         raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
     if message[0] == "abort" and not all(isinstance(missing, int) for missing in message[5]):
         raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
-    return message
+    checked: list[Any] = message
+    return checked

@@ -12,8 +12,9 @@ import numpy as np
 from asyncdist.arrays import Array, Flat
 from asyncdist.backend.base import GroupBackend
 from asyncdist.backend.call import Call
+from asyncdist.errors import CollectiveMismatchError
 from asyncdist.executor import reduction
-from asyncdist.executor.buffers import BlockBuffer, Bound, FlatBuffer
+from asyncdist.executor.buffers import NO_BUFFER, BlockBuffer, Bound, FlatBuffer
 from asyncdist.executor.program import Program
 from asyncdist.executor.runner import Execution, Kernel, run_sliced
 from asyncdist.executor.scratch import ScratchPool
@@ -24,6 +25,8 @@ from asyncdist.transport.mesh import Mesh
 from asyncdist.transport.peer import PeerCore
 
 __all__ = ["AioBackend"]
+
+_REFUSED: Final = CollectiveMismatchError("a rank refused the operation")
 
 PROGRAM_CACHE: Final = 256
 """Programs kept per group: more than the shapes a training step uses, few enough to stay below some megabytes."""
@@ -108,7 +111,7 @@ class AioBackend(GroupBackend):
         """Forget one operation."""
         execution = self._executions.pop((tag, sequence), None)
         if execution is not None:
-            self._mesh.drop_operation(key_prefix(self.group_id, tag, sequence))
+            self._mesh.drop_group(key_prefix(self.group_id, tag, sequence), _REFUSED)
             execution.stop()
 
     def _premultiply(self, call: Call, execution: Execution, key: tuple[int, int]) -> None:
@@ -154,7 +157,6 @@ class AioBackend(GroupBackend):
             plan.algorithm,
             plan.world,
             call.counts,
-            call.dtype.itemsize,
             call.root,
             f"{call.dtype.name} {call.op!r}",
         )
@@ -184,21 +186,21 @@ class _Binding:
         self._scratch: Array | None = None
         aligned = program.plan.block_aligned
         scratch_count = program.plan.scratch_count
-        scratch = None
+        scratch = NO_BUFFER
         if scratch_count:
             nbytes = scratch_count * call.dtype.itemsize
             self._scratch = pool.take(nbytes)
             scratch = FlatBuffer(self._scratch[:nbytes].view(call.dtype))
-        self.buffers: tuple[Bound | None, Bound | None, Bound | None] = (
+        self.buffers: tuple[Bound, Bound, Bound] = (
             self._bind_inputs(call, aligned),
             self._bind_outputs(call.outputs, aligned),
             scratch,
         )
 
-    def _bind_inputs(self, call: Call, aligned: bool) -> Bound | None:
+    def _bind_inputs(self, call: Call, aligned: bool) -> Bound:
         flats: Sequence[Flat] = call.inputs
         if not flats:
-            return None
+            return NO_BUFFER
         if type(call.op) is PremulSum:
             arrays = [flat.elements.copy() for flat in flats]
             for array in arrays:
@@ -209,9 +211,9 @@ class _Binding:
             return FlatBuffer(arrays[0])
         return BlockBuffer(arrays) if aligned else FlatBuffer(np.concatenate(arrays))
 
-    def _bind_outputs(self, flats: Sequence[Flat], aligned: bool) -> Bound | None:
+    def _bind_outputs(self, flats: Sequence[Flat], aligned: bool) -> Bound:
         if not flats:
-            return None
+            return NO_BUFFER
         if len(flats) == 1:
             return FlatBuffer(flats[0].elements, flats[0].octets)
         if aligned:

@@ -153,6 +153,7 @@ class RecvWork(_PairWork):
         """End well: the message of `receive` is in its place."""
         self._flat.write_back()
         self.nbytes = receive.nbytes
+        assert receive.source is not None  # set by the transport before it reports
         self._source = self._number(receive.source)
         self._finish(self._outcome())
 
@@ -175,6 +176,7 @@ class RecvWork(_PairWork):
         if self._mesh.withdraw(self.receive):
             self._fail(self._timeout_error(timeout_s))
         else:
+            assert self.receive.source is not None  # matched
             self._peer = self.receive.source
             self._break_pair(timeout_s)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncdist.arrays import Array
 
-__all__ = ["BlockBuffer", "Bound", "FlatBuffer"]
+__all__ = ["NO_BUFFER", "BlockBuffer", "Bound", "FlatBuffer"]
 
 
 class Bound(Protocol):
@@ -36,7 +36,7 @@ class FlatBuffer:
     def __init__(self, array: Array, octets: memoryview | None = None) -> None:
         self._array = array
         self._itemsize = array.itemsize
-        self._octets = memoryview(array.view(np.uint8)) if octets is None else octets
+        self._octets = array.view(np.uint8).data if octets is None else octets
 
     def elements(self, start: int, stop: int) -> Array:
         """The run of elements, as a view."""
@@ -45,6 +45,10 @@ class FlatBuffer:
     def octets(self, start: int, stop: int) -> memoryview:
         """The bytes of the run, as a view."""
         return self._octets[start * self._itemsize : stop * self._itemsize]
+
+
+NO_BUFFER = FlatBuffer(np.empty(0, np.uint8))
+"""What an operation without data, or a rank without that buffer, binds: only its empty slices are asked for."""
 
 
 class BlockBuffer:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from asyncdist.arrays import Array
 from asyncdist.errors import DistError
-from asyncdist.executor.buffers import Bound, FlatBuffer
+from asyncdist.executor.buffers import Bound
 from asyncdist.executor.program import COPY, RECV, REDUCE, SEND, Program
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.transport.matching import Receive, SendOp
@@ -81,7 +81,7 @@ class Execution:
         self,
         loop: asyncio.AbstractEventLoop,
         program: Program,
-        buffers: Sequence[Bound | None],
+        buffers: Sequence[Bound],
         peers: Sequence[PeerCore | None],
         prefix: bytes,
         fingerprint: int,
@@ -164,7 +164,7 @@ class Execution:
         kind = program.kinds[index]
         buffer, start, length = program.places[index]
         if kind == SEND:
-            payload = self._buffers[buffer].octets(start, start + length)  # type: ignore[union-attr]
+            payload = self._buffers[buffer].octets(start, start + length)
             key = self._prefix + program.suffixes[index]
             send = SendOp(key, payload, b"", self, index, self._fingerprint)
             if self._peers[program.peers[index]].post_send(send):  # type: ignore[union-attr]
@@ -172,7 +172,7 @@ class Execution:
             self._waiting.add(index)
             return False
         if kind == RECV:
-            target = self._buffers[buffer].octets(start, start + length)  # type: ignore[union-attr]
+            target = self._buffers[buffer].octets(start, start + length)
             receive = Receive(self._prefix + program.suffixes[index], target, self, index)
             if self._peers[program.peers[index]].post_receive(receive):  # type: ignore[union-attr]
                 return True
@@ -186,7 +186,7 @@ class Execution:
         program = self._program
         nbytes = length * self._itemsize
         staging = self._staging[index] = self._pool.take(nbytes)
-        receive = Receive(self._prefix + program.suffixes[index], memoryview(staging)[:nbytes], self, index)
+        receive = Receive(self._prefix + program.suffixes[index], staging.data, self, index)
         if self._peers[program.peers[index]].post_receive(receive):  # type: ignore[union-attr]
             return self._reduce_staged(index)
         self._waiting.add(index)
@@ -194,7 +194,7 @@ class Execution:
 
     def _reduce_staged(self, index: int) -> bool:
         buffer, start, length = self._program.places[index]
-        target = self._buffers[buffer].elements(start, start + length)  # type: ignore[union-attr]
+        target = self._buffers[buffer].elements(start, start + length)
         staging = self._staging[index]
         incoming = staging[: length * self._itemsize].view(target.dtype)
 
@@ -206,9 +206,9 @@ class Execution:
     def _issue_local(self, index: int, kind: int) -> bool:
         program = self._program
         buffer, start, length = program.places[index]
-        target = self._buffers[buffer].elements(start, start + length)  # type: ignore[union-attr]
+        target = self._buffers[buffer].elements(start, start + length)
         buffer, start, length = program.sources[index]
-        source = self._buffers[buffer].elements(start, start + length)  # type: ignore[union-attr]
+        source = self._buffers[buffer].elements(start, start + length)
         if kind == COPY:
 
             def copy(first: int, last: int) -> None:
@@ -274,9 +274,3 @@ class Execution:
 
 def _nothing() -> None:
     pass
-
-
-def scratch_buffer(staging: Array, dtype: Any, count: int) -> FlatBuffer:
-    """Bind `count` elements of raw scratch memory as a plan buffer."""
-    nbytes = count * dtype.itemsize
-    return FlatBuffer(staging[:nbytes].view(dtype), memoryview(staging)[:nbytes])

@@ -16,7 +16,6 @@ from asyncdist.transport.frame import (
     POINT_TO_POINT,
     Kind,
     describe_key,
-    group_of,
     pack_header,
 )
 from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, ReceiveTable

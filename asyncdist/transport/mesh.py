@@ -135,11 +135,14 @@ class Mesh:
         self._check_open()
         for rank in ranks:
             self._check_rank(rank)
-        if self._gone and self._all_gone(ranks):
-            raise PeerLostError(f"every rank this could come from has left or was lost: {sorted(ranks)}", min(ranks))
         if self.rank in ranks:
             self.peer(self.rank)
-        return self._any_source.post(receive, ranks)
+        if self._any_source.post(receive, ranks):
+            return True
+        if self._gone and self._all_gone(ranks):
+            self._any_source.withdraw(receive)
+            raise PeerLostError(f"every rank this could come from has left or was lost: {sorted(ranks)}", min(ranks))
+        return False
 
     def withdraw(self, receive: Receive, rank: int | None = None) -> bool:
         """Forget a posted receive; False if it was matched or has ended. With `rank` only that peer is asked."""
@@ -180,8 +183,16 @@ class Mesh:
                 reached.append(rank)
         return reached
 
+    def break_pair(self, rank: int, cause: Exception) -> None:
+        """Give up on `rank`, as if its connection had broken: pending operations with it fail with PeerLostError."""
+        self._check_rank(rank)
+        if rank != self.rank:
+            self._link(rank).break_off(cause)
+
     def drop_group(self, group: bytes, error: BaseException) -> None:
         """Forget every operation of the group with id `group` (8 bytes), telling no sink; late messages are drained.
+
+        16 bytes (group, tag, sequence) name one operation of a group.
 
         On return no array of the group is read or written any more. `error` says why, for those who ask later.
         """

@@ -21,7 +21,6 @@ from asyncdist.transport.frame import (
     MAX_OFFERS,
     MESSAGE_OVERHEAD_BYTES,
     Kind,
-    group_of,
     pack_fragment,
     pack_header,
 )

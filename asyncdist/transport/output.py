@@ -24,7 +24,6 @@ from asyncdist.transport.frame import (
     MAX_CALL_BYTES,
     MAX_REPLIES,
     Kind,
-    group_of,
     pack_fragment,
     pack_header,
 )
@@ -339,7 +338,7 @@ class OutputQueue:
         unsent = [entry for entry in self._data if entry[1] is not None and entry[1].key.startswith(group)]
         if unsent:
             self._data = deque(entry for entry in self._data if entry[1] is None or not entry[1].key.startswith(group))
-        if self._begun_op is not None and group_of(self._begun_op.key) == group:
+        if self._begun_op is not None and self._begun_op.key.startswith(group):
             self._begun = [b"".join(self._begun)]
             self.streaming.pop(self._begun_op._id, None)
             self._begun_op = None
