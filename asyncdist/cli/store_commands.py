@@ -1,0 +1,150 @@
+"""`asyncdist store`: look into a running store, and change it, from a shell."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+import click
+
+from asyncdist.errors import DistError
+from asyncdist.launch.config import Endpoint, parse_endpoint
+from asyncdist.store import Store, TCPStore
+from asyncdist_server.auth import load_token, read_token_file
+
+__all__ = ["store_group"]
+
+DEFAULT_TIMEOUT_S: Final = 10.0
+"""Somebody sits at the keyboard."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The store that the commands talk to."""
+
+    endpoint: Endpoint
+    namespace: str
+    token: str | None
+    timeout_s: float
+
+    def run(self, work: Callable[[Store], Awaitable[T]]) -> T:
+        """Connect, do `work` and close; failures end the command with their message."""
+
+        async def main() -> T:
+            async with TCPStore(
+                self.endpoint.host,
+                self.endpoint.port,
+                token=self.token,
+                namespace=self.namespace,
+                timeout=self.timeout_s,
+            ) as store:
+                return await work(store)
+
+        try:
+            return asyncio.run(main())
+        except (DistError, ValueError) as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group("store")
+@click.option(
+    "--store", "where", metavar="HOST:PORT", help="The daemon; else ASYNCDIST_STORE, else MASTER_ADDR:MASTER_PORT."
+)
+@click.option("--namespace", default="", help="The job whose keys are meant; else ASYNCDIST_JOB_ID.")
+@click.option(
+    "--token-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File with the daemon's token; else ASYNCDIST_TOKEN, else the file ASYNCDIST_TOKEN_FILE.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=DEFAULT_TIMEOUT_S,
+    show_default=True,
+    help="Seconds, for everything.",
+)
+@click.pass_context
+def store_group(
+    context: click.Context, where: str | None, namespace: str, token_file: Path | None, timeout: float
+) -> None:
+    """Read and change the keys of a running store."""
+    try:
+        endpoint = parse_endpoint(where or _from_environment())
+        token = read_token_file(token_file) if token_file else load_token(os.environ)
+    except (ValueError, OSError) as error:
+        raise click.UsageError(str(error)) from error
+    context.obj = Target(endpoint, namespace or os.environ.get("ASYNCDIST_JOB_ID", ""), token, timeout)
+
+
+@store_group.command("get")
+@click.argument("key")
+@click.pass_obj
+def get_command(target: Target, key: str) -> None:
+    """Print the value of KEY, waiting for it until the time-out. On a terminal a new line follows it."""
+    value = target.run(lambda store: store.get(key))
+    click.echo(value, nl=sys.stdout.isatty())
+
+
+@store_group.command("set")
+@click.argument("key")
+@click.argument("value")
+@click.pass_obj
+def set_command(target: Target, key: str, value: str) -> None:
+    """Store VALUE under KEY; a VALUE of - is read from standard input."""
+    data = sys.stdin.buffer.read() if value == "-" else value.encode()
+    target.run(lambda store: store.set(key, data))
+
+
+@store_group.command("add", context_settings={"ignore_unknown_options": True})
+@click.argument("key")
+@click.argument("amount", type=int, default=1)
+@click.pass_obj
+def add_command(target: Target, key: str, amount: int) -> None:
+    """Add AMOUNT (1 unless given, may be negative) to the counter KEY and print the sum."""
+    click.echo(target.run(lambda store: store.add(key, amount)))
+
+
+@store_group.command("wait")
+@click.argument("keys", nargs=-1, required=True)
+@click.pass_obj
+def wait_command(target: Target, keys: tuple[str, ...]) -> None:
+    """Wait until all KEYS exist; fails with those still missing when the time-out ends."""
+    target.run(lambda store: store.wait(keys))
+
+
+@store_group.command("del")
+@click.argument("keys", nargs=-1, required=True)
+@click.pass_obj
+def del_command(target: Target, keys: tuple[str, ...]) -> None:
+    """Delete KEYS and print how many of them existed."""
+
+    async def delete(store: Store) -> list[bool]:
+        return [await store.delete_key(key) for key in keys]
+
+    click.echo(sum(target.run(delete)))
+
+
+@store_group.command("ls")
+@click.argument("prefix", default="")
+@click.pass_obj
+def ls_command(target: Target, prefix: str) -> None:
+    """Print the keys that begin with PREFIX, sorted, one a line."""
+    for key in sorted(target.run(lambda store: store.list_keys(prefix))):
+        click.echo(key)
+
+
+def _from_environment() -> str:
+    environment = os.environ
+    if environment.get("ASYNCDIST_STORE"):
+        return environment["ASYNCDIST_STORE"]
+    if environment.get("MASTER_ADDR") and environment.get("MASTER_PORT"):
+        host = environment["MASTER_ADDR"]
+        return f"{f'[{host}]' if ':' in host else host}:{environment['MASTER_PORT']}"
+    raise ValueError("which store? give --store HOST:PORT, or set ASYNCDIST_STORE, or MASTER_ADDR and MASTER_PORT")

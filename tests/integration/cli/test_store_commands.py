@@ -1,0 +1,88 @@
+"""`asyncdist store ...` and `asyncdist token` against a real daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from asyncdist.cli.store_commands import store_group
+from asyncdist.cli.token_command import token_command
+from asyncdist_server.auth import check_token, new_token
+from asyncdist_server.threaded import ThreadedServer, serve_in_thread
+
+TOKEN = new_token()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadedServer]:
+    with serve_in_thread(token=TOKEN) as running:
+        yield running
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text(TOKEN + "\n")
+    return path
+
+
+def invoke(*arguments: object, **options: object) -> Result:
+    return CliRunner().invoke(store_group, [str(argument) for argument in arguments], **options)  # type: ignore[arg-type]
+
+
+def test_verbs(server: ThreadedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCDIST_STORE", f"127.0.0.1:{server.port}")
+    monkeypatch.setenv("ASYNCDIST_TOKEN", TOKEN)
+    monkeypatch.setenv("ASYNCDIST_JOB_ID", "verbs")
+    assert invoke("set", "key", "value").exit_code == 0
+    assert invoke("get", "key").stdout_bytes == b"value"
+    assert invoke("set", "binary", "-", input=b"\x00\xff").exit_code == 0
+    assert invoke("get", "binary").stdout_bytes == b"\x00\xff"
+    assert invoke("add", "n").stdout == "1\n"
+    assert invoke("add", "n", "-5").stdout == "-4\n"
+    assert invoke("wait", "key", "n").exit_code == 0
+    assert invoke("ls").stdout == "binary\nkey\nn\n"
+    assert invoke("ls", "k").stdout == "key\n"
+    assert invoke("--namespace", "other", "ls").stdout == ""
+    assert invoke("del", "key", "n", "none").stdout == "2\n"
+
+
+def test_wait_says_what_is_missing(server: ThreadedServer, token_file: Path) -> None:
+    where = ("--store", f"127.0.0.1:{server.port}", "--token-file", token_file)
+    result = invoke(*where, "--timeout", "0.05", "wait", "absent")
+    assert result.exit_code == 1
+    assert "still missing: absent" in result.output
+
+
+def test_master_address_is_the_last_resort(
+    server: ThreadedServer, token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ASYNCDIST_STORE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    result = invoke("ls")
+    assert result.exit_code == 2
+    assert "ASYNCDIST_STORE" in result.output
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    monkeypatch.setenv("ASYNCDIST_TOKEN_FILE", str(token_file))
+    assert invoke("ls").exit_code == 0
+
+
+def test_missing_token_is_said(server: ThreadedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASYNCDIST_TOKEN", raising=False)
+    monkeypatch.delenv("ASYNCDIST_TOKEN_FILE", raising=False)
+    result = invoke("--store", f"127.0.0.1:{server.port}", "ls")
+    assert result.exit_code == 1
+    assert "the server requires a token" in result.output
+
+
+def test_wrong_endpoint_is_said() -> None:
+    assert "is not a port" in invoke("--store", "host:port", "ls").output
+
+
+def test_token_is_new_and_long_enough() -> None:
+    first, second = (CliRunner().invoke(token_command).output.strip() for _ in range(2))
+    assert check_token(first) != check_token(second)
