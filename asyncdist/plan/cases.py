@@ -32,7 +32,7 @@ def problems(collective: str, world: int, *, thorough: bool | None = None) -> It
     if collective == "barrier":
         yield Problem.of(collective, world, 0)
         return
-    counts: list[int | tuple[int, ...]] = [0, 1]
+    counts: list[int | tuple[int, ...]] = [0, 1] if thorough or world % 4 == 0 else [0]
     if collective in BLOCK_COLLECTIVES:
         counts += [_pattern(world)] + ([9, _lone(world)] if thorough else [])
     else:

@@ -58,13 +58,19 @@ CHUNK_MIN_BYTES: Final = 128 << 10
 """A chunk should cost more to transfer (85 us) than its message costs by existing (60 us)."""
 
 CHUNK_MAX_BYTES: Final = 1 << 20
-"""Reducing a chunk must leave the event loop free again within about 0.2 ms; larger ones gain nothing."""
+"""Reducing a chunk leaves the event loop free again within about 0.3 ms; larger ones gain nothing, as long as there are
+fewer than CHUNKS_MAX."""
 
 CHUNKS_PER_BLOCK: Final = 4
 """Chunks in a block of medium size: the wire, the reduction and the loop each have one, and one waits."""
 
-PLAN_CACHE_PLANS: Final = 1024
-"""Plans kept. A model has a few hundred tensor shapes; a plan is 1 to 200 kB, so this is well below 100 MB."""
+CHUNKS_MAX: Final = 128
+"""Chunks in the largest blocks, which get larger chunks instead: each is a step with its message, a third of a kB in
+the plan, and a pipeline of 128 is already within a percent or two of the wire."""
+
+PLAN_CACHE_PLANS: Final = 512
+"""Plans kept. A model has a few hundred tensor shapes. A plan takes 1 to 300 kB in small worlds, so this is below
+150 MB with the largest vectors everywhere, and a few MB as a rule."""
 
 
 def plan_for(
@@ -110,12 +116,13 @@ def choose(problem: Problem, itemsize: int) -> str:
 
 
 def chunk_bytes(problem: Problem, itemsize: int) -> int:
-    """Bytes of a chunk, at most: a quarter of what moves as one block, within limits."""
+    """Bytes of a chunk, at most: a quarter of what moves as one block, within limits; more for the largest blocks."""
     if problem.collective == "all_reduce":
-        block = -(-problem.total // problem.world) * itemsize
+        block_bytes = -(-problem.total // problem.world) * itemsize
     else:
-        block = max(problem.counts) * itemsize
-    return min(max(block // CHUNKS_PER_BLOCK, CHUNK_MIN_BYTES), CHUNK_MAX_BYTES)
+        block_bytes = max(problem.counts) * itemsize
+    chunk = min(max(block_bytes // CHUNKS_PER_BLOCK, CHUNK_MIN_BYTES), CHUNK_MAX_BYTES)
+    return max(chunk, -(-block_bytes // CHUNKS_MAX))
 
 
 @lru_cache(maxsize=PLAN_CACHE_PLANS)

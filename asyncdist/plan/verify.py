@@ -168,9 +168,9 @@ class _Run:
         send, receive = self._steps[sender], self._steps[receiver]
         assert isinstance(send, Send)
         assert isinstance(receive, RECEIVES)
-        self._heard[sender] = self._before(sender)
-        self._heard[receiver] = self._before(receiver) | self._heard[sender]
-        if not send.source.length:
+        if not send.source.length:  # a barrier's: what it carries is who has arrived
+            self._heard[sender] = self._before(sender)
+            self._heard[receiver] = self._before(receiver) | self._heard[sender]
             return
         runs = self._memory[self._ranks[sender]][send.source.buffer].read(send.source.offset, send.source.length)
         memory = self._memory[self._ranks[receiver]][receive.target.buffer]

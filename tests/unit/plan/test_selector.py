@@ -74,7 +74,9 @@ def test_chunks_stay_within_their_limits():
     assert chunk_bytes(Problem.of("all_reduce", 4, 1), 8) == selector.CHUNK_MIN_BYTES
     assert chunk_bytes(Problem.of("all_reduce", 2, MIB), 2) == selector.CHUNK_MIN_BYTES * 2
     assert chunk_bytes(Problem.of("all_reduce", 2, 8 * MIB), 1) == selector.CHUNK_MAX_BYTES
-    assert chunk_bytes(Problem.of("all_reduce", 2, 800 * MIB), 1) == selector.CHUNK_MAX_BYTES
+    largest = selector.CHUNKS_MAX * selector.CHUNK_MAX_BYTES
+    assert chunk_bytes(Problem.of("broadcast", 2, largest), 1) == selector.CHUNK_MAX_BYTES
+    assert chunk_bytes(Problem.of("broadcast", 2, largest + 1), 1) == selector.CHUNK_MAX_BYTES + 1
     assert chunk_bytes(Problem.of("all_gather", 2, (1, 2 * MIB)), 1) == MIB // 2
 
 
