@@ -184,7 +184,7 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 install_tools
 start_engine
-(umask 077 && echo "ASYNCDIST_TOKEN=$("$PYTHON" -m asyncdist.cli token)" >"$CACHE/env")
+(umask 077 && echo "ASYNCDIST_TOKEN=$("$PYTHON" -m asyncdist token)" >"$CACHE/env")
 import_base
 collect_wheels
 say "building images"
