@@ -205,6 +205,11 @@ class Connection(asyncio.Protocol):
     def stop(self) -> None:
         """End the connection because the daemon stops; replies already made are still sent."""
         self._session.close(self._loop.time())
+        if self._transport is not None and not self._transport.get_write_buffer_size() and not self._session.has_output:
+            self._ending = True
+            self._cancel_timer()
+            self._transport.close()  # there is no last message that a reset could lose
+            return
         self.flush()
 
     def abort(self) -> None:

@@ -40,6 +40,7 @@ class StoreServer:
         self._listeners: list[asyncio.Server] = []
         self._addresses: list[tuple[str, int]] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0  # uvloop's handle of a timer due at once does not tell
         self._emptied: asyncio.Event | None = None
         self._stopping = False
 
@@ -142,17 +143,16 @@ class StoreServer:
         if deadline is None or self._stopping:
             return
         if self._timer is not None:
-            if self._timer.when() <= deadline:
+            if self._timer_at <= deadline:
                 return  # it fires early, finds nothing due, and is set anew
             self._timer.cancel()
+        self._timer_at = deadline
         self._timer = asyncio.get_running_loop().call_at(deadline, self._expire)
 
     def _expire(self) -> None:
-        assert self._timer is not None
-        # Loops may fire a little early; the timer's own time is what has come.
-        now = max(asyncio.get_running_loop().time(), self._timer.when())
         self._timer = None
-        self.engine.expire(now)
+        # Loops may fire a little early; the time that was asked for is what has come.
+        self.engine.expire(max(asyncio.get_running_loop().time(), self._timer_at))
         self.settle()
 
 

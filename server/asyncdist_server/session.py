@@ -8,7 +8,8 @@
     session.close(now)              # the connection is gone
 
 `on_output` is called when there is output although nobody called the session: another client's request completed a
-blocked one of this client. It must not call the session or the engine, only take note.
+blocked one of this client. It is called again when such replies exceed what a slow client may make us hold. It must
+not call the session or the engine, only take note.
 """
 
 from __future__ import annotations
@@ -88,6 +89,11 @@ class Session:
     def open(self) -> bool:
         """Whether handshake and hello are done."""
         return self._client is not None
+
+    @property
+    def has_output(self) -> bool:
+        """Whether `take_output` would return anything."""
+        return bool(self._output or self._replies)
 
     @property
     def busy(self) -> bool:
@@ -217,7 +223,7 @@ class Session:
         """Take the reply to a request that was blocked."""
         self._replies.append(reply)
         self.reply_bytes += _value_bytes(reply)
-        if not self._running and len(self._replies) == 1:
+        if not self._running and (len(self._replies) == 1 or self.reply_bytes > self._engine.limits.frame_bytes):
             self._on_output()
 
     def _superseded(self) -> None:

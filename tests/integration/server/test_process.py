@@ -1,0 +1,214 @@
+"""The daemon as people start it: a process, its ready line, its refusals, its signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from server_kit import SocketClient
+
+from asyncdist_server import messages as m
+from asyncdist_server.auth import new_token
+
+DEADLINE_S = 20.0
+READY = re.compile(r"asyncdist-server ready on 127\.0\.0\.1:(\d+)(?: \(http 127\.0\.0\.1:(\d+)\))?\n")
+
+
+def environment(**changes: str) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCDIST_")}
+    return {**clean, **changes}
+
+
+class Daemon:
+    """A daemon process that has said it is ready."""
+
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "asyncdist_server", "--port", "0", *arguments],
+            env=env or environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], DEADLINE_S)
+        line = self.process.stdout.readline() if ready else ""
+        match = READY.fullmatch(line)
+        if match is None:
+            self.process.kill()
+            raise AssertionError(f"no ready line but {line!r}, {self.process.communicate()}")
+        self.port = int(match[1])
+        self.http_port = int(match[2]) if match[2] else None
+
+    def end(self, signal_number: int = signal.SIGTERM) -> tuple[int, str, str]:
+        self.process.send_signal(signal_number)
+        output, errors = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, output, errors
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Daemon]]:
+    daemons: list[Daemon] = []
+
+    def start_one(*arguments: str, env: dict[str, str] | None = None) -> Daemon:
+        daemons.append(Daemon(*arguments, env=env))
+        return daemons[-1]
+
+    yield start_one
+    for daemon in daemons:
+        if daemon.process.poll() is None:
+            daemon.process.kill()
+        daemon.process.communicate()
+
+
+def run_daemon(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Start a daemon that must refuse to run."""
+    return subprocess.run(
+        [sys.executable, "-m", "asyncdist_server", *arguments],
+        env=env or environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_code_0_and_tells_blocked_clients(
+    start: Callable[..., Daemon], signal_number: int
+) -> None:
+    daemon = start()
+    with SocketClient(daemon.port) as client:
+        assert client.ask(m.SET, b"k", b"v") is None
+        client.send((m.GET, b"never", None))
+        began = time.monotonic()
+        code, output, errors = daemon.end(signal_number)
+        assert code == 0, errors
+        assert output == ""
+        assert "Traceback" not in errors
+        assert client.closed_by_daemon()
+        assert time.monotonic() - began < 3.0
+
+
+def test_health_is_served_over_http(start: Callable[..., Daemon]) -> None:
+    daemon = start("--http-port", "0")
+    with SocketClient(daemon.port) as client:
+        client.ask(m.SET, b"k", b"v")
+        with urllib.request.urlopen(f"http://127.0.0.1:{daemon.http_port}/healthz", timeout=DEADLINE_S) as answer:
+            health = json.load(answer)
+    assert answer.status == 200
+    assert health["status"] == "ok"
+    assert (health["keys"], health["connections"]) == (1, 1)
+    assert daemon.end()[0] == 0
+
+
+def test_a_token_of_the_environment_or_a_file_is_required_of_clients(
+    start: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    token = new_token()
+    (tmp_path / "token").write_text(token + "\n")
+    for daemon in (
+        start(env=environment(ASYNCDIST_TOKEN=token)),
+        start("--token-file", str(tmp_path / "token")),
+        start(env=environment(ASYNCDIST_SERVER_TOKEN_FILE=str(tmp_path / "token"))),
+    ):
+        with SocketClient(daemon.port, token) as client:
+            client.ask(m.PING)
+        _, _, errors = daemon.end()
+        assert token not in errors
+
+
+def test_options_come_from_the_environment(start: Callable[..., Daemon]) -> None:
+    daemon = start(env=environment(ASYNCDIST_SERVER_MAX_VALUE_BYTES="4"))
+    with SocketClient(daemon.port) as client:
+        assert client.welcome.limits.value_bytes == 4
+        assert client.ask(m.SET, b"k", b"1234") is None
+        client.send((m.SET, b"k", b"12345"))
+        assert client.reply()[1] == m.LIMIT
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_listening_beyond_loopback_needs_a_token(host: str) -> None:
+    refused = run_daemon("--host", host, "--port", "0")
+    assert refused.returncode == 1
+    assert "without a token" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_listening_beyond_loopback_is_allowed_with_a_token_or_on_demand() -> None:
+    for arguments, env in (
+        (["--insecure-no-auth"], environment()),
+        ([], environment(ASYNCDIST_TOKEN=new_token())),
+    ):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "asyncdist_server", "--host", "0.0.0.0", "--port", "0", *arguments],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("asyncdist-server ready on 0.0.0.0:")
+        finally:
+            process.terminate()
+            process.communicate(timeout=DEADLINE_S)
+
+
+def test_wrong_settings_are_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("short")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = [
+            (["--port", str(port)], {}, f"127.0.0.1 port {port}"),
+            (["--port", "0"], {"ASYNCDIST_TOKEN": "short"}, "5 characters"),
+            (["--port", "0", "--token-file", str(tmp_path / "token")], {}, "5 characters"),
+            (["--port", "0", "--max-key-bytes", "9000"], {}, "at most 8192 bytes"),
+            (["--port", "0", "--max-value-bytes", "0"], {}, "must be positive"),
+            (["--port", "0", "--max-value-bytes", str(2**32)], {}, "4 GiB"),
+            (["--port", "0", "--http-port", str(port)], {}, str(port)),
+        ]
+        for arguments, changes, text in cases:
+            refused = run_daemon(*arguments, env=environment(**changes))
+            assert refused.returncode != 0
+            assert text in refused.stderr
+            assert "Traceback" not in refused.stderr
+
+
+def test_it_loads_neither_numpy_nor_asyncdist_nor_http_unasked(start: Callable[..., Daemon]) -> None:
+    """The modules of a daemon that has served a client, and those of a bare import."""
+    program = (
+        "import sys, asyncdist_server\n"
+        "bare = [name for name in sys.modules if name.startswith(('asyncio', 'msgpack', 'asyncdist_server.'))]\n"
+        "from asyncdist_server import serve_in_thread\n"
+        "import asyncdist_server.cli\n"
+        "from server_kit import SocketClient\n"
+        "with serve_in_thread() as server, SocketClient(server.port) as client: client.ask(19)\n"
+        "banned = {'numpy', 'asyncdist', 'aiohttp', 'prometheus_client', 'rich'} & set(sys.modules)\n"
+        "print(bare, sorted(banned))"
+    )
+    tests = str(Path(__file__).parents[2])
+    env = environment(PYTHONPATH=tests)
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    assert result.stdout == "[] []\n"
+
+
+def test_without_aiohttp_the_http_port_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "aiohttp.py").write_text("raise ImportError('not here')\n")
+    refused = run_daemon("--port", "0", "--http-port", "0", env=environment(PYTHONPATH=str(tmp_path)))
+    assert refused.returncode == 1
+    assert "asyncdist[server]" in refused.stderr
+    assert "Traceback" not in refused.stderr
