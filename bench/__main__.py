@@ -67,7 +67,7 @@ def main(
     if form == "table":
         _print_tables(console, cells)
     for line in _missing(cells):
-        errors.print(line)
+        errors.print(line, soft_wrap=True, markup=False)
     if any(measurement.wrong for cell in cells for measurement in cell.measurements.values()):
         raise SystemExit("wrong results: see the column 'wrong'")
 

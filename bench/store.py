@@ -43,7 +43,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 def asyncdist_run() -> Callable[..., Any]:
     """Return `asyncdist.run`."""
-    run: Callable[..., Any] = importlib.import_module("asyncdist.loop").run
+    run: Callable[..., Any] = importlib.import_module("asyncdist").run
     return run
 
 
