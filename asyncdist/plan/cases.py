@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from asyncdist.plan.problem import BLOCK_COLLECTIVES, Problem
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, ROOTED, Problem
 from asyncdist.plan.registry import ALGORITHMS, build
 from asyncdist.plan.symbols import PlanError
 from asyncdist.plan.verify import verify
@@ -20,6 +20,9 @@ CHUNK_LENGTH: Final = 4
 
 THOROUGH_WORLD: Final = 12
 """Up to here every count and every root is proven; larger worlds take a choice of both, which differs by world."""
+
+SEVERAL_CHUNKS: Final = 5 * CHUNK_LENGTH + 1
+"""Elements of a vector sent whole: six chunks, more than any window holds."""
 
 BLOCK_PATTERN: Final = (5, 0, 1, 0)
 """Uneven block lengths, repeated: two chunks, nothing, one element."""
@@ -36,11 +39,11 @@ def problems(collective: str, world: int, *, thorough: bool | None = None) -> It
     if collective in BLOCK_COLLECTIVES:
         counts += [_pattern(world)] + ([9, _lone(world)] if thorough else [])
     else:
-        counts += [world + world // 2 + 1] + ([world - 1, world, 9 * world + 5] if thorough else [])
-    rooted = Problem.of(collective, world, 1, world - 1).root == world - 1
+        several = SEVERAL_CHUNKS if collective in ROOTED else world + world // 2 + 1
+        counts += [several] + ([world - 1, world, 9 * world + 5] if thorough else [])
     roots = range(world) if thorough else (0, world // 3 + 1)
     for count in counts:
-        for root in roots if rooted else (0,):
+        for root in roots if collective in ROOTED else (0,):
             yield Problem.of(collective, world, count, root)
 
 

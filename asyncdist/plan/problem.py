@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["BLOCK_COLLECTIVES", "COLLECTIVES", "VECTOR_COLLECTIVES", "Problem"]
+__all__ = ["BLOCK_COLLECTIVES", "COLLECTIVES", "ROOTED", "VECTOR_COLLECTIVES", "Problem"]
 
 VECTOR_COLLECTIVES: Final = ("all_reduce", "broadcast", "reduce", "barrier")
 """Every rank has a vector of the same length."""
@@ -33,6 +33,7 @@ BLOCK_COLLECTIVES: Final = ("all_gather", "reduce_scatter", "gather", "scatter")
 COLLECTIVES: Final = (*VECTOR_COLLECTIVES, *BLOCK_COLLECTIVES)
 
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
+"""One rank has the data, or gets it."""
 
 
 class Problem(NamedTuple):

@@ -114,4 +114,5 @@ class Memory:
 
 
 def bits(mask: int) -> list[int]:
+    """Numbers of the bits that are set, for messages."""
     return [bit for bit in range(mask.bit_length()) if mask >> bit & 1]

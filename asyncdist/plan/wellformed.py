@@ -21,6 +21,7 @@ LOCALS: Final = (Copy, Reduce)
 
 
 def check_form(problem: Problem, rank: int, plan: Plan) -> None:
+    """Raise PlanError unless every step is possible on `rank`'s buffers and keeps what the plan claims of blocks."""
     if (plan.collective, plan.rank, plan.world) != (problem.collective, rank, problem.world):
         raise PlanError(f"is the plan of {plan.collective} for rank {plan.rank} of {plan.world}")
     lengths = (problem.input_length(rank), problem.output_length(rank), plan.scratch_count)
@@ -61,6 +62,7 @@ def _within_block(starts: tuple[int, ...], piece: Slice) -> bool:
 
 
 def slices_of(step: Step) -> tuple[Slice, ...]:
+    """Slices a step touches; where it writes one, that is the last."""
     if isinstance(step, Send):
         return (step.source,)
     if isinstance(step, RECEIVES):
@@ -69,7 +71,7 @@ def slices_of(step: Step) -> tuple[Slice, ...]:
 
 
 def check_hazards(plan: Plan) -> None:
-    """Between conflicting steps there must be a path of `after`, whatever happens on other ranks.
+    """Raise PlanError unless conflicting steps have a path of `after` between them, whatever other ranks do.
 
     The elements are cut at every boundary any step uses; per cell it is enough to look at the last writer and the
     readers since, as those were found to be in order with everything before them.
@@ -112,7 +114,7 @@ def _cells(plan: Plan) -> tuple[dict[int, int], ...]:
 
 
 def check_symmetry(plans: Sequence[Plan]) -> None:
-    """ROTATION: the same kinds of steps, lengths, slots and waits, with peers at the same distance."""
+    """Raise PlanError unless a claimed ROTATION holds: the same steps, lengths, slots and waits, rotated peers."""
     if plans[0].symmetry is not Symmetry.ROTATION:
         return
     shape = [_shape(plans[0], step) for step in plans[0].steps]
