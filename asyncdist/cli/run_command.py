@@ -118,7 +118,7 @@ def _launch(config: LaunchConfig) -> int:
 
     try:
         return asyncio.run(run(config))
-    except DistError as error:
+    except (DistError, OSError) as error:
         raise click.ClickException(str(error)) from error
 
 

@@ -124,7 +124,9 @@ class Nodes:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(outcome, Exception):  # a bug or a foreign record, not the cancellation
+                    raise outcome
 
     async def _await_failure(self, attempt: int, on_failure: Callable[[Failure], None]) -> None:
         try:
