@@ -98,7 +98,7 @@ class Wire:
             moved += len(self.bytes) != before
         while self.bytes and (limit is None or moved < limit):
             view = self.target.get_buffer()
-            assert 0 < len(view)
+            assert len(view) > 0
             count = min(len(view), len(self.bytes))
             if step is not None:
                 count = min(count, step)

@@ -75,7 +75,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._virtual.now_s
 
     def run_in_executor(
-        self, executor: concurrent.futures.Executor | None, func: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]
+        self, executor: concurrent.futures.Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
         """Run `func(*args)` now, in this thread."""
         future: asyncio.Future[T] = self.create_future()
@@ -90,7 +90,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         raise RuntimeError("executors run inline in virtual time")
 
     def call_soon_threadsafe(
-        self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: Context | None = None
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """As `call_soon`: there is no other thread to be woken for."""
         return self.call_soon(callback, *args, context=context)

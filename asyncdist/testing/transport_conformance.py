@@ -1,0 +1,326 @@
+"""What every mesh must do, as checks that run on any of them.
+
+    from asyncdist.testing.transport_conformance import MESH_CHECKS
+
+    @pytest.mark.parametrize("check", MESH_CHECKS, ids=lambda check: check.__name__)
+    async def test_my_mesh(check):
+        await check(open_my_meshes)
+
+`open_my_meshes` is an async function that takes a sequence of owners and opens one mesh for each, ranks 0, 1, ... of a
+world of its own, in this event loop. A check needs no test framework and leaves nothing open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from asyncdist.errors import CollectiveMismatchError, PeerLostError
+from asyncdist.testing.transport_check_tools import (
+    GROUP,
+    MeshCheck,
+    OpenMeshes,
+    Rank,
+    eventually,
+    open_world,
+    pattern,
+)
+from asyncdist.transport.frame import EAGER_BYTES, MAX_OFFERS, pack_key
+
+__all__ = ["MESH_CHECKS", "MeshCheck", "OpenMeshes"]
+
+SIZES: Final = (0, 1, EAGER_BYTES, EAGER_BYTES + 1, 5 << 20)
+GROUP_BYTES: Final = pack_key(GROUP, 0, 0, 0, 0)[:8]
+
+
+async def check_sizes(open_meshes: OpenMeshes) -> None:
+    """Messages of every kind of size arrive, whether sent or received first, on both channels."""
+    async with open_world(open_meshes, 2) as (one, two):
+        for channel in (0, 1):
+            for tag, nbytes in enumerate(SIZES):
+                data = pattern(nbytes, tag)
+                target = nbytes if channel else None
+                sent = one.send(1, data, tag, channel)
+                received = two.receive(0, tag, channel, target)
+                assert await received.done() == data
+                await sent.done()
+                received = two.receive(0, tag + 100, channel, target)
+                await asyncio.sleep(0)
+                sent = one.send(1, data, tag + 100, channel)
+                assert await received.done() == data
+                assert received.source == 0
+                await sent.done()
+
+
+async def check_order(open_meshes: OpenMeshes) -> None:
+    """Messages of one tag arrive in the order sent, small and large mixed."""
+    async with open_world(open_meshes, 2) as (one, two):
+        messages = [pattern(EAGER_BYTES + 5 if i % 7 == 3 else i, i) for i in range(100)]
+        sends = [one.send(1, message) for message in messages]
+        receives = [two.receive(0) for _ in messages]
+        assert [await receive.done() for receive in receives] == messages
+        for send in sends:
+            await send.done()
+
+
+async def check_tags_out_of_order(open_meshes: OpenMeshes) -> None:
+    """Tags are received in any order."""
+    async with open_world(open_meshes, 2) as (one, two):
+        sizes = [3, EAGER_BYTES + 1, 0, 100_000, 17]
+        sends = [one.send(1, pattern(size, tag), tag) for tag, size in enumerate(sizes)]
+        for tag in reversed(range(len(sizes))):
+            assert await two.receive(0, tag).done() == pattern(sizes[tag], tag)
+        for send in sends:
+            await send.done()
+
+
+async def check_both_directions(open_meshes: OpenMeshes) -> None:
+    """Large messages both ways at once, before either side receives."""
+    async with open_world(open_meshes, 2) as (one, two):
+        data = pattern(3 << 20)
+        sends = [one.send(1, data), two.send(0, data)]
+        receives = [one.receive(1), two.receive(0)]
+        for receive in receives:
+            assert await receive.done() == data
+        for send in sends:
+            await send.done()
+
+
+async def check_self(open_meshes: OpenMeshes) -> None:
+    """A rank's messages to itself obey the same rules."""
+    async with open_world(open_meshes, 1) as (one,):
+        for tag, nbytes in enumerate(SIZES):
+            sent = one.send(0, pattern(nbytes), tag)
+            assert await one.receive(0, tag).done() == pattern(nbytes)
+            await sent.done()
+        received = one.receive(None, 50, ranks=[0])
+        one.send(0, b"me", 50)
+        assert await received.done() == b"me"
+        assert received.source == 0
+
+
+async def check_any_source(open_meshes: OpenMeshes) -> None:
+    """A receive from any source takes the first message, and does not take one meant for an earlier receive."""
+    async with open_world(open_meshes, 3) as (one, two, three):
+        received = one.receive(None, ranks=[1, 2])
+        two.send(0, b"two")
+        assert await received.done() == b"two"
+        assert received.source == 1
+        specific = one.receive(2, 5)
+        anyone = one.receive(None, 5, ranks=[1, 2])
+        three.send(0, b"first", 5)
+        three.send(0, b"second", 5)
+        assert await specific.done() == b"first"
+        assert await anyone.done() == b"second"
+        data = pattern(2 << 20)
+        sends = [two.send(0, data, 6), three.send(0, data, 6)]
+        sources = set()
+        for _ in range(2):
+            large = one.receive(None, 6, ranks=[1, 2])
+            assert await large.done() == data
+            sources.add(large.source)
+        assert sources == {1, 2}
+        for send in sends:
+            await send.done()
+
+
+async def check_refused(open_meshes: OpenMeshes) -> None:
+    """A receive whose `allocate` raises fails with that error, and the pair goes on."""
+    async with open_world(open_meshes, 2) as (one, two):
+        for tag, nbytes in enumerate(SIZES):
+            refusal = TypeError("no such array")
+            refused = two.receive(0, tag, refusal=refusal)
+            sent = one.send(1, pattern(nbytes), tag, meta=b"float32")
+            assert await refused.failure() is refusal
+            await sent.done()
+            sent = one.send(1, pattern(nbytes), tag, meta=b"int8")
+            accepted = two.receive(0, tag)
+            assert await accepted.done() == pattern(nbytes)
+            assert accepted.meta == b"int8"
+
+
+async def check_mismatch(open_meshes: OpenMeshes) -> None:
+    """A message of another length than its target's fails the receive with both lengths named; the pair goes on."""
+    async with open_world(open_meshes, 2) as (one, two):
+        slot = 0
+        for sent_bytes in SIZES:
+            for expected_bytes in SIZES:
+                if sent_bytes == expected_bytes:
+                    continue
+                slot += 1
+                received = two.receive(0, slot, 1, expected_bytes)
+                sent = one.send(1, pattern(sent_bytes), slot, 1)
+                error = await received.failure()
+                assert isinstance(error, CollectiveMismatchError)
+                assert str(sent_bytes) in str(error)
+                assert str(expected_bytes) in str(error)
+                assert "rank 0" in str(error)
+                await sent.done()
+        received = two.receive(0, 1000, 1, 1 << 20)
+        one.send(1, pattern(1 << 20), 1000, 1)
+        assert await received.done() == pattern(1 << 20)
+
+
+async def check_withdraw(open_meshes: OpenMeshes) -> None:
+    """A withdrawn receive takes no message; a matched one cannot be withdrawn."""
+    async with open_world(open_meshes, 2) as (one, two):
+        for tag, nbytes in enumerate(SIZES):
+            gone = two.receive(0, tag)
+            kept = two.receive(0, tag)
+            assert gone.receive is not None
+            assert two.mesh.withdraw(gone.receive)
+            assert not two.mesh.withdraw(gone.receive)
+            one.send(1, pattern(nbytes), tag)
+            assert await kept.done() == pattern(nbytes)
+            assert kept.receive is not None
+            assert not two.mesh.withdraw(kept.receive)
+        anyone = two.receive(None, 50, ranks=[0, 1])
+        assert anyone.receive is not None
+        assert two.mesh.withdraw(anyone.receive)
+        one.send(1, b"kept", 50)
+        assert await two.receive(0, 50).done() == b"kept"
+        assert gone.calls == anyone.calls == 0
+
+
+async def check_drop_group(open_meshes: OpenMeshes) -> None:
+    """Dropping a group tells no sink, frees every array, stops streams, and lets other groups go on."""
+    async with open_world(open_meshes, 2) as (one, two):
+        two.receive(0, 99)
+        one.send(1, b"connected", 99)
+        operations = [
+            one.send(1, pattern(8 << 20), 1),
+            one.send(1, pattern(8 << 20), 2, 1),
+            one.send(1, b"parked", 3),
+            two.receive(0, 1),
+            two.receive(0, 2, 1, 8 << 20),
+            two.receive(0, 4),
+            two.receive(None, 5, ranks=[0]),
+        ]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        finished = [operation.calls for operation in operations]
+        for rank in (two, one):
+            rank.mesh.drop_group(GROUP_BYTES, RuntimeError("dropped"))
+        images = [bytes(operation.data) for operation in operations]
+        one.send(1, b"late", 4)
+        barrier = two.send(0, b"x", 77)
+        await one.receive(1, 77).done()
+        await barrier.done()
+        received = two.receive(0, 6)
+        one.send(1, pattern(1 << 20), 6)
+        assert await received.done() == pattern(1 << 20)
+        assert [operation.calls for operation in operations] == finished
+        assert [bytes(operation.data) for operation in operations] == images
+
+
+async def check_control_overtakes(open_meshes: OpenMeshes) -> None:
+    """A control message does not wait for the bulk posted before it."""
+    async with open_world(open_meshes, 2) as (one, two):
+        received = two.receive(0, 1, 1, 64 << 20)
+        await asyncio.sleep(0.01)
+        received.future.add_done_callback(lambda _: two.events.append("bulk"))
+        sent = one.send(1, bytes(64 << 20), 1, 1)
+        one.mesh.send_control(1, b"stop")
+        one.mesh.send_control(1, bytes(EAGER_BYTES))
+        await received.done()
+        await sent.done()
+        assert two.events == ["control", "control", "bulk"]
+        assert two.controls == [(0, b"stop"), (0, bytes(EAGER_BYTES))]
+
+
+async def check_peer_lost(open_meshes: OpenMeshes) -> None:
+    """A peer that vanishes fails what is pending with it, tells the owner, and leaves others alone."""
+    async with open_world(open_meshes, 3) as (one, two, three):
+        three.send(0, b"hello")
+        await one.receive(2).done()
+        assert await _exchange(one, two)
+        pending = [
+            one.receive(2, 1),
+            one.receive(2, 2, 1, 1 << 20),
+            one.send(2, pattern(1 << 20), 3),
+            one.receive(None, 4, ranks=[1, 2]),
+        ]
+        unaffected = one.receive(1, 5)
+        three.send(0, b"already here", 6)
+        three.mesh.send_control(0, b"after it")
+        await eventually(lambda: one.controls)
+        three.mesh.abort()
+        for operation in pending:
+            error = await operation.failure()
+            assert isinstance(error, PeerLostError)
+            assert error.rank == 2
+        await eventually(lambda: one.lost)
+        assert list(one.lost) == [2]
+        assert not one.left
+        later = one.receive(2, 1)
+        assert isinstance(await later.failure(), PeerLostError)
+        try:
+            one.send(2, b"late")
+        except PeerLostError as error:
+            assert error.rank == 2
+        else:
+            raise AssertionError("a send to a lost rank was accepted")
+        two.send(0, b"alive", 5)
+        assert await unaffected.done() == b"alive"
+
+
+async def check_clean_leave(open_meshes: OpenMeshes) -> None:
+    """A rank that leaves is not lost, and what it sent before can still be received."""
+    async with open_world(open_meshes, 2) as (one, two):
+        assert await _exchange(one, two)
+        pending = one.receive(1, 1)
+        large = one.receive(1, 2)
+        for tag in range(10, 20):
+            two.send(0, pattern(tag), tag)
+        sent = two.send(0, pattern(4 << 20), 2)
+        await two.mesh.close(10.0)
+        await sent.done()
+        assert await large.done() == pattern(4 << 20)
+        await eventually(lambda: one.left)
+        assert one.left == [1]
+        assert not one.lost
+        assert isinstance(await pending.failure(), PeerLostError)
+        for tag in range(10, 20):
+            assert await one.receive(1, tag).done() == pattern(tag)
+
+
+async def check_thousands_in_flight(open_meshes: OpenMeshes) -> None:
+    """Far more messages than credit and offers allow wait without blocking another tag, and arrive in order."""
+    count = 4 * MAX_OFFERS
+    async with open_world(open_meshes, 2) as (one, two):
+        sends = [one.send(1, i.to_bytes(4, "little") * 300, 1) for i in range(count)]
+        received = two.receive(0, 2)
+        one.send(1, b"another tag", 2)
+        assert await received.done() == b"another tag"
+        receives = [two.receive(0, 1) for _ in range(count)]
+        for i, receive in enumerate(receives):
+            assert (await receive.done())[:4] == i.to_bytes(4, "little")
+        for send in sends:
+            await send.done()
+
+
+async def _exchange(one: Rank, two: Rank) -> bool:
+    """A small message each way."""
+    receives = [one.receive(two.mesh.rank, 900), two.receive(one.mesh.rank, 900)]
+    one.send(two.mesh.rank, b"ping", 900)
+    two.send(one.mesh.rank, b"ping", 900)
+    return [await receive.done() for receive in receives] == [b"ping", b"ping"]
+
+
+MESH_CHECKS: Final[tuple[MeshCheck, ...]] = (
+    check_sizes,
+    check_order,
+    check_tags_out_of_order,
+    check_both_directions,
+    check_self,
+    check_any_source,
+    check_refused,
+    check_mismatch,
+    check_withdraw,
+    check_drop_group,
+    check_control_overtakes,
+    check_peer_lost,
+    check_clean_leave,
+    check_thousands_in_flight,
+)
+"""Every check; each takes an `OpenMeshes`."""
