@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from asyncdist import context, events
 from asyncdist.backend.base import Backend, parse_backend
@@ -19,11 +19,14 @@ from asyncdist.rendezvous import Rendezvous
 from asyncdist.store import Store
 from asyncdist.transport.address import host_id, local_address
 from asyncdist.transport.config import TransportConfig
-from asyncdist.transport.mesh import Mesh
+from asyncdist.transport.mesh import Mesh, Resolve
 from asyncdist.world import World
 from asyncdist_server.auth import derive_key, load_token
 
-__all__ = ["GroupOpening", "init_process_group"]
+__all__ = ["GroupOpening", "MeshFactory", "init_process_group", "open_world"]
+
+MeshFactory: TypeAlias = Callable[[int, int, bytes, bytes, Resolve, World, TransportConfig], Mesh]
+"""Rank, world size, world id, secret, address look-up, owner, configuration."""
 
 
 def init_process_group(
@@ -107,38 +110,59 @@ class GroupOpening:
         else:
             source = await open_store(self._method, deadline)
         try:
-            world = await join_world(source, self._method, name, deadline)
+            return await open_world(source, self._method, name, self._timeout_s, deadline)
         except BaseException:
             await asyncio.shield(source.close())
             raise
-        ranks = tuple(range(world.world_size))
-        group = ProcessGroup(world, derive_group_id(world.world_id), ranks, self._timeout_s, name, is_world=True)
-        context.register_world(group)
-        return group
 
 
-async def join_world(source: StoreSource, method: InitMethod, name: str, deadline: Deadline) -> World:
-    """Open the mesh, meet the others through the store, and return the world. Cancelling leaves nothing open."""
+async def open_world(
+    source: StoreSource,
+    method: InitMethod,
+    name: str,
+    timeout_s: float | None,
+    deadline: Deadline,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    make_mesh: MeshFactory = Mesh,
+) -> ProcessGroup:
+    """Join through an open store and return the world's group, the context's default from now on.
+
+    `make_mesh` is how simulations come by another transport. Cancelling leaves nothing open.
+    """
+    world = await _join(source, method, name, deadline, environ, make_mesh)
+    ranks = tuple(range(world.world_size))
+    group = ProcessGroup(world, derive_group_id(world.world_id), ranks, timeout_s, name, is_world=True)
+    context.register_world(group)
+    return group
+
+
+async def _join(
+    source: StoreSource,
+    method: InitMethod,
+    name: str,
+    deadline: Deadline,
+    environ: Mapping[str, str],
+    make_mesh: MeshFactory,
+) -> World:
     loop = asyncio.get_running_loop()
     rendezvous = Rendezvous(source.store, method.rank, method.world_size, name)
-    world = World(loop, method.rank, method.world_size, source, rendezvous, name)
-    config = TransportConfig.from_environ(os.environ)
-    overrides = parse_overrides(os.environ.get("ASYNCDIST_ALGO", ""))
-    reachable = await local_address(method.host or None, method.port, os.environ)
+    config = TransportConfig.from_environ(environ)
+    overrides = parse_overrides(environ.get("ASYNCDIST_ALGO", ""))
+    reachable = await local_address(method.host or None, method.port, environ)
     met = await rendezvous.join(host_id(), reachable.loopback, {"algorithms": overrides}, deadline)
     if overrides and overrides != met.options.get("algorithms"):
         raise DistError(
-            f"rank {method.rank}: ASYNCDIST_ALGO={os.environ['ASYNCDIST_ALGO']!r} differs from rank 0's "
+            f"rank {method.rank}: ASYNCDIST_ALGO={environ['ASYNCDIST_ALGO']!r} differs from rank 0's "
             f"{met.options.get('algorithms')}: it must be the same on all ranks"
         )
-    secret = derive_key(load_token(os.environ), "peer", met.world_id)
-    mesh = Mesh(method.rank, method.world_size, met.world_id, secret, rendezvous.addresses, world, config)
+    world = World(loop, method.rank, method.world_size, source, rendezvous, met)
+    secret = derive_key(load_token(environ), "peer", met.world_id)
+    mesh = make_mesh(method.rank, method.world_size, met.world_id, secret, rendezvous.addresses, world, config)
     try:
         await rendezvous.publish(await mesh.listen(reachable.ips))
     except BaseException:
         mesh.abort()
         raise
     world.mesh = mesh
-    world.options = met.options
-    world.world_id = met.world_id
     return world

@@ -34,7 +34,7 @@ from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, Sto
 from asyncdist.store import PrefixStore, Store
 from asyncdist.transport.address import PeerAddress
 
-__all__ = ["WORLD_ID_BYTES", "Rendezvous", "World"]
+__all__ = ["WORLD_ID_BYTES", "Met", "Rendezvous"]
 
 WORLD_ID_BYTES: Final = 16
 GOODBYE_LIMIT_S: Final = 5.0
@@ -44,7 +44,7 @@ PUBLISH_LIMIT_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class Met:
     """What all ranks agreed on: a random id, and the options rank 0 published."""
 
     world_id: bytes
@@ -62,7 +62,7 @@ class Rendezvous:
         self._epoch = 0
         self._who = f"rank {rank} ({socket.gethostname()} pid {os.getpid()})"
 
-    async def join(self, host: str, loopback: bool, options: dict[str, Any], deadline: Deadline) -> World:
+    async def join(self, host: str, loopback: bool, options: dict[str, Any], deadline: Deadline) -> Met:
         """Meet the other ranks; returns when all `world_size` are there.
 
         `host` identifies this host, `loopback` says that no other host can reach it; rank 0's `options` become
@@ -86,7 +86,7 @@ class Rendezvous:
             raise DistError(f"{self._who}: {decision['failure']}")
         leader = _unpack(await self._store.get(self._key("info/0")))
         events.info("%s joined a world of %d (epoch %d)", self._who, self.world_size, self._epoch)
-        return World(decision["world_id"], self._epoch, leader["options"])
+        return Met(decision["world_id"], self._epoch, leader["options"])
 
     async def publish(self, address: PeerAddress) -> None:
         """Tell the others where this rank listens."""

@@ -23,7 +23,7 @@ from asyncdist import events
 from asyncdist.errors import PeerLostError, RemoteProtocolError
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.init_method import StoreSource
-from asyncdist.rendezvous import Rendezvous
+from asyncdist.rendezvous import Met, Rendezvous
 from asyncdist.transport.mesh import Mesh
 
 __all__ = ["GroupListener", "World"]
@@ -59,14 +59,13 @@ class World:
         world_size: int,
         source: StoreSource,
         rendezvous: Rendezvous,
-        group_name: str,
+        met: Met,
     ) -> None:
         self.loop = loop
         self.rank = rank
         self.world_size = world_size
-        self.group_name = group_name
-        self.options: dict[str, Any] = {}
-        self.world_id = b""
+        self.world_id = met.world_id
+        self.options = met.options
         self.pool = ScratchPool()
         self.groups: dict[int, GroupListener] = {}
         self.lost: dict[int, PeerLostError] = {}

@@ -1,0 +1,123 @@
+"""run_world: a whole job in one process, one event loop and virtual time.
+
+Every rank is a task with a context of its own, so code written for one process per rank runs as it is. The store's
+engine, the plans, the protocol between peers and the groups are the real ones; the wire is a `MemoryNetwork`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeVar, cast
+
+from asyncdist.deadline import Deadline
+from asyncdist.group import ProcessGroup
+from asyncdist.init_method import InitMethod, StoreSource
+from asyncdist.initialize import open_world
+from asyncdist.store import HashStore
+from asyncdist.testing.loop import VirtualTimeLoop
+from asyncdist.transport.config import TransportConfig
+from asyncdist.transport.memory import MemoryNetwork
+from asyncdist.transport.memory_mesh import MemoryMesh
+from asyncdist.transport.mesh import Mesh, MeshOwner, Resolve
+
+__all__ = ["SimulatedWorld", "run_world"]
+
+T = TypeVar("T")
+
+GROUP_TIMEOUT_S: Final = 60.0
+"""Time-out of collectives in a simulated world; it costs no real time."""
+
+
+class SimulatedWorld:
+    """The network and the store of one simulated job; `kill(rank)` makes a rank vanish."""
+
+    def __init__(self, size: int, loop: asyncio.AbstractEventLoop, seed: int | None, latency_s: float) -> None:
+        self.size = size
+        self.network = MemoryNetwork(loop, seed, latency_s)
+        self.store = HashStore()
+        self.world_id = b""
+
+    def kill(self, rank: int) -> None:
+        """Let `rank` vanish as if its process were killed: its peers see the connection end without a goodbye."""
+        self.network.cut(rank, self.world_id)
+
+    async def join(self, rank: int, timeout_s: float | None = GROUP_TIMEOUT_S) -> ProcessGroup:
+        """Join as `rank`; the group is the default of the current context."""
+
+        def make_mesh(
+            rank: int,
+            size: int,
+            world_id: bytes,
+            secret: bytes,
+            resolve: Resolve,
+            owner: MeshOwner,
+            config: TransportConfig,
+        ) -> Mesh:
+            self.world_id = world_id
+            return cast(Mesh, MemoryMesh(self.network, rank, size, owner, world_id))
+
+        return await open_world(
+            StoreSource(self.store, owned=False),
+            InitMethod(rank, self.size),
+            "default",
+            timeout_s,
+            Deadline.after(timeout_s, asyncio.get_running_loop().time()),
+            environ={},
+            make_mesh=make_mesh,
+        )
+
+
+def run_world(
+    size: int,
+    main: Callable[..., Awaitable[T]],
+    *,
+    seed: int | None = None,
+    latency_s: float = 0.0,
+    timeout_s: float | None = GROUP_TIMEOUT_S,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] = VirtualTimeLoop,
+    pass_world: bool = False,
+) -> list[T]:
+    """Run `main(group)` on `size` ranks and return their results in rank order.
+
+    With `pass_world`, `main(group, world)` also gets the `SimulatedWorld`. A `seed` makes timing random and
+    repeatable. The first rank's failure is raised once all have ended; `DeadlockError` when nothing can happen any
+    more. Groups are closed when `main` returns, and aborted when it raises.
+    """
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(_run(size, main, seed, latency_s, timeout_s, pass_world))
+
+
+async def _run(
+    size: int,
+    main: Callable[..., Awaitable[T]],
+    seed: int | None,
+    latency_s: float,
+    timeout_s: float | None,
+    pass_world: bool,
+) -> list[T]:
+    loop = asyncio.get_running_loop()
+    world = SimulatedWorld(size, loop, seed, latency_s)
+
+    async def rank_main(rank: int) -> T:
+        group = await world.join(rank, timeout_s)
+        async with group:
+            arguments: tuple[Any, ...] = (group, world) if pass_world else (group,)
+            return await main(*arguments)
+
+    tasks = [
+        loop.create_task(rank_main(rank), name=f"rank {rank}", context=contextvars.copy_context())
+        for rank in range(size)
+    ]
+    try:
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await world.store.close()
+    failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if failures:
+        raise failures[0]
+    return cast("list[T]", outcomes)
