@@ -201,12 +201,12 @@ class _Binding:
         flats: Sequence[Flat] = call.inputs
         if not flats:
             return NO_BUFFER
-        if type(call.op) is PremulSum:
-            arrays = [flat.elements.copy() for flat in flats]
-            for array in arrays:
-                reduction.prepare(call.op, array)
-        else:
-            arrays = [flat.elements for flat in flats]
+        arrays = [flat.elements for flat in flats]
+        if type(call.op) is PremulSum or _overlap(call):
+            arrays = [array.copy() for array in arrays]
+            if call.op is not None:
+                for array in arrays:
+                    reduction.prepare(call.op, array)
         if len(arrays) == 1:
             return FlatBuffer(arrays[0])
         return BlockBuffer(arrays) if aligned else FlatBuffer(np.concatenate(arrays))
@@ -251,3 +251,10 @@ class _Binding:
                 start += flat.elements.size
             flat.write_back()
         then()
+
+
+def _overlap(call: Call) -> bool:
+    """Whether the caller's inputs share memory with the outputs, as in `reduce`: plans may write those first."""
+    return any(
+        np.may_share_memory(source.elements, target.elements) for source in call.inputs for target in call.outputs
+    )

@@ -111,13 +111,10 @@ async def _run(
         for rank in range(size)
     ]
     try:
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait(tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await world.store.close()
-    failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    if failures:
-        raise failures[0]
-    return cast("list[T]", outcomes)
+    return [task.result() for task in tasks]

@@ -1,0 +1,629 @@
+"""Groups: order, deadlines, failures and the end, with whole worlds in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncdist as dist
+from asyncdist.testing.world import SimulatedWorld, run_world
+
+Group = dist.ProcessGroup
+
+
+async def outcome(awaitable: Awaitable[Any]) -> BaseException | Any:
+    """What awaiting gives, be it an exception."""
+    try:
+        return await awaitable
+    except dist.DistError as error:
+        return error
+
+
+def test_every_collective_gives_what_numpy_gives() -> None:
+    async def main(group: Group) -> None:
+        size, rank = group.size, group.rank
+        mine = np.arange(6, dtype=np.int64).reshape(2, 3) + 10 * rank
+        everyone = [np.arange(6).reshape(2, 3) + 10 * other for other in range(size)]
+
+        x = mine.copy()
+        assert await dist.all_reduce(x) is x
+        assert np.array_equal(x, sum(everyone))
+
+        x = mine.copy()
+        await dist.broadcast(x, src=size - 1)
+        assert np.array_equal(x, everyone[-1])
+
+        x = mine.copy()
+        await dist.reduce(x, dst=1, op=dist.ReduceOp.MAX)
+        assert np.array_equal(x, everyone[-1] if rank == 1 else mine)
+
+        gathered = [np.zeros_like(mine) for _ in range(size)]
+        assert await dist.all_gather(gathered, mine) is gathered
+        assert np.array_equal(gathered, everyone)
+
+        flat = np.zeros((size, 2, 3), np.int64)
+        await dist.all_gather_into_tensor(flat, mine)
+        assert np.array_equal(flat, everyone)
+
+        gathered = [np.zeros_like(mine) for _ in range(size)] if rank == 0 else []
+        await dist.gather(mine, gathered, dst=0)
+        assert rank != 0 or np.array_equal(gathered, everyone)
+
+        x = np.zeros_like(mine)
+        await dist.scatter(x, everyone if rank == 1 else None, src=1)
+        assert np.array_equal(x, everyone[rank])
+
+        x = np.zeros_like(mine)
+        await dist.reduce_scatter(x, [everyone[rank] * (other + 1) for other in range(size)])
+        assert np.array_equal(x, sum(everyone) * (rank + 1))
+
+        x = np.zeros(2, np.int64)
+        await dist.reduce_scatter_tensor(x, np.arange(2 * size) + rank)
+        assert np.array_equal(x, size * np.arange(2 * rank, 2 * rank + 2) + sum(range(size)))
+
+        await dist.barrier()
+
+    for size in (2, 3, 5):
+        run_world(size, main)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_reductions_of_every_kind(size: int) -> None:
+    async def main(group: Group) -> None:
+        values = [np.array([3, 5, 6], np.int32) + rank for rank in range(group.size)]
+        for op, expected in {
+            dist.ReduceOp.SUM: np.sum(values, axis=0),
+            dist.ReduceOp.AVG: np.sum(values, axis=0) // group.size,
+            dist.ReduceOp.PRODUCT: np.prod(values, axis=0),
+            dist.ReduceOp.MIN: np.min(values, axis=0),
+            dist.ReduceOp.MAX: np.max(values, axis=0),
+            dist.ReduceOp.BAND: np.bitwise_and.reduce(values),
+            dist.ReduceOp.BOR: np.bitwise_or.reduce(values),
+            dist.ReduceOp.BXOR: np.bitwise_xor.reduce(values),
+        }.items():
+            x = values[group.rank].copy()
+            await group.all_reduce(x, op)
+            assert np.array_equal(x, expected), op
+        x = np.array([1.5, 2.0])
+        untouched = x.copy()
+        await group.all_reduce(x, dist.ReduceOp.PREMUL_SUM(0.5))
+        assert np.array_equal(x, untouched * 0.5 * group.size)
+        x = untouched.copy()
+        await group.reduce(x, 0, dist.ReduceOp.PREMUL_SUM(2.0))
+        assert np.array_equal(x, untouched * 2 * group.size if group.rank == 0 else untouched)
+        x = untouched.copy()
+        await group.reduce(x, 0, dist.ReduceOp.AVG)
+        assert np.array_equal(x, untouched)
+
+    run_world(size, main)
+
+
+def test_strided_arrays_are_handled() -> None:
+    async def main(group: Group) -> None:
+        base = np.zeros((4, 4))
+        base[:, 1] = group.rank + 1
+        await group.all_reduce(base[:, 1])
+        assert base[:, 1].tolist() == [3.0] * 4
+        assert base[:, 0].tolist() == [0.0] * 4
+        transposed = (np.arange(6.0).reshape(2, 3) + group.rank).T
+        await group.all_reduce(transposed)
+        assert np.array_equal(transposed, (2 * np.arange(6.0).reshape(2, 3) + 1).T)
+
+    run_world(2, main)
+
+
+def test_empty_arrays_take_part() -> None:
+    async def main(group: Group) -> None:
+        await group.all_reduce(np.zeros((0, 3)))
+        await group.broadcast(np.zeros(0), 1)
+        await group.all_gather([np.zeros(0) for _ in range(group.size)], np.zeros(0))
+
+    run_world(3, main)
+
+
+def test_many_in_flight_in_any_await_order() -> None:
+    async def main(group: Group) -> None:
+        arrays = [np.full(size, float(group.rank + 1)) for size in (1, 50_000, 3, 300_000, 7) * 20]
+        works = [group.all_reduce(array) for array in arrays]
+        for work in reversed(works):
+            await work
+        assert all((array == 6.0).all() for array in arrays)
+
+    run_world(3, main, seed=1)
+
+
+def test_a_forgotten_work_still_completes() -> None:
+    async def main(group: Group) -> None:
+        x = np.ones(4)
+        group.all_reduce(x)
+        await group.barrier()
+        await group.close()
+        assert x.tolist() == [2.0] * 4
+
+    run_world(2, main)
+
+
+def test_tags_keep_concurrent_tasks_apart() -> None:
+    async def main(group: Group) -> None:
+        async def one(tag: int) -> float:
+            total = 0.0
+            for turn in range(20):
+                await asyncio.sleep((tag * 7 + group.rank * 3 + turn) % 5 * 0.001)
+                x = np.full(3, float(tag))
+                await group.all_reduce(x, tag=tag)
+                total += x[0]
+            return total
+
+        assert await asyncio.gather(*map(one, range(4))) == [tag * 60.0 for tag in range(4)]
+
+    run_world(3, main, seed=5)
+
+
+def test_overlap_of_one_tag_from_two_tasks_warns_once_with_the_place() -> None:
+    async def main(group: Group) -> None:
+        async def one() -> None:
+            await group.barrier()
+
+        with pytest.warns(RuntimeWarning, match=r"overlaps a collective of the same tag 0 .*test_group.py:\d+") as seen:
+            await asyncio.gather(*(asyncio.ensure_future(one()) for _ in range(3)))
+        assert len(seen) == 1
+
+    run_world(2, lambda group: main(group) if group.rank == 0 else three(group))
+
+
+async def three(group: Group) -> None:
+    for work in [group.barrier() for _ in range(3)]:
+        await work
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda g: g.all_reduce([1]), TypeError, "tensor must be a numpy array"),
+        (lambda g: g.all_reduce(np.zeros(2), "sum"), TypeError, "ReduceOp"),
+        (lambda g: g.all_reduce(np.zeros(2), dist.ReduceOp.BAND), TypeError, "BAND"),
+        (lambda g: g.broadcast(np.zeros(2), 2), ValueError, "root=2 is not in this group"),
+        (lambda g: g.reduce(np.zeros(2), True), TypeError, "root must be a rank"),
+        (lambda g: g.all_gather([np.zeros(2)], np.zeros(2)), ValueError, "one array per rank: 2, but holds 1"),
+        (lambda g: g.all_gather(np.zeros((2, 2)), np.zeros(2)), TypeError, "must be a list"),
+        (lambda g: g.all_gather([np.zeros(2), np.zeros(3)], np.zeros(2)), ValueError, r"float64\[3\]"),
+        (lambda g: g.all_gather_into_tensor(np.zeros(3), np.zeros(2)), ValueError, "2 times the 2 elements"),
+        (lambda g: g.all_gather_into_tensor(np.zeros(4, "f4"), np.zeros(2)), ValueError, "dtype"),
+        (lambda g: g.reduce_scatter_tensor(np.zeros(2), np.zeros(3)), ValueError, "2 times the 2 elements"),
+        (lambda g: g.all_reduce(np.zeros(2), tag=-1), ValueError, "tag"),
+        (lambda g: g.all_reduce(np.zeros(2), timeout=-1), ValueError, "timeout"),
+        (lambda g: g.isend(np.zeros(2), 2), ValueError, "dst=2 is not in this group"),
+        (lambda g: g.irecv(np.zeros(2), -1), ValueError, "src=-1"),
+        (lambda g: g.irecv("text"), TypeError, "tensor"),
+        (lambda g: g.recv_array(max_bytes=-1), ValueError, "max_bytes"),
+        (lambda g: dist.isend(np.zeros(2)), ValueError, "give dst="),
+        (lambda g: dist.isend(np.zeros(2), 1, group_dst=1), ValueError, "not both"),
+        (lambda g: dist.all_reduce(np.zeros(2), group="x"), TypeError, "group must be"),
+        (lambda g: dist.new_group([0, 5]), ValueError, "rank 5 is not in group"),
+        (lambda g: dist.new_group([0, 0]), ValueError, "twice"),
+        (lambda g: dist.new_group([]), ValueError, "empty"),
+        (lambda g: dist.batch_isend_irecv([]), ValueError, "empty"),
+        (lambda g: dist.P2POp(dist.barrier, np.zeros(1), 0), ValueError, "op must be"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_the_call(
+    call: Callable[[Group], object], error: type[Exception], message: str
+) -> None:
+    async def main(group: Group) -> None:
+        if group.rank == 0:
+            with pytest.raises(error, match=message):
+                call(group)
+
+    run_world(2, main)
+
+
+def test_a_refused_collective_keeps_its_place_and_tells_the_others() -> None:
+    async def main(group: Group) -> BaseException | None:
+        if group.rank == 1:
+            with pytest.raises(TypeError):
+                group.all_reduce("not an array")
+            error = None
+        else:
+            error = await outcome(group.all_reduce(np.zeros(200_000)))
+        x = np.ones(3)
+        await group.all_reduce(x)
+        assert x.tolist() == [3.0] * 3
+        return error
+
+    for seed in range(5):
+        errors = run_world(3, main, seed=seed)
+        for rank in (0, 2):
+            assert isinstance(errors[rank], dist.CollectiveMismatchError)
+            assert "rank 1 refused" in str(errors[rank])
+            assert f"rank {rank}, all_reduce #0" in str(errors[rank])
+
+
+def test_different_shapes_end_the_group_everywhere() -> None:
+    async def main(group: Group) -> tuple[Any, Any]:
+        first = await outcome(group.all_reduce(np.zeros(100 + group.rank)))
+        with pytest.raises(dist.GroupAbortedError) as later:
+            group.barrier()
+        return first, later.value
+
+    outcomes = run_world(2, main)
+    assert any(isinstance(first, dist.CollectiveMismatchError) for first, _ in outcomes)
+
+
+# Failures.
+
+
+def test_a_lost_rank_is_named_by_everybody() -> None:
+    async def main(group: Group, world: SimulatedWorld) -> None:
+        await group.barrier()
+        await asyncio.sleep(1)
+        if group.rank == 2:
+            work = group.all_reduce(np.zeros(10))
+            world.kill(2)
+            with pytest.raises(dist.DistError):
+                await work
+            return
+        with pytest.raises(dist.PeerLostError, match=rf"rank {group.rank}, all_reduce #1: .*rank 2") as lost:
+            await group.all_reduce(np.zeros(100_000))
+        assert lost.value.rank == 2
+        with pytest.raises(dist.GroupAbortedError, match="rank 2") as aborted:
+            group.barrier()
+        assert aborted.value.rank == 2
+        other = {0: 1, 1: 3, 3: 0}[group.rank]
+        sent = group.isend(np.full(3, group.rank), other)
+        got = np.zeros(3, int)
+        await group.recv(got)
+        await sent
+        assert got[0] == {1: 0, 3: 1, 0: 3}[group.rank]
+        with pytest.raises(dist.PeerLostError):
+            await group.isend(np.zeros(1), 2)
+
+    for seed in (None, 1, 2):
+        run_world(4, main, seed=seed, pass_world=True)
+
+
+def test_a_loss_reaches_ranks_that_were_not_connected_to_the_lost_one() -> None:
+    async def main(group: Group, world: SimulatedWorld) -> None:
+        token = np.zeros(1)
+        if group.rank > 0:
+            await group.recv(token, group.rank - 1)
+        if group.rank < group.size - 1:
+            await group.isend(token, group.rank + 1)
+        await asyncio.sleep(1)
+        if group.rank == 0:
+            world.kill(0)
+            return
+        with pytest.raises(dist.PeerLostError) as lost:
+            await group.barrier()
+        assert lost.value.rank == 0
+
+    run_world(5, main, pass_world=True)
+
+
+def test_an_expired_collective_names_the_missing_ranks_everywhere() -> None:
+    async def main(group: Group) -> None:
+        if group.rank in (1, 3):
+            await asyncio.sleep(20)
+            with pytest.raises(dist.GroupAbortedError, match="missing: rank 1, 3"):
+                group.barrier()
+            return
+        start_s = asyncio.get_running_loop().time()
+        with pytest.raises(dist.CollectiveTimeoutError, match="missing: rank 1, 3") as expired:
+            await group.barrier(timeout=5)
+        assert expired.value.missing == (1, 3)
+        assert isinstance(expired.value, TimeoutError)
+        assert 5 <= asyncio.get_running_loop().time() - start_s <= 6
+
+    async def connected(group: Group) -> None:
+        await group.all_gather([np.zeros(1) for _ in range(group.size)], np.zeros(1))
+        await main(group)
+
+    run_world(5, main)
+    run_world(5, connected)
+
+
+def test_asyncio_timeout_ends_the_waiting_not_the_operation() -> None:
+    async def main(group: Group) -> None:
+        x = np.ones(1)
+        if group.rank == 0:
+            work = group.all_reduce(x)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1):
+                    await work
+            await work
+        else:
+            await asyncio.sleep(3)
+            await group.all_reduce(x)
+        assert x[0] == 2
+
+    run_world(2, main)
+
+
+def test_abort_is_heard_by_all_and_raises_everything() -> None:
+    async def main(group: Group) -> None:
+        await group.barrier()
+        pending = group.irecv(np.zeros(1), tag=7)
+        work = group.all_reduce(np.zeros(10)) if group.rank != 1 else None
+        await asyncio.sleep(0.01)
+        if group.rank == 1:
+            group.abort("enough")
+        for waiting in (work, pending):
+            if waiting is not None:
+                with pytest.raises(dist.GroupAbortedError, match="rank 1 aborted the group: enough|enough") as aborted:
+                    await waiting
+        assert aborted.value.rank == 1
+        with pytest.raises(dist.GroupAbortedError):
+            group.barrier()
+
+    run_world(3, main)
+
+
+def test_an_exception_in_the_block_is_told_to_the_others() -> None:
+    async def main(group: Group) -> None:
+        await group.barrier()
+        if group.rank == 0:
+            raise KeyError("mine")
+        with pytest.raises(dist.GroupAbortedError, match="rank 0 left with KeyError: 'mine'"):
+            await group.barrier()
+
+    with pytest.raises(KeyError, match="mine"):
+        run_world(3, main)
+
+
+# Point to point.
+
+
+def test_messages_of_all_sizes_and_tags_arrive_in_order() -> None:
+    async def main(group: Group) -> None:
+        other = 1 - group.rank
+        sizes = [0, 1, 16_384, 16_385, 1_000_000]
+        sends = [group.isend(np.full(n, n, np.int32), other, tag) for tag in (2, 1) for n in sizes]
+        for tag in (1, 2):
+            for n in sizes:
+                got = np.zeros(max(n, 1), np.int32)
+                assert await group.recv(got, other, tag) == other
+                assert (got[:n] == n).all()
+        for work in sends:
+            await work
+
+    for seed in (None, 3):
+        run_world(2, main, seed=seed)
+
+
+def test_self_send_any_source_and_recv_array() -> None:
+    async def main(group: Group) -> None:
+        await group.isend(np.arange(3), group.rank, 9)
+        got = np.zeros(3, int)
+        assert await group.recv(got, group.rank, 9) == group.rank
+        if group.rank == 0:
+            sources = set()
+            for _ in range(group.size - 1):
+                work = group.recv_array()
+                array = await work
+                assert array.shape == (2, work.source_rank())
+                assert array.dtype == np.float16
+                sources.add(work.source_rank())
+            assert sources == set(range(1, group.size))
+        else:
+            await group.isend(np.ones((2, group.rank), np.float16), 0)
+
+    run_world(4, main)
+
+
+def test_a_receive_that_does_not_fit_is_an_error_and_the_pair_stays_usable() -> None:
+    async def main(group: Group) -> None:
+        if group.rank == 0:
+            for n in (10, 100_000):
+                await group.isend(np.zeros(n, np.float32), 1)
+                await group.isend(np.zeros(n, np.float32), 1)
+                await group.isend(np.zeros(n, np.float32), 1)
+            await group.isend(np.arange(3), 1)
+            return
+        for n in (10, 100_000):
+            with pytest.raises(dist.CollectiveMismatchError, match=rf"rank 0 sent float32\[{n}\].*float32\[5\]"):
+                await group.recv(np.zeros(5, np.float32), 0)
+            with pytest.raises(dist.CollectiveMismatchError, match="float64"):
+                await group.recv(np.zeros(n, np.float64), 0)
+            with pytest.raises(dist.CollectiveMismatchError, match="max_bytes"):
+                await group.recv_array(0, max_bytes=4 * n - 1)
+        got = np.zeros(3, int)
+        await group.recv(got, 0)
+        assert got.tolist() == [0, 1, 2]
+
+    run_world(2, main)
+
+
+def test_a_cancelled_or_expired_recv_loses_no_message() -> None:
+    async def main(group: Group) -> None:
+        if group.rank == 0:
+            await asyncio.sleep(2)
+            await group.isend(np.array([1, 2]), 1)
+            return
+        with pytest.raises(dist.CollectiveTimeoutError, match=r"recv \(rank 0\): recv did not end within 0.5 s"):
+            await group.recv(np.zeros(2, int), 0, timeout=0.5)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await group.recv_array(0)
+        posted = group.irecv(np.zeros(2, int), 0)
+        assert posted.cancel()
+        with pytest.raises(dist.ClosedError, match="withdrawn"):
+            await posted
+        got = np.zeros(2, int)
+        await group.recv(got, 0)
+        assert got.tolist() == [1, 2]
+
+    run_world(2, main)
+
+
+def test_an_irecv_outlives_its_waiter() -> None:
+    async def main(group: Group) -> None:
+        if group.rank == 0:
+            await asyncio.sleep(2)
+            await group.isend(np.array([5]), 1)
+            return
+        got = np.zeros(1, int)
+        work = group.irecv(got, 0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await work
+        assert await work == 0
+        assert not work.cancel()
+        assert got[0] == 5
+
+    run_world(2, main)
+
+
+def test_a_rank_that_leaves_fails_only_what_waits_for_it() -> None:
+    async def main(group: Group) -> None:
+        await group.barrier()
+        if group.rank == 0:
+            return
+        with pytest.raises(dist.PeerLostError, match="has left") as left:
+            await group.recv(np.zeros(1), 0)
+        assert left.value.rank == 0
+        sent = group.isend(np.ones(1), 3 - group.rank)
+        await group.recv(np.zeros(1), 3 - group.rank)
+        await sent
+
+    run_world(3, main)
+
+
+def test_batch() -> None:
+    async def main(group: Group) -> None:
+        right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        got = np.zeros(4)
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, np.full(4, group.rank), right), dist.P2POp(dist.irecv, got, left)]
+        )
+        with pytest.raises(dist.CollectiveMismatchError, match="int64"):
+            await works[1]
+        await works[0]
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, np.full(4, float(group.rank)), right), dist.P2POp(dist.irecv, got, left)]
+        )
+        assert await works[1] == left
+        assert got.tolist() == [left] * 4
+
+    run_world(3, main)
+
+
+# Groups of groups.
+
+
+def test_subgroups_number_their_ranks_and_keep_apart() -> None:
+    async def main(group: Group) -> None:
+        evens = dist.new_group([2, 0, 4])
+        odds = dist.new_group([1, 3])
+        reverse = dist.new_group([4, 2, 0], sort_ranks=False)
+        mine = evens if group.rank % 2 == 0 else odds
+        x = np.array([group.rank])
+        await dist.all_reduce(x, group=mine)
+        assert x[0] == (6 if group.rank % 2 == 0 else 4)
+        if group.rank % 2 == 0:
+            assert isinstance(odds, dist.NonMember)
+            assert dist.get_rank(odds) == dist.get_world_size(odds) == -1
+            for refused in (odds.all_reduce, lambda y: dist.all_reduce(y, group=odds)):
+                with pytest.raises(ValueError, match="not a member"):
+                    refused(x)
+            assert dist.get_process_group_ranks(reverse) == [4, 2, 0]
+            assert dist.get_group_rank(reverse, 2) == 1
+            assert dist.get_global_rank(reverse, 0) == 4
+            with pytest.raises(ValueError, match="src=1 is not in group"):
+                dist.recv(x, src=1, group=evens)
+            y = np.array([float(group.rank)])
+            await dist.broadcast(y, src=4, group=reverse)
+            assert y[0] == 4
+            if group.rank == 2:
+                await dist.isend(np.array([7]), 4, group=evens)
+            if group.rank == 4:
+                assert await dist.recv(x, src=2, group=evens) == 2
+                await evens.isend(x, 0)
+            if group.rank == 0:
+                assert await evens.recv(x) == 2
+        async with mine if isinstance(mine, Group) else odds as entered:
+            assert entered is mine
+
+    run_world(5, main)
+
+
+def test_a_lost_rank_ends_only_the_groups_it_belongs_to() -> None:
+    async def main(group: Group, world: SimulatedWorld) -> None:
+        low, high = dist.new_group([0, 1]), dist.new_group([2, 3])
+        await group.barrier()
+        if group.rank == 3:
+            world.kill(3)
+            return
+        with pytest.raises(dist.PeerLostError):
+            await group.barrier()
+        if group.rank == 2:
+            assert isinstance(high, Group)
+            with pytest.raises(dist.DistError):
+                await high.barrier()
+        else:
+            assert isinstance(low, Group)
+            await low.barrier()
+
+    run_world(4, main, pass_world=True)
+
+
+# Life.
+
+
+def test_a_failed_work_nobody_asked_about_is_raised_at_the_end() -> None:
+    async def main(group: Group) -> None:
+        if group.rank == 0:
+            await group.isend(np.zeros(2), 1)
+        else:
+            work = group.irecv(np.zeros(1), 0)
+            work.add_done_callback(lambda _: None)
+            await asyncio.sleep(1)
+
+    with pytest.raises(dist.CollectiveMismatchError, match="receive buffer"):
+        run_world(2, main)
+
+
+def test_what_is_closed_says_so() -> None:
+    async def main(group: Group) -> None:
+        sub = dist.new_group()
+        assert isinstance(sub, Group)
+        await dist.destroy_process_group(sub)
+        with pytest.raises(dist.ClosedError, match="is closed"):
+            sub.barrier()
+        assert dist.is_initialized()
+        await dist.destroy_process_group()
+        assert not dist.is_initialized()
+        with pytest.raises(ValueError, match="not been initialized"):
+            dist.barrier()
+        with pytest.raises(dist.ClosedError):
+            group.barrier()
+        await group.close()
+
+    run_world(2, main)
+
+
+def test_status_lines() -> None:
+    async def main(group: Group) -> None:
+        assert repr(group) == f"<ProcessGroup default rank {group.rank} of 2 backend aio open>"
+        assert dist.get_backend() == "aio"
+        assert dist.get_backend() == dist.Backend("GLOO")
+        assert dist.get_default_group() is group
+        await group.close()
+        assert "closed" in repr(group)
+
+    run_world(2, main)
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    async def main(group: Group) -> float:
+        for size in (3, 100_000):
+            await group.all_reduce(np.zeros(size))
+        return asyncio.get_running_loop().time()
+
+    assert run_world(4, main, seed=11) == run_world(4, main, seed=11)
+    assert run_world(4, main, seed=11) != run_world(4, main, seed=12)
