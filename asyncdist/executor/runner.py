@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from asyncdist.arrays import Array
-from asyncdist.errors import DistError
+from asyncdist.errors import DistError, GroupAbortedError
 from asyncdist.executor.buffers import Bound
 from asyncdist.executor.program import COPY, RECV, REDUCE, SEND, Program
 from asyncdist.executor.scratch import ScratchPool
@@ -262,8 +262,12 @@ class Execution:
         self._complete(token)
 
     def message_failed(self, token: Any, error: BaseException) -> None:
-        """A message cannot come or go any more."""
-        if not self._stopped:
+        """A message cannot come or go any more.
+
+        GroupAbortedError means that the peer gave the operation up; why, its or another rank's control message says,
+        and until that is here the operation waits.
+        """
+        if not self._stopped and not isinstance(error, GroupAbortedError):
             self._stopped = True
             self._on_done(self, error)
 

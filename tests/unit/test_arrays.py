@@ -63,7 +63,7 @@ def test_what_cannot_be_sent_is_refused_by_name(value: object) -> None:
 
 def test_gpu_arrays_are_refused_with_the_reason() -> None:
     class OnDevice:
-        __cuda_array_interface__: dict[str, object] = {}
+        __cuda_array_interface__ = None
 
     with pytest.raises(TypeError, match="GPU"):
         host_array(OnDevice())

@@ -262,7 +262,7 @@ def test_different_shapes_end_the_group_everywhere() -> None:
 def test_a_lost_rank_is_named_by_everybody() -> None:
     async def main(group: Group, world: SimulatedWorld) -> None:
         await group.barrier()
-        await asyncio.sleep(1)
+        await asyncio.sleep(2 if group.rank == 2 else 1)
         if group.rank == 2:
             work = group.all_reduce(np.zeros(10))
             world.kill(2)
@@ -355,7 +355,7 @@ def test_abort_is_heard_by_all_and_raises_everything() -> None:
             group.abort("enough")
         for waiting in (work, pending):
             if waiting is not None:
-                with pytest.raises(dist.GroupAbortedError, match="rank 1 aborted the group: enough|enough") as aborted:
+                with pytest.raises(dist.GroupAbortedError, match="enough") as aborted:
                     await waiting
         assert aborted.value.rank == 1
         with pytest.raises(dist.GroupAbortedError):
