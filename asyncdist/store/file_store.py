@@ -158,7 +158,10 @@ class FileStore(RequestStore):
         try:
             progress = self._work()
         except DistStoreError as error:
-            self._fail(error)
+            self._fail(str(error))
+            return
+        except OSError as error:
+            self._fail(f"{self!r} cannot be used any more: {error}")
             return
         now = self._loop.time()
         self._engine.expire(now)
@@ -254,7 +257,7 @@ class FileStore(RequestStore):
         try:
             if records:
                 self._log.append(records)
-        except DistStoreError as error:
+        except (DistStoreError, OSError) as error:
             for reply, _, _ in outcomes:
                 reply.set_exception(DistStoreError(str(error)))
             raise
@@ -291,11 +294,11 @@ class FileStore(RequestStore):
 
     # ---- endings
 
-    def _fail(self, error: DistStoreError) -> None:
+    def _fail(self, why: str) -> None:
         """The file cannot be used any more: end everything."""
         for reply in self._everything():
             if not reply.done():
-                reply.set_exception(DistStoreError(str(error)))
+                reply.set_exception(DistStoreError(why))
         self._closed = True
         self._leave_at_exit()
 
@@ -323,7 +326,7 @@ class FileStore(RequestStore):
 
     async def _leave(self) -> None:
         """Get the lock, write what is queued and leave."""
-        loop = self._own_loop()
+        loop = asyncio.get_running_loop()
         deadline = loop.time() + CLOSE_TIMEOUT_S
         pause_s = FIRST_POLL_S
         while not self._log.try_lock():
@@ -338,7 +341,7 @@ class FileStore(RequestStore):
                 while any(reply.request[1] in messages.MUTATIONS and not reply.done() for reply in self._queue):
                     self._serve_all()
                 self._log.leave()
-        except DistStoreError as error:
+        except (DistStoreError, OSError) as error:
             info("%r could not be left: %s", self, error)
         finally:
             self._log.unlock()

@@ -23,8 +23,9 @@ from asyncdist_server.messages import (
 
 __all__ = ["CLIENT_ID_BYTES", "Connection", "StoreRefusedError", "dial"]
 
-RECEIVE_BYTES: Final = 256 * 1024
-"""What one read takes at most: hundreds of replies, or a slice of a large value."""
+RECEIVE_BYTES: Final = 64 * 1024
+"""What one read takes at most: hundreds of replies, or a slice of a large value. Each connection has such a buffer, and
+a process that simulates many ranks has many connections."""
 
 HANDSHAKE_READ_BYTES: Final = 4096
 

@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 
 from asyncdist.deadline import Timeout
 from asyncdist.errors import ClosedError, ConnectTimeoutError, DistError, DistStoreError
-from asyncdist.events import emit, tracing
+from asyncdist.events import emit, info, tracing
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S
 from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.store.pipeline import Pipeline
@@ -132,14 +132,21 @@ class TCPStore(RequestStore):
         self._raise_if_closed()
         self._bind()
         if self._connection is None:
+            connector = self._reconnect(self._timeout_s)
             try:
-                error = await self._reconnect(self._timeout_s)
+                await asyncio.wait([connector])
+            except asyncio.CancelledError:
+                self._abandon()
+                await asyncio.wait([connector])  # it is cancelled, and has nothing more to wait for
+                raise
+            self._raise_if_closed()
+            try:
+                error = connector.result()
+                if error is not None:
+                    raise error
             except BaseException:
                 self._abandon()
                 raise
-            if error is not None:
-                self._abandon()
-                raise error
         return self
 
     # ---- requests
@@ -292,6 +299,8 @@ class TCPStore(RequestStore):
         if tracing("store"):
             emit("store", "connected", where=self._where, resumed=welcome.resumed, changed=changed)
         self._connection.send()
+        if changed:
+            info("%s: it came back without its data", self._where)
         if changed and self.on_incarnation_change is not None:
             self._loop.call_soon(self.on_incarnation_change)
 
@@ -303,6 +312,7 @@ class TCPStore(RequestStore):
             emit("store", "connection_lost", where=self._where, error=error)
         if self._closed:
             return
+        info("%s: connection lost (%s), connecting again", self._where, error)
         if isinstance(error, messages.ProtocolError):
             self._pipeline.fail_all(f"the store broke the connection off: {error}")
         if self._connector is None:

@@ -296,6 +296,35 @@ async def test_right_token_is_accepted() -> None:
             assert await store.add("n", 1) == 1
 
 
+async def test_host_may_be_a_name(server: ThreadedServer) -> None:
+    async with TCPStore("localhost", server.port) as store:
+        assert await store.check([])
+
+
+async def test_unknown_host_is_given_up_in_time() -> None:
+    with pytest.raises(ConnectTimeoutError, match=r"store no\.such\.host\.invalid:1: could not connect"):
+        await TCPStore.connect("no.such.host.invalid", 1, timeout=0.2)
+
+
+async def test_closing_while_connecting_ends_both() -> None:
+    with stranger(None) as port:
+        store = TCPStore("127.0.0.1", port)
+        connecting = task(store.__aenter__())
+        setting = task(store.set("k", "v"))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            await store.close()
+        for each in (connecting, setting):
+            with pytest.raises(ClosedError):
+                await each
+
+
+async def test_use_without_connecting_first_connects(server: ThreadedServer, namespace: str) -> None:
+    store = TCPStore("127.0.0.1", server.port, namespace=namespace)
+    assert await store.add("n", 1) == 1
+    await store.close()
+
+
 # ---- limits
 
 
