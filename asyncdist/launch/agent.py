@@ -155,7 +155,7 @@ class Agent:
         reports: list[asyncio.Task[None]] = []
 
         def on_failure(exit: Exit) -> None:
-            self._reported = Failure(place.node_rank, exit.rank, self._host, exit.pid, exit.exitcode, str(exit))
+            self._reported = self._as_failure(exit, place)
             self._ending.set()
             if nodes is not None:
                 reports.append(asyncio.create_task(nodes.report_failure(number, self._reported)))
@@ -169,6 +169,8 @@ class Agent:
         try:
             if nodes is None:
                 self._own = await self._attempt.run()
+                if self._own.failure is not None:
+                    self._reported = self._as_failure(self._own.failure, place)
             else:
                 async with nodes.watching(number, self._on_others_failure):
                     self._own = await self._attempt.run()
@@ -177,6 +179,9 @@ class Agent:
         finally:
             self._attempt = None
             await asyncio.gather(*reports)
+
+    def _as_failure(self, exit: Exit, place: NodePlace) -> Failure:
+        return Failure(place.node_rank, exit.rank, self._host, exit.pid, exit.exitcode, str(exit))
 
     def _on_others_failure(self, failure: Failure) -> None:
         self._reported = failure  # the store's word on which failure was first wins over our own

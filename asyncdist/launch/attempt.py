@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,9 +32,17 @@ _NEXT: Final = {
 }
 
 
+_EXCEPTION_LINE: Final = re.compile(rb"[ |+]*([\w.]+(?:Error|Exception|Interrupt|Exit))(?::|$)")
+_CONSEQUENCES: Final = (b"asyncdist.errors.PeerLostError", b"asyncdist.errors.GroupAbortedError")
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """`failure` is the first failing worker of this node that nobody told to end; `interrupted_by` a signal number."""
+    """How an attempt went on this node.
+
+    `failure` is the worker that failed first, none of whose fellows told it to end, and `tail` its last lines;
+    `interrupted_by` is a signal number.
+    """
 
     failure: Exit | None
     tail: list[bytes]
@@ -66,9 +75,10 @@ class Attempt:
         self._stage = Stage.RUNNING
         self._deadline_s: float | None = None
         self._changed = asyncio.Event()
-        self._failure: Exit | None = None
+        self._failures: list[Exit] = []  # of their own accord, in the order they were seen
         self._interrupted_by: int | None = None
         self._hurry = False
+        self._stopped_by_others = False
 
     @property
     def stage(self) -> Stage:
@@ -95,6 +105,7 @@ class Attempt:
     def stop(self) -> None:
         """Another node failed: the workers get their grace, then SIGTERM, then SIGKILL."""
         if self._stage is Stage.RUNNING:
+            self._stopped_by_others = True
             self._enter(Stage.GRACE, self._grace_s)
 
     async def run(self) -> AttemptResult:
@@ -116,8 +127,9 @@ class Attempt:
         return self._result()
 
     def _on_exit(self, exit: Exit) -> None:
-        if exit.returncode != 0 and self._stage is Stage.RUNNING:
-            self._failure = exit
+        if exit.returncode != 0 and self._stage in (Stage.RUNNING, Stage.GRACE):
+            self._failures.append(exit)
+        if self._failures and self._stage is Stage.RUNNING:
             self._enter(Stage.GRACE, self._grace_s)
             self._on_failure(exit)
         self._changed.set()
@@ -165,11 +177,20 @@ class Attempt:
             raise asyncio.CancelledError
 
     def _result(self) -> AttemptResult:
-        tail: list[bytes] = []
-        for worker in self._workers:
-            if self._failure is not None and worker.rank == self._failure.rank:
-                tail = worker.stderr.tail or worker.stdout.tail
+        tails = {worker.rank: worker.stderr.tail or worker.stdout.tail for worker in self._workers}
+        # A worker that unwinds slowly ends after those that its failure brought down.
+        causes = [exit for exit in self._failures if not _is_consequence(tails[exit.rank])]
+        failure = next(iter(causes or self._failures), None)
+        if self._stopped_by_others and not causes:
+            failure = None
         all_succeeded = len(self._workers) == len(self._start) and all(
             worker.exit is not None and worker.exit.returncode == 0 for worker in self._workers
         )
-        return AttemptResult(self._failure, tail, self._interrupted_by, all_succeeded)
+        tail = [] if failure is None else tails[failure.rank]
+        return AttemptResult(failure, tail, self._interrupted_by, all_succeeded)
+
+
+def _is_consequence(tail: list[bytes]) -> bool:
+    """Whether a worker's last words are that another one had failed."""
+    exceptions = [match for line in tail if (match := _EXCEPTION_LINE.match(line))]
+    return bool(exceptions) and exceptions[-1][1] in _CONSEQUENCES

@@ -91,8 +91,8 @@ def test_the_death_of_one_is_raised_by_the_others_within_the_grace(tmp_path: Pat
                     if dist.get_rank() == 1:
                         os.kill(os.getpid(), signal.SIGKILL)
                     await dist.all_reduce(x)
-                except dist.PeerLostError as error:
-                    print("lost", error.rank)
+                except (dist.PeerLostError, dist.GroupAbortedError) as error:
+                    print("rank 1" in str(error))
                     raise
 
         dist.run(main())
@@ -100,8 +100,33 @@ def test_the_death_of_one_is_raised_by_the_others_within_the_grace(tmp_path: Pat
     )
     done = run("--nproc-per-node", "3", "--grace", "60", script)
     assert done.returncode == 128 + signal.SIGKILL
-    assert sorted(done.stdout.splitlines()) == ["[rank 0] lost 1", "[rank 2] lost 1"], done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] True", "[rank 2] True"], done.stderr
     assert "rank 1 failed first: killed by SIGKILL" in done.stderr
+
+
+def test_the_report_is_of_the_cause_however_slowly_it_unwinds(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        """
+        import atexit, time
+        import numpy as np
+        import asyncdist as dist
+
+        async def main():
+            async with dist.init_process_group():
+                await dist.barrier()
+                if dist.get_rank() == 1:
+                    atexit.register(time.sleep, 1)
+                    raise ZeroDivisionError("the cause")
+                await dist.barrier()
+
+        dist.run(main())
+        """,
+    )
+    done = run("--nproc-per-node", "2", "--grace", "60", script)
+    assert done.returncode == 1
+    assert "rank 1 failed first" in done.stderr
+    assert done.stderr.endswith("[rank 1] ZeroDivisionError: the cause\n")
 
 
 @pytest.mark.usefixtures("no_job_in_the_environment")

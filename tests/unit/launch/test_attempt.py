@@ -91,6 +91,32 @@ async def test_a_failure_is_told_once_and_leads_from_grace_to_sigterm_to_sigkill
     assert workers[3].log == ["reap"]
 
 
+@pytest.mark.parametrize("error", [b"PeerLostError: rank 0 lost rank 1", b"GroupAbortedError"])
+async def test_the_cause_is_named_even_if_it_ends_after_what_it_brought_down(error: bytes) -> None:
+    workers = [FakeWorker(0), FakeWorker(1), FakeWorker(2)]
+    workers[0].stderr = _Tail(b"ValueError: an old one", b"  | asyncdist.errors." + error, b"  +-----", b"bye")
+    workers[1].stderr = _Tail(b"asyncdist.errors.PeerLostError: x", b"Traceback:", b"ValueError: mine")
+    told: list[Exit] = []
+    task = await started(attempt_of(workers, grace_s=60, on_failure=told.append), workers)
+    workers[0].end(1)
+    workers[1].end(2)
+    workers[2].end(3)
+    result = await finished(task)
+    assert [exit.rank for exit in told] == [0]
+    assert result.failure == Exit(1, 1001, 2)
+    assert result.tail == workers[1].stderr.tail
+
+
+async def test_where_all_speak_of_others_the_first_is_named() -> None:
+    workers = [FakeWorker(0), FakeWorker(1)]
+    for worker in workers:
+        worker.stderr = _Tail(b"asyncdist.errors.PeerLostError: x")
+    task = await started(attempt_of(workers, grace_s=60), workers)
+    workers[1].end(1)
+    workers[0].end(1)
+    assert (await finished(task)).failure == Exit(1, 1001, 1)
+
+
 async def test_nobody_is_signalled_within_the_grace() -> None:
     workers = [FakeWorker(0), FakeWorker(1)]
     task = await started(attempt_of(workers, grace_s=60), workers)
