@@ -6,15 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["CONNECT_TIMEOUT_S", "HELLO_TIMEOUT_S", "MAX_HALF_OPEN", "TRANSPORTS", "TransportConfig"]
+from asyncdist.deadline import DEFAULT_TIMEOUT_S
+
+__all__ = [
+    "CONNECT_TIMEOUT_S",
+    "HELLO_TIMEOUT_S",
+    "MAX_HALF_OPEN",
+    "SILENT_TIMEOUT_S",
+    "TRANSPORTS",
+    "TransportConfig",
+]
 
 TRANSPORTS: Final = ("auto", "unix", "tcp")
 """Values of ASYNCDIST_TRANSPORT."""
 CONNECT_TIMEOUT_S: Final = 60.0
-"""Longest a first connection to a peer may take, address look-up and retries included. A listener exists before its
+"""Longest a peer may be out of reach at first, address look-up and retries included. A listener exists before its
 address is published, so only a slow network or a dead peer needs more than milliseconds."""
 HELLO_TIMEOUT_S: Final = 5.0
-"""Longest a connected socket may take to say who it is: two short messages and one turn of a busy peer's loop."""
+"""Longest an accepted socket may take to say who it is: it has just connected, so it is not busy."""
+SILENT_TIMEOUT_S: Final = DEFAULT_TIMEOUT_S
+"""Longest wait for a peer whose kernel accepts connections but which says nothing. The process exists, so its loop is
+busy (loading a model, say): that is for the operation's time-out to judge, not for ours."""
 MAX_HALF_OPEN: Final = 512
 """Accepted sockets that have not yet said who they are. Beyond it they wait in the kernel's queue, which is what a
 burst of honest ranks needs, and a flood of strangers costs at most this many descriptors."""
@@ -27,6 +39,7 @@ class TransportConfig:
     transport: str = "auto"
     connect_timeout_s: float = CONNECT_TIMEOUT_S
     hello_timeout_s: float = HELLO_TIMEOUT_S
+    silent_timeout_s: float = SILENT_TIMEOUT_S
     backoff_first_s: float = 0.02
     backoff_limit_s: float = 2.0
     max_half_open: int = MAX_HALF_OPEN

@@ -20,6 +20,8 @@ from asyncdist.transport.tcp import set_stream_options
 
 __all__ = ["Dialer", "DialerOwner", "Target", "choose_targets"]
 
+MAX_SILENCE_S: Final = 300.0
+"""Longest one connection is left to a silent peer before another is made, in case only the connection is dead."""
 ATTEMPT_TIMEOUT_S: Final = 10.0
 """Longest wait for one endpoint to accept before the next is tried: three SYN retransmissions (1 + 2 + 4 s) fit."""
 SAME_HOST_REFUSALS: Final = 2
@@ -77,7 +79,11 @@ def choose_targets(own_host_id: str, peer: PeerAddress, transport: str) -> tuple
 
 
 class Dialer:
-    """Tries `address` until the hello ends in OK, the peer is known to be gone, or `deadline_s` (loop time) passes."""
+    """Tries `address` until the hello ends in OK, the peer is known to be gone, or time is up.
+
+    Time is up `connect_timeout_s` after `started_s` (loop time) for a peer that cannot be reached, and
+    `silent_timeout_s` for one whose kernel accepts connections while the process says nothing.
+    """
 
     __slots__ = (
         "_address",
@@ -88,10 +94,12 @@ class Dialer:
         "_next",
         "_owner",
         "_paused",
+        "_reached",
         "_refused_rounds",
         "_retry",
         "_round_refused",
         "_rounds",
+        "_silences",
         "_started_s",
         "_targets",
         "failures",
@@ -114,6 +122,8 @@ class Dialer:
         self._rounds = 0
         self._refused_rounds = 0
         self._round_refused = False
+        self._reached = False
+        self._silences = 0
         self._attempt: _Attempt | None = None
         self._retry: asyncio.TimerHandle | asyncio.Handle | None = None
         self._deadline: asyncio.TimerHandle | None = None
@@ -147,9 +157,7 @@ class Dialer:
         """Go on after `pause`."""
         if self._paused:
             self._paused = False
-            if self._expired:
-                self._expire()
-            elif self._targets:
+            if self._targets:
                 self._begin_round()
 
     def stop(self) -> None:
@@ -171,6 +179,7 @@ class Dialer:
         self._retry = None
         self._next = 0
         self._round_refused = True
+        self._reached = False
         self._try_next()
 
     def _try_next(self) -> None:
@@ -178,10 +187,17 @@ class Dialer:
         self._attempt = _Attempt(self, self._context, self._targets[self._next])
         self._attempt.start()
 
+    def attempt_connected(self) -> float:
+        """Called by the attempt under way when the peer's kernel accepted; returns how long to wait for its words."""
+        self._reached = True
+        return min(MAX_SILENCE_S, self._context.config.hello_timeout_s * float(2 ** min(self._silences, 16)))
+
     def attempt_failed(self, error: Exception) -> None:
         """Called by the attempt under way."""
         self._attempt = None
         self.failures += 1
+        if self._reached and isinstance(error, TimeoutError):
+            self._silences += 1
         self.last_error = error
         target = self._targets[self._next]
         if events.tracing("net"):
@@ -205,6 +221,8 @@ class Dialer:
         gone = same_host and self._refused_rounds >= SAME_HOST_REFUSALS
         if gone or isinstance(error, RemoteProtocolError):
             self._give_up(error)
+        elif self._expired and not self._reached:
+            self._time_is_up(self._context.config.connect_timeout_s)
         else:
             self._wait()
 
@@ -231,10 +249,16 @@ class Dialer:
         self._retry = self._context.loop.call_later(delay_s * random.uniform(0.5, 1.0), self._begin_round)
 
     def _expire(self) -> None:
+        """The connect timeout has passed; whoever was reached has until the silent timeout."""
+        config = self._context.config
+        remaining_s = self._started_s + config.silent_timeout_s - self._context.loop.time()
+        if not self._expired and (self._paused or self._reached) and remaining_s > 0:
+            self._deadline = self._context.loop.call_later(remaining_s, self._expire)
+        else:
+            self._time_is_up(config.silent_timeout_s if self._expired else config.connect_timeout_s)
         self._expired = True
-        if self._paused:
-            return
-        timeout_s = self._context.config.connect_timeout_s
+
+    def _time_is_up(self, timeout_s: float) -> None:
         error = ConnectTimeoutError(
             f"no connection to rank {self.peer_rank} at {self._address} within {timeout_s:g} s"
             + (f": {self.last_error}" if self.last_error else "")
@@ -281,7 +305,9 @@ class _Attempt:
             self._handle = loop.call_later(
                 ATTEMPT_TIMEOUT_S, self._fail, TimeoutError("the connection is not answered")
             )
-        else:  # EAGAIN, from a Unix socket, means that its backlog is full for the moment
+        else:
+            if code == errno.EAGAIN:  # a Unix socket whose backlog is full for the moment
+                self._dialer.attempt_connected()
             self._handle = loop.call_soon(self._fail, OSError(code, os.strerror(code)))
 
     def close(self) -> None:
@@ -325,7 +351,7 @@ class _Attempt:
         self._handshake = handshake
         handshake.on_step = self._step
         handshake.on_failed = self._hello_failed
-        handshake.start(self._context.config.hello_timeout_s)
+        handshake.start(self._dialer.attempt_connected())
 
     def _step(self, handshake: Handshake[DialerHello]) -> None:
         if handshake.hello.verdict is not None:

@@ -111,13 +111,16 @@ class Link:
         """Where the peer listens; dialing begins."""
         if self.state is LinkState.CONNECTING and self._dialer is None:
             self._dialer = Dialer(self._context, self, self.rank, address, self._started_s)
-            self._dialer.start(paused=self._incoming is not None and self._decides)
+            self._dialer.start(paused=self._incoming is not None)
 
     def leave(self) -> None:
-        """Say goodbye, after everything posted; a link that has nothing to send ends at once."""
+        """Say goodbye, after everything posted; a link that has nothing to send ends at once.
+
+        A connection the peer may already count on, because we said OK to it, is awaited to say goodbye on it.
+        """
         if self._connection is not None:
             self._connection.leave()
-        elif self.state is LinkState.IDLE or (self.state is LinkState.CONNECTING and not self.core.has_output):
+        elif not self.ended and not self.core.has_output and (self._incoming is None or self._park is not None):
             self.abort(ClosedError(f"the connection to rank {self.rank} was closed here"))
 
     def abort(self, error: Exception) -> None:
@@ -159,6 +162,8 @@ class Link:
                 verdict = Verdict.LOST
             handshake.send(handshake.hello.answer(verdict))
             handshake.close()
+            if unwanted:
+                self.abort(ClosedError(f"the connection to rank {self.rank} was closed here"))
             return
         self._drop_incoming()  # the peer has one attempt at a time, so it has given that one up
         self._incoming = handshake
@@ -194,6 +199,8 @@ class Link:
         self._cancel_park()
         if self._dialer is not None:
             self._dialer.resume()
+        if self._owner.closing:
+            self.leave()
 
     def _drop_incoming(self) -> None:
         parked = self._park is not None
@@ -201,7 +208,8 @@ class Link:
         handshake, self._incoming = self._incoming, None
         if handshake is not None:
             if parked:
-                handshake.send(handshake.hello.answer(Verdict.CROSSED))
+                verdict = Verdict.LEAVING if self.state is LinkState.CLOSED else Verdict.CROSSED
+                handshake.send(handshake.hello.answer(verdict))
             handshake.close()
 
     def _cancel_park(self) -> None:

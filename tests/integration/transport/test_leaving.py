@@ -119,6 +119,22 @@ async def test_dialing_a_rank_that_is_leaving() -> None:
         await eventually(lambda: 1 in one.lost)  # it was cut off without a goodbye
 
 
+async def test_closing_while_the_other_confirms_is_leaving() -> None:
+    """Whoever may believe that the connection stands hears a goodbye on it."""
+    for steps in range(12):
+        async with world(2) as made:
+            one, two = made.ranks
+            pending = two.receive(0)
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            await one.mesh.close(PATIENCE_S)
+            with pytest.raises(PeerLostError):
+                await pending
+            if one.mesh._links:  # else it never heard of rank 1, which found nobody there
+                await eventually(lambda two=two: two.left or two.lost)
+                assert two.left == [0], steps
+
+
 async def test_peer_that_never_hangs_up_is_cut_off() -> None:
     async with world(2) as made:
         await connect(made)

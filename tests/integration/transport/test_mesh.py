@@ -253,7 +253,7 @@ async def test_listener_that_appears_late_is_found(unused_tcp_port: int) -> None
 
 @pytest.mark.parametrize("silent", ["no greeting", "no answer to SYN"])
 async def test_blackholed_dial_times_out(silent: str) -> None:
-    made = World(2, "tcp", connect_timeout_s=0.5, hello_timeout_s=0.1 if silent == "no greeting" else 5)
+    made = World(2, "tcp", connect_timeout_s=0.5, silent_timeout_s=0.2, hello_timeout_s=0.1)
     one = made.add(0)
     with contextlib.ExitStack() as stack:
         hole = stack.enter_context(socket.socket())
@@ -270,6 +270,26 @@ async def test_blackholed_dial_times_out(silent: str) -> None:
         assert isinstance(caught.value.__cause__, ConnectTimeoutError)
     assert one.mesh.statistics()["sockets"] == 0
     await one.mesh.close(1)
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("end", ["it answers", "it dies"])
+async def test_peer_whose_loop_is_busy_is_waited_for_beyond_the_connect_timeout(transport: str, end: str) -> None:
+    async with world(2, transport, connect_timeout_s=0.2, hello_timeout_s=0.05) as made:
+        one, two = made.ranks
+        loop = asyncio.get_running_loop()
+        (listening,) = two.mesh._listener._sockets
+        loop.remove_reader(listening.fileno())
+        future = one.send(1, b"patience")
+        await eventually(lambda: one.mesh._links[1]._dialer and one.mesh._links[1]._dialer._expired)
+        assert not one.lost
+        if end == "it answers":
+            loop.add_reader(listening.fileno(), two.mesh._listener._acceptable, listening)
+            assert await received(two.receive(0)) == b"patience"
+        else:
+            two.mesh.abort()
+            with pytest.raises(PeerLostError):
+                await future
 
 
 @pytest.mark.parametrize("failure", ["raises", "knows nobody", "never returns"])
