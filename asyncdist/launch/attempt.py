@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from asyncdist.launch.cause import is_consequence
 from asyncdist.launch.worker import Exit, Worker
 
 __all__ = ["Attempt", "AttemptResult", "Stage"]
@@ -30,10 +30,6 @@ _NEXT: Final = {
     Stage.TERMINATING: (Stage.KILLING, signal.SIGKILL),
     Stage.INTERRUPTED: (Stage.KILLING, signal.SIGKILL),
 }
-
-
-_EXCEPTION_LINE: Final = re.compile(rb"[ |+]*([\w.]+(?:Error|Exception|Interrupt|Exit))(?::|$)")
-_CONSEQUENCES: Final = (b"asyncdist.errors.PeerLostError", b"asyncdist.errors.GroupAbortedError")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +175,7 @@ class Attempt:
     def _result(self) -> AttemptResult:
         tails = {worker.rank: worker.stderr.tail or worker.stdout.tail for worker in self._workers}
         # A worker that unwinds slowly ends after those that its failure brought down.
-        causes = [exit for exit in self._failures if not _is_consequence(tails[exit.rank])]
+        causes = [exit for exit in self._failures if not is_consequence(tails[exit.rank])]
         failure = next(iter(causes or self._failures), None)
         if self._stopped_by_others and not causes:
             failure = None
@@ -188,9 +184,3 @@ class Attempt:
         )
         tail = [] if failure is None else tails[failure.rank]
         return AttemptResult(failure, tail, self._interrupted_by, all_succeeded)
-
-
-def _is_consequence(tail: list[bytes]) -> bool:
-    """Whether a worker's last words are that another one had failed."""
-    exceptions = [match for line in tail if (match := _EXCEPTION_LINE.match(line))]
-    return bool(exceptions) and exceptions[-1][1] in _CONSEQUENCES

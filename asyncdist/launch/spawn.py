@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final, Literal, overload
 
 from asyncdist.errors import LaunchError
+from asyncdist.launch.cause import is_consequence
 from asyncdist.launch.config import DEFAULT_GRACE_S, MAX_PROCESSES_PER_NODE, Endpoint, parse_endpoint
 from asyncdist.launch.environment import NodePlace, worker_environment
 from asyncdist.launch.exec_guard import die_with_parent
@@ -73,6 +74,11 @@ class SpawnContext:
         texts = [_read_text(connection) for connection in self._errors] if failed is not None else []
         self._release()
         if failed is not None:
+            causes = (
+                rank for rank, text in enumerate(texts) if text and not is_consequence(text.encode().splitlines())
+            )
+            if is_consequence(texts[failed].encode().splitlines()):
+                failed = next(causes, failed)
             raise _launch_error(failed, self.processes[failed], texts[failed])
         return True
 
@@ -249,6 +255,7 @@ def _end_with_parent(parent_pid: int | None) -> None:
 
 
 def _read_text(connection: Connection) -> str:
+    """What a child left; "" if it left nothing."""
     with contextlib.suppress(EOFError, OSError):
         if connection.poll():
             return connection.recv_bytes(MAX_TRACEBACK_BYTES).decode(errors="replace")

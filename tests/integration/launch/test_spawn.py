@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from launching import clean_environment, is_alive, pids_in, until, write_script
 
-from asyncdist.errors import LaunchError
+from asyncdist.errors import LaunchError, PeerLostError
 from asyncdist.launch.spawn import MAX_TRACEBACK_BYTES, spawn
 
 pytestmark = pytest.mark.usefixtures("no_job_in_the_environment")
@@ -43,6 +43,14 @@ def fail(local_rank: int, who: int) -> None:
     if local_rank == who:
         raise ZeroDivisionError("x" * 2 * MAX_TRACEBACK_BYTES + " at the end")
     time.sleep(600)
+
+
+def blame(local_rank: int, folder: str) -> None:
+    if local_rank == 0:
+        Path(folder, "0").touch()
+        raise PeerLostError("rank 0 lost rank 1", 1)
+    until(Path(folder, "0").exists, "rank 0 to fail")
+    raise ZeroDivisionError("the cause")
 
 
 def leave(local_rank: int, code: int) -> None:
@@ -86,6 +94,12 @@ def test_the_first_failure_is_raised_with_the_childs_traceback() -> None:
     assert caught.value.exitcode == 1
     assert str(caught.value).rstrip().endswith("x at the end")
     assert [process.exitcode for process in context.processes] == [-signal.SIGTERM, 1]
+
+
+def test_the_cause_is_raised_and_not_what_it_brought_down(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="the cause") as caught:
+        spawn(blame, (str(tmp_path),), nprocs=2)
+    assert caught.value.rank == 1
 
 
 @pytest.mark.parametrize(("code", "exitcode", "message"), [(5, 5, "exit code 5"), (-9, 137, "killed by SIGKILL")])
