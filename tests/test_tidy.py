@@ -75,6 +75,7 @@ def test_asserts_have_no_effects() -> None:
     assert not [
         f"{path}:{node.lineno}"
         for path, tree in trees()
+        if not path.startswith("asyncdist/testing/")  # as in tests, checking is all that an assert is for
         for node in ast.walk(tree)
         if isinstance(node, ast.Assert) and has_effect(node.test)
     ]
