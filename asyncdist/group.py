@@ -121,8 +121,9 @@ class ProcessGroup(Operations):
 
     def check_usable(self, operation: str) -> None:
         """Raise unless the group is open and this is its event loop."""
-        if self.closed:
-            raise ClosedError(f"{self.where(operation)}: the group is closed")
+        if self.closed or self.world.forked:
+            why = "is closed" if self.closed else "belongs to the process that this one was forked from"
+            raise ClosedError(f"{self.where(operation)}: the group {why}")
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError(f"{self.where(operation)}: called from another event loop than the group was made on")
 

@@ -16,7 +16,7 @@ from asyncdist.group import ProcessGroup, derive_group_id
 from asyncdist.init_method import InitMethod, StoreSource, open_store, parse_init_method
 from asyncdist.plan.selector import parse_overrides
 from asyncdist.rendezvous import Rendezvous
-from asyncdist.store import Store
+from asyncdist.store import PrefixStore, Store, TCPStore
 from asyncdist.transport.address import host_id, local_address
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.mesh import Mesh, Resolve
@@ -147,6 +147,7 @@ async def _join(
 ) -> World:
     loop = asyncio.get_running_loop()
     rendezvous = Rendezvous(source.store, method.rank, method.world_size, name)
+    _watch_restarts(source.store, rendezvous)
     config = TransportConfig.from_environ(environ)
     overrides = parse_overrides(environ.get("ASYNCDIST_ALGO", ""))
     reachable = await local_address(method.host or None, method.port, environ)
@@ -166,3 +167,18 @@ async def _join(
         raise
     world.mesh = mesh
     return world
+
+
+def _watch_restarts(store: Store, rendezvous: Rendezvous) -> None:
+    """Have the rendezvous told when the daemon comes back without its data."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        theirs = store.on_incarnation_change
+
+        def restarted() -> None:
+            rendezvous.store_restarted()
+            if theirs is not None:
+                theirs()
+
+        store.on_incarnation_change = restarted

@@ -60,6 +60,10 @@ class Rendezvous:
         self.rank = rank
         self.world_size = world_size
         self._epoch = 0
+        self._attempt: asyncio.Task[Met] | None = None
+        self._restarted = False
+        self._published: dict[str, bytes] = {}
+        self._republishing: asyncio.Task[None] | None = None
         self._who = f"rank {rank} ({socket.gethostname()} pid {os.getpid()})"
 
     async def join(self, host: str, loopback: bool, options: dict[str, Any], deadline: Deadline) -> Met:
@@ -70,6 +74,39 @@ class Rendezvous:
         loopback addresses across hosts), and ConnectTimeoutError naming the ranks that did not come. Cancelling leaves
         the rank counted as joined.
         """
+        while True:
+            self._restarted = False
+            attempt = self._attempt = asyncio.create_task(self._join(host, loopback, options, deadline))
+            try:
+                return await attempt
+            except (asyncio.CancelledError, DistError):
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                await asyncio.sleep(0)  # the news of a restart may be behind the failure it caused
+                if not self._restarted:
+                    raise
+                events.info("%s: the store lost what it knew; joining again", self._who)
+            finally:
+                self._attempt = None
+
+    def store_restarted(self) -> None:
+        """The store came back without its data: join again, or publish again what the others may ask for."""
+        self._restarted = True
+        if self._attempt is not None:
+            self._attempt.cancel()
+        elif self._published and self._republishing is None:
+            self._republishing = asyncio.create_task(self._publish_again())
+
+    async def _publish_again(self) -> None:
+        try:
+            await self._store.multi_set(list(self._published), list(self._published.values()))
+        except DistError as error:
+            events.info("%s could not publish its address again: %s", self._who, error)
+        finally:
+            self._republishing = None
+
+    async def _join(self, host: str, loopback: bool, options: dict[str, Any], deadline: Deadline) -> Met:
         self._store.set_timeout(deadline.remaining_s(_now()))
         self._epoch = await self._claim_rank()
         await self._agree_on_terms(host, loopback)
@@ -90,7 +127,8 @@ class Rendezvous:
 
     async def publish(self, address: PeerAddress) -> None:
         """Tell the others where this rank listens."""
-        await self._store.set(self._key(f"address/{self.rank}"), address.to_bytes())
+        self._published[self._key(f"address/{self.rank}")] = address.to_bytes()
+        await self._store.multi_set(list(self._published), list(self._published.values()))
 
     async def addresses(self, ranks: Sequence[int]) -> dict[int, PeerAddress]:
         """Fetch the addresses of `ranks` in one request, which waits for those not published yet."""
@@ -103,6 +141,9 @@ class Rendezvous:
 
     async def leave(self) -> None:
         """Say goodbye; the last one to leave takes the epoch's keys away. Bounded; never raises a DistError."""
+        self._published.clear()
+        if self._republishing is not None:
+            await self._republishing
         try:
             async with asyncio.timeout(GOODBYE_LIMIT_S):
                 await self._store.set(self._key(f"left/{self.rank}"), b"1")

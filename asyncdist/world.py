@@ -24,6 +24,7 @@ from asyncdist.errors import PeerLostError, RemoteProtocolError
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.init_method import StoreSource
 from asyncdist.rendezvous import Met, Rendezvous
+from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.transport.mesh import Mesh
 
 __all__ = ["GroupListener", "World"]
@@ -71,9 +72,11 @@ class World:
         self.lost: dict[int, PeerLostError] = {}
         self.mesh: Mesh
         self.closed = False
+        self.forked = False
         self._source = source
         self._rendezvous = rendezvous
         self._early: dict[int, list[tuple[int, list[Any]]]] = {}
+        close_in_forked_child(self)
 
     @property
     def store(self) -> Any:
@@ -99,6 +102,10 @@ class World:
                 self.mesh.send_control(rank, payload)
         else:
             self.mesh.broadcast_control(others, payload)
+
+    def close_after_fork(self) -> None:
+        """In a forked child: the groups are the parent's."""
+        self.closed = self.forked = True
 
     # What the mesh reports.
 

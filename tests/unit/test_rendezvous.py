@@ -1,0 +1,171 @@
+"""Rendezvous: ranks that agree meet, and every contradiction is an error on every rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from asyncdist.deadline import Deadline
+from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError
+from asyncdist.rendezvous import Met, Rendezvous
+from asyncdist.store import HashStore, PrefixStore
+from asyncdist.testing.loop import VirtualTimeLoop
+from asyncdist.transport.address import PeerAddress
+
+
+def virtually(main: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Run an asynchronous test in virtual time."""
+
+    def test() -> None:
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            runner.run(main())
+
+    test.__name__ = main.__name__
+    test.__doc__ = main.__doc__
+    return test
+
+
+def join(
+    rendezvous: Rendezvous, timeout_s: float = 10.0, *, host: str = "a", loopback: bool = True
+) -> asyncio.Task[Met]:
+    loop = asyncio.get_running_loop()
+    options = {"rank": rendezvous.rank}
+    return loop.create_task(rendezvous.join(host, loopback, options, Deadline.after(timeout_s, loop.time())))
+
+
+async def failures(*tasks: asyncio.Task[Met]) -> list[str]:
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    for outcome in outcomes:
+        assert isinstance(outcome, DistError), outcome
+    return list(map(str, outcomes))
+
+
+@virtually
+async def test_all_ranks_get_one_world_id_and_rank_zeros_options() -> None:
+    async with HashStore() as store:
+        worlds = await asyncio.gather(*(join(Rendezvous(store, rank, 5)) for rank in range(5)))
+        assert len({met.world_id for met in worlds}) == 1
+        assert len(worlds[0].world_id) == 16
+        assert {met.epoch for met in worlds} == {1}
+        assert all(met.options == {"rank": 0} for met in worlds)
+
+
+@virtually
+async def test_a_clean_world_is_followed_by_another_and_leaves_little_behind() -> None:
+    async with HashStore() as store:
+        ids, counts = set(), []
+        for _ in range(3):
+            ranks = [Rendezvous(store, rank, 3) for rank in range(3)]
+            worlds = await asyncio.gather(*map(join, ranks))
+            ids |= {met.world_id for met in worlds}
+            await asyncio.gather(*(rank.publish(PeerAddress("a")) for rank in ranks))
+            assert set(await ranks[0].addresses([1, 2])) == {1, 2}
+            await asyncio.gather(*(rank.leave() for rank in ranks))
+            assert await ranks[0].has_left(2)
+            counts.append(await store.num_keys())
+        assert len(ids) == 3
+        assert counts[2] - counts[1] <= 6
+
+
+@virtually
+async def test_worlds_of_other_names_and_namespaces_do_not_meet() -> None:
+    async with HashStore() as store:
+        places = [(store, ""), (store, "other"), (PrefixStore("job", store), "")]
+        worlds = await asyncio.gather(
+            *(join(Rendezvous(place, rank, 2, name)) for place, name in places for rank in range(2))
+        )
+        assert len({met.world_id for met in worlds}) == 3
+
+
+@virtually
+async def test_a_rank_that_never_comes_is_named_to_everybody() -> None:
+    async with HashStore() as store:
+        start_s = asyncio.get_running_loop().time()
+        texts = await failures(*(join(Rendezvous(store, rank, 5), 3 + 0.001 * rank) for rank in (0, 2, 3)))
+        assert all("3 of 5 ranks joined in time; missing: rank 1, 4" in text for text in texts)
+        assert asyncio.get_running_loop().time() - start_s < 4
+        late = join(Rendezvous(store, 1, 5))
+        with pytest.raises(DistError, match="missing: rank 1, 4"):
+            await late
+
+
+@virtually
+async def test_the_one_who_gives_up_raises_a_timeout() -> None:
+    async with HashStore() as store:
+        with pytest.raises(ConnectTimeoutError, match=r"rank 0 \(.* pid \d+\): 1 of 2"):
+            await join(Rendezvous(store, 0, 2), 1)
+
+
+@virtually
+async def test_the_same_rank_twice_is_an_error_on_every_rank() -> None:
+    async with HashStore() as store:
+        tasks = [join(Rendezvous(store, rank, 3)) for rank in (0, 1, 1)]
+        texts = await failures(*tasks)
+        assert all("claims a rank that rank 1" in text for text in texts)
+        assert asyncio.get_running_loop().time() < 1
+
+
+@virtually
+async def test_the_same_rank_twice_does_not_disturb_a_world_that_runs() -> None:
+    async with HashStore() as store:
+        await asyncio.gather(*(join(Rendezvous(store, rank, 2)) for rank in range(2)))
+        with pytest.raises(DistError, match="ASYNCDIST_JOB_ID"):
+            await join(Rendezvous(store, 1, 2))
+
+
+@virtually
+async def test_after_a_failure_the_ranks_can_try_again() -> None:
+    async with HashStore() as store:
+        await failures(join(Rendezvous(store, 0, 2)), join(Rendezvous(store, 1, 3)))
+        worlds = await asyncio.gather(*(join(Rendezvous(store, rank, 2)) for rank in range(2)))
+        assert worlds[0].world_id == worlds[1].world_id
+
+
+@virtually
+async def test_different_world_sizes_are_an_error_on_every_rank() -> None:
+    async with HashStore() as store:
+        texts = await failures(
+            join(Rendezvous(store, 0, 2)), join(Rendezvous(store, 1, 3)), join(Rendezvous(store, 2, 3))
+        )
+        assert all("was started with world_size 3, but rank 0" in text for text in texts)
+        assert asyncio.get_running_loop().time() < 1
+
+
+@virtually
+async def test_loopback_addresses_across_hosts_are_an_error_on_every_rank() -> None:
+    async with HashStore() as store:
+        texts = await failures(
+            join(Rendezvous(store, 0, 2), host="a", loopback=True),
+            join(Rendezvous(store, 1, 2), host="b", loopback=False),
+        )
+        assert all("different hosts" in text and "rank 0" in text and "MASTER_ADDR" in text for text in texts)
+
+
+@virtually
+async def test_other_hosts_without_loopback_and_one_host_with_it_are_fine() -> None:
+    async with HashStore() as store:
+        await asyncio.gather(
+            join(Rendezvous(store, 0, 2), host="a", loopback=False),
+            join(Rendezvous(store, 1, 2), host="b", loopback=False),
+        )
+
+
+@virtually
+async def test_foreign_records_are_refused() -> None:
+    async with HashStore() as store:
+        await store.set("world/default/1/terms", b"\xc1 not ours")
+        with pytest.raises(DistStoreError, match="not ours"):
+            await join(Rendezvous(store, 0, 2))
+
+
+@virtually
+async def test_goodbyes_are_bounded() -> None:
+    store = HashStore()
+    rendezvous = Rendezvous(store, 0, 1)
+    await join(rendezvous)
+    await store.close()
+    await rendezvous.leave()
+    await rendezvous.wait_for_goodbyes()
