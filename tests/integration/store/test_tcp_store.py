@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-
 import pytest
 
 from asyncdist.store import PrefixStore, Store, TCPStore
 from asyncdist.testing.store_conformance import STORE_CHECKS, StoreCheck
-from asyncdist_server.threaded import ThreadedServer, serve_in_thread
-
-namespaces = (f"test-{index}" for index in itertools.count())
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ThreadedServer]:
-    with serve_in_thread() as running:
-        yield running
+from asyncdist_server.threaded import ThreadedServer
 
 
 @pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
-async def test_tcp_store_conforms(check: StoreCheck, server: ThreadedServer) -> None:
-    namespace = next(namespaces)
+async def test_tcp_store_conforms(check: StoreCheck, server: ThreadedServer, namespace: str) -> None:
 
     async def open_store() -> Store:
         return await TCPStore.connect("127.0.0.1", server.port, namespace=namespace)
@@ -31,8 +19,7 @@ async def test_tcp_store_conforms(check: StoreCheck, server: ThreadedServer) -> 
 
 
 @pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
-async def test_prefix_store_over_tcp_conforms(check: StoreCheck, server: ThreadedServer) -> None:
-    namespace = next(namespaces)
+async def test_prefix_store_over_tcp_conforms(check: StoreCheck, server: ThreadedServer, namespace: str) -> None:
     opened: list[TCPStore] = []
 
     async def open_store() -> Store:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import random
-import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,28 +13,13 @@ from contextlib import contextmanager
 import pytest
 from store_proxy import cutting_proxy
 
-from asyncdist.errors import ClosedError, ConnectTimeoutError, DistStoreError, StoreLimitError, StoreTimeoutError
+from asyncdist.errors import ClosedError, DistStoreError, StoreLimitError, StoreTimeoutError
 from asyncdist.store import TCPStore
 from asyncdist.testing.store_check_tools import expect_pending, task
-from asyncdist_server.auth import new_token
 from asyncdist_server.messages import Limits
 from asyncdist_server.threaded import ThreadedServer, serve_in_thread
 
-namespaces = (f"failures-{index}" for index in itertools.count())
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ThreadedServer]:
-    with serve_in_thread() as running:
-        yield running
-
-
 # ---- cut connections
-
-
-@pytest.fixture
-def namespace() -> str:
-    return next(namespaces)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -207,122 +190,6 @@ async def test_close_is_bounded_when_the_daemon_is_silent(monkeypatch: pytest.Mo
             await store.close()
         with pytest.raises(ClosedError):
             await setting
-
-
-# ---- somebody else listens
-
-
-@contextmanager
-def stranger(answer: bytes | None) -> Iterator[int]:
-    """A listener that sends `answer` to whoever connects and closes; None accepts and stays silent."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.setblocking(False)
-        accepted: list[socket.socket] = []
-        loop = asyncio.get_running_loop()
-
-        def accept() -> None:
-            connection, _ = listener.accept()
-            accepted.append(connection)
-            if answer is not None:
-                connection.sendall(answer)
-                connection.shutdown(socket.SHUT_WR)
-
-        loop.add_reader(listener, accept)
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            loop.remove_reader(listener)
-            for connection in accepted:
-                connection.close()
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", b"", b"\xa1\x02\x00\x00", b"\x00" * 500],
-    ids=["http", "ssh", "closes", "torch", "zeros"],
-)
-async def test_stranger_is_refused_at_once(answer: bytes) -> None:
-    with stranger(answer) as port, pytest.raises(DistStoreError, match=r"protocol|not an asyncdist store") as caught:
-        async with asyncio.timeout(5):
-            await TCPStore.connect("127.0.0.1", port)
-    assert f"store 127.0.0.1:{port}: " in str(caught.value)
-
-
-async def test_silent_port_is_given_up_in_time() -> None:
-    with (
-        stranger(None) as port,
-        pytest.raises(ConnectTimeoutError, match=rf"127\.0\.0\.1:{port}: could not connect within 0.2 s: .*answer"),
-    ):
-        await TCPStore.connect("127.0.0.1", port, timeout=0.2)
-
-
-async def test_closed_port_is_tried_until_the_time_out() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(ConnectTimeoutError, match=r"within 0\.2 s: .*(refused|Connect call failed)"):
-        await TCPStore.connect("127.0.0.1", port, timeout=0.2)
-
-
-async def test_daemon_that_starts_later_is_found() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    connecting = task(TCPStore.connect("127.0.0.1", port))
-    await asyncio.sleep(0.05)  # at least one refusal
-    with serve_in_thread(port=port):
-        async with await connecting as store:
-            await store.set("k", "v")
-
-
-@pytest.mark.parametrize(
-    ("server_token", "client_token", "message"),
-    [
-        (True, "other", "tokens of client and server differ"),
-        (True, None, "the server requires a token"),
-        (False, "other", "server was started without one"),
-    ],
-)
-async def test_wrong_token_is_refused_at_once(server_token: bool, client_token: str | None, message: str) -> None:
-    with serve_in_thread(token=new_token() if server_token else None) as server:
-        token = new_token() if client_token else None
-        with pytest.raises(DistStoreError, match=message):
-            async with asyncio.timeout(5):
-                await TCPStore.connect("127.0.0.1", server.port, token=token)
-
-
-async def test_right_token_is_accepted() -> None:
-    token = new_token()
-    with serve_in_thread(token=token) as server:
-        async with TCPStore("127.0.0.1", server.port, token=token, rank=3) as store:
-            assert await store.add("n", 1) == 1
-
-
-async def test_host_may_be_a_name(server: ThreadedServer) -> None:
-    async with TCPStore("localhost", server.port) as store:
-        assert await store.check([])
-
-
-async def test_unknown_host_is_given_up_in_time() -> None:
-    with pytest.raises(ConnectTimeoutError, match=r"store no\.such\.host\.invalid:1: could not connect"):
-        await TCPStore.connect("no.such.host.invalid", 1, timeout=0.2)
-
-
-async def test_closing_while_connecting_ends_both() -> None:
-    with stranger(None) as port:
-        store = TCPStore("127.0.0.1", port)
-        connecting = task(store.__aenter__())
-        setting = task(store.set("k", "v"))
-        await asyncio.sleep(0)
-        async with asyncio.timeout(5):
-            await store.close()
-        for each in (connecting, setting):
-            with pytest.raises(ClosedError):
-                await each
-
-
-async def test_use_without_connecting_first_connects(server: ThreadedServer, namespace: str) -> None:
-    store = TCPStore("127.0.0.1", server.port, namespace=namespace)
-    assert await store.add("n", 1) == 1
-    await store.close()
 
 
 # ---- limits
