@@ -180,9 +180,10 @@ async def main(compare: bool) -> int:
     """Train, check and report; returns the exit status."""
     training, test = load_digits()
     async with dist.init_process_group():
-        ranks = dist.get_world_size()
+        world_size = dist.get_world_size()
+        ranks = f"{world_size} rank{'s' * (world_size > 1)}"
         start = time.perf_counter()
-        network = await train(training, f"training on {ranks} rank{'s' * (ranks > 1)}")
+        network = await train(training, f"training on {ranks}")
         seconds = time.perf_counter() - start
         reached = accuracy(network, test)
         identical = await weights_are_identical(network)
@@ -190,7 +191,7 @@ async def main(compare: bool) -> int:
         if dist.get_rank() == 0:
             compared = f" (alone {alone:.4f})" if compare else ""
             same = "bit-identical" if identical else "DIFFERENT"
-            print(f"accuracy {reached:.4f}{compared} in {seconds:.1f} s on {ranks} ranks, weights {same}", flush=True)
+            print(f"accuracy {reached:.4f}{compared} in {seconds:.1f} s on {ranks}, weights {same}", flush=True)
     good = identical and reached >= REQUIRED_ACCURACY and abs(reached - alone) <= ALLOWED_DIFFERENCE
     return 0 if good else 1
 
