@@ -132,8 +132,16 @@ async def open_store(method: InitMethod, deadline: Deadline, environ: Mapping[st
 
 async def _host(method: InitMethod, token: str | None) -> asyncdist_server.ThreadedServer | None:
     """Start the store in a thread of its own; None if the port is taken."""
+    starting = asyncio.ensure_future(
+        asyncio.to_thread(asyncdist_server.serve_in_thread, method.host, method.port, token=token)
+    )
     try:
-        server = await asyncio.to_thread(asyncdist_server.serve_in_thread, method.host, method.port, token=token)
+        server = await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await asyncio.wait([starting])  # a thread cannot be cancelled: what it started is stopped
+        if starting.exception() is None:
+            await asyncio.to_thread(starting.result().close)
+        raise
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             events.info("%s:%d is in use: rank 0 joins the store there", method.host, method.port)

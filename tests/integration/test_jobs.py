@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from jobs import finish, free_port, run_ranks, start_rank, start_ranks
 
 SUM = """
