@@ -42,7 +42,7 @@ class InitMethod:
     path: str = ""
     may_host: bool = False
     """Whether rank 0 hosts the store when none answers."""
-    namespace: str = "default"
+    namespace: str = ""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ def parse_init_method(
     parts = urlsplit(init_method or "env://")
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     rank, world_size = _from_query(query, rank, world_size, init_method)
-    namespace = environ.get("ASYNCDIST_JOB_ID") or "default"
+    namespace = environ.get("ASYNCDIST_JOB_ID", "")
     if parts.scheme == "env":
         rank = _from_environ(environ, "RANK", rank)
         world_size = _from_environ(environ, "WORLD_SIZE", world_size)
@@ -107,7 +107,7 @@ async def open_store(method: InitMethod, deadline: Deadline, environ: Mapping[st
     Raises DistStoreError or DistNetworkError saying what is wrong at which address. Cancelling leaves nothing open.
     """
     if method.path:
-        return StoreSource(FileStore(method.path, method.world_size, timeout=_remaining(deadline)), owned=True)
+        return StoreSource(FileStore(method.path, timeout=_remaining(deadline)), owned=True)
     token = load_token(environ)
     server = None
     port = method.port

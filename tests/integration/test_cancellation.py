@@ -161,7 +161,7 @@ async def test_store_requests_cancelled_at_every_step_leave_the_store_usable() -
     server = await asyncio.to_thread(asyncdist_server.serve_in_thread, "127.0.0.1", 0)
     try:
         async with dist.TCPStore("127.0.0.1", server.port) as store:
-            for steps in range(0, 30):
+            for steps in range(30):
                 await cancelled_after(steps, store.get(f"missing {steps}"))
                 await cancelled_after(steps, store.queue_pop("queue"))
                 await store.set("key", str(steps))

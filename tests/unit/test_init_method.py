@@ -13,7 +13,7 @@ def test_the_environment_is_the_default() -> None:
     method = parse_init_method(None, -1, -1, environ=ENVIRON)
     assert (method.rank, method.world_size, method.host, method.port) == (1, 4, "10.0.0.1", 29500)
     assert method.may_host
-    assert method.namespace == "default"
+    assert method.namespace == ""
 
 
 def test_arguments_override_the_environment() -> None:
