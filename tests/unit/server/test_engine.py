@@ -483,6 +483,13 @@ def test_the_id_of_a_blocked_request_cannot_be_used_again(a: Handle) -> None:
     assert a.ask(m.GET, b"k", m.MAX_TIMEOUT_MS) is None
 
 
+def test_expired_deadlines_are_not_counted_as_dead_ones(a: Handle) -> None:
+    for number in range(3):
+        a.ask(m.GET, b"k", 1000 + number)
+    a.engine.expire(10.0)
+    assert a.engine._state.deadlines._dead == 0
+
+
 def test_many_cancelled_deadlines_do_not_pile_up(a: Handle) -> None:
     for _ in range(5000):
         a.ask(m.GET, b"k", 1000)

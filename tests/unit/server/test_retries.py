@@ -229,12 +229,15 @@ def test_a_new_connection_of_a_client_ends_its_old_one(engine: StoreEngine) -> N
     old = Link(engine)
     old.ask(1, m.ADD, b"n", 1)
     old.ask(2, m.GET, b"k", None)
+    engine.request(old.client, (3, m.ADD, b"n", 1), 0.0)  # answered, and not in a frame yet
     new = Link(engine, pending=(1,))
+    before = engine.memory_bytes
     assert old.superseded == 1
     assert old.client.closed
     assert engine.waiter_count == 0
     engine.frames_sent(old.client, 1)
     old.lose()
+    assert engine.memory_bytes == before
     assert new.ask(1, m.ADD, b"n", 1) == (1, m.OK, 1)
     assert engine.statistics()["clients"] == 1
 
