@@ -97,6 +97,7 @@ class Dialer:
         "_reached",
         "_refused_rounds",
         "_retry",
+        "_round_reached",
         "_round_refused",
         "_rounds",
         "_silences",
@@ -122,7 +123,8 @@ class Dialer:
         self._rounds = 0
         self._refused_rounds = 0
         self._round_refused = False
-        self._reached = False
+        self._reached = False  # in the last whole round, or in this one already
+        self._round_reached = False
         self._silences = 0
         self._attempt: _Attempt | None = None
         self._retry: asyncio.TimerHandle | asyncio.Handle | None = None
@@ -179,7 +181,7 @@ class Dialer:
         self._retry = None
         self._next = 0
         self._round_refused = True
-        self._reached = False
+        self._round_reached = False
         self._try_next()
 
     def _try_next(self) -> None:
@@ -189,7 +191,7 @@ class Dialer:
 
     def attempt_connected(self) -> float:
         """Called by the attempt under way when the peer's kernel accepted; returns how long to wait for its words."""
-        self._reached = True
+        self._reached = self._round_reached = True
         return min(MAX_SILENCE_S, self._context.config.hello_timeout_s * float(2 ** min(self._silences, 16)))
 
     def attempt_failed(self, error: Exception) -> None:
@@ -216,6 +218,7 @@ class Dialer:
 
     def _end_round(self, error: Exception) -> None:
         self._rounds += 1
+        self._reached = self._round_reached
         self._refused_rounds = self._refused_rounds + 1 if self._round_refused else 0
         same_host = self._address.host_id == self._context.host_id
         gone = same_host and self._refused_rounds >= SAME_HOST_REFUSALS

@@ -150,8 +150,6 @@ class StreamConnection:
             # A short read has emptied the socket: asking again would only cost a system call.
             if nbytes < len(buffer) or received >= MAX_CALL_BYTES or frames >= MAX_CALL_FRAMES:
                 break
-            if self._sock is None:
-                return
         self.bytes_received += received
         if self._core.left:
             self._end(None)
@@ -159,7 +157,7 @@ class StreamConnection:
             self._shut_when_done()
 
     def _eof(self) -> None:
-        if self._core.left or self._shut:
+        if self._core.left:
             self._end(None)
         else:
             self._end(self._write_error or ConnectionResetError("the connection was closed without a goodbye"))
@@ -219,6 +217,7 @@ class StreamConnection:
                 self._loop.call_soon(self._end, error)
 
     def _end(self, error: Exception | None) -> None:
+        """Close and tell. After our goodbye it does not matter how the peer hangs up."""
         if self._release():
             self._on_end(self, None if self._shut and not isinstance(error, RemoteProtocolError) else error)
 

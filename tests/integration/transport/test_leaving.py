@@ -109,14 +109,19 @@ async def test_dialing_a_rank_that_is_leaving() -> None:
         one, two, three = made.ranks
         one.mesh.connect([1])
         await eventually(lambda: one.mesh.statistics()["peers"] == {"open": 1})
-        two.send(0, bytes(200_000))  # nobody receives it, so rank 1 stays in the flush until its time-out
-        closing = asyncio.ensure_future(two.mesh.close(0.5))
+        two.send(0, bytes(200_000))  # as long as nobody receives it, rank 1 stays in the flush
+        closing = asyncio.ensure_future(two.mesh.close(PATIENCE_S))
         await asyncio.sleep(0)
         with pytest.raises(PeerLostError, match="rank 1 has left"):
             await three.send(1, b"x")
         assert three.left == [1]
+        assert not closing.done()
+        started = time.monotonic()
+        assert await received(one.receive(1)) == bytes(200_000)
         await closing
-        await eventually(lambda: 1 in one.lost)  # it was cut off without a goodbye
+        assert time.monotonic() - started < PATIENCE_S / 2, "the refused rank held up the end"
+        await eventually(lambda: one.left == [1])
+        assert not two.lost
 
 
 async def test_closing_while_the_other_confirms_is_leaving() -> None:

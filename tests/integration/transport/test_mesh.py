@@ -274,9 +274,14 @@ async def test_blackholed_dial_times_out(silent: str) -> None:
 
 @TRANSPORTS
 @pytest.mark.parametrize("end", ["it answers", "it dies"])
-async def test_peer_whose_loop_is_busy_is_waited_for_beyond_the_connect_timeout(transport: str, end: str) -> None:
+async def test_peer_whose_loop_is_busy_is_waited_for_beyond_the_connect_timeout(
+    transport: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with world(2, transport, connect_timeout_s=0.2, hello_timeout_s=0.05) as made:
         one, two = made.ranks
+        if end == "it dies" and transport == "tcp":  # on another host, where a refusal is not the end
+            made.addresses[1] = dataclasses.replace(made.addresses[1], host_id="elsewhere")
+            monkeypatch.setattr(PeerAddress, "loopback", property(lambda self: False))
         loop = asyncio.get_running_loop()
         (listening,) = two.mesh._listener._sockets
         loop.remove_reader(listening.fileno())
@@ -379,8 +384,9 @@ async def test_higher_rank_wins_when_the_lower_cannot_connect() -> None:
         assert dialed_by(made) == 1
 
 
-async def test_higher_rank_wins_when_the_lower_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "CROSSED_WAIT_S", 0.05)
+@pytest.mark.parametrize("lower", ["takes too long", "fails"])
+async def test_higher_rank_wins_when_the_lower_dials_in_vain(lower: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "CROSSED_WAIT_S", 0.05 if lower == "takes too long" else 1000.0)
     async with world(2) as made:
         one, two = made.ranks
         with socket.socket(socket.AF_UNIX) as hole:
@@ -391,6 +397,9 @@ async def test_higher_rank_wins_when_the_lower_takes_too_long(monkeypatch: pytes
             one.send(1, b"from 0")
             await eventually(lambda: one.mesh._links[1]._dialer and one.mesh._links[1]._dialer.in_flight)
             two.send(0, b"from 1")
+            if lower == "fails":
+                await eventually(lambda: one.mesh._links[1]._park)
+                hole.accept()[0].close()
             assert [await received(future) for future in incoming] == [b"from 1", b"from 0"]
             assert dialed_by(made) == 1
 
