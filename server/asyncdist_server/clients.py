@@ -12,7 +12,7 @@ from asyncdist_server.waiters import Waiter
 
 Reply = tuple[int, int, Any]
 
-REPLY_BYTES: Final = 200
+REPLY_BYTES: Final = 320
 """What a remembered reply costs besides a value in it: the tuple, its id, its place in a list (measured)."""
 
 

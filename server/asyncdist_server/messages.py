@@ -145,7 +145,7 @@ MAX_NAMESPACE_BYTES: Final = 255
 MAX_MISSING_REPORTED: Final = 100
 """Most keys in the reply to an expired wait: enough to say which rank is missing, bounded for a wait on thousands."""
 MAX_CONNECTIONS: Final = 16_384
-"""Connections (default). About 20 KiB each, so that a full daemon stays within a few hundred MiB."""
+"""Connections (default). About 4 KiB each while idle, so that a full daemon stays within 100 MiB."""
 MAX_WAITERS: Final = 262_144
 """Blocked requests of all clients together (default); each costs about 1 KiB."""
 MAX_MEMORY_BYTES: Final = 1024 * 1024 * 1024
