@@ -90,10 +90,13 @@ def main(
             stall_timeout_s=stall_timeout,
             handshake_timeout_s=handshake_timeout,
         )
-        _raise_file_limit()
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    _raise_file_limit()
+    try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(run_until_signalled(config))
-    except (ConfigError, OSError, ValueError) as error:
+    except (ConfigError, OSError) as error:
         raise click.ClickException(str(error)) from error
 
 
