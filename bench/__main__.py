@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
+import sys
 from collections.abc import Callable, Mapping
 
 import click
@@ -19,6 +21,8 @@ SUBJECTS: Mapping[str, Subject] = {
 }
 PROFILES: Mapping[str, Profile] = {profile.name: profile for profile in (FULL, SMOKE)}
 FLOORS = "floors"
+BUSY_LOAD = 0.5
+"""Runnable processes, averaged over a minute, above which two cores are not quiet."""
 TABLE_WIDTH = 150
 """Columns of a table that goes to a file or a pipe."""
 
@@ -26,7 +30,7 @@ TABLE_WIDTH = 150
 @click.command()
 @click.argument("subjects", nargs=-1, type=click.Choice([*SUBJECTS, FLOORS]))
 @click.option("--profile", type=click.Choice(list(PROFILES)), default="full", help="full: quotable; smoke: it runs.")
-@click.option("--ranks", default=None, help="Numbers of ranks, such as 2,4 (the subject's own by default).")
+@click.option("--ranks", default=None, help="Numbers of ranks of all_reduce, such as 2,4,8.")
 @click.option("--pin/--free", "pin", default=None, help="Only pinned, or only free (both by default).")
 @click.option("--rounds", type=click.IntRange(min=1), default=None, help="Alternating runs of each candidate.")
 @click.option("--only", default=None, help="Candidates by name, such as asyncdist,floor.")
@@ -48,6 +52,10 @@ def main(
     console, errors = Console(), Console(stderr=True)
     if not console.is_terminal:
         console.width = TABLE_WIDTH
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))  # leave through the cleanup
+    machine = about()
+    if float(machine["load before"]) > BUSY_LOAD:
+        errors.print(f"load average {machine['load before']}: this machine is busy, the figures will not be quotable")
     chosen = PROFILES[profile]
     if rounds is not None:
         chosen = dataclasses.replace(chosen, rounds=rounds)
@@ -59,11 +67,12 @@ def main(
             numbers = [int(number) for number in ranks.split(",")] if ranks else None
             cells = []
             for subject in _selected(subjects, only):
-                cells += run_subject(subject, chosen, ranks=numbers, modes=modes, progress=status.update)
+                asked = numbers if subject.name == all_reduce.SUBJECT.name else None
+                cells += run_subject(subject, chosen, ranks=asked, modes=modes, progress=status.update)
     if check_targets:
-        _print_targets(console, cells, write)
+        _print_targets(console, cells, machine, write)
     elif form == "json":
-        click.echo(report.to_json(cells, about()))
+        click.echo(report.to_json(cells, machine))
     if form == "table":
         _print_tables(console, cells)
     for line in _missing(cells):
@@ -97,7 +106,7 @@ def _print_tables(console: Console, cells: list[Cell]) -> None:
             report.print_table(subject.title, chosen, console)
 
 
-def _print_targets(console: Console, cells: list[Cell], write: bool) -> None:
+def _print_targets(console: Console, cells: list[Cell], machine: dict[str, str], write: bool) -> None:
     verdicts = targets.judge(cells)
     table = Table(title="Promised figures")
     for column in targets.HEADER:
@@ -106,7 +115,7 @@ def _print_targets(console: Console, cells: list[Cell], write: bool) -> None:
         table.add_row(*verdict.row())
     console.print(table)
     if write:
-        targets.write_document(targets.document(verdicts, cells, about()))
+        targets.write_document(targets.document(verdicts, cells, machine))
 
 
 def _missing(cells: list[Cell]) -> list[str]:

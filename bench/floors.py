@@ -181,6 +181,8 @@ class FloorRank:
 
     async def open(self) -> None:
         """Connect every pair: the higher rank dials, addresses travel through files."""
+        if self._size & (self._size - 1):
+            raise ValueError(f"recursive doubling needs a power of two of ranks, not {self._size}")
         loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_UNIX if self._unix else socket.AF_INET) as listener:
             listener.bind(str(self._directory / f"socket.{self._rank}") if self._unix else (LOCALHOST, 0))

@@ -15,12 +15,13 @@ VERSION_TIMEOUT_S = 10.0
 
 
 def about() -> dict[str, str]:
-    """Return processor, cores, memory, system, and the versions of everything that is measured."""
+    """Return processor, cores, memory, system, load average, and the versions of everything that is measured."""
     found = {
         "processor": _first_match("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.processor(),
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / (1 << 30):.0f} GiB",
         "system": f"{platform.system()} {platform.release()}",
+        "load before": f"{os.getloadavg()[0]:.2f}",
         "Python": platform.python_version(),
     }
     for package in PACKAGES:
