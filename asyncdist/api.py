@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 from asyncdist import context
+from asyncdist.backend.base import parse_backend
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.executor.work import Work
 from asyncdist.group import ProcessGroup
@@ -280,10 +281,9 @@ def new_group(
             raise ValueError(f"rank {rank} is not in group {parent.name}: its ranks are {_spell(parent.ranks)}")
     if len(set(chosen)) != len(chosen):
         raise ValueError("ranks must not contain a rank twice")
-    if backend is not None:
-        parent.check_backend(backend)
+    named = None if backend is None else parse_backend(backend)["cpu"]
     members = sorted(chosen) if sort_ranks else chosen
-    made = parent.make_subgroup(members, timeout_seconds(timeout, parent.timeout_s), group_desc)
+    made = parent.make_subgroup(members, timeout_seconds(timeout, parent.timeout_s), group_desc, named)
     return NonMember(group_desc or f"ranks {_spell(members)}", parent.world.rank) if made is None else made
 
 

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from asyncdist.backend.aio import AioBackend
-from asyncdist.backend.base import CollectiveWork, parse_backend
+from asyncdist.backend.base import Backend, CollectiveWork, GroupBackend
 from asyncdist.backend.call import Call
 from asyncdist.deadline import Timeout, timeout_seconds
 from asyncdist.errors import (
@@ -60,6 +60,7 @@ class ProcessGroup(Operations):
         ranks: tuple[int, ...],
         timeout_s: float | None,
         name: str,
+        backend: Backend,
         *,
         is_world: bool = False,
     ) -> None:
@@ -73,15 +74,8 @@ class ProcessGroup(Operations):
         self.name = name
         self.timeout_s = timeout_s
         self._loop = world.loop
-        self._backend = AioBackend(
-            world.mesh,
-            group_id,
-            ranks,
-            self.rank,
-            loop=world.loop,
-            pool=world.pool,
-            overrides=world.options.get("algorithms", {}),
-        )
+        self._backend_name = backend
+        self._backend = self._make_backend(backend)
         self.pairs = Pairs(world, group_id, ranks, self)
         self._overlap = OverlapWatch(self)
         self._sequences: dict[int, int] = {}
@@ -97,12 +91,22 @@ class ProcessGroup(Operations):
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "aborted" if self._aborted is not None else "open"
-        return f"<ProcessGroup {self.name} rank {self.rank} of {self.size} backend {self._backend.name} {state}>"
+        return f"<ProcessGroup {self.name} rank {self.rank} of {self.size} backend {self._backend_name} {state}>"
 
     @property
-    def backend_name(self) -> str:
+    def backend_name(self) -> Backend:
         """Name of the backend that carries out collectives."""
-        return self._backend.name
+        return self._backend_name
+
+    def _make_backend(self, backend: Backend) -> GroupBackend:
+        world = self.world
+        factory = backend.factory
+        if factory is not None:
+            return factory(world.mesh, self.group_id, self.ranks, self.rank)
+        overrides = world.options.get("algorithms", {})
+        return AioBackend(
+            world.mesh, self.group_id, self.ranks, self.rank, loop=world.loop, pool=world.pool, overrides=overrides
+        )
 
     def group_rank_of(self, rank: int, name: str = "rank") -> int:
         """The group rank of global rank `rank`. Raises ValueError if it is not a member, TypeError if it is no int."""
@@ -111,11 +115,6 @@ class ProcessGroup(Operations):
         if rank not in self._group_rank:
             raise ValueError(f"{name}={rank} is not in group {self.name}: its global ranks are {list(self.ranks)}")
         return self._group_rank[rank]
-
-    def check_backend(self, backend: str) -> None:
-        """Raise ValueError unless a subgroup with `backend` can be made."""
-        if parse_backend(backend) != {"cpu": self._backend.name}:
-            raise ValueError(f"group {self.name} cannot make a group with backend {backend!r}")
 
     # Issuing.
 
@@ -336,14 +335,16 @@ class ProcessGroup(Operations):
         with contextlib.suppress(DistError):  # the exception that ended the block is the one to raise
             await self.close()
 
-    def make_subgroup(self, ranks: Sequence[int], timeout_s: float | None, name: str | None) -> ProcessGroup | None:
+    def make_subgroup(
+        self, ranks: Sequence[int], timeout_s: float | None, name: str | None, backend: Backend | None = None
+    ) -> ProcessGroup | None:
         """Make the group of `ranks` (global); None where this rank is not a member. Counts on members and others."""
         self._subgroups += 1
         label = name or f"{self.name}/{self._subgroups}"
         if self.world.rank not in ranks:
             return None
         group_id = derive_group_id(self.group_id, self._subgroups, tuple(ranks))
-        return ProcessGroup(self.world, group_id, tuple(ranks), timeout_s, label)
+        return ProcessGroup(self.world, group_id, tuple(ranks), timeout_s, label, backend or self._backend_name)
 
 
 def _abort_cause(kind: str, text: str, rank: int | None, missing: list[int]) -> BaseException:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from asyncdist import context, events
-from asyncdist.backend.base import Backend, parse_backend
+from asyncdist.backend.base import parse_backend
 from asyncdist.deadline import DEFAULT_TIMEOUT_S, INHERIT, Deadline, Timeout, timeout_seconds
 from asyncdist.errors import DistError
 from asyncdist.group import ProcessGroup, derive_group_id
@@ -63,9 +63,9 @@ def init_process_group(
                 f"environment variable ASYNCDIST_TIMEOUT is not a number of seconds: {environment!r}"
             ) from None
     timeout_s = timeout_seconds(timeout, inherited_s)
-    backends = parse_backend(backend)
+    parse_backend(backend)  # raises for what is wrong with it
     method = parse_init_method(init_method, rank, world_size, has_store=store is not None)
-    return GroupOpening(method, store, timeout_s, group_name, backends)
+    return GroupOpening(method, store, timeout_s, group_name, backend)
 
 
 class GroupOpening:
@@ -77,13 +77,13 @@ class GroupOpening:
         store: Store | None,
         timeout_s: float | None,
         group_name: str,
-        backends: dict[str, Backend],
+        backend: str | None,
     ) -> None:
         self._method = method
         self._store = store
         self._timeout_s = timeout_s
         self._group_name = group_name
-        self._backends = backends
+        self._backend = backend
         self._group: ProcessGroup | None = None
 
     def __await__(self) -> Generator[Any, None, ProcessGroup]:
@@ -110,7 +110,7 @@ class GroupOpening:
         else:
             source = await open_store(self._method, deadline)
         try:
-            return await open_world(source, self._method, name, self._timeout_s, deadline)
+            return await open_world(source, self._method, name, self._timeout_s, deadline, backend=self._backend)
         except BaseException:
             await asyncio.shield(source.close())
             raise
@@ -123,6 +123,7 @@ async def open_world(
     timeout_s: float | None,
     deadline: Deadline,
     *,
+    backend: str | None = None,
     environ: Mapping[str, str] = os.environ,
     make_mesh: MeshFactory = Mesh,
 ) -> ProcessGroup:
@@ -132,7 +133,8 @@ async def open_world(
     """
     world = await _join(source, method, name, deadline, environ, make_mesh)
     ranks = tuple(range(world.world_size))
-    group = ProcessGroup(world, derive_group_id(world.world_id), ranks, timeout_s, name, is_world=True)
+    named = parse_backend(backend)["cpu"]
+    group = ProcessGroup(world, derive_group_id(world.world_id), ranks, timeout_s, name, named, is_world=True)
     context.register_world(group)
     return group
 

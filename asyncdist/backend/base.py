@@ -41,6 +41,11 @@ class Backend(str):
             raise ValueError(f"unknown or unavailable backend {name!r}: available are {', '.join(sorted(known))}")
         return super().__new__(cls, cls.AIO if lower == cls.GLOO else lower)
 
+    @property
+    def factory(self) -> Callable[..., GroupBackend] | None:
+        """What makes this backend for a group; None for the built-in one."""
+        return self._factories.get(self)
+
     @classmethod
     def register_backend(
         cls, name: str, factory: Callable[..., GroupBackend], devices: Sequence[str] = ("cpu",)
@@ -61,15 +66,17 @@ def parse_backend(backend: str | None) -> dict[str, Backend]:
 
     Raises ValueError for malformed text and for backends that are not there.
     """
-    text = backend or Backend.AIO
-    if ":" not in text:
-        return {"cpu": Backend(text)}
+    if backend is None or ":" not in backend:
+        return {"cpu": Backend(Backend.AIO if backend is None else backend)}
+    text = backend
     pairs = {}
     for pair in text.split(","):
         device, colon, name = pair.strip().partition(":")
         if not colon or not device or not name or device in pairs:
             raise ValueError(f"backend {text!r} is malformed: write device:name pairs, e.g. 'cpu:aio,cuda:nccl'")
         pairs[device] = Backend(name)
+    if "cpu" not in pairs:
+        raise ValueError(f"backend {text!r} names none for the cpu device")
     return pairs
 
 

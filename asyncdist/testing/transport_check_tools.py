@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -56,7 +56,7 @@ class MeshLike(Protocol):
 OpenMeshes: TypeAlias = Callable[[Sequence[MeshOwner]], Awaitable[Sequence[MeshLike]]]
 """Open one mesh per owner, ranks 0, 1, ... of a new world, all listening and able to find each other."""
 
-MeshCheck: TypeAlias = Callable[[OpenMeshes], Awaitable[None]]
+MeshCheck: TypeAlias = Callable[[OpenMeshes], Coroutine[Any, Any, None]]
 
 
 def pattern(nbytes: int, salt: int = 0) -> bytes:
@@ -68,7 +68,7 @@ def pattern(nbytes: int, salt: int = 0) -> bytes:
 async def eventually(condition: Callable[[], object]) -> None:
     """Wait until `condition()` is true."""
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - a condition of any kind has no event to wait for
             await asyncio.sleep(0.001)
 
 
@@ -159,8 +159,13 @@ class Rank:
         """Post a send."""
         operation = Operation()
         op = SendOp(pack_key(GROUP, tag, 0, 0, channel), memoryview(data), meta, operation, None)
-        if self.mesh.post_send(rank, op):
-            operation.message_sent(None)
+        try:
+            complete = self.mesh.post_send(rank, op)
+        except PeerLostError as error:
+            operation.message_failed(None, error)
+        else:
+            if complete:
+                operation.message_sent(None)
         return operation
 
     def receive(

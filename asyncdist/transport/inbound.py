@@ -258,7 +258,7 @@ class Inbound:
         if flags & FLAG_ASKED:
             window = self.windows[key[20]]
             window.answered(key)
-            if window.unasked and len(window.asked) * 2 < MAX_ASKS:
+            if window.unasked and len(window.asked) <= MAX_ASKS // 2:
                 self._ask_for_all(key[20])
 
     # Stalls
