@@ -1,4 +1,4 @@
-"""``python -m bench``: measure asyncdist beside its neighbours."""
+"""``python -m bench``: measure asyncdist beside its neighbors."""
 
 from __future__ import annotations
 

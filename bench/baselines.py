@@ -1,4 +1,4 @@
-"""The neighbours in message passing: torch.distributed with gloo, and Open MPI through mpi4py.
+"""The neighbors in message passing: torch.distributed with gloo, and Open MPI through mpi4py.
 
 gloo: one torch thread, interface ``lo``, file rendezvous. Open MPI: as mpirun starts it, so it spins (shared memory,
 no event loop): it marks what one host can do, not what an asyncio program could get. Both are optional.

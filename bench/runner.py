@@ -1,6 +1,6 @@
 """The harness: sessions of rank processes, runs that alternate between candidates, statistics.
 
-A *candidate* is one program that can do a subject's operations (asyncdist, a neighbour, the floor). A *session* is a
+A *candidate* is one program that can do a subject's operations (asyncdist, a neighbor, the floor). A *session* is a
 candidate's rank processes, connected and idle until asked. For each (ranks, pinned or free) all candidates open a
 session; then, for each case, round after round, every candidate makes one run. So the runs of a round lie next to
 each other in time, and a ratio is the median over the rounds.
@@ -45,7 +45,7 @@ class Profile:
     small_samples: int
     large_samples: int
     large_bytes: int
-    neighbours: bool
+    neighbors: bool
     modes: tuple[Mode, ...]
 
     def samples(self, *, large: bool) -> tuple[int, int]:

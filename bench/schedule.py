@@ -32,7 +32,7 @@ def run_subject(
 
 def _run_block(subject: Subject, profile: Profile, world_size: int, mode: Mode, progress: Progress) -> list[Cell]:
     cases = list(subject.cases(profile))
-    candidates = [c for c in subject.candidates if (profile.neighbours or c.own or c.floor)]
+    candidates = [c for c in subject.candidates if (profile.neighbors or c.own or c.floor)]
     cells = [
         Cell(
             subject.name,

@@ -102,9 +102,14 @@ def _at_most(value: float | None, limit: float) -> bool | None:
     return None if value is None else value <= limit
 
 
-def _ratio_text(cell: Cell, names: Sequence[str]) -> str:
+def _with_ratios(cell: Cell, names: Sequence[str]) -> str | None:
+    """Return asyncdist's time and its ratios to ``names``, None where asyncdist was not measured."""
+    p50_s = _p50_s(cell)
     ratios = [(name, cell.ratio("asyncdist", name)) for name in names]
-    return ", ".join(f"{ratio:.2f}x {name}" for name, ratio in ratios if ratio is not None)
+    text = ", ".join(f"{ratio:.2f}x {name}" for name, ratio in ratios if ratio is not None)
+    if p50_s is None:
+        return None
+    return f"{format_time(p50_s)} ({text})" if text else format_time(p50_s)
 
 
 def _p50_s(cell: Cell) -> float | None:
@@ -116,8 +121,7 @@ def _ping_pong(cell: Cell) -> Verdict:
     met = _all_hold(
         _at_most(cell.ratio("asyncdist", "gloo"), 1.0), _at_most(cell.ratio("asyncdist", "floor"), FLOOR_TIMES)
     )
-    p50_s = _p50_s(cell)
-    measured = None if p50_s is None else f"{format_time(p50_s)} ({_ratio_text(cell, ('gloo', 'floor'))})"
+    measured = _with_ratios(cell, ("gloo", "floor"))
     return _verdict(cell, "TCP half round trip, 4 B", f"<= 1x gloo, <= {FLOOR_TIMES}x floor", met, measured)
 
 
@@ -140,19 +144,16 @@ def _all_reduce(cell: Cell) -> Verdict:
     faster = _at_most(cell.ratio("asyncdist", "gloo"), 1.0)
     promised = "faster than gloo"
     met = faster
-    p50_s = _p50_s(cell)
     if cell.mode == "pinned":
         promised = f"<= {limit_s * 1e6:.0f} us, {promised}"
-        met = _all_hold(faster, _at_most(p50_s, limit_s))
-    measured = None if p50_s is None else f"{format_time(p50_s)} ({_ratio_text(cell, ('gloo', 'floor'))})"
+        met = _all_hold(faster, _at_most(_p50_s(cell), limit_s))
+    measured = _with_ratios(cell, ("gloo", "floor"))
     return _verdict(cell, f"TCP {cell.case.label}, {cell.ranks} ranks", promised, met, measured)
 
 
 def _store_ratio(cell: Cell, measure: str, limit: float) -> Verdict:
     met = _at_most(cell.ratio("asyncdist", "torch"), limit)
-    p50_s = _p50_s(cell)
-    measured = None if p50_s is None else f"{format_time(p50_s)} ({_ratio_text(cell, ('torch',))})"
-    return _verdict(cell, measure, f"<= {limit}x torch TCPStore", met, measured)
+    return _verdict(cell, measure, f"<= {limit}x torch TCPStore", met, _with_ratios(cell, ("torch",)))
 
 
 def _store_get(cell: Cell) -> Verdict:
@@ -186,7 +187,7 @@ def document(verdicts: Sequence[Verdict], cells: Sequence[Cell], about: dict[str
     return f"""# The main job's figures
 
 Taken by `{COMMAND}`. How each figure is measured is written in `bench/__init__.py` and in the subjects' files: an
-untimed barrier, then one operation; a sample is the slowest rank's time; runs alternate with the neighbours' and the
+untimed barrier, then one operation; a sample is the slowest rank's time; runs alternate with the neighbors' and the
 ratios are medians over the rounds; every result is verified. "floor" is `bench/floors.py`, the least that an honest
 program does on bare sockets. Ratios with "x" are asyncdist divided by the other, of times or of throughput as the
 promise says.

@@ -1,4 +1,4 @@
-"""The benchmarks run: real processes, tiny counts, no neighbours needed, every result verified."""
+"""The benchmarks run: real processes, tiny counts, no neighbors needed, every result verified."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_all_reduce_floor_with_four_ranks_pinned() -> None:
     assert_measured(run_subject(subject, SMOKE, ranks=[4], modes=["pinned"]))
 
 
-def test_missing_neighbour_is_named_and_the_others_are_measured() -> None:
+def test_missing_neighbor_is_named_and_the_others_are_measured() -> None:
     absent = Candidate("absent", "no.such:Rank", frozenset({"ping_pong"}), missing=lambda: "not installed: absent")
     broken = Candidate("broken", "no.such:Rank", frozenset({"ping_pong"}))
     floor = next(candidate for candidate in p2p.SUBJECT.candidates if candidate.floor)
     subject = Subject("p2p", "", (2,), lambda profile: p2p.cases(profile)[:1], (absent, broken, floor))
-    (cell,) = run_subject(subject, dataclasses.replace(SMOKE, neighbours=True))
+    (cell,) = run_subject(subject, dataclasses.replace(SMOKE, neighbors=True))
     assert cell.measurements["absent"].failure == "not installed: absent"
     assert "No module named 'no'" in (cell.measurements["broken"].failure or "")
     assert cell.measurements["floor"].runs_s
