@@ -400,7 +400,9 @@ async def test_higher_rank_wins_when_the_lower_dials_in_vain(lower: str, monkeyp
             if lower == "fails":
                 await eventually(lambda: one.mesh._links[1]._park)
                 hole.accept()[0].close()
+            started = time.monotonic()
             assert [await received(future) for future in incoming] == [b"from 1", b"from 0"]
+            assert time.monotonic() - started < made.config.hello_timeout_s, "only the next hello was accepted"
             assert dialed_by(made) == 1
 
 
