@@ -152,8 +152,9 @@ async def _join(
     _watch_restarts(source.store, rendezvous)
     config = TransportConfig.from_environ(environ)
     overrides = parse_overrides(environ.get("ASYNCDIST_ALGO", ""))
+    options = {"algorithms": overrides, "rank 0 hosts": source.server is not None}
     reachable = await local_address(method.host or None, method.port, environ)
-    met = await rendezvous.join(host_id(), reachable.loopback, {"algorithms": overrides}, deadline)
+    met = await rendezvous.join(host_id(), reachable.loopback, options, deadline)
     if overrides and overrides != met.options.get("algorithms"):
         raise DistError(
             f"rank {method.rank}: ASYNCDIST_ALGO={environ['ASYNCDIST_ALGO']!r} differs from rank 0's "

@@ -11,6 +11,7 @@ Keys, under `world/<group name>/`:
 | `<epoch>/joined` | every rank | counter; who makes it reach the world size decides |
 | `<epoch>/ready` | one rank | the decision: the world id, or why the world could not be formed |
 | `<epoch>/left`, `<epoch>/left/<rank>` | every rank | counter and flags of clean exits |
+| `<epoch>/gone` | the last to leave | nobody needs the store any more |
 
 A rank needs a constant number of requests however large the world is. Each failure is published under `ready`, so
 that every rank raises it and none waits for its own time-out.
@@ -22,7 +23,7 @@ import asyncio
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -152,10 +153,11 @@ class Rendezvous:
         except (DistError, TimeoutError) as error:
             events.info("%s could not say goodbye in the store: %s", self._who, error)
 
-    async def wait_for_goodbyes(self) -> None:
-        """Wait, bounded, until every rank has said goodbye: for the rank that hosts the store."""
+    async def wait_for_goodbyes(self, lost: Collection[int]) -> None:
+        """Wait, bounded, until every rank but the `lost` has said goodbye: for the rank that hosts the store."""
+        keys = [f"left/{rank}" for rank in range(self.world_size) if rank not in lost] if lost else ["gone"]
         try:
-            await self._store.get(self._key("gone"), timeout=GOODBYE_LIMIT_S)
+            await self._store.wait([self._key(name) for name in keys], GOODBYE_LIMIT_S)
         except DistError as error:
             events.info("%s stops hosting the store before every rank has left: %s", self._who, error)
 
@@ -231,9 +233,9 @@ class Rendezvous:
         raise ConnectTimeoutError(f"{self._who}: {message}")
 
     async def _clean_up(self) -> None:
-        await self._store.set(self._key("gone"), b"1")
         names = [f"{kind}/{rank}" for kind in ("info", "address") for rank in range(self.world_size)]
         await asyncio.gather(*(self._store.delete_key(self._key(name)) for name in [*names, "terms", "joined"]))
+        await self._store.set(self._key("gone"), b"1")  # last: who hosts the store stops it now
 
 
 def _now() -> float:

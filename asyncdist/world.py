@@ -144,9 +144,10 @@ class World:
             return
         self.closed = True
         await self.mesh.close(LEAVE_LIMIT_S)
-        await self._rendezvous.leave()
-        if self._source.server is not None and not self.lost:
-            await self._rendezvous.wait_for_goodbyes()
+        if not (self.options.get("rank 0 hosts") and 0 in self.lost):  # else the store is gone with its host
+            await self._rendezvous.leave()
+        if self._source.server is not None:
+            await self._rendezvous.wait_for_goodbyes(self.lost)
         await self._source.close()
 
 

@@ -168,4 +168,4 @@ async def test_goodbyes_are_bounded() -> None:
     await join(rendezvous)
     await store.close()
     await rendezvous.leave()
-    await rendezvous.wait_for_goodbyes()
+    await rendezvous.wait_for_goodbyes(())
