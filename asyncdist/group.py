@@ -224,7 +224,10 @@ class ProcessGroup(Operations):
         kind = message[0]
         if kind == "abort":
             _, _, kind, text, rank, missing = message
-            self._abort(_abort_cause(kind, text, rank, missing), kind, text, rank, missing)
+            cause = _abort_cause(kind, text, rank, missing)
+            if isinstance(cause, PeerLostError):
+                self.world.peer_lost(cause.rank, cause)  # concerns all groups of that rank
+            self._abort(cause, kind, text, rank, missing)
         elif kind == "refused":
             self._refused(*message[2:])
         elif kind == "probe":

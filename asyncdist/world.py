@@ -110,8 +110,8 @@ class World:
     # What the mesh reports.
 
     def peer_lost(self, rank: int, error: PeerLostError) -> None:
-        """A peer's connection ended without a goodbye."""
-        if self.closed or rank in self.lost:
+        """A peer's connection ended without a goodbye, here or, as we hear, at another rank."""
+        if rank in self.lost or rank == self.rank:
             return
         events.info("rank %d lost rank %d: %s", self.rank, rank, error)
         self.lost[rank] = error
