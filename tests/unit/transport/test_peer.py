@@ -470,3 +470,38 @@ def test_late_messages_of_a_dropped_group_are_drained() -> None:
     assert len(sa.order) == 5001
     assert pair.b.statistics()["parked_messages"] == 0
     assert GROUP_BYTES in pair.dropped[1]
+
+
+def test_dropping_what_was_never_written_makes_room() -> None:
+    """Nobody will answer for messages the peer has not heard of, so the drop itself must let held ones go."""
+    pair, sa, sb = make()
+    pair.ab.capacity = 0
+    for index in range(5000):
+        send(pair.a, sa, p2p(1), b"abcd", index)
+    other = p2p(1, group=8)
+    send(pair.a, sa, other, b"behind", "behind")
+    assert pair.a.statistics()["held"]
+    pair.drop_group(0)
+    assert pair.a.statistics()["held"] == 0
+    pair.ab.capacity = 1 << 60
+    receive(pair.b, sb, other, None, "r")
+    pair.run()
+    assert sb.order == ["r"]
+    assert sa.order == ["behind"]
+
+
+def test_a_message_discarded_in_the_middle_of_a_fragment_is_complete_when_that_is_written() -> None:
+    pair, sa, sb = make()
+    send(pair.a, sa, p2p(1), bytes(4 * MIB), "s")
+    receive(pair.b, sb, p2p(1), None, "r")
+    pair.ab.deliver()
+    pair.ab.capacity = 100_000
+    pair.ba.deliver()
+    pair.drop_group(1)
+    pair.ba.deliver()
+    assert not sa.order
+    pair.ab.capacity = 1 << 60
+    pair.run()
+    assert sa.order == ["s"]
+    assert not sb.order
+    assert pair.b.statistics()["streams_in"] == 0
