@@ -147,8 +147,11 @@ class Rendezvous:
             await self._republishing
         try:
             async with asyncio.timeout(GOODBYE_LIMIT_S):
-                await self._store.set(self._key(f"left/{self.rank}"), b"1")
-                if await self._store.add(self._key("left"), 1) == self.world_size:
+                # Issued together, so answered together: who hosts the store may stop it after either.
+                flag = self._store.set(self._key(f"left/{self.rank}"), b"1")
+                count = self._store.add(self._key("left"), 1)
+                await flag
+                if await count == self.world_size:
                     await self._clean_up()
         except (DistError, TimeoutError) as error:
             events.info("%s could not say goodbye in the store: %s", self._who, error)
