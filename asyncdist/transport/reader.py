@@ -101,28 +101,31 @@ class Reader:
 
     def buffer_updated(self, nbytes: int) -> int:
         """See PeerCore.buffer_updated."""
+        left = self._left_bytes
+        if left > nbytes:  # bulk, and the fragment goes on: nothing to decide
+            self._left_bytes = left - nbytes
+            if self._stream is not None:
+                self._stream.offset += nbytes
+            return 0
         out = self._out
         out.corked = True
         try:
-            frames = self._read_payload(nbytes) if self._left_bytes else self._read_frames(nbytes)
+            frames = self._end_payload(nbytes) if left else self._read_frames(nbytes)
         finally:
             out.corked = False
         if out.queue.urgent or out.leaving:
             out.kick()
         return frames
 
-    def _read_payload(self, nbytes: int) -> int:
-        """More of a payload came."""
-        stream = self._stream
-        assert stream is not None
+    def _end_payload(self, nbytes: int) -> int:
+        """The last `nbytes` of a payload came."""
         if nbytes > self._left_bytes:
             raise ValueError("more bytes reported than lent")
+        stream = self._stream
+        assert stream is not None
         stream.offset += nbytes
-        self._left_bytes -= nbytes
-        if self._left_bytes:
-            return 0
-        self._stream = None
-        self._inbound.partial = None
+        self._left_bytes = 0
+        self._stream = self._inbound.partial = None
         self._need = HEADER_BYTES if self._inbound.pulls.begun else 0
         if stream.offset == stream.total:
             self._inbound.finish(stream)
