@@ -113,6 +113,7 @@ def _checked_endpoint(value: Any) -> Endpoint:
 
 
 def endpoint_text(endpoint: Endpoint) -> str:
+    """Printable form of a TCP endpoint, with an IPv6 address in brackets."""
     ip, port = endpoint
     return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
