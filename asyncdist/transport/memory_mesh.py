@@ -94,12 +94,11 @@ class MemoryMesh:
 
     def withdraw(self, receive: Receive, rank: int | None = None) -> bool:
         """See Mesh.withdraw."""
-        if rank is not None:
-            core = self.cores[rank]
-            return core is not None and core.withdraw(receive)
-        if self._any_source.withdraw(receive):
-            return True
-        return any(core is not None and core.withdraw(receive) for core in self.cores)
+        source = receive.source if rank is None else rank
+        if source is None:
+            return self._any_source.withdraw(receive)
+        core = self.cores[source]
+        return core is not None and core.withdraw(receive)
 
     def peer(self, rank: int) -> PeerCore:
         """See Mesh.peer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Callable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -88,7 +89,7 @@ def test_any_cutting_gives_the_same(seed: int) -> None:
             pair = Pair()
             sink = Recorder()
             rng = random.Random(seed)
-            operations = []
+            operations: list[tuple[Callable[..., object], tuple[object, ...]]] = []
             for slot, size in enumerate((0, 1, EAGER, EAGER + 1, 5000)):
                 data = rng.randbytes(size)
                 for key in (p2p(slot), collective(slot)):
