@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
+import threading
 from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 from asyncdist.backend.aio import AioBackend
 from asyncdist.backend.base import Backend, CollectiveWork, GroupBackend
 from asyncdist.backend.call import Call
-from asyncdist.deadline import Timeout, timeout_seconds
+from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import (
     ClosedError,
     CollectiveMismatchError,
@@ -74,10 +74,11 @@ class ProcessGroup(Operations):
         self.name = name
         self.timeout_s = timeout_s
         self._loop = world.loop
+        self._thread = threading.get_ident()
         self._backend_name = backend
         self._backend = self._make_backend(backend)
         self.pairs = Pairs(world, group_id, ranks, self)
-        self._overlap = OverlapWatch(self)
+        self._overlap = OverlapWatch(self, world.loop)
         self._sequences: dict[int, int] = {}
         self._works: dict[tuple[int, int], CollectiveWork] = {}
         self._expiry = Expiry(world, group_id, ranks, self._works, self._expired)
@@ -123,7 +124,8 @@ class ProcessGroup(Operations):
         if self.closed or self.world.forked:
             why = "is closed" if self.closed else "belongs to the process that this one was forked from"
             raise ClosedError(f"{self.where(operation)}: the group {why}")
-        if asyncio.get_running_loop() is not self._loop:
+        # A thread runs one loop at a time, and asking for the running one costs a system call.
+        if threading.get_ident() != self._thread or not self._loop.is_running():
             raise RuntimeError(f"{self.where(operation)}: called from another event loop than the group was made on")
 
     def where(self, operation: str, sequence: int | None = None) -> str:
@@ -140,16 +142,14 @@ class ProcessGroup(Operations):
         sequence = self._sequences.get(tag, 0)
         self._sequences[tag] = sequence + 1
         try:
-            timeout_s = timeout_seconds(timeout, self.timeout_s)
+            timeout_s = self.timeout_s if timeout is INHERIT else timeout_seconds(timeout, self.timeout_s)
             call = prepare(*arguments)
         except (TypeError, ValueError) as error:
             self.world.tell(
                 self.ranks, ["refused", self.group_id, tag, sequence, self.world.rank, str(error)], dial=True
             )
             raise
-        work = CollectiveWork(self._loop, operation, call.nbytes, sequence)
-        work.tag = tag
-        work.deadline_s = None
+        work = CollectiveWork(self._loop, operation, call.nbytes, tag, sequence, call.result)
         key = (tag, sequence)
         if self._refusals and key in self._refusals:
             self._fail(work, self._refusals.pop(key))
@@ -158,17 +158,15 @@ class ProcessGroup(Operations):
             self._overlap.check(tag, operation)
         self._works[key] = work
         self._overlap.issued(tag)
-        self._backend.start(call, tag, sequence, functools.partial(self._ended, work, call.result))
-        if timeout_s is not None and not work.done():
+        self._backend.start(call, work, self._ended)
+        if timeout_s is not None and not work._done:
             self._expiry.watch(work, timeout_s)
         return work
 
-    def _ended(self, work: CollectiveWork, result: Any, error: BaseException | None) -> None:
-        self._works.pop((work.tag, work.sequence), None)  # type: ignore[arg-type]
-        if work.done():
-            return
+    def _ended(self, work: CollectiveWork, error: BaseException | None) -> None:
+        del self._works[work.tag, work.number]
         if error is None:
-            work._finish(result)
+            work._finish(work.value)
             return
         self._fail(work, self._explain(work, error))
         if isinstance(error, CollectiveMismatchError):
@@ -207,7 +205,7 @@ class ProcessGroup(Operations):
         return error
 
     def _expired(self, work: CollectiveWork, missing: list[int]) -> None:
-        missing = missing or list(self._backend.waiting_for(work.tag, work.sequence or 0))
+        missing = missing or list(self._backend.waiting_for(work.tag, work.number))
         text = f"{self.where(work.operation, work.sequence)}: timed out"
         if missing:
             text += f"; missing: rank {', '.join(map(str, missing))}"

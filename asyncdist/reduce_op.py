@@ -44,6 +44,8 @@ class ReduceOp(enum.Enum):
     BXOR = 7
     PREMUL_SUM = 8
 
+    __hash__ = object.__hash__  # members are compared by identity; Enum's own hashes the name, in Python
+
     def __call__(self, factor: float | complex) -> PremulSum:
         """Return the operation with its factor; only PREMUL_SUM has one."""
         if self is not ReduceOp.PREMUL_SUM:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -81,12 +82,18 @@ def parse_backend(backend: str | None) -> dict[str, Backend]:
 
 
 class CollectiveWork(Work[Any]):
-    """A collective under way; ends through `GroupBackend`'s `on_end`."""
+    """A collective under way. `number` is its sequence number among those of its `tag`, `value` its result to be."""
 
-    __slots__ = ("deadline_s", "tag")
+    __slots__ = ("deadline_s", "number", "tag", "value")
 
-    tag: int
-    deadline_s: float | None
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, operation: str, nbytes: int, tag: int, number: int, value: Any
+    ) -> None:
+        super().__init__(loop, operation, nbytes, number)
+        self.tag = tag
+        self.number = number
+        self.value = value
+        self.deadline_s: float | None = None
 
 
 class GroupBackend(ABC):
@@ -103,8 +110,16 @@ class GroupBackend(ABC):
         self.rank = rank
 
     @abstractmethod
-    def start(self, call: Call, tag: int, sequence: int, on_end: Callable[[BaseException | None], None]) -> None:
-        """Begin `call`; `on_end` is called exactly once, perhaps before this returns: None if all went well."""
+    def start(
+        self,
+        call: Call,
+        work: CollectiveWork,
+        on_end: Callable[[CollectiveWork, BaseException | None], None],
+    ) -> None:
+        """Begin `call`; `on_end(work, None)` once results are in place, perhaps before this returns, or with an error.
+
+        It is not called for operations forgotten by `drop` or `abort`.
+        """
 
     @abstractmethod
     def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:

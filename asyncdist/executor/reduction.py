@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -50,6 +50,7 @@ _REFUSED: Final = {
 }
 
 
+@lru_cache(maxsize=256)  # every operation times every dtype; refusals are not kept
 def validate(op: ReduceOpLike, dtype: np.dtype[Any]) -> None:
     """Raise TypeError unless arrays of `dtype` can be reduced with `op`."""
     if not isinstance(op, ReduceOp | PremulSum):

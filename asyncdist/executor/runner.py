@@ -15,7 +15,7 @@ from typing import Any, Final
 from asyncdist.arrays import Array
 from asyncdist.errors import DistError, GroupAbortedError
 from asyncdist.executor.buffers import Bound
-from asyncdist.executor.program import COPY, RECV, REDUCE, SEND, Program
+from asyncdist.executor.program import COPY, RECV, RECV_REDUCE, REDUCE, SEND, Program
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.transport.matching import Receive, SendOp
 from asyncdist.transport.peer import PeerCore
@@ -55,8 +55,8 @@ def run_sliced(
 class Execution:
     """One rank's program on bound buffers.
 
-    `peers` maps group ranks to connections. `on_done(execution, error)` is called exactly once: None when every step
-    is done, or the first failure, after which the owner must drop the operation's messages and call `stop`.
+    `peers` maps group ranks to connections. `ended(error)`, for subclasses to say, is called exactly once: None when
+    every step is done, or the first failure, after which the operation's messages must be dropped and `stop` called.
     """
 
     __slots__ = (
@@ -65,7 +65,6 @@ class Execution:
         "_itemsize",
         "_kernel",
         "_loop",
-        "_on_done",
         "_peers",
         "_pending",
         "_pool",
@@ -88,7 +87,6 @@ class Execution:
         itemsize: int,
         kernel: Kernel | None,
         pool: ScratchPool,
-        on_done: Callable[[Execution, BaseException | None], None],
     ) -> None:
         self._loop = loop
         self._program = program
@@ -99,7 +97,6 @@ class Execution:
         self._itemsize = itemsize
         self._kernel = kernel
         self._pool = pool
-        self._on_done = on_done
         self._pending = program.pending.copy()
         self._remaining = len(program.kinds)
         self._waiting: set[int] = set()
@@ -107,12 +104,12 @@ class Execution:
         self._stopped = False
 
     def start(self) -> None:
-        """Start every step that waits for none; may call `on_done` at once."""
-        if self._remaining == 0:
-            self._stopped = True
-            self._on_done(self, None)
-        else:
-            self._advance(list(self._program.ready))
+        """Start every step that waits for none; may call `ended` at once."""
+        self._advance(list(self._program.ready))
+
+    def ended(self, error: BaseException | None) -> None:
+        """Every step is done (None), or one has failed."""
+        raise NotImplementedError
 
     def stop(self) -> None:
         """Forget the operation: later callbacks of the transport are ignored."""
@@ -144,7 +141,7 @@ class Execution:
             return
         if not self._remaining and not self._stopped:
             self._stopped = True
-            self._on_done(self, None)
+            self.ended(None)
 
     def _complete(self, index: int) -> None:
         if self._stopped:
@@ -193,56 +190,49 @@ class Execution:
         return False
 
     def _reduce_staged(self, index: int) -> bool:
+        """Reduce what has been received into its place; True if that is done already."""
         buffer, start, length = self._program.places[index]
         target = self._buffers[buffer].elements(start, start + length)
-        staging = self._staging[index]
-        incoming = staging[: length * self._itemsize].view(target.dtype)
-
-        def then() -> None:
-            self._pool.give(self._staging.pop(index))
-
-        return self._local(index, length, self._combine(incoming, target, self._program.lefts[index]), then)
+        return self._combine(index, RECV_REDUCE, self._staging[index].view(target.dtype), target)
 
     def _issue_local(self, index: int, kind: int) -> bool:
-        program = self._program
-        buffer, start, length = program.places[index]
+        buffer, start, length = self._program.places[index]
         target = self._buffers[buffer].elements(start, start + length)
-        buffer, start, length = program.sources[index]
-        source = self._buffers[buffer].elements(start, start + length)
-        if kind == COPY:
+        buffer, start, length = self._program.sources[index]
+        return self._combine(index, kind, self._buffers[buffer].elements(start, start + length), target)
 
-            def copy(first: int, last: int) -> None:
-                target[first:last] = source[first:last]
-
-            return self._local(index, length, copy, _nothing)
-        return self._local(index, length, self._combine(source, target, program.lefts[index]), _nothing)
-
-    def _combine(self, incoming: Array, target: Array, incoming_left: bool) -> Callable[[int, int], object]:
-        kernel = self._kernel
-        assert kernel is not None, "a plan that reduces was given no reduction"
-        if incoming_left:
-            return lambda first, last: kernel(incoming[first:last], target[first:last], target[first:last])
-        return lambda first, last: kernel(target[first:last], incoming[first:last], target[first:last])
-
-    def _local(self, index: int, length: int, action: Callable[[int, int], object], then: Callable[[], object]) -> bool:
-        """Do a step on memory: at once if it is small (True), else in slices with the loop running between (False)."""
-        if length * self._itemsize <= SLICE_BYTES:
-            action(0, length)
-            then()
+    def _combine(self, index: int, kind: int, source: Array, target: Array) -> bool:
+        """Do the work on memory of a step: at once if it is small (True), else in slices (False)."""
+        if target.nbytes <= SLICE_BYTES:
+            self._apply(index, kind, source, target)
+            if kind == RECV_REDUCE:
+                self._pool.give(self._staging.pop(index))
             return True
 
-        def guarded(first: int, last: int) -> None:
+        def apply_slice(first: int, last: int) -> None:
             if not self._stopped:
-                action(first, last)
+                self._apply(index, kind, source[first:last], target[first:last])
 
         def finish() -> None:
             if not self._stopped:
-                then()
+                if kind == RECV_REDUCE:
+                    self._pool.give(self._staging.pop(index))
                 self._complete(index)
 
         # Even the first slice waits for the loop's next turn: `finish` must not run inside `_advance`.
-        self._loop.call_soon(run_sliced, self._loop, length, self._itemsize, guarded, finish)
+        self._loop.call_soon(run_sliced, self._loop, target.size, self._itemsize, apply_slice, finish)
         return False
+
+    def _apply(self, index: int, kind: int, source: Array, target: Array) -> None:
+        if kind == COPY:
+            target[...] = source
+            return
+        kernel = self._kernel
+        assert kernel is not None, "a plan that reduces was given no reduction"
+        if self._program.lefts[index]:
+            kernel(source, target, target)
+        else:
+            kernel(target, source, target)
 
     # What the transport reports.
 
@@ -269,12 +259,8 @@ class Execution:
         """
         if not self._stopped and not isinstance(error, GroupAbortedError):
             self._stopped = True
-            self._on_done(self, error)
+            self.ended(error)
 
     def allocate(self, token: Any, source: int, nbytes: int, meta: bytes) -> memoryview:
         """Never called: every receive of a plan names its target."""
         raise AssertionError("a plan's receives have targets")
-
-
-def _nothing() -> None:
-    pass

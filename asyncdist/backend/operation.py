@@ -1,0 +1,164 @@
+"""Operation: a collective of the `aio` backend, from its arguments to its results in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from asyncdist.arrays import Array, Flat
+from asyncdist.backend.base import CollectiveWork
+from asyncdist.backend.call import Call
+from asyncdist.executor import reduction
+from asyncdist.executor.buffers import NO_BUFFER, BlockBuffer, Bound, FlatBuffer
+from asyncdist.executor.program import Program
+from asyncdist.executor.runner import Execution, Kernel, run_sliced
+from asyncdist.reduce_op import PremulSum, ReduceOp
+from asyncdist.transport.frame import key_prefix
+
+if TYPE_CHECKING:
+    from asyncdist.backend.aio import AioBackend
+
+__all__ = ["Operation", "Recipe"]
+
+SMALL_BYTES: Final = 16 << 10
+"""Scratch up to this size is allocated afresh: that costs less than borrowing it from the pool and giving it back."""
+
+
+class Recipe:
+    """What all calls with the same collective, sizes, dtype, root and reduction share."""
+
+    __slots__ = ("fingerprint", "kernel", "met", "program")
+
+    def __init__(self, program: Program, fingerprint: int, kernel: Kernel | None) -> None:
+        self.program = program
+        self.fingerprint = fingerprint
+        self.kernel = kernel
+        self.met = False
+        """Whether connections to all peers of the program were asked for."""
+
+
+class Operation(Execution):
+    """One call under way. `on_end(work, error)` is called once, unless the backend forgets the operation first."""
+
+    __slots__ = ("_backend", "_call", "_on_end", "_scratch", "_split", "_work")
+
+    def __init__(
+        self,
+        backend: AioBackend,
+        call: Call,
+        recipe: Recipe,
+        work: CollectiveWork,
+        on_end: Callable[[CollectiveWork, BaseException | None], None],
+    ) -> None:
+        self._backend = backend
+        self._call = call
+        self._work = work
+        self._on_end = on_end
+        self._scratch: Array | None = None
+        self._split: Array | None = None
+        plan = recipe.program.plan
+        buffers = (
+            _bind_inputs(call, plan.block_aligned) if call.inputs else NO_BUFFER,
+            self._bind_outputs(call.outputs, plan.block_aligned) if call.outputs else NO_BUFFER,
+            self._bind_scratch(backend, call.dtype, plan.scratch_count) if plan.scratch_count else NO_BUFFER,
+        )
+        super().__init__(
+            backend.loop,
+            recipe.program,
+            buffers,
+            backend.peers,
+            key_prefix(backend.group_id, work.tag, work.number),
+            recipe.fingerprint,
+            call.dtype.itemsize,
+            recipe.kernel,
+            backend.pool,
+        )
+
+    def begin(self) -> None:
+        """Scale our contribution where PREMUL_SUM works in place, then start."""
+        call = self._call
+        if type(call.op) is not PremulSum or call.inputs:
+            self.start()
+            return
+        elements, op = call.outputs[0].elements, call.op
+
+        def scale(start: int, stop: int) -> None:
+            reduction.prepare(op, elements[start:stop])
+
+        def start() -> None:
+            if self._wanted():
+                self.start()
+
+        run_sliced(self._loop, elements.size, elements.itemsize, scale, start)
+
+    def ended(self, error: BaseException | None) -> None:
+        """Every step is done, or one has failed: bring results into place and report."""
+        call = self._call
+        if error is not None:
+            self._backend.drop(self._work.tag, self._work.number)
+            self._on_end(self._work, error)
+            return
+        if self._scratch is not None:
+            self._pool.give(self._scratch)
+        if call.op is not ReduceOp.AVG or not call.finishes:
+            self._deliver()
+            return
+        elements, world = call.outputs[0].elements, len(self._backend.ranks)
+
+        def divide(start: int, stop: int) -> None:
+            if self._wanted():
+                reduction.finish(ReduceOp.AVG, elements[start:stop], world)
+
+        run_sliced(self._loop, elements.size, elements.itemsize, divide, self._deliver)
+
+    def _deliver(self) -> None:
+        if not self._wanted():
+            return
+        split, start = self._split, 0
+        for flat in self._call.outputs:
+            if split is not None:
+                flat.elements[...] = split[start : start + flat.elements.size]
+                start += flat.elements.size
+            flat.write_back()
+        self._backend.forget(self._work)
+        self._on_end(self._work, None)
+
+    def _wanted(self) -> bool:
+        """Whether the backend still knows this operation: it forgets those that were aborted or refused."""
+        return self._backend.knows(self, self._work)
+
+    def _bind_outputs(self, flats: Sequence[Flat], aligned: bool) -> Bound:
+        if len(flats) == 1:
+            return FlatBuffer(flats[0].elements, flats[0].octets)
+        if aligned:
+            return BlockBuffer([flat.elements for flat in flats])
+        self._split = np.empty(sum(flat.elements.size for flat in flats), flats[0].elements.dtype)
+        return FlatBuffer(self._split)
+
+    def _bind_scratch(self, backend: AioBackend, dtype: np.dtype[Any], count: int) -> Bound:
+        nbytes = count * dtype.itemsize
+        if nbytes <= SMALL_BYTES:
+            return FlatBuffer(np.empty(count, dtype))
+        self._scratch = backend.pool.take(nbytes)
+        return FlatBuffer(self._scratch.view(dtype))
+
+
+def _bind_inputs(call: Call, aligned: bool) -> Bound:
+    arrays = [flat.elements for flat in call.inputs]
+    if type(call.op) is PremulSum or _overlap(call):
+        arrays = [array.copy() for array in arrays]
+        if call.op is not None:
+            for array in arrays:
+                reduction.prepare(call.op, array)
+    if len(arrays) == 1:
+        return FlatBuffer(arrays[0])
+    return BlockBuffer(arrays) if aligned else FlatBuffer(np.concatenate(arrays))
+
+
+def _overlap(call: Call) -> bool:
+    """Whether the caller's inputs share memory with the outputs, as in `reduce`: plans may write those first."""
+    return any(
+        np.may_share_memory(source.elements, target.elements) for source in call.inputs for target in call.outputs
+    )
