@@ -15,7 +15,7 @@ from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.executor.work import Work
 from asyncdist.group import ProcessGroup
 from asyncdist.non_member import NonMember
-from asyncdist.operations import DEFAULT_MAX_BYTES, check_rank, check_tag
+from asyncdist.operations import DEFAULT_MAX_BYTES, check_rank
 from asyncdist.reduce_op import ReduceOp, ReduceOpLike
 
 __all__ = [
@@ -199,7 +199,7 @@ def isend(
 ) -> Work[None]:
     """Send `tensor` to rank `dst`; see `Operations.isend`."""
     found = resolve(group)
-    return found.isend(tensor, _required(found, dst, group_dst, "dst"), tag, timeout=timeout)
+    return found.pairs.send(tensor, _required(found, dst, group_dst, "dst"), tag, timeout)
 
 
 send = isend
@@ -220,7 +220,7 @@ def irecv(
     """
     found = resolve(group)
     source = _peer(found, src, group_src, "src")
-    return found.pairs.receive(tensor, source, check_tag(tag), timeout, abandon=False, in_global_ranks=True)
+    return found.pairs.receive(tensor, source, tag, timeout, abandon=False, in_global_ranks=True)
 
 
 def recv(
@@ -235,7 +235,7 @@ def recv(
     """As `irecv`, but withdrawn when its last waiter is cancelled before a message matched; see `Operations.recv`."""
     found = resolve(group)
     source = _peer(found, src, group_src, "src")
-    return found.pairs.receive(tensor, source, check_tag(tag), timeout, abandon=True, in_global_ranks=True)
+    return found.pairs.receive(tensor, source, tag, timeout, abandon=True, in_global_ranks=True)
 
 
 def recv_array(
@@ -250,7 +250,7 @@ def recv_array(
     """Receive an array of the sender's shape and dtype; see `Operations.recv_array`."""
     found = resolve(group)
     source = _peer(found, src, group_src, "src")
-    return found.pairs.receive_array(source, check_tag(tag), max_bytes, timeout, in_global_ranks=True)
+    return found.pairs.receive_array(source, tag, max_bytes, timeout, in_global_ranks=True)
 
 
 def new_group(

@@ -154,10 +154,8 @@ class ProcessGroup(Operations):
         if self._refusals and key in self._refusals:
             self._fail(work, self._refusals.pop(key))
             return work
-        if self._works:
-            self._overlap.check(tag, operation)
+        self._overlap.issue(tag, operation)
         self._works[key] = work
-        self._overlap.issued(tag)
         self._backend.start(call, work, self._ended)
         if timeout_s is not None and not work._done:
             self._expiry.watch(work, timeout_s)

@@ -11,20 +11,16 @@ the group is aborted on every rank, naming the ranks that were missing. Cancelli
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from asyncdist.backend import call
 from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.executor.work import Work
+from asyncdist.pairs import Pairs, check_tag
 from asyncdist.reduce_op import ReduceOp, ReduceOpLike
 
-if TYPE_CHECKING:
-    from asyncdist.pairs import Pairs
+__all__ = ["DEFAULT_MAX_BYTES", "Operations", "check_rank"]
 
-__all__ = ["DEFAULT_MAX_BYTES", "MAX_TAG", "Operations"]
-
-MAX_TAG: Final = 2**32 - 1
-"""Largest tag: it travels as 32 bits."""
 DEFAULT_MAX_BYTES: Final = 1 << 30
 """Largest message `recv_array` accepts unless told otherwise: 1 GiB, so that a peer cannot make us allocate more."""
 
@@ -159,7 +155,7 @@ class Operations:
 
         No time-out unless one is given; expiry breaks the connection to `dst` and nothing else. `dst` may be this rank.
         """
-        return self.pairs.send(tensor, check_rank(dst, self.size, "dst"), check_tag(tag), timeout)
+        return self.pairs.send(tensor, check_rank(dst, self.size, "dst"), tag, timeout)
 
     send = isend
 
@@ -170,13 +166,13 @@ class Operations:
         dropped; the pair stays usable. No time-out unless one is given. Withdrawn by `work.cancel()` only.
         """
         source = None if src is None else check_rank(src, self.size, "src")
-        return self.pairs.receive(tensor, source, check_tag(tag), timeout, abandon=False)
+        return self.pairs.receive(tensor, source, tag, timeout, abandon=False)
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work[int]:
         """As `irecv`, but withdrawn when the last task awaiting it is cancelled, or when it expires, before a message
         matched; no message is lost then."""
         source = None if src is None else check_rank(src, self.size, "src")
-        return self.pairs.receive(tensor, source, check_tag(tag), timeout, abandon=True)
+        return self.pairs.receive(tensor, source, tag, timeout, abandon=True)
 
     def recv_array(
         self,
@@ -191,16 +187,7 @@ class Operations:
         The result is a new numpy array; `work.source_rank()` tells the source. Withdrawn like `recv`.
         """
         source = None if src is None else check_rank(src, self.size, "src")
-        return self.pairs.receive_array(source, check_tag(tag), max_bytes, timeout)
-
-
-def check_tag(tag: int) -> int:
-    """Return `tag`. Raises TypeError for anything but an int, ValueError outside 0 .. MAX_TAG."""
-    if not isinstance(tag, int):
-        raise TypeError(f"tag must be an int, not {type(tag).__name__}")
-    if not 0 <= tag <= MAX_TAG:
-        raise ValueError(f"tag must be between 0 and {MAX_TAG}, got {tag}")
-    return tag
+        return self.pairs.receive_array(source, tag, max_bytes, timeout)
 
 
 def check_rank(rank: int, size: int, name: str) -> int:

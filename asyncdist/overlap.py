@@ -7,15 +7,11 @@ scheduler's, so such collectives meet the wrong partners sooner or later, and si
 from __future__ import annotations
 
 import asyncio
-import sys
 import warnings
 import weakref
-from types import CodeType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 __all__ = ["OverlapWatch"]
-
-_PACKAGE = __name__.partition(".")[0] + "."
 
 
 class _Owner(Protocol):
@@ -23,50 +19,38 @@ class _Owner(Protocol):
     name: str
 
 
-class _Issue(NamedTuple):
-    task: weakref.ref[asyncio.Task[Any]] | None
-    code: CodeType
-    instruction: int
-
-    def place(self) -> str:
-        """File and line of the call; worked out when wanted, as it is not cheap."""
-        for start, end, line in self.code.co_lines():
-            if start <= self.instruction < end:
-                return f"{self.code.co_filename}:{line}"
-        return self.code.co_filename
-
-
 class OverlapWatch:
-    """Remembers, per tag, which task issued last and where."""
+    """Remembers, per tag, which task issued last."""
 
     def __init__(self, owner: _Owner, loop: asyncio.AbstractEventLoop) -> None:
         self._owner = owner
         self._loop = loop
-        self._last: dict[int, _Issue] = {}
+        self._last: dict[int, weakref.ref[asyncio.Task[Any]]] = {}
         self._warned = False
 
-    def issued(self, tag: int) -> None:
-        """The current task issues a collective of `tag`."""
+    def issue(self, tag: int, operation: str) -> None:
+        """The current task issues a collective of `tag`; warn once if another task's is under way."""
         if self._warned:
             return
         task = asyncio.current_task(self._loop)
-        frame = sys._getframe(3)
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
-            frame = frame.f_back
-        self._last[tag] = _Issue(None if task is None else weakref.ref(task), frame.f_code, frame.f_lasti)
-
-    def check(self, tag: int, operation: str) -> None:
-        """Warn once if another task's collective of `tag` is under way; call before `issued`."""
         last = self._last.get(tag)
-        if self._warned or last is None or last.task is None or last.task() is asyncio.current_task(self._loop):
-            return
-        if not any(work_tag == tag for work_tag, _ in self._owner._works):
-            return
+        if last is not None:
+            earlier = last()
+            if earlier is task:
+                return
+            if earlier is not None and any(work_tag == tag for work_tag, _ in self._owner._works):
+                self._warn(tag, operation, earlier)
+        if task is not None:
+            self._last[tag] = weakref.ref(task)
+
+    def _warn(self, tag: int, operation: str, earlier: asyncio.Task[Any]) -> None:
         self._warned = True
+        stack = earlier.get_stack(limit=1)
+        place = f" at {stack[-1].f_code.co_filename}:{stack[-1].f_lineno}" if stack else ""
         warnings.warn(
-            f"group {self._owner.name}: {operation} overlaps a collective of the same tag {tag} that another task "
-            f"issued at {last.place()}. Ranks may order the two differently and exchange the wrong data; give each "
-            "task a tag= or a group of its own.",
+            f"group {self._owner.name}: {operation} overlaps a collective of the same tag {tag} that another task, "
+            f"{earlier.get_name()}{place}, has under way. Ranks may order the two differently and exchange the wrong "
+            "data; give each task a tag= or a group of its own.",
             RuntimeWarning,
             stacklevel=5,
         )

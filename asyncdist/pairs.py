@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
-from asyncdist.arrays import Flat, encode_meta, host_array
-from asyncdist.backend.point_to_point import ANY_SOURCE, RecvArrayWork, RecvWork, SendWork
+from asyncdist.arrays import host_array
+from asyncdist.backend.point_to_point import ANY_SOURCE, PairWork, RecvArrayWork, RecvWork, SendWork
 from asyncdist.deadline import Timeout, timeout_seconds
-from asyncdist.errors import DistError, PeerLostError
+from asyncdist.errors import DistError
 from asyncdist.executor.work import Work
 from asyncdist.transport.frame import pack_key
-from asyncdist.transport.matching import Receive, SendOp
 from asyncdist.world import World
 
-__all__ = ["PairOwner", "Pairs"]
+__all__ = ["MAX_TAG", "PairOwner", "Pairs", "check_tag"]
 
+MAX_TAG: Final = 2**32 - 1
+"""Largest tag: it travels as 32 bits."""
 POINT_TO_POINT_MARK: Final = 0x5C5C_5C5C_5C5C_5C5C
 """Set apart from the group's own id, so that aborting its collectives leaves messages between survivors alone."""
 POINT_TO_POINT_CHANNEL: Final = 0
+KEYS_KEPT: Final = 1024
+"""Match keys kept by tag: a program has a few; one with more pays for packing them."""
 
 
 class PairOwner(Protocol):
     """What the group does for its pairs."""
-
-    _aborted: BaseException | None
 
     def check_usable(self, operation: str) -> None:
         """Raise unless operations may be issued."""
@@ -31,43 +32,37 @@ class PairOwner(Protocol):
     def where(self, operation: str, sequence: int | None = None) -> str:
         """The beginning of every message."""
 
-    def remember_failure(self, work: Work[Any]) -> None:
+    def remember_failure(self, work: Work[object]) -> None:
         """Keep a failed work until somebody asks about it."""
 
 
 class Pairs:
-    """Sends and receives under way. Ranks in arguments are group ranks."""
+    """Sends and receives under way. Ranks in arguments are group ranks that were checked."""
 
     def __init__(self, world: World, group_id: int, ranks: tuple[int, ...], owner: PairOwner) -> None:
-        self._world = world
-        self._mesh = world.mesh
+        self.mesh = world.mesh
+        self._loop = world.loop
         self._id = group_id ^ POINT_TO_POINT_MARK
         self._ranks = ranks
         self._group_rank = {rank: index for index, rank in enumerate(ranks)}
         self._owner = owner
-        self._works: set[SendWork | RecvWork] = set()
+        self._works: set[PairWork] = set()
+        self._keys: dict[int, bytes] = {}
         self._aborted: BaseException | None = None
 
     def send(self, tensor: object, dst: int, tag: int, timeout: Timeout) -> SendWork:
         """Issue a send of `tensor` to group rank `dst`."""
         self._check("isend")
-        array = host_array(tensor)
-        timeout_s = timeout_seconds(timeout, None)
-        flat = Flat(array, writable=False)
+        timeout_s = None if timeout is None else timeout_seconds(timeout, None)
         peer = self._ranks[dst]
-        work = SendWork(
-            self._world.loop, "isend", flat.octets.nbytes, self._mesh, peer, self._where("isend", dst), self._ended
-        )
-        work.flat = flat
-        meta = encode_meta(array.dtype, array.shape)
-        operation = SendOp(self._key(tag), flat.octets, meta, work, None)
+        work = SendWork(self._loop, host_array(tensor), self._key(tag), self, peer)
         try:
-            complete = self._mesh.post_send(peer, operation)
-        except PeerLostError as error:
+            complete = self.mesh.post_send(peer, work.message)
+        except DistError as error:
             work.message_failed(None, error)
             return work
         if complete:
-            work._finish(None)
+            work._done = True  # nobody can be waiting for it yet
         else:
             self._started(work, timeout_s)
         return work
@@ -88,12 +83,11 @@ class Pairs:
         """
         name = "recv" if abandon else "irecv"
         self._check(name)
-        array = host_array(tensor)
-        work = RecvWork(
-            self._world.loop, name, array.nbytes, self._mesh, self._source(src), self._where(name, src), self._ended
-        )
-        work.bind(array, _same if in_global_ranks else self._number, abandon)
-        self._post(work, src, tag, timeout_seconds(timeout, None))
+        timeout_s = None if timeout is None else timeout_seconds(timeout, None)
+        number = None if in_global_ranks else self._group_rank.__getitem__
+        peer = ANY_SOURCE if src is None else self._ranks[src]
+        work = RecvWork(self._loop, name, host_array(tensor), self._key(tag), self, peer, number, abandon)
+        self._post(work, timeout_s)
         return work
 
     def receive_array(
@@ -101,84 +95,83 @@ class Pairs:
     ) -> RecvArrayWork:
         """Issue a receive of an array not known beforehand."""
         self._check("recv_array")
+        timeout_s = timeout_seconds(timeout, None)
         if max_bytes < 0:
             raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
-        work = RecvArrayWork(
-            self._world.loop,
-            "recv_array",
-            0,
-            self._mesh,
-            self._source(src),
-            self._where("recv_array", src),
-            self._ended,
-        )
-        work.bind_new(max_bytes, _same if in_global_ranks else self._number)
-        self._post(work, src, tag, timeout_seconds(timeout, None))
+        number = None if in_global_ranks else self._group_rank.__getitem__
+        peer = ANY_SOURCE if src is None else self._ranks[src]
+        work = RecvArrayWork(self._loop, self._key(tag), self, peer, number, max_bytes)
+        self._post(work, timeout_s)
         return work
 
-    def pending(self) -> list[SendWork | RecvWork]:
+    def pending(self) -> list[PairWork]:
         """Everything under way."""
         return list(self._works)
 
     def withdraw_receives(self) -> None:
         """Withdraw receives that nothing matched."""
         for work in self.pending():
-            if isinstance(work, RecvWork):
-                work.cancel()
+            work.cancel()
 
     def abort(self, error: BaseException) -> None:
         """Fail everything under way; arrays are free when this returns."""
         if self._aborted is None:
             self._aborted = error
-            self._mesh.drop_group(pack_key(self._id, 0, 0, 0, 0)[:8], error)
+            self.mesh.drop_group(self._key(0)[:8], error)
             for work in self.pending():
                 work._fail(error)
+
+    def where(self, operation: str, peer: int) -> str:
+        """The beginning of every message about an operation with global rank `peer`."""
+        other = "any source" if peer == ANY_SOURCE else f"rank {peer}"
+        return f"{self._owner.where(operation)} ({other})"
+
+    def ended(self, work: PairWork) -> None:
+        """A Work has ended, well or not."""
+        self._works.discard(work)
+        if work._error is not None:
+            self._owner.remember_failure(work)
 
     def _check(self, operation: str) -> None:
         self._owner.check_usable(operation)
         if self._aborted is not None:
             raise self._aborted
 
-    def _post(self, work: RecvWork, src: int | None, tag: int, timeout_s: float | None) -> None:
-        receive = work.receive = Receive(self._key(tag), None, work, None)
+    def _post(self, work: RecvWork, timeout_s: float | None) -> None:
+        receive = work.message
         try:
-            if src is None:
-                complete = self._mesh.post_receive_any(self._ranks, receive)
+            if work.peer == ANY_SOURCE:
+                complete = self.mesh.post_receive_any(self._ranks, receive)
             else:
-                complete = self._mesh.post_receive(self._ranks[src], receive)
+                complete = self.mesh.post_receive(work.peer, receive)
         except DistError as error:
             work.message_failed(None, error)
             return
         if complete:
-            work.complete(receive)
+            work.message_received(None, receive)
         else:
             self._started(work, timeout_s)
 
-    def _started(self, work: SendWork | RecvWork, timeout_s: float | None) -> None:
-        if work.done():
+    def _started(self, work: PairWork, timeout_s: float | None) -> None:
+        if work._done:
             return
         self._works.add(work)
         if timeout_s is not None:
             work.expire_after(timeout_s)
 
-    def _ended(self, work: Any) -> None:
-        self._works.discard(work)
-        if work._error is not None:
-            self._owner.remember_failure(work)
-
     def _key(self, tag: int) -> bytes:
-        return pack_key(self._id, tag, 0, 0, POINT_TO_POINT_CHANNEL)
-
-    def _source(self, src: int | None) -> int:
-        return ANY_SOURCE if src is None else self._ranks[src]
-
-    def _number(self, rank: int) -> int:
-        return self._group_rank[rank]
-
-    def _where(self, operation: str, peer: int | None) -> str:
-        other = "any source" if peer is None else f"rank {self._ranks[peer]}"
-        return f"{self._owner.where(operation)} ({other})"
+        key = self._keys.get(tag)
+        if key is None:
+            key = pack_key(self._id, check_tag(tag), 0, 0, POINT_TO_POINT_CHANNEL)
+            if len(self._keys) < KEYS_KEPT:
+                self._keys[tag] = key
+        return key
 
 
-def _same(rank: int) -> int:
-    return rank
+def check_tag(tag: int) -> int:
+    """Return `tag`. Raises TypeError for anything but an int, ValueError outside 0 .. MAX_TAG."""
+    if not isinstance(tag, int):
+        raise TypeError(f"tag must be an int, not {type(tag).__name__}")
+    if not 0 <= tag <= MAX_TAG:
+        raise ValueError(f"tag must be between 0 and {MAX_TAG}, got {tag}")
+    return tag

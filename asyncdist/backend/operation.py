@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Operation", "Recipe"]
 
-SMALL_BYTES: Final = 16 << 10
-"""Scratch up to this size is allocated afresh: that costs less than borrowing it from the pool and giving it back."""
+SPARE_BYTES: Final = 64 << 10
+"""Scratch up to this size stays with its recipe between calls; larger scratch goes back to the pool, for all to use."""
+SPARES: Final = 8
+"""Spare scratch buffers per recipe: as many calls of one shape as are usually in flight at once."""
 
 
 class Recipe:
     """What all calls with the same collective, sizes, dtype, root and reduction share."""
 
-    __slots__ = ("fingerprint", "kernel", "met", "program")
+    __slots__ = ("fingerprint", "kernel", "met", "program", "spares")
 
     def __init__(self, program: Program, fingerprint: int, kernel: Kernel | None) -> None:
         self.program = program
@@ -37,12 +39,14 @@ class Recipe:
         self.kernel = kernel
         self.met = False
         """Whether connections to all peers of the program were asked for."""
+        self.spares: list[FlatBuffer] = []
+        """Scratch of calls that have ended."""
 
 
 class Operation(Execution):
     """One call under way. `on_end(work, error)` is called once, unless the backend forgets the operation first."""
 
-    __slots__ = ("_backend", "_call", "_on_end", "_scratch", "_split", "_work")
+    __slots__ = ("_backend", "_call", "_on_end", "_recipe", "_scratch", "_spare", "_split", "_work")
 
     def __init__(
         self,
@@ -54,15 +58,17 @@ class Operation(Execution):
     ) -> None:
         self._backend = backend
         self._call = call
+        self._recipe = recipe
         self._work = work
         self._on_end = on_end
         self._scratch: Array | None = None
+        self._spare: FlatBuffer | None = None
         self._split: Array | None = None
         plan = recipe.program.plan
         buffers = (
             _bind_inputs(call, plan.block_aligned) if call.inputs else NO_BUFFER,
             self._bind_outputs(call.outputs, plan.block_aligned) if call.outputs else NO_BUFFER,
-            self._bind_scratch(backend, call.dtype, plan.scratch_count) if plan.scratch_count else NO_BUFFER,
+            self._bind_scratch(call.dtype, plan.scratch_count) if plan.scratch_count else NO_BUFFER,
         )
         super().__init__(
             backend.loop,
@@ -102,6 +108,8 @@ class Operation(Execution):
             return
         if self._scratch is not None:
             self._pool.give(self._scratch)
+        elif self._spare is not None and len(self._recipe.spares) < SPARES:
+            self._recipe.spares.append(self._spare)
         if call.op is not ReduceOp.AVG or not call.finishes:
             self._deliver()
             return
@@ -137,11 +145,13 @@ class Operation(Execution):
         self._split = np.empty(sum(flat.elements.size for flat in flats), flats[0].elements.dtype)
         return FlatBuffer(self._split)
 
-    def _bind_scratch(self, backend: AioBackend, dtype: np.dtype[Any], count: int) -> Bound:
+    def _bind_scratch(self, dtype: np.dtype[Any], count: int) -> Bound:
+        spares = self._recipe.spares
         nbytes = count * dtype.itemsize
-        if nbytes <= SMALL_BYTES:
-            return FlatBuffer(np.empty(count, dtype))
-        self._scratch = backend.pool.take(nbytes)
+        if nbytes <= SPARE_BYTES:
+            self._spare = spares.pop() if spares else FlatBuffer(np.empty(count, dtype))
+            return self._spare
+        self._scratch = self._backend.pool.take(nbytes)
         return FlatBuffer(self._scratch.view(dtype))
 
 

@@ -4,42 +4,53 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
-from asyncdist.arrays import Array, Flat, decode_meta, describe, human_bytes
+from asyncdist.arrays import Array, Flat, decode_meta, describe, encode_meta, human_bytes
 from asyncdist.errors import ClosedError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from asyncdist.executor.work import Work
-from asyncdist.transport.matching import Receive
+from asyncdist.transport.matching import Receive, SendOp
 from asyncdist.transport.mesh import Mesh
 
-__all__ = ["ANY_SOURCE", "RecvArrayWork", "RecvWork", "SendWork"]
+__all__ = ["ANY_SOURCE", "PairWork", "PairWorkOwner", "RecvArrayWork", "RecvWork", "SendWork"]
 
 ANY_SOURCE: Final = -1
 
 
-class _PairWork(Work[Any]):
-    """What sends and receives share: an own deadline, whose expiry concerns nobody but this pair."""
+class PairWorkOwner(Protocol):
+    """What issued a Work: the group's `Pairs`."""
 
-    __slots__ = ("_mesh", "_on_end", "_peer", "_timer", "_where")
+    mesh: Mesh
+
+    def where(self, operation: str, peer: int) -> str:
+        """The beginning of every message about an operation with global rank `peer`."""
+
+    def ended(self, work: PairWork) -> None:
+        """The Work has ended, well or not."""
+
+
+class PairWork(Work[Any]):
+    """What sends and receives share: an own deadline, whose expiry concerns nobody but this pair.
+
+    `peer` is the other's global rank or ANY_SOURCE.
+    """
+
+    __slots__ = ("_owner", "_timer", "peer")
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        operation: str,
-        nbytes: int,
-        mesh: Mesh,
-        peer: int,
-        where: str,
-        on_end: Callable[[_PairWork], None],
+        self, loop: asyncio.AbstractEventLoop, operation: str, nbytes: int, owner: PairWorkOwner, peer: int
     ) -> None:
         super().__init__(loop, operation, nbytes)
-        self._mesh = mesh
-        self._peer = peer
-        self._where = where
+        self._owner = owner
         self._timer: asyncio.TimerHandle | None = None
-        self._on_end = on_end
+        self.peer = peer
+
+    @property
+    def where(self) -> str:
+        """The beginning of every message about this operation."""
+        return self._owner.where(self.operation, self.peer)
 
     def expire_after(self, timeout_s: float) -> None:
         """Bound the operation; called once, right after posting."""
@@ -50,70 +61,97 @@ class _PairWork(Work[Any]):
         raise NotImplementedError
 
     def _timeout_error(self, timeout_s: float) -> CollectiveTimeoutError:
-        missing = () if self._peer == ANY_SOURCE else (self._peer,)
-        return CollectiveTimeoutError(f"{self._where}: {self.operation} did not end within {timeout_s:g} s", missing)
+        missing = () if self.peer == ANY_SOURCE else (self.peer,)
+        return CollectiveTimeoutError(f"{self.where}: {self.operation} did not end within {timeout_s:g} s", missing)
 
     def _break_pair(self, timeout_s: float) -> None:
         error = self._timeout_error(timeout_s)
         self._fail(error)
-        self._mesh.break_pair(self._peer, error)
+        self._owner.mesh.break_pair(self.peer, error)
 
     def _end(self) -> None:
+        super()._end()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        super()._end()
-        self._on_end(self)
+        self._owner.ended(self)
+
+    def message_sent(self, token: object) -> None:
+        """A send's buffer may be reused."""
+        raise AssertionError("a receive sends nothing")
+
+    def message_received(self, token: object, receive: Receive) -> None:
+        """A receive's message is in its place."""
+        raise AssertionError("a send receives nothing")
+
+    def allocate(self, token: object, source: int, nbytes: int, meta: bytes) -> memoryview:
+        """Where a receive's message goes."""
+        raise AssertionError("a send receives nothing")
 
     def message_failed(self, token: object, error: BaseException) -> None:
         """The transport gave the message up."""
         if self._done:
             return
         if isinstance(error, PeerLostError):
-            explained = PeerLostError(f"{self._where}: {error}", error.rank)
+            explained = PeerLostError(f"{self.where}: {error}", error.rank)
             explained.__cause__ = error
             error = explained
         self._fail(error)
 
 
-class SendWork(_PairWork):
+class SendWork(PairWork):
     """A send; done when its buffer may be reused."""
 
-    __slots__ = ("flat",)
+    __slots__ = ("message",)
 
-    flat: Flat
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        array: Array,
+        key: bytes,
+        owner: PairWorkOwner,
+        peer: int,
+    ) -> None:
+        octets = Flat(array, writable=False).octets
+        super().__init__(loop, "isend", octets.nbytes, owner, peer)
+        self.message = SendOp(key, octets, encode_meta(array.dtype, array.shape), self, None)
 
     def message_sent(self, token: object) -> None:
         """The buffer may be reused."""
         if not self._done:
             self._finish(None)
 
-    def message_received(self, token: object, receive: Receive) -> None:
-        """Never called."""
-        raise AssertionError("a send receives nothing")
-
-    def allocate(self, token: object, source: int, nbytes: int, meta: bytes) -> memoryview:
-        """Never called."""
-        raise AssertionError("a send receives nothing")
-
     def _expire(self, timeout_s: float) -> None:
         self._break_pair(timeout_s)
 
 
-class RecvWork(_PairWork):
-    """A receive into an array; its result is the source rank."""
+class RecvWork(PairWork):
+    """A receive into an array; its result is the source rank, as `number` numbers it.
 
-    __slots__ = ("_array", "_flat", "_number", "_withdraw_when_abandoned", "receive")
+    `withdrawable`: whether cancelling the last waiter withdraws it.
+    """
 
-    receive: Receive
+    __slots__ = ("_array", "_flat", "_number", "_withdrawable", "message")
 
-    def bind(self, array: Array, number: Callable[[int], int], withdraw_when_abandoned: bool) -> None:
-        """Set where the message goes, how its source is numbered for the caller, and what cancelling the last waiter
-        does."""
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        operation: str,
+        array: Array,
+        key: bytes,
+        owner: PairWorkOwner,
+        peer: int,
+        number: Callable[[int], int] | None,
+        withdrawable: bool,
+    ) -> None:
+        flat = Flat(array, writable=True)
+        octets = flat.octets
+        super().__init__(loop, operation, octets.nbytes, owner, peer)
         self._array = array
-        self._flat = Flat(array, writable=True)
+        self._flat = flat
         self._number = number
-        self._withdraw_when_abandoned = withdraw_when_abandoned
+        self._withdrawable = withdrawable
+        self.message = Receive(key, None, self, None, encode_meta(array.dtype, array.shape), octets)
 
     def allocate(self, token: object, source: int, nbytes: int, meta: bytes) -> memoryview:
         """Lend the bytes the message goes to, or refuse it."""
@@ -121,7 +159,7 @@ class RecvWork(_PairWork):
         array = self._array
         if dtype != array.dtype or nbytes > array.nbytes:
             raise CollectiveMismatchError(
-                f"{self._where}: rank {source} sent {describe(dtype, shape)}, but the receive buffer is "
+                f"{self.where}: rank {source} sent {describe(dtype, shape)}, but the receive buffer is "
                 f"{describe(array.dtype, array.shape)}; the message is dropped, the pair stays usable"
             )
         return self._flat.octets[:nbytes]
@@ -130,31 +168,25 @@ class RecvWork(_PairWork):
         try:
             dtype, shape = decode_meta(meta)
         except ValueError as error:
-            raise CollectiveMismatchError(f"{self._where}: rank {source} sent a message with {error}") from error
+            raise CollectiveMismatchError(f"{self.where}: rank {source} sent a message with {error}") from error
         elements = 1
         for extent in shape:
             elements *= extent
         if elements * dtype.itemsize != nbytes:
             raise CollectiveMismatchError(
-                f"{self._where}: rank {source} describes {describe(dtype, shape)}, but sent {nbytes} bytes"
+                f"{self.where}: rank {source} describes {describe(dtype, shape)}, but sent {nbytes} bytes"
             )
         return dtype, shape
 
-    def message_sent(self, token: object) -> None:
-        """Never called."""
-        raise AssertionError("a receive sends nothing")
-
     def message_received(self, token: object, receive: Receive) -> None:
         """The message is in its place."""
-        if not self._done:
-            self.complete(receive)
-
-    def complete(self, receive: Receive) -> None:
-        """End well: the message of `receive` is in its place."""
+        if self._done:
+            return
+        source = receive.source
+        assert source is not None  # the transport sets it before it reports
         self._flat.write_back()
         self.nbytes = receive.nbytes
-        assert receive.source is not None  # set by the transport before it reports
-        self._source = self._number(receive.source)
+        self._source = source if self._number is None else self._number(source)
         self._finish(self._outcome())
 
     def _outcome(self) -> Any:
@@ -162,42 +194,49 @@ class RecvWork(_PairWork):
 
     def cancel(self) -> bool:
         """Withdraw the receive if no message has matched it; True if it was withdrawn. No message is lost."""
-        if self._done or not self._mesh.withdraw(self.receive):
+        if self._done or not self._owner.mesh.withdraw(self.message):
             return False
         self._retrieved = True
-        self._fail(ClosedError(f"{self._where}: {self.operation} was withdrawn"))
+        self._fail(ClosedError(f"{self.where}: {self.operation} was withdrawn"))
         return True
 
     def _abandoned(self) -> None:
-        if self._withdraw_when_abandoned:
+        if self._withdrawable:
             self.cancel()
 
     def _expire(self, timeout_s: float) -> None:
-        if self._mesh.withdraw(self.receive):
+        if self._owner.mesh.withdraw(self.message):
             self._fail(self._timeout_error(timeout_s))
         else:
-            assert self.receive.source is not None  # matched
-            self._peer = self.receive.source
+            assert self.message.source is not None  # it has matched
+            self.peer = self.message.source
             self._break_pair(timeout_s)
 
 
 class RecvArrayWork(RecvWork):
-    """A receive of an array of the sender's shape and dtype; its result is the array."""
+    """A receive of an array of the sender's shape and dtype, at most `max_bytes` large; its result is the array."""
 
     __slots__ = ("_max_bytes",)
 
-    def bind_new(self, max_bytes: int, number: Callable[[int], int]) -> None:
-        """Set the largest message accepted, in bytes, and how the source is numbered for the caller."""
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        key: bytes,
+        owner: PairWorkOwner,
+        peer: int,
+        number: Callable[[int], int] | None,
+        max_bytes: int,
+    ) -> None:
+        super().__init__(loop, "recv_array", _NOTHING, key, owner, peer, number, withdrawable=True)
+        self.message.view = None  # always ask
         self._max_bytes = max_bytes
-        self._number = number
-        self._withdraw_when_abandoned = True
 
     def allocate(self, token: object, source: int, nbytes: int, meta: bytes) -> memoryview:
         """Allocate the array the message describes."""
         dtype, shape = self._described(source, meta, nbytes)
         if nbytes > self._max_bytes:
             raise CollectiveMismatchError(
-                f"{self._where}: rank {source} sent {describe(dtype, shape)}, {human_bytes(nbytes)}, above max_bytes="
+                f"{self.where}: rank {source} sent {describe(dtype, shape)}, {human_bytes(nbytes)}, above max_bytes="
                 f"{human_bytes(self._max_bytes)}; the message is dropped, the pair stays usable"
             )
         self._array = np.empty(shape, dtype)
@@ -206,3 +245,6 @@ class RecvArrayWork(RecvWork):
 
     def _outcome(self) -> Any:
         return self._array
+
+
+_NOTHING: Final = np.empty(0, np.uint8)

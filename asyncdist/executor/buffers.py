@@ -31,20 +31,24 @@ class Bound(Protocol):
 class FlatBuffer:
     """One contiguous array."""
 
-    __slots__ = ("_array", "_itemsize", "_octets")
+    __slots__ = ("_array", "_itemsize", "_octets", "_size")
 
     def __init__(self, array: Array, octets: memoryview | None = None) -> None:
         self._array = array
+        self._size = array.size
         self._itemsize = array.itemsize
         self._octets = array.view(np.uint8).data if octets is None else octets
 
     def elements(self, start: int, stop: int) -> Array:
         """The run of elements, as a view."""
-        return self._array[start:stop]
+        return self._array if stop - start == self._size else self._array[start:stop]
 
     def octets(self, start: int, stop: int) -> memoryview:
         """The bytes of the run, as a view."""
-        return self._octets[start * self._itemsize : stop * self._itemsize]
+        if stop - start == self._size:
+            return self._octets
+        itemsize = self._itemsize
+        return self._octets[start * itemsize : stop * itemsize]
 
 
 NO_BUFFER = FlatBuffer(np.empty(0, np.uint8))

@@ -1,17 +1,17 @@
 """Program: a plan made ready to run many times.
 
-The plan's steps become parallel tuples indexed by step number, dependencies become counters and successors, and slots
-become the bytes that name a message on the wire. All of it is worked out once per plan and kept with it.
+The plan's steps become flat instructions, dependencies become counters and successors, and slots become the bytes that
+name a message on the wire. All of it is worked out once per plan and kept with it.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
-from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice
+from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step
 from asyncdist.transport.frame import key_suffix
 
-__all__ = ["COPY", "RECV", "RECV_REDUCE", "REDUCE", "SEND", "Program"]
+__all__ = ["COPY", "RECV", "RECV_REDUCE", "REDUCE", "SEND", "Instruction", "Program"]
 
 SEND: Final = 0
 RECV: Final = 1
@@ -22,57 +22,73 @@ COPY: Final = 4
 COLLECTIVE_CHANNEL: Final = 1
 
 
+class Instruction(NamedTuple):
+    """One step, ready to run."""
+
+    kind: int
+    peer: int
+    """Group rank of the other end; -1 for local steps."""
+    suffix: bytes
+    """End of the message's key."""
+    buffer: int
+    """Which buffer is sent or written, from `start` to `stop`."""
+    start: int
+    stop: int
+    source: int
+    """Which buffer local steps read, from `source_start` to `source_stop`."""
+    source_start: int
+    source_stop: int
+    left: bool
+    """Whether the incoming or source operand goes left."""
+    successors: tuple[int, ...]
+    """Steps that wait for this one."""
+
+
 class Program:
     """One rank's plan, compiled.
 
-    For step i: `kinds[i]`, `peers[i]` (group rank, -1 for local steps), `suffixes[i]` (end of the message's key),
-    `places[i]` (the slice written or sent), `sources[i]` (the slice read by local steps), `lefts[i]` (whether the
-    incoming operand goes left), `successors[i]`; `pending` is how many steps each waits for, `ready` those that wait
-    for none, `peer_ranks` every peer named.
+    `pending` is how many steps each step waits for, `ready` those that wait for none, `peer_ranks` every peer named.
     """
 
-    __slots__ = (
-        "kinds",
-        "lefts",
-        "peer_ranks",
-        "peers",
-        "pending",
-        "places",
-        "plan",
-        "ready",
-        "sources",
-        "successors",
-        "suffixes",
-    )
+    __slots__ = ("instructions", "peer_ranks", "pending", "plan", "ready")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        steps = plan.steps
-        successors: list[list[int]] = [[] for _ in steps]
-        for index, step in enumerate(steps):
+        successors: list[list[int]] = [[] for _ in plan.steps]
+        for index, step in enumerate(plan.steps):
             for earlier in step.after:
                 successors[earlier].append(index)
-        nothing = Slice(Buffer.SCRATCH, 0, 0)
-        self.successors = tuple(map(tuple, successors))
-        self.pending = [len(step.after) for step in steps]
-        self.ready = tuple(index for index, step in enumerate(steps) if not step.after)
-        self.kinds = tuple(_KINDS[type(step)] for step in steps)
-        self.peers = tuple(step.peer if isinstance(step, _MESSAGES) else -1 for step in steps)
-        self.suffixes = tuple(
-            key_suffix(step.slot, COLLECTIVE_CHANNEL) if isinstance(step, _MESSAGES) else b"" for step in steps
+        self.instructions = tuple(
+            _instruction(step, tuple(after)) for step, after in zip(plan.steps, successors, strict=True)
         )
-        self.places = tuple(step.source if isinstance(step, Send) else step.target for step in steps)
-        self.sources = tuple(step.source if isinstance(step, Copy | Reduce) else nothing for step in steps)
-        self.lefts = tuple(
-            step.incoming_left
-            if isinstance(step, RecvReduce)
-            else step.source_left
-            if isinstance(step, Reduce)
-            else False
-            for step in steps
-        )
-        self.peer_ranks = tuple(sorted({peer for peer in self.peers if peer >= 0}))
+        self.pending = [len(step.after) for step in plan.steps]
+        self.ready = tuple(index for index, step in enumerate(plan.steps) if not step.after)
+        self.peer_ranks = tuple(sorted({instruction.peer for instruction in self.instructions} - {-1}))
 
 
+def _instruction(step: Step, successors: tuple[int, ...]) -> Instruction:
+    place = step.source if isinstance(step, Send) else step.target
+    source = step.source if isinstance(step, Copy | Reduce) else _NOTHING
+    left = False
+    if isinstance(step, RecvReduce):
+        left = step.incoming_left
+    elif isinstance(step, Reduce):
+        left = step.source_left
+    return Instruction(
+        kind=_KINDS[type(step)],
+        peer=step.peer if isinstance(step, _MESSAGES) else -1,
+        suffix=key_suffix(step.slot, COLLECTIVE_CHANNEL) if isinstance(step, _MESSAGES) else b"",
+        buffer=int(place.buffer),
+        start=place.offset,
+        stop=place.end,
+        source=int(source.buffer),
+        source_start=source.offset,
+        source_stop=source.end,
+        left=left,
+        successors=successors,
+    )
+
+
+_NOTHING: Final = Slice(Buffer.SCRATCH, 0, 0)
 _KINDS: Final = {Send: SEND, Recv: RECV, RecvReduce: RECV_REDUCE, Reduce: REDUCE, Copy: COPY}
 _MESSAGES: Final = (Send, Recv, RecvReduce)

@@ -15,7 +15,7 @@ from typing import Any, Final
 from asyncdist.arrays import Array
 from asyncdist.errors import DistError, GroupAbortedError
 from asyncdist.executor.buffers import Bound
-from asyncdist.executor.program import COPY, RECV, RECV_REDUCE, REDUCE, SEND, Program
+from asyncdist.executor.program import COPY, RECV, RECV_REDUCE, SEND, Instruction, Program
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.transport.matching import Receive, SendOp
 from asyncdist.transport.peer import PeerCore
@@ -98,7 +98,7 @@ class Execution:
         self._kernel = kernel
         self._pool = pool
         self._pending = program.pending.copy()
-        self._remaining = len(program.kinds)
+        self._remaining = len(program.pending)
         self._waiting: set[int] = set()
         self._staging: dict[int, Array] = {}
         self._stopped = False
@@ -119,20 +119,22 @@ class Execution:
         self._staging.clear()
 
     def waiting_for(self) -> tuple[int, ...]:
-        """Group ranks whose messages have not come."""
-        peers, kinds = self._program.peers, self._program.kinds
-        receives = {peers[index] for index in self._waiting if kinds[index] != SEND}
-        return tuple(sorted(receives or {peers[index] for index in self._waiting}))
+        """Group ranks whose messages have not come; failing those, the ranks that have not taken ours."""
+        waiting = [self._program.instructions[index] for index in self._waiting]
+        receives = {step.peer for step in waiting if step.kind != SEND}
+        return tuple(sorted(receives or {step.peer for step in waiting}))
 
     def _advance(self, ready: list[int]) -> None:
-        pending, successors = self._pending, self._program.successors
+        """Start the steps of `ready`, and those that become ready by steps that are done at once."""
+        pending, instructions = self._pending, self._program.instructions
         try:
             for index in ready:  # grows while it is walked: steps start in the order in which they became ready
                 if self._stopped:
                     return
-                if self._issue(index):
+                step = instructions[index]
+                if self._issue(index, step):
                     self._remaining -= 1
-                    for successor in successors[index]:
+                    for successor in step.successors:
                         pending[successor] -= 1
                         if not pending[successor]:
                             ready.append(successor)
@@ -149,69 +151,59 @@ class Execution:
         self._remaining -= 1
         pending = self._pending
         ready = []
-        for successor in self._program.successors[index]:
+        for successor in self._program.instructions[index].successors:
             pending[successor] -= 1
             if not pending[successor]:
                 ready.append(successor)
         self._advance(ready)
 
-    def _issue(self, index: int) -> bool:
+    def _issue(self, index: int, step: Instruction) -> bool:
         """Start a step; True if it is done already."""
-        program = self._program
-        kind = program.kinds[index]
-        buffer, start, length = program.places[index]
+        kind, peer, suffix, buffer, start, stop, source, source_start, source_stop, left, _ = step
         if kind == SEND:
-            payload = self._buffers[buffer].octets(start, start + length)
-            key = self._prefix + program.suffixes[index]
-            send = SendOp(key, payload, b"", self, index, self._fingerprint)
-            if self._peers[program.peers[index]].post_send(send):  # type: ignore[union-attr]
-                return True
+            payload = self._buffers[buffer].octets(start, stop)
+            send = SendOp(self._prefix + suffix, payload, b"", self, index, self._fingerprint)
+            done = self._peers[peer].post_send(send)  # type: ignore[union-attr]
+        elif kind == RECV:
+            target = self._buffers[buffer].octets(start, stop)
+            receive = Receive(self._prefix + suffix, target, self, index)
+            done = self._peers[peer].post_receive(receive)  # type: ignore[union-attr]
+        elif kind == RECV_REDUCE:
+            nbytes = (stop - start) * self._itemsize
+            staging = self._staging[index] = self._pool.take(nbytes)
+            receive = Receive(self._prefix + suffix, staging.data, self, index)
+            if self._peers[peer].post_receive(receive):  # type: ignore[union-attr]
+                return self._reduce_staged(index)
+            done = False
+        else:
+            return self._combine(
+                index,
+                kind,
+                self._buffers[source].elements(source_start, source_stop),
+                self._buffers[buffer].elements(start, stop),
+                left,
+            )
+        if not done:
             self._waiting.add(index)
-            return False
-        if kind == RECV:
-            target = self._buffers[buffer].octets(start, start + length)
-            receive = Receive(self._prefix + program.suffixes[index], target, self, index)
-            if self._peers[program.peers[index]].post_receive(receive):  # type: ignore[union-attr]
-                return True
-            self._waiting.add(index)
-            return False
-        if kind in (REDUCE, COPY):
-            return self._issue_local(index, kind)
-        return self._issue_recv_reduce(index, length)
-
-    def _issue_recv_reduce(self, index: int, length: int) -> bool:
-        program = self._program
-        nbytes = length * self._itemsize
-        staging = self._staging[index] = self._pool.take(nbytes)
-        receive = Receive(self._prefix + program.suffixes[index], staging.data, self, index)
-        if self._peers[program.peers[index]].post_receive(receive):  # type: ignore[union-attr]
-            return self._reduce_staged(index)
-        self._waiting.add(index)
-        return False
+        return done
 
     def _reduce_staged(self, index: int) -> bool:
         """Reduce what has been received into its place; True if that is done already."""
-        buffer, start, length = self._program.places[index]
-        target = self._buffers[buffer].elements(start, start + length)
-        return self._combine(index, RECV_REDUCE, self._staging[index].view(target.dtype), target)
+        step = self._program.instructions[index]
+        target = self._buffers[step.buffer].elements(step.start, step.stop)
+        return self._combine(index, RECV_REDUCE, self._staging[index].view(target.dtype), target, step.left)
 
-    def _issue_local(self, index: int, kind: int) -> bool:
-        buffer, start, length = self._program.places[index]
-        target = self._buffers[buffer].elements(start, start + length)
-        buffer, start, length = self._program.sources[index]
-        return self._combine(index, kind, self._buffers[buffer].elements(start, start + length), target)
-
-    def _combine(self, index: int, kind: int, source: Array, target: Array) -> bool:
+    def _combine(self, index: int, kind: int, source: Array, target: Array, left: bool) -> bool:
         """Do the work on memory of a step: at once if it is small (True), else in slices (False)."""
         if target.nbytes <= SLICE_BYTES:
-            self._apply(index, kind, source, target)
+            self._apply(kind, source, target, left)
             if kind == RECV_REDUCE:
                 self._pool.give(self._staging.pop(index))
             return True
 
         def apply_slice(first: int, last: int) -> None:
             if not self._stopped:
-                self._apply(index, kind, source[first:last], target[first:last])
+                self._apply(kind, source[first:last], target[first:last], left)
 
         def finish() -> None:
             if not self._stopped:
@@ -223,13 +215,13 @@ class Execution:
         self._loop.call_soon(run_sliced, self._loop, target.size, self._itemsize, apply_slice, finish)
         return False
 
-    def _apply(self, index: int, kind: int, source: Array, target: Array) -> None:
+    def _apply(self, kind: int, source: Array, target: Array, left: bool) -> None:
         if kind == COPY:
             target[...] = source
             return
         kernel = self._kernel
         assert kernel is not None, "a plan that reduces was given no reduction"
-        if self._program.lefts[index]:
+        if left:
             kernel(source, target, target)
         else:
             kernel(target, source, target)

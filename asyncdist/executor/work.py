@@ -52,7 +52,7 @@ class Work(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self._source: int | None = None
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: list[asyncio.Future[None]] | None = None
         self._callbacks: list[Callable[[Work[T]], object]] | None = None
 
     def done(self) -> bool:
@@ -109,13 +109,17 @@ class Work(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         if not self._done:
             waiter = self._loop.create_future()
-            self._waiters.append(waiter)
+            waiters = self._waiters
+            if waiters is None:
+                waiters = self._waiters = [waiter]
+            else:
+                waiters.append(waiter)
             try:
                 yield from waiter
             except asyncio.CancelledError:
                 if not self._done:
-                    self._waiters.remove(waiter)
-                    if not self._waiters:
+                    waiters.remove(waiter)
+                    if not waiters:
                         self._abandoned()
                 raise
         if self._error is not None:
@@ -154,10 +158,11 @@ class Work(Generic[T]):
 
     def _end(self) -> None:
         self._done = True
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
+        if self._waiters is not None:
+            for waiter in self._waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._waiters = None
         if self._callbacks is not None:
             for callback in self._callbacks:
                 self._loop.call_soon(callback, self)

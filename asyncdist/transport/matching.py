@@ -57,10 +57,14 @@ class Receive:
     `target` is a writable contiguous view of format 'B', or None to have `sink.allocate` called. With a target, a
     message of any other length fails the receive with CollectiveMismatchError. Once received, `source` is the global
     rank it came from, `nbytes` its length, `meta` and `fingerprint` what its sender attached. An object is posted once.
+
+    Without a target, `expects` and `view` spare the question: an eager message with exactly that meta and as long as
+    `view` goes there at once, and `allocate` is not called. That is the usual message, so it is worth it.
     """
 
     __slots__ = (
         "_order",
+        "expects",
         "fingerprint",
         "key",
         "meta",
@@ -70,11 +74,22 @@ class Receive:
         "source",
         "target",
         "token",
+        "view",
     )
 
-    def __init__(self, key: bytes, target: memoryview | None, sink: Sink, token: Any) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        target: memoryview | None,
+        sink: Sink,
+        token: Any,
+        expects: bytes = b"",
+        view: memoryview | None = None,
+    ) -> None:
         self.key = key
         self.target = target
+        self.expects = expects
+        self.view = target if view is None else view
         self.sink = sink
         self.token = token
         self.source: int | None = None

@@ -41,6 +41,7 @@ DIRECT_BYTES: Final = 4 << 10
 _HEADER: Final = struct.Struct("<II24sQII")  # kind, flags and meta_bytes as one word: one comparison on the fast path
 _unpack = _HEADER.unpack_from
 _OFFSET: Final = struct.Struct("<Q")
+_KIND_AND_FLAGS: Final = 0xFFFF
 _DATA: Final = Kind.DATA
 _FRAGMENT: Final = Kind.FRAGMENT
 
@@ -145,18 +146,26 @@ class Reader:
         start = frames = 0
         while end - start >= HEADER_BYTES and inbound.error is None:
             word, fingerprint, key, length, credit, message_id = _unpack(scratch, start)
-            body = start + HEADER_BYTES
-            if word == _DATA and length <= EAGER_BYTES and body + length <= end and key not in any_entries:
+            meta_bytes = word >> 16
+            head = start + HEADER_BYTES
+            body = head + meta_bytes
+            if (
+                word & _KIND_AND_FLAGS == _DATA
+                and length <= EAGER_BYTES
+                and body + length <= end
+                and key not in any_entries
+            ):
                 entry = entries.pop(key, None)
                 if entry.__class__ is Receive:
-                    target = entry.target
-                    if target is not None and len(target) == length:
+                    view = entry.view
+                    if view is not None and len(view) == length and scratch[head:body] == entry.expects:
                         start = body + length
-                        target[:] = scratch[body:start]
+                        view[:] = scratch[body:start]
                         entry.nbytes = length
+                        entry.meta = entry.expects
                         entry.fingerprint = fingerprint
                         window = self._windows[key[20]]
-                        window.owed += length + MESSAGE_OVERHEAD_BYTES
+                        window.owed += length + meta_bytes + MESSAGE_OVERHEAD_BYTES
                         if window.owed > RETURN_CREDIT_BYTES:
                             window.owe(0)
                         frames += 1
