@@ -16,6 +16,7 @@ from asyncdist.executor.work import Work
 from asyncdist.group import ProcessGroup
 from asyncdist.non_member import NonMember
 from asyncdist.operations import DEFAULT_MAX_BYTES, check_rank
+from asyncdist.pairs import check_tag
 from asyncdist.reduce_op import ReduceOp, ReduceOpLike
 
 __all__ = [
@@ -69,6 +70,25 @@ def _required(group: ProcessGroup, rank: int | None, group_rank: int | None, nam
     return peer
 
 
+def _root(
+    group: ProcessGroup,
+    operation: str,
+    tag: int,
+    rank: int | None,
+    group_rank: int | None,
+    name: str,
+    default: int | None = None,
+) -> int:
+    """As `_required`, for the root of a collective: the other ranks hear of a wrong one."""
+    try:
+        if default is not None and rank is None and group_rank is None:
+            return default
+        return _required(group, rank, group_rank, name)
+    except (TypeError, ValueError) as error:
+        group.refuse(operation, check_tag(tag), error)
+        raise
+
+
 def all_reduce(
     tensor: Any, op: ReduceOpLike = ReduceOp.SUM, group: Group = None, *, tag: int = 0, timeout: Timeout = INHERIT
 ) -> Work[Any]:
@@ -87,7 +107,8 @@ def broadcast(
 ) -> Work[Any]:
     """Copy rank `src`'s `tensor` into everybody's; see `Operations.broadcast`."""
     found = resolve(group)
-    return found.broadcast(tensor, _required(found, src, group_src, "src"), tag=tag, timeout=timeout)
+    root = _root(found, "broadcast", tag, src, group_src, "src")
+    return found.broadcast(tensor, root, tag=tag, timeout=timeout)
 
 
 def reduce(
@@ -102,7 +123,8 @@ def reduce(
 ) -> Work[Any]:
     """Reduce `tensor` over all ranks into rank `dst`'s; the others stay untouched; see `Operations.reduce`."""
     found = resolve(group)
-    return found.reduce(tensor, _required(found, dst, group_dst, "dst"), op, tag=tag, timeout=timeout)
+    root = _root(found, "reduce", tag, dst, group_dst, "dst")
+    return found.reduce(tensor, root, op, tag=tag, timeout=timeout)
 
 
 def all_gather(
@@ -134,7 +156,7 @@ def gather(
 ) -> Work[Any]:
     """Fill `gather_list` on rank `dst` (the group's first by default); see `Operations.gather`."""
     found = resolve(group)
-    root = _peer(found, dst, group_dst, "dst") or 0
+    root = _root(found, "gather", tag, dst, group_dst, "dst", default=0)
     return found.gather(tensor, gather_list, root, tag=tag, timeout=timeout)
 
 
@@ -150,7 +172,7 @@ def scatter(
 ) -> Work[Any]:
     """Fill `tensor` from rank `src`'s `scatter_list` (the group's first by default); see `Operations.scatter`."""
     found = resolve(group)
-    root = _peer(found, src, group_src, "src") or 0
+    root = _root(found, "scatter", tag, src, group_src, "src", default=0)
     return found.scatter(tensor, scatter_list, root, tag=tag, timeout=timeout)
 
 

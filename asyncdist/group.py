@@ -145,9 +145,7 @@ class ProcessGroup(Operations):
             timeout_s = self.timeout_s if timeout is INHERIT else timeout_seconds(timeout, self.timeout_s)
             call = prepare(*arguments)
         except (TypeError, ValueError) as error:
-            self.world.tell(
-                self.ranks, ["refused", self.group_id, tag, sequence, self.world.rank, str(error)], dial=True
-            )
+            self._tell_refused(tag, sequence, error)
             raise
         work = CollectiveWork(self._loop, operation, call.nbytes, tag, sequence, call.result)
         key = (tag, sequence)
@@ -160,6 +158,18 @@ class ProcessGroup(Operations):
         if timeout_s is not None and not work._done:
             self._expiry.watch(work, timeout_s)
         return work
+
+    def refuse(self, operation: str, tag: int, error: Exception) -> None:
+        """A collective's arguments are wrong: it takes its place in the order, and the others are told."""
+        self.check_usable(operation)
+        if self._aborted is None:
+            sequence = self._sequences.get(tag, 0)
+            self._sequences[tag] = sequence + 1
+            self._tell_refused(tag, sequence, error)
+
+    def _tell_refused(self, tag: int, sequence: int, error: Exception) -> None:
+        message = ["refused", self.group_id, tag, sequence, self.world.rank, str(error)]
+        self.world.tell(self.ranks, message, dial=True)
 
     def _ended(self, work: CollectiveWork, error: BaseException | None) -> None:
         del self._works[work.tag, work.number]

@@ -37,8 +37,16 @@ class Operations:
     ) -> Work[Any]:
         raise NotImplementedError
 
-    def _root(self, root: int, name: str) -> int:
-        return check_rank(root, self.size, name)
+    def refuse(self, operation: str, tag: int, error: Exception) -> None:
+        """A collective's arguments are wrong: it takes its place in the order, and the others are told."""
+        raise NotImplementedError
+
+    def _root(self, operation: str, root: int, tag: int) -> int:
+        try:
+            return check_rank(root, self.size, "root")
+        except (TypeError, ValueError) as error:
+            self.refuse(operation, check_tag(tag), error)
+            raise
 
     def all_reduce(
         self, tensor: Any, op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT
@@ -51,14 +59,14 @@ class Operations:
 
     def broadcast(self, tensor: Any, root: int, *, tag: int = 0, timeout: Timeout = INHERIT) -> Work[Any]:
         """Copy the root's `tensor` (any shape, equal on all ranks) into everybody's. The result is `tensor`."""
-        root = self._root(root, "root")
+        root = self._root("broadcast", root, tag)
         return self._collective("broadcast", check_tag(tag), timeout, call.broadcast, tensor, root, self.rank)
 
     def reduce(
         self, tensor: Any, root: int, op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT
     ) -> Work[Any]:
         """Reduce `tensor` over all ranks into the root's; the others' stay as they are. The result is `tensor`."""
-        root = self._root(root, "root")
+        root = self._root("reduce", root, tag)
         return self._collective("reduce", check_tag(tag), timeout, call.reduce, tensor, root, op, self.rank)
 
     def all_gather(
@@ -91,7 +99,7 @@ class Operations:
         timeout: Timeout = INHERIT,
     ) -> Work[Any]:
         """Fill the root's `gather_list` (one array per rank, shaped like `tensor`); None on the other ranks."""
-        root = self._root(root, "root")
+        root = self._root("gather", root, tag)
         return self._collective(
             "gather", check_tag(tag), timeout, call.gather, tensor, gather_list, root, self.rank, self.size
         )
@@ -106,7 +114,7 @@ class Operations:
         timeout: Timeout = INHERIT,
     ) -> Work[Any]:
         """Fill `tensor` with this rank's entry of the root's `scatter_list`; None on the other ranks."""
-        root = self._root(root, "root")
+        root = self._root("scatter", root, tag)
         return self._collective(
             "scatter", check_tag(tag), timeout, call.scatter, tensor, scatter_list, root, self.rank, self.size
         )

@@ -246,6 +246,30 @@ def test_a_refused_collective_keeps_its_place_and_tells_the_others() -> None:
             assert f"rank {rank}, all_reduce #0" in str(errors[rank])
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda g: g.broadcast(np.zeros(2), 7),
+        lambda g: g.reduce(np.zeros(2), None),
+        lambda g: dist.broadcast(np.zeros(2)),
+        lambda g: dist.gather(np.zeros(2), dst=9),
+        lambda g: dist.scatter(np.zeros(2), src=0, group_src=1),
+        lambda g: g.barrier(timeout="soon"),
+    ],
+)
+def test_a_wrong_root_or_time_out_is_told_to_the_others_too(call: Callable[[Group], object]) -> None:
+    async def main(group: Group) -> None:
+        if group.rank == 0:
+            with pytest.raises((TypeError, ValueError)):
+                call(group)
+        else:
+            with pytest.raises(dist.CollectiveMismatchError, match="rank 0 refused"):
+                await group.barrier()
+        await group.barrier()
+
+    run_world(3, main)
+
+
 def test_different_shapes_end_the_group_everywhere() -> None:
     async def main(group: Group) -> tuple[Any, Any]:
         first = await outcome(group.all_reduce(np.zeros(100 + group.rank)))
