@@ -32,6 +32,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._session = Session(server.engine, server.config.token, self._has_output, server.encoder)
         self._transport: asyncio.Transport | None = None
+        self.descriptor = -1
         self._timer: asyncio.TimerHandle | None = None  # handshake, stall or close, whichever runs
         self._peer = ""
         self._write_paused = False
@@ -45,6 +46,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection, or refuse it when there are too many."""
         self._transport = cast("asyncio.Transport", transport)
+        self.descriptor = transport.get_extra_info("socket").fileno()
         self._peer = str(transport.get_extra_info("peername"))
         self._transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
         _set_keepalive(transport.get_extra_info("socket"))

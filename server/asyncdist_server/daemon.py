@@ -75,6 +75,11 @@ class StoreServer:
             await self.stop()
             raise
 
+    def descriptors(self) -> list[int]:
+        """Open file descriptors of listeners and clients: a forked child must give its copies up."""
+        listening = [sock.fileno() for listener in self._listeners for sock in listener.sockets]
+        return listening + [connection.descriptor for connection in self._connections | self._ending]
+
     async def stop(self) -> None:
         """Stop listening, send what was answered, end every connection, within `drain_timeout_s`. Runs only once."""
         self._stopping = True

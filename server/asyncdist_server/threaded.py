@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import os
 import threading
+import weakref
 from types import TracebackType
 from typing import Final
 
@@ -32,6 +35,7 @@ class ThreadedServer:
         if self._errors:
             self._thread.join()
             raise self._errors[0]
+        _give_up_in_forked_children(self)
 
     @property
     def port(self) -> int:
@@ -50,7 +54,22 @@ class ThreadedServer:
         if self._loop is not None and self._stop_event is not None and self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the loop closed by itself in this moment
                 self._loop.call_soon_threadsafe(self._stop_event.set)
-        self._thread.join(self._config.drain_timeout_s + STOP_MARGIN_S)
+        if self._loop is not None:
+            self._thread.join(self._config.drain_timeout_s + STOP_MARGIN_S)
+        _running.discard(self)
+
+    def close_after_fork(self) -> None:
+        """In a forked child: give up the copies of the sockets, or the port would stay taken when the parent ends.
+
+        They are replaced rather than closed: objects of the parent's loop still close those numbers some day.
+        """
+        assert self._server is not None
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in self._server.descriptors():
+            with contextlib.suppress(OSError):
+                os.dup2(nothing, descriptor, inheritable=False)
+        os.close(nothing)
+        self._loop = None
 
     def __enter__(self) -> ThreadedServer:
         return self
@@ -80,6 +99,25 @@ class ThreadedServer:
             await self._stop_event.wait()
         finally:
             await server.stop()
+
+
+_running: weakref.WeakSet[ThreadedServer] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _give_up_in_forked_children(server: ThreadedServer) -> None:
+    _watch_forks()
+    _running.add(server)
+
+
+def _after_fork() -> None:
+    for server in list(_running):
+        server.close_after_fork()
+    _running.clear()
 
 
 def serve_in_thread(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -425,6 +426,25 @@ def test_a_store_in_a_thread_serves_and_closes_twice() -> None:
         server.close()
         assert client.closed_by_daemon()
     server.close()
+
+
+def test_a_forked_child_keeps_neither_the_port_nor_a_client() -> None:
+    ready, wait = os.pipe()
+    with serve_in_thread(token=TOKEN) as server, SocketClient(server.port, TOKEN) as client:
+        child = os.fork()
+        if child == 0:
+            os.close(wait)
+            os.read(ready, 1)  # until the parent has looked
+            os._exit(0)
+        try:
+            server.close()
+            assert client.closed_by_daemon()
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", server.port))
+        finally:
+            os.close(wait)
+            os.close(ready)
+            os.waitpid(child, 0)
 
 
 def test_a_store_in_a_thread_raises_where_it_is_started() -> None:
