@@ -341,3 +341,23 @@ def test_thousands_in_flight_both_ways_from_many_tasks() -> None:
     dist.run(main())
     """
     run_ranks(code, 2)
+
+
+def test_debug_info_says_addresses_and_transports_in_one_line_each() -> None:
+    for transport, peer_line in (
+        ("tcp", r"connected to rank \d over tcp 127\.0\.0\.1:\d+"),
+        ("auto", r"over unix @\S+"),
+    ):
+        for rank in run_ranks(SUM, 2, {"ASYNCDIST_TRANSPORT": transport, "ASYNCDIST_DEBUG": "INFO"}):
+            lines = rank.stderr.splitlines()
+            assert all(" asyncdist " in line for line in lines), rank.stderr
+            assert len([line for line in lines if "listening on" in line]) == 1
+            assert len([line for line in lines if re.search(peer_line, line)]) == 1, rank.stderr
+            assert len([line for line in lines if "joined a world of 2" in line]) == 1
+
+
+def test_a_wrong_debug_level_is_refused_by_name() -> None:
+    (rank,) = finish(
+        [start_rank(JOIN, 0, 1, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ASYNCDIST_DEBUG": "LOUD"})]
+    )
+    assert "ASYNCDIST_DEBUG='LOUD': use OFF, INFO, TRACE" in rank.stderr
