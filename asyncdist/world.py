@@ -15,12 +15,13 @@ News of a group that does not exist here yet is kept, within bounds, until it do
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any, Final, Protocol
 
 import msgpack
 
 from asyncdist import events
-from asyncdist.errors import PeerLostError, RemoteProtocolError
+from asyncdist.errors import DistError, PeerLostError, RemoteProtocolError
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.init_method import StoreSource
 from asyncdist.rendezvous import Met, Rendezvous
@@ -33,6 +34,10 @@ EARLY_GROUPS: Final = 256
 """Groups not created here yet whose news is kept: ranks run ahead of each other by a few `new_group` calls at most."""
 EARLY_MESSAGES: Final = 64
 """News kept per such group."""
+MAX_TEXT: Final = 4096
+"""Characters of a reason sent to others: a long message, and with the ranks well below a control frame's 64 KiB."""
+MAX_RANKS_NAMED: Final = 4096
+"""Missing ranks sent to others; nobody reads more of them."""
 LEAVE_LIMIT_S: Final = 5.0
 """How long saying goodbye to peers may take."""
 
@@ -93,15 +98,18 @@ class World:
                 group.peer_lost(rank, error)
 
     def tell(self, ranks: tuple[int, ...], message: list[Any], *, dial: bool) -> None:
-        """Send a control message to `ranks`, ourselves excepted; with `dial`, also to those not connected yet."""
-        payload = msgpack.packb(message)
+        """Send a control message to `ranks`, ourselves excepted; with `dial`, also to those not connected yet.
+
+        Who has left or is lost needs no news, and does not keep it from the others.
+        """
+        payload = msgpack.packb([_bounded(part) for part in message])
         others = [rank for rank in ranks if rank != self.rank and rank not in self.lost]
-        if dial:
-            self.mesh.connect(others)
-            for rank in others:
-                self.mesh.send_control(rank, payload)
-        else:
+        if not dial:
             self.mesh.broadcast_control(others, payload)
+            return
+        for rank in others:
+            with contextlib.suppress(DistError):
+                self.mesh.send_control(rank, payload)
 
     def close_after_fork(self) -> None:
         """In a forked child: the groups are the parent's."""
@@ -151,6 +159,13 @@ class World:
         await self._source.close()
 
 
+def _bounded(part: Any) -> Any:
+    """Cut texts and lists of ranks so that any message fits a control frame."""
+    if isinstance(part, str):
+        return part[:MAX_TEXT]
+    return part[:MAX_RANKS_NAMED] if isinstance(part, list) else part
+
+
 _SHAPES: Final[dict[str, tuple[type | tuple[type, ...], ...]]] = {
     "abort": (int, str, str, (int, type(None)), list),
     "refused": (int, int, int, int, str),
@@ -161,7 +176,7 @@ _SHAPES: Final[dict[str, tuple[type | tuple[type, ...], ...]]] = {
 
 def _parse(rank: int, payload: bytes) -> list[Any]:
     try:
-        message: Any = msgpack.unpackb(payload, max_array_len=4096, max_map_len=0)
+        message: Any = msgpack.unpackb(payload, max_array_len=MAX_RANKS_NAMED, max_map_len=0)
     except (ValueError, msgpack.UnpackException) as error:
         raise RemoteProtocolError(f"rank {rank} sent a control message that is not msgpack") from error
     shape = _SHAPES.get(message[0]) if isinstance(message, list) and message and isinstance(message[0], str) else None

@@ -1,0 +1,103 @@
+"""World: control messages are hostile input, bounded, and reach groups that come later."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import asyncdist as dist
+from asyncdist import world
+from asyncdist.testing import run_world
+
+JUNK = [
+    b"",
+    b"\xc1",
+    b"\x91",
+    msgpack.packb(None),
+    msgpack.packb([]),
+    msgpack.packb(["abort"]),
+    msgpack.packb(["abort", "id", "abort", "text", None, []]),
+    msgpack.packb(["abort", 1, "abort", "text", None, ["x"]]),
+    msgpack.packb(["probe", 1, 0]),
+    msgpack.packb(["status", 1, 0, 0, 1]),
+    msgpack.packb(["status", 1, 0, 0, True, 1]),
+    msgpack.packb([3, 1]),
+    msgpack.packb({"abort": 1}),
+    msgpack.packb(["abort", 1, "abort", "text", None, [0] * (world.MAX_RANKS_NAMED + 1)]),
+]
+
+
+@pytest.mark.parametrize("payload", JUNK)
+def test_malformed_control_messages_are_protocol_errors(payload: bytes) -> None:
+    with pytest.raises(dist.RemoteProtocolError, match="rank 3 sent"):
+        world._parse(3, payload)
+
+
+@given(st.binary(max_size=64))
+def test_any_bytes_are_understood_or_refused(payload: bytes) -> None:
+    try:
+        message = world._parse(0, payload)
+    except dist.RemoteProtocolError:
+        return
+    assert message[0] in ("abort", "refused", "probe", "status")
+
+
+def test_messages_fit_a_frame_whatever_they_say() -> None:
+    async def main(group: dist.ProcessGroup) -> None:
+        await group.barrier()
+        if group.rank == 0:
+            group.abort("x" * 1_000_000)
+        with pytest.raises(dist.GroupAbortedError):
+            await group.barrier()
+
+    run_world(2, main)
+
+
+def test_news_of_a_group_that_comes_later_is_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "EARLY_GROUPS", 3)
+
+    async def main(group: dist.ProcessGroup) -> Any:
+        await group.barrier()
+        if group.rank == 0:
+            for _ in range(5):
+                early = dist.new_group()
+                assert isinstance(early, dist.ProcessGroup)
+                early.abort("before you knew it")
+            await asyncio.sleep(1)
+            return None
+        await asyncio.sleep(1)
+        states = []
+        for _ in range(5):
+            late = dist.new_group(timeout=5)
+            assert isinstance(late, dist.ProcessGroup)
+            states.append("aborted" in repr(late))
+        assert len(group.world._early) == 0
+        return states
+
+    assert run_world(2, main)[1] == [True, True, True, False, False]
+
+
+def test_a_stranger_to_a_group_cannot_speak_for_it() -> None:
+    async def main(group: dist.ProcessGroup) -> None:
+        pair = dist.new_group([0, 1])
+        await group.barrier()
+        if group.rank == 2:
+            group.world.tell((0,), ["abort", 0, "abort", "x", None, []], dial=False)
+        if group.rank == 0:
+            assert isinstance(pair, dist.ProcessGroup)
+            with pytest.raises(dist.RemoteProtocolError, match="does not belong"):
+                group.world.control_received(2, msgpack.packb(["abort", pair.group_id, "abort", "x", None, []]))
+            x = np.ones(1)
+            await pair.all_reduce(x)
+        if group.rank == 1:
+            assert isinstance(pair, dist.ProcessGroup)
+            await pair.all_reduce(np.ones(1))
+        await group.barrier()
+
+    run_world(3, main)
