@@ -168,6 +168,7 @@ class ProcessGroup(Operations):
             self._tell_refused(tag, sequence, error)
 
     def _tell_refused(self, tag: int, sequence: int, error: Exception) -> None:
+        self._backend.drop(tag, sequence)
         message = ["refused", self.group_id, tag, sequence, self.world.rank, str(error)]
         self.world.tell(self.ranks, message, dial=True)
 
@@ -251,6 +252,7 @@ class ProcessGroup(Operations):
             self._backend.drop(tag, sequence)
             self._fail(work, self._explain(work, error))
         elif self._sequences.get(tag, 0) <= sequence and len(self._refusals) < FAILED_KEPT:
+            self._backend.drop(tag, sequence)
             self._refusals[key] = error
 
     # The end.

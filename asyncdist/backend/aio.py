@@ -82,10 +82,10 @@ class AioBackend(GroupBackend):
         return () if operation is None else tuple(self.ranks[rank] for rank in operation.waiting_for())
 
     def drop(self, tag: int, sequence: int) -> None:
-        """Forget one operation; its late messages are drained."""
+        """Forget one operation, or one never to come; its messages, those here already included, are drained."""
+        self._mesh.drop_group(key_prefix(self.group_id, tag, sequence), _REFUSED)
         operation = self._operations.pop((tag, sequence), None)
         if operation is not None:
-            self._mesh.drop_group(key_prefix(self.group_id, tag, sequence), _REFUSED)
             operation.stop()
 
     def abort(self, error: BaseException) -> None:

@@ -127,7 +127,10 @@ class GroupBackend(ABC):
 
     @abstractmethod
     def drop(self, tag: int, sequence: int) -> None:
-        """Forget one operation under way, without calling its `on_end`; its arrays are free when this returns."""
+        """Forget one operation, without calling its `on_end`; its arrays are free when this returns.
+
+        One that has not been started never will be: it was refused, here or elsewhere. Its messages may be here already.
+        """
 
     @abstractmethod
     def abort(self, error: BaseException) -> None:

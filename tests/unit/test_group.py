@@ -246,6 +246,25 @@ def test_a_refused_collective_keeps_its_place_and_tells_the_others() -> None:
             assert f"rank {rank}, all_reduce #0" in str(errors[rank])
 
 
+def test_what_was_sent_for_a_refused_collective_is_not_kept() -> None:
+    async def main(group: Group) -> None:
+        await group.barrier()
+        await asyncio.sleep(group.rank * 0.1)  # rank 0's messages come before the refusal, rank 2's after it
+        for size in (3, 100_000):
+            if group.rank == 1:
+                with pytest.raises(TypeError):
+                    group.all_reduce("not an array")
+            else:
+                assert isinstance(await outcome(group.all_reduce(np.zeros(size))), dist.CollectiveMismatchError)
+        await asyncio.sleep(1)
+        for core in group.world.mesh.cores:
+            kept = {} if core is None else core.statistics()
+            assert not [name for name, count in kept.items() if count and name != "credit"], kept
+
+    for seed in (None, 1, 2):
+        run_world(3, main, seed=seed)
+
+
 @pytest.mark.parametrize(
     "call",
     [
