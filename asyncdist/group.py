@@ -26,8 +26,9 @@ from asyncdist.errors import (
     GroupAbortedError,
     PeerLostError,
 )
-from asyncdist.executor.work import Work
+from asyncdist.executor.work import Work, until_ended
 from asyncdist.expiry import Expiry
+from asyncdist.failures import Failures
 from asyncdist.operations import Operations, check_rank
 from asyncdist.overlap import OverlapWatch
 from asyncdist.pairs import Pairs
@@ -37,8 +38,8 @@ __all__ = ["ProcessGroup"]
 
 CLOSE_SENDS_S: Final = 30.0
 """How long a closing group waits for sends nobody receives; collectives have deadlines of their own."""
-FAILED_KEPT: Final = 64
-"""Failed works kept until somebody asks; older ones that were asked about are forgotten first."""
+REFUSALS_KEPT: Final = 64
+"""Refusals heard of before the operation is issued here: how far ahead another rank can be that fails at each call."""
 
 
 def derive_group_id(*parts: object) -> int:
@@ -82,11 +83,12 @@ class ProcessGroup(Operations):
         self._sequences: dict[int, int] = {}
         self._works: dict[tuple[int, int], CollectiveWork] = {}
         self._expiry = Expiry(world, group_id, ranks, self._works, self._expired)
-        self._failed: list[Work[Any]] = []
+        self._failures = Failures()
         self._refusals: dict[tuple[int, int], CollectiveMismatchError] = {}
         self._subgroups = 0
         self._aborted: BaseException | None = None
         self._closing: asyncio.Task[None] | None = None
+        self._unasked: BaseException | None = None
         self.closed = False
         world.register(self)
 
@@ -121,8 +123,10 @@ class ProcessGroup(Operations):
 
     def check_usable(self, operation: str) -> None:
         """Raise unless the group is open and this is its event loop."""
-        if self.closed or self.world.forked:
-            why = "is closed" if self.closed else "belongs to the process that this one was forked from"
+        if self._closing is not None or self.closed or self.world.forked:
+            why = "belongs to the process that this one was forked from"
+            if not self.world.forked:
+                why = "is closed" if self.closed else "is being closed"
             raise ClosedError(f"{self.where(operation)}: the group {why}")
         # A thread runs one loop at a time, and asking for the running one costs a system call.
         if threading.get_ident() != self._thread or not self._loop.is_running():
@@ -183,13 +187,11 @@ class ProcessGroup(Operations):
 
     def _fail(self, work: Work[Any], error: BaseException) -> None:
         work._fail(error)
-        self.remember_failure(work)
+        self._failures.keep(work)
 
     def remember_failure(self, work: Work[Any]) -> None:
         """Keep a failed work until somebody asks about it, so that closing the group can raise it."""
-        if len(self._failed) >= FAILED_KEPT:
-            self._failed = [failed for failed in self._failed if not failed._retrieved][-FAILED_KEPT:]
-        self._failed.append(work)
+        self._failures.keep(work)
 
     def _explain(self, work: CollectiveWork, error: BaseException) -> BaseException:
         where = self.where(work.operation, work.sequence)
@@ -207,6 +209,7 @@ class ProcessGroup(Operations):
         return explained
 
     def _aborted_error(self, operation: str) -> GroupAbortedError:
+        self._failures.abort_seen = True
         cause = self._aborted
         rank = getattr(cause, "rank", None)
         error = GroupAbortedError(f"{self.where(operation)}: the group was aborted: {cause}", str(cause), rank)
@@ -251,7 +254,7 @@ class ProcessGroup(Operations):
         if work is not None:
             self._backend.drop(tag, sequence)
             self._fail(work, self._explain(work, error))
-        elif self._sequences.get(tag, 0) <= sequence and len(self._refusals) < FAILED_KEPT:
+        elif self._sequences.get(tag, 0) <= sequence and len(self._refusals) < REFUSALS_KEPT:
             self._backend.drop(tag, sequence)
             self._refusals[key] = error
 
@@ -288,43 +291,51 @@ class ProcessGroup(Operations):
         self.world.tell(self.ranks, ["abort", self.group_id, kind, text, rank, list(missing)], dial=False)
 
     async def close(self) -> None:
-        """Wait for everything under way (receives that nothing matched are withdrawn), then leave.
+        """Wait for everything under way (receives that nothing matched are withdrawn), then leave; issue no more.
 
-        The world's group says goodbye to all peers and to the store. Raises the first failure of a work that nobody
-        asked about. Cancelling lets the bounded end finish first. May be called twice.
+        The world's group closes all others first, then says goodbye to all peers and to the store. Raises, once, the
+        first failure of a work that nobody asked about. Cancelling lets the bounded end finish first. May be called
+        again, also meanwhile.
         """
         if self._closing is None:
             if self.closed:
                 return
-            self._closing = self._loop.create_task(self._close())
+            self._closing = self._loop.create_task(self._close(), name=f"close group {self.name}")
         try:
             await asyncio.shield(self._closing)
         except asyncio.CancelledError:
             await asyncio.wait([self._closing])
             raise
+        unasked, self._unasked = self._unasked, None
+        if unasked is not None:
+            raise unasked
 
     async def _close(self) -> None:
         self.pairs.withdraw_receives()
         try:
-            await asyncio.gather(*self._works.values(), return_exceptions=True)
+            failures = await asyncio.gather(*(group.close() for group in self._inner()), return_exceptions=True)
+            await until_ended(self._works.values())
             async with asyncio.timeout(CLOSE_SENDS_S):
-                await asyncio.gather(*self.pairs.pending(), return_exceptions=True)
+                await until_ended(self.pairs.pending())
         except TimeoutError:
             self.abort(f"closed with sends that nobody received for {CLOSE_SENDS_S:g} s")
+        except asyncio.CancelledError:
+            if self._is_world:
+                self.world.mesh.abort()
+            raise
         await self._leave()
-        asked = any(work._retrieved for work in self._failed)
-        for work in self._failed:
-            if not work._retrieved and not (asked and self._aborted is not None):
-                raise work.exception()  # type: ignore[misc]
+        unasked = self._failures.take_unasked(aborted=self._aborted is not None)
+        self._unasked = next(filter(None, [unasked, *failures]), None)
+
+    def _inner(self) -> list[ProcessGroup]:
+        """Groups that end with this one: all others of the world, if this is the world's."""
+        groups = self.world.groups.values() if self._is_world else ()
+        return [group for group in groups if isinstance(group, ProcessGroup) and group is not self]
 
     async def _leave(self) -> None:
         self.closed = True
         self._expiry.stop()
         if self._is_world:
-            for group in list(self.world.groups.values()):
-                if isinstance(group, ProcessGroup) and group is not self and not group.closed:
-                    group._abort(ClosedError(f"group {self.name} was closed"), "abort", "the world was closed")
-                    group.closed = True
             await self.world.close()
         self.world.groups.pop(self.group_id, None)
 
@@ -341,8 +352,11 @@ class ProcessGroup(Operations):
         if error is None:
             await self.close()
             return
+        why = f"rank {self.world.rank} left with {kind.__name__ if kind else ''}: {error}"
         if not isinstance(error, PeerLostError | GroupAbortedError | CollectiveTimeoutError):
-            self.abort(f"rank {self.world.rank} left with {kind.__name__ if kind else ''}: {error}")
+            self.abort(why)
+        for group in self._inner():  # others' operations on those must not wait for this rank either
+            group.abort(why)
         with contextlib.suppress(DistError):  # the exception that ended the block is the one to raise
             await self.close()
 

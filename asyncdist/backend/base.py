@@ -129,7 +129,7 @@ class GroupBackend(ABC):
     def drop(self, tag: int, sequence: int) -> None:
         """Forget one operation, without calling its `on_end`; its arrays are free when this returns.
 
-        One that has not been started never will be: it was refused, here or elsewhere. Its messages may be here already.
+        One that has not been started never will be: it was refused, here or elsewhere. Messages may have come already.
         """
 
     @abstractmethod

@@ -7,12 +7,12 @@ cancelling one of them neither cancels the operation nor disturbs the others.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Generic, TypeVar
 
 from asyncdist.arrays import human_bytes
 
-__all__ = ["Work"]
+__all__ = ["Work", "until_ended"]
 
 T = TypeVar("T")
 
@@ -154,6 +154,8 @@ class Work(Generic[T]):
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
+        if self._waiters:
+            self._retrieved = True  # they will be told, if perhaps after the group has closed
         self._end()
 
     def _end(self) -> None:
@@ -172,3 +174,12 @@ class Work(Generic[T]):
         number = "" if self.sequence is None else f" #{self.sequence}"
         state = "pending" if not self._done else "done" if self._error is None else f"failed: {self._error}"
         return f"<Work {self.operation}{number} {human_bytes(self.nbytes)} {state}>"
+
+
+async def until_ended(works: Iterable[Work[Any]]) -> None:
+    """Wait until all `works` have ended, well or not, without asking how; cancelling ends only the waiting."""
+    for work in list(works):
+        if not work._done:
+            ended = asyncio.Event()
+            work.add_done_callback(lambda _work, ended=ended: ended.set())  # type: ignore[misc]
+            await ended.wait()
