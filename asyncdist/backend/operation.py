@@ -91,7 +91,8 @@ class Operation(Execution):
         elements, op = call.outputs[0].elements, call.op
 
         def scale(start: int, stop: int) -> None:
-            reduction.prepare(op, elements[start:stop])
+            if self._wanted():
+                reduction.prepare(op, elements[start:stop])
 
         def start() -> None:
             if self._wanted():
@@ -106,10 +107,7 @@ class Operation(Execution):
             self._backend.drop(self._work.tag, self._work.number)
             self._on_end(self._work, error)
             return
-        if self._scratch is not None:
-            self._pool.give(self._scratch)
-        elif self._spare is not None and len(self._recipe.spares) < SPARES:
-            self._recipe.spares.append(self._spare)
+        self._give_scratch()
         if call.op is not ReduceOp.AVG or not call.finishes:
             self._deliver()
             return
@@ -120,6 +118,19 @@ class Operation(Execution):
                 reduction.finish(ReduceOp.AVG, elements[start:stop], world)
 
         run_sliced(self._loop, elements.size, elements.itemsize, divide, self._deliver)
+
+    def stop(self) -> None:
+        """See Execution.stop; nothing of the operation is read or written any more."""
+        super().stop()
+        self._give_scratch()
+
+    def _give_scratch(self) -> None:
+        if self._scratch is not None:
+            self._pool.give(self._scratch)
+            self._scratch = None
+        elif self._spare is not None and len(self._recipe.spares) < SPARES:
+            self._recipe.spares.append(self._spare)
+        self._spare = None
 
     def _deliver(self) -> None:
         if not self._wanted():

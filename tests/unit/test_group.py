@@ -420,6 +420,36 @@ def test_an_exception_in_the_block_is_told_to_the_others() -> None:
         run_world(3, main)
 
 
+@pytest.mark.parametrize("op", [dist.ReduceOp.PREMUL_SUM(2.0), dist.ReduceOp.AVG])
+def test_an_aborted_reduction_leaves_its_array_alone(op: Any) -> None:
+    """Whatever the moment, also between the slices in which large arrays are scaled and divided."""
+
+    async def main(group: Group) -> None:
+        x = np.ones(1_500_000, np.float32)
+        y = np.ones(100_000, np.float32)
+        ended_well = set()
+        for turn in range(40):
+            sub = dist.new_group()
+            assert isinstance(sub, Group)
+            works = [sub.all_reduce(x, op), sub.reduce(y, 0, op)]
+            for _ in range(turn):
+                await asyncio.sleep(0)
+            sub.abort("now")
+            ended_well.update(work.is_success() for work in works)
+            x.fill(5)
+            y.fill(5)
+            for work in works:
+                await outcome(work)
+            await asyncio.sleep(0.1)
+            assert (x == 5).all()
+            assert (y == 5).all()
+            await sub.close()
+        assert ended_well == {True, False}
+        assert not group.world.pool.lent
+
+    run_world(2, main)
+
+
 # Point to point.
 
 
@@ -644,7 +674,7 @@ def test_a_failure_while_closing_is_raised_once() -> None:
         await asyncio.sleep(1)
         large = np.zeros(200_000)
         group.irecv(large, 0)
-        while not group.world.mesh.cores[0].statistics()["streams_in"]:
+        while not group.world.mesh.cores[0].statistics()["streams_in"]:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(0.0001)
         closers = [asyncio.create_task(group.close()) for _ in range(3)]
         await asyncio.sleep(0)
