@@ -2,7 +2,7 @@
 
     DistError (RuntimeError)
     ├─ DistNetworkError              the network or a peer failed
-    │   ├─ PeerLostError             .rank; __cause__ says how it was noticed
+    │   ├─ PeerLostError             .rank, .left; __cause__ says how it was noticed
     │   ├─ RemoteProtocolError       a peer sent bytes that break the protocol
     │   └─ ConnectTimeoutError       also a TimeoutError
     ├─ DistStoreError                the store failed or refused
@@ -56,12 +56,13 @@ class DistNetworkError(DistError):
 class PeerLostError(DistNetworkError):
     """The connection to a peer ended while something still depended on it.
 
-    `rank` is the peer's global rank.
+    `rank` is the peer's global rank; `left` says that it went in order, with a goodbye.
     """
 
-    def __init__(self, message: str, rank: int) -> None:
+    def __init__(self, message: str, rank: int, left: bool = False) -> None:
         super().__init__(message)
         self.rank = rank
+        self.left = left
 
 
 class RemoteProtocolError(DistNetworkError):

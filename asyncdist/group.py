@@ -17,6 +17,7 @@ from typing import Any, Final, Self
 from asyncdist.backend.aio import AioBackend
 from asyncdist.backend.base import Backend, CollectiveWork, GroupBackend
 from asyncdist.backend.call import Call
+from asyncdist.causes import FAILED, abort_cause, explain, kind_of
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import (
     ClosedError,
@@ -158,7 +159,12 @@ class ProcessGroup(Operations):
             return work
         self._overlap.issue(tag, operation)
         self._works[key] = work
-        self._backend.start(call, work, self._ended)
+        try:
+            self._backend.start(call, work, self._ended)
+        except BaseException as error:  # out of memory, or the mesh is gone: nobody else may wait for us either
+            del self._works[key]
+            self._tell_refused(tag, sequence, error)
+            raise
         if timeout_s is not None and not work._done:
             self._expiry.watch(work, timeout_s)
         return work
@@ -171,7 +177,7 @@ class ProcessGroup(Operations):
             self._sequences[tag] = sequence + 1
             self._tell_refused(tag, sequence, error)
 
-    def _tell_refused(self, tag: int, sequence: int, error: Exception) -> None:
+    def _tell_refused(self, tag: int, sequence: int, error: BaseException) -> None:
         self._backend.drop(tag, sequence)
         message = ["refused", self.group_id, tag, sequence, self.world.rank, str(error)]
         self.world.tell(self.ranks, message, dial=True)
@@ -181,9 +187,12 @@ class ProcessGroup(Operations):
         if error is None:
             work._finish(work.value)
             return
-        self._fail(work, self._explain(work, error))
-        if isinstance(error, CollectiveMismatchError):
-            self._abort(error, "mismatch", str(error))
+        explained = explain(self.where(work.operation, work.sequence), error)
+        self._fail(work, explained)
+        kind = kind_of(error)
+        if kind:  # others wait for what we cannot do, and may know nothing of the reason
+            cause = explained if kind == FAILED else error
+            self._abort(cause, kind, str(cause), getattr(error, "rank", self.world.rank))
 
     def _fail(self, work: Work[Any], error: BaseException) -> None:
         work._fail(error)
@@ -192,21 +201,6 @@ class ProcessGroup(Operations):
     def remember_failure(self, work: Work[Any]) -> None:
         """Keep a failed work until somebody asks about it, so that closing the group can raise it."""
         self._failures.keep(work)
-
-    def _explain(self, work: CollectiveWork, error: BaseException) -> BaseException:
-        where = self.where(work.operation, work.sequence)
-        if isinstance(error, PeerLostError):
-            explained: DistError = PeerLostError(f"{where}: {error}", error.rank)
-        elif isinstance(error, CollectiveTimeoutError):
-            explained = CollectiveTimeoutError(f"{where}: {error}", error.missing)
-        elif isinstance(error, CollectiveMismatchError):
-            explained = CollectiveMismatchError(f"{where}: {error}")
-        elif isinstance(error, GroupAbortedError):
-            explained = GroupAbortedError(f"{where}: {error}", error.reason, error.rank)
-        else:
-            explained = DistError(f"{where}: {error}")
-        explained.__cause__ = error
-        return explained
 
     def _aborted_error(self, operation: str) -> GroupAbortedError:
         self._failures.abort_seen = True
@@ -234,8 +228,8 @@ class ProcessGroup(Operations):
         kind = message[0]
         if kind == "abort":
             _, _, kind, text, rank, missing = message
-            cause = _abort_cause(kind, text, rank, missing)
-            if isinstance(cause, PeerLostError):
+            cause = abort_cause(kind, text, rank, missing)
+            if isinstance(cause, PeerLostError) and not cause.left:
                 self.world.peer_lost(cause.rank, cause)  # concerns all groups of that rank
             self._abort(cause, kind, text, rank, missing)
         elif kind == "refused":
@@ -253,7 +247,7 @@ class ProcessGroup(Operations):
         work = self._works.pop(key, None)
         if work is not None:
             self._backend.drop(tag, sequence)
-            self._fail(work, self._explain(work, error))
+            self._fail(work, explain(self.where(work.operation, work.sequence), error))
         elif self._sequences.get(tag, 0) <= sequence and len(self._refusals) < REFUSALS_KEPT:
             self._backend.drop(tag, sequence)
             self._refusals[key] = error
@@ -285,7 +279,7 @@ class ProcessGroup(Operations):
         works = list(self._works.values())
         self._works.clear()
         for work in works:
-            self._fail(work, self._explain(work, error))
+            self._fail(work, explain(self.where(work.operation, work.sequence), error))
         if kind == "abort":
             self.pairs.abort(error)
         self.world.tell(self.ranks, ["abort", self.group_id, kind, text, rank, list(missing)], dial=False)
@@ -370,13 +364,3 @@ class ProcessGroup(Operations):
             return None
         group_id = derive_group_id(self.group_id, self._subgroups, tuple(ranks))
         return ProcessGroup(self.world, group_id, tuple(ranks), timeout_s, label, backend or self._backend_name)
-
-
-def _abort_cause(kind: str, text: str, rank: int | None, missing: list[int]) -> BaseException:
-    if kind == "lost" and rank is not None:
-        return PeerLostError(text, rank)
-    if kind == "timeout":
-        return CollectiveTimeoutError(text, missing)
-    if kind == "mismatch":
-        return CollectiveMismatchError(text)
-    return GroupAbortedError(text, text, rank)

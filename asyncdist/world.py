@@ -4,7 +4,7 @@ Control messages between ranks are msgpack lists, the first element naming the k
 
 | message | meaning |
 | --- | --- |
-| `["abort", group, kind, text, rank, missing]` | the group is aborted: `kind` is abort, lost, timeout or mismatch |
+| `["abort", group, kind, text, rank, missing]` | the group is aborted; `kind` is one of asyncdist.causes |
 | `["refused", group, tag, sequence, rank, text]` | `rank` refused that collective at the call |
 | `["probe", group, tag, sequence]` | have you issued that collective? |
 | `["status", group, tag, sequence, issued]` | the answer |

@@ -20,7 +20,7 @@ LAYERS = (
     {"executor"},
     {"backend"},
     {"rendezvous", "heartbeat", "consistency", "subgroup", "init_method", "world"},
-    {"group", "operations", "overlap", "expiry", "failures", "pairs", "non_member", "context"},
+    {"group", "operations", "overlap", "causes", "expiry", "failures", "pairs", "non_member", "context"},
     {"api", "batch", "queries", "initialize", "loop", "objects", "blocking", "data_parallel"},
     {"launch", "testing"},
     {"cli"},

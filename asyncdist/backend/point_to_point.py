@@ -93,7 +93,7 @@ class PairWork(Work[Any]):
         if self._done:
             return
         if isinstance(error, PeerLostError):
-            explained = PeerLostError(f"{self.where}: {error}", error.rank)
+            explained = PeerLostError(f"{self.where}: {error}", error.rank, error.left)
             explained.__cause__ = error
             error = explained
         self._fail(error)

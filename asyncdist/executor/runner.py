@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from asyncdist.arrays import Array
-from asyncdist.errors import DistError, GroupAbortedError
+from asyncdist.errors import GroupAbortedError
 from asyncdist.executor.buffers import Bound
 from asyncdist.executor.program import COPY, RECV, RECV_REDUCE, SEND, Instruction, Program
 from asyncdist.executor.scratch import ScratchPool
@@ -138,7 +138,7 @@ class Execution:
                         pending[successor] -= 1
                         if not pending[successor]:
                             ready.append(successor)
-        except DistError as error:  # a peer that is gone already refuses messages at once
+        except Exception as error:  # a peer that is gone already refuses messages at once; or memory is short
             self.message_failed(None, error)
             return
         if not self._remaining and not self._stopped:

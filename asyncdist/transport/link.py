@@ -262,7 +262,7 @@ class Link:
     def _left(self) -> None:
         if not self.ended:
             left = PeerLostError(
-                f"rank {self.rank} has left the world (it closed its group and said goodbye)", self.rank
+                f"rank {self.rank} has left the world (it closed its group and said goodbye)", self.rank, left=True
             )
             self._finish(LinkState.LEFT, left)
             self._owner.link_left(self.rank, left)

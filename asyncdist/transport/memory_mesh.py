@@ -240,7 +240,7 @@ class MemoryMesh:
     # -- inside
 
     def _peer_left(self, rank: int) -> None:
-        error = PeerLostError(f"rank {rank} has left the world (it closed its group and said goodbye)", rank)
+        error = PeerLostError(f"rank {rank} has left the world (it closed its group and said goodbye)", rank, left=True)
         self._finish(rank, "left", error)
         self._gone.add(rank)
         for receive in list(self._any_source.table):

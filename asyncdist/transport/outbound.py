@@ -248,7 +248,7 @@ class Outbound:
 
     def peer_left(self) -> None:
         """GOODBYE came: nothing on offer or held back will ever be pulled."""
-        error = PeerLostError(f"rank {self._peer_rank} left without receiving the message", self._peer_rank)
+        error = PeerLostError(f"rank {self._peer_rank} left without receiving the message", self._peer_rank, left=True)
         unwanted = self._offers.take_all()
         for window in self.windows:
             unwanted.extend(window.take_all())

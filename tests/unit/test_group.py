@@ -420,6 +420,104 @@ def test_an_exception_in_the_block_is_told_to_the_others() -> None:
         run_world(3, main)
 
 
+def test_a_rank_that_was_cut_off_says_so_and_closes() -> None:
+    async def main(group: Group, world: SimulatedWorld) -> None:
+        if group.rank == 1:
+            work = group.all_reduce(np.zeros(100_000))
+            world.kill(1)
+            with pytest.raises(dist.ClosedError, match=r"rank 1, all_reduce #0: .*cut off"):
+                await work
+            sub = dist.new_group([1, 0])
+            assert isinstance(sub, Group)
+            with pytest.raises(dist.DistError):
+                sub.barrier()
+        with pytest.raises(dist.DistError):
+            await group.barrier()
+        await asyncio.wait_for(group.close(), 40)
+
+    run_world(2, main, pass_world=True)
+
+
+class ShortPool:
+    """Lends `spare` buffers and no more."""
+
+    def __init__(self, group: Group, spare: int) -> None:
+        self._pool = group.world.pool
+        self._spare = spare
+        self.give = self._pool.give
+
+    def take(self, nbytes: int) -> np.ndarray:
+        self._spare -= 1
+        if self._spare < 0:
+            raise MemoryError("no scratch")
+        return self._pool.take(nbytes)
+
+
+def test_an_operation_that_cannot_start_is_told_to_the_others() -> None:
+    async def main(group: Group) -> None:
+        x = np.ones(200_000)
+        if group.rank == 1:
+            backend: Any = group._backend
+            backend.pool = ShortPool(group, 0)
+            with pytest.raises(MemoryError):
+                group.reduce(x, 0)
+            backend.pool = group.world.pool
+        else:
+            refused = await outcome(group.reduce(x, 0))
+            assert group.rank != 0 or isinstance(refused, dist.CollectiveMismatchError)
+            assert group.rank != 0 or "rank 1 refused the operation: no scratch" in str(refused)
+        await group.barrier()
+
+    run_world(3, main)
+
+
+def test_an_operation_that_fails_on_the_way_ends_the_group_and_no_connection() -> None:
+    async def main(group: Group) -> None:
+        await group.barrier()
+        if group.rank == 1:
+            backend: Any = group._backend
+            backend.pool = ShortPool(group, 1)
+        with pytest.raises(dist.DistError, match="no scratch") as failed:
+            await group.all_reduce(np.zeros(3_000_000))
+        if group.rank == 1:
+            assert isinstance(failed.value.__cause__, MemoryError)
+        else:
+            assert isinstance(failed.value, dist.GroupAbortedError)
+            assert failed.value.rank == 1
+        other = 1 - group.rank
+        sent = group.isend(np.zeros(1), other)
+        await group.recv(np.zeros(1), other)
+        await sent
+
+    run_world(2, main)
+
+
+def test_a_rank_that_leaves_ends_the_collectives_of_those_not_connected_to_it() -> None:
+    """In a ring of six, ranks 0, 1 and 5 have nothing to do with rank 3, and its neighbors can only fail."""
+
+    async def main(group: Group) -> None:
+        group._backend._overrides["all_reduce"] = "ring"  # type: ignore[attr-defined]
+        x = np.zeros(60_000)
+        await group.all_reduce(x)
+        if group.rank == 3:
+            return
+        start_s = asyncio.get_running_loop().time()
+        with pytest.raises(dist.PeerLostError, match=r"rank 3 (has )?left") as lost:
+            await group.all_reduce(x)
+        assert lost.value.rank == 3
+        assert lost.value.left
+        assert asyncio.get_running_loop().time() < start_s + 1
+        with pytest.raises(dist.GroupAbortedError, match=r"rank 3 (has )?left"):
+            group.barrier()
+        other = {0: 1, 1: 0, 2: 4, 4: 2, 5: 5}[group.rank]
+        sent = group.isend(np.zeros(1), other)
+        await group.recv(np.zeros(1), other)
+        await sent
+
+    for seed in (None, 1, 2, 3):
+        run_world(6, main, seed=seed)
+
+
 @pytest.mark.parametrize("op", [dist.ReduceOp.PREMUL_SUM(2.0), dist.ReduceOp.AVG])
 def test_an_aborted_reduction_leaves_its_array_alone(op: Any) -> None:
     """Whatever the moment, also between the slices in which large arrays are scaled and divided."""

@@ -1,0 +1,65 @@
+"""Causes: why a group is aborted, as a kind that travels between ranks and as the error each rank raises.
+
+| kind | cause |
+| --- | --- |
+| `abort` | somebody called `abort`, or left with an exception: point-to-point ends too |
+| `failed` | a rank could not go on, for want of memory perhaps |
+| `lost`, `left` | a rank is gone, without or with a goodbye |
+| `timeout` | an operation's deadline passed |
+| `mismatch` | two ranks asked for different things |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from asyncdist.errors import (
+    ClosedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DistError,
+    GroupAbortedError,
+    PeerLostError,
+)
+
+__all__ = ["FAILED", "abort_cause", "explain", "kind_of"]
+
+FAILED: Final = "failed"
+
+
+def abort_cause(kind: str, text: str, rank: int | None, missing: Sequence[int]) -> DistError:
+    """The error that another rank's news of an abort stands for."""
+    if kind in ("lost", "left") and rank is not None:
+        return PeerLostError(text, rank, left=kind == "left")
+    if kind == "timeout":
+        return CollectiveTimeoutError(text, missing)
+    if kind == "mismatch":
+        return CollectiveMismatchError(text)
+    return GroupAbortedError(text, text, rank)
+
+
+def kind_of(error: BaseException) -> str:
+    """What an operation's failure makes of its group; empty where the world is closed, and so the group."""
+    if isinstance(error, CollectiveMismatchError):
+        return "mismatch"
+    if isinstance(error, PeerLostError):
+        return "left" if error.left else "lost"
+    return "" if isinstance(error, ClosedError) else FAILED
+
+
+def explain(where: str, error: BaseException) -> DistError:
+    """The same error, saying which operation it ended."""
+    text = f"{where}: {error}"
+    if isinstance(error, PeerLostError):
+        explained: DistError = PeerLostError(text, error.rank, error.left)
+    elif isinstance(error, CollectiveTimeoutError):
+        explained = CollectiveTimeoutError(text, error.missing)
+    elif isinstance(error, CollectiveMismatchError):
+        explained = CollectiveMismatchError(text)
+    elif isinstance(error, GroupAbortedError):
+        explained = GroupAbortedError(text, error.reason, error.rank)
+    else:
+        explained = ClosedError(text) if isinstance(error, ClosedError) else DistError(text)
+    explained.__cause__ = error
+    return explained
