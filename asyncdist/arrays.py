@@ -18,6 +18,7 @@ __all__ = ["Array", "Flat", "decode_meta", "describe", "encode_meta", "host_arra
 Array = NDArray[Any]
 
 _SENDABLE_KINDS: Final = frozenset("biufc")
+_HOST_DEVICES: Final = (1, 3)  # DLPack's kDLCPU and kDLCUDAHost (pinned)
 _MAX_NDIM: Final = 64  # numpy's own limit; bounds the shape a peer can make us parse
 
 
@@ -25,8 +26,8 @@ def host_array(value: object, name: str = "tensor") -> Array:
     """Return a numpy array over the memory of `value`.
 
     Accepts numpy arrays and anything with the buffer protocol, `__array_interface__` or DLPack on the CPU (torch CPU
-    tensors among them). Raises TypeError for anything else, for object, string, datetime and structured dtypes, and
-    for non-native byte order.
+    tensors among them, also those that require a gradient, which is not recorded). Raises TypeError for anything else,
+    for object, string, datetime and structured dtypes, for dtypes numpy does not know, and for non-native byte order.
     """
     if type(value) is np.ndarray:
         array: Array = value
@@ -43,22 +44,42 @@ def host_array(value: object, name: str = "tensor") -> Array:
 def _foreign_array(value: object, name: str) -> Array:
     if isinstance(value, np.ndarray):
         return value.view(np.ndarray)
+    if isinstance(value, np.generic):
+        scalar = np.asarray(value)  # a copy, so whatever is written into it would be lost
+        scalar.flags.writeable = False
+        return scalar
+    if hasattr(value, "__dlpack__"):
+        return _dlpack_array(value, name)
     if hasattr(value, "__cuda_array_interface__"):
-        raise TypeError(f"{name} lives on a GPU ({type(value).__name__}); this group has no backend for GPU arrays")
+        raise _on_a_gpu(value, name)
     if hasattr(value, "__array_interface__"):
         return np.asarray(value)
     try:
         return np.asarray(memoryview(value))  # type: ignore[arg-type]
     except TypeError:
         pass
-    if hasattr(value, "__dlpack__"):
-        if getattr(value, "requires_grad", False):
-            value = value.detach()  # type: ignore[attr-defined]
-        return np.from_dlpack(value)
     raise TypeError(
         f"{name} must be a numpy array or expose its memory (buffer protocol, __array_interface__, DLPack), "
         f"not {type(value).__name__}"
     )
+
+
+def _dlpack_array(value: Any, name: str) -> Array:
+    if getattr(value, "requires_grad", False):
+        value = value.detach()
+    try:
+        if value.__dlpack_device__()[0] not in _HOST_DEVICES:
+            raise _on_a_gpu(value, name)
+        return np.from_dlpack(value)
+    except (BufferError, RuntimeError, ValueError) as error:  # bfloat16, sparse, conjugated, without memory, ...
+        reason = str(error).rstrip(".")
+        hint = "; to move its bits unreduced, pass a view as integers of that width" if "dtype" in reason else ""
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(f"{name} ({kind}) cannot be seen as a numpy array: {reason}{hint}") from None
+
+
+def _on_a_gpu(value: object, name: str) -> TypeError:
+    return TypeError(f"{name} lives on a GPU ({type(value).__name__}); this group has no backend for GPU arrays")
 
 
 def _is_extension_float(dtype: np.dtype[Any]) -> bool:

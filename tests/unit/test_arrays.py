@@ -42,6 +42,35 @@ def test_array_interface_and_dlpack_share_their_memory() -> None:
         assert np.shares_memory(host_array(owner), owner.x)
 
 
+def test_a_numpy_scalar_can_be_sent_but_not_written() -> None:
+    assert host_array(np.float32(3)) == 3
+    with pytest.raises(ValueError, match="loss is read-only"):  # a copy would swallow the result
+        Flat(host_array(np.float32(3)), writable=True, name="loss")
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "text"),
+    [
+        ((2, 0), None, "lives on a GPU"),
+        ((1, 0), RuntimeError("Unsupported dtype in DLTensor."), "Unsupported dtype in DLTensor; to move its bits"),
+        ((1, 0), BufferError("not strided"), "numpy array: not strided$"),
+    ],
+)
+def test_dlpack_that_numpy_cannot_take_is_a_type_error(
+    device: tuple[int, int], error: Exception | None, text: str
+) -> None:
+    class Dlpack:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return device
+
+        def __dlpack__(self, **_: object) -> object:
+            assert error is not None
+            raise error
+
+    with pytest.raises(TypeError, match=text):
+        host_array(Dlpack())
+
+
 @pytest.mark.parametrize(
     "value",
     [

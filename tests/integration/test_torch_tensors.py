@@ -1,0 +1,111 @@
+"""torch's CPU tensors are read and written in place, or refused in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import asyncdist as dist
+from asyncdist.testing import run_world
+
+torch: Any = pytest.importorskip("torch", reason="needs torch (extra `peers`)")
+
+pytestmark = pytest.mark.peers
+
+
+def reduced(make: Any, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Any:
+    """Rank 0's tensor after an all_reduce of what `make()` returns on each of two ranks; checks that it is in place."""
+
+    async def main(group: dist.ProcessGroup) -> Any:
+        tensor = make()
+        address = tensor.data_ptr()
+        assert await group.all_reduce(tensor, op) is tensor
+        assert tensor.data_ptr() == address
+        return tensor
+
+    return run_world(2, main)[0]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["uint8", "int8", "int16", "uint16", "int32", "int64", "float16", "float32", "float64", "complex64"]
+)
+def test_every_dtype_that_numpy_shares(dtype: str) -> None:
+    found = reduced(lambda: torch.ones(3, dtype=getattr(torch, dtype)))
+    assert found.dtype == getattr(torch, dtype)
+    assert found.tolist() == [2, 2, 2]
+
+
+def test_bool_is_an_or() -> None:
+    assert reduced(lambda: torch.tensor([True, False])).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("make", [lambda: torch.ones(2, requires_grad=True), lambda: torch.nn.Parameter(torch.ones(2))])
+def test_a_leaf_that_requires_a_gradient_is_written_and_stays_a_leaf(make: Any) -> None:
+    found = reduced(make)
+    assert found.tolist() == [2, 2]
+    assert found.requires_grad
+    assert found.is_leaf
+
+
+def test_a_gradient_is_averaged() -> None:
+    def gradient() -> Any:
+        weights = torch.ones(2, requires_grad=True)
+        (weights * 3).sum().backward()
+        return weights.grad
+
+    assert reduced(gradient, dist.ReduceOp.AVG).tolist() == [3, 3]
+
+
+def test_strided_views_are_written_and_their_neighbors_left_alone() -> None:
+    base = [torch.zeros(6) for _ in range(2)]
+
+    async def main(group: dist.ProcessGroup) -> None:
+        view = base[group.rank][::2]
+        view += 1
+        await group.all_reduce(view)
+        await group.broadcast(base[group.rank].view(2, 3).t(), 0)
+
+    run_world(2, main)
+    assert [each.tolist() for each in base] == [[2, 0, 2, 0, 2, 0]] * 2
+
+
+def test_messages() -> None:
+    async def main(group: dist.ProcessGroup) -> Any:
+        if group.rank == 0:
+            await group.send(torch.arange(4.0).view(2, 2).t(), 1)
+            await group.send(torch.ones(3), 1)
+            return None
+        received = torch.zeros(2, 2)
+        await group.recv(received, 0)
+        return received.tolist(), (await group.recv_array(0)).tolist()
+
+    assert run_world(2, main)[1] == ([[0, 2], [1, 3]], [1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: torch.ones(2, dtype=torch.bfloat16), TypeError, "torch.bfloat16.*pass a view as integers"),
+        (lambda: torch.ones(2).to(torch.float8_e4m3fn), TypeError, "torch.float8_e4m3fn"),
+        (lambda: torch.ones(2, dtype=torch.complex64).conj(), TypeError, "conjugate"),
+        (lambda: torch.ones(2).to_sparse(), TypeError, "strided"),
+        (lambda: torch.ones(2, device="meta"), TypeError, "meta"),
+        (lambda: torch.ones(1).expand(3), ValueError, "overlaps itself"),
+    ],
+)
+def test_what_cannot_be_written_in_place_is_refused(make: Any, error: type[Exception], text: str) -> None:
+    async def main(group: dist.ProcessGroup) -> None:
+        with pytest.raises(error, match=text):
+            group.all_reduce(make())
+
+    run_world(1, main)
+
+
+def test_the_bits_of_bfloat16_can_be_moved() -> None:
+    async def main(group: dist.ProcessGroup) -> Any:
+        weights = torch.full((3,), float(group.rank), dtype=torch.bfloat16)
+        await group.broadcast(weights.view(torch.int16), 1)
+        return weights.tolist()
+
+    assert run_world(2, main) == [[1, 1, 1]] * 2
