@@ -282,7 +282,8 @@ class ProcessGroup(Operations):
             self._fail(work, explain(self.where(work.operation, work.sequence), error))
         if kind == "abort":
             self.pairs.abort(error)
-        self.world.tell(self.ranks, ["abort", self.group_id, kind, text, rank, list(missing)], dial=False)
+        message = ["abort", self.group_id, kind, text, rank, list(missing)]
+        self.world.tell_aborted(self.group_id, self.ranks, message)
 
     async def close(self) -> None:
         """Wait for everything under way (receives that nothing matched are withdrawn), then leave; issue no more.

@@ -15,7 +15,6 @@ News of a group that does not exist here yet is kept, within bounds, until it do
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any, Final, Protocol
 
 import msgpack
@@ -38,6 +37,8 @@ MAX_TEXT: Final = 4096
 """Characters of a reason sent to others: a long message, and with the ranks well below a control frame's 64 KiB."""
 MAX_RANKS_NAMED: Final = 4096
 """Missing ranks sent to others; nobody reads more of them."""
+ABORTS_KEPT: Final = 256
+"""Aborted groups that ranks connecting later are told of, the newest: older ones nobody waits for any more."""
 LEAVE_LIMIT_S: Final = 5.0
 """How long saying goodbye to peers may take."""
 
@@ -80,6 +81,7 @@ class World:
         self.forked = False
         self._source = source
         self._rendezvous = rendezvous
+        self._aborts: dict[int, tuple[tuple[int, ...], bytes]] = {}
         self._early: dict[int, list[tuple[int, list[Any]]]] = {}
         close_in_forked_child(self)
 
@@ -97,25 +99,46 @@ class World:
             if rank in group.ranks:
                 group.peer_lost(rank, error)
 
-    def tell(self, ranks: tuple[int, ...], message: list[Any], *, dial: bool) -> None:
+    def tell(self, ranks: tuple[int, ...], message: list[Any], *, dial: bool) -> list[int]:
         """Send a control message to `ranks`, ourselves excepted; with `dial`, also to those not connected yet.
 
-        Who has left or is lost needs no news, and does not keep it from the others.
+        Who has left or is lost needs no news, and does not keep it from the others. Returns those it is sent to.
         """
         payload = msgpack.packb([_bounded(part) for part in message])
-        others = [rank for rank in ranks if rank != self.rank and rank not in self.lost]
+        others = [rank for rank in ranks if rank != self.rank]
         if not dial:
-            self.mesh.broadcast_control(others, payload)
-            return
-        for rank in others:
-            with contextlib.suppress(DistError):
-                self.mesh.send_control(rank, payload)
+            return self.mesh.broadcast_control(others, payload)
+        return [rank for rank in others if self._send(rank, payload)]
+
+    def tell_aborted(self, group_id: int, ranks: tuple[int, ...], message: list[Any]) -> None:
+        """Send the news of an abort to those of `ranks` that are connected, and to the others once they are.
+
+        Who issues an operation connects to those it needs. So all who wait for the group hear of its end, however few
+        were connected when it came, and nobody connects for the news alone.
+        """
+        self.tell(ranks, message, dial=False)
+        if len(self._aborts) >= ABORTS_KEPT:
+            del self._aborts[next(iter(self._aborts))]
+        self._aborts[group_id] = ranks, msgpack.packb([_bounded(part) for part in message])
+
+    def _send(self, rank: int, payload: bytes) -> bool:
+        try:
+            self.mesh.send_control(rank, payload)
+        except DistError:
+            return False
+        return True
 
     def close_after_fork(self) -> None:
         """In a forked child: the groups are the parent's."""
         self.closed = self.forked = True
 
     # What the mesh reports.
+
+    def peer_connected(self, rank: int) -> None:
+        """A peer is connected: tell it of the groups that have been aborted meanwhile."""
+        for ranks, payload in self._aborts.values():
+            if rank in ranks:
+                self._send(rank, payload)
 
     def peer_lost(self, rank: int, error: PeerLostError) -> None:
         """A peer's connection ended without a goodbye, here or, as we hear, at another rank."""

@@ -83,6 +83,9 @@ class Rank:
             rank, size, identity.get("world_id", WORLD_ID), identity.get("secret", SECRET), resolve, self, config
         )
 
+    def peer_connected(self, rank: int) -> None:
+        """Nothing to be told."""
+
     def peer_lost(self, rank: int, error: PeerLostError) -> None:
         assert rank not in self.lost
         self.lost[rank] = error

@@ -136,9 +136,18 @@ class Rank:
     def __init__(self) -> None:
         self.lost: dict[int, PeerLostError] = {}
         self.left: list[int] = []
+        self.connected: list[int] = []
+        self.greetings: list[bytes] = []  # controls sent to whoever is connected
         self.controls: list[tuple[int, bytes]] = []
         self.events: list[str] = []
         self.mesh: MeshLike
+
+    def peer_connected(self, rank: int) -> None:
+        """Connected."""
+        assert rank not in self.connected
+        self.connected.append(rank)
+        for payload in self.greetings:
+            self.mesh.send_control(rank, payload)
 
     def peer_lost(self, rank: int, error: PeerLostError) -> None:
         """Lost."""

@@ -228,6 +228,26 @@ async def check_control_overtakes(open_meshes: OpenMeshes) -> None:
         assert two.controls == [(0, b"stop"), (0, bytes(EAGER_BYTES))]
 
 
+async def check_greeting(open_meshes: OpenMeshes) -> None:
+    """Both owners hear, once, of a connection; what they send then arrives, and before what was posted earlier."""
+    async with open_world(open_meshes, 3) as (one, two, three):
+        for rank in (one, two, three):
+            rank.greetings.append(b"from %d" % rank.mesh.rank)
+        received = two.receive(0, 1)
+        received.future.add_done_callback(lambda _: two.events.append("message"))
+        one.send(1, b"posted before", 1)
+        await received.done()
+        await eventually(lambda: one.controls)
+        assert one.controls == [(1, b"from 1")]
+        assert two.controls == [(0, b"from 0")]
+        assert two.events == ["control", "message"]
+        one.send(0, b"itself")
+        assert await one.receive(0).done() == b"itself"
+        assert one.connected == [1]
+        assert two.connected == [0]
+        assert not three.connected
+
+
 async def check_peer_lost(open_meshes: OpenMeshes) -> None:
     """A peer that vanishes fails what is pending with it, tells the owner, and leaves others alone."""
     async with open_world(open_meshes, 3) as (one, two, three):
@@ -316,6 +336,7 @@ MESH_CHECKS: Final[tuple[MeshCheck, ...]] = (
     check_withdraw,
     check_drop_group,
     check_control_overtakes,
+    check_greeting,
     check_peer_lost,
     check_clean_leave,
     check_thousands_in_flight,

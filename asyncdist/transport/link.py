@@ -55,6 +55,9 @@ class LinkOwner(Protocol):
     def address_wanted(self, rank: int) -> None:
         """Look up where `rank` is; `Link.address_known` or `dial_failed` follows."""
 
+    def link_open(self, rank: int) -> None:
+        """A connection was confirmed; what was posted is about to be written."""
+
     def link_lost(self, rank: int, error: PeerLostError) -> None:
         """The pair is broken; the link has failed its core already."""
 
@@ -247,7 +250,9 @@ class Link:
         context = self._context
         self._connection = StreamConnection(context.loop, context.sockets, sock, self.core, self.label, self._ended)
         events.info("rank %d: connected to rank %d over %s", context.identity.rank, self.rank, self.label)
-        self._connection.start()
+        self._owner.link_open(self.rank)
+        if self._connection is not None:
+            self._connection.start()
         if self._owner.closing and self._connection is not None:
             self._connection.leave()
 

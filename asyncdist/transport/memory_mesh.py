@@ -200,6 +200,8 @@ class MemoryMesh:
         peer.requested = True
         peer.link = link
         peer.state = "memory"
+        if rank != self.rank:
+            self._owner.peer_connected(rank)
         if self._closing:
             self._network.loop.call_soon(self._leave, rank)
 

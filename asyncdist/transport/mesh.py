@@ -29,6 +29,9 @@ Resolve: TypeAlias = Callable[[Sequence[int]], Awaitable[dict[int, PeerAddress]]
 class MeshOwner(Protocol):
     """Who is told about peers. Calls come from the loop and must not raise; they may post, drop and abort."""
 
+    def peer_connected(self, rank: int) -> None:
+        """The connection to `rank` is open, whoever dialed. A control message sent now goes ahead of all else."""
+
     def peer_lost(self, rank: int, error: PeerLostError) -> None:
         """The connection to `rank` broke, or none could be made; operations with it have failed with `error`."""
 
@@ -268,6 +271,10 @@ class Mesh:
         self._unresolved.append(rank)
         if self._resolve_turn is None:
             self._resolve_turn = self._context.loop.call_soon(self._begin_resolving)
+
+    def link_open(self, rank: int) -> None:
+        """Tell the owner."""
+        self._owner.peer_connected(rank)
 
     def link_lost(self, rank: int, error: PeerLostError) -> None:
         """Fail what any-source receives hoped for, and tell the owner."""

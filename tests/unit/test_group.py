@@ -548,6 +548,26 @@ def test_an_aborted_reduction_leaves_its_array_alone(op: Any) -> None:
     run_world(2, main)
 
 
+def test_an_abort_reaches_those_who_connect_later() -> None:
+    """In a ring of six, rank 0 gives up before anybody is connected; only 1 and 5 are ever connected to it."""
+
+    async def main(group: Group) -> None:
+        group._backend._overrides["all_reduce"] = "ring"  # type: ignore[attr-defined]
+        x = np.zeros(60_000)
+        if group.rank == 0:
+            group.abort("no more")
+        else:
+            await asyncio.sleep(0.01)
+            with pytest.raises(dist.GroupAbortedError, match="no more") as aborted:
+                await group.all_reduce(x)
+            assert aborted.value.rank == 0
+            assert asyncio.get_running_loop().time() < 1
+        await asyncio.sleep(2)
+
+    for seed in (None, 1, 2, 3):
+        run_world(6, main, seed=seed)
+
+
 # Point to point.
 
 
