@@ -49,7 +49,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def explain(where: str, error: BaseException) -> DistError:
-    """The same error, saying which operation it ended."""
+    """The same error, saying which operation it ended; its cause is `error`'s, as its text repeats `error`'s."""
     text = f"{where}: {error}"
     if isinstance(error, PeerLostError):
         explained: DistError = PeerLostError(text, error.rank, error.left)
@@ -61,5 +61,5 @@ def explain(where: str, error: BaseException) -> DistError:
         explained = GroupAbortedError(text, error.reason, error.rank)
     else:
         explained = ClosedError(text) if isinstance(error, ClosedError) else DistError(text)
-    explained.__cause__ = error
+    explained.__cause__ = error.__cause__ if type(explained) is type(error) else error
     return explained

@@ -94,7 +94,7 @@ class PairWork(Work[Any]):
             return
         if isinstance(error, PeerLostError):
             explained = PeerLostError(f"{self.where}: {error}", error.rank, error.left)
-            explained.__cause__ = error
+            explained.__cause__ = error.__cause__
             error = explained
         self._fail(error)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Iterable
+from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 from asyncdist.arrays import human_bytes
+from asyncdist.deadline import timeout_seconds
 
 __all__ = ["Work", "until_ended"]
 
@@ -127,21 +129,23 @@ class Work(Generic[T]):
             raise self._error
         return self._result  # type: ignore[return-value]
 
-    async def wait(self, timeout: float | None = None) -> bool:
+    async def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Wait until the operation has ended; True, or raise what went wrong.
 
-        `timeout` (seconds) bounds only the waiting: TimeoutError leaves the operation as it is. Cancelling does too.
+        `timeout` (seconds or a timedelta) bounds only the waiting: TimeoutError leaves the operation as it is.
+        Cancelling does too.
         """
-        if timeout is None or self._done:
+        timeout_s = timeout_seconds(timeout, None)
+        if timeout_s is None or self._done:
             await self
             return True
         done = asyncio.Event()
         self.add_done_callback(lambda _work: done.set())
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout_s):
                 await done.wait()
         except TimeoutError:
-            raise TimeoutError(f"{self!r} did not end within {timeout:g} s (the operation goes on)") from None
+            raise TimeoutError(f"{self!r} did not end within {timeout_s:g} s (the operation goes on)") from None
         self.result()
         return True
 

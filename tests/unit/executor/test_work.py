@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 
 import pytest
 
@@ -70,6 +71,8 @@ async def test_wait_bounds_only_the_waiting() -> None:
     work = pending()
     with pytest.raises(TimeoutError, match=r"all_reduce #17 8 MiB pending.*did not end within 0.01 s"):
         await work.wait(0.01)
+    with pytest.raises(TimeoutError, match=r"did not end within 0.01 s"):
+        await work.wait(timedelta(milliseconds=10))
     assert not work.done()
     asyncio.get_running_loop().call_soon(work._finish, 2)
     assert await work.wait(5)
