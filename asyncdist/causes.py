@@ -23,7 +23,7 @@ from asyncdist.errors import (
     PeerLostError,
 )
 
-__all__ = ["FAILED", "abort_cause", "explain", "kind_of"]
+__all__ = ["FAILED", "abort_cause", "aborted_by", "explain", "kind_of"]
 
 FAILED: Final = "failed"
 
@@ -36,7 +36,14 @@ def abort_cause(kind: str, text: str, rank: int | None, missing: Sequence[int]) 
         return CollectiveTimeoutError(text, missing)
     if kind == "mismatch":
         return CollectiveMismatchError(text)
+    if kind == "abort" and rank is not None:
+        return aborted_by(rank, text)
     return GroupAbortedError(text, text, rank)
+
+
+def aborted_by(rank: int, reason: str) -> GroupAbortedError:
+    """What `abort(reason)` on `rank` means to everybody."""
+    return GroupAbortedError(f"rank {rank} aborted the group: {reason}", reason, rank)
 
 
 def kind_of(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 from asyncdist.backend.aio import AioBackend
 from asyncdist.backend.base import Backend, CollectiveWork, GroupBackend
 from asyncdist.backend.call import Call
-from asyncdist.causes import FAILED, abort_cause, explain, kind_of
+from asyncdist.causes import FAILED, abort_cause, aborted_by, explain, kind_of
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import (
     ClosedError,
@@ -143,7 +143,7 @@ class ProcessGroup(Operations):
     ) -> CollectiveWork:
         self.check_usable(operation)
         if self._aborted is not None:
-            raise self._aborted_error(operation)
+            raise self.aborted_error(operation, self._aborted)
         sequence = self._sequences.get(tag, 0)
         self._sequences[tag] = sequence + 1
         try:
@@ -202,9 +202,9 @@ class ProcessGroup(Operations):
         """Keep a failed work until somebody asks about it, so that closing the group can raise it."""
         self._failures.keep(work)
 
-    def _aborted_error(self, operation: str) -> GroupAbortedError:
+    def aborted_error(self, operation: str, cause: BaseException) -> GroupAbortedError:
+        """What a call raises once the group was aborted because of `cause`."""
         self._failures.abort_seen = True
-        cause = self._aborted
         rank = getattr(cause, "rank", None)
         error = GroupAbortedError(f"{self.where(operation)}: the group was aborted: {cause}", str(cause), rank)
         error.__cause__ = cause
@@ -212,7 +212,7 @@ class ProcessGroup(Operations):
 
     def _expired(self, work: CollectiveWork, missing: list[int]) -> None:
         missing = missing or list(self._backend.waiting_for(work.tag, work.number))
-        text = f"{self.where(work.operation, work.sequence)}: timed out"
+        text = f"{work.operation} #{work.sequence} timed out on rank {self.world.rank}"
         if missing:
             text += f"; missing: rank {', '.join(map(str, missing))}"
         self._abort(CollectiveTimeoutError(text, missing), "timeout", text, missing=missing)
@@ -260,8 +260,7 @@ class ProcessGroup(Operations):
         Later calls raise it too. Returns at once; arrays of operations under way are free when it returns.
         """
         text = reason or "abort() was called"
-        error = GroupAbortedError(f"rank {self.world.rank} aborted the group: {text}", text, self.world.rank)
-        self._abort(error, "abort", text, self.world.rank)
+        self._abort(aborted_by(self.world.rank, text), "abort", text, self.world.rank)
 
     def _abort(
         self,
@@ -271,16 +270,19 @@ class ProcessGroup(Operations):
         rank: int | None = None,
         missing: Sequence[int] = (),
     ) -> None:
-        if self._aborted is not None or self.closed:
+        first = self._aborted is None
+        also_pairs = kind == "abort" and not self.pairs.aborted  # even where collectives have ended already
+        if self.closed or not (first or also_pairs):
             return
-        self._aborted = error
-        self._expiry.stop()
-        self._backend.abort(error)
-        works = list(self._works.values())
-        self._works.clear()
-        for work in works:
-            self._fail(work, explain(self.where(work.operation, work.sequence), error))
-        if kind == "abort":
+        if first:
+            self._aborted = error
+            self._expiry.stop()
+            self._backend.abort(error)
+            works = list(self._works.values())
+            self._works.clear()
+            for work in works:
+                self._fail(work, explain(self.where(work.operation, work.sequence), error))
+        if also_pairs:
             self.pairs.abort(error)
         message = ["abort", self.group_id, kind, text, rank, list(missing)]
         self.world.tell_aborted(self.group_id, self.ranks, message)

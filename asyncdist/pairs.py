@@ -6,8 +6,9 @@ from typing import Final, Protocol
 
 from asyncdist.arrays import host_array
 from asyncdist.backend.point_to_point import ANY_SOURCE, PairWork, RecvArrayWork, RecvWork, SendWork
+from asyncdist.causes import explain
 from asyncdist.deadline import Timeout, timeout_seconds
-from asyncdist.errors import DistError
+from asyncdist.errors import DistError, GroupAbortedError
 from asyncdist.executor.work import Work
 from asyncdist.transport.frame import pack_key
 from asyncdist.world import World
@@ -31,6 +32,9 @@ class PairOwner(Protocol):
 
     def where(self, operation: str, sequence: int | None = None) -> str:
         """The beginning of every message."""
+
+    def aborted_error(self, operation: str, cause: BaseException) -> GroupAbortedError:
+        """What a call raises once the group was aborted because of `cause`."""
 
     def remember_failure(self, work: Work[object]) -> None:
         """Keep a failed work until somebody asks about it."""
@@ -113,13 +117,18 @@ class Pairs:
         for work in self.pending():
             work.cancel()
 
+    @property
+    def aborted(self) -> bool:
+        """Whether `abort` was called."""
+        return self._aborted is not None
+
     def abort(self, error: BaseException) -> None:
         """Fail everything under way; arrays are free when this returns."""
         if self._aborted is None:
             self._aborted = error
             self.mesh.drop_group(self._key(0)[:8], error)
             for work in self.pending():
-                work._fail(error)
+                work._fail(explain(work.where, error))
 
     def where(self, operation: str, peer: int) -> str:
         """The beginning of every message about an operation with global rank `peer`."""
@@ -135,7 +144,7 @@ class Pairs:
     def _check(self, operation: str) -> None:
         self._owner.check_usable(operation)
         if self._aborted is not None:
-            raise self._aborted
+            raise self._owner.aborted_error(operation, self._aborted)
 
     def _post(self, work: RecvWork, timeout_s: float | None) -> None:
         receive = work.message

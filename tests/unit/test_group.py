@@ -548,6 +548,27 @@ def test_an_aborted_reduction_leaves_its_array_alone(op: Any) -> None:
     run_world(2, main)
 
 
+def test_an_abort_ends_point_to_point_where_collectives_have_ended_before() -> None:
+    async def main(group: Group, world: SimulatedWorld) -> None:
+        await group.barrier()
+        if group.rank == 2:
+            world.kill(2)
+            return
+        with pytest.raises(dist.PeerLostError):
+            await group.barrier()
+        if group.rank == 0:
+            await asyncio.sleep(1)
+            group.abort("enough")
+        else:
+            with pytest.raises(dist.GroupAbortedError, match=r"rank 1, recv \(rank 0\): rank 0 aborted .*enough"):
+                await group.recv(np.zeros(1), 0)
+        with pytest.raises(dist.GroupAbortedError, match=rf"rank {group.rank}, isend: .*enough") as aborted:
+            group.isend(np.zeros(1), 1 - group.rank)
+        assert aborted.value.rank == 0
+
+    run_world(3, main, pass_world=True)
+
+
 def test_an_abort_reaches_those_who_connect_later() -> None:
     """In a ring of six, rank 0 gives up before anybody is connected; only 1 and 5 are ever connected to it."""
 
