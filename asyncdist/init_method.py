@@ -22,7 +22,7 @@ from urllib.parse import parse_qsl, urlsplit
 import asyncdist_server
 from asyncdist import events
 from asyncdist.deadline import Deadline
-from asyncdist.errors import DistNetworkError, DistStoreError
+from asyncdist.errors import ConnectTimeoutError, DistError, DistNetworkError, DistStoreError
 from asyncdist.store import FileStore, Store, TCPStore
 from asyncdist_server.auth import load_token
 
@@ -121,13 +121,24 @@ async def open_store(method: InitMethod, deadline: Deadline, environ: Mapping[st
     except BaseException as error:
         if server is not None:
             await asyncio.shield(asyncio.to_thread(server.close))
-        if method.may_host and method.rank == 0 and isinstance(error, DistNetworkError | DistStoreError):
-            raise type(error)(
-                f"rank 0 cannot host the store: {method.host}:{method.port} is in use, and what answers there is not "
-                f"an asyncdist store we may join ({error}). Choose another MASTER_PORT."
-            ) from error
+        if isinstance(error, DistNetworkError | DistStoreError):
+            raise type(error)(_unreachable(method, error, hosting=server is not None)) from error.__cause__
         raise
     return StoreSource(store, owned=True, server=server)
+
+
+def _unreachable(method: InitMethod, error: DistError, *, hosting: bool) -> str:
+    """What to say where the store cannot be joined: it is another thing to each rank."""
+    if not method.may_host or hosting:
+        return f"rank {method.rank}: {error}"
+    if method.rank == 0:
+        return (
+            f"rank 0 cannot host the store: {method.host}:{method.port} is in use, and what answers there is not "
+            f"an asyncdist store we may join ({error}). Choose another MASTER_PORT."
+        )
+    if isinstance(error, ConnectTimeoutError):
+        return f"rank {method.rank}: {error}. Rank 0 hosts the store: has it started, and with this address and port?"
+    return f"rank {method.rank}: {error}"
 
 
 async def _host(method: InitMethod, token: str | None) -> asyncdist_server.ThreadedServer | None:

@@ -20,6 +20,7 @@ that every rank raises it and none waits for its own time-out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
@@ -115,9 +116,10 @@ class Rendezvous:
         await self._store.set(self._key(f"info/{self.rank}"), info)
         if await self._store.add(self._key("joined"), 1) == self.world_size:
             await self._decide({"world_id": secrets.token_bytes(WORLD_ID_BYTES)})
-        try:
+        ready: bytes | None = None
+        with contextlib.suppress(StoreTimeoutError):
             ready = await self._store.get(self._key("ready"), timeout=deadline.remaining_s(_now()))
-        except StoreTimeoutError:
+        if ready is None:
             ready = await self._give_up(deadline)
         decision = _unpack(ready)
         if "failure" in decision:

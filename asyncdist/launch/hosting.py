@@ -178,9 +178,10 @@ async def _until_it_answers(endpoint: Endpoint, tokens: Sequence[str | None], ti
                     last = error
                     await asyncio.sleep(_RETRY_S)
     except TimeoutError:
+        problem = "nothing listens there" if isinstance(last, ConnectionRefusedError) else last or "no answer"
         raise LaunchError(
-            f"no store answers at {endpoint} after {timeout_s:g} s ({last}); is the launcher of node 0, or the daemon, "
-            "running there?"
+            f"no store answers at {endpoint} after {timeout_s:g} s ({problem}); is the launcher of node 0, or the "
+            "daemon, running there?"
         ) from last
 
 

@@ -193,6 +193,6 @@ class PrefixStore(Store):
             raise
         except StoreTimeoutError as error:
             keys = [key.removeprefix(self._prefix) for key in error.keys]
-            raise StoreTimeoutError(str(error), keys) from error
+            raise StoreTimeoutError(str(error), keys) from error.__cause__
         finally:
             self._tasks.discard(task)

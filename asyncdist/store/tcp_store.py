@@ -266,7 +266,8 @@ class TCPStore(RequestStore):
             except TimeoutError:
                 problem = "it does not answer"
             except OSError as error:
-                problem = str(error) or type(error).__name__
+                refused = isinstance(error, ConnectionRefusedError)
+                problem = "nothing listens there" if refused else str(error) or type(error).__name__
                 silent_closes += isinstance(error, ConnectionAbortedError)
                 if silent_closes >= MAX_SILENT_CLOSES:
                     return DistStoreError(f"{self._where}: {problem} every time; this is not an asyncdist store")
