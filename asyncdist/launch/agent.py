@@ -17,7 +17,8 @@ from asyncdist.launch.attempt import Attempt, AttemptResult
 from asyncdist.launch.config import LaunchConfig
 from asyncdist.launch.environment import NodePlace, worker_environment
 from asyncdist.launch.hosting import StorePlace, find_or_host, open_store
-from asyncdist.launch.nodes import Failure, Nodes, Roster
+from asyncdist.launch.meeting import Roster
+from asyncdist.launch.nodes import Failure, Nodes
 from asyncdist.launch.output import OutputWriter
 from asyncdist.launch.signals import handle_signals
 from asyncdist.launch.warden import Warden
@@ -123,7 +124,7 @@ class Agent:
             return None, Roster(0, (config.nproc_per_node,), config.job_id or os.urandom(4).hex())
         store: Store = await open_store(place, config.join_timeout_s)
         nodes = Nodes(store, config.job_id, config.nnodes)
-        stack.push_async_callback(nodes.leave, hosting=place.hosted is not None)
+        stack.push_async_callback(nodes.leave, hosting=place.hosted is not None, outlived=config.store is not None)
         return nodes, await nodes.join(config.node_rank, config.nproc_per_node, self._host, config.join_timeout_s)
 
     def _announce(self, place: StorePlace, roster: Roster) -> None:

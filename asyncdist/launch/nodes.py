@@ -1,14 +1,11 @@
-"""What the launchers of one job tell each other through the store: who they are, who failed, who is done.
+"""What the launchers of one job tell each other through the store once they have met: who failed, who is done.
 
-Keys, under `launch/<job id>/`; `g` counts the runs of this job id that the store has seen:
+Keys, under those of their meeting:
 
-    joined                 counter; node n of run g is the one that got g * nnodes + n + 1
-    g/claim/<node>         counter; two launchers that claim one node rank both see it
-    g/node/<node>          JSON: how many workers, which host, what node 0 calls the run
-    g/beat/<node>          counter, changed every `BEAT_S`; each node watches the next one's
-    g/<attempt>/failed     JSON of the first failure anywhere
-    g/<attempt>/end/<node> how the node's attempt ended; all wait for all, so that the hosting node leaves last
-    g/bye/<node>           this node needs the store no longer
+    beat/<node>            counter, changed every `BEAT_S`; each node watches the next one's
+    <attempt>/failed       JSON of the first failure anywhere
+    <attempt>/end/<node>   how the node's attempt ended; all wait for all, so that the hosting node leaves last
+    bye/<node>             this node needs the store no longer
 """
 
 from __future__ import annotations
@@ -16,18 +13,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
-from asyncdist.errors import DistError, LaunchError, StoreTimeoutError
+from asyncdist.errors import DistError
+from asyncdist.launch.meeting import Meeting, Roster
 
 if TYPE_CHECKING:
     from asyncdist.store.base import Store
 
-__all__ = ["BEAT_S", "LOST_AFTER_BEATS", "Failure", "Nodes", "Roster"]
+__all__ = ["BEAT_S", "LOST_AFTER_BEATS", "Failure", "Nodes"]
 
 BEAT_S: Final = 2.0
 LOST_AFTER_BEATS: Final = 10
@@ -50,61 +47,29 @@ class Failure:
     description: str
 
 
-@dataclass(frozen=True, slots=True)
-class Roster:
-    """Who takes part: this node's rank, every node's number of workers, and the name of the run."""
-
-    node_rank: int
-    nprocs: tuple[int, ...]
-    run_id: str
-
-    @property
-    def first_rank(self) -> int:
-        """Global rank of this node's first worker."""
-        return sum(self.nprocs[: self.node_rank])
-
-    @property
-    def world_size(self) -> int:
-        """Workers of all nodes."""
-        return sum(self.nprocs)
-
-
 class Nodes:
     """This launcher among the launchers of its job. Owns the store client."""
 
     def __init__(self, store: Store, job_id: str | None, nnodes: int) -> None:
         self._store = store
-        self._job_id = job_id
         self._nnodes = nnodes
-        self._root = f"launch/{job_id or 'default'}/"
+        self._meeting = Meeting(store, job_id, nnodes)
         self._node_rank = 0
         self._host = "?"
         self._joined = False
         self._lost = False
 
     async def join(self, node_rank: int | None, nproc: int, host: str, timeout_s: float) -> Roster:
-        """Take a node rank and wait for the other nodes.
-
-        Raises LaunchError naming the nodes that did not come in time, or a node rank claimed twice.
-        """
+        """Take a node rank and wait for the other nodes; see `Meeting.join`."""
         self._host = host
-        number = await self._store.add(self._root + "joined", 1) - 1
-        generation = number // self._nnodes
-        self._node_rank = number % self._nnodes if node_rank is None else node_rank
-        self._root += f"{generation}/"
-        if await self._store.add(f"{self._root}claim/{self._node_rank}", 1) > 1:
-            raise LaunchError(f"two launchers of job {self._job_id!r} claim node rank {self._node_rank}")
-        run_id = (self._job_id or secrets.token_hex(4)) + (f"-{generation}" if generation else "")
-        mine = {"nproc": nproc, "host": host, "run_id": run_id}
-        await self._store.set(f"{self._root}node/{self._node_rank}", json.dumps(mine))
-        keys = [f"{self._root}node/{node}" for node in range(self._nnodes)]
-        try:
-            entries = [json.loads(entry) for entry in await self._store.multi_get(keys, timeout=timeout_s)]
-        except StoreTimeoutError as error:
-            missing = sorted(int(key.rpartition("/")[2]) for key in error.keys)
-            raise LaunchError(f"nodes {missing} of {self._nnodes} did not join within {timeout_s:g} s") from error
+        roster = await self._meeting.join(node_rank, nproc, host, timeout_s)
+        self._node_rank = roster.node_rank
         self._joined = True
-        return Roster(self._node_rank, tuple(entry["nproc"] for entry in entries), entries[0]["run_id"])
+        return roster
+
+    @property
+    def _root(self) -> str:
+        return self._meeting.keys
 
     async def report_failure(self, attempt: int, failure: Failure) -> None:
         """Tell the others, if the store can be reached; the first report of an attempt wins."""
@@ -171,12 +136,19 @@ class Nodes:
         keys = [f"{self._root}{attempt}/end/{node}" for node in range(self._nnodes)]
         await self._store.wait(keys, None)
 
-    async def leave(self, *, hosting: bool) -> None:
-        """Close the store client; the hosting node of a job that began first waits, bounded, for the others to go."""
+    async def leave(self, *, hosting: bool, outlived: bool = False) -> None:
+        """Close the store client.
+
+        The hosting node of a job that began first waits, bounded, for the others to go. A store that outlives the job
+        (`outlived`) is left as it was: the last to go deletes what the launchers wrote.
+        """
         if self._joined and not self._lost:
             with contextlib.suppress(DistError, TimeoutError):
                 async with asyncio.timeout(_BYE_TIMEOUT_S):
                     await self._store.set(f"{self._root}bye/{self._node_rank}", b"1")
+                    byes = [f"{self._root}bye/{node}" for node in range(self._nnodes)]
                     if hosting:
-                        await self._store.wait([f"{self._root}bye/{node}" for node in range(self._nnodes)], None)
+                        await self._store.wait(byes, None)
+                    elif outlived and await self._store.check(byes):
+                        await self._meeting.delete_keys()
         await self._store.close()

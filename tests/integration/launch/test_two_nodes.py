@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -216,6 +217,21 @@ def test_a_daemon_that_is_there_is_used(tmp_path: Path, variable: bool) -> None:
     assert "store found at" in runs[0].stderr
     assert refused.returncode == 1
     assert "the tokens of client and server differ" in refused.stderr
+
+
+def test_a_job_id_can_be_used_again_whatever_became_of_the_last_run(tmp_path: Path) -> None:
+    script = write_script(tmp_path, SHOW)
+    with serve_in_thread() as server:
+        store = {"ASYNCDIST_STORE": server.address}
+        two = ["--nnodes=2", "--rdzv-id=job", script]
+        with nodes(two, **store) as (waiting,):
+            seen = ["store", f"--store={server.address}", "--namespace=asyncdist-launch", "wait", "launch/job/0/node/0"]
+            subprocess.run([sys.executable, "-m", "asyncdist", *seen], check=True, timeout=DEADLINE_S)
+            waiting.send_signal(signal.SIGINT)
+            assert outcome(waiting)[0] == 130
+        assert run("--nproc-per-node=2", "--rdzv-id=job", script, **store).returncode == 0
+        with nodes(two, two, **store) as launched:
+            assert [outcome(process)[0] for process in launched] == [0, 0]
 
 
 def test_standalone_looks_at_no_daemon(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from asyncdist.errors import LaunchError
 from asyncdist.launch import nodes as nodes_module
-from asyncdist.launch.nodes import LOST_AFTER_BEATS, Failure, Nodes, Roster
+from asyncdist.launch.meeting import Roster
+from asyncdist.launch.nodes import LOST_AFTER_BEATS, Failure, Nodes
 from asyncdist.store import HashStore
 
 FAILURE = Failure(node=1, rank=5, host="h", pid=12, exitcode=3, description="exit code 3")

@@ -1,0 +1,199 @@
+"""How the launchers of one job find each other on a store that may know the job from before.
+
+The store outlives launchers that end, fail, are interrupted or killed at any moment, also while they wait for others.
+So launchers meet in numbered meetings, and one word decides about each: `together` once all who came have answered a
+roll call, or why it came to nothing. Then everybody who still wants to goes to the next one.
+
+Keys, under `launch/<job id>/`:
+
+    meeting                number of the current meeting
+    runs                   counter; names the runs of this job id apart
+    <n>/nnodes             how many nodes there are, in the words of the first that came
+    <n>/seats              counter; deals out node ranks
+    <n>/claim/<node>       counter; two launchers that claim one node rank both see it
+    <n>/node/<node>        JSON: how many workers, which host, what node 0 calls the run
+    <n>/present/<node>     the node has seen all others
+    <n>/verdict            `together`, or why not; written once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from asyncdist.deadline import Deadline
+from asyncdist.errors import DistError, LaunchError, StoreTimeoutError
+
+if TYPE_CHECKING:
+    from asyncdist.store.base import Store
+
+__all__ = ["Meeting", "Roster"]
+
+ROLL_CALL_S: Final = 5.0
+"""Launchers that wait answer at once; whoever is silent for this long was killed while it waited."""
+
+_GIVE_UP_TIMEOUT_S: Final = 2.0
+"""An interrupted launcher tries for this long to tell the others; they would notice at the next roll call."""
+
+_TOGETHER: Final = b"together"
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """Who takes part: this node's rank, every node's number of workers, and the name of the run."""
+
+    node_rank: int
+    nprocs: tuple[int, ...]
+    run_id: str
+
+    @property
+    def first_rank(self) -> int:
+        """Global rank of this node's first worker."""
+        return sum(self.nprocs[: self.node_rank])
+
+    @property
+    def world_size(self) -> int:
+        """Workers of all nodes."""
+        return sum(self.nprocs)
+
+
+class _ContradictionError(Exception):
+    """Another launcher of this meeting says something else."""
+
+
+class Meeting:
+    """One launcher's way to the others. `keys` is the prefix of the meeting that came about."""
+
+    def __init__(self, store: Store, job_id: str | None, nnodes: int) -> None:
+        self._store = store
+        self._job_id = job_id
+        self._nnodes = nnodes
+        self._root = f"launch/{job_id or 'default'}/"
+        self._number = 0
+        self.keys = self._root
+
+    async def join(self, node_rank: int | None, nproc: int, host: str, timeout_s: float) -> Roster:
+        """Take a node rank and wait for the other nodes.
+
+        Raises LaunchError naming the nodes that did not come in time, or a node rank claimed twice, or other nodes'
+        number of nodes. Cancelling withdraws.
+        """
+        deadline = Deadline.after(timeout_s, _now())
+        contradicted = False
+        while True:
+            self._number = await self._store.add(self._root + "meeting", 0)
+            self.keys = f"{self._root}{self._number}/"
+            try:
+                mine = await self._take_seat(node_rank)
+                if mine is not None:
+                    entry = {"nproc": nproc, "host": host, "run_id": await self._run_id() if mine == 0 else None}
+                    entries = await self._meet(mine, entry, deadline, timeout_s)
+                    if entries is not None:
+                        return Roster(mine, tuple(each["nproc"] for each in entries), entries[0]["run_id"])
+            except _ContradictionError as error:
+                # Whom we contradict may have been killed, or be of an earlier run. If not, we shall meet again.
+                if await self._decide(str(error).encode()) != _TOGETHER:
+                    if contradicted:
+                        raise LaunchError(str(error)) from None
+                    contradicted = True
+            except asyncio.CancelledError:
+                with contextlib.suppress(DistError, TimeoutError):
+                    async with asyncio.timeout(_GIVE_UP_TIMEOUT_S):
+                        await self._decide(b"a launcher was interrupted while it waited")
+                        await self._next_meeting()
+                raise
+            await self._next_meeting()
+
+    async def delete_keys(self) -> None:
+        """Take away what was written for this run; the number of the next meeting stays."""
+        await self._next_meeting()
+        for key in await self._store.list_keys(self.keys):
+            if key != self.keys + "verdict":  # for launchers on their way here: this meeting is over
+                await self._store.delete_key(key)
+
+    async def _next_meeting(self) -> None:
+        await self._store.compare_set(self._root + "meeting", str(self._number), str(self._number + 1))
+
+    async def _take_seat(self, node_rank: int | None) -> int | None:
+        """Return this node's rank; None if all seats are taken, as after an earlier run."""
+        known = int(await self._store.compare_set(self.keys + "nnodes", b"", str(self._nnodes)))
+        if known != self._nnodes:
+            raise _ContradictionError(
+                f"this launcher of job {self._job_id!r} expects {self._nnodes} nodes, another one {known}"
+            )
+        seat = await self._store.add(self.keys + "seats", 1) - 1
+        if seat >= self._nnodes:
+            return None
+        mine = seat if node_rank is None else node_rank
+        if await self._store.add(f"{self.keys}claim/{mine}", 1) > 1:
+            raise _ContradictionError(f"two launchers of job {self._job_id!r} claim node rank {mine}")
+        return mine
+
+    async def _meet(
+        self, mine: int, entry: dict[str, Any], deadline: Deadline, timeout_s: float
+    ) -> list[dict[str, Any]] | None:
+        """Wait for the others and return every node's entry; None if this meeting came to nothing."""
+        await self._store.set(f"{self.keys}node/{mine}", json.dumps(entry))
+        try:
+            entries = await self._of_all("node", deadline.remaining_s(_now()))
+        except StoreTimeoutError as error:
+            problem = f"nodes {_nodes_in(error)} of {self._nnodes} did not join within {timeout_s:g} s"
+            await self._decide(problem.encode())
+            await self._next_meeting()
+            raise LaunchError(problem) from None
+        if entries is None or await self._roll_call(mine, deadline) != _TOGETHER:
+            return None
+        return [json.loads(each) for each in entries]
+
+    async def _roll_call(self, mine: int, deadline: Deadline) -> bytes:
+        """See who of those that came is still there, and return the verdict."""
+        await self._store.set(f"{self.keys}present/{mine}", b"1")
+        try:
+            await self._of_all("present", ROLL_CALL_S)
+        except StoreTimeoutError as error:
+            problem = f"nodes {_nodes_in(error)} of {self._nnodes} came and went silent"
+            verdict = await self._decide(problem.encode())
+            if verdict != _TOGETHER and deadline.expired(_now()):
+                await self._next_meeting()
+                raise LaunchError(problem) from None
+            return verdict
+        return await self._decide(_TOGETHER)
+
+    async def _of_all(self, name: str, timeout_s: float | None) -> list[bytes] | None:
+        """Every node's key of that name, or None if the verdict is there first. Raises StoreTimeoutError."""
+        keys = [f"{self.keys}{name}/{node}" for node in range(self._nnodes)]
+        values = asyncio.ensure_future(self._store.multi_get(keys, timeout=timeout_s))
+        verdict = asyncio.ensure_future(self._store.get(self.keys + "verdict", timeout=None))
+        try:
+            await asyncio.wait((values, verdict), return_when=asyncio.FIRST_COMPLETED)
+            if not verdict.done():
+                return values.result()
+            verdict.result()
+            return None
+        finally:
+            values.cancel()
+            verdict.cancel()
+            await asyncio.gather(values, verdict, return_exceptions=True)
+
+    async def _decide(self, word: bytes) -> bytes:
+        """Write the verdict, unless there is one; return it."""
+        return await self._store.compare_set(self.keys + "verdict", b"", word)
+
+    async def _run_id(self) -> str:
+        """What node 0 calls the run: the job id, and a number when the store has seen it before."""
+        if not self._job_id:
+            return secrets.token_hex(4)
+        before = await self._store.add(self._root + "runs", 1) - 1
+        return self._job_id + (f"-{before}" if before else "")
+
+
+def _nodes_in(error: StoreTimeoutError) -> list[int]:
+    return sorted(int(key.rpartition("/")[2]) for key in error.keys)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

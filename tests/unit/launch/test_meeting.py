@@ -1,0 +1,123 @@
+"""Launchers meet again on a store that has seen them end, fail, be interrupted and be killed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncdist.errors import LaunchError
+from asyncdist.launch import meeting as meeting_module
+from asyncdist.launch.meeting import Meeting, Roster
+from asyncdist.launch.nodes import Nodes
+from asyncdist.store import HashStore
+
+
+def join(
+    store: HashStore, node_rank: int | None, nnodes: int = 2, timeout_s: float = 5.0
+) -> asyncio.Task[tuple[Roster, Meeting]]:
+    meeting = Meeting(store.clone(), "job", nnodes)
+
+    async def joined() -> tuple[Roster, Meeting]:
+        return await meeting.join(node_rank, 1, "h", timeout_s), meeting
+
+    return asyncio.create_task(joined())
+
+
+async def arrived(store: HashStore, key: str) -> None:
+    await store.get(f"launch/job/{key}", timeout=5)
+
+
+async def run_ids(*joins: asyncio.Task[tuple[Roster, Meeting]]) -> set[str]:
+    async with asyncio.timeout(15):
+        return {roster.run_id for roster, _ in await asyncio.gather(*joins)}
+
+
+@pytest.fixture(autouse=True)
+def patience_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody who can be told needs a roll call's time-out."""
+    monkeypatch.setattr(meeting_module, "ROLL_CALL_S", 60.0)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0), (None, None)])
+async def test_after_one_was_interrupted_while_it_waited(ranks: tuple[int | None, int | None]) -> None:
+    store = HashStore()
+    waiting = join(store, ranks[0])
+    await arrived(store, f"0/node/{ranks[0] or 0}")
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert len(await run_ids(join(store, ranks[0]), join(store, ranks[1]))) == 1
+
+
+async def test_those_who_still_wait_meet_whom_replaces_the_interrupted() -> None:
+    store = HashStore()
+    first, second = join(store, 0, nnodes=3), join(store, 1, nnodes=3)
+    await arrived(store, "0/node/0")
+    await arrived(store, "0/node/1")
+    first.cancel()
+    await asyncio.wait([first])
+    assert len(await run_ids(second, join(store, 0, nnodes=3), join(store, 2, nnodes=3))) == 1
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (None, None)])
+async def test_after_one_was_killed_while_it_waited(
+    ranks: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting_module, "ROLL_CALL_S", 0.2)
+    store = HashStore()
+    for key, value in {"nnodes": "2", "node/0": '{"nproc": 1, "host": "h", "run_id": "dead"}'}.items():
+        await store.set(f"launch/job/0/{key}", value)
+    await store.add("launch/job/0/seats", 1)
+    await store.add("launch/job/0/claim/0", 1)
+    second = join(store, ranks[1])
+    assert await run_ids(join(store, ranks[0]), second) != {"dead"}
+
+
+async def test_another_number_of_nodes_is_another_run() -> None:
+    store = HashStore()
+    assert await run_ids(join(store, 0), join(store, 1)) == {"job"}
+    assert await run_ids(join(store, 0, nnodes=1)) == {"job-1"}
+    assert await run_ids(*(join(store, None, nnodes=3) for _ in range(3))) == {"job-2"}
+
+
+async def test_two_numbers_of_nodes_at_once_are_an_error() -> None:
+    store = HashStore()
+    joins = [join(store, 0, 2), join(store, 1, 3)]
+    async with asyncio.timeout(5):
+        done, pending = await asyncio.wait(joins, return_when=asyncio.FIRST_COMPLETED)
+    with pytest.raises(LaunchError, match=r"expects [23] nodes, another one [23]"):
+        done.pop().result()
+    for task in pending:
+        task.cancel()
+    await asyncio.wait(joins)
+
+
+async def test_a_time_out_of_one_does_not_end_the_others() -> None:
+    store = HashStore()
+    patient, hasty = join(store, 0), join(store, 0, timeout_s=0.01)
+    with pytest.raises(LaunchError, match=r"nodes \[1\] of 2 did not join|claim node rank 0"):
+        await hasty
+    assert len(await run_ids(patient, join(store, 1))) == 1
+
+
+async def test_who_is_silent_at_the_deadline_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_module, "ROLL_CALL_S", 0.05)
+    store = HashStore()
+    await store.set("launch/job/0/node/0", '{"nproc": 1, "host": "h", "run_id": "dead"}')
+    with pytest.raises(LaunchError, match=r"nodes \[0\] of 2 came and went silent"):
+        await join(store, 1, timeout_s=0.01)
+
+
+async def test_a_store_that_stays_is_left_tidy() -> None:
+    store = HashStore()
+    for run in range(3):
+        launched = [Nodes(store.clone(), "job", 2) for _ in range(2)]
+        async with asyncio.timeout(5):
+            await asyncio.gather(*(nodes.join(None, 1, "h", 5.0) for nodes in launched))
+            await asyncio.gather(*(nodes.leave(hosting=False, outlived=True) for nodes in launched))
+        left = sorted(await store.list_keys("launch/job/"))
+        assert left == [
+            *(f"launch/job/{past}/verdict" for past in range(run + 1)),
+            "launch/job/meeting",
+            "launch/job/runs",
+        ]
