@@ -18,6 +18,7 @@ from asyncdist.launch.config import (
     Endpoint,
     LaunchConfig,
     parse_endpoint,
+    parse_nnodes,
     parse_nproc,
     worker_command,
 )
@@ -39,8 +40,16 @@ def _to_nproc(ctx: click.Context, param: click.Parameter, value: str) -> int:
         raise click.BadParameter(str(error), ctx, param) from error
 
 
+def _to_nnodes(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    try:
+        return parse_nnodes(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
 @click.command(
     "run",
+    short_help="Run a script once per rank.",
     context_settings={
         # Everything from the script on is the script's own, whatever it looks like.
         "allow_interspersed_args": False,
@@ -56,7 +65,9 @@ def _to_nproc(ctx: click.Context, param: click.Parameter, value: str) -> int:
     show_default=True,
     help="Workers on this node.",
 )
-@click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes (launchers) of the job.")
+@click.option(
+    "--nnodes", callback=_to_nnodes, metavar="N", default="1", show_default=True, help="Nodes (launchers) of the job."
+)
 @click.option("--node-rank", type=click.IntRange(0), help="This node's number; by default the store deals them out.")
 @click.option(
     "--rdzv-endpoint",

@@ -130,8 +130,9 @@ class Agent:
     def _announce(self, place: StorePlace, roster: Roster) -> None:
         config = self._config
         first, last = roster.first_rank, roster.first_rank + config.nproc_per_node - 1
+        ranks = f"ranks {first}-{last}" if last > first else f"rank {first}"
         self.say(
-            f"job {roster.run_id}, node {roster.node_rank} of {config.nnodes}, ranks {first}-{last} of "
+            f"job {roster.run_id}, node {roster.node_rank} of {config.nnodes}, {ranks} of "
             f"{roster.world_size}, store {'hosted' if place.hosted else 'found'} at {place.endpoint}"
         )
         if config.nproc_per_node > 1 and "OMP_NUM_THREADS" not in self._environ:

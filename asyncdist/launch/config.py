@@ -18,6 +18,7 @@ __all__ = [
     "Endpoint",
     "LaunchConfig",
     "parse_endpoint",
+    "parse_nnodes",
     "parse_nproc",
     "usable_cores",
     "worker_command",
@@ -156,6 +157,19 @@ def parse_nproc(text: str, environ: Mapping[str, str] = os.environ) -> int:
             raise ValueError("no NVIDIA GPU is visible here")
         return gpus or usable_cores()
     raise ValueError(f"{text!r} is neither a number nor auto, cpu or gpu")
+
+
+def parse_nnodes(text: str) -> int:
+    """Turn `--nnodes` into a number: digits, or torchrun's `N:N`.
+
+    Raises ValueError for anything else, a range (`1:4`) among it.
+    """
+    least, _, most = text.strip().partition(":")
+    if not (least.isascii() and least.isdigit()) or int(least) < 1:
+        raise ValueError(f"{text!r} is not a number of nodes (1 or more)")
+    if most not in ("", least):
+        raise ValueError(f"{text!r}: a job has a fixed number of nodes, so give {least} or {most}, not a range")
+    return int(least)
 
 
 def worker_command(script: str, args: tuple[str, ...], *, module: bool, no_python: bool) -> tuple[str, ...]:

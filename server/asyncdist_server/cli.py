@@ -26,7 +26,14 @@ from asyncdist_server.messages import (
 from asyncdist_server.threaded import new_event_loop
 
 
-@click.command(context_settings={"auto_envvar_prefix": "ASYNCDIST_SERVER", "show_default": True})
+@click.command(
+    context_settings={
+        "auto_envvar_prefix": "ASYNCDIST_SERVER",
+        "show_default": True,
+        "help_option_names": ["-h", "--help"],
+    }
+)
+@click.version_option(package_name="asyncdist", prog_name="asyncdist-server")
 @click.option("--host", default="127.0.0.1", help="Address to listen on; any but loopback needs a token.")
 @click.option("--port", default=DEFAULT_PORT, type=click.IntRange(0, 65535), help="Port; 0 picks a free one.")
 @click.option("--http-host", default="127.0.0.1", help="Address of the HTTP port.")
@@ -68,7 +75,10 @@ def main(
     stall_timeout: float,
     handshake_timeout: float,
 ) -> None:
-    """Serve a store: the rendezvous of distributed jobs. Stops on SIGTERM or SIGINT."""
+    """Serve a store: the rendezvous of distributed jobs. Stops on SIGTERM or SIGINT.
+
+    Every option can also be given as ASYNCDIST_SERVER_<OPTION>, in capitals and with underscores.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
         token = read_token_file(token_file) if token_file else load_token(os.environ)

@@ -212,3 +212,12 @@ def test_without_aiohttp_the_http_port_says_what_to_install(tmp_path: Path) -> N
     assert refused.returncode == 1
     assert "asyncdist[server]" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(("option", "text"), [("-h", "ASYNCDIST_SERVER_"), ("--version", "asyncdist-server, version ")])
+def test_it_says_what_it_is(option: str, text: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncdist_server", option], capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0
+    assert text in done.stdout

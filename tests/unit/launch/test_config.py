@@ -14,6 +14,7 @@ from asyncdist.launch.config import (
     Endpoint,
     LaunchConfig,
     parse_endpoint,
+    parse_nnodes,
     parse_nproc,
     usable_cores,
     worker_command,
@@ -58,6 +59,26 @@ def test_number_of_workers() -> None:
 def test_numbers_of_workers_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match=r"number|between"):
         parse_nproc(text, {})
+
+
+@pytest.mark.parametrize(("text", "count"), [("1", 1), (" 12 ", 12), ("3:3", 3)])
+def test_number_of_nodes(text: str, count: int) -> None:
+    assert parse_nnodes(text) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0", "1 or more"),
+        ("-1", "1 or more"),
+        ("", "1 or more"),
+        ("x", "1 or more"),
+        ("1:4", "give 1 or 4, not a range"),
+    ],
+)
+def test_numbers_of_nodes_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_nnodes(text)
 
 
 def test_gpu_without_one_is_an_error() -> None:
