@@ -1,7 +1,7 @@
 """Expiry: the deadlines of a group's collectives, and finding out whose fault it is when one passes.
 
 One timer serves all operations under way. When a deadline passes, every member is asked whether it ever issued the
-operation; those that did not, and those that do not answer, are the ones that are missing.
+operation, and connected to for that; those that did not, and those that do not answer, are the ones that are missing.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from typing import Any, Final, NamedTuple
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.world import World
 
-__all__ = ["PROBE_S", "Expiry"]
+__all__ = ["MAX_PROBE_DIALS", "PROBE_S", "Expiry"]
 
 PROBE_S: Final = 0.5
 """How long members have to answer: a loop that cannot within half a second is stuck itself, and failures are to name
 the rank within a second."""
+
+MAX_PROBE_DIALS: Final = 256
+"""Largest group of which all members are asked, connected or not. In larger ones, where everybody may be asking at that
+moment, connections for the question alone would be too many; then only the connected can be found missing."""
 
 Key = tuple[int, int]
 """Tag and sequence number of an operation."""
@@ -97,9 +101,10 @@ class Expiry:
             self._restart(upcoming_s)
 
     def _probe(self, key: Key) -> None:
-        others = {rank for rank in self._ranks if rank != self._world.rank}
-        self._probes[key] = _Probe(others, set(), self._loop.call_later(PROBE_S, self._conclude, key))
-        self._world.tell(self._ranks, ["probe", self._group_id, *key], dial=False)
+        message = ["probe", self._group_id, *key]
+        asked = self._world.tell(self._ranks, message, dial=len(self._ranks) <= MAX_PROBE_DIALS)
+        if key in self._works:
+            self._probes[key] = _Probe(set(asked), set(), self._loop.call_later(PROBE_S, self._conclude, key))
 
     def _conclude(self, key: Key) -> None:
         probe = self._probes.pop(key)

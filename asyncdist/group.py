@@ -334,7 +334,7 @@ class ProcessGroup(Operations):
         self._expiry.stop()
         if self._is_world:
             await self.world.close()
-        self.world.groups.pop(self.group_id, None)
+        self.world.unregister(self.group_id, self._sequences)
 
     def __await__(self) -> Generator[Any, None, Self]:
         yield from ()  # awaiting a group gives the group at once

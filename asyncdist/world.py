@@ -15,6 +15,7 @@ News of a group that does not exist here yet is kept, within bounds, until it do
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 import msgpack
@@ -39,6 +40,8 @@ MAX_RANKS_NAMED: Final = 4096
 """Missing ranks sent to others; nobody reads more of them."""
 ABORTS_KEPT: Final = 256
 """Aborted groups that ranks connecting later are told of, the newest: older ones nobody waits for any more."""
+ENDED_KEPT: Final = 256
+"""Groups closed here of which others may still ask what was issued on them, the newest."""
 LEAVE_LIMIT_S: Final = 5.0
 """How long saying goodbye to peers may take."""
 
@@ -82,6 +85,7 @@ class World:
         self._source = source
         self._rendezvous = rendezvous
         self._aborts: dict[int, tuple[tuple[int, ...], bytes]] = {}
+        self._ended: dict[int, Mapping[int, int]] = {}
         self._early: dict[int, list[tuple[int, list[Any]]]] = {}
         close_in_forked_child(self)
 
@@ -98,6 +102,13 @@ class World:
         for rank, error in self.lost.items():
             if rank in group.ranks:
                 group.peer_lost(rank, error)
+
+    def unregister(self, group_id: int, issued: Mapping[int, int]) -> None:
+        """A group is closed here; `issued` says how many collectives of each tag it had, for those who ask later."""
+        del self.groups[group_id]
+        self._ended[group_id] = issued
+        if len(self._ended) > ENDED_KEPT:
+            del self._ended[next(iter(self._ended))]
 
     def tell(self, ranks: tuple[int, ...], message: list[Any], *, dial: bool) -> list[int]:
         """Send a control message to `ranks`, ourselves excepted; with `dial`, also to those not connected yet.
@@ -163,8 +174,15 @@ class World:
                 raise RemoteProtocolError(f"rank {rank} sent news of a group it does not belong to")
             group.control(rank, message)
         elif message[0] == "probe":
-            self.tell((rank,), ["status", *message[1:4], False], dial=False)
-        elif message[0] != "status" and len(self._early) < EARLY_GROUPS:
+            _, group_id, tag, sequence = message
+            issued = self._ended.get(group_id, {}).get(tag, 0) > sequence
+            self.tell((rank,), ["status", group_id, tag, sequence, issued], dial=False)
+        elif message[0] != "status" and message[1] not in self._ended:
+            self._keep(rank, message)
+
+    def _keep(self, rank: int, message: list[Any]) -> None:
+        """Keep news of a group that is still to come, unless there is too much already."""
+        if len(self._early) < EARLY_GROUPS or message[1] in self._early:
             parked = self._early.setdefault(message[1], [])
             if len(parked) < EARLY_MESSAGES:
                 parked.append((rank, message))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import asyncdist as dist
+from asyncdist import expiry
 from asyncdist.testing.world import SimulatedWorld, run_world
 
 Group = dist.ProcessGroup
@@ -370,6 +371,48 @@ def test_an_expired_collective_names_the_missing_ranks_everywhere() -> None:
 
     run_world(5, main)
     run_world(5, connected)
+
+
+@pytest.mark.parametrize(("dials", "connected"), [(6, True), (5, False)])
+def test_who_issued_but_is_not_connected_is_not_missing(
+    monkeypatch: pytest.MonkeyPatch, dials: int, connected: bool
+) -> None:
+    """In a ring of six, rank 0's neighbors are 1 and 5; it expires first, and only rank 3 is to blame."""
+    monkeypatch.setattr(expiry, "MAX_PROBE_DIALS", dials)
+
+    async def main(group: Group) -> tuple[int, ...]:
+        group._backend._overrides["all_reduce"] = "ring"  # type: ignore[attr-defined]
+        if group.rank == 3:
+            await asyncio.sleep(7)
+        with pytest.raises(dist.CollectiveError, match="all_reduce #0 timed out on rank 0") as expired:
+            await group.all_reduce(np.zeros(60_000), timeout=5 if group.rank == 0 else 50)
+        if group.rank == 0:
+            connections = group.world.mesh.statistics()["peers"].get("memory", 0)
+            assert connections == (5 if connected else 2)
+        return getattr(expired.value, "missing", ())
+
+    for missing in run_world(6, main)[:3]:
+        assert missing == (3,) if connected else 3 not in missing
+
+
+def test_who_issued_and_closed_the_group_is_not_missing() -> None:
+    async def main(group: Group) -> None:
+        group._backend._overrides["broadcast"] = "chain"  # type: ignore[attr-defined]
+        sub = dist.new_group([0, 1, 2])
+        assert isinstance(sub, Group)
+        sub._backend._overrides["broadcast"] = "chain"  # type: ignore[attr-defined]
+        if group.rank == 0:
+            await sub.broadcast(np.zeros(3), 0)
+            await sub.close()
+            await asyncio.sleep(10)
+        elif group.rank == 1:
+            await asyncio.sleep(10)
+        else:
+            with pytest.raises(dist.CollectiveTimeoutError) as expired:
+                await sub.broadcast(np.zeros(3), 0, timeout=5)
+            assert expired.value.missing == (1,)
+
+    run_world(3, main)
 
 
 def test_asyncio_timeout_ends_the_waiting_not_the_operation() -> None:

@@ -83,6 +83,23 @@ def test_news_of_a_group_that_comes_later_is_kept_within_bounds(monkeypatch: pyt
     assert run_world(2, main)[1] == [True, True, True, False, False]
 
 
+def test_news_of_a_group_that_was_closed_is_not_kept() -> None:
+    async def main(group: dist.ProcessGroup) -> None:
+        await group.barrier()
+        sub = dist.new_group()
+        assert isinstance(sub, dist.ProcessGroup)
+        if group.rank == 0:
+            await asyncio.sleep(1)
+            sub.abort("late")
+            await group.barrier()
+        else:
+            await sub.close()
+            await group.barrier()
+            assert not group.world._early
+
+    run_world(2, main)
+
+
 def test_a_stranger_to_a_group_cannot_speak_for_it() -> None:
     async def main(group: dist.ProcessGroup) -> None:
         pair = dist.new_group([0, 1])
