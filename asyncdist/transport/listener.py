@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from asyncdist import events
+from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.address import Endpoint, endpoint_text, unix_text
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.handshake import Handshake
@@ -149,7 +150,11 @@ class Listener:
     def _failed(self, handshake: Handshake[ListenerHello], error: Exception) -> None:
         self.refused += 1
         self._discard(handshake)
-        events.info("refused a connection from %s: %s", handshake.label, error)
+        if isinstance(error, RemoteProtocolError | TimeoutError):
+            rank = self._context.identity.rank
+            events.info("rank %d: refused a connection from %s: %s", rank, handshake.label, error)
+        elif events.tracing("net"):  # it hung up first: a dial that crossed ours, or a port scan
+            events.emit("net", "hello_ended", where=handshake.label, problem=error)
 
     def _discard(self, handshake: Handshake[ListenerHello]) -> None:
         self._half_open.discard(handshake)

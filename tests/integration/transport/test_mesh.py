@@ -475,7 +475,8 @@ async def test_stranger(transport: str, identity: dict[str, bytes]) -> None:
     [b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(300), b"\x8fADPEER\n\xff\xff\0\0" + bytes(88), b"x"],
     ids=["http", "zeros", "other version", "one byte"],
 )
-async def test_garbage_to_the_listener(data: bytes) -> None:
+async def test_garbage_to_the_listener(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "asyncdist")
     async with world(2, "tcp", hello_timeout_s=0.2) as made:
         loop = asyncio.get_running_loop()
         with socket.socket() as sock:
@@ -488,8 +489,18 @@ async def test_garbage_to_the_listener(data: bytes) -> None:
                     received_bytes += len(chunk)
             assert received_bytes <= 1024
         await eventually(lambda: made.ranks[1].mesh.statistics()["refused_connections"] == 1)
+        assert "rank 1: refused a connection from tcp 127.0.0.1:" in caplog.text
         made.ranks[0].send(1, b"fine")
         assert await received(made.ranks[1].receive(0)) == b"fine"
+
+
+async def test_a_dial_that_hangs_up_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "asyncdist")
+    async with world(2, "tcp") as made:
+        with socket.create_connection(made.addresses[1].endpoints[0]):
+            pass
+        await eventually(lambda: made.ranks[1].mesh.statistics()["refused_connections"] == 1)
+    assert "refused" not in caplog.text  # crossed dials end like that, and would read like an error
 
 
 async def test_half_open_connections_are_bounded_and_expire() -> None:
