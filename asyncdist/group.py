@@ -35,7 +35,10 @@ from asyncdist.overlap import OverlapWatch
 from asyncdist.pairs import Pairs
 from asyncdist.world import World
 
-__all__ = ["ProcessGroup"]
+__all__ = ["WORLD", "ProcessGroup"]
+
+WORLD: Final = None
+"""`asyncdist.group.WORLD`, as torch scripts write it: the default group, wherever a `group=` is taken."""
 
 CLOSE_SENDS_S: Final = 30.0
 """How long a closing group waits for sends nobody receives; collectives have deadlines of their own."""

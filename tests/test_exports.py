@@ -75,6 +75,12 @@ def test_every_public_method_is_documented(public: type) -> None:
     assert not {name for name in methods - shared if not inspect.getdoc(getattr(public, name))}
 
 
+async def test_the_world_is_spelled_as_in_torch() -> None:
+    async with asyncdist.init_process_group(store=asyncdist.HashStore(), rank=0, world_size=1):
+        assert asyncdist.get_rank(asyncdist.group.WORLD) == 0
+        await asyncdist.barrier(group=asyncdist.group.WORLD)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
 def test_import_opens_and_starts_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORT_QUIETLY], capture_output=True, text=True, timeout=60)
