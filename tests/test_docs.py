@@ -1,0 +1,53 @@
+"""The documents name what exists, and all of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncdist
+from asyncdist import errors
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+SOURCES = [path for folder in ("asyncdist", "server") for path in (ROOT / folder).rglob("*.py")]
+VARIABLE = re.compile(r"ASYNCDIST_[A-Z]+(?:_[A-Z]+)*\b(?!_)")
+
+
+def variables_in(*paths: Path) -> set[str]:
+    return {name for path in paths for name in VARIABLE.findall(path.read_text())} - {"ASYNCDIST_SERVER"}
+
+
+def test_every_environment_variable_is_documented_and_read() -> None:
+    assert variables_in(ROOT / "docs" / "environment.md") == variables_in(*SOURCES)
+    assert variables_in(*DOCUMENTS) <= variables_in(*SOURCES)
+
+
+def test_every_error_is_documented() -> None:
+    documented = set(re.findall(r"`(\w+Error)`", (ROOT / "docs" / "errors.md").read_text()))
+    assert documented - {"TypeError", "ValueError", "RuntimeError", "TimeoutError"} <= set(errors.__all__)
+    bases = {"DistNetworkError", "DistBackendError", "CollectiveError", "QueueEmptyError"}  # caught, or not yet raised
+    assert set(errors.__all__) - documented <= bases
+
+
+def test_every_name_of_the_package_in_the_documents_exists() -> None:
+    text = "".join(path.read_text() for path in DOCUMENTS)
+    names = set(re.findall(r"\bdist\.(\w+)\(", text)) | set(re.findall(r"\basyncdist\.(\w+)\(", text))
+    assert {name for name in names if not hasattr(asyncdist, name)} == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", document.read_text())
+    assert not [link for link in links if "://" not in link and not (document.parent / link).exists()]
+
+
+def test_the_example_of_the_test_kit_passes() -> None:
+    source = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "testing.md").read_text(), re.DOTALL)
+    assert source is not None
+    namespace: dict[str, Any] = {}
+    exec(source[1], namespace)
+    namespace["test_the_mean"]()
