@@ -256,7 +256,8 @@ class Agent:
         if first:
             self._interrupted_by = signum
             self._ending.set()
-            self.say(f"{signal.Signals(signum).name}: passed on to the workers")
+            outcome = "no worker is running" if self._attempt is None else "passed on to the workers"
+            self.say(f"{signal.Signals(signum).name}: {outcome}")
         if self._attempt is not None:
             self._attempt.interrupt(signum)
         if self._main is not None and (self._attempt is None or (not first and signum == signal.SIGINT)):

@@ -228,7 +228,8 @@ def test_a_job_id_can_be_used_again_whatever_became_of_the_last_run(tmp_path: Pa
             seen = ["store", f"--store={server.address}", "--namespace=asyncdist-launch", "wait", "launch/job/0/node/0"]
             subprocess.run([sys.executable, "-m", "asyncdist", *seen], check=True, timeout=DEADLINE_S)
             waiting.send_signal(signal.SIGINT)
-            assert outcome(waiting)[0] == 130
+            returncode, _, stderr = outcome(waiting)
+            assert (returncode, stderr) == (130, "asyncdist run: SIGINT: no worker is running\n")
         assert run("--nproc-per-node=2", "--rdzv-id=job", script, **store).returncode == 0
         with nodes(two, two, **store) as launched:
             assert [outcome(process)[0] for process in launched] == [0, 0]
