@@ -204,7 +204,7 @@ def test_contradictions_are_errors_on_every_rank() -> None:
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LIMIT": "8"}
     began_s = time.monotonic()
     for rank in finish([start_rank(JOIN, 0, 2, where), start_rank(JOIN, 1, 3, where)]):
-        assert "world_size 3" in rank.stderr
+        assert "was started with world_size" in rank.stderr  # whoever came second is named
         assert rank.returncode == 1
     where["MASTER_PORT"] = str(free_port())
     for rank in finish([start_rank(JOIN, rank, 3, where) for rank in (0, 1, 1)]):
