@@ -158,7 +158,7 @@ class ProcessGroup(Operations):
         work = CollectiveWork(self._loop, operation, call.nbytes, tag, sequence, call.result)
         key = (tag, sequence)
         if self._refusals and key in self._refusals:
-            self._fail(work, self._refusals.pop(key))
+            self._fail(work, explain(self.where(operation, sequence), self._refusals.pop(key)))
             return work
         self._overlap.issue(tag, operation)
         self._works[key] = work
@@ -248,12 +248,18 @@ class ProcessGroup(Operations):
         error = CollectiveMismatchError(f"rank {rank} refused the operation: {text}")
         key = (tag, sequence)
         work = self._works.pop(key, None)
-        if work is not None:
-            self._backend.drop(tag, sequence)
-            self._fail(work, explain(self.where(work.operation, work.sequence), error))
-        elif self._sequences.get(tag, 0) <= sequence and len(self._refusals) < REFUSALS_KEPT:
-            self._backend.drop(tag, sequence)
+        if work is None:
+            if self._sequences.get(tag, 0) > sequence or key in self._refusals:
+                return
+            if len(self._refusals) >= REFUSALS_KEPT:
+                self._abort(error, "mismatch", f"{error} (one of {REFUSALS_KEPT} refusals in a row)", rank)
+                return
             self._refusals[key] = error
+        self._backend.drop(tag, sequence)
+        # Passed on, so that who hears of our leaving, or of others', has heard of this before.
+        self.world.tell(self.ranks, ["refused", self.group_id, tag, sequence, rank, text], dial=False)
+        if work is not None:
+            self._fail(work, explain(self.where(work.operation, work.sequence), error))
 
     # The end.
 

@@ -12,6 +12,7 @@ import pytest
 
 import asyncdist as dist
 from asyncdist import expiry
+from asyncdist.group import REFUSALS_KEPT
 from asyncdist.testing.world import SimulatedWorld, run_world
 
 Group = dist.ProcessGroup
@@ -245,6 +246,49 @@ def test_a_refused_collective_keeps_its_place_and_tells_the_others() -> None:
             assert isinstance(errors[rank], dist.CollectiveMismatchError)
             assert "rank 1 refused" in str(errors[rank])
             assert f"rank {rank}, all_reduce #0" in str(errors[rank])
+
+
+def test_a_refusal_is_heard_of_before_the_leaving_of_those_who_heard_of_it() -> None:
+    async def main(group: Group) -> None:
+        await group.all_gather_into_tensor(np.zeros(6), np.zeros(1))
+        if group.rank == 1:
+            with pytest.raises(TypeError):
+                group.all_reduce("not an array")
+            await asyncio.sleep(1)
+        else:
+            with pytest.raises(dist.CollectiveMismatchError, match="rank 1 refused"):
+                await group.all_gather_into_tensor(np.zeros(6), np.zeros(1))
+
+    for seed in range(40):
+        run_world(6, main, seed=seed)
+
+
+@pytest.mark.parametrize("past", [0, 1])
+def test_a_rank_can_be_ahead_by_so_many_refusals_and_no_more(past: int) -> None:
+    async def main(group: Group) -> None:
+        await group.barrier()
+        if group.rank == 1:
+            for _ in range(REFUSALS_KEPT + past):
+                with pytest.raises(TypeError):
+                    group.all_reduce("not an array")
+            await asyncio.sleep(2)
+            if past:
+                with pytest.raises(dist.GroupAbortedError, match="64 refusals"):
+                    group.barrier()
+            else:
+                await group.barrier()
+            return
+        await asyncio.sleep(1)
+        if past:
+            with pytest.raises(dist.GroupAbortedError, match="rank 1 refused the operation"):
+                group.barrier()
+            return
+        for number in range(REFUSALS_KEPT):
+            with pytest.raises(dist.CollectiveMismatchError, match=f"barrier #{number + 1}: rank 1 refused"):
+                await group.barrier()
+        await group.barrier()
+
+    run_world(3, main)
 
 
 def test_what_was_sent_for_a_refused_collective_is_not_kept() -> None:
