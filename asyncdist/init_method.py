@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 from collections.abc import Mapping
@@ -28,7 +29,10 @@ from asyncdist_server.auth import load_token
 
 __all__ = ["InitMethod", "StoreSource", "open_store", "parse_init_method"]
 
-DEFAULT_STORE_PORT: Final = 29500
+FAILURE_LINGER_S: Final = 3.0
+"""How long the rank that hosts the store keeps it for those who still ask why there will be no world: one more round
+trip for a rank that has connected, which a busy machine stretches."""
+_LINGER_POLL_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,17 @@ class StoreSource:
         if self.owned:
             await self.store.close()
         if self.server is not None:
+            await asyncio.to_thread(self.server.close)
+
+    async def close_after_failure(self) -> None:
+        """Close, but let those who are still connected to our server hear first why there will be no world."""
+        if self.owned:
+            await self.store.close()
+        if self.server is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FAILURE_LINGER_S):
+                    while self.server.connection_count:  # noqa: ASYNC110 - it changes in the server's thread
+                        await asyncio.sleep(_LINGER_POLL_S)
             await asyncio.to_thread(self.server.close)
 
 

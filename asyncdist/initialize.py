@@ -111,6 +111,9 @@ class GroupOpening:
             source = await open_store(self._method, deadline)
         try:
             return await open_world(source, self._method, name, self._timeout_s, deadline, backend=self._backend)
+        except Exception:
+            await asyncio.shield(source.close_after_failure())
+            raise
         except BaseException:
             await asyncio.shield(source.close())
             raise

@@ -49,6 +49,12 @@ class ThreadedServer:
         assert self._server is not None
         return self._server.address
 
+    @property
+    def connection_count(self) -> int:
+        """Connections open now; may be asked from any thread."""
+        assert self._server is not None
+        return self._server.connection_count
+
     def close(self) -> None:
         """Stop serving and join the thread; blocks up to the drain time-out while clients read their last replies."""
         if self._loop is not None and self._stop_event is not None and self._thread.is_alive():

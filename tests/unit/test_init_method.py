@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from asyncdist.init_method import parse_init_method
+from asyncdist import init_method as init_method_module
+from asyncdist.init_method import FAILURE_LINGER_S, StoreSource, parse_init_method
+from asyncdist.store import TCPStore
+from asyncdist_server import serve_in_thread
 
 ENVIRON = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
@@ -79,3 +84,29 @@ def test_an_explicit_store_excludes_an_init_method_and_needs_ranks() -> None:
     for rank, world_size in ((-1, 2), (0, -1)):
         with pytest.raises(ValueError, match="needs rank= and world_size="):
             parse_init_method(None, rank, world_size, has_store=True)
+
+
+async def hosted() -> tuple[StoreSource, TCPStore]:
+    """A source that hosts its store, and the store of another rank."""
+    server = await asyncio.to_thread(serve_in_thread)
+    mine, other = [await TCPStore.connect("127.0.0.1", server.port) for _ in range(2)]
+    return StoreSource(mine, owned=True, server=server), other
+
+
+async def test_after_a_failure_the_store_stays_until_the_others_have_heard_why() -> None:
+    source, other = await hosted()
+    closing = asyncio.create_task(source.close_after_failure())
+    await other.set("asked", "late")
+    assert await other.get("asked") == b"late"
+    assert not closing.done()
+    await other.close()
+    async with asyncio.timeout(FAILURE_LINGER_S):
+        await closing
+
+
+async def test_after_a_failure_the_store_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init_method_module, "FAILURE_LINGER_S", 0.05)
+    source, other = await hosted()
+    async with asyncio.timeout(5):
+        await source.close_after_failure()
+    await other.close()
