@@ -1,12 +1,13 @@
 # Every verb makes .venv itself. Extra arguments: make test ARGS="-k store -x"
 PYTHON ?= python3
 ARGS ?=
+SEEDS ?= 2000
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench prove multinode clean
+.PHONY: help demo test check bench prove sim multinode clean
 
 help:
 	@echo "make demo       train on handwritten digits with 4 ranks"
@@ -14,6 +15,7 @@ help:
 	@echo "make check      lint, formatting, types"
 	@echo "make bench      measure beside the neighbors that are installed"
 	@echo "make prove      verify every collective plan symbolically for many world sizes"
+	@echo "make sim        run thousands of random programs on simulated worlds (SEEDS=2000)"
 	@echo "make multinode  run the demo on 3 nodes in containers (as root; installs Debian's docker when missing)"
 	@echo "make clean      remove .venv and everything else that was built"
 
@@ -33,6 +35,9 @@ bench: $(VENV)/.dev
 
 prove: $(VENV)/.base
 	$(BIN)/python -m asyncdist.plan.verify $(or $(ARGS),--worlds 1..64)
+
+sim: $(VENV)/.dev
+	ASYNCDIST_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/sim $(ARGS)
 
 multinode: $(VENV)/.base
 	bash tests/multinode/run.sh $(ARGS)
