@@ -301,6 +301,32 @@ async def check_clean_leave(open_meshes: OpenMeshes) -> None:
             assert await one.receive(1, tag).done() == pattern(tag)
 
 
+async def check_nobody_left(open_meshes: OpenMeshes) -> None:
+    """A receive from any source ends once all others have left, but not before what they sent was received."""
+    async with open_world(open_meshes, 3) as (one, two, three):
+        assert await _exchange(one, two)
+        assert await _exchange(one, three)
+        everyone = [0, 1, 2]
+        for rank in (two, three):
+            rank.send(0, b"before", 1)
+        first = one.receive(None, 1, ranks=everyone)
+        pending = one.receive(None, 2, ranks=everyone)
+        assert await first.done() == b"before"
+        await two.mesh.close(10.0)
+        await eventually(lambda: one.left)
+        assert not pending.future.done()
+        await three.mesh.close(10.0)
+        assert isinstance(await pending.failure(), PeerLostError)
+        assert await one.receive(None, 1, ranks=everyone).done() == b"before"
+        assert isinstance(await one.receive(None, 1, ranks=everyone).failure(), PeerLostError)
+        one.send(0, pattern(1 << 20), 3)
+        assert await one.receive(None, 3, ranks=everyone).done() == pattern(1 << 20)
+    async with open_world(open_meshes, 1) as (alone,):
+        waiting = alone.receive(None, 1, ranks=[0])
+        alone.send(0, b"me", 1)
+        assert await waiting.done() == b"me"
+
+
 async def check_thousands_in_flight(open_meshes: OpenMeshes) -> None:
     """Far more messages than credit and offers allow wait without blocking another tag, and arrive in order."""
     count = 4 * MAX_OFFERS
@@ -339,6 +365,7 @@ MESH_CHECKS: Final[tuple[MeshCheck, ...]] = (
     check_greeting,
     check_peer_lost,
     check_clean_leave,
+    check_nobody_left,
     check_thousands_in_flight,
 )
 """Every check; each takes an `OpenMeshes`."""

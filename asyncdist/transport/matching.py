@@ -276,10 +276,6 @@ class AnySourceTable:
             peer.ask(receive.key)
         return False
 
-    def holds(self, key: bytes) -> bool:
-        """Whether a message of `key` is parked at any peer."""
-        return key in self._parked
-
     def withdraw(self, receive: Receive) -> bool:
         """Forget `receive`; False if it was matched already."""
         return self.table.remove(receive)

@@ -86,11 +86,11 @@ class MemoryMesh:
         self._check_open()
         for rank in ranks:
             self._check_rank(rank)
-        if self._all_gone(ranks) and not self._any_source.holds(receive.key):
+        if self._any_source.post(receive, ranks):
+            return True
+        if self._all_gone(ranks) and self._any_source.withdraw(receive):
             raise PeerLostError(f"every rank this could come from has left or was lost: {sorted(ranks)}", min(ranks))
-        if self.rank in ranks:
-            self.peer(self.rank)
-        return self._any_source.post(receive, ranks)
+        return False
 
     def withdraw(self, receive: Receive, rank: int | None = None) -> bool:
         """See Mesh.withdraw."""
@@ -293,7 +293,11 @@ class MemoryMesh:
         return peer
 
     def _all_gone(self, ranks: Collection[int]) -> bool:
-        return len(ranks) <= len(self._gone) and all(rank in self._gone for rank in ranks)
+        """Whether nobody can send any more: all others of `ranks` are gone, and we never were a peer of our own."""
+        gone, own = self._gone, self.rank
+        if not gone or (own in ranks and self.cores[own] is not None):
+            return False
+        return any(rank != own for rank in ranks) and all(rank in gone or rank == own for rank in ranks)
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:

@@ -133,17 +133,15 @@ class Mesh:
         """Post a receive from whichever of `ranks` sends first. It dials nobody: senders do.
 
         When one of `ranks` is lost the receive fails, as that rank might have been the one; when one leaves, it goes on
-        until all have left. Raises PeerLostError if all are gone already, ValueError for a rank outside the world.
+        until all others have left. We count as a source only once we have sent something to ourselves. Raises
+        PeerLostError if all are gone already, ValueError for a rank outside the world.
         """
         self._check_open()
         for rank in ranks:
             self._check_rank(rank)
-        if self.rank in ranks:
-            self.peer(self.rank)
         if self._any_source.post(receive, ranks):
             return True
-        if self._gone and self._all_gone(ranks):
-            self._any_source.withdraw(receive)
+        if self._all_gone(ranks) and self._any_source.withdraw(receive):
             raise PeerLostError(f"every rank this could come from has left or was lost: {sorted(ranks)}", min(ranks))
         return False
 
@@ -344,7 +342,11 @@ class Mesh:
                 link.dial_failed(problem or LookupError(f"rank {rank} has published no address"))
 
     def _all_gone(self, ranks: Collection[int]) -> bool:
-        return len(ranks) <= len(self._gone) and all(rank in self._gone for rank in ranks)
+        """Whether nobody can send any more: all others of `ranks` are gone, and we never were a peer of our own."""
+        gone, own = self._gone, self.rank
+        if not gone or (own in ranks and self.cores[own] is not None):
+            return False
+        return any(rank != own for rank in ranks) and all(rank in gone or rank == own for rank in ranks)
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:

@@ -794,6 +794,24 @@ def test_a_rank_that_leaves_fails_only_what_waits_for_it() -> None:
     run_world(3, main)
 
 
+def test_a_receive_from_any_source_ends_when_all_others_have_left() -> None:
+    async def main(group: Group) -> None:
+        await group.barrier()
+        if group.rank:
+            await asyncio.sleep(group.rank)
+            await group.isend(np.full(1, group.rank), 0, 1)
+            return
+        with pytest.raises(dist.PeerLostError, match="has left") as left:
+            await group.recv_array()
+        assert left.value.left
+        assert asyncio.get_running_loop().time() >= 2
+        assert [(await group.recv_array(tag=1))[0] for _ in range(2)] == [1, 2]
+        with pytest.raises(dist.PeerLostError, match="every rank this could come from"):
+            await group.recv_array(tag=1)
+
+    run_world(3, main)
+
+
 def test_batch() -> None:
     async def main(group: Group) -> None:
         right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
