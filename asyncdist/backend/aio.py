@@ -14,6 +14,7 @@ from asyncdist.executor import reduction
 from asyncdist.executor.program import Program
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.plan.selector import plan_for, plan_id
+from asyncdist.reduce_op import PremulSum, ReduceOp
 from asyncdist.transport.frame import key_prefix
 from asyncdist.transport.mesh import Mesh
 from asyncdist.transport.peer import PeerCore
@@ -107,7 +108,8 @@ class AioBackend(GroupBackend):
             root=call.root,
             algorithm=self._overrides.get(call.collective),
         )
-        detail = f"{call.dtype.name} {call.op!r}"
+        op = ReduceOp.PREMUL_SUM if isinstance(call.op, PremulSum) else call.op  # factors may differ between ranks
+        detail = f"{call.dtype.name} {op!r}"
         fingerprint = plan_id(call.collective, plan.algorithm, plan.world, call.counts, call.root, detail)
         kernel = None if call.op is None else reduction.kernel(call.op, call.dtype)
         if len(self._recipes) >= RECIPES_KEPT:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from asyncdist.arrays import Array
-from asyncdist.errors import GroupAbortedError
+from asyncdist.errors import CollectiveMismatchError, GroupAbortedError
 from asyncdist.executor.buffers import Bound
 from asyncdist.executor.program import COPY, RECV, RECV_REDUCE, SEND, Instruction, Program
 from asyncdist.executor.scratch import ScratchPool
@@ -168,13 +168,17 @@ class Execution:
             target = self._buffers[buffer].octets(start, stop)
             receive = Receive(self._prefix + suffix, target, self, index)
             done = self._peers[peer].post_receive(receive)  # type: ignore[union-attr]
+            if done and receive.fingerprint != self._fingerprint:
+                raise _mismatch(receive)
         elif kind == RECV_REDUCE:
             nbytes = (stop - start) * self._itemsize
             staging = self._staging[index] = self._pool.take(nbytes)
             receive = Receive(self._prefix + suffix, staging.data, self, index)
-            if self._peers[peer].post_receive(receive):  # type: ignore[union-attr]
+            done = self._peers[peer].post_receive(receive)  # type: ignore[union-attr]
+            if done:
+                if receive.fingerprint != self._fingerprint:
+                    raise _mismatch(receive)
                 return self._reduce_staged(index)
-            done = False
         else:
             return self._combine(
                 index,
@@ -238,6 +242,9 @@ class Execution:
         """A message is in its place (or in staging, to be reduced)."""
         if self._stopped:
             return
+        if receive.fingerprint != self._fingerprint:
+            self.message_failed(token, _mismatch(receive))
+            return
         self._waiting.discard(token)
         if token in self._staging and not self._reduce_staged(token):
             return
@@ -256,3 +263,10 @@ class Execution:
     def allocate(self, token: Any, source: int, nbytes: int, meta: bytes) -> memoryview:
         """Never called: every receive of a plan names its target."""
         raise AssertionError("a plan's receives have targets")
+
+
+def _mismatch(receive: Receive) -> CollectiveMismatchError:
+    return CollectiveMismatchError(
+        f"rank {receive.source} runs something else in this place of the order: another collective, reduction, dtype, "
+        "root, size or algorithm"
+    )

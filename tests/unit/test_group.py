@@ -345,6 +345,40 @@ def test_different_shapes_end_the_group_everywhere() -> None:
     assert any(isinstance(first, dist.CollectiveMismatchError) for first, _ in outcomes)
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda g: g.all_reduce(np.ones(4)), lambda g: g.all_reduce(np.ones(4), dist.ReduceOp.MAX)),
+        (lambda g: g.all_reduce(np.ones(4, "f4")), lambda g: g.all_reduce(np.ones(4, "i4"))),
+        (lambda g: g.all_reduce(np.ones(4)), lambda g: g.broadcast(np.ones(4), 0)),
+        (lambda g: g.all_reduce(np.ones(200_000)), lambda g: g.all_reduce(np.ones(200_000), dist.ReduceOp.MIN)),
+        (lambda g: g.all_gather([np.ones(1), np.ones(1)], np.ones(1)), lambda g: g.all_reduce(np.ones(1))),
+    ],
+)
+def test_different_calls_of_equal_size_are_told_apart(
+    one: Callable[[Group], Any], other: Callable[[Group], Any]
+) -> None:
+    async def main(group: Group) -> Any:
+        first = await outcome((one if group.rank == 0 else other)(group))
+        await asyncio.sleep(1)
+        with pytest.raises(dist.GroupAbortedError):
+            group.barrier()
+        return first
+
+    for seed in (None, 1, 2):
+        outcomes = run_world(2, main, seed=seed)
+        assert any(isinstance(first, dist.CollectiveMismatchError) for first in outcomes), outcomes
+
+
+def test_factors_of_a_weighted_sum_may_differ() -> None:
+    async def main(group: Group) -> None:
+        x = np.ones(3)
+        await group.all_reduce(x, dist.ReduceOp.PREMUL_SUM(group.rank + 1.0))
+        assert x.tolist() == [6.0] * 3
+
+    run_world(3, main)
+
+
 # Failures.
 
 
