@@ -43,6 +43,9 @@ class MeshLike(Protocol):
     def send_control(self, rank: int, payload: bytes) -> None:
         """See Mesh."""
 
+    def break_pair(self, rank: int, cause: Exception) -> None:
+        """See Mesh."""
+
     def drop_group(self, group: bytes, error: BaseException) -> None:
         """See Mesh."""
 

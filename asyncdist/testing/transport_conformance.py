@@ -301,6 +301,24 @@ async def check_clean_leave(open_meshes: OpenMeshes) -> None:
             assert await one.receive(1, tag).done() == pattern(tag)
 
 
+async def check_break_off(open_meshes: OpenMeshes) -> None:
+    """Breaking a pair frees its arrays, the pair with oneself included, and leaves other pairs alone."""
+    async with open_world(open_meshes, 3) as (one, two, three):
+        assert await _exchange(one, two)
+        assert await _exchange(one, three)
+        for rank in (0, 1):
+            pending = [one.send(rank, bytes(1 << 20), 1), one.receive(rank, 2)]
+            one.mesh.break_pair(rank, TimeoutError("too late"))
+            for operation in [*pending, one.send(rank, b"later")]:
+                error = await operation.failure()
+                assert isinstance(error, PeerLostError)
+                assert error.rank == rank
+                assert "too late" in str(error)
+        await eventually(lambda: two.lost)
+        assert list(one.lost) == [1]
+        assert await _exchange(one, three)
+
+
 async def check_nobody_left(open_meshes: OpenMeshes) -> None:
     """A receive from any source ends once all others have left, but not before what they sent was received."""
     async with open_world(open_meshes, 3) as (one, two, three):
@@ -364,6 +382,7 @@ MESH_CHECKS: Final[tuple[MeshCheck, ...]] = (
     check_control_overtakes,
     check_greeting,
     check_peer_lost,
+    check_break_off,
     check_clean_leave,
     check_nobody_left,
     check_thousands_in_flight,

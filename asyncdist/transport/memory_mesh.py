@@ -137,8 +137,12 @@ class MemoryMesh:
     def break_pair(self, rank: int, cause: Exception) -> None:
         """See Mesh.break_pair."""
         self._check_rank(rank)
-        if rank != self.rank and not self._peer(rank).ended:
+        if self._peer(rank).ended:
+            return
+        if rank != self.rank:
             self._peer_lost(rank, cause)
+        else:
+            self._finish(rank, "lost", PeerLostError(f"rank {rank} broke off with itself: {cause}", rank))
 
     def drop_group(self, group: bytes, error: BaseException) -> None:
         """See Mesh.drop_group."""

@@ -188,6 +188,9 @@ class Mesh:
         self._check_rank(rank)
         if rank != self.rank:
             self._link(rank).break_off(cause)
+        elif (own := self.cores[rank]) is not None and self._loopback is not None:
+            self._loopback.close()
+            own.fail(PeerLostError(f"rank {rank} broke off with itself: {cause}", rank))
 
     def drop_group(self, group: bytes, error: BaseException) -> None:
         """Forget every operation of the group with id `group` (8 bytes), telling no sink; late messages are drained.

@@ -1168,6 +1168,20 @@ def test_a_send_that_expires_breaks_its_pair() -> None:
     run_world(3, main)
 
 
+def test_a_send_to_oneself_that_expires_frees_its_array() -> None:
+    async def main(group: Group) -> None:
+        x = np.zeros(1_000_000)
+        with pytest.raises(dist.CollectiveTimeoutError):
+            await group.isend(x, 0, timeout=2)
+        with pytest.raises(dist.PeerLostError) as lost:
+            await group.recv(np.zeros(1_000_000), 0)
+        assert lost.value.rank == 0
+        await group.barrier()
+
+    run_world(1, main)
+    run_world(2, lambda group: main(group) if group.rank == 0 else group.barrier())
+
+
 def test_without_a_group_there_is_none() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match="not been initialized"):
