@@ -222,7 +222,9 @@ class Dialer:
         self._refused_rounds = self._refused_rounds + 1 if self._round_refused else 0
         same_host = self._address.host_id == self._context.host_id
         gone = same_host and self._refused_rounds >= SAME_HOST_REFUSALS
-        if gone or isinstance(error, RemoteProtocolError):
+        if gone:
+            self._give_up(ConnectionRefusedError(f"it takes no connections any more: it has ended ({error})"))
+        elif isinstance(error, RemoteProtocolError):
             self._give_up(error)
         elif self._expired and not self._reached:
             self._time_is_up(self._context.config.connect_timeout_s)
