@@ -16,12 +16,14 @@ from asyncdist.group import ProcessGroup
 __all__ = ["current_world", "default_group", "has_default_group", "register_world", "worlds_here"]
 
 _current: ContextVar[ProcessGroup | None] = ContextVar("asyncdist_group", default=None)
-_open: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[ProcessGroup]] = weakref.WeakKeyDictionary()
+# A group refers to its loop, so strong references here would keep both for ever. While it is open, its sockets, which
+# the loop watches, keep it alive.
+_open: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.WeakSet[ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 def register_world(group: ProcessGroup) -> None:
     """Make `group` the default of the current context, and known to its event loop."""
-    _open.setdefault(asyncio.get_running_loop(), []).append(group)
+    _open.setdefault(asyncio.get_running_loop(), weakref.WeakSet()).add(group)
     _current.set(group)
 
 
@@ -32,9 +34,7 @@ def worlds_here() -> list[ProcessGroup]:
     except RuntimeError:
         return []
     alive = [group for group in _open.get(loop, ()) if not group.closed]
-    if loop in _open:
-        _open[loop] = alive
-    return alive
+    return sorted(alive, key=lambda group: group.name)
 
 
 def current_world() -> ProcessGroup | None:
