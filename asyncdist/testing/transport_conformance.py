@@ -336,7 +336,10 @@ async def check_nobody_left(open_meshes: OpenMeshes) -> None:
         await three.mesh.close(10.0)
         assert isinstance(await pending.failure(), PeerLostError)
         assert await one.receive(None, 1, ranks=everyone).done() == b"before"
-        assert isinstance(await one.receive(None, 1, ranks=everyone).failure(), PeerLostError)
+        error = await one.receive(None, 1, ranks=everyone).failure()
+        assert isinstance(error, PeerLostError)
+        assert error.left
+        assert error.rank == 1
         one.send(0, pattern(1 << 20), 3)
         assert await one.receive(None, 3, ranks=everyone).done() == pattern(1 << 20)
     async with open_world(open_meshes, 1) as (alone,):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, Protocol
+
+from asyncdist.errors import PeerLostError
 
 __all__ = [
     "AnySourceTable",
@@ -20,6 +22,7 @@ __all__ = [
     "ReceiveTable",
     "SendOp",
     "Sink",
+    "nobody_left",
 ]
 
 MAX_DROPPED_GROUPS: Final = 4096
@@ -319,3 +322,11 @@ class AnySourceTable:
             self._stalled[peer] = None
         else:
             self._stalled.pop(peer, None)
+
+
+def nobody_left(own: int, ranks: Collection[int], gone: Mapping[int, bool]) -> PeerLostError:
+    """What a receive from any of `ranks` raises when all others than `own` are gone: one of them, a lost one if any."""
+    others = sorted(rank for rank in ranks if rank != own)
+    blamed = next((rank for rank in others if not gone[rank]), others[0])
+    text = ", ".join(map(str, others[:20])) + (", ..." if len(others) > 20 else "")
+    return PeerLostError(f"nobody can send this any more: rank {text} left or was lost", blamed, left=gone[blamed])

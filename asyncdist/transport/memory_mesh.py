@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncdist.errors import ClosedError, PeerLostError, RemoteProtocolError
 from asyncdist.transport.address import PeerAddress
-from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, SendOp
+from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, SendOp, nobody_left
 from asyncdist.transport.memory import MemoryLink, MemoryNetwork
 from asyncdist.transport.mesh import MeshOwner
 from asyncdist.transport.peer import PeerCore
@@ -49,7 +49,7 @@ class MemoryMesh:
         self._peers: dict[int, _Peer] = {}
         self._any_source = AnySourceTable()
         self._dropped = DroppedGroups()
-        self._gone: set[int] = set()
+        self._gone: dict[int, bool] = {}  # whether it left with a goodbye
         self._all_ended = asyncio.Event()
         self._closing = False
         self._closed_because = ""
@@ -89,7 +89,7 @@ class MemoryMesh:
         if self._any_source.post(receive, ranks):
             return True
         if self._all_gone(ranks) and self._any_source.withdraw(receive):
-            raise PeerLostError(f"every rank this could come from has left or was lost: {sorted(ranks)}", min(ranks))
+            raise nobody_left(self.rank, ranks, self._gone)
         return False
 
     def withdraw(self, receive: Receive, rank: int | None = None) -> bool:
@@ -248,7 +248,7 @@ class MemoryMesh:
     def _peer_left(self, rank: int) -> None:
         error = PeerLostError(f"rank {rank} has left the world (it closed its group and said goodbye)", rank, left=True)
         self._finish(rank, "left", error)
-        self._gone.add(rank)
+        self._gone[rank] = True
         for receive in list(self._any_source.table):
             if self._all_gone(receive.ranks) and self._any_source.withdraw(receive):
                 receive.sink.message_failed(receive.token, error)
@@ -259,7 +259,7 @@ class MemoryMesh:
         error = PeerLostError(f"rank {self.rank} lost rank {rank}: {cause}", rank)
         error.__cause__ = cause
         self._finish(rank, "lost", error)
-        self._gone.add(rank)
+        self._gone[rank] = False
         self._any_source.fail_source(rank, error)
         self._owner.peer_lost(rank, error)
         self._check_ended()

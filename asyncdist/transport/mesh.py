@@ -17,7 +17,7 @@ from asyncdist.transport.hello import Identity, ListenerHello
 from asyncdist.transport.link import Link, LinkState
 from asyncdist.transport.listener import Listener
 from asyncdist.transport.loopback import LoopbackConnection
-from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, SendOp
+from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, SendOp, nobody_left
 from asyncdist.transport.peer import PeerCore
 
 __all__ = ["Mesh", "MeshOwner", "Resolve"]
@@ -80,7 +80,7 @@ class Mesh:
         self._loopback: LoopbackConnection | None = None
         self._any_source = AnySourceTable()
         self._dropped = DroppedGroups()
-        self._gone: set[int] = set()
+        self._gone: dict[int, bool] = {}  # whether it left with a goodbye
         self._unresolved: list[int] = []
         self._resolve_turn: asyncio.Handle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -142,7 +142,7 @@ class Mesh:
         if self._any_source.post(receive, ranks):
             return True
         if self._all_gone(ranks) and self._any_source.withdraw(receive):
-            raise PeerLostError(f"every rank this could come from has left or was lost: {sorted(ranks)}", min(ranks))
+            raise nobody_left(self.rank, ranks, self._gone)
         return False
 
     def withdraw(self, receive: Receive, rank: int | None = None) -> bool:
@@ -279,13 +279,13 @@ class Mesh:
 
     def link_lost(self, rank: int, error: PeerLostError) -> None:
         """Fail what any-source receives hoped for, and tell the owner."""
-        self._gone.add(rank)
+        self._gone[rank] = False
         self._any_source.fail_source(rank, error)
         self._owner.peer_lost(rank, error)
 
     def link_left(self, rank: int, error: PeerLostError) -> None:
         """Fail any-source receives that nobody can serve any more, and tell the owner."""
-        self._gone.add(rank)
+        self._gone[rank] = True
         for receive in list(self._any_source.table):
             if self._all_gone(receive.ranks) and self._any_source.withdraw(receive):
                 receive.sink.message_failed(receive.token, error)
