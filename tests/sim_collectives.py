@@ -67,6 +67,7 @@ class CollectiveTracks(Judge):
         timeout: dict[str, Any] = {}
         if fault is not None and index == fault.track and track.tag == STALL_TAG:
             if fault.kind == "stall":
+                self.journal.issued_s[self.rank, number] = self.loop.time()
                 timeout = {"timeout": STALL_TIMEOUT_S}
             elif fault.kind == "mismatch" and number == fault.index and self.culprit:
                 self._strike()

@@ -7,10 +7,11 @@ import re
 from typing import Any
 
 import numpy as np
-from sim_programs import STALL_TAG, Scenario, Track
+from sim_programs import Scenario, Track
 
 import asyncdist as dist
 from asyncdist.executor.work import Work
+from asyncdist.expiry import PROBE_S
 from asyncdist.group import CLOSE_SENDS_S
 from asyncdist.testing import VirtualTimeLoop
 from asyncdist.testing.world import SimulatedWorld
@@ -56,6 +57,7 @@ class Journal:
         self.members: dict[tuple[int, int], dist.ProcessGroup] = {}
         self.marked: list[tuple[str, np.ndarray]] = []
         self.fault_at_s: float | None = None
+        self.issued_s: dict[tuple[int, int], float] = {}
         self.faulty: set[int] = set()
         self.done = 0
         self.all_done = asyncio.Event()
@@ -173,11 +175,8 @@ class Judge:
         found = re.search(r"#(\d+) timed out", str(error))
         assert found is not None, error
         sequence = int(found[1])
-        issued = {
-            rank: self.journal.members[0, rank]._sequences.get(STALL_TAG, 0) > sequence
-            for rank in self.scenario.groups[0]
-        }
-        wrong = [rank for rank in error.missing if issued[rank]]
+        asked_s = self.loop.time() - PROBE_S - 0.01  # who issued it after that was rightly missing
+        wrong = [rank for rank in error.missing if self.journal.issued_s.get((rank, sequence), asked_s) < asked_s]
         return not wrong and self.fault is not None and self.fault.rank in error.missing
 
     def _check_pair_error(

@@ -114,8 +114,17 @@ def scenario(seed: int, *, faulty: bool) -> Scenario:
     made.timeout_s = dice.choice((None, 60.0))
     for tag in range(dice.randint(2, 5)):
         made.tracks.append(_track(dice, dice.randrange(len(groups)), tag + 1, groups, refusals=True))
+    # A receive from any source ends when all others have left, though its rank may have something to tell itself yet.
     if faulty:
+        made.tracks = [
+            replace(track, senders=tuple(rank for rank in track.senders if rank != track.receiver))
+            if track.what == "many"
+            else track
+            for track in made.tracks
+        ]
         _add_fault(dice, made)
+    elif any(track.what == "many" and track.receiver in track.senders for track in made.tracks):
+        made.barrier = True
     return made
 
 
