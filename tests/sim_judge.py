@@ -119,6 +119,8 @@ class Judge:
                 self.journal.problem(text + " (here, after being killed)")
             return True
         struck_s = self.journal.fault_at_s
+        if struck_s is None and self._left_in_order(error):
+            return True
         if struck_s is None:
             self.journal.problem(text + " (before the fault)")
             return False
@@ -136,9 +138,8 @@ class Judge:
         fault = self.fault
         assert fault is not None
         rank = getattr(error, "rank", None)
-        reason = error.__cause__ if isinstance(error, dist.GroupAbortedError) else error
-        if isinstance(reason, dist.PeerLostError) and reason.left and self.journal.members[0, reason.rank].closed:
-            return True  # it had nothing left to do, or gave up, and left before the two were connected
+        if self._left_in_order(error):
+            return True
         if kind == "kill":
             return isinstance(error, dist.PeerLostError | dist.GroupAbortedError) and rank == fault.rank
         if kind == "leave":
@@ -166,6 +167,13 @@ class Judge:
         if isinstance(error, dist.GroupAbortedError):
             return isinstance(error.__cause__, dist.CollectiveMismatchError)
         return isinstance(error, dist.CollectiveMismatchError)
+
+    def _left_in_order(self, error: BaseException) -> bool:
+        """Whether a rank is named that had nothing left to do, or gave up, and was gone before the two could talk."""
+        reason = error.__cause__ if isinstance(error, dist.GroupAbortedError) else error
+        if not isinstance(reason, dist.PeerLostError) or not reason.left:
+            return False
+        return self.journal.members[0, reason.rank].closed
 
     def _explained_by_stall(self, error: BaseException) -> bool:
         if isinstance(error, dist.GroupAbortedError):
