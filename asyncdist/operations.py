@@ -171,8 +171,8 @@ class Operations:
         """Receive into `tensor`, of the sender's dtype and at least its size, from rank `src` (None: from any).
 
         The result is the source's rank. A message of another dtype or too large raises CollectiveMismatchError and is
-        dropped; the pair stays usable. From any source it raises PeerLostError when a member is lost, and when all others
-        have left. No time-out unless one is given. Withdrawn by `work.cancel()` only.
+        dropped; the pair stays usable. From any source it raises PeerLostError when a member is lost, and when all the
+        others have left. No time-out unless one is given. Withdrawn by `work.cancel()` only.
         """
         source = None if src is None else check_rank(src, self.size, "src")
         return self.pairs.receive(tensor, source, tag, timeout, abandon=False)
