@@ -254,6 +254,7 @@ class TCPStore(RequestStore):
         loop = self._loop
         deadline = math.inf if window_s is None else loop.time() + window_s
         silent_closes = 0
+        problem = ""
         if self._backoff_s > FIRST_BACKOFF_S:  # the last connection broke before it was of any use
             await self._pause(deadline)
         while True:
@@ -264,7 +265,8 @@ class TCPStore(RequestStore):
             except StoreRefusedError as error:
                 return DistStoreError(f"{self._where}: {error}")
             except TimeoutError:
-                problem = "it does not answer"
+                if not problem or loop.time() < deadline:  # a try cut short at the end says less than those before
+                    problem = "it does not answer"
             except OSError as error:
                 refused = isinstance(error, ConnectionRefusedError)
                 problem = "nothing listens there" if refused else str(error) or type(error).__name__
