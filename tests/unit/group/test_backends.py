@@ -1,0 +1,159 @@
+"""Backends, event loops, several worlds, and pairs that break."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from typing import Any
+
+import numpy as np
+import pytest
+from group_kit import Group
+
+import asyncdist as dist
+from asyncdist.testing import run_world
+
+
+def test_backends_have_names_and_can_be_registered() -> None:
+    from asyncdist.backend.aio import AioBackend
+    from asyncdist.backend.base import GroupBackend, parse_backend
+
+    assert parse_backend(None) == parse_backend("Gloo") == parse_backend("cpu:aio") == {"cpu": "aio"}
+    for text, message in {
+        "foo": "unknown or unavailable backend 'foo'",
+        "nccl": "unavailable",
+        "cpu:": "malformed",
+        "cpu:aio,cpu:aio": "malformed",
+        "cuda:aio": "none for the cpu",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            parse_backend(text)
+    with pytest.raises(TypeError):
+        dist.Backend(3)  # type: ignore[arg-type]
+    started: list[str] = []
+
+    def factory(mesh: Any, group_id: int, ranks: tuple[int, ...], rank: int) -> GroupBackend:
+        class Counting(AioBackend):
+            def start(self, call: Any, *arguments: Any) -> None:
+                started.append(call.collective)
+                super().start(call, *arguments)
+
+        from asyncdist.executor.scratch import ScratchPool
+
+        return Counting(mesh, group_id, ranks, rank, loop=asyncio.get_running_loop(), pool=ScratchPool(), overrides={})
+
+    dist.Backend.register_backend("counting", factory)
+    try:
+        with pytest.raises(ValueError, match="registered already"):
+            dist.Backend.register_backend("COUNTING", factory)
+        assert dist.is_backend_available("counting")
+
+        async def main(group: Group) -> None:
+            sub = dist.new_group(backend="Counting")
+            assert dist.get_backend(sub) == "counting" == dist.Backend.COUNTING  # type: ignore[attr-defined]
+            await dist.barrier(sub)
+
+        run_world(2, main)
+        assert started == ["barrier", "barrier"]
+    finally:
+        del dist.Backend._factories["counting"]
+        del dist.Backend.COUNTING  # type: ignore[attr-defined]
+    assert not dist.is_nccl_available()
+    assert not dist.is_mpi_available()
+    assert dist.is_gloo_available()
+
+
+def test_calls_from_another_loop_are_refused() -> None:
+    async def main(group: Group) -> None:
+        errors: list[BaseException] = []
+
+        async def elsewhere() -> None:
+            try:
+                group.barrier()
+            except RuntimeError as error:
+                errors.append(error)
+
+        import threading
+
+        thread = threading.Thread(target=lambda: asyncio.run(elsewhere()))
+        thread.start()
+        thread.join()
+        assert "another event loop" in str(errors[0])
+
+    run_world(1, main)
+
+
+def test_a_send_that_expires_breaks_its_pair() -> None:
+    async def main(group: Group) -> None:
+        if group.rank == 0:
+            with pytest.raises(dist.CollectiveTimeoutError, match=r"isend \(rank 1\): isend did not end within 2 s"):
+                await group.isend(np.zeros(1_000_000), 1, timeout=2)
+            with pytest.raises(dist.PeerLostError):
+                await group.isend(np.zeros(1), 1)
+            await group.isend(np.ones(1), 2)
+        elif group.rank == 1:
+            with pytest.raises(dist.PeerLostError) as lost:
+                await group.recv(np.zeros(1), 0, tag=1)
+            assert lost.value.rank == 0
+        else:
+            await group.recv(np.zeros(1), 0)
+        with pytest.raises(dist.DistError):
+            await group.barrier()
+
+    run_world(3, main)
+
+
+def test_a_send_to_oneself_that_expires_frees_its_array() -> None:
+    async def main(group: Group) -> None:
+        x = np.zeros(1_000_000)
+        with pytest.raises(dist.CollectiveTimeoutError):
+            await group.isend(x, 0, timeout=2)
+        with pytest.raises(dist.PeerLostError) as lost:
+            await group.recv(np.zeros(1_000_000), 0)
+        assert lost.value.rank == 0
+        await group.barrier()
+
+    run_world(1, main)
+    run_world(2, lambda group: main(group) if group.rank == 0 else group.barrier())
+
+
+def test_without_a_group_there_is_none() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="not been initialized"):
+        dist.get_rank()
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="not been initialized"):
+            dist.all_reduce(np.zeros(1))
+
+    dist.run(main())
+
+
+def test_a_world_cannot_be_initialized_twice_in_one_context() -> None:
+    async def main(group: Group) -> None:
+        with pytest.raises(ValueError, match="initialized already"):
+            await dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+
+    run_world(1, main)
+
+
+async def test_several_worlds_of_one_process_and_who_finds_which() -> None:
+    async def default_name() -> str:
+        return dist.get_default_group().name
+
+    def elsewhere() -> asyncio.Task[str]:
+        return asyncio.get_running_loop().create_task(default_name(), context=contextvars.Context())
+
+    store = dist.HashStore()
+    async with dist.init_process_group(store=store, rank=0, world_size=1, group_name="one"):
+        assert await elsewhere() == "one"
+        async with dist.init_process_group(store=store, rank=0, world_size=1, group_name="two") as two:
+            assert dist.get_default_group() is two
+            with pytest.raises(ValueError, match="one, two"):
+                await elsewhere()
+            x = np.ones(1)
+            await dist.all_reduce(x)
+        assert dist.get_default_group().name == "one"
+        assert await elsewhere() == "one"
+    assert not dist.is_initialized()
+    await store.close()

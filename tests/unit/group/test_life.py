@@ -1,0 +1,161 @@
+"""From joining to closing: who raises what, and what is left."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from group_kit import Group, outcome
+
+import asyncdist as dist
+from asyncdist.testing import run_world
+
+
+def test_a_failed_work_nobody_asked_about_is_raised_at_the_end() -> None:
+    async def main(group: Group) -> None:
+        if group.rank == 0:
+            await group.isend(np.zeros(2), 1)
+        else:
+            work = group.irecv(np.zeros(1), 0)
+            work.add_done_callback(lambda _: None)
+            await asyncio.sleep(1)
+
+    with pytest.raises(dist.CollectiveMismatchError, match="receive buffer"):
+        run_world(2, main)
+
+
+def test_a_failure_while_closing_is_raised_once() -> None:
+    async def main(group: Group) -> None:
+        if group.rank == 0:
+            await asyncio.sleep(1)
+            await group.isend(np.zeros(2), 1)
+            await group.isend(np.zeros(200_000), 1)
+            return
+        group.irecv(np.zeros(1), 0)
+        sub = dist.new_group([1])
+        await asyncio.sleep(1)
+        large = np.zeros(200_000)
+        group.irecv(large, 0)
+        while not group.world.mesh.cores[0].statistics()["streams_in"]:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.0001)
+        closers = [asyncio.create_task(group.close()) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(dist.ClosedError, match="is being closed"):
+            group.barrier()
+        results = await asyncio.gather(*closers, return_exceptions=True)
+        assert [type(result) for result in results] == [dist.CollectiveMismatchError, type(None), type(None)]
+        assert sub.closed
+        await group.close()
+
+    run_world(2, main, seed=3, latency_s=0.01)
+
+
+def test_closing_waits_for_a_forgotten_collective_and_raises_what_became_of_it() -> None:
+    async def main(group: Group) -> None:
+        if group.rank == 0:
+            group.barrier()
+            with pytest.raises(dist.CollectiveMismatchError, match="rank 1 refused"):
+                await group.close()
+        else:
+            await asyncio.sleep(1)
+            with pytest.raises(TypeError):
+                group.all_reduce("not an array")
+
+    run_world(2, main)
+
+
+def test_a_failure_somebody_is_about_to_hear_of_is_not_raised_by_close() -> None:
+    async def main(group: Group) -> None:
+        sub = dist.new_group()
+        assert isinstance(sub, Group)
+        if group.rank == 1:
+            return
+        waiter = asyncio.create_task(outcome(sub.barrier(tag=1)))
+        await asyncio.sleep(0)
+        closer = asyncio.create_task(sub.close())
+        sub.abort("now")  # the closer runs before the waiter does
+        await closer
+        assert isinstance(await waiter, dist.GroupAbortedError)
+
+    run_world(2, main)
+
+
+def test_the_world_closes_its_groups_well_and_tells_nobody() -> None:
+    """Rank 0 is done with its part long before the others are with theirs."""
+
+    async def main(group: Group) -> None:
+        sub = dist.new_group()
+        assert isinstance(sub, Group)
+        x = np.full(30_000, group.rank)
+        if group.rank == 0:
+            sub.broadcast(x, 0)
+            sub.isend(x, 2, 5)
+            return
+        await asyncio.sleep(group.rank)
+        await sub.broadcast(x, 0)
+        assert not x.any()
+        if group.rank == 2:
+            await sub.recv(x, 0, 5)
+
+    run_world(3, main)
+
+
+def test_an_exception_ends_the_groups_within_too() -> None:
+    async def main(group: Group) -> None:
+        sub = dist.new_group([0, 1])
+        if group.rank == 0:
+            assert isinstance(sub, Group)
+            sub.irecv(np.zeros(1), 1)
+            sub.barrier(tag=1)
+            await asyncio.sleep(0.1)
+            raise KeyError("mine")
+        if group.rank == 1:
+            assert isinstance(sub, Group)
+            with pytest.raises(dist.GroupAbortedError, match="rank 0 left with KeyError"):
+                await sub.barrier(tag=2)
+            assert asyncio.get_running_loop().time() < 1
+
+    with pytest.raises(KeyError, match="mine"):
+        run_world(3, main)
+
+
+def test_what_is_closed_says_so() -> None:
+    async def main(group: Group) -> None:
+        sub = dist.new_group()
+        assert isinstance(sub, Group)
+        await dist.destroy_process_group(sub)
+        with pytest.raises(dist.ClosedError, match="is closed"):
+            sub.barrier()
+        assert dist.is_initialized()
+        await dist.destroy_process_group()
+        assert not dist.is_initialized()
+        with pytest.raises(ValueError, match="not been initialized"):
+            dist.barrier()
+        with pytest.raises(dist.ClosedError):
+            group.barrier()
+        await group.close()
+
+    run_world(2, main)
+
+
+def test_status_lines() -> None:
+    async def main(group: Group) -> None:
+        assert repr(group) == f"<ProcessGroup default rank {group.rank} of 2 backend aio open>"
+        assert dist.get_backend() == "aio"
+        assert dist.get_backend() == dist.Backend("GLOO")
+        assert dist.get_default_group() is group
+        await group.close()
+        assert "closed" in repr(group)
+
+    run_world(2, main)
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    async def main(group: Group) -> float:
+        for size in (3, 100_000):
+            await group.all_reduce(np.zeros(size))
+        return asyncio.get_running_loop().time()
+
+    assert run_world(4, main, seed=11) == run_world(4, main, seed=11)
+    assert run_world(4, main, seed=11) != run_world(4, main, seed=12)
