@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import random
 import secrets
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -18,6 +19,12 @@ from asyncdist_server.messages import INCARNATION_BYTES, Encoder
 
 BIND_ATTEMPTS: Final = 16
 """How often a free port is tried that must be free on several addresses (127.0.0.1 and ::1 of localhost)."""
+
+
+CONTENDED_ATTEMPTS: Final = 3
+"""How often a given port is tried that is in use; one that stays in use is an error within hundredths of a second."""
+CONTENDED_PAUSE_S: Final = 0.02
+"""Longest random pause between two of those tries."""
 
 
 class StoreServer:
@@ -182,9 +189,13 @@ async def _bind(config: ServerConfig) -> list[socket.socket]:
         try:
             return _bind_all(addresses, config.port)
         except OSError as error:
-            # The port that was free on the first address may be taken on the second.
-            if config.port != 0 or error.errno != errno.EADDRINUSE or attempt == BIND_ATTEMPTS - 1:
+            # A free port may be free on the first address only. A given one may be contended: Linux refuses both of two
+            # processes that begin to listen in the same instant.
+            attempts = BIND_ATTEMPTS if config.port == 0 else CONTENDED_ATTEMPTS
+            if error.errno != errno.EADDRINUSE or attempt >= attempts - 1:
                 raise
+            if config.port != 0:
+                await asyncio.sleep(CONTENDED_PAUSE_S * random.random())
     raise AssertionError("unreachable")
 
 
@@ -204,6 +215,7 @@ def _bind_all(addresses: Sequence[tuple[int, str]], port: int) -> list[socket.so
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             try:
                 sock.bind((address, port))
+                sock.listen(BACKLOG)  # here, as several processes may bind one port until the first of them listens
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL or len(addresses) == 1:
                     raise OSError(error.errno, f"cannot listen on {address} port {port}: {error.strerror}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import time
@@ -445,6 +446,19 @@ def test_a_forked_child_keeps_neither_the_port_nor_a_client() -> None:
             os.close(wait)
             os.close(ready)
             os.waitpid(child, 0)
+
+
+async def test_of_many_that_want_one_port_one_gets_it_and_the_others_hear_that_it_is_in_use() -> None:
+    for _ in range(20):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        servers = [StoreServer(config(port=port)) for _ in range(4)]
+        outcomes = await asyncio.gather(*(server.start() for server in servers), return_exceptions=True)
+        errors = [outcome for outcome in outcomes if outcome is not None]
+        assert len(errors) == 3
+        assert all(isinstance(error, OSError) and error.errno == errno.EADDRINUSE for error in errors)
+        for server in servers:
+            await server.stop()
 
 
 def test_a_store_in_a_thread_raises_where_it_is_started() -> None:
