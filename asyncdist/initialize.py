@@ -18,6 +18,7 @@ from asyncdist.plan.selector import parse_overrides
 from asyncdist.rendezvous import Rendezvous
 from asyncdist.store import PrefixStore, Store, TCPStore
 from asyncdist.transport.address import host_id, local_address
+from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.mesh import Mesh, Resolve
 from asyncdist.world import World
@@ -25,7 +26,7 @@ from asyncdist_server.auth import derive_key, load_token
 
 __all__ = ["GroupOpening", "MeshFactory", "init_process_group", "open_world"]
 
-MeshFactory: TypeAlias = Callable[[int, int, bytes, bytes, Resolve, World, TransportConfig], Mesh]
+MeshFactory: TypeAlias = Callable[[int, int, bytes, bytes, Resolve, World, TransportConfig], BaseMesh]
 """Rank, world size, world id, secret, address look-up, owner, configuration."""
 
 

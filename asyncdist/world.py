@@ -26,7 +26,7 @@ from asyncdist.executor.scratch import ScratchPool
 from asyncdist.init_method import StoreSource
 from asyncdist.rendezvous import Met, Rendezvous
 from asyncdist.store.fork_safety import close_in_forked_child
-from asyncdist.transport.mesh import Mesh
+from asyncdist.transport.base_mesh import BaseMesh
 
 __all__ = ["GroupListener", "World"]
 
@@ -79,7 +79,7 @@ class World:
         self.pool = ScratchPool()
         self.groups: dict[int, GroupListener] = {}
         self.lost: dict[int, PeerLostError] = {}
-        self.mesh: Mesh
+        self.mesh: BaseMesh
         self.closed = False
         self.forked = False
         self._source = source

@@ -15,8 +15,8 @@ from asyncdist.executor.program import Program
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.plan.selector import plan_for, plan_id
 from asyncdist.reduce_op import PremulSum, ReduceOp
+from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.frame import key_prefix
-from asyncdist.transport.mesh import Mesh
 from asyncdist.transport.peer import PeerCore
 
 __all__ = ["AioBackend"]
@@ -34,7 +34,7 @@ class AioBackend(GroupBackend):
 
     def __init__(
         self,
-        mesh: Mesh,
+        mesh: BaseMesh,
         group_id: int,
         ranks: tuple[int, ...],
         rank: int,

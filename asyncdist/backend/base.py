@@ -11,7 +11,7 @@ from asyncdist.backend.call import Call
 from asyncdist.executor.work import Work
 
 if TYPE_CHECKING:
-    from asyncdist.transport.mesh import Mesh
+    from asyncdist.transport.base_mesh import BaseMesh
 
 __all__ = ["Backend", "CollectiveWork", "GroupBackend", "parse_backend"]
 
@@ -104,7 +104,7 @@ class GroupBackend(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, mesh: Mesh, group_id: int, ranks: tuple[int, ...], rank: int) -> None:
+    def __init__(self, mesh: BaseMesh, group_id: int, ranks: tuple[int, ...], rank: int) -> None:
         self.group_id = group_id
         self.ranks = ranks
         self.rank = rank

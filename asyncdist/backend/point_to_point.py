@@ -11,8 +11,8 @@ import numpy as np
 from asyncdist.arrays import Array, Flat, decode_meta, describe, encode_meta, human_bytes
 from asyncdist.errors import ClosedError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from asyncdist.executor.work import Work
+from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.matching import Receive, SendOp
-from asyncdist.transport.mesh import Mesh
 
 __all__ = ["ANY_SOURCE", "PairWork", "PairWorkOwner", "RecvArrayWork", "RecvWork", "SendWork"]
 
@@ -22,7 +22,7 @@ ANY_SOURCE: Final = -1
 class PairWorkOwner(Protocol):
     """What issued a Work: the group's `Pairs`."""
 
-    mesh: Mesh
+    mesh: BaseMesh
 
     def where(self, operation: str, peer: int) -> str:
         """The beginning of every message about an operation with global rank `peer`."""

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, Protocol, TypeAlias
 
 from asyncdist.errors import PeerLostError
+from asyncdist.transport.base_mesh import MeshOwner
 from asyncdist.transport.frame import pack_key
 from asyncdist.transport.matching import Receive, SendOp
-from asyncdist.transport.mesh import MeshOwner
 
 __all__ = ["GROUP", "MeshCheck", "MeshLike", "OpenMeshes", "Operation", "Rank", "eventually", "open_world", "pattern"]
 

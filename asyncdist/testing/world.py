@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 from asyncdist.deadline import Deadline
 from asyncdist.group import ProcessGroup
@@ -17,10 +17,11 @@ from asyncdist.init_method import InitMethod, StoreSource
 from asyncdist.initialize import open_world
 from asyncdist.store import HashStore
 from asyncdist.testing.loop import VirtualTimeLoop
+from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.memory import MemoryNetwork
 from asyncdist.transport.memory_mesh import MemoryMesh
-from asyncdist.transport.mesh import Mesh, MeshOwner, Resolve
+from asyncdist.transport.mesh import Resolve
 
 __all__ = ["SimulatedWorld", "run_world"]
 
@@ -54,9 +55,9 @@ class SimulatedWorld:
             resolve: Resolve,
             owner: MeshOwner,
             config: TransportConfig,
-        ) -> Mesh:
+        ) -> BaseMesh:
             self.world_id = world_id
-            return cast(Mesh, MemoryMesh(self.network, rank, size, owner, world_id))
+            return MemoryMesh(self.network, rank, size, owner, world_id)
 
         return await open_world(
             StoreSource(self.store, owned=False),

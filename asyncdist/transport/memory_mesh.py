@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from asyncdist.errors import ClosedError, PeerLostError, RemoteProtocolError
 from asyncdist.transport.address import PeerAddress
-from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, SendOp, nobody_left
+from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.memory import MemoryLink, MemoryNetwork
-from asyncdist.transport.mesh import MeshOwner
 from asyncdist.transport.peer import PeerCore
 
 __all__ = ["MemoryMesh"]
@@ -29,7 +28,7 @@ class _Peer:
         self.state = "not connected"
 
 
-class MemoryMesh:
+class MemoryMesh(BaseMesh):
     """The methods are those of `Mesh`, and so is what they promise; `check_mesh` of asyncdist.testing tests both.
 
     Ranks wait for each other without limit: one that never calls `listen` is never found, but not lost either.
@@ -38,26 +37,11 @@ class MemoryMesh:
     def __init__(
         self, network: MemoryNetwork, rank: int, world_size: int, owner: MeshOwner, world_id: bytes = b""
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        super().__init__(rank, world_size, owner)
         self.world_id = world_id
-        self.cores: list[PeerCore | None] = [None] * world_size
-        self.address: PeerAddress | None = None
         self.has_left = False
         self._network = network
-        self._owner = owner
         self._peers: dict[int, _Peer] = {}
-        self._any_source = AnySourceTable()
-        self._dropped = DroppedGroups()
-        self._gone: dict[int, bool] = {}  # whether it left with a goodbye
-        self._all_ended = asyncio.Event()
-        self._closing = False
-        self._closed_because = ""
-
-    @property
-    def closing(self) -> bool:
-        """Whether `close` or `abort` was called."""
-        return self._closing
 
     @property
     def gone(self) -> bool:
@@ -73,35 +57,8 @@ class MemoryMesh:
 
     # -- messages
 
-    def post_send(self, rank: int, op: SendOp) -> bool:
-        """See Mesh.post_send."""
-        return self.peer(rank).post_send(op)
-
-    def post_receive(self, rank: int, receive: Receive) -> bool:
-        """See Mesh.post_receive."""
-        return self.peer(rank).post_receive(receive)
-
-    def post_receive_any(self, ranks: Collection[int], receive: Receive) -> bool:
-        """See Mesh.post_receive_any."""
-        self._check_open()
-        for rank in ranks:
-            self._check_rank(rank)
-        if self._any_source.post(receive, ranks):
-            return True
-        if self._all_gone(ranks) and self._any_source.withdraw(receive):
-            raise nobody_left(self.rank, ranks, self._gone)
-        return False
-
-    def withdraw(self, receive: Receive, rank: int | None = None) -> bool:
-        """See Mesh.withdraw."""
-        source = receive.source if rank is None else rank
-        if source is None:
-            return self._any_source.withdraw(receive)
-        core = self.cores[source]
-        return core is not None and core.withdraw(receive)
-
     def peer(self, rank: int) -> PeerCore:
-        """See Mesh.peer."""
+        """See BaseMesh.peer."""
         self._check_rank(rank)
         self._check_open()
         peer = self._peer(rank)
@@ -115,17 +72,8 @@ class MemoryMesh:
                 self._network.dial(self, rank)
         return peer.core
 
-    def connect(self, ranks: Iterable[int]) -> None:
-        """See Mesh.connect."""
-        for rank in ranks:
-            self.peer(rank)
-
-    def send_control(self, rank: int, payload: bytes) -> None:
-        """See Mesh.send_control."""
-        self.peer(rank).send_control(payload)
-
     def broadcast_control(self, ranks: Iterable[int], payload: bytes) -> list[int]:
-        """See Mesh.broadcast_control."""
+        """See BaseMesh.broadcast_control."""
         reached = []
         for rank in ranks:
             peer = self._peers.get(rank)
@@ -135,7 +83,7 @@ class MemoryMesh:
         return reached
 
     def break_pair(self, rank: int, cause: Exception) -> None:
-        """See Mesh.break_pair."""
+        """See BaseMesh.break_pair."""
         self._check_rank(rank)
         if self._peer(rank).ended:
             return
@@ -145,7 +93,7 @@ class MemoryMesh:
             self._finish(rank, "lost", PeerLostError(f"rank {rank} broke off with itself: {cause}", rank))
 
     def drop_group(self, group: bytes, error: BaseException) -> None:
-        """See Mesh.drop_group."""
+        """See BaseMesh.drop_group."""
         self._dropped.add(group)
         self._any_source.drop_group(group)
         for peer in self._peers.values():
@@ -154,7 +102,7 @@ class MemoryMesh:
     # -- the end
 
     async def close(self, timeout_s: float) -> None:
-        """See Mesh.close."""
+        """See BaseMesh.close."""
         try:
             if not self._closed_because:
                 self._closing = self.has_left = True
@@ -170,11 +118,11 @@ class MemoryMesh:
             self._shut("the mesh is closed")
 
     def abort(self, reason: str = "the mesh was aborted") -> None:
-        """See Mesh.abort."""
+        """See BaseMesh.abort."""
         self._shut(reason)
 
     def describe(self, rank: int) -> str:
-        """See Mesh.describe."""
+        """See BaseMesh.describe."""
         if rank == self.rank:
             return f"rank {rank}: itself"
         peer = self._peers.get(rank)
@@ -290,26 +238,8 @@ class MemoryMesh:
     def _peer(self, rank: int) -> _Peer:
         peer = self._peers.get(rank)
         if peer is None:
-            core = PeerCore(
-                self.rank, rank, self._owner.control_received, any_source=self._any_source, dropped=self._dropped
-            )
-            peer = self._peers[rank] = _Peer(core)
+            peer = self._peers[rank] = _Peer(self._new_core(rank))
         return peer
-
-    def _all_gone(self, ranks: Collection[int]) -> bool:
-        """Whether nobody can send any more: all others of `ranks` are gone, and we never were a peer of our own."""
-        gone, own = self._gone, self.rank
-        if not gone or (own in ranks and self.cores[own] is not None):
-            return False
-        return any(rank != own for rank in ranks) and all(rank in gone or rank == own for rank in ranks)
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks")
-
-    def _check_open(self) -> None:
-        if self._closed_because:
-            raise ClosedError(f"rank {self.rank}: {self._closed_because}")
 
     def _shut(self, reason: str) -> None:
         if self._closed_because:

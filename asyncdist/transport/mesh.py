@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 from asyncdist import events
 from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.address import PeerAddress, host_id
+from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.fork import SocketSet
@@ -17,32 +18,15 @@ from asyncdist.transport.hello import Identity, ListenerHello
 from asyncdist.transport.link import Link, LinkState
 from asyncdist.transport.listener import Listener
 from asyncdist.transport.loopback import LoopbackConnection
-from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, SendOp, nobody_left
 from asyncdist.transport.peer import PeerCore
 
-__all__ = ["Mesh", "MeshOwner", "Resolve"]
+__all__ = ["Mesh", "Resolve"]
 
 Resolve: TypeAlias = Callable[[Sequence[int]], Awaitable[dict[int, PeerAddress]]]
 """Look up where ranks listen, all of them in one request. May raise; a rank missing from the result is unreachable."""
 
 
-class MeshOwner(Protocol):
-    """Who is told about peers. Calls come from the loop and must not raise; they may post, drop and abort."""
-
-    def peer_connected(self, rank: int) -> None:
-        """The connection to `rank` is open, whoever dialed. A control message sent now goes ahead of all else."""
-
-    def peer_lost(self, rank: int, error: PeerLostError) -> None:
-        """The connection to `rank` broke, or none could be made; operations with it have failed with `error`."""
-
-    def peer_left(self, rank: int) -> None:
-        """`rank` said goodbye: nothing more can be sent to it or received from it."""
-
-    def control_received(self, rank: int, payload: bytes) -> None:
-        """`rank` sent a control message."""
-
-
-class Mesh:
+class Mesh(BaseMesh):
     """Messages to and from every rank of a world of `world_size`.
 
     To be made within a running event loop and used only there. `world_id` (16 random bytes) is the same on all ranks,
@@ -62,11 +46,7 @@ class Mesh:
         owner: MeshOwner,
         config: TransportConfig | None = None,
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.cores: list[PeerCore | None] = [None] * world_size
-        self.address: PeerAddress | None = None
-        self._owner = owner
+        super().__init__(rank, world_size, owner)
         self._resolve = resolve
         self._context = MeshContext(
             asyncio.get_running_loop(),
@@ -78,20 +58,9 @@ class Mesh:
         self._listener = Listener(self._context, self._hello_came)
         self._links: dict[int, Link] = {}
         self._loopback: LoopbackConnection | None = None
-        self._any_source = AnySourceTable()
-        self._dropped = DroppedGroups()
-        self._gone: dict[int, bool] = {}  # whether it left with a goodbye
         self._unresolved: list[int] = []
         self._resolve_turn: asyncio.Handle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._all_ended = asyncio.Event()
-        self._closing = False
-        self._closed_because = ""
-
-    @property
-    def closing(self) -> bool:
-        """Whether `close` or `abort` was called."""
-        return self._closing
 
     async def listen(self, ips: Sequence[str] = ("127.0.0.1",)) -> PeerAddress:
         """Listen on `ips` (and on a Unix socket, as configured) and return the address to publish.
@@ -112,47 +81,6 @@ class Mesh:
 
     # -- messages
 
-    def post_send(self, rank: int, op: SendOp) -> bool:
-        """Send `op` to `rank`. True: complete, the sink is not called; False: the sink hears later.
-
-        Raises ValueError for a rank outside the world, PeerLostError once the peer is lost or has left, ClosedError.
-        """
-        core = self.cores[rank] if 0 <= rank < self.world_size else None
-        if core is None:
-            core = self.peer(rank)
-        return core.post_send(op)
-
-    def post_receive(self, rank: int, receive: Receive) -> bool:
-        """Post a receive from `rank`. Results and errors as `post_send`, and those of `PeerCore.post_receive`."""
-        core = self.cores[rank] if 0 <= rank < self.world_size else None
-        if core is None:
-            core = self.peer(rank)
-        return core.post_receive(receive)
-
-    def post_receive_any(self, ranks: Collection[int], receive: Receive) -> bool:
-        """Post a receive from whichever of `ranks` sends first. It dials nobody: senders do.
-
-        When one of `ranks` is lost the receive fails, as that rank might have been the one; when one leaves, it goes on
-        until all others have left. We count as a source only once we have sent something to ourselves. Raises
-        PeerLostError if all are gone already, ValueError for a rank outside the world.
-        """
-        self._check_open()
-        for rank in ranks:
-            self._check_rank(rank)
-        if self._any_source.post(receive, ranks):
-            return True
-        if self._all_gone(ranks) and self._any_source.withdraw(receive):
-            raise nobody_left(self.rank, ranks, self._gone)
-        return False
-
-    def withdraw(self, receive: Receive, rank: int | None = None) -> bool:
-        """Forget a posted receive; False if it was matched or has ended. With `rank` only that peer is asked."""
-        source = receive.source if rank is None else rank
-        if source is None:
-            return self._any_source.withdraw(receive)
-        core = self.cores[source]
-        return core is not None and core.withdraw(receive)
-
     def peer(self, rank: int) -> PeerCore:
         """Return the core of `rank`, connecting to it if that has not begun. Raises ValueError and ClosedError."""
         self._check_rank(rank)
@@ -163,15 +91,6 @@ class Mesh:
         self.cores[rank] = link.core
         link.request()
         return link.core
-
-    def connect(self, ranks: Iterable[int]) -> None:
-        """Start connecting to all of `ranks`; addresses asked for in one turn of the loop are looked up together."""
-        for rank in ranks:
-            self.peer(rank)
-
-    def send_control(self, rank: int, payload: bytes) -> None:
-        """Send a control message, ahead of everything queued. Raises as `post_send`."""
-        self.peer(rank).send_control(payload)
 
     def broadcast_control(self, ranks: Iterable[int], payload: bytes) -> list[int]:
         """Send a control message to those of `ranks` that are connected now; returns them."""
@@ -301,19 +220,13 @@ class Mesh:
     def _link(self, rank: int) -> Link:
         link = self._links.get(rank)
         if link is None:
-            core = PeerCore(
-                self.rank, rank, self._owner.control_received, any_source=self._any_source, dropped=self._dropped
-            )
-            link = self._links[rank] = Link(self._context, self, rank, core)
+            link = self._links[rank] = Link(self._context, self, rank, self._new_core(rank))
         return link
 
     def _own_core(self) -> PeerCore:
         core = self.cores[self.rank]
         if core is None:
-            core = PeerCore(
-                self.rank, self.rank, self._owner.control_received, any_source=self._any_source, dropped=self._dropped
-            )
-            self.cores[self.rank] = core
+            core = self.cores[self.rank] = self._new_core(self.rank)
             self._loopback = LoopbackConnection(self._context.loop, core)
             self._loopback.start()
         return core
@@ -343,21 +256,6 @@ class Mesh:
                 link.address_known(found[rank])
             elif not link.ended and link.state is not LinkState.OPEN:
                 link.dial_failed(problem or LookupError(f"rank {rank} has published no address"))
-
-    def _all_gone(self, ranks: Collection[int]) -> bool:
-        """Whether nobody can send any more: all others of `ranks` are gone, and we never were a peer of our own."""
-        gone, own = self._gone, self.rank
-        if not gone or (own in ranks and self.cores[own] is not None):
-            return False
-        return any(rank != own for rank in ranks) and all(rank in gone or rank == own for rank in ranks)
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks")
-
-    def _check_open(self) -> None:
-        if self._closed_because:
-            raise ClosedError(f"rank {self.rank}: {self._closed_because}")
 
     def _shut(self, reason: str) -> None:
         if self._closed_because:

@@ -9,8 +9,9 @@ import pytest
 
 from asyncdist.testing.transport_conformance import MESH_CHECKS, MeshCheck
 from asyncdist.transport.address import PeerAddress
+from asyncdist.transport.base_mesh import MeshOwner
 from asyncdist.transport.config import TransportConfig
-from asyncdist.transport.mesh import Mesh, MeshOwner
+from asyncdist.transport.mesh import Mesh
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])

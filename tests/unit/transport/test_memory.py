@@ -10,9 +10,9 @@ import pytest
 from asyncdist.testing.loop import VirtualTimeLoop
 from asyncdist.testing.transport_check_tools import OpenMeshes
 from asyncdist.testing.transport_conformance import MESH_CHECKS, MeshCheck
+from asyncdist.transport.base_mesh import MeshOwner
 from asyncdist.transport.memory import MemoryNetwork
 from asyncdist.transport.memory_mesh import MemoryMesh
-from asyncdist.transport.mesh import MeshOwner
 
 
 def in_memory(seed: int | None = None, latency_s: float = 0.0) -> OpenMeshes:

@@ -1,0 +1,162 @@
+"""BaseMesh: what every mesh does alike, whatever its connections are made of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Protocol
+
+from asyncdist.errors import ClosedError, PeerLostError
+from asyncdist.transport.address import PeerAddress
+from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, SendOp, nobody_left
+from asyncdist.transport.peer import PeerCore
+
+__all__ = ["BaseMesh", "MeshOwner"]
+
+
+class MeshOwner(Protocol):
+    """Who is told about peers. Calls come from the loop and must not raise; they may post, drop and abort."""
+
+    def peer_connected(self, rank: int) -> None:
+        """The connection to `rank` is open, whoever dialed. A control message sent now goes ahead of all else."""
+
+    def peer_lost(self, rank: int, error: PeerLostError) -> None:
+        """The connection to `rank` broke, or none could be made; operations with it have failed with `error`."""
+
+    def peer_left(self, rank: int) -> None:
+        """`rank` said goodbye: nothing more can be sent to it or received from it."""
+
+    def control_received(self, rank: int, payload: bytes) -> None:
+        """`rank` sent a control message."""
+
+
+class BaseMesh:
+    """Messages to and from every rank of a world: posting, matching from any source, and the state every mesh has."""
+
+    def __init__(self, rank: int, world_size: int, owner: MeshOwner) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.cores: list[PeerCore | None] = [None] * world_size
+        self.address: PeerAddress | None = None
+        self._owner = owner
+        self._any_source = AnySourceTable()
+        self._dropped = DroppedGroups()
+        self._gone: dict[int, bool] = {}  # whether it left with a goodbye
+        self._all_ended = asyncio.Event()
+        self._closing = False
+        self._closed_because = ""
+
+    @property
+    def closing(self) -> bool:
+        """Whether `close` or `abort` was called."""
+        return self._closing
+
+    def post_send(self, rank: int, op: SendOp) -> bool:
+        """Send `op` to `rank`. True: complete, the sink is not called; False: the sink hears later.
+
+        Raises ValueError for a rank outside the world, PeerLostError once the peer is lost or has left, ClosedError.
+        """
+        core = self.cores[rank] if 0 <= rank < self.world_size else None
+        if core is None:
+            core = self.peer(rank)
+        return core.post_send(op)
+
+    def post_receive(self, rank: int, receive: Receive) -> bool:
+        """Post a receive from `rank`. Results and errors as `post_send`, and those of `PeerCore.post_receive`."""
+        core = self.cores[rank] if 0 <= rank < self.world_size else None
+        if core is None:
+            core = self.peer(rank)
+        return core.post_receive(receive)
+
+    def post_receive_any(self, ranks: Collection[int], receive: Receive) -> bool:
+        """Post a receive from whichever of `ranks` sends first. It dials nobody: senders do.
+
+        When one of `ranks` is lost the receive fails, as that rank might have been the one; when one leaves, it goes on
+        until all others have left. We count as a source only once we have sent something to ourselves. Raises
+        PeerLostError if all are gone already, ValueError for a rank outside the world.
+        """
+        self._check_open()
+        for rank in ranks:
+            self._check_rank(rank)
+        if self._any_source.post(receive, ranks):
+            return True
+        if self._all_gone(ranks) and self._any_source.withdraw(receive):
+            raise nobody_left(self.rank, ranks, self._gone)
+        return False
+
+    def withdraw(self, receive: Receive, rank: int | None = None) -> bool:
+        """Forget a posted receive; False if it was matched or has ended. With `rank` only that peer is asked."""
+        source = receive.source if rank is None else rank
+        if source is None:
+            return self._any_source.withdraw(receive)
+        core = self.cores[source]
+        return core is not None and core.withdraw(receive)
+
+    def connect(self, ranks: Iterable[int]) -> None:
+        """Start connecting to all of `ranks`; addresses asked for in one turn of the loop are looked up together."""
+        for rank in ranks:
+            self.peer(rank)
+
+    def send_control(self, rank: int, payload: bytes) -> None:
+        """Send a control message, ahead of everything queued. Raises as `post_send`."""
+        self.peer(rank).send_control(payload)
+
+    # -- what the connections are made of
+
+    async def listen(self, ips: Sequence[str] = ("127.0.0.1",)) -> PeerAddress:
+        """Be reachable, and return the address to publish."""
+        raise NotImplementedError
+
+    def peer(self, rank: int) -> PeerCore:
+        """Return the core of `rank`, connecting to it if that has not begun. Raises ValueError and ClosedError."""
+        raise NotImplementedError
+
+    def broadcast_control(self, ranks: Iterable[int], payload: bytes) -> list[int]:
+        """Send a control message to those of `ranks` that are connected now; returns them."""
+        raise NotImplementedError
+
+    def break_pair(self, rank: int, cause: Exception) -> None:
+        """Give up on `rank`, as if its connection had broken: pending operations with it fail with PeerLostError."""
+        raise NotImplementedError
+
+    def drop_group(self, group: bytes, error: BaseException) -> None:
+        """Forget every operation of a group (8 bytes) or one operation (16 bytes), telling no sink."""
+        raise NotImplementedError
+
+    async def close(self, timeout_s: float) -> None:
+        """Leave: send what was posted, say goodbye, wait for the others to hang up, at most `timeout_s`."""
+        raise NotImplementedError
+
+    def abort(self, reason: str = "the mesh was aborted") -> None:
+        """Close everything at once, without goodbye."""
+        raise NotImplementedError
+
+    def describe(self, rank: int) -> str:
+        """One line about how `rank` is reached."""
+        raise NotImplementedError
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts, for tests and the curious."""
+        raise NotImplementedError
+
+    # -- for subclasses
+
+    def _new_core(self, rank: int) -> PeerCore:
+        return PeerCore(
+            self.rank, rank, self._owner.control_received, any_source=self._any_source, dropped=self._dropped
+        )
+
+    def _all_gone(self, ranks: Collection[int]) -> bool:
+        """Whether nobody can send any more: all others of `ranks` are gone, and we never were a peer of our own."""
+        gone, own = self._gone, self.rank
+        if not gone or (own in ranks and self.cores[own] is not None):
+            return False
+        return any(rank != own for rank in ranks) and all(rank in gone or rank == own for rank in ranks)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks")
+
+    def _check_open(self) -> None:
+        if self._closed_because:
+            raise ClosedError(f"rank {self.rank}: {self._closed_because}")
