@@ -99,17 +99,20 @@ def test_a_flood_from_one_worker_does_not_block_the_others(tmp_path: Path) -> No
         tmp_path,
         """
         import os, pathlib, sys, time
-        done = pathlib.Path(sys.argv[1])
+        flooding, done = (pathlib.Path(argument) for argument in sys.argv[1:])
         if os.environ["RANK"] == "0":
             while not done.exists():  # floods until the quiet one got through
                 sys.stdout.write(("x" * 99 + "\\n") * 1000)
+                flooding.touch()
         else:
+            while not flooding.exists():
+                time.sleep(0.001)
             for number in range(300):
                 print(number, "y" * 1000)
             done.touch()
         """,
     )
-    with running("--nproc-per-node", "2", script, str(tmp_path / "done")) as process:
+    with running("--nproc-per-node", "2", script, str(tmp_path / "flooding"), str(tmp_path / "done")) as process:
         stdout, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0
     lines = stdout.splitlines()
