@@ -14,7 +14,8 @@ Processes find each other through a store, form groups, and await point-to-point
 Importing this package opens nothing and starts nothing.
 """
 
-from asyncdist.api import (
+from asyncdist.api.batch import P2POp, batch_isend_irecv
+from asyncdist.api.collectives import (
     all_gather,
     all_gather_into_tensor,
     all_gather_single,
@@ -22,20 +23,33 @@ from asyncdist.api import (
     barrier,
     broadcast,
     gather,
-    irecv,
-    isend,
-    new_group,
-    recv,
-    recv_array,
     reduce,
     reduce_scatter,
     reduce_scatter_single,
     reduce_scatter_tensor,
     scatter,
-    send,
+)
+from asyncdist.api.groups import new_group
+from asyncdist.api.point_to_point import irecv, isend, recv, recv_array, send
+from asyncdist.api.queries import (
+    destroy_process_group,
+    get_backend,
+    get_default_group,
+    get_global_rank,
+    get_group_rank,
+    get_node_local_rank,
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
+    is_available,
+    is_backend_available,
+    is_gloo_available,
+    is_initialized,
+    is_launched,
+    is_mpi_available,
+    is_nccl_available,
 )
 from asyncdist.backend.base import Backend
-from asyncdist.batch import P2POp, batch_isend_irecv
 from asyncdist.errors import (
     ClosedError,
     CollectiveError,
@@ -60,24 +74,6 @@ from asyncdist.initialize import init_process_group
 from asyncdist.launch.spawn import spawn
 from asyncdist.loop import run
 from asyncdist.non_member import NonMember
-from asyncdist.queries import (
-    destroy_process_group,
-    get_backend,
-    get_default_group,
-    get_global_rank,
-    get_group_rank,
-    get_node_local_rank,
-    get_process_group_ranks,
-    get_rank,
-    get_world_size,
-    is_available,
-    is_backend_available,
-    is_gloo_available,
-    is_initialized,
-    is_launched,
-    is_mpi_available,
-    is_nccl_available,
-)
 from asyncdist.reduce_op import ReduceOp
 from asyncdist.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 

@@ -6,6 +6,8 @@ from collections.abc import Generator
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+from asyncdist.group import ProcessGroup
+
 __all__ = ["NonMember"]
 
 
@@ -27,11 +29,14 @@ class NonMember:
         """Raise the ValueError every operation raises."""
         raise ValueError(f"rank {self._world_rank} is not a member of group {self.name}")
 
+    def __getattr__(self, name: str) -> Any:
+        """Every operation of a group exists here too, and raises."""
+        if name.startswith("_") or not callable(getattr(ProcessGroup, name, None)):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return self._refused
+
     def _refused(self, *arguments: object, **options: object) -> NoReturn:
         self.refuse()
-
-    all_reduce = broadcast = reduce = all_gather = all_gather_into_tensor = gather = scatter = _refused
-    reduce_scatter = reduce_scatter_tensor = barrier = isend = send = irecv = recv = recv_array = abort = _refused
 
     async def close(self) -> None:
         """Nothing to close."""

@@ -18,12 +18,16 @@ from asyncdist.executor import reduction
 from asyncdist.reduce_op import ReduceOpLike
 
 __all__ = [
+    "NO_BLOCKS",
     "Call",
     "all_gather",
     "all_gather_into_tensor",
     "all_reduce",
+    "arrays_of",
     "barrier",
+    "blocks_like",
     "broadcast",
+    "check_same_dtype",
     "gather",
     "reduce",
     "reduce_scatter",
@@ -32,7 +36,7 @@ __all__ = [
 ]
 
 _BYTE = np.dtype(np.uint8)
-_NO_BLOCKS: tuple[Flat, ...] = ()
+NO_BLOCKS: tuple[Flat, ...] = ()
 
 
 @dataclass(slots=True)
@@ -67,14 +71,14 @@ def all_reduce(tensor: object, op: ReduceOpLike) -> Call:
     array = host_array(tensor)
     reduction.validate(op, array.dtype)
     flat = Flat(array, writable=True)
-    return Call("all_reduce", array.dtype, array.size, _NO_BLOCKS, (flat,), tensor, op=op, finishes=True)
+    return Call("all_reduce", array.dtype, array.size, NO_BLOCKS, (flat,), tensor, op=op, finishes=True)
 
 
 def broadcast(tensor: object, root: int, rank: int) -> Call:
     """Any shape; in place on every rank but the root, which only reads."""
     array = host_array(tensor)
     flat = Flat(array, writable=rank != root)
-    return Call("broadcast", array.dtype, array.size, _NO_BLOCKS, (flat,), tensor, root)
+    return Call("broadcast", array.dtype, array.size, NO_BLOCKS, (flat,), tensor, root)
 
 
 def reduce(tensor: object, root: int, op: ReduceOpLike, rank: int) -> Call:
@@ -82,21 +86,21 @@ def reduce(tensor: object, root: int, op: ReduceOpLike, rank: int) -> Call:
     array = host_array(tensor)
     reduction.validate(op, array.dtype)
     flat = Flat(array, writable=rank == root)
-    outputs = (flat,) if rank == root else _NO_BLOCKS
+    outputs = (flat,) if rank == root else NO_BLOCKS
     return Call("reduce", array.dtype, array.size, (flat,), outputs, tensor, root, op, finishes=rank == root)
 
 
 def all_gather(tensor_list: object, tensor: object, size: int) -> Call:
     """`size` arrays of the shape and dtype of `tensor`."""
     array = host_array(tensor)
-    outputs = _blocks(tensor_list, "tensor_list", size, array, writable=True)
+    outputs = blocks_like(tensor_list, "tensor_list", size, array, writable=True)
     return Call("all_gather", array.dtype, array.size, (Flat(array, writable=False),), outputs, tensor_list)
 
 
 def all_gather_into_tensor(output: object, tensor: object, size: int) -> Call:
     """`output` holds `size` times the elements of `tensor`, concatenated or stacked along the first dimension."""
     array, target = host_array(tensor, "input_tensor"), host_array(output, "output_tensor")
-    _same_dtype(array, target, "input_tensor", "output_tensor")
+    check_same_dtype(array, target, "input_tensor", "output_tensor")
     if target.size != size * array.size:
         raise ValueError(
             f"output_tensor must hold {size} times the {array.size} elements of input_tensor, but holds {target.size}"
@@ -108,11 +112,11 @@ def all_gather_into_tensor(output: object, tensor: object, size: int) -> Call:
 def gather(tensor: object, gather_list: object, root: int, rank: int, size: int) -> Call:
     """`gather_list` only on the root: `size` arrays of the shape and dtype of `tensor`."""
     array = host_array(tensor)
-    outputs: Sequence[Flat] = _NO_BLOCKS
+    outputs: Sequence[Flat] = NO_BLOCKS
     if rank == root:
         if gather_list is None:
             raise ValueError("gather_list must be given on the destination rank")
-        outputs = _blocks(gather_list, "gather_list", size, array, writable=True)
+        outputs = blocks_like(gather_list, "gather_list", size, array, writable=True)
     elif gather_list:
         raise ValueError("gather_list must not be given on ranks other than the destination")
     return Call("gather", array.dtype, array.size, (Flat(array, writable=False),), outputs, gather_list, root)
@@ -121,11 +125,11 @@ def gather(tensor: object, gather_list: object, root: int, rank: int, size: int)
 def scatter(tensor: object, scatter_list: object, root: int, rank: int, size: int) -> Call:
     """`scatter_list` only on the root: `size` arrays of the shape and dtype of `tensor`."""
     array = host_array(tensor)
-    inputs: Sequence[Flat] = _NO_BLOCKS
+    inputs: Sequence[Flat] = NO_BLOCKS
     if rank == root:
         if scatter_list is None:
             raise ValueError("scatter_list must be given on the source rank")
-        inputs = _blocks(scatter_list, "scatter_list", size, array, writable=False)
+        inputs = blocks_like(scatter_list, "scatter_list", size, array, writable=False)
     elif scatter_list:
         raise ValueError("scatter_list must not be given on ranks other than the source")
     return Call("scatter", array.dtype, array.size, inputs, (Flat(array, writable=True),), tensor, root)
@@ -135,9 +139,9 @@ def reduce_scatter(output: object, input_list: object, op: ReduceOpLike, rank: i
     """`input_list` holds one array per rank, of any sizes; this rank gets the reduction of its own."""
     target = host_array(output, "output")
     reduction.validate(op, target.dtype)
-    arrays = _arrays(input_list, "input_list", size)
+    arrays = arrays_of(input_list, "input_list", size)
     for index, array in enumerate(arrays):
-        _same_dtype(array, target, f"input_list[{index}]", "output")
+        check_same_dtype(array, target, f"input_list[{index}]", "output")
     if arrays[rank].shape != target.shape:
         raise ValueError(f"output has shape {target.shape}, but input_list[{rank}] has {arrays[rank].shape}")
     inputs = [Flat(array, writable=False) for array in arrays]
@@ -150,7 +154,7 @@ def reduce_scatter_tensor(output: object, tensor: object, op: ReduceOpLike, size
     """`tensor` holds `size` times the elements of `output`."""
     target, array = host_array(output, "output"), host_array(tensor, "input")
     reduction.validate(op, target.dtype)
-    _same_dtype(array, target, "input", "output")
+    check_same_dtype(array, target, "input", "output")
     if array.size != size * target.size:
         raise ValueError(f"input must hold {size} times the {target.size} elements of output, but holds {array.size}")
     inputs = (Flat(array, writable=False),)
@@ -160,10 +164,11 @@ def reduce_scatter_tensor(output: object, tensor: object, op: ReduceOpLike, size
 
 def barrier() -> Call:
     """No data."""
-    return Call("barrier", _BYTE, 0, _NO_BLOCKS, _NO_BLOCKS, None)
+    return Call("barrier", _BYTE, 0, NO_BLOCKS, NO_BLOCKS, None)
 
 
-def _arrays(values: object, name: str, size: int) -> list[Array]:
+def arrays_of(values: object, name: str, size: int) -> list[Array]:
+    """The arrays of a list that holds one per rank."""
     if not isinstance(values, list | tuple):
         raise TypeError(f"{name} must be a list of arrays, not {type(values).__name__}")
     if len(values) != size:
@@ -171,8 +176,9 @@ def _arrays(values: object, name: str, size: int) -> list[Array]:
     return [host_array(value, f"{name}[{index}]") for index, value in enumerate(values)]
 
 
-def _blocks(values: object, name: str, size: int, like: Array, *, writable: bool) -> list[Flat]:
-    arrays = _arrays(values, name, size)
+def blocks_like(values: object, name: str, size: int, like: Array, *, writable: bool) -> list[Flat]:
+    """The arrays of a list that holds one per rank, each of the shape and dtype of `like`."""
+    arrays = arrays_of(values, name, size)
     for index, array in enumerate(arrays):
         if array.shape != like.shape or array.dtype != like.dtype:
             raise ValueError(
@@ -182,6 +188,7 @@ def _blocks(values: object, name: str, size: int, like: Array, *, writable: bool
     return [Flat(array, writable=writable, name=f"{name}[{index}]") for index, array in enumerate(arrays)]
 
 
-def _same_dtype(left: Array, right: Array, left_name: str, right_name: str) -> None:
+def check_same_dtype(left: Array, right: Array, left_name: str, right_name: str) -> None:
+    """Raise ValueError unless both have one dtype."""
     if left.dtype != right.dtype:
         raise ValueError(f"{left_name} has dtype {left.dtype.name}, but {right_name} has {right.dtype.name}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from asyncdist import api
-from asyncdist.api import Group, irecv, isend, recv, send
+from asyncdist.api.point_to_point import irecv, isend, recv, send
+from asyncdist.api.resolve import Group, required_peer, resolve
 from asyncdist.executor.work import Work
 
 __all__ = ["P2POp", "batch_isend_irecv"]
@@ -34,8 +34,8 @@ class P2POp:
             raise ValueError("op must be asyncdist.isend or asyncdist.irecv")
         self.op = op
         self.tensor = tensor
-        self.group = api.resolve(group)
-        self.group_peer = api._required(self.group, peer, group_peer, "peer")
+        self.group = resolve(group)
+        self.group_peer = required_peer(self.group, peer, group_peer, "peer")
         self.tag = tag
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from asyncdist import context
-from asyncdist.api import Group, resolve
+from asyncdist.api.resolve import Group, resolve
 from asyncdist.backend.base import Backend
 from asyncdist.group import ProcessGroup
 from asyncdist.non_member import NonMember

@@ -1,52 +1,22 @@
-"""The operations of a group: one method per collective and per point-to-point verb.
-
-Every method issues its operation at once, in call order, and returns a `Work`. Roots and peers are group ranks.
-Wrong arguments raise TypeError or ValueError at the call, before a byte moves.
-
-All collectives take `tag` (operations of one tag must be issued in the same order on all ranks; tasks that issue
-concurrently use different tags) and `timeout` (seconds, a timedelta or None; by default the group's). When it expires
-the group is aborted on every rank, naming the ranks that were missing. Cancelling a waiter ends only its waiting.
-"""
+"""The collectives of torch.distributed on arrays of known size; see `operations.issuer` for what all have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 from asyncdist.backend import call
 from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.executor.work import Work
-from asyncdist.pairs import Pairs, check_tag
+from asyncdist.operations.issuer import Issuer
+from asyncdist.pairs import check_tag
 from asyncdist.reduce_op import ReduceOp, ReduceOpLike
 
-__all__ = ["DEFAULT_MAX_BYTES", "Operations", "check_rank"]
-
-DEFAULT_MAX_BYTES: Final = 1 << 30
-"""Largest message `recv_array` accepts unless told otherwise: 1 GiB, so that a peer cannot make us allocate more."""
+__all__ = ["Collectives"]
 
 
-class Operations:
-    """What a group can do; `ProcessGroup` says how it is issued."""
-
-    rank: int
-    size: int
-    pairs: Pairs
-
-    def _collective(
-        self, operation: str, tag: int, timeout: Timeout, prepare: Callable[..., call.Call], *arguments: Any
-    ) -> Work[Any]:
-        raise NotImplementedError
-
-    def refuse(self, operation: str, tag: int, error: Exception) -> None:
-        """A collective's arguments are wrong: it takes its place in the order, and the others are told."""
-        raise NotImplementedError
-
-    def _root(self, operation: str, root: int, tag: int) -> int:
-        try:
-            return check_rank(root, self.size, "root")
-        except (TypeError, ValueError) as error:
-            self.refuse(operation, check_tag(tag), error)
-            raise
+class Collectives(Issuer):
+    """broadcast, reduce, gather, scatter and their kin."""
 
     def all_reduce(
         self, tensor: Any, op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT
@@ -157,52 +127,3 @@ class Operations:
     def barrier(self, *, tag: int = 0, timeout: Timeout = INHERIT) -> Work[Any]:
         """Done once every rank has called it."""
         return self._collective("barrier", check_tag(tag), timeout, call.barrier)
-
-    def isend(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[None]:
-        """Send `tensor` (any shape) to rank `dst`; done when `tensor` may be written again, not when it arrived.
-
-        No time-out unless one is given; expiry breaks the connection to `dst` and nothing else. `dst` may be this rank.
-        """
-        return self.pairs.send(tensor, check_rank(dst, self.size, "dst"), tag, timeout)
-
-    send = isend
-
-    def irecv(self, tensor: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work[int]:
-        """Receive into `tensor`, of the sender's dtype and at least its size, from rank `src` (None: from any).
-
-        The result is the source's rank. A message of another dtype or too large raises CollectiveMismatchError and is
-        dropped; the pair stays usable. From any source it raises PeerLostError when a member is lost, and when all the
-        others have left. No time-out unless one is given. Withdrawn by `work.cancel()` only.
-        """
-        source = None if src is None else check_rank(src, self.size, "src")
-        return self.pairs.receive(tensor, source, tag, timeout, abandon=False)
-
-    def recv(self, tensor: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work[int]:
-        """As `irecv`, but withdrawn when the last task awaiting it is cancelled, or when it expires, before a message
-        matched; no message is lost then."""
-        source = None if src is None else check_rank(src, self.size, "src")
-        return self.pairs.receive(tensor, source, tag, timeout, abandon=True)
-
-    def recv_array(
-        self,
-        src: int | None = None,
-        tag: int = 0,
-        max_bytes: int = DEFAULT_MAX_BYTES,
-        *,
-        timeout: Timeout = None,
-    ) -> Work[Any]:
-        """Receive an array of the sender's shape and dtype, at most `max_bytes` large, from rank `src` (None: any).
-
-        The result is a new numpy array; `work.source_rank()` tells the source. Withdrawn like `recv`.
-        """
-        source = None if src is None else check_rank(src, self.size, "src")
-        return self.pairs.receive_array(source, tag, max_bytes, timeout)
-
-
-def check_rank(rank: int, size: int, name: str) -> int:
-    """Return `rank`. Raises TypeError for anything but an int, ValueError outside the group."""
-    if not isinstance(rank, int) or isinstance(rank, bool):
-        raise TypeError(f"{name} must be a rank (an int), not {type(rank).__name__}")
-    if not 0 <= rank < size:
-        raise ValueError(f"{name}={rank} is not in this group: its ranks are 0 to {size - 1}")
-    return rank

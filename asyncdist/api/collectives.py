@@ -1,0 +1,151 @@
+"""torch.distributed's collectives, natively awaitable: each acts on `group`, or on the default group.
+
+Ranks are global ranks (`group_src`, `group_dst` take group ranks instead). Every function that communicates issues its
+operation at once and returns a `Work`. What the operations do, raise and promise is said at `ProcessGroup`'s methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from asyncdist.api.resolve import Group, resolve, root_of
+from asyncdist.deadline import INHERIT, Timeout
+from asyncdist.executor.work import Work
+from asyncdist.reduce_op import ReduceOp, ReduceOpLike
+
+__all__ = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+]
+
+
+def all_reduce(
+    tensor: Any, op: ReduceOpLike = ReduceOp.SUM, group: Group = None, *, tag: int = 0, timeout: Timeout = INHERIT
+) -> Work[Any]:
+    """Reduce `tensor` over all ranks, in place on every rank; see `ProcessGroup.all_reduce`."""
+    return resolve(group).all_reduce(tensor, op, tag=tag, timeout=timeout)
+
+
+def broadcast(
+    tensor: Any,
+    src: int | None = None,
+    group: Group = None,
+    *,
+    group_src: int | None = None,
+    tag: int = 0,
+    timeout: Timeout = INHERIT,
+) -> Work[Any]:
+    """Copy rank `src`'s `tensor` into everybody's; see `ProcessGroup.broadcast`."""
+    found = resolve(group)
+    root = root_of(found, "broadcast", tag, src, group_src, "src")
+    return found.broadcast(tensor, root, tag=tag, timeout=timeout)
+
+
+def reduce(
+    tensor: Any,
+    dst: int | None = None,
+    op: ReduceOpLike = ReduceOp.SUM,
+    group: Group = None,
+    *,
+    group_dst: int | None = None,
+    tag: int = 0,
+    timeout: Timeout = INHERIT,
+) -> Work[Any]:
+    """Reduce `tensor` over all ranks into rank `dst`'s; the others stay untouched; see `ProcessGroup.reduce`."""
+    found = resolve(group)
+    root = root_of(found, "reduce", tag, dst, group_dst, "dst")
+    return found.reduce(tensor, root, op, tag=tag, timeout=timeout)
+
+
+def all_gather(
+    tensor_list: Sequence[Any], tensor: Any, group: Group = None, *, tag: int = 0, timeout: Timeout = INHERIT
+) -> Work[Any]:
+    """Fill `tensor_list` with everybody's `tensor`; see `ProcessGroup.all_gather`."""
+    return resolve(group).all_gather(tensor_list, tensor, tag=tag, timeout=timeout)
+
+
+def all_gather_into_tensor(
+    output_tensor: Any, input_tensor: Any, group: Group = None, *, tag: int = 0, timeout: Timeout = INHERIT
+) -> Work[Any]:
+    """Fill `output_tensor` with everybody's `input_tensor`; see `ProcessGroup.all_gather_into_tensor`."""
+    return resolve(group).all_gather_into_tensor(output_tensor, input_tensor, tag=tag, timeout=timeout)
+
+
+all_gather_single = all_gather_into_tensor
+
+
+def gather(
+    tensor: Any,
+    gather_list: Sequence[Any] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    *,
+    group_dst: int | None = None,
+    tag: int = 0,
+    timeout: Timeout = INHERIT,
+) -> Work[Any]:
+    """Fill `gather_list` on rank `dst` (the group's first by default); see `ProcessGroup.gather`."""
+    found = resolve(group)
+    root = root_of(found, "gather", tag, dst, group_dst, "dst", default=0)
+    return found.gather(tensor, gather_list, root, tag=tag, timeout=timeout)
+
+
+def scatter(
+    tensor: Any,
+    scatter_list: Sequence[Any] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    *,
+    group_src: int | None = None,
+    tag: int = 0,
+    timeout: Timeout = INHERIT,
+) -> Work[Any]:
+    """Fill `tensor` from rank `src`'s `scatter_list` (the group's first by default); see `ProcessGroup.scatter`."""
+    found = resolve(group)
+    root = root_of(found, "scatter", tag, src, group_src, "src", default=0)
+    return found.scatter(tensor, scatter_list, root, tag=tag, timeout=timeout)
+
+
+def reduce_scatter(
+    output: Any,
+    input_list: Sequence[Any],
+    op: ReduceOpLike = ReduceOp.SUM,
+    group: Group = None,
+    *,
+    tag: int = 0,
+    timeout: Timeout = INHERIT,
+) -> Work[Any]:
+    """Reduce `input_list[r]` of all ranks into rank r's `output`; see `ProcessGroup.reduce_scatter`."""
+    return resolve(group).reduce_scatter(output, input_list, op, tag=tag, timeout=timeout)
+
+
+def reduce_scatter_tensor(
+    output: Any,
+    input: Any,
+    op: ReduceOpLike = ReduceOp.SUM,
+    group: Group = None,
+    *,
+    tag: int = 0,
+    timeout: Timeout = INHERIT,
+) -> Work[Any]:
+    """Reduce `input` over all ranks; rank r gets the r-th part; see `ProcessGroup.reduce_scatter_tensor`."""
+    return resolve(group).reduce_scatter_tensor(output, input, op, tag=tag, timeout=timeout)
+
+
+reduce_scatter_single = reduce_scatter_tensor
+
+
+def barrier(group: Group = None, *, tag: int = 0, timeout: Timeout = INHERIT) -> Work[Any]:
+    """Done once every rank of the group has called it."""
+    return resolve(group).barrier(tag=tag, timeout=timeout)
