@@ -43,13 +43,18 @@ class Problem(NamedTuple):
     world: int
     counts: tuple[int, ...]
     root: int = 0
+    ranks_per_host: int = 1
 
     @classmethod
-    def of(cls, collective: str, world: int, count: int | Sequence[int], root: int = 0) -> Problem:
+    def of(
+        cls, collective: str, world: int, count: int | Sequence[int], root: int = 0, ranks_per_host: int = 1
+    ) -> Problem:
         """Check and normalize.
 
         `count` is the vector's length in elements; for collectives of blocks it is the length of each rank's block,
         or a sequence of them, one per rank. `root` is a group rank and is ignored (0) where there is none.
+        `ranks_per_host` says that group ranks 0 .. k-1, k .. 2k-1, ... share a host each; 1 where hosts are unknown
+        or hold no equal runs.
 
         Raises ValueError.
         """
@@ -59,10 +64,12 @@ class Problem(NamedTuple):
             raise ValueError(f"{collective}: the world needs at least one rank, got {world}")
         if not 0 <= root < world:
             raise ValueError(f"{collective}: root {root} is not a rank of a world of {world}")
+        if ranks_per_host < 1:
+            raise ValueError(f"{collective}: a host has at least one rank, got {ranks_per_host} ranks per host")
         counts = _counts(collective, world, count)
         if min(counts) < 0:
             raise ValueError(f"{collective}: negative element count in {counts}")
-        return cls(collective, world, counts, root if collective in ROOTED else 0)
+        return cls(collective, world, counts, root if collective in ROOTED else 0, ranks_per_host)
 
     @property
     def total(self) -> int:

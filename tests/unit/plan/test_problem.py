@@ -19,6 +19,11 @@ def test_a_root_is_kept_only_where_there_is_one():
     assert Problem.of("all_reduce", 3, 5, root=2).root == 0
 
 
+def test_hosts_are_unknown_unless_said():
+    assert Problem.of("all_reduce", 4, 5).ranks_per_host == 1
+    assert Problem.of("all_reduce", 4, 5, ranks_per_host=2).ranks_per_host == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -30,6 +35,7 @@ def test_a_root_is_kept_only_where_there_is_one():
         (("all_gather", 2, (1, -1)), "negative"),
         (("all_gather", 2, (1, 2, 3)), "3 block lengths for a world of 2"),
         (("all_reduce", 2, (1, 2)), "one element count"),
+        (("all_reduce", 2, 1, 0, 0), "0 ranks per host"),
     ],
 )
 def test_nonsense_is_refused(arguments, message):
