@@ -7,6 +7,7 @@ the engine wants it, one contiguous run of elements.
 from __future__ import annotations
 
 import struct
+import sys
 from functools import lru_cache
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ __all__ = ["Array", "Flat", "decode_meta", "describe", "encode_meta", "host_arra
 Array = NDArray[Any]
 
 _SENDABLE_KINDS: Final = frozenset("biufc")
+_NARROW_FLOATS: Final = ("bfloat16", "float8_")
 _HOST_DEVICES: Final = (1, 3)  # DLPack's kDLCPU and kDLCUDAHost (pinned)
 _MAX_NDIM: Final = 64  # numpy's own limit; bounds the shape a peer can make us parse
 
@@ -26,15 +28,16 @@ def host_array(value: object, name: str = "tensor") -> Array:
     """Return a numpy array over the memory of `value`.
 
     Accepts numpy arrays and anything with the buffer protocol, `__array_interface__` or DLPack on the CPU (torch CPU
-    tensors among them, also those that require a gradient, which is not recorded). Raises TypeError for anything else,
-    for object, string, datetime and structured dtypes, for dtypes numpy does not know, and for non-native byte order.
+    tensors among them, also those that require a gradient, which is not recorded; bfloat16 and float8 if ml_dtypes is
+    installed). Raises TypeError for anything else, masked arrays among it (their mask would be lost), for object,
+    string, datetime and structured dtypes, for dtypes numpy does not know, and for non-native byte order.
     """
     if type(value) is np.ndarray:
         array: Array = value
     else:
         array = _foreign_array(value, name)
     dtype = array.dtype
-    if dtype.kind not in _SENDABLE_KINDS and not _is_extension_float(dtype):
+    if dtype.kind not in _SENDABLE_KINDS and not _is_extension(dtype):
         raise TypeError(f"{name} has dtype {dtype}, which cannot be sent: use a bool, integer, float or complex dtype")
     if not dtype.isnative:
         raise TypeError(f"{name} has dtype {dtype} in foreign byte order; convert it with astype({dtype.name!r})")
@@ -42,6 +45,10 @@ def host_array(value: object, name: str = "tensor") -> Array:
 
 
 def _foreign_array(value: object, name: str) -> Array:
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a masked array, whose mask would be lost: pass its .data, or fill it with .filled()"
+        )
     if isinstance(value, np.ndarray):
         return value.view(np.ndarray)
     if isinstance(value, np.generic):
@@ -70,21 +77,54 @@ def _dlpack_array(value: Any, name: str) -> Array:
     try:
         if value.__dlpack_device__()[0] not in _HOST_DEVICES:
             raise _on_a_gpu(value, name)
-        return np.from_dlpack(value)
+        narrow = _narrow_tensor(value)
+        return np.from_dlpack(value) if narrow is None else narrow
     except (BufferError, RuntimeError, ValueError) as error:  # bfloat16, sparse, conjugated, without memory, ...
         reason = str(error).rstrip(".")
-        hint = "; to move its bits unreduced, pass a view as integers of that width" if "dtype" in reason else ""
+        hint = ""
+        if "dtype" in reason:
+            hint = (
+                "; install ml_dtypes if it is one of its types, or pass a view as integers to move its bits unreduced"
+            )
         kind = getattr(value, "dtype", type(value).__name__)
         raise TypeError(f"{name} ({kind}) cannot be seen as a numpy array: {reason}{hint}") from None
+
+
+def _narrow_tensor(value: Any) -> Array | None:
+    """A torch tensor of bfloat16 or float8 as an array of ml_dtypes' type of that name, over the same memory.
+
+    DLPack has no such types that numpy would take, so the bits cross as integers. None for every other tensor, and
+    where ml_dtypes is not installed.
+    """
+    name = str(value.dtype).removeprefix("torch.") if hasattr(value, "dtype") else ""
+    torch = sys.modules.get("torch")
+    if torch is None or not name.startswith(_NARROW_FLOATS) or not isinstance(value, torch.Tensor):
+        return None
+    extension = _extension_dtype(name)
+    if extension is None:
+        return None
+    bits = value.view(torch.int16 if extension.itemsize == 2 else torch.uint8)
+    return np.from_dlpack(bits).view(extension)
+
+
+def _extension_dtype(name: str) -> np.dtype[Any] | None:
+    """ml_dtypes' type of that name; None without one, or without ml_dtypes."""
+    try:
+        import ml_dtypes
+
+        extension: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    except (ImportError, AttributeError, TypeError):
+        return None
+    return extension if extension.type.__module__ == "ml_dtypes" else None
 
 
 def _on_a_gpu(value: object, name: str) -> TypeError:
     return TypeError(f"{name} lives on a GPU ({type(value).__name__}); this group has no backend for GPU arrays")
 
 
-def _is_extension_float(dtype: np.dtype[Any]) -> bool:
-    """Whether `dtype` is one of ml_dtypes' (bfloat16, float8): numpy reports them as void with a scalar type."""
-    return dtype.kind == "V" and dtype.names is None and dtype.type is not np.void
+def _is_extension(dtype: np.dtype[Any]) -> bool:
+    """Whether `dtype` is one of ml_dtypes' (bfloat16, float8, ...): numpy reports most as void with a scalar type."""
+    return dtype.kind in "Vf" and dtype.type.__module__ == "ml_dtypes"
 
 
 class Flat:
@@ -104,8 +144,8 @@ class Flat:
             self._array: Array | None = None
             self.elements: Array = array if array.ndim == 1 else array.reshape(-1)
         else:
-            if writable and 0 in array.strides and array.size > 1:
-                raise ValueError(f"{name} overlaps itself (a stride of 0) and this operation writes into it")
+            if writable and _overlaps_itself(array):
+                raise ValueError(f"{name} overlaps itself (strides {array.strides}) and this operation writes into it")
             self._array = array if writable else None
             self.elements = array.flatten()
         self.octets = self.elements.view(np.uint8).data
@@ -114,6 +154,21 @@ class Flat:
         """Copy results into the caller's array, where `elements` is not already its memory."""
         if self._array is not None:
             self._array[...] = self.elements.reshape(self._array.shape)
+
+
+def _overlaps_itself(array: Array) -> bool:
+    """Whether two elements may share memory: whether some stride is shorter than what the smaller ones span.
+
+    True for a few layouts that do not overlap after all, which only `as_strided` can make.
+    """
+    span = array.itemsize
+    steps = sorted((abs(stride), extent) for stride, extent in zip(array.strides, array.shape, strict=True))
+    for stride, extent in steps:
+        if extent > 1:
+            if stride < span:
+                return array.size > 1
+            span += stride * (extent - 1)
+    return False
 
 
 @lru_cache(maxsize=1024)
@@ -138,14 +193,14 @@ def decode_meta(meta: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
 def _dtype_by_name(name: bytes) -> np.dtype[Any]:
     try:
         text = name.decode("ascii")
-        if text in ("bfloat16",) or text.startswith("float8"):
-            import ml_dtypes
-
-            extension: np.dtype[Any] = np.dtype(getattr(ml_dtypes, text))
-            return extension
         dtype = np.dtype(text)
-    except (UnicodeDecodeError, TypeError, ImportError, AttributeError, SyntaxError) as error:
-        raise ValueError(f"unknown dtype {name!r}") from error
+    except (UnicodeDecodeError, TypeError, SyntaxError) as error:
+        extension = _extension_dtype(name.decode("ascii", "replace"))
+        if extension is None or not _is_extension(extension):
+            raise ValueError(f"unknown dtype {name!r} (ml_dtypes' types need ml_dtypes installed)") from error
+        return extension
+    if _is_extension(dtype):  # known to numpy, because ml_dtypes is imported already
+        return dtype
     if dtype.kind not in _SENDABLE_KINDS or dtype.name != text:
         raise ValueError(f"dtype {text!r} cannot be received")
     return dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -86,8 +87,6 @@ def test_messages() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: torch.ones(2, dtype=torch.bfloat16), TypeError, "torch.bfloat16.*pass a view as integers"),
-        (lambda: torch.ones(2).to(torch.float8_e4m3fn), TypeError, "torch.float8_e4m3fn"),
         (lambda: torch.ones(2, dtype=torch.complex64).conj(), TypeError, "conjugate"),
         (lambda: torch.ones(2).to_sparse(), TypeError, "strided"),
         (lambda: torch.ones(2, device="meta"), TypeError, "meta"),
@@ -98,6 +97,40 @@ def test_what_cannot_be_written_in_place_is_refused(make: Any, error: type[Excep
     async def main(group: dist.ProcessGroup) -> None:
         with pytest.raises(error, match=text):
             group.all_reduce(make())
+
+    run_world(1, main)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
+def test_narrow_floats_are_reduced_in_place_by_way_of_ml_dtypes(dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    found = reduced(lambda: torch.full((2, 3), 1.5).to(kind))
+    assert found.dtype == kind
+    assert found.float().tolist() == [[3.0] * 3] * 2
+    assert reduced(lambda: torch.tensor([1.0, 3.0]).to(kind)[::1], dist.ReduceOp.AVG).float().tolist() == [1, 3]
+    assert reduced(lambda: torch.ones(4).to(kind)[::2]).float().tolist() == [2, 2]
+
+
+def test_a_narrow_parameter_and_messages_between_torch_and_numpy() -> None:
+    async def main(group: dist.ProcessGroup) -> Any:
+        weights = torch.nn.Parameter(torch.full((3,), float(group.rank), dtype=torch.bfloat16))
+        await group.broadcast(weights, 1)
+        assert weights.tolist() == [1, 1, 1]
+        if group.rank == 0:
+            await group.send(weights, 1)
+            return None
+        return str((await group.recv_array(0)).dtype)
+
+    assert run_world(2, main) == [None, "bfloat16"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_without_ml_dtypes_narrow_floats_are_refused(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+
+    async def main(group: dist.ProcessGroup) -> None:
+        with pytest.raises(TypeError, match=f"torch.{dtype}.*install ml_dtypes.*pass a view as integers"):
+            group.all_reduce(torch.ones(2).to(getattr(torch, dtype)))
 
     run_world(1, main)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import array as stdlib_array
+import subprocess
+import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -52,7 +55,7 @@ def test_a_numpy_scalar_can_be_sent_but_not_written() -> None:
     ("device", "error", "text"),
     [
         ((2, 0), None, "lives on a GPU"),
-        ((1, 0), RuntimeError("Unsupported dtype in DLTensor."), "Unsupported dtype in DLTensor; to move its bits"),
+        ((1, 0), RuntimeError("Unsupported dtype in DLTensor."), "Unsupported dtype in DLTensor; install ml_dtypes"),
         ((1, 0), BufferError("not strided"), "numpy array: not strided$"),
     ],
 )
@@ -83,11 +86,25 @@ def test_dlpack_that_numpy_cannot_take_is_a_type_error(
         np.zeros(2, dtype=">f4"),
         np.zeros(2, dtype="M8[s]"),
         np.zeros(2, dtype="V4"),
+        np.zeros(2, dtype="m8[s]"),
+        np.ma.masked_array([1.0, 2.0], [True, False]),
+        memoryview(b"ab").cast("c"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_by_name(value: object) -> None:
     with pytest.raises(TypeError, match="weights"):
         host_array(value, "weights")
+
+
+def test_masked_arrays_are_refused_with_the_way_out() -> None:
+    with pytest.raises(TypeError, match=r"mask would be lost.*\.filled"):
+        host_array(np.ma.masked_array([1.0], [True]))
+
+
+def test_other_subclasses_are_plain_memory() -> None:
+    x = np.zeros(2).view(np.recarray)
+    assert type(host_array(x)) is np.ndarray
+    assert np.shares_memory(host_array(x), x)
 
 
 def test_gpu_arrays_are_refused_with_the_reason() -> None:
@@ -116,6 +133,35 @@ def test_strided_arrays_are_written_back(make: object) -> None:
     assert view.flatten().tolist() == list(range(view.size))
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 1)])
+def test_scalars_and_empty_arrays(shape: tuple[int, ...]) -> None:
+    x = np.zeros(shape, order="F")
+    flat = Flat(x, writable=True)
+    assert flat.octets.nbytes == x.nbytes
+    flat.elements[...] = 3
+    flat.write_back()
+    assert (x == 3).all()
+
+
+def test_fortran_order_travels_in_c_order() -> None:
+    x = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    flat = Flat(x, writable=True)
+    assert flat.elements.tolist() == [0, 1, 2, 3, 4, 5]
+    flat.elements *= 2
+    flat.write_back()
+    assert x.tolist() == [[0, 2, 4], [6, 8, 10]]
+
+
+def test_windows_that_overlap_are_refused_where_they_are_written() -> None:
+    windows = np.lib.stride_tricks.sliding_window_view(np.arange(5.0), 3, writeable=True)
+    with pytest.raises(ValueError, match="overlaps itself"):
+        Flat(windows, writable=True)
+    assert Flat(windows, writable=False).elements.tolist() == [0, 1, 2, 1, 2, 3, 2, 3, 4]
+    rows = np.arange(24.0).reshape(2, 3, 4)
+    for view in (rows[:, ::-1, ::3], rows.transpose(2, 0, 1), rows[:, None, ::2], rows[:1].T, rows[:0].T):
+        Flat(view, writable=True)
+
+
 def test_arrays_that_cannot_be_written_are_refused() -> None:
     read_only = np.zeros(3)
     read_only.flags.writeable = False
@@ -128,11 +174,44 @@ def test_arrays_that_cannot_be_written_are_refused() -> None:
 
 
 @given(
-    st.sampled_from(["bool", "int8", "uint64", "float16", "float64", "complex128"]),
+    st.sampled_from(["bool", "int8", "uint64", "float16", "float64", "complex128", "bfloat16", "float8_e5m2", "int4"]),
     st.lists(st.integers(0, 2**40), max_size=6).map(tuple),
 )
 def test_descriptions_round_trip(dtype: str, shape: tuple[int, ...]) -> None:
     assert decode_meta(encode_meta(np.dtype(dtype), shape)) == (np.dtype(dtype), shape)
+
+
+def test_types_of_ml_dtypes_are_imported_when_the_first_arrives() -> None:
+    script = """
+import sys
+from asyncdist.arrays import decode_meta
+assert decode_meta(bytes([7]) + b"float32")[0].name == "float32"
+assert "ml_dtypes" not in sys.modules
+assert decode_meta(bytes([13]) + b"float8_e4m3fn")[0].name == "float8_e4m3fn"
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_without_ml_dtypes_its_types_are_unknown() -> None:
+    script = """
+import sys
+sys.modules["ml_dtypes"] = None  # importing it fails
+from asyncdist.arrays import decode_meta
+try:
+    decode_meta(bytes([13]) + b"float8_e4m3fn")
+except ValueError as error:
+    assert "need ml_dtypes installed" in str(error)
+else:
+    raise AssertionError("accepted")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.int4])
+def test_types_of_ml_dtypes_are_viewed(dtype: type) -> None:
+    x = np.zeros(3, dtype)
+    assert host_array(x) is x
+    assert Flat(x, writable=True).octets.nbytes == x.nbytes
 
 
 @given(st.binary(max_size=80))
