@@ -56,7 +56,7 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
                 builder.send(parent, piece)
             else:
                 builder.copy(piece, Slice(Buffer.OUTPUT, piece.offset, piece.length))
-        return builder.build()
+        return builder.build(ordered=root == 0)
     total = builder.scratch(problem.total) if position else Slice(Buffer.OUTPUT, 0, problem.total)
     pieces = split(own, chunk_length)
     for piece in pieces:
@@ -70,7 +70,7 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
                 builder.recv_reduce(child, target, incoming_left=False)
         if position:
             builder.send(parent, target)
-    return builder.build()
+    return builder.build(ordered=root == 0)
 
 
 def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:

@@ -186,7 +186,7 @@ class PlanBuilder:
         slot = self._slot(self._received, peer, None)
         return self._add(Recv(peer, NOTHING, slot, self._reduced(self._wait(after))))
 
-    def build(self, *, symmetry: Symmetry = Symmetry.NONE, block_aligned: bool = False) -> Plan:
+    def build(self, *, symmetry: Symmetry = Symmetry.NONE, block_aligned: bool = False, ordered: bool = False) -> Plan:
         """Return the plan of the steps so far."""
         return Plan(
             self.collective,
@@ -197,6 +197,7 @@ class PlanBuilder:
             self.scratch_count,
             symmetry,
             block_aligned,
+            ordered,
         )
 
     def _add(self, step: Step) -> int:

@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from asyncdist.plan.problem import BLOCK_COLLECTIVES, ROOTED, Problem
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, PRIVATE_COLLECTIVES, ROOTED, Problem
 from asyncdist.plan.registry import ALGORITHMS, build
 from asyncdist.plan.symbols import PlanError
 from asyncdist.plan.verify import verify
 
-__all__ = ["main", "problems", "prove"]
+__all__ = ["exchange_problems", "main", "private_problems", "problems", "prove"]
 
 CHUNK_LENGTH: Final = 4
 """Elements in a chunk: few, so that small vectors have several. A proof depends on the cuts, not on the size."""
@@ -28,12 +28,23 @@ BLOCK_PATTERN: Final = (5, 0, 1, 0)
 """Uneven block lengths, repeated: two chunks, nothing, one element."""
 
 
-def problems(collective: str, world: int, *, thorough: bool | None = None) -> Iterator[Problem]:
-    """Yield what a collective is proven on in a world: no elements, one, fewer than ranks, uneven, several chunks."""
+def problems(collective: str, world: int, *, thorough: bool | None = None) -> Iterator[Problem | tuple[Problem, ...]]:
+    """Yield what a collective is proven on in a world: no elements, one, fewer than ranks, uneven, several chunks.
+
+    Where a rank knows only its own lengths, yield one problem per rank.
+    """
     if thorough is None:
         thorough = world <= THOROUGH_WORLD
     if collective == "barrier":
         yield Problem.of(collective, world, 0)
+        return
+    if collective == "all_to_all_uneven":
+        yield from _uneven_exchanges(world, thorough=thorough)
+        return
+    if collective in PRIVATE_COLLECTIVES:
+        for known in problems(collective.removesuffix("_uneven"), world, thorough=thorough):
+            assert isinstance(known, Problem)
+            yield private_problems(collective, known.counts, known.root)
         return
     counts: list[int | tuple[int, ...]] = [0, 1] if thorough or world % 4 == 0 else [0]
     if collective in BLOCK_COLLECTIVES:
@@ -47,11 +58,28 @@ def problems(collective: str, world: int, *, thorough: bool | None = None) -> It
             yield Problem.of(collective, world, count, root)
 
 
+def private_problems(collective: str, counts: Sequence[int], root: int) -> tuple[Problem, ...]:
+    """Every rank's problem of gather_uneven or scatter_uneven: the root knows all lengths, the others their own."""
+    world = len(counts)
+    own = [tuple(count if rank == other else 0 for other, count in enumerate(counts)) for rank in range(world)]
+    return tuple(Problem.of(collective, world, counts if rank == root else own[rank], root) for rank in range(world))
+
+
+def exchange_problems(lengths: Sequence[Sequence[int]]) -> tuple[Problem, ...]:
+    """Every rank's problem of all_to_all_uneven, where rank s sends `lengths[s][d]` elements to rank d."""
+    world = len(lengths)
+    return tuple(
+        Problem.of("all_to_all_uneven", world, (*lengths[rank], *(row[rank] for row in lengths)))
+        for rank in range(world)
+    )
+
+
 def prove(collective: str, algorithm: str, world: int, *, thorough: bool | None = None) -> int:
     """Prove one algorithm in one world. Returns the number of problems; raises PlanError."""
     proven = 0
     for problem in problems(collective, world, thorough=thorough):
-        verify(problem, [build(problem, algorithm, rank, CHUNK_LENGTH) for rank in range(world)])
+        own = [problem] * world if isinstance(problem, Problem) else problem
+        verify(problem, [build(own[rank], algorithm, rank, CHUNK_LENGTH) for rank in range(world)])
         proven += 1
     return proven
 
@@ -96,6 +124,16 @@ def _worlds(text: str) -> list[int]:
 
 def _pattern(world: int) -> tuple[int, ...]:
     return tuple(BLOCK_PATTERN[rank % len(BLOCK_PATTERN)] for rank in range(world))
+
+
+def _uneven_exchanges(world: int, *, thorough: bool) -> Iterator[tuple[Problem, ...]]:
+    ranks = range(world)
+    pattern = BLOCK_PATTERN
+    yield exchange_problems([[pattern[(3 * source + target) % len(pattern)] for target in ranks] for source in ranks])
+    if thorough:
+        yield exchange_problems([[0] * world for _ in ranks])
+        yield exchange_problems([[1] * world for _ in ranks])
+        yield exchange_problems([[9 * (target == world // 2) for target in ranks] for _ in ranks])
 
 
 def _lone(world: int) -> tuple[int, ...]:

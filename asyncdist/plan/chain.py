@@ -61,4 +61,4 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
         builder.reduce(piece, target, source_left=True)
         if inner:
             builder.send(nearer, target)
-    return builder.build()
+    return builder.build(ordered=problem.root == 0)

@@ -10,22 +10,31 @@ rotated order, so that ranks do not all call on the same one first.
 | reduce | p-1 | (p-1)m |
 | gather, scatter | p-1 | m(p-1)/p, m the whole vector |
 | all_gather | p-1 | m(p-1)/p |
+| reduce_scatter | p-1 | m(p-1)/p |
 | all_reduce | p-1 | (p-1)m |
+| all_to_all | p-1 | m(p-1)/p, m all a rank sends |
 
-all_reduce (all_gather and local reduction) folds in rank order on every rank: bit-identical, and right for operations
-that do not commute.
+Whoever reduces folds in rank order: right for operations that do not commute, and all_reduce (all_gather and local
+reduction) is bit-identical on all ranks.
 
 Source: the basic algorithms of Thakur, Rabenseifner and Gropp, 2005 (see `recursive_doubling`).
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import offsets
+from asyncdist.plan.exchange import direct, receive_block, send_block
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "gather", "reduce", "scatter"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
+
+EXCHANGE_WINDOW: Final = 32
+"""Messages of all_to_all a rank has under way in each direction, as in MPICH: enough to hide every latency, few enough
+that neither the links into one rank nor its loop have hundreds to share."""
 
 
 def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -42,35 +51,37 @@ def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 
 def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
-    """The root receives everyone's vector and folds them, itself first; `chunk_length` is not used."""
+    """The root receives everyone's vector and folds them in rank order; `chunk_length` is not used."""
     del chunk_length
+    root = problem.root
     builder = PlanBuilder("reduce", "linear", rank, problem.world)
     own = Slice(Buffer.INPUT, 0, problem.total)
-    if rank != problem.root:
-        builder.send(problem.root, own)
-        return builder.build()
-    result = Slice(Buffer.OUTPUT, 0, problem.total)
-    if problem.world == 1:
-        builder.copy(own, result)
-        return builder.build()
-    first, *rest = _others(rank, problem.world)
-    builder.recv(first, result)
-    incoming = [builder.scratch(problem.total) for _ in rest]
-    for peer, piece in zip(rest, incoming, strict=True):
-        builder.recv(peer, piece)
-    builder.reduce(own, result, source_left=True)
-    for piece in incoming:
-        builder.reduce(piece, result, source_left=False)
-    return builder.build()
+    if rank != root:
+        builder.send(root, own)
+        return builder.build(ordered=True)
+    _fold(builder, own, Slice(Buffer.OUTPUT, 0, problem.total))
+    return builder.build(ordered=True)
+
+
+def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Everyone sends everyone its block, and folds its own in rank order; `chunk_length` is not used."""
+    del chunk_length
+    builder = PlanBuilder("reduce_scatter", "linear", rank, problem.world)
+    starts = offsets(problem.counts)
+    for peer in _others(rank, problem.world):
+        builder.send(peer, Slice(Buffer.INPUT, starts[peer], problem.counts[peer]))
+    own = Slice(Buffer.INPUT, starts[rank], problem.counts[rank])
+    _fold(builder, own, Slice(Buffer.OUTPUT, 0, problem.counts[rank]))
+    return builder.build(block_aligned=True, ordered=True)
 
 
 def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
-    """Everyone sends its block to the root; `chunk_length` is not used."""
+    """Everyone sends its block to the root, also where only the root knows all lengths; `chunk_length` is not used."""
     del chunk_length
-    builder = PlanBuilder("gather", "linear", rank, problem.world)
+    builder = PlanBuilder(problem.collective, "linear", rank, problem.world)
     own = Slice(Buffer.INPUT, 0, problem.counts[rank])
     if rank != problem.root:
-        builder.send(problem.root, own)
+        send_block(builder, problem.root, own)
     else:
         _receive_blocks(builder, problem)
         builder.copy(own, _block(problem, Buffer.OUTPUT, rank))
@@ -78,18 +89,24 @@ def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 
 def scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
-    """The root sends everyone its block; `chunk_length` is not used."""
+    """The root sends everyone its block, also where only it knows all lengths; `chunk_length` is not used."""
     del chunk_length
-    builder = PlanBuilder("scatter", "linear", rank, problem.world)
+    builder = PlanBuilder(problem.collective, "linear", rank, problem.world)
     own = Slice(Buffer.OUTPUT, 0, problem.counts[rank])
     if rank != problem.root:
-        builder.recv(problem.root, own)
+        receive_block(builder, problem.root, own)
     else:
         starts = offsets(problem.counts)
         for peer in _others(rank, problem.world):
-            builder.send(peer, Slice(Buffer.INPUT, starts[peer], problem.counts[peer]))
+            send_block(builder, peer, Slice(Buffer.INPUT, starts[peer], problem.counts[peer]))
         builder.copy(Slice(Buffer.INPUT, starts[rank], problem.counts[rank]), own)
     return builder.build(block_aligned=True)
+
+
+def all_to_all(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Everyone sends everyone its block, even or uneven; `chunk_length` is not used."""
+    del chunk_length
+    return direct(problem, "linear", rank, EXCHANGE_WINDOW, in_step=False)
 
 
 def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -125,7 +142,7 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
         builder.reduce(incoming[0], whole, source_left=True)
     for peer in range(rank + 1, problem.world):
         builder.reduce(incoming[peer], whole, source_left=False)
-    return builder.build()
+    return builder.build(ordered=True)
 
 
 def _others(rank: int, world: int) -> list[int]:
@@ -140,4 +157,25 @@ def _receive_blocks(builder: PlanBuilder, problem: Problem) -> None:
     starts = offsets(problem.counts)
     for distance in range(1, problem.world):
         peer = (builder.rank - distance) % problem.world
-        builder.recv(peer, Slice(Buffer.OUTPUT, starts[peer], problem.counts[peer]))
+        receive_block(builder, peer, Slice(Buffer.OUTPUT, starts[peer], problem.counts[peer]))
+
+
+def _fold(builder: PlanBuilder, own: Slice, result: Slice) -> None:
+    """Receive everyone's operand and fold it with `own` into `result` in rank order; all receives come first.
+
+    The lowest other rank's operand is received into `result` itself, so that nothing needs to be copied.
+    """
+    rank, world = builder.rank, builder.world
+    if world == 1:
+        builder.copy(own, result)
+        return
+    first = 0 if rank else 1
+    incoming = {peer: result if peer == first else builder.scratch(result.length) for peer in range(world)}
+    for distance in range(1, world):
+        peer = (rank - distance) % world
+        builder.recv(peer, incoming[peer])
+    incoming[rank] = own
+    if not rank:
+        builder.reduce(own, result, source_left=True)
+    for peer in range(1 if rank else 2, world):
+        builder.reduce(incoming[peer], result, source_left=False)

@@ -12,6 +12,15 @@ A problem and a rank determine a plan; nothing else does. So whatever two ranks 
 | gather | one block per rank | own block | all blocks on the root, else nothing |
 | scatter | one block per rank | all blocks on the root, else nothing | own block |
 | barrier | (0,) | - | - |
+| scan | (elements,) | - | elements, in place: the reduction of ranks 0 .. r |
+| exscan | (elements,) | - | elements, in place: that of ranks 0 .. r-1; on rank 0 left as it is |
+| all_to_all | (elements of a block,) | a block for each rank | a block from each rank |
+| all_to_all_uneven | own blocks: to each rank, then from each | the former | the latter |
+| gather_uneven | own block in its place, else 0; all on the root | own block | all blocks on the root |
+| scatter_uneven | own block in its place, else 0; all on the root | all blocks on the root | own block |
+
+Of the last three a rank knows only its own lengths, so that its problem differs from the others' (`Problem.private`).
+Their messages travel even where they are empty: what one rank sends and another does not expect must not pass unseen.
 
 INPUT and OUTPUT must not overlap, with one exception: the own block of all_gather and of gather (on the root) may be
 its place in OUTPUT, where the copy is then a copy onto itself.
@@ -22,18 +31,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["BLOCK_COLLECTIVES", "COLLECTIVES", "ROOTED", "VECTOR_COLLECTIVES", "Problem"]
+__all__ = [
+    "BLOCK_COLLECTIVES",
+    "COLLECTIVES",
+    "EXCHANGES",
+    "IN_PLACE",
+    "PRIVATE_COLLECTIVES",
+    "REDUCTIONS",
+    "ROOTED",
+    "VECTOR_COLLECTIVES",
+    "Problem",
+]
 
-VECTOR_COLLECTIVES: Final = ("all_reduce", "broadcast", "reduce", "barrier")
+VECTOR_COLLECTIVES: Final = ("all_reduce", "broadcast", "reduce", "barrier", "scan", "exscan")
 """Every rank has a vector of the same length."""
 
-BLOCK_COLLECTIVES: Final = ("all_gather", "reduce_scatter", "gather", "scatter")
+BLOCK_COLLECTIVES: Final = ("all_gather", "reduce_scatter", "gather", "scatter", "gather_uneven", "scatter_uneven")
 """The vector consists of one block per rank."""
 
-COLLECTIVES: Final = (*VECTOR_COLLECTIVES, *BLOCK_COLLECTIVES)
+EXCHANGES: Final = ("all_to_all", "all_to_all_uneven")
+"""Every rank has a block for every rank."""
 
-ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
+COLLECTIVES: Final = (*VECTOR_COLLECTIVES, *BLOCK_COLLECTIVES, *EXCHANGES)
+
+ROOTED: Final = ("broadcast", "reduce", "gather", "scatter", "gather_uneven", "scatter_uneven")
 """One rank has the data, or gets it."""
+
+REDUCTIONS: Final = ("all_reduce", "reduce", "reduce_scatter", "scan", "exscan")
+"""Elements of several ranks become one."""
+
+IN_PLACE: Final = ("all_reduce", "scan", "exscan")
+"""Every rank finds its data in OUTPUT."""
+
+PRIVATE_COLLECTIVES: Final = ("all_to_all_uneven", "gather_uneven", "scatter_uneven")
+"""A rank knows only its own lengths."""
 
 
 class Problem(NamedTuple):
@@ -52,7 +83,9 @@ class Problem(NamedTuple):
         """Check and normalize.
 
         `count` is the vector's length in elements; for collectives of blocks it is the length of each rank's block,
-        or a sequence of them, one per rank. `root` is a group rank and is ignored (0) where there is none.
+        or a sequence of them, one per rank; for all_to_all that of every block, for all_to_all_uneven the lengths of
+        what this rank sends to each, followed by those of what it receives from each. `root` is a group rank and is
+        ignored (0) where there is none.
         `ranks_per_host` says that group ranks 0 .. k-1, k .. 2k-1, ... share a host each; 1 where hosts are unknown
         or hold no equal runs.
 
@@ -73,7 +106,9 @@ class Problem(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Elements of the whole vector."""
+        """Elements of the whole vector; of an exchange, elements of INPUT."""
+        if self.collective in EXCHANGES:
+            return sum(self.send_counts)
         return sum(self.counts)
 
     @property
@@ -81,21 +116,37 @@ class Problem(NamedTuple):
         """Whether all blocks have the same length."""
         return min(self.counts) == max(self.counts)
 
+    @property
+    def private(self) -> bool:
+        """Whether the counts are this rank's own, so that other ranks' problems differ."""
+        return self.collective in PRIVATE_COLLECTIVES
+
+    @property
+    def send_counts(self) -> tuple[int, ...]:
+        """Of an exchange: elements of this rank's block for each rank."""
+        return self.counts[: self.world] if self.collective == "all_to_all_uneven" else self.counts * self.world
+
+    @property
+    def receive_counts(self) -> tuple[int, ...]:
+        """Of an exchange: elements of each rank's block for this rank."""
+        return self.counts[self.world :] if self.collective == "all_to_all_uneven" else self.counts * self.world
+
     def input_length(self, rank: int) -> int:
         """Elements of `rank`'s INPUT."""
-        if self.collective == "reduce":
+        if self.collective == "reduce" or self.collective in EXCHANGES:
             return self.total
-        if self.collective in ("all_gather", "gather"):
+        if self.collective in ("all_gather", "gather", "gather_uneven"):
             return self.counts[rank]
-        if self.collective == "reduce_scatter" or (self.collective == "scatter" and rank == self.root):
-            return self.total
-        return 0
+        scatters = self.collective in ("scatter", "scatter_uneven") and rank == self.root
+        return self.total if scatters or self.collective == "reduce_scatter" else 0
 
     def output_length(self, rank: int) -> int:
         """Elements of `rank`'s OUTPUT."""
-        if self.collective in ("all_reduce", "broadcast", "all_gather"):
+        if self.collective in EXCHANGES:
+            return sum(self.receive_counts)
+        if self.collective in IN_PLACE or self.collective in ("broadcast", "all_gather"):
             return self.total
-        if self.collective in ("reduce_scatter", "scatter"):
+        if self.collective in ("reduce_scatter", "scatter", "scatter_uneven"):
             return self.counts[rank]
         return self.total if rank == self.root else 0
 
@@ -106,6 +157,10 @@ def _counts(collective: str, world: int, count: int | Sequence[int]) -> tuple[in
             return (count,) * world
         if len(count) != world:
             raise ValueError(f"{collective}: {len(count)} block lengths for a world of {world}")
+        return tuple(count)
+    if collective == "all_to_all_uneven":
+        if isinstance(count, int) or len(count) != 2 * world:
+            raise ValueError(f"{collective} takes {world} lengths to send and {world} to receive, got {count}")
         return tuple(count)
     if isinstance(count, int):
         return (count,)

@@ -6,11 +6,25 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-from asyncdist.plan import binomial_tree, chain, circulant, dissemination, linear, recursive_doubling, ring
+from asyncdist.plan import (
+    binomial_tree,
+    bruck,
+    chain,
+    circulant,
+    dissemination,
+    halving_doubling,
+    linear,
+    ordered_chain,
+    pairwise,
+    recursive_doubling,
+    recursive_halving,
+    ring,
+    scan,
+)
 from asyncdist.plan.problem import COLLECTIVES, Problem
 from asyncdist.plan.steps import Plan
 
-__all__ = ["ALGORITHMS", "Algorithm", "algorithms", "build"]
+__all__ = ["ALGORITHMS", "Algorithm", "algorithms", "build", "ordered_algorithms"]
 
 Algorithm: TypeAlias = Callable[[Problem, int, int], Plan]
 """(problem, rank, elements in a chunk at most) -> the rank's plan; every one serves any world, root and counts."""
@@ -21,6 +35,7 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
             {
                 "linear": linear.all_reduce,
                 "recursive_doubling": recursive_doubling.all_reduce,
+                "halving_doubling": halving_doubling.all_reduce,
                 "circulant": circulant.all_reduce,
                 "ring": ring.all_reduce,
             }
@@ -37,19 +52,46 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
                 "linear": linear.reduce,
                 "binomial_tree": binomial_tree.reduce,
                 "chain": chain.reduce,
+                "ordered_chain": ordered_chain.reduce,
             }
         ),
         "barrier": MappingProxyType({"dissemination": dissemination.barrier}),
         "all_gather": MappingProxyType(
             {
                 "linear": linear.all_gather,
+                "recursive_doubling": recursive_doubling.all_gather,
                 "circulant": circulant.all_gather,
                 "ring": ring.all_gather,
             }
         ),
-        "reduce_scatter": MappingProxyType({"circulant": circulant.reduce_scatter, "ring": ring.reduce_scatter}),
+        "reduce_scatter": MappingProxyType(
+            {
+                "linear": linear.reduce_scatter,
+                "recursive_halving": recursive_halving.reduce_scatter,
+                "circulant": circulant.reduce_scatter,
+                "ring": ring.reduce_scatter,
+            }
+        ),
+        "all_to_all": MappingProxyType(
+            {"linear": linear.all_to_all, "pairwise": pairwise.all_to_all, "bruck": bruck.all_to_all}
+        ),
+        "all_to_all_uneven": MappingProxyType({"linear": linear.all_to_all, "pairwise": pairwise.all_to_all}),
+        "scan": MappingProxyType({"recursive_doubling": scan.scan_doubling, "chain": scan.scan_chain}),
+        "exscan": MappingProxyType({"recursive_doubling": scan.exscan_doubling, "chain": scan.exscan_chain}),
+        "gather_uneven": MappingProxyType({"linear": linear.gather}),
+        "scatter_uneven": MappingProxyType({"linear": linear.scatter}),
         "gather": MappingProxyType({"linear": linear.gather, "binomial_tree": binomial_tree.gather}),
         "scatter": MappingProxyType({"linear": linear.scatter, "binomial_tree": binomial_tree.scatter}),
+    }
+)
+
+_ORDERED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "all_reduce": ("linear", "recursive_doubling", "halving_doubling"),
+        "reduce": ("linear", "ordered_chain"),
+        "reduce_scatter": ("linear",),
+        "scan": ("recursive_doubling", "chain"),
+        "exscan": ("recursive_doubling", "chain"),
     }
 )
 
@@ -59,6 +101,15 @@ def algorithms(collective: str) -> tuple[str, ...]:
     if collective not in ALGORITHMS:
         raise ValueError(f"unknown collective {collective!r}; known: {', '.join(COLLECTIVES)}")
     return tuple(ALGORITHMS[collective])
+
+
+def ordered_algorithms(collective: str) -> tuple[str, ...]:
+    """Names of those that reduce in rank order in every world and for every root, for operations that do not commute.
+
+    Empty for collectives that reduce nothing. Raises ValueError for an unknown one.
+    """
+    algorithms(collective)
+    return _ORDERED.get(collective, ())
 
 
 def build(problem: Problem, algorithm: str, rank: int, chunk_length: int) -> Plan:

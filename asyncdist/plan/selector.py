@@ -54,6 +54,15 @@ LINEAR_ROOT_WORLD: Final = 32
 TREE_BLOCK_BYTES: Final = 16 << 10
 """gather and scatter: larger blocks are not worth forwarding, whatever the world."""
 
+BRUCK_WORLD: Final = 16
+"""Smallest world for Bruck's all_to_all: it saves p - 1 - log2(p) messages and costs about 2p copies of a block."""
+
+BRUCK_BLOCK_BYTES: Final = 2 << 10
+"""Blocks above this are not worth sending log2(p)/2 times."""
+
+PAIRWISE_BLOCK_BYTES: Final = 1 << 20
+"""Blocks from which one partner at a time keeps the link busy anyway, and 32 would only share it."""
+
 CHUNK_MIN_BYTES: Final = 128 << 10
 """A chunk should cost more to transfer (85 us) than its message costs by existing (60 us)."""
 
@@ -135,6 +144,8 @@ def plan_id(
     """
     problem = Problem.of(collective, world, count, root)
     counts = str(problem.counts[0]) if problem.even else ",".join(map(str, problem.counts))
+    if problem.private:  # other ranks have other lengths; the transport compares those of each message
+        counts = ""
     return zlib.crc32(f"{collective}:{algorithm}:{world}:{counts}:{problem.root}:{detail}".encode())
 
 
@@ -199,6 +210,25 @@ def _choose_rooted_blocks(problem: Problem, itemsize: int) -> str:
     return "binomial_tree"
 
 
+def _choose_exchange(problem: Problem, itemsize: int) -> str:
+    """All_to_all."""
+    block_bytes = -(-problem.total // problem.world) * itemsize
+    if problem.even and problem.world >= BRUCK_WORLD and block_bytes <= BRUCK_BLOCK_BYTES:
+        return "bruck"
+    return "pairwise" if problem.world > 2 and block_bytes >= PAIRWISE_BLOCK_BYTES else "linear"
+
+
+def _choose_uneven_exchange(problem: Problem, itemsize: int) -> str:
+    """A rank knows its own lengths only, and all must choose alike."""
+    return "linear"
+
+
+def _choose_scan(problem: Problem, itemsize: int) -> str:
+    """Scan and exscan."""
+    world, nbytes = problem.world, problem.total * itemsize
+    return "chain" if nbytes >= max(CHAIN_BYTES, world * CHAIN_RANK_BYTES) else "recursive_doubling"
+
+
 def _choose_barrier(problem: Problem, itemsize: int) -> str:
     return "dissemination"
 
@@ -212,4 +242,10 @@ _CHOICES: Final[dict[str, Callable[[Problem, int], str]]] = {
     "gather": _choose_rooted_blocks,
     "scatter": _choose_rooted_blocks,
     "barrier": _choose_barrier,
+    "scan": _choose_scan,
+    "exscan": _choose_scan,
+    "all_to_all": _choose_exchange,
+    "all_to_all_uneven": _choose_uneven_exchange,
+    "gather_uneven": _choose_uneven_exchange,
+    "scatter_uneven": _choose_uneven_exchange,
 }

@@ -129,3 +129,5 @@ class Plan:
     symmetry: Symmetry = Symmetry.NONE
     block_aligned: bool = False
     """True if no slice of INPUT or OUTPUT crosses a boundary between two ranks' blocks (list forms need no staging)."""
+    ordered: bool = False
+    """True if operands are reduced in rank order, so that the operation need not commute."""

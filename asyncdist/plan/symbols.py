@@ -27,6 +27,8 @@ class Expressions:
     def __init__(self, world: int) -> None:
         self.ranks = [1 << rank for rank in range(world)]
         self.everyone = (1 << world) - 1
+        self.ordered = [True] * world
+        """Whether an expression has its ranks in order from left to right."""
         self._pairs: dict[tuple[int, int], int] = {}
 
     def combine(self, left: Sequence[Values], right: Sequence[Values]) -> list[Values]:
@@ -56,6 +58,8 @@ class Expressions:
             number = len(self.ranks)
             self._pairs[left, right] = number
             self.ranks.append(self.ranks[left] | self.ranks[right])
+            below = self.ranks[left] < self.ranks[right] & -self.ranks[right]
+            self.ordered.append(below and self.ordered[left] and self.ordered[right])
         return number
 
 

@@ -10,7 +10,7 @@
 5. Data: nothing is read before it is written, operands of a reduction are the same elements of the vector, and the
    result has every rank's contribution exactly once (or, for moved blocks, exactly the right elements).
 6. all_reduce: all ranks evaluate the same expression for an element, so results are bit-identical.
-7. A claimed symmetry or block alignment holds.
+7. A claimed symmetry, block alignment or order of reduction holds.
 
 Values are runs of elements (length, expression, base): element i of the run is the expression applied to element
 base + i of the ranks' vectors. Work is proportional to the steps, whatever the element counts.
@@ -26,7 +26,7 @@ from itertools import pairwise
 from typing import Final
 
 from asyncdist.plan.chunks import offsets
-from asyncdist.plan.problem import Problem
+from asyncdist.plan.problem import EXCHANGES, IN_PLACE, REDUCTIONS, Problem
 from asyncdist.plan.steps import Buffer, Plan, RecvReduce, Reduce, Send
 from asyncdist.plan.symbols import Expressions, Memory, PlanError, Values, bits
 from asyncdist.plan.wellformed import LOCALS, RECEIVES, check_form, check_hazards, check_symmetry, slices_of
@@ -37,18 +37,23 @@ LOCAL: Final = -1
 """The partner of a step that is no message."""
 
 
-def verify(problem: Problem, plans: Sequence[Plan]) -> None:
-    """Raise PlanError unless `plans` (of rank 0, 1, ...) together solve `problem`."""
-    if len(plans) != problem.world:
+def verify(problem: Problem | Sequence[Problem], plans: Sequence[Plan]) -> None:
+    """Raise PlanError unless `plans` (of rank 0, 1, ...) together solve `problem`.
+
+    Where a rank knows only its own lengths (`Problem.private`), give every rank's problem.
+    """
+    problems = [problem] * problem.world if isinstance(problem, Problem) else list(problem)
+    problem = problems[0]
+    if not len(plans) == len(problems) == problem.world:
         raise PlanError(f"{len(plans)} plans for a world of {problem.world}")
     for rank, plan in enumerate(plans):
         try:
-            check_form(problem, rank, plan)
+            check_form(problems[rank], rank, plan)
             check_hazards(plan)
         except PlanError as error:
-            raise PlanError(f"{plan.collective}:{plan.algorithm} of {problem}, rank {rank}: {error}") from None
+            raise PlanError(f"{plan.collective}:{plan.algorithm} of {problems[rank]}, rank {rank}: {error}") from None
     try:
-        _Run(problem, plans).check()
+        _Run(problems, plans).check()
         check_symmetry(plans)
     except PlanError as error:
         raise PlanError(f"{plans[0].collective}:{plans[0].algorithm} of {problem}: {error}") from None
@@ -57,8 +62,9 @@ def verify(problem: Problem, plans: Sequence[Plan]) -> None:
 class _Run:
     """Executes all plans together; steps are numbered through all ranks."""
 
-    def __init__(self, problem: Problem, plans: Sequence[Plan]) -> None:
-        self._problem = problem
+    def __init__(self, problems: Sequence[Problem], plans: Sequence[Plan]) -> None:
+        self._problems = problems
+        self._problem = problem = problems[0]
         self._plans = plans
         self._bases = offsets([len(plan.steps) for plan in plans])
         self._steps = [step for plan in plans for step in plan.steps]
@@ -74,7 +80,7 @@ class _Run:
         self._execute()
         if self._problem.collective == "barrier":
             self._check_barrier()
-        elif self._problem.collective in ("all_reduce", "reduce", "reduce_scatter"):
+        elif self._problem.collective in REDUCTIONS:
             self._check_reduced()
         else:
             self._check_moved()
@@ -106,11 +112,10 @@ class _Run:
 
     def _fill(self) -> None:
         """Put the ranks' own data where the operation finds it."""
-        problem = self._problem
-        for rank, memory in enumerate(self._memory):
+        for rank, (problem, memory) in enumerate(zip(self._problems, self._memory, strict=True)):
             length = problem.input_length(rank)
             buffer = Buffer.INPUT
-            if problem.collective == "all_reduce" or (problem.collective == "broadcast" and rank == problem.root):
+            if problem.collective in IN_PLACE or (problem.collective == "broadcast" and rank == problem.root):
                 length, buffer = problem.total, Buffer.OUTPUT
             if length:
                 memory[buffer].write(0, [Values(length, rank, 0)])
@@ -202,34 +207,55 @@ class _Run:
         for rank, memory in enumerate(self._memory):
             position = sum(problem.counts[:rank]) if problem.collective == "reduce_scatter" else 0
             runs = memory[Buffer.OUTPUT].read(0, problem.output_length(rank))
-            for length, expression, base in runs:
-                if base != position:
-                    raise PlanError(f"rank {rank} has element {base} where {position} belongs")
-                if self._expressions.ranks[expression] != self._expressions.everyone:
-                    missing = bits(self._expressions.everyone & ~self._expressions.ranks[expression])
-                    raise PlanError(f"rank {rank}: element {base} lacks the contribution of ranks {missing}")
-                position += length
+            self._check_operands(rank, runs, position)
             if problem.collective == "all_reduce":
                 merged = _merged(runs)
                 if reference is not None and merged != reference:
                     raise PlanError(f"rank {rank} reduces in another order than rank 0")
                 reference = merged
 
+    def _check_operands(self, rank: int, runs: Sequence[Values], position: int) -> None:
+        """Whether `runs` are elements `position`, ... with the contributions they must have, in the claimed order."""
+        wanted = self._expressions.everyone
+        if self._problem.collective == "scan" or (self._problem.collective == "exscan" and not rank):
+            wanted = (2 << rank) - 1  # exscan leaves rank 0's data as it is
+        elif self._problem.collective == "exscan":
+            wanted = (1 << rank) - 1
+        for length, expression, base in runs:
+            if base != position:
+                raise PlanError(f"rank {rank} has element {base} where {position} belongs")
+            ranks = self._expressions.ranks[expression]
+            if wanted & ~ranks:
+                raise PlanError(f"rank {rank}: element {base} lacks the contribution of ranks {bits(wanted & ~ranks)}")
+            if ranks & ~wanted:
+                raise PlanError(f"rank {rank}: element {base} has a contribution of ranks {bits(ranks & ~wanted)}")
+            if self._plans[rank].ordered and not self._expressions.ordered[expression]:
+                raise PlanError(f"rank {rank}: element {base} is not reduced in rank order, though the plan says so")
+            position += length
+
     def _check_moved(self) -> None:
-        problem = self._problem
-        starts = offsets(problem.counts)
+        sent = [offsets(problem.send_counts) for problem in self._problems if problem.collective in EXCHANGES]
         for rank, memory in enumerate(self._memory):
-            if problem.collective == "broadcast":
-                expected = [Values(problem.total, problem.root, 0)]
-            elif problem.collective == "scatter":
-                expected = [Values(problem.counts[rank], problem.root, starts[rank])]
-            elif problem.collective == "all_gather" or rank == problem.root:
-                expected = [Values(count, source, 0) for source, count in enumerate(problem.counts)]
+            if sent:
+                places = enumerate(starts[rank : rank + 2] for starts in sent)
+                expected = [Values(end - start, source, start) for source, (start, end) in places]
             else:
-                continue
-            got = _merged(memory[Buffer.OUTPUT].read(0, problem.output_length(rank)))
+                expected = self._moved(rank)
+            got = _merged(memory[Buffer.OUTPUT].read(0, self._problems[rank].output_length(rank)))
             if got != _merged(expected):
                 raise PlanError(f"rank {rank} ends with {got[:4]}... instead of {expected[:4]}...")
+
+    def _moved(self, rank: int) -> list[Values]:
+        """What `rank`'s OUTPUT must hold, of a collective that moves elements and is no exchange."""
+        problem, collective = self._problems[rank], self._problem.collective
+        if collective == "broadcast":
+            return [Values(problem.total, problem.root, 0)]
+        if collective in ("scatter", "scatter_uneven"):
+            counts = self._problems[problem.root].counts
+            return [Values(counts[rank], problem.root, sum(counts[:rank]))]
+        if collective == "all_gather" or rank == problem.root:
+            return [Values(count, source, 0) for source, count in enumerate(problem.counts)]
+        return []
 
 
 def _merged(runs: Sequence[Values]) -> list[Values]:

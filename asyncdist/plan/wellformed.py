@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from asyncdist.plan.chunks import offsets
-from asyncdist.plan.problem import Problem
+from asyncdist.plan.problem import EXCHANGES, Problem
 from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step, Symmetry
 from asyncdist.plan.symbols import PlanError, bits
 
@@ -35,9 +35,9 @@ def check_form(problem: Problem, rank: int, plan: Plan) -> None:
         for piece in slices:
             if piece.offset < 0 or piece.length < 0 or piece.end > lengths[piece.buffer]:
                 raise PlanError(f"step {index}: {piece} is outside of {lengths[piece.buffer]} elements")
-            if not piece.length and problem.collective != "barrier":
+            if not piece.length and problem.collective != "barrier" and not problem.private:
                 raise PlanError(f"step {index} has no elements")
-            if aligned[piece.buffer] and not _within_block(aligned[piece.buffer], piece):
+            if piece.length and aligned[piece.buffer] and not _within_block(aligned[piece.buffer], piece):
                 raise PlanError(f"step {index}: {piece} crosses a block boundary, though the plan is block-aligned")
         if isinstance(step, LOCALS) and step.source.length != step.target.length:
             raise PlanError(f"step {index}: {step.source} and {step.target} differ in length")
@@ -51,8 +51,10 @@ def _alignment(problem: Problem, plan: Plan) -> tuple[tuple[int, ...], ...]:
     """Block boundaries by buffer; empty where there are none to keep to."""
     if not plan.block_aligned:
         return (), (), ()
+    if problem.collective in EXCHANGES:
+        return offsets(problem.send_counts), offsets(problem.receive_counts), ()
     starts = offsets(problem.counts)
-    if problem.collective in ("reduce_scatter", "scatter"):
+    if problem.collective in ("reduce_scatter", "scatter", "scatter_uneven"):
         return starts, (), ()
     return (), starts, ()
 

@@ -1,0 +1,106 @@
+"""Bruck's all_to_all: ceil(log2 p) rounds for any p, for blocks whose latency outweighs their bytes.
+
+Slot i of a rank holds the block that still has to go i ranks up, at first that for rank r + i. For each power of two D
+below p, largest first, every slot with bit D in its number goes D ranks up, all in one message, and takes the place of
+what the receiver sent. After the last round slot i holds the block of rank r - i.
+
+Cost ceil(log2 p) a + (mb/2) ceil(log2 p) with m bytes of INPUT: each rank sends about half its blocks every round, so
+this pays log2(p)/2 times the bytes for p - 1 - log2(p) messages saved. Starting with the largest D leaves the slots of a
+message in few runs, 1, 2, 4, ..., so that packing them takes about p copies in all; another p bring the blocks to
+their places.
+
+Source: Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in multiport
+message-passing systems", IEEE Transactions on Parallel and Distributed Systems 8(11), 1997.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from asyncdist.plan.builder import PlanBuilder
+from asyncdist.plan.problem import Problem
+from asyncdist.plan.steps import Buffer, Plan, Slice
+
+__all__ = ["all_to_all"]
+
+
+class _Slots(NamedTuple):
+    """Slots `first` .. `last` - 1, one after another in memory from `place` on."""
+
+    first: int
+    last: int
+    place: Slice
+
+
+def all_to_all(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Send half of the slots each round; even blocks only, and `chunk_length` is not used."""
+    del chunk_length
+    world, count = problem.world, problem.counts[0]
+    builder = PlanBuilder("all_to_all", "bruck", rank, world)
+    if not count:
+        return builder.build()
+    held = [_Slots(0, world - rank, Slice(Buffer.INPUT, rank * count, (world - rank) * count))]
+    if rank:
+        held.append(_Slots(world - rank, world, Slice(Buffer.INPUT, 0, rank * count)))
+    distance = 1 << (world - 1).bit_length() >> 1
+    while distance:
+        leaving = [part for slots in held for part in _halves(slots, distance, count, leaving=True)]
+        held = [part for slots in held for part in _halves(slots, distance, count, leaving=False)]
+        builder.send((rank + distance) % world, _packed(builder, leaving))
+        incoming = builder.scratch(sum(slots.place.length for slots in leaving))
+        builder.recv((rank - distance) % world, incoming)
+        held += _unpacked(_merged_numbers(leaving), incoming, count)
+        held.sort()
+        distance >>= 1
+    for slots in held:
+        for slot in range(slots.first, slots.last):
+            source = Slice(slots.place.buffer, slots.place.offset + (slot - slots.first) * count, count)
+            builder.copy(source, Slice(Buffer.OUTPUT, (rank - slot) % world * count, count))
+    return builder.build()
+
+
+def _halves(slots: _Slots, distance: int, count: int, *, leaving: bool) -> list[_Slots]:
+    """The parts of `slots` whose numbers have bit `distance`, or those whose numbers have not."""
+    parts = []
+    first = slots.first
+    while first < slots.last:
+        last = min(slots.last, (first // distance + 1) * distance)
+        if bool(first & distance) == leaving:
+            offset = slots.place.offset + (first - slots.first) * count
+            parts.append(_Slots(first, last, Slice(slots.place.buffer, offset, (last - first) * count)))
+        first = last
+    return parts
+
+
+def _packed(builder: PlanBuilder, parts: list[_Slots]) -> Slice:
+    """Where the slots of `parts` lie one after another: where they are, or a copy."""
+    if len(parts) == 1:
+        return parts[0].place
+    packed = builder.scratch(sum(part.place.length for part in parts))
+    offset = packed.offset
+    for part in parts:
+        builder.copy(part.place, Slice(packed.buffer, offset, part.place.length))
+        offset += part.place.length
+    return packed
+
+
+def _merged_numbers(parts: list[_Slots]) -> list[tuple[int, int]]:
+    """First and last of the slots of `parts`, neighbors joined: the same on all ranks, unlike where they lie."""
+    numbers: list[tuple[int, int]] = []
+    for part in parts:
+        if numbers and numbers[-1][1] == part.first:
+            numbers[-1] = (numbers[-1][0], part.last)
+        else:
+            numbers.append((part.first, part.last))
+    return numbers
+
+
+def _unpacked(numbers: list[tuple[int, int]], incoming: Slice, count: int) -> list[_Slots]:
+    """The slots of a message that came."""
+    result = []
+    offset = incoming.offset
+    for first, last in numbers:
+        length = (last - first) * count
+        result.append(_Slots(first, last, Slice(incoming.buffer, offset, length)))
+        offset += length
+    return result

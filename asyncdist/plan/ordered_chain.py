@@ -1,0 +1,65 @@
+"""Ordered chain: reduce of large vectors in rank order, for operations that do not commute.
+
+Two lines of ranks meet at the root: 0, 1, ... from below and p-1, p-2, ... from above. Each rank puts its operand on
+the inner side of what it received and passes that on, chunk by chunk, so that all links are busy at once. With root q
+and k chunks: (max(q, p-1-q) - 1 + k)(a + (b + g)m/k). Every rank but the root sends m bytes; the root receives 2m, or m
+at an end of the line, where this is `chain`.
+
+Source: the pipeline of `chain`, cut at the root instead of bent around rank p-1.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from asyncdist.plan.builder import PlanBuilder
+from asyncdist.plan.chunks import split
+from asyncdist.plan.problem import Problem
+from asyncdist.plan.steps import Buffer, Plan, Slice
+
+__all__ = ["reduce"]
+
+WINDOW: Final = 4
+"""Chunks held in temporary memory at a time, as in `chain`: it bounds that memory whatever the vector."""
+
+
+def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Pass partial sums of `chunk_length` elements toward the root; INPUT is only read."""
+    world, root = problem.world, problem.root
+    builder = PlanBuilder("reduce", "ordered_chain", rank, world)
+    pieces = split(Slice(Buffer.INPUT, 0, problem.total), chunk_length)
+    if rank == root:
+        _receive_both(builder, pieces, root)
+        return builder.build(ordered=True)
+    below = rank < root
+    inward, outward = (rank + 1, rank - 1) if below else (rank - 1, rank + 1)
+    inner = 0 <= outward < world
+    longest = max((piece.length for piece in pieces), default=0)
+    partial = [builder.scratch(longest) for _ in range(min(WINDOW, len(pieces)))] if inner else []
+    for number, piece in enumerate(pieces):
+        if not inner:
+            builder.send(inward, piece)
+            continue
+        target = Slice(Buffer.SCRATCH, partial[number % WINDOW].offset, piece.length)
+        builder.recv(outward, target)
+        builder.reduce(piece, target, source_left=not below)
+        builder.send(inward, target)
+    return builder.build(ordered=True)
+
+
+def _receive_both(builder: PlanBuilder, pieces: tuple[Slice, ...], root: int) -> None:
+    """The root: what comes from below, its own, what comes from above."""
+    above = root + 1 < builder.world
+    reduced: list[int | None] = [None] * WINDOW
+    for piece in pieces:
+        result = Slice(Buffer.OUTPUT, piece.offset, piece.length)
+        if root:
+            builder.recv(root - 1, result)
+            builder.reduce(piece, result, source_left=False)
+            if above:
+                reduced.append(builder.recv_reduce(root + 1, result, incoming_left=False, after=(reduced[-WINDOW],)))
+        elif above:
+            builder.recv(root + 1, result)
+            builder.reduce(piece, result, source_left=True)
+        else:
+            builder.copy(piece, result)

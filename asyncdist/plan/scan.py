@@ -1,0 +1,110 @@
+"""Prefix reductions: scan (ranks 0 .. r) and exscan (ranks 0 .. r-1), in place and in rank order.
+
+| algorithm | rounds | cost | bytes sent per rank, at most |
+| --- | --- | --- | --- |
+| recursive_doubling | ceil(log2 p) | ceil(log2 p) (a + mb + mg) | m ceil(log2 p) |
+| chain, k chunks | p - 2 + k | (p - 2 + k)(a + (b + g)m/k) | m |
+
+recursive_doubling: in round k a rank that holds the reduction of the 2^k ranks up to itself sends it 2^k ranks up, and
+puts what comes from 2^k ranks down to the left of its own. exscan keeps beside it the same without its own operand.
+
+chain: each chunk goes along the ranks, which each add their operand on the right; all links are busy at once.
+
+Sources: Hillis and Steele, "Data parallel algorithms", Communications of the ACM 29(12), 1986; Sanders and Träff,
+"Parallel prefix (scan) algorithms for MPI", EuroPVM/MPI 2006.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from asyncdist.plan.builder import PlanBuilder
+from asyncdist.plan.chunks import split
+from asyncdist.plan.problem import Problem
+from asyncdist.plan.steps import Buffer, Plan, Slice
+
+__all__ = ["exscan_chain", "exscan_doubling", "scan_chain", "scan_doubling"]
+
+WINDOW: Final = 4
+"""Chunks a rank of the chain is ready to receive at a time, each with a temporary buffer; as in `chain` and `ring`."""
+
+
+def scan_doubling(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Pass whole vectors up twice as far each round; `chunk_length` is not used.
+
+    Each round receives into SCRATCH of its own, so that all receives are posted at the start.
+    """
+    del chunk_length
+    world = problem.world
+    builder = PlanBuilder("scan", "recursive_doubling", rank, world)
+    whole = Slice(Buffer.OUTPUT, 0, problem.total)
+    distance = 1
+    while distance < world:
+        if rank + distance < world:
+            builder.send(rank + distance, whole)
+        if rank >= distance:
+            incoming = builder.scratch(problem.total)
+            builder.recv(rank - distance, incoming)
+            builder.reduce(incoming, whole, source_left=True)
+        distance *= 2
+    return builder.build(ordered=True)
+
+
+def exscan_doubling(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """As `scan_doubling`; what is sent on is in OUTPUT, the result in SCRATCH until the end."""
+    del chunk_length
+    world = problem.world
+    builder = PlanBuilder("exscan", "recursive_doubling", rank, world)
+    whole = Slice(Buffer.OUTPUT, 0, problem.total)
+    result: Slice | None = None
+    distance = 1
+    while distance < world:
+        if rank + distance < world:
+            builder.send(rank + distance, whole)
+        if rank >= distance:
+            incoming = builder.scratch(problem.total)
+            builder.recv(rank - distance, incoming)
+            if rank + 2 * distance < world:
+                builder.reduce(incoming, whole, source_left=True)
+            if result is None:
+                result = incoming
+            else:
+                builder.reduce(incoming, result, source_left=True)
+        distance *= 2
+    if result is not None:
+        builder.copy(result, whole)
+    return builder.build(ordered=True)
+
+
+def scan_chain(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Pass chunks of `chunk_length` elements from rank to rank."""
+    builder = PlanBuilder("scan", "chain", rank, problem.world)
+    reduced: list[int | None] = [None] * WINDOW
+    for piece in split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length):
+        if rank:
+            reduced.append(builder.recv_reduce(rank - 1, piece, incoming_left=True, after=(reduced[-WINDOW],)))
+        if rank + 1 < problem.world:
+            builder.send(rank + 1, piece)
+    return builder.build(ordered=True)
+
+
+def exscan_chain(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """As `scan_chain`; what came takes the operand's place once the operand has been sent on with it."""
+    world = problem.world
+    builder = PlanBuilder("exscan", "chain", rank, world)
+    pieces = split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
+    inner = 0 < rank < world - 1
+    longest = max((piece.length for piece in pieces), default=0)
+    prefixes = [builder.scratch(longest) for _ in range(min(WINDOW, len(pieces)))] if inner else []
+    for number, piece in enumerate(pieces):
+        if inner:
+            prefix = Slice(Buffer.SCRATCH, prefixes[number % WINDOW].offset, piece.length)
+            builder.recv(rank - 1, prefix)
+            builder.reduce(prefix, piece, source_left=True)
+            builder.send(rank + 1, piece)
+            builder.copy(prefix, piece)
+        elif rank:
+            builder.recv(rank - 1, piece)
+        elif world > 1:
+            builder.send(rank + 1, piece)
+    return builder.build(ordered=True)
