@@ -1,7 +1,8 @@
 """Recursive doubling: all_reduce in ceil(log2 p) rounds, for vectors whose latency outweighs their bytes; all_gather.
 
-In round k, ranks that differ in bit k exchange everything they have; all_reduce reduces it. Cost with p = 2^k ranks, m
-bytes, latency a, b seconds per byte sent and g per byte reduced: log2(p) (a + mb + mg); each rank sends m log2(p) bytes.
+In round k, ranks that differ in bit k exchange everything they have; all_reduce reduces it. Cost with p = 2^k ranks,
+m bytes, latency a, b seconds per byte sent and g per byte reduced: log2(p) (a + mb + mg); each rank sends m log2(p)
+bytes.
 
 Where p is no power of two, p - 2^k ranks are folded: pairs of neighbors at the low end become one, whose upper half
 waits for the result; 2(a + mb) + mg more. The lower rank's operand is always on the left and merged ranks are adjacent,
