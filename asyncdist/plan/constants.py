@@ -1,0 +1,100 @@
+"""Constants: what a machine and its network cost, for the cost model (`plan.cost`) and the simulator (`plan.simulate`).
+
+All times are in seconds, all sizes in bytes. A message of n bytes between two idle ranks takes alpha_s + n beta_s; one
+that is reduced where it arrives takes n gamma_s more. Of alpha_s, overhead_s is CPU time of the sender and overhead_s
+is CPU time of the receiver; the rest is spent on the way, while both do other things.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+__all__ = ["ASYNCIO_SHM", "ASYNCIO_TCP", "BUILT_IN", "MPI_LIKE", "NCCL", "Constants", "Link"]
+
+UNLIMITED: Final = 0
+"""`Constants.cores` of hosts on which every rank has a core of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What messages between hosts cost, instead of `Constants.alpha_s` and `Constants.beta_s`.
+
+    `alpha_s` is as there. `beta_s` is seconds per byte of the host's network card, one direction; all ranks of the
+    host share it, each direction by itself.
+    """
+
+    alpha_s: float
+    beta_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Seconds per message and per byte. Raises ValueError for negative ones.
+
+    Every rank has one port to send and one to receive (`beta_s` each), and one thread that does all of its CPU work.
+    Ranks of a host share its `cores`: where there are fewer than ranks, CPU work waits for a core.
+    """
+
+    alpha_s: float
+    """One message without bytes, from the call that sends it until its receiver goes on: half a round trip."""
+    beta_s: float
+    """Per byte on the wire, from rank to rank."""
+    gamma_s: float
+    """Per byte reduced, CPU time. A local copy costs `COPY_SHARE` of it."""
+    overhead_s: float
+    """CPU time per message at each of its two ends; both are part of alpha_s."""
+    copy_s: float = 0.0
+    """CPU time per byte at each of a message's two ends (copies into and out of the kernel). The two ends work while
+    bytes are under way, so alone it costs nothing beside beta_s; it counts where a thread or the cores are the limit."""
+    cores: int = UNLIMITED
+    """Cores of a host, shared by its ranks; 0: every rank has one of its own."""
+    between: Link | None = None
+    """Messages between hosts; None: they cost what they cost inside, and hosts have no card to share."""
+
+    def __post_init__(self) -> None:
+        values = [self.alpha_s, self.beta_s, self.gamma_s, self.overhead_s, self.copy_s, float(self.cores)]
+        values += [self.between.alpha_s, self.between.beta_s] if self.between else []
+        if not all(value >= 0 for value in values):  # written so that NaN is refused as well
+            raise ValueError(f"constants must not be negative: {self}")
+
+    @property
+    def latency_s(self) -> float:
+        """Time on the way inside a host: alpha_s without the CPU time at both ends."""
+        return max(0.0, self.alpha_s - 2 * self.overhead_s)
+
+    @property
+    def between_latency_s(self) -> float:
+        """Time on the way between hosts."""
+        return max(0.0, self.between.alpha_s - 2 * self.overhead_s) if self.between else self.latency_s
+
+
+COPY_SHARE: Final = 0.5
+"""A copy reads and writes once; a reduction reads twice, writes once and computes."""
+
+ASYNCIO_TCP: Final = Constants(alpha_s=60e-6, beta_s=1 / 1.5e9, gamma_s=0.2e-9, overhead_s=15e-6)
+"""Python event loops over TCP."""
+
+ASYNCIO_SHM: Final = Constants(alpha_s=25e-6, beta_s=1 / 4e9, gamma_s=0.2e-9, overhead_s=8e-6)
+"""Python event loops over shared memory, woken by a doorbell."""
+
+MPI_LIKE: Final = Constants(alpha_s=2e-6, beta_s=1 / 10e9, gamma_s=0.05e-9, overhead_s=0.5e-6)
+"""A native library on a fast network."""
+
+NCCL: Final = Constants(
+    alpha_s=1.9e-6,
+    beta_s=1 / 50e9,
+    gamma_s=1 / 300e9,
+    overhead_s=0.0,
+    between=Link(alpha_s=4e-6, beta_s=1 / 25e9),
+)
+"""GPUs: latencies per hop of NCCL's own cost model for its LL128 protocol on a ring (NVLink 1.9 us, network 4 us), and
+the bandwidths of Summit, where the published figures come from: 50 GB/s between two GPUs, 25 GB/s per host. Its model
+counts 8.5 us for a network hop of a tree, which here is one hop like any other."""
+
+BUILT_IN: Final[Mapping[str, Constants]] = MappingProxyType(
+    {"asyncio-tcp": ASYNCIO_TCP, "asyncio-shm": ASYNCIO_SHM, "mpi-like": MPI_LIKE, "nccl": NCCL}
+)
+"""The sets by the name that `asyncdist simulate --constants` takes."""
