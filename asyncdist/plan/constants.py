@@ -47,8 +47,8 @@ class Constants:
     overhead_s: float
     """CPU time per message at each of its two ends; both are part of alpha_s."""
     copy_s: float = 0.0
-    """CPU time per byte at each of a message's two ends (copies into and out of the kernel). The two ends work while
-    bytes are under way, so alone it costs nothing beside beta_s; it counts where a thread or the cores are the limit."""
+    """CPU time per byte at each of a message's two ends: the copies into and out of the kernel. Both are made while
+    bytes are under way, so a message alone is not slower by them; they count where a thread or cores are the limit."""
     cores: int = UNLIMITED
     """Cores of a host, shared by its ranks; 0: every rank has one of its own."""
     between: Link | None = None
