@@ -15,6 +15,13 @@ Importing this package opens nothing and starts nothing.
 """
 
 from asyncdist.api.batch import P2POp, batch_isend_irecv
+from asyncdist.api.coalesced import (
+    all_gather_coalesced,
+    all_gather_into_tensor_coalesced,
+    all_reduce_coalesced,
+    broadcast_coalesced,
+    reduce_scatter_tensor_coalesced,
+)
 from asyncdist.api.collectives import (
     all_gather,
     all_gather_into_tensor,
@@ -30,6 +37,13 @@ from asyncdist.api.collectives import (
     scatter,
 )
 from asyncdist.api.groups import new_group
+from asyncdist.api.multi_device import (
+    all_gather_multigpu,
+    all_reduce_multigpu,
+    broadcast_multigpu,
+    reduce_multigpu,
+    reduce_scatter_multigpu,
+)
 from asyncdist.api.point_to_point import irecv, isend, recv, recv_array, send
 from asyncdist.api.queries import (
     destroy_process_group,
@@ -109,12 +123,19 @@ __all__ = [
     "Work",
     "__version__",
     "all_gather",
+    "all_gather_coalesced",
     "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
+    "all_gather_multigpu",
     "all_gather_single",
     "all_reduce",
+    "all_reduce_coalesced",
+    "all_reduce_multigpu",
     "barrier",
     "batch_isend_irecv",
     "broadcast",
+    "broadcast_coalesced",
+    "broadcast_multigpu",
     "destroy_process_group",
     "gather",
     "get_backend",
@@ -139,9 +160,12 @@ __all__ = [
     "recv",
     "recv_array",
     "reduce",
+    "reduce_multigpu",
     "reduce_scatter",
+    "reduce_scatter_multigpu",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
     "run",
     "scatter",
     "send",

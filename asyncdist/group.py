@@ -30,8 +30,10 @@ from asyncdist.errors import (
 from asyncdist.executor.work import Work, until_ended
 from asyncdist.expiry import Expiry
 from asyncdist.failures import Failures
+from asyncdist.operations.coalesced import Coalesced
 from asyncdist.operations.collectives import Collectives
 from asyncdist.operations.issuer import check_rank
+from asyncdist.operations.multi_device import MultiDevice
 from asyncdist.operations.point_to_point import PointToPoint
 from asyncdist.overlap import OverlapWatch
 from asyncdist.pairs import Pairs
@@ -53,7 +55,7 @@ def derive_group_id(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
-class ProcessGroup(Collectives, PointToPoint):
+class ProcessGroup(Collectives, Coalesced, MultiDevice, PointToPoint):
     """Some ranks of a world, in an order of their own.
 
     Methods take and return group ranks (0 .. `size` - 1); errors name global ranks. All operations must be called from

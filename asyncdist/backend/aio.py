@@ -60,7 +60,7 @@ class AioBackend(GroupBackend):
         on_end: Callable[[CollectiveWork, BaseException | None], None],
     ) -> None:
         """Begin `call`."""
-        recipe = self._recipes.get((call.collective, call.counts, call.dtype, call.root, call.op))
+        recipe = self._recipes.get((call.collective, call.counts, call.dtype, call.root, call.op, call.detail))
         if recipe is None:
             recipe = self._cook(call)
         if not recipe.met:
@@ -109,13 +109,13 @@ class AioBackend(GroupBackend):
             algorithm=self._overrides.get(call.collective),
         )
         op = ReduceOp.PREMUL_SUM if isinstance(call.op, PremulSum) else call.op  # factors may differ between ranks
-        detail = f"{call.dtype.name} {op!r}"
+        detail = f"{call.dtype.name} {op!r} {call.detail}"
         fingerprint = plan_id(call.collective, plan.algorithm, plan.world, call.counts, call.root, detail)
         kernel = None if call.op is None else reduction.kernel(call.op, call.dtype)
         if len(self._recipes) >= RECIPES_KEPT:
             del self._recipes[next(iter(self._recipes))]
         recipe = Recipe(Program(plan), fingerprint, kernel)
-        self._recipes[call.collective, call.counts, call.dtype, call.root, call.op] = recipe
+        self._recipes[call.collective, call.counts, call.dtype, call.root, call.op, call.detail] = recipe
         return recipe
 
     def _meet(self, recipe: Recipe) -> None:

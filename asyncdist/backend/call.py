@@ -58,6 +58,10 @@ class Call:
     op: ReduceOpLike | None = None
     finishes: bool = False
     """Whether `op` is finished (AVG divides) on this rank's outputs."""
+    detail: str = ""
+    """What else ranks must agree on, told apart by the fingerprint: how several arrays make up the counts."""
+    shares: int = 1
+    """Arrays per rank that have been reduced into its contribution, which AVG counts."""
 
     @property
     def nbytes(self) -> int:
@@ -167,11 +171,11 @@ def barrier() -> Call:
     return Call("barrier", _BYTE, 0, NO_BLOCKS, NO_BLOCKS, None)
 
 
-def arrays_of(values: object, name: str, size: int) -> list[Array]:
-    """The arrays of a list that holds one per rank."""
+def arrays_of(values: object, name: str, size: int | None) -> list[Array]:
+    """The arrays of a list that holds one per rank; of any length if `size` is None."""
     if not isinstance(values, list | tuple):
         raise TypeError(f"{name} must be a list of arrays, not {type(values).__name__}")
-    if len(values) != size:
+    if size is not None and len(values) != size:
         raise ValueError(f"{name} must hold one array per rank: {size}, but holds {len(values)}")
     return [host_array(value, f"{name}[{index}]") for index, value in enumerate(values)]
 

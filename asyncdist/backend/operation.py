@@ -111,7 +111,7 @@ class Operation(Execution):
         if call.op is not ReduceOp.AVG or not call.finishes:
             self._deliver()
             return
-        elements, world = call.outputs[0].elements, len(self._backend.ranks)
+        elements, world = call.outputs[0].elements, len(self._backend.ranks) * call.shares
 
         def divide(start: int, stop: int) -> None:
             if self._wanted():
