@@ -1,66 +1,117 @@
-"""Symbols a plan is proven on: which ranks' elements a piece of memory holds, combined how."""
+"""Symbols a plan is proven on: which ranks' elements a piece of memory holds, combined how.
+
+A value is a run of elements (length, expression, base): element i of the run is the expression applied to element
+base + i of the ranks' vectors. Expressions are numbers, equal if and only if the expressions are.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
-__all__ = ["Expressions", "Memory", "PlanError", "Values", "bits"]
+__all__ = ["Expressions", "Memory", "PlanError", "RotatedExpressions", "Values", "bits", "merged"]
+
+Values: TypeAlias = tuple[int, int, int]
+"""(length, expression, base); a bare tuple, since a proof makes some for every step."""
 
 
 class PlanError(AssertionError):
     """A set of plans does not do what its problem asks."""
 
 
-class Values(NamedTuple):
-    """`length` elements: `expression` applied to elements base, base + 1, ... of the ranks' vectors."""
-
-    length: int
-    expression: int
-    base: int
-
-
 class Expressions:
     """Expressions as numbers: below `world` a rank's own element, above it an interned (left, right)."""
 
     def __init__(self, world: int) -> None:
-        self.ranks = [1 << rank for rank in range(world)]
+        self.world = world
         self.everyone = (1 << world) - 1
-        self.ordered = [True] * world
-        """Whether an expression has its ranks in order from left to right."""
+        self._ranks = [1 << rank for rank in range(world)]
+        self._ordered = [True] * world
         self._pairs: dict[tuple[int, int], int] = {}
 
-    def combine(self, left: Sequence[Values], right: Sequence[Values]) -> list[Values]:
-        """Reduce two runs of elements, which must be of the same elements of the vector."""
-        result = []
-        right_runs = iter(right)
-        rest = Values(0, 0, 0)
-        for run in left:
-            length, expression, base = run
-            while length:
-                if not rest.length:
-                    rest = next(right_runs)
-                if base != rest.base:
-                    raise PlanError(f"element {base} is reduced with element {rest.base}")
-                part = min(length, rest.length)
-                result.append(Values(part, self._pair(expression, rest.expression), base))
-                length, base = length - part, base + part
-                rest = Values(rest.length - part, rest.expression, rest.base + part)
-        return result
+    def ranks(self, expression: int) -> int:
+        """Return the ranks that contribute, as bits."""
+        return self._ranks[expression]
 
-    def _pair(self, left: int, right: int) -> int:
+    def ordered(self, expression: int) -> bool:
+        """Whether the ranks stand in their order, from left to right."""
+        return self._ordered[expression]
+
+    def pair(self, left: int, right: int) -> int:
+        """Return left op right. Raises PlanError where a rank would contribute twice."""
         number = self._pairs.get((left, right))
         if number is None:
-            twice = self.ranks[left] & self.ranks[right]
-            if twice:
-                raise PlanError(f"contribution of ranks {bits(twice)} is reduced twice")
-            number = len(self.ranks)
-            self._pairs[left, right] = number
-            self.ranks.append(self.ranks[left] | self.ranks[right])
-            below = self.ranks[left] < self.ranks[right] & -self.ranks[right]
-            self.ordered.append(below and self.ordered[left] and self.ordered[right])
+            number = self._pairs[left, right] = self._new(left, right)
         return number
+
+    def combine(self, left: Sequence[Values], right: Sequence[Values]) -> Sequence[Values]:
+        """Reduce two runs of elements, which must be of the same elements of the vector."""
+        if len(left) == len(right) == 1 and left[0][0] == right[0][0] and left[0][2] == right[0][2]:
+            ((length, expression, base),) = left
+            return ((length, self.pair(expression, right[0][1]), base),)
+        result = []
+        right_runs = iter(right)
+        rest_length = rest = rest_base = 0
+        for length, expression, base in left:
+            while length:
+                if not rest_length:
+                    rest_length, rest, rest_base = next(right_runs)
+                if base != rest_base:
+                    raise PlanError(f"element {base} is reduced with element {rest_base}")
+                part = min(length, rest_length)
+                result.append((part, self.pair(expression, rest), base))
+                length, base = length - part, base + part
+                rest_length, rest_base = rest_length - part, rest_base + part
+        return result
+
+    def _new(self, left: int, right: int) -> int:
+        left_ranks, right_ranks = self._ranks[left], self._ranks[right]
+        if left_ranks & right_ranks:
+            raise PlanError(f"contribution of ranks {bits(left_ranks & right_ranks)} is reduced twice")
+        self._ranks.append(left_ranks | right_ranks)
+        below = left_ranks < right_ranks & -right_ranks
+        self._ordered.append(below and self._ordered[left] and self._ordered[right])
+        return len(self._ranks) - 1
+
+
+class RotatedExpressions(Expressions):
+    """Expressions that can be renamed: form * world + shift is the form with every rank k renamed to k + shift.
+
+    The leftmost rank of a form is 0, so that each expression has one form and one shift. Form 0 is an element itself:
+    as in `Expressions`, numbers below `world` are the ranks' own elements.
+    """
+
+    def __init__(self, world: int) -> None:
+        super().__init__(world)
+        self._ranks, self._ordered = [1], [True]  # by form
+
+    def ranks(self, expression: int) -> int:
+        """Return the ranks that contribute, as bits."""
+        form, shift = divmod(expression, self.world)
+        return self._turned(self._ranks[form], shift)
+
+    def ordered(self, expression: int) -> bool:
+        """Whether the ranks stand in their order, from left to right: not known here, plans that say so are not."""
+        return expression < self.world
+
+    def rotated(self, expression: int, shift: int) -> int:
+        """Return the expression with every rank k renamed to k + shift."""
+        own = expression % self.world
+        return expression - own + (own + shift) % self.world
+
+    def _new(self, left: int, right: int) -> int:
+        (left_form, shift), (right_form, right_shift) = divmod(left, self.world), divmod(right, self.world)
+        if shift:
+            return self.rotated(self.pair(left - shift, self.rotated(right, -shift)), shift)
+        ranks = self._turned(self._ranks[right_form], right_shift)
+        if self._ranks[left_form] & ranks:
+            raise PlanError(f"contribution of ranks {bits(self._ranks[left_form] & ranks)} is reduced twice")
+        self._ranks.append(self._ranks[left_form] | ranks)
+        return (len(self._ranks) - 1) * self.world
+
+    def _turned(self, ranks: int, shift: int) -> int:
+        return (ranks << shift | ranks >> self.world - shift) & self.everyone
 
 
 class Memory:
@@ -74,23 +125,31 @@ class Memory:
         self._expressions: list[int] = []
         self._bases: list[int] = []
 
-    def read(self, offset: int, length: int) -> list[Values]:
-        """Return what is at [offset, offset + length)."""
+    def read(self, offset: int, length: int) -> Sequence[Values]:
+        """Return what is at [offset, offset + length). Raises PlanError where something was never written."""
         end = offset + length
         index = bisect_right(self._ends, offset)
+        if index < len(self._starts) and self._starts[index] <= offset and end <= self._ends[index]:
+            return ((length, self._expressions[index], self._bases[index] + offset - self._starts[index]),)
         runs = []
         while offset < end:
             if index == len(self._starts) or self._starts[index] > offset:
                 raise PlanError(f"element {offset} is read before it is written")
             start = self._starts[index]
             part = min(self._ends[index], end) - offset
-            runs.append(Values(part, self._expressions[index], self._bases[index] + offset - start))
+            runs.append((part, self._expressions[index], self._bases[index] + offset - start))
             offset += part
             index += 1
         return runs
 
     def write(self, offset: int, runs: Sequence[Values]) -> None:
         """Replace what is at [offset, offset + the runs' length)."""
+        if len(runs) == 1:
+            length, expression, base = runs[0]
+            index = bisect_left(self._starts, offset)
+            if index < len(self._starts) and self._starts[index] == offset and self._ends[index] == offset + length:
+                self._expressions[index], self._bases[index] = expression, base
+                return
         starts, ends, expressions, bases = [], [], [], []
         position = offset
         for length, expression, base in runs:
@@ -115,6 +174,18 @@ class Memory:
         self._ends[first:last] = ends
         self._expressions[first:last] = expressions
         self._bases[first:last] = bases
+
+
+def merged(runs: Sequence[Values]) -> list[Values]:
+    """Join neighbors that continue each other, drop empty runs."""
+    result: list[Values] = []
+    for run in runs:
+        length, expression, base = run
+        if result and result[-1][1] == expression and result[-1][2] + result[-1][0] == base:
+            result[-1] = (result[-1][0] + length, expression, result[-1][2])
+        elif length:
+            result.append(run)
+    return result
 
 
 def bits(mask: int) -> list[int]:

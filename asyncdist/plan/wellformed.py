@@ -11,13 +11,15 @@ from asyncdist.plan.problem import EXCHANGES, Problem
 from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step, Symmetry
 from asyncdist.plan.symbols import PlanError, bits
 
-__all__ = ["LOCALS", "MESSAGES", "RECEIVES", "check_form", "check_hazards", "check_symmetry", "slices_of"]
+__all__ = ["check_form", "check_hazards", "check_symmetry"]
 
 NOBODY: Final = -1
 
 MESSAGES: Final = (Send, Recv, RecvReduce)  # tuples: a union would be built anew at every isinstance
-RECEIVES: Final = (Recv, RecvReduce)
 LOCALS: Final = (Copy, Reduce)
+
+NOWHERE: Final = (0, 0)
+"""Start and end of no elements."""
 
 
 def check_form(problem: Problem, rank: int, plan: Plan) -> None:
@@ -26,25 +28,43 @@ def check_form(problem: Problem, rank: int, plan: Plan) -> None:
         raise PlanError(f"is the plan of {plan.collective} for rank {plan.rank} of {plan.world}")
     lengths = (problem.input_length(rank), problem.output_length(rank), plan.scratch_count)
     aligned = _alignment(problem, plan)
+    may_be_empty = problem.collective == "barrier" or problem.private
+    own_start, own_end = _own_place(problem, rank)
     for index, step in enumerate(plan.steps):
         if step.after and not 0 <= min(step.after) <= max(step.after) < index:
             raise PlanError(f"step {index} waits for {step.after}, not all of them before it")
         if isinstance(step, MESSAGES) and (not 0 <= step.peer < plan.world or step.peer == rank):
             raise PlanError(f"step {index} has peer {step.peer}")
-        slices = slices_of(step)
-        for piece in slices:
-            if piece.offset < 0 or piece.length < 0 or piece.end > lengths[piece.buffer]:
-                raise PlanError(f"step {index}: {piece} is outside of {lengths[piece.buffer]} elements")
-            if not piece.length and problem.collective != "barrier" and not problem.private:
+        for piece in _slices(step):
+            buffer, offset, length = piece
+            if offset < 0 or length < 0 or offset + length > lengths[buffer]:
+                raise PlanError(f"step {index}: {piece} is outside of {lengths[buffer]} elements")
+            if not length and not may_be_empty:
                 raise PlanError(f"step {index} has no elements")
-            if piece.length and aligned[piece.buffer] and not _within_block(aligned[piece.buffer], piece):
+            if aligned[buffer] and length and not _within_block(aligned[buffer], piece):
                 raise PlanError(f"step {index}: {piece} crosses a block boundary, though the plan is block-aligned")
+        if isinstance(step, Send):
+            continue
         if isinstance(step, LOCALS) and step.source.length != step.target.length:
             raise PlanError(f"step {index}: {step.source} and {step.target} differ in length")
         if isinstance(step, LOCALS) and step.source.overlaps(step.target):
             raise PlanError(f"step {index}: {step.source} and {step.target} overlap")
-        if not isinstance(step, Send) and step.target.buffer == Buffer.INPUT:
+        buffer, offset, length = step.target
+        if buffer == Buffer.INPUT:
             raise PlanError(f"step {index} writes INPUT")
+        if buffer == Buffer.OUTPUT and offset < own_end and own_start < offset + length:
+            own = step.source if isinstance(step, Copy) else None
+            if own is None or own.buffer != Buffer.INPUT or own.offset != offset - own_start:
+                raise PlanError(f"step {index} writes the own block's place, which may be INPUT, other than from there")
+
+
+def _own_place(problem: Problem, rank: int) -> tuple[int, int]:
+    """Where in OUTPUT the rank's own block may be INPUT itself."""
+    gathers = problem.collective in ("gather", "gather_uneven") and rank == problem.root
+    if not gathers and problem.collective != "all_gather":
+        return NOWHERE
+    start = sum(problem.counts[:rank])
+    return start, start + problem.counts[rank]
 
 
 def _alignment(problem: Problem, plan: Plan) -> tuple[tuple[int, ...], ...]:
@@ -60,23 +80,26 @@ def _alignment(problem: Problem, plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def _within_block(starts: tuple[int, ...], piece: Slice) -> bool:
-    return piece.end <= starts[bisect_right(starts, piece.offset)]
+    after = bisect_right(starts, piece.offset)
+    return after < len(starts) and piece.end <= starts[after]
 
 
-def slices_of(step: Step) -> tuple[Slice, ...]:
+def _slices(step: Step) -> tuple[Slice, ...]:
     """Slices a step touches; where it writes one, that is the last."""
-    if isinstance(step, Send):
-        return (step.source,)
-    if isinstance(step, RECEIVES):
-        return (step.target,)
-    return step.source, step.target
+    kind = type(step)
+    if kind is Send:
+        return (step.source,)  # type: ignore[union-attr]  # told by its kind, which is quicker than isinstance
+    if kind is Recv or kind is RecvReduce:
+        return (step.target,)  # type: ignore[union-attr]
+    return step.source, step.target  # type: ignore[union-attr]
 
 
 def check_hazards(plan: Plan) -> None:
     """Raise PlanError unless conflicting steps have a path of `after` between them, whatever other ranks do.
 
     The elements are cut at every boundary any step uses; per cell it is enough to look at the last writer and the
-    readers since, as those were found to be in order with everything before them.
+    readers since, as those were found to be in order with everything before them. What is written must be of use:
+    nothing is overwritten before it was read, and nothing is left in SCRATCH unread.
     """
     cells = _cells(plan)
     writers = tuple([NOBODY] * len(cell) for cell in cells)
@@ -87,46 +110,56 @@ def check_hazards(plan: Plan) -> None:
         for other in step.after:
             before |= earlier[other] | 1 << other
         earlier.append(before)
-        slices = slices_of(step)
-        for piece in slices:
-            if not piece.length:
-                continue
-            buffer = piece.buffer
+        kind = type(step)
+        if kind is not Recv and kind is not RecvReduce:
+            source = step.source  # type: ignore[union-attr]
+            buffer, offset, length = source
             cell = cells[buffer]
-            writing = piece is slices[-1] and not isinstance(step, Send)
-            for number in range(cell[piece.offset], cell[piece.end]):
+            for number in range(cell[offset], cell[offset + length]):
+                writer = writers[buffer][number]
+                if writer >= 0 and not before >> writer & 1:
+                    raise PlanError(f"step {index} touches {source} unordered with step {writer}")
+                readers[buffer][number] |= 1 << index
+        if kind is not Send:
+            target = step.target  # type: ignore[union-attr]
+            buffer, offset, length = target
+            cell = cells[buffer]
+            reads = kind is RecvReduce or kind is Reduce
+            for number in range(cell[offset], cell[offset + length]):
                 writer, reading = writers[buffer][number], readers[buffer][number]
-                if (writer != NOBODY and not before >> writer & 1) or (writing and reading & ~before):
-                    others = reading if writing else 0
-                    others |= 1 << writer if writer != NOBODY else 0
-                    raise PlanError(f"step {index} touches {piece} unordered with steps {bits(others & ~before)}")
-                if writing:
-                    writers[buffer][number], readers[buffer][number] = index, 0
-                else:
-                    readers[buffer][number] |= 1 << index
+                if reading & ~before or (writer >= 0 and not before >> writer & 1):
+                    others = reading | (1 << writer if writer >= 0 else 0)
+                    raise PlanError(f"step {index} touches {target} unordered with steps {bits(others & ~before)}")
+                if writer >= 0 and not reading and not reads:
+                    raise PlanError(f"step {index} overwrites {target} before what step {writer} wrote there is read")
+                writers[buffer][number], readers[buffer][number] = index, 0
+    for writer, reading in zip(writers[Buffer.SCRATCH], readers[Buffer.SCRATCH], strict=True):
+        if writer >= 0 and not reading:
+            raise PlanError(f"what step {writer} writes to SCRATCH is never read")
 
 
 def _cells(plan: Plan) -> tuple[dict[int, int], ...]:
     """By buffer: number of the cell that starts at each boundary."""
     edges: tuple[set[int], ...] = (set(), set(), set())
     for step in plan.steps:
-        for piece in slices_of(step):
-            edges[piece.buffer].update((piece.offset, piece.offset + piece.length))
+        for buffer, offset, length in _slices(step):
+            edges[buffer].update((offset, offset + length))
     return tuple({edge: number for number, edge in enumerate(sorted(buffer_edges))} for buffer_edges in edges)
 
 
 def check_symmetry(plans: Sequence[Plan]) -> None:
     """Raise PlanError unless a claimed ROTATION holds: the same steps, lengths, slots and waits, rotated peers."""
-    if plans[0].symmetry is not Symmetry.ROTATION:
+    claimed = {plan.symmetry for plan in plans}
+    if Symmetry.ROTATION not in claimed:
         return
     shape = [_shape(plans[0], step) for step in plans[0].steps]
-    for plan in plans[1:]:
+    for plan in plans:
         if plan.symmetry is not Symmetry.ROTATION or [_shape(plan, step) for step in plan.steps] != shape:
             raise PlanError(f"rank {plan.rank}'s plan is not rank 0's rotated, though it says so")
 
 
 def _shape(plan: Plan, step: Step) -> tuple[object, ...]:
-    lengths = tuple((piece.buffer, piece.length) for piece in slices_of(step))
+    lengths = tuple((piece.buffer, piece.length) for piece in _slices(step))
     if isinstance(step, LOCALS):
         return type(step), lengths, step.after
     return type(step), lengths, step.after, step.slot, (step.peer - plan.rank) % plan.world
