@@ -7,118 +7,137 @@ Skips halve, rounding up, from p to 1 (13: 7, 4, 2, 1). Call the block (r + i) m
 - all_gather, with the pairs in reverse: send slots 0 .. s'-s-1 to rank r - s; receive slots s .. s'-1 from rank r + s.
 
 Each rank sends exactly p-1 blocks. Cost: ceil(log2 p) a + mb(p-1)/p (+ reduction), twice that for all_reduce, which is
-the one after the other. A message is a run of the rotated vector, so at most two runs of the caller's; those are two
-messages here. The operation must commute; each element is reduced along one tree, so results are bit-identical.
+the one after the other. A message is a run of the rotated vector, so at most two runs of the caller's, sent in chunks;
+those that the receiver has to pass on first come first. The operation must commute; each element is reduced along one
+tree, so results are bit-identical.
+
+Temporary memory: a window of chunks for what is received for reduction, and as much again for the last rounds, whose
+receives are ready from the start. reduce_scatter, which only reads INPUT, holds half the vector in partial sums too.
 
 Source: Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms", 2024 (arXiv).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import cyclic_runs, offsets, partition
+from asyncdist.plan.chunks import cyclic_runs, offsets, partition, split
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.steps import Buffer, Plan, Slice
+from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
+from asyncdist.plan.window import WINDOW, Window, first_that_fits
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
 
 def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
-    """Double what every rank has, each round; `chunk_length` is not used."""
-    del chunk_length
-    world = problem.world
-    starts = offsets(problem.counts)
+    """Double what every rank has, each round."""
+    world, counts = problem.world, problem.counts
+    starts = offsets(counts)
     builder = PlanBuilder("all_gather", "circulant", rank, world)
-    own = Slice(Buffer.INPUT, 0, problem.counts[rank])
-    place = Slice(Buffer.OUTPUT, starts[rank], problem.counts[rank])
+    own = Slice(Buffer.INPUT, 0, counts[rank])
+    place = Slice(Buffer.OUTPUT, starts[rank], counts[rank])
     pairs = _skips(world)[::-1]
     if pairs:
-        builder.send((rank - 1) % world, own)
-        _receive(builder, starts, (rank + 1) % world, rank + 1, 1)
+        for piece in split(own, chunk_length):
+            builder.send((rank - 1) % world, piece)
+        _receive(builder, (rank + 1) % world, _pieces(starts, rank + 1, 1, chunk_length))
     builder.copy(own, place)
     for skip, previous in pairs[1:]:
-        _send(builder, starts, (rank - skip) % world, rank, previous - skip)
-        _receive(builder, starts, (rank + skip) % world, rank + skip, previous - skip)
-    return builder.build()
+        _pass_on(builder, starts, skip, previous, chunk_length)
+    return builder.build(symmetry=_symmetry(counts, chunk_length))
 
 
 def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
-    """reduce_scatter and all_gather in place; `chunk_length` is not used.
-
-    What comes in for reduction goes to SCRATCH, p-1 blocks in all, so that every receive is posted at the start.
-    """
-    del chunk_length
+    """reduce_scatter and all_gather, in place."""
     world = problem.world
-    starts = offsets(partition(problem.total, world))
+    counts = partition(problem.total, world)
+    starts = offsets(counts)
     builder = PlanBuilder("all_reduce", "circulant", rank, world)
     pairs = _skips(world)
-    for skip, previous in pairs:
-        _send(builder, starts, (rank + skip) % world, rank + skip, previous - skip)
-        for run in cyclic_runs(starts, rank, previous - skip):
-            incoming = builder.scratch(run.length)
-            builder.recv((rank - skip) % world, incoming)
-            builder.reduce(incoming, run.of(Buffer.OUTPUT), source_left=True)
+    kept = [_pieces(starts, rank, previous - skip, chunk_length)[::-1] for skip, previous in pairs]
+    small = _first_small(kept, chunk_length)
+    window = Window()
+    for number, (skip, previous) in enumerate(pairs):
+        for piece in reversed(_pieces(starts, rank + skip, previous - skip, chunk_length)):
+            builder.send((rank + skip) % world, piece)
+        for piece in kept[number]:
+            _receive_operand(builder, (rank - skip) % world, piece, window, posted=number >= small)
     for skip, previous in reversed(pairs):
-        _send(builder, starts, (rank - skip) % world, rank, previous - skip)
-        _receive(builder, starts, (rank + skip) % world, rank + skip, previous - skip)
-    return builder.build()
+        _pass_on(builder, starts, skip, previous, chunk_length)
+    return builder.build(symmetry=_symmetry(counts, chunk_length))
 
 
 def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
-    """Halve the blocks every rank is responsible for, each round; `chunk_length` is not used.
+    """Halve the blocks every rank is responsible for, each round.
 
-    INPUT is only read. Partial sums are in SCRATCH in slot order, so that all rounds but the first send one run; the
-    own block's last operand is received into OUTPUT.
+    Partial sums are in SCRATCH in slot order, so that all rounds but the first send one run; the own block's last
+    operand is received into OUTPUT.
     """
-    del chunk_length
-    world = problem.world
-    starts = offsets(problem.counts)
+    world, counts = problem.world, problem.counts
+    starts = offsets(counts)
     builder = PlanBuilder("reduce_scatter", "circulant", rank, world)
-    result = Slice(Buffer.OUTPUT, 0, problem.counts[rank])
+    result = Slice(Buffer.OUTPUT, 0, counts[rank])
     pairs = _skips(world)
     if len(pairs) < 2:
-        _reduce_scatter_of_two(builder, starts, result)
+        _reduce_scatter_of_two(builder, starts, result, chunk_length)
         return builder.build(block_aligned=True)
-    slots = offsets([problem.counts[(rank + slot) % world] for slot in range(pairs[0][0])])
-    partial = builder.scratch(slots[-1])
-    skip, previous = pairs[0]
-    for run in cyclic_runs(starts, rank + skip, previous - skip):
-        builder.send((rank + skip) % world, run.of(Buffer.INPUT))
-    offset = partial.offset
-    runs = cyclic_runs(starts, rank, previous - skip)
-    targets = []
-    for run in runs:
-        targets.append(Slice(Buffer.SCRATCH, offset, run.length))
-        builder.recv((rank - skip) % world, targets[-1])
-        offset += run.length
-    for run, target in zip(runs, targets, strict=True):
-        builder.reduce(run.of(Buffer.INPUT), target, source_left=False)
+    slots = offsets([counts[(rank + slot) % world] for slot in range(pairs[0][0])])
+    builder.scratch(slots[-1])
+    window = Window()
+    _first_sums(builder, starts, slots, pairs[0], window, chunk_length)
+    kept = [_pieces(slots, 0, previous - skip, chunk_length, Buffer.SCRATCH)[::-1] for skip, previous in pairs[1:]]
+    small = _first_small(kept, chunk_length)
+    for number, (skip, previous) in enumerate(pairs[1:]):
+        for piece in reversed(_pieces(slots, skip, previous - skip, chunk_length, Buffer.SCRATCH)):
+            builder.send((rank + skip) % world, piece)
+        for piece in kept[number]:
+            if skip == 1:
+                target = Slice(Buffer.OUTPUT, piece.offset, piece.length)
+                window.add(builder.recv((rank - 1) % world, target, after=window.after))
+                builder.reduce(piece, target, source_left=False)
+            else:
+                _receive_operand(builder, (rank - skip) % world, piece, window, posted=number >= small)
+    return builder.build(symmetry=_symmetry(counts, chunk_length))
+
+
+def _first_sums(
+    builder: PlanBuilder,
+    starts: tuple[int, ...],
+    slots: tuple[int, ...],
+    pair: tuple[int, int],
+    window: Window,
+    chunk_length: int,
+) -> None:
+    """The first round of reduce_scatter: from INPUT to partial sums in SCRATCH, which begins with slot 0."""
+    skip, previous = pair
+    rank, world = builder.rank, builder.world
+    for piece in reversed(_pieces(starts, rank + skip, previous - skip, chunk_length, Buffer.INPUT)):
+        builder.send((rank + skip) % world, piece)
+    offset = slots[previous - skip]
+    for piece in reversed(_pieces(starts, rank, previous - skip, chunk_length, Buffer.INPUT)):
+        offset -= piece.length
+        target = Slice(Buffer.SCRATCH, offset, piece.length)
+        window.add(builder.recv((rank - skip) % world, target, after=window.after))
+        builder.reduce(piece, target, source_left=False)
     if previous - skip < skip:  # an odd number: the middle slot got nothing
         for run in cyclic_runs(starts, rank + skip - 1, 1):
-            builder.copy(run.of(Buffer.INPUT), Slice(Buffer.SCRATCH, offset, run.length))
-    for skip, previous in pairs[1:]:
-        builder.send((rank + skip) % world, _slots(slots, partial, skip, previous))
-        kept = _slots(slots, partial, 0, previous - skip)
-        if skip == 1:
-            builder.recv((rank - 1) % world, result)
-            builder.reduce(kept, result, source_left=False)
-        else:
-            incoming = builder.scratch(kept.length)
-            builder.recv((rank - skip) % world, incoming)
-            builder.reduce(incoming, kept, source_left=True)
-    return builder.build()
+            builder.copy(run.of(Buffer.INPUT), Slice(Buffer.SCRATCH, slots[skip - 1], run.length))
 
 
-def _reduce_scatter_of_two(builder: PlanBuilder, starts: tuple[int, ...], result: Slice) -> None:
+def _reduce_scatter_of_two(builder: PlanBuilder, starts: tuple[int, ...], result: Slice, chunk_length: int) -> None:
     """One round or none: no partial sums."""
     rank, other = builder.rank, 1 - builder.rank
     own = Slice(Buffer.INPUT, starts[rank], result.length)
     if builder.world == 1:
         builder.copy(own, result)
         return
-    builder.send(other, Slice(Buffer.INPUT, starts[other], starts[other + 1] - starts[other]))
-    builder.recv(other, result)
-    builder.reduce(own, result, source_left=rank == 0)
+    for piece in split(Slice(Buffer.INPUT, starts[other], starts[other + 1] - starts[other]), chunk_length):
+        builder.send(other, piece)
+    window = Window()
+    for operand, target in zip(split(own, chunk_length), split(result, chunk_length), strict=True):
+        window.add(builder.recv(other, target, after=window.after))
+        builder.reduce(operand, target, source_left=rank == 0)
 
 
 def _skips(world: int) -> list[tuple[int, int]]:
@@ -132,15 +151,45 @@ def _skips(world: int) -> list[tuple[int, int]]:
     return pairs
 
 
-def _slots(slots: tuple[int, ...], partial: Slice, first: int, last: int) -> Slice:
-    return Slice(partial.buffer, partial.offset + slots[first], slots[last] - slots[first])
+def _pieces(
+    starts: Sequence[int], first: int, blocks: int, chunk_length: int, buffer: Buffer = Buffer.OUTPUT
+) -> list[Slice]:
+    """Chunks of `blocks` cyclic blocks from `first` on, in order of blocks: each block's own, if they are large."""
+    runs = cyclic_runs(starts, first, blocks)
+    if sum(run.length for run in runs) >= blocks * chunk_length:
+        runs = tuple(run for block in range(first, first + blocks) for run in cyclic_runs(starts, block, 1))
+    return [piece for run in runs for piece in split(run.of(buffer), chunk_length)]
 
 
-def _send(builder: PlanBuilder, starts: tuple[int, ...], peer: int, first: int, blocks: int) -> None:
-    for run in cyclic_runs(starts, first, blocks):
-        builder.send(peer, run.of(Buffer.OUTPUT))
+def _pass_on(builder: PlanBuilder, starts: tuple[int, ...], skip: int, previous: int, chunk_length: int) -> None:
+    """A round of all_gather from OUTPUT; what this rank has had for longest goes first."""
+    rank, world = builder.rank, builder.world
+    for piece in _pieces(starts, rank, previous - skip, chunk_length):
+        builder.send((rank - skip) % world, piece)
+    _receive(builder, (rank + skip) % world, _pieces(starts, rank + skip, previous - skip, chunk_length))
 
 
-def _receive(builder: PlanBuilder, starts: tuple[int, ...], peer: int, first: int, blocks: int) -> None:
-    for run in cyclic_runs(starts, first, blocks):
-        builder.recv(peer, run.of(Buffer.OUTPUT))
+def _receive(builder: PlanBuilder, peer: int, pieces: Sequence[Slice]) -> None:
+    window = Window()
+    for piece in pieces:
+        window.add(builder.recv(peer, piece, after=window.after))
+
+
+def _first_small(rounds: Sequence[Sequence[Slice]], chunk_length: int) -> int:
+    return first_that_fits([sum(piece.length for piece in pieces) for pieces in rounds], WINDOW * chunk_length)
+
+
+def _receive_operand(builder: PlanBuilder, peer: int, target: Slice, window: Window, *, posted: bool) -> None:
+    """Receive and reduce on the left: through the window, or into SCRATCH of its own, ready from the start."""
+    if posted:
+        incoming = builder.scratch(target.length)
+        builder.recv(peer, incoming)
+        builder.reduce(incoming, target, source_left=True)
+    else:
+        window.add(builder.recv_reduce(peer, target, incoming_left=True, after=window.after))
+
+
+def _symmetry(counts: Sequence[int], chunk_length: int) -> Symmetry:
+    """Blocks sent one by one are rotated; runs of small ones are cut where the vector ends, on each rank elsewhere."""
+    alike = min(counts) == max(counts) and counts[0] >= chunk_length
+    return Symmetry.ROTATION if alike else Symmetry.NONE
