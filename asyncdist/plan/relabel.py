@@ -91,8 +91,9 @@ class Relabelling:
         return all(map(self._same, plan.steps, other.steps))
 
     def _same(self, step: Step, other: Any) -> bool:
-        if type(step) is not type(other) or step.after != other.after:
-            return False  # what is of one kind from here on: Any, as a type checker cannot see it
+        kind: object = type(step)
+        if kind is not type(other) or step.after != other.after:  # of one kind from here on, which no checker sees
+            return False
         if isinstance(step, Copy):
             return self._moves(step.source, other.source) and self._moves(step.target, other.target)
         if isinstance(step, Reduce):

@@ -16,7 +16,8 @@
 
 `verify_rotated` shows the same of plans that are rotations of each other, from rank 0's alone: it compares every other
 rank's plan with rank 0's renamed (`plan.relabel`), which carries 1, 3 and 7 over to it, and then runs rank 0's plan
-for all of them in step (`run.RotatedRun`): one possible execution of all ranks and, by 3, as good as any. Plans are made one at a time and thrown away, so that a world of p ranks and p steps each takes memory for p steps.
+for all of them in step (`run.RotatedRun`): one possible execution of all ranks and, by 3, as good as any. Plans are made
+one at a time and thrown away, so that p ranks with p steps each take memory for p steps.
 
 Work is proportional to the steps, whatever the element counts. What is run, with which counts and roots in which
 worlds, is in `plan.cases`; `make prove` runs it.
