@@ -169,13 +169,13 @@ def _fold(builder: PlanBuilder, own: Slice, result: Slice) -> None:
     if world == 1:
         builder.copy(own, result)
         return
-    first = 0 if rank else 1
-    incoming = {peer: result if peer == first else builder.scratch(result.length) for peer in range(world)}
-    for distance in range(1, world):
-        peer = (rank - distance) % world
-        builder.recv(peer, incoming[peer])
-    incoming[rank] = own
+    others = [(rank - distance) % world for distance in range(1, world)]
+    operands = {peer: builder.scratch(result.length) for peer in others if peer != min(others)}
+    operands[min(others)] = result
+    for peer in others:
+        builder.recv(peer, operands[peer])
+    operands[rank] = own
     if not rank:
         builder.reduce(own, result, source_left=True)
     for peer in range(1 if rank else 2, world):
-        builder.reduce(incoming[peer], result, source_left=False)
+        builder.reduce(operands[peer], result, source_left=False)

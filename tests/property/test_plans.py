@@ -11,13 +11,13 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncdist.plan.problem import BLOCK_COLLECTIVES, Problem
-from asyncdist.plan.registry import ALGORITHMS, build
+from asyncdist.plan.cases import exchange_problems, private_problems
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, IN_PLACE, PRIVATE_COLLECTIVES, REDUCTIONS, Problem
+from asyncdist.plan.registry import ALGORITHMS, build, ordered_algorithms
 from asyncdist.plan.steps import Buffer, Copy, Recv, RecvReduce, Reduce, Send
 from asyncdist.plan.verify import verify
 
 EVERY = [(collective, algorithm) for collective, table in ALGORITHMS.items() for algorithm in table]
-IN_RANK_ORDER = {("all_reduce", "linear"), ("all_reduce", "recursive_doubling")}
 UNDEFINED = None
 
 
@@ -26,12 +26,16 @@ def cases(draw):
     collective, algorithm = draw(st.sampled_from(EVERY))
     world = draw(st.integers(1, 9))
     counts = st.integers(0, 20)
-    if collective in BLOCK_COLLECTIVES:
-        count = tuple(draw(st.lists(counts, min_size=world, max_size=world)))
+    rows = st.lists(counts, min_size=world, max_size=world)
+    root = draw(st.integers(0, world - 1))
+    if collective == "all_to_all_uneven":
+        problems = exchange_problems(draw(st.lists(rows, min_size=world, max_size=world)))
+    elif collective in PRIVATE_COLLECTIVES:
+        problems = private_problems(collective, draw(rows), root)
     else:
-        count = draw(counts) if collective != "barrier" else 0
-    problem = Problem.of(collective, world, count, draw(st.integers(0, world - 1)))
-    return problem, algorithm, draw(st.integers(1, 9)), draw(st.integers(0, 2**32))
+        count = draw(rows) if collective in BLOCK_COLLECTIVES else draw(counts) if collective != "barrier" else 0
+        problems = (Problem.of(collective, world, count, root),) * world
+    return problems, algorithm, draw(st.integers(1, 9)), draw(st.integers(0, 2**32))
 
 
 def data(rank, length, first=0):
@@ -42,13 +46,13 @@ def data(rank, length, first=0):
 class World:
     """All ranks' buffers, and messages between them."""
 
-    def __init__(self, problem, plans, rng):
-        self.problem, self.plans, self.rng = problem, plans, rng
+    def __init__(self, problems, plans, rng):
+        self.plans, self.rng = plans, rng
         self.memory, self.started = [], {}
-        for rank, plan in enumerate(plans):
+        for rank, (problem, plan) in enumerate(zip(problems, plans, strict=True)):
             inputs = data(rank, problem.input_length(rank))
             outputs = [UNDEFINED] * problem.output_length(rank)
-            if problem.collective == "all_reduce" or (problem.collective == "broadcast" and rank == problem.root):
+            if problem.collective in IN_PLACE or (problem.collective == "broadcast" and rank == problem.root):
                 outputs = data(rank, problem.total)
             self.memory.append({0: inputs, 1: outputs, 2: [UNDEFINED] * plan.scratch_count})
         self.done = [set() for _ in plans]
@@ -97,31 +101,51 @@ def contributions(value):
     return sorted(value.strip("<>").split("><"))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cases())
 def test_plans_do_what_the_collective_says_in_any_order(case):
-    problem, algorithm, chunk_length, seed = case
-    plans = [build(problem, algorithm, rank, chunk_length) for rank in range(problem.world)]
-    verify(problem, plans)
-    world = World(problem, plans, random.Random(seed))
+    problems, algorithm, chunk_length, seed = case
+    collective = problems[0].collective
+    plans = [build(problem, algorithm, rank, chunk_length) for rank, problem in enumerate(problems)]
+    verify(problems, plans)
+    world = World(problems, plans, random.Random(seed))
     world.run()
     assert not world.wire
     results = [memory[1] for memory in world.memory]
-    whole = [value for rank, count in enumerate(problem.counts) for value in data(rank, count)]
     for rank, result in enumerate(results):
-        if problem.collective in ("all_reduce", "reduce", "reduce_scatter"):
-            first = sum(problem.counts[:rank]) if problem.collective == "reduce_scatter" else 0
-            for index, value in enumerate(result):
-                assert contributions(value) == sorted(f"{peer}.{first + index}" for peer in range(problem.world))
-            if problem.collective == "all_reduce":
-                assert result == results[0]
-            if (problem.collective, algorithm) in IN_RANK_ORDER:
-                assert result == ["".join(f"<{r}.{i}>" for r in range(problem.world)) for i in range(problem.total)]
-        elif problem.collective == "broadcast":
-            assert result == data(problem.root, problem.total)
-        elif problem.collective == "scatter":
-            assert result == data(problem.root, problem.counts[rank], sum(problem.counts[:rank]))
-        elif problem.collective == "all_gather" or (problem.collective == "gather" and rank == problem.root):
-            assert result == whole
+        if collective in REDUCTIONS:
+            check_reduced(problems[0], algorithm, rank, result)
+            assert collective != "all_reduce" or result == results[0]
         else:
-            assert result == []
+            assert result == moved(problems, rank)
+
+
+def check_reduced(problem, algorithm, rank, result):
+    first = sum(problem.counts[:rank]) if problem.collective == "reduce_scatter" else 0
+    ranks = range(problem.world)
+    if problem.collective == "scan" or (problem.collective == "exscan" and not rank):
+        ranks = range(rank + 1)
+    elif problem.collective == "exscan":
+        ranks = range(rank)
+    assert len(result) == problem.output_length(rank)
+    for index, value in enumerate(result):
+        assert contributions(value) == sorted(f"{peer}.{first + index}" for peer in ranks)
+        if algorithm in ordered_algorithms(problem.collective):
+            assert value == "".join(f"<{peer}.{first + index}>" for peer in ranks)
+
+
+def moved(problems, rank):
+    """What a collective that only moves elements leaves in `rank`'s OUTPUT."""
+    problem = problems[rank]
+    collective, root = problem.collective.removesuffix("_uneven"), problem.root
+    if collective == "broadcast":
+        return data(root, problem.total)
+    if collective == "scatter":
+        counts = problems[root].counts
+        return data(root, counts[rank], sum(counts[:rank]))
+    if collective == "all_to_all":
+        sent = [other.send_counts for other in problems]
+        return [value for peer, counts in enumerate(sent) for value in data(peer, counts[rank], sum(counts[:rank]))]
+    if collective == "all_gather" or (collective == "gather" and rank == root):
+        return [value for peer, count in enumerate(problem.counts) for value in data(peer, count)]
+    return []

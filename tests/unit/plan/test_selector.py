@@ -67,6 +67,8 @@ def test_worlds_past_the_direct_limit_double():
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 100])
 @pytest.mark.parametrize("count", [0, 1, 1000, 10**6])
 def test_every_choice_exists(collective, world, count):
+    if collective == "all_to_all_uneven":
+        count = (count,) * 2 * world
     assert chosen(collective, world, count) in algorithms(collective)
 
 
@@ -137,7 +139,7 @@ def test_overrides():
         ("all_reduce:", "not of the form"),
         (":ring", "not of the form"),
         ("allreduce:ring", "no such collective; known: all_reduce"),
-        ("all_reduce:chain", "no such algorithm; all_reduce has: linear, recursive_doubling, circulant, ring"),
+        ("all_reduce:chain", "no such algorithm; all_reduce has: linear, recursive_doubling"),
         ("all_reduce:ring,all_reduce:linear", "given twice"),
     ],
 )

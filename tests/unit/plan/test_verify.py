@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.cases import main, problems, prove
-from asyncdist.plan.problem import Problem
-from asyncdist.plan.registry import ALGORITHMS, build
+from asyncdist.plan.cases import exchange_problems, main, problems, prove
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, REDUCTIONS, Problem
+from asyncdist.plan.registry import ALGORITHMS, algorithms, build, ordered_algorithms
 from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Symmetry
 from asyncdist.plan.verify import PlanError, verify
 
@@ -54,12 +54,18 @@ def with_step(plans, rank, index, **changes):
     return result
 
 
+def sample_count(collective, world, elements, blocks):
+    if collective == "all_to_all_uneven":
+        return (3,) * 2 * world
+    return blocks if collective in BLOCK_COLLECTIVES else elements
+
+
 SAMPLES = [
     plans_of(collective, algorithm, world, count, root)
     for collective, algorithm in EVERY
     for world, count, root in [
-        (4, 9 if collective in ("all_reduce", "broadcast", "reduce", "barrier") else (3, 2, 6, 1), 1),
-        (5, 23 if collective in ("all_reduce", "broadcast", "reduce", "barrier") else 3, 3),
+        (4, sample_count(collective, 4, 9, (3, 2, 6, 1)), 1),
+        (5, sample_count(collective, 5, 23, 3), 3),
     ]
 ]
 
@@ -190,10 +196,86 @@ def test_another_order_of_reduction_is_found_in_all_reduce():
         if plans[0].collective != "all_reduce" or plans[0].algorithm not in ("linear", "recursive_doubling"):
             continue
         if isinstance(step, Reduce) and step.target.buffer == Buffer.OUTPUT:
+            changed = with_step(plans, rank, index, source_left=not step.source_left)
+            with pytest.raises(PlanError, match="not reduced in rank order"):
+                verify(problem, changed)
             with pytest.raises(PlanError, match="another order"):
-                verify(problem, with_step(plans, rank, index, source_left=not step.source_left))
+                verify(problem, [replace(plan, ordered=False) for plan in changed])
             found += 1
     assert found > 10
+
+
+@pytest.mark.parametrize("collective", REDUCTIONS)
+def test_swapped_operands_are_found_where_the_plan_claims_rank_order(collective):
+    found = 0
+    for problem, plans, rank, index, step in every_step():
+        if problem.collective != collective or plans[0].algorithm not in ordered_algorithms(collective):
+            continue
+        if isinstance(step, Reduce | RecvReduce):
+            field = "source_left" if isinstance(step, Reduce) else "incoming_left"
+            with pytest.raises(PlanError, match=r"not reduced in rank order|has a contribution of"):
+                verify(problem, with_step(plans, rank, index, **{field: not getattr(step, field)}))
+            found += 1
+    assert found > 10
+
+
+@pytest.mark.parametrize("collective", REDUCTIONS)
+def test_ordered_algorithms_claim_it_in_every_world_and_for_every_root(collective):
+    assert ordered_algorithms(collective)
+    for algorithm in algorithms(collective):
+        for world in range(1, 8):
+            roots = range(world) if collective == "reduce" else (0,)
+            claims = {
+                build(Problem.of(collective, world, 9, root), algorithm, rank, 4).ordered
+                for root in roots
+                for rank in range(world)
+            }
+            assert claims == {True} if algorithm in ordered_algorithms(collective) else world < 2 or False in claims
+
+
+def test_a_false_claim_of_rank_order_is_found():
+    problem, plans = plans_of("reduce", "binomial_tree", 4, 9, root=1)
+    with pytest.raises(PlanError, match="not reduced in rank order, though the plan says so"):
+        verify(problem, [replace(plan, ordered=True) for plan in plans])
+
+
+def test_a_scan_of_too_many_or_too_few_ranks_is_found():
+    problem, plans = plans_of("scan", "chain", 3, 4)
+    with pytest.raises(PlanError, match=r"rank 0: element 0 has a contribution of ranks \[1, 2\]"):
+        # Everyone holds the whole sum.
+        verify(
+            Problem.of("scan", 3, 4),
+            [
+                replace(plan, collective="scan")
+                for plan in (build(Problem.of("all_reduce", 3, 4), "linear", rank, 4) for rank in range(3))
+            ],
+        )
+    with pytest.raises(PlanError, match=r"rank 1: element 0 lacks the contribution of ranks \[0\]"):
+        verify(problem, [Plan("scan", "test", rank, 3, ()) for rank in range(3)])
+    exscan = Problem.of("exscan", 3, 4)
+    with pytest.raises(PlanError, match=r"rank 1: element 0 has a contribution of ranks \[1\]"):
+        verify(exscan, [replace(plan, collective="exscan") for plan in plans])
+
+
+def test_lengths_that_ranks_see_differently_are_found():
+    """What verify takes one problem per rank for: rank 1 expects less from rank 0 than rank 0 sends."""
+    problems = list(exchange_problems([[1, 5, 2], [0, 1, 3], [4, 0, 1]]))
+    for algorithm in algorithms("all_to_all_uneven"):
+        verify(problems, [build(problems[rank], algorithm, rank, 4) for rank in range(3)])
+        for expected in (4, 0):
+            wrong = problems.copy()
+            wrong[1] = Problem.of("all_to_all_uneven", 3, (0, 1, 3, expected, 1, 0))
+            with pytest.raises(PlanError, match=f"is 5 elements, {expected} are expected"):
+                verify(wrong, [build(wrong[rank], algorithm, rank, 4) for rank in range(3)])
+
+
+def test_a_block_for_somebody_else_is_found():
+    problem, plans = plans_of("all_to_all", "pairwise", 3, 2)
+    sends = [index for index, step in enumerate(plans[0].steps) if isinstance(step, Send)]
+    first, second = (plans[0].steps[index].source for index in sends)
+    swapped = with_step(with_step(plans, 0, sends[0], source=second), 0, sends[1], source=first)
+    with pytest.raises(PlanError, match="ends with"):
+        verify(problem, swapped)
 
 
 def test_a_wrong_buffer_is_found():
