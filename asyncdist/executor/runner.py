@@ -20,7 +20,7 @@ from asyncdist.executor.scratch import ScratchPool
 from asyncdist.transport.matching import Receive, SendOp
 from asyncdist.transport.peer import PeerCore
 
-__all__ = ["SLICE_BYTES", "Execution", "Kernel", "run_sliced"]
+__all__ = ["SLICE_BYTES", "Execution", "Kernel", "mismatch", "run_sliced"]
 
 SLICE_BYTES: Final = 1 << 20
 """Bytes of one uninterrupted copy or reduction: about 0.3 ms, so that no callback holds the loop for a millisecond."""
@@ -169,7 +169,7 @@ class Execution:
             receive = Receive(self._prefix + suffix, target, self, index)
             done = self._peers[peer].post_receive(receive)  # type: ignore[union-attr]
             if done and receive.fingerprint != self._fingerprint:
-                raise _mismatch(receive)
+                raise mismatch(receive)
         elif kind == RECV_REDUCE:
             nbytes = (stop - start) * self._itemsize
             staging = self._staging[index] = self._pool.take(nbytes)
@@ -177,7 +177,7 @@ class Execution:
             done = self._peers[peer].post_receive(receive)  # type: ignore[union-attr]
             if done:
                 if receive.fingerprint != self._fingerprint:
-                    raise _mismatch(receive)
+                    raise mismatch(receive)
                 return self._reduce_staged(index)
         else:
             return self._combine(
@@ -243,7 +243,7 @@ class Execution:
         if self._stopped:
             return
         if receive.fingerprint != self._fingerprint:
-            self.message_failed(token, _mismatch(receive))
+            self.message_failed(token, mismatch(receive))
             return
         self._waiting.discard(token)
         if token in self._staging and not self._reduce_staged(token):
