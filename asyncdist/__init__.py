@@ -36,7 +36,7 @@ from asyncdist.api.collectives import (
     reduce_scatter_tensor,
     scatter,
 )
-from asyncdist.api.groups import new_group
+from asyncdist.api.groups import GroupMember, new_group
 from asyncdist.api.multi_device import (
     all_gather_multigpu,
     all_reduce_multigpu,
@@ -48,10 +48,13 @@ from asyncdist.api.point_to_point import irecv, isend, recv, recv_array, send
 from asyncdist.api.queries import (
     destroy_process_group,
     get_backend,
+    get_backend_config,
+    get_default_backend_for_device,
     get_default_group,
     get_global_rank,
     get_group_rank,
     get_node_local_rank,
+    get_pg_count,
     get_process_group_ranks,
     get_rank,
     get_world_size,
@@ -62,6 +65,16 @@ from asyncdist.api.queries import (
     is_launched,
     is_mpi_available,
     is_nccl_available,
+    is_ucc_available,
+    is_xccl_available,
+    supports_complex,
+)
+from asyncdist.api.subgroups import (
+    SHRINK_ABORT,
+    new_subgroups,
+    new_subgroups_by_enumeration,
+    shrink_group,
+    split_group,
 )
 from asyncdist.backend.base import Backend
 from asyncdist.errors import (
@@ -94,6 +107,7 @@ from asyncdist.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 __version__ = "0.1.0"
 
 __all__ = [
+    "SHRINK_ABORT",
     "Backend",
     "ClosedError",
     "CollectiveError",
@@ -106,6 +120,7 @@ __all__ = [
     "DistStoreError",
     "FileStore",
     "GroupAbortedError",
+    "GroupMember",
     "HashStore",
     "LaunchError",
     "NonMember",
@@ -139,10 +154,13 @@ __all__ = [
     "destroy_process_group",
     "gather",
     "get_backend",
+    "get_backend_config",
+    "get_default_backend_for_device",
     "get_default_group",
     "get_global_rank",
     "get_group_rank",
     "get_node_local_rank",
+    "get_pg_count",
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
@@ -155,8 +173,12 @@ __all__ = [
     "is_launched",
     "is_mpi_available",
     "is_nccl_available",
+    "is_ucc_available",
+    "is_xccl_available",
     "isend",
     "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
     "recv",
     "recv_array",
     "reduce",
@@ -169,5 +191,8 @@ __all__ = [
     "run",
     "scatter",
     "send",
+    "shrink_group",
     "spawn",
+    "split_group",
+    "supports_complex",
 ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import threading
 from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
@@ -37,6 +36,7 @@ from asyncdist.operations.multi_device import MultiDevice
 from asyncdist.operations.point_to_point import PointToPoint
 from asyncdist.overlap import OverlapWatch
 from asyncdist.pairs import Pairs
+from asyncdist.subgroup import SubgroupNames
 from asyncdist.world import World
 
 __all__ = ["WORLD", "ProcessGroup"]
@@ -48,11 +48,6 @@ CLOSE_SENDS_S: Final = 30.0
 """How long a closing group waits for sends nobody receives; collectives have deadlines of their own."""
 REFUSALS_KEPT: Final = 64
 """Refusals heard of before the operation is issued here: how far ahead another rank can be that fails at each call."""
-
-
-def derive_group_id(*parts: object) -> int:
-    """Return a 64-bit group id that all ranks derive alike from `parts`."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 class ProcessGroup(Collectives, Coalesced, MultiDevice, PointToPoint):
@@ -93,7 +88,7 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, PointToPoint):
         self._expiry = Expiry(world, group_id, ranks, self._works, self._expired)
         self._failures = Failures()
         self._refusals: dict[tuple[int, int], CollectiveMismatchError] = {}
-        self._subgroups = 0
+        self._subgroups = SubgroupNames(group_id, name)
         self._aborted: BaseException | None = None
         self._closing: asyncio.Task[None] | None = None
         self._unasked: BaseException | None = None
@@ -371,12 +366,20 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, PointToPoint):
             await self.close()
 
     def make_subgroup(
-        self, ranks: Sequence[int], timeout_s: float | None, name: str | None, backend: Backend | None = None
+        self,
+        ranks: Sequence[int],
+        timeout_s: float | None,
+        name: str | None,
+        backend: Backend | None = None,
+        *,
+        members_only: bool = False,
     ) -> ProcessGroup | None:
-        """Make the group of `ranks` (global); None where this rank is not a member. Counts on members and others."""
-        self._subgroups += 1
-        label = name or f"{self.name}/{self._subgroups}"
+        """Make the group of `ranks` (global); None where this rank is not a member.
+
+        Called on members and, unless `members_only`, on all others, in the same order.
+        """
+        group_id, label = self._subgroups.next(ranks, members_only=members_only)
         if self.world.rank not in ranks:
             return None
-        group_id = derive_group_id(self.group_id, self._subgroups, tuple(ranks))
-        return ProcessGroup(self.world, group_id, tuple(ranks), timeout_s, label, backend or self._backend_name)
+        backend = backend or self._backend_name
+        return ProcessGroup(self.world, group_id, tuple(ranks), timeout_s, name or label, backend)

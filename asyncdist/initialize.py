@@ -6,17 +6,20 @@ import asyncio
 import os
 from collections.abc import Callable, Generator, Mapping
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from asyncdist import context, events
 from asyncdist.backend.base import parse_backend
 from asyncdist.deadline import DEFAULT_TIMEOUT_S, INHERIT, Deadline, Timeout, timeout_seconds
 from asyncdist.errors import DistError
-from asyncdist.group import ProcessGroup, derive_group_id
+from asyncdist.group import ProcessGroup
 from asyncdist.init_method import InitMethod, StoreSource, open_store, parse_init_method
 from asyncdist.plan.selector import parse_overrides
+from asyncdist.progress.opening import open_there
+from asyncdist.progress.stores import store_of_loop
 from asyncdist.rendezvous import Rendezvous
 from asyncdist.store import PrefixStore, Store, TCPStore
+from asyncdist.subgroup import derive_group_id
 from asyncdist.transport.address import host_id, local_address
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.config import TransportConfig
@@ -40,6 +43,8 @@ def init_process_group(
     group_name: str = "",
     pg_options: Any = None,
     device_id: Any = None,
+    *,
+    progress: Literal["loop", "thread"] = "loop",
 ) -> GroupOpening:
     """Join a world: `async with init_process_group() as group` or `group = await init_process_group()`.
 
@@ -48,6 +53,8 @@ def init_process_group(
     `store=` takes an open store instead, and needs `rank` and `world_size`; it stays the caller's. Arguments override
     the environment. `timeout` (seconds, timedelta, None for no limit; by default ASYNCDIST_TIMEOUT, else 1,800 s)
     bounds joining and is the default of every collective. `group_name` tells apart several worlds of one process.
+    With `progress="thread"` transport and reductions run in the process's communication thread, so that peers do not
+    wait while a coroutine here computes; everything else is the same. Not under virtual time (ValueError).
     `pg_options` and `device_id` are accepted for torch's sake and not used.
 
     The group becomes the default group of the current context. Raises ValueError for missing or contradictory
@@ -65,8 +72,10 @@ def init_process_group(
             ) from None
     timeout_s = timeout_seconds(timeout, inherited_s)
     parse_backend(backend)  # raises for what is wrong with it
+    if progress not in ("loop", "thread"):
+        raise ValueError(f'progress must be "loop" or "thread", not {progress!r}')
     method = parse_init_method(init_method, rank, world_size, has_store=store is not None)
-    return GroupOpening(method, store, timeout_s, group_name, backend)
+    return GroupOpening(method, store, timeout_s, group_name, backend, progress)
 
 
 class GroupOpening:
@@ -79,12 +88,14 @@ class GroupOpening:
         timeout_s: float | None,
         group_name: str,
         backend: str | None,
+        progress: str = "loop",
     ) -> None:
         self._method = method
         self._store = store
         self._timeout_s = timeout_s
         self._group_name = group_name
         self._backend = backend
+        self._progress = progress
         self._group: ProcessGroup | None = None
 
     def __await__(self) -> Generator[Any, None, ProcessGroup]:
@@ -105,6 +116,14 @@ class GroupOpening:
         if any(group.name == name for group in (context.current_world(),) if group is not None):
             raise ValueError(f"group {name!r} is initialized already: destroy it first, or give another group_name=")
         events.configure_logging()
+        if self._progress == "thread":
+            if self._store is not None:
+                self._store = store_of_loop(self._store, asyncio.get_running_loop())
+            return await open_there(self._open_here)
+        return await self._open_here()
+
+    async def _open_here(self) -> ProcessGroup:
+        name = self._group_name or "default"
         deadline = Deadline.after(self._timeout_s, asyncio.get_running_loop().time())
         if self._store is not None:
             source = StoreSource(self._store, owned=False)

@@ -25,6 +25,13 @@ class NonMember:
     def __repr__(self) -> str:
         return f"<NonMember of {self.name}, rank {self._world_rank}>"
 
+    def __eq__(self, other: object) -> bool:
+        """As torch's one NON_GROUP_MEMBER: whoever compares wants to know whether this rank is a member."""
+        return isinstance(other, NonMember)
+
+    def __hash__(self) -> int:
+        return hash(NonMember)
+
     def refuse(self) -> NoReturn:
         """Raise the ValueError every operation raises."""
         raise ValueError(f"rank {self._world_rank} is not a member of group {self.name}")

@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from asyncdist.api.resolve import Group, resolve
 from asyncdist.backend.base import parse_backend
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
-from asyncdist.group import ProcessGroup
+from asyncdist.group import WORLD, ProcessGroup
 from asyncdist.non_member import NonMember
 
-__all__ = ["new_group"]
+__all__ = ["GroupMember", "new_group"]
+
+
+class GroupMember:
+    """What a group is compared with in scripts written for torch.distributed.
+
+    `WORLD` is what `group=` takes for the default group. `NON_GROUP_MEMBER` equals every `NonMember`.
+    """
+
+    WORLD = WORLD
+    NON_GROUP_MEMBER = NonMember("any group", -1)
 
 
 def new_group(
     ranks: Iterable[int] | None = None,
     timeout: Timeout = INHERIT,
     backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+    sort_ranks: bool = True,
     *,
     group: Group = None,
-    group_desc: str | None = None,
-    sort_ranks: bool = True,
 ) -> ProcessGroup | NonMember:
     """Make a group of `ranks` (global; None: all of the parent's) out of `group` or the default group.
 
     Local and immediate: nothing is sent. All ranks of the parent must call it in the same order, members or not; who
-    is no member gets a `NonMember`, whose operations raise. The time-out is the parent's unless one is given. Group
-    ranks follow global ranks, or, with `sort_ranks=False`, the order given. Raises ValueError for ranks that are
-    empty, repeated or not in the parent.
+    is no member gets a `NonMember`, whose operations raise. With `use_local_synchronization` only members call it;
+    those of the same ranks in the same order, whatever other groups there are. The time-out is the parent's unless one
+    is given. Group ranks follow global ranks, or, with `sort_ranks=False`, the order given. Raises ValueError for ranks
+    that are empty, repeated or not in the parent. `pg_options` and `device_id` are accepted for torch's sake and not
+    used.
     """
     parent = resolve(group)
     parent.check_usable("new_group")
@@ -43,7 +59,8 @@ def new_group(
         raise ValueError("ranks must not contain a rank twice")
     named = None if backend is None else parse_backend(backend)["cpu"]
     members = sorted(chosen) if sort_ranks else chosen
-    made = parent.make_subgroup(members, timeout_seconds(timeout, parent.timeout_s), group_desc, named)
+    timeout_s = timeout_seconds(timeout, parent.timeout_s)
+    made = parent.make_subgroup(members, timeout_s, group_desc, named, members_only=use_local_synchronization)
     return NonMember(group_desc or f"ranks {_spell(members)}", parent.world.rank) if made is None else made
 
 

@@ -6,19 +6,26 @@ import importlib.util
 import os
 from typing import Any
 
+import numpy as np
+
 from asyncdist import context
 from asyncdist.api.resolve import Group, resolve
 from asyncdist.backend.base import Backend
+from asyncdist.executor import reduction
 from asyncdist.group import ProcessGroup
 from asyncdist.non_member import NonMember
+from asyncdist.reduce_op import ReduceOpLike
 
 __all__ = [
     "destroy_process_group",
     "get_backend",
+    "get_backend_config",
+    "get_default_backend_for_device",
     "get_default_group",
     "get_global_rank",
     "get_group_rank",
     "get_node_local_rank",
+    "get_pg_count",
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
@@ -29,6 +36,9 @@ __all__ = [
     "is_launched",
     "is_mpi_available",
     "is_nccl_available",
+    "is_ucc_available",
+    "is_xccl_available",
+    "supports_complex",
 ]
 
 
@@ -45,6 +55,29 @@ def get_world_size(group: Group = None) -> int:
 def get_backend(group: Group = None) -> str:
     """Name of the group's backend. Raises ValueError if this process is not a member."""
     return resolve(group).backend_name
+
+
+def get_backend_config(group: Group = None) -> str:
+    """The backend of each device, as `cpu:aio`. Raises ValueError if this process is not a member."""
+    return f"cpu:{get_backend(group)}"
+
+
+def get_default_backend_for_device(device: object) -> str:
+    """Name of the backend that arrays on `device` (`"cpu"`, `"cuda:0"`, a torch.device) use unless one is chosen.
+
+    Raises ValueError for a device that has none.
+    """
+    kind = str(device).partition(":")[0]
+    if kind != "cpu":
+        raise ValueError(f"there is no backend for device {device}")
+    return Backend(Backend.AIO)
+
+
+def get_pg_count() -> int:
+    """Number of open groups of the default group's world that this rank is a member of; 0 where there is none."""
+    if not context.has_default_group():
+        return 0
+    return len(context.default_group().world.groups)
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
@@ -117,6 +150,25 @@ def is_nccl_available() -> bool:
 def is_mpi_available() -> bool:
     """Whether the `mpi` backend can be used."""
     return is_backend_available(Backend.MPI)
+
+
+def is_ucc_available() -> bool:
+    """Whether the `ucc` backend can be used: never."""
+    return False
+
+
+def is_xccl_available() -> bool:
+    """Whether the `xccl` backend can be used: never."""
+    return False
+
+
+def supports_complex(reduceOp: ReduceOpLike) -> bool:
+    """Whether complex arrays can be reduced with this operation: sums, products and means can."""
+    try:
+        reduction.validate(reduceOp, np.dtype(np.complex128))
+    except TypeError:
+        return False
+    return True
 
 
 async def destroy_process_group(group: Group = None) -> Any:

@@ -1,0 +1,37 @@
+"""Names of groups: 64-bit ids that all ranks derive alike, without a message, from the order groups are made in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+__all__ = ["SubgroupNames", "derive_group_id"]
+
+
+def derive_group_id(*parts: object) -> int:
+    """Return a 64-bit group id that all ranks derive alike from `parts`."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+class SubgroupNames:
+    """Numbers the groups made of one group.
+
+    Those that all its ranks make together are counted together, those that only members make by their ranks: so members
+    agree whatever else each of them has made.
+    """
+
+    __slots__ = ("_counts", "_id", "_name")
+
+    def __init__(self, parent_id: int, parent_name: str) -> None:
+        self._id = parent_id
+        self._name = parent_name
+        self._counts: dict[tuple[int, ...], int] = {}
+
+    def next(self, ranks: Sequence[int], *, members_only: bool) -> tuple[int, str]:
+        """The id and the name of the next group of `ranks`; called on members and, unless `members_only`, others."""
+        members = tuple(ranks)
+        key = members if members_only else ()
+        number = self._counts[key] = self._counts.get(key, 0) + 1
+        if members_only:
+            return derive_group_id(self._id, number, members, "members"), f"{self._name}/{len(members)} ranks/{number}"
+        return derive_group_id(self._id, number, members), f"{self._name}/{number}"
