@@ -7,11 +7,13 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from asyncdist.plan import (
+    binary_tree,
     binomial_tree,
     bruck,
     chain,
     circulant,
     dissemination,
+    double_tree,
     halving_doubling,
     linear,
     ordered_chain,
@@ -37,6 +39,8 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
                 "recursive_doubling": recursive_doubling.all_reduce,
                 "halving_doubling": halving_doubling.all_reduce,
                 "circulant": circulant.all_reduce,
+                "binary_tree": binary_tree.all_reduce,
+                "double_tree": double_tree.all_reduce,
                 "ring": ring.all_reduce,
             }
         ),
@@ -44,6 +48,8 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
             {
                 "linear": linear.broadcast,
                 "binomial_tree": binomial_tree.broadcast,
+                "binary_tree": binary_tree.broadcast,
+                "double_tree": double_tree.broadcast,
                 "chain": chain.broadcast,
             }
         ),
@@ -51,6 +57,8 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
             {
                 "linear": linear.reduce,
                 "binomial_tree": binomial_tree.reduce,
+                "binary_tree": binary_tree.reduce,
+                "double_tree": double_tree.reduce,
                 "chain": chain.reduce,
                 "ordered_chain": ordered_chain.reduce,
             }
@@ -87,7 +95,7 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
 
 _ORDERED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "all_reduce": ("linear", "recursive_doubling", "halving_doubling"),
+        "all_reduce": ("linear", "recursive_doubling", "halving_doubling", "binary_tree"),
         "reduce": ("linear", "ordered_chain"),
         "reduce_scatter": ("linear",),
         "scan": ("recursive_doubling", "chain"),
