@@ -204,6 +204,16 @@ class RecvWork(PairWork):
         if self._withdrawable:
             self.cancel()
 
+    def give_back(self) -> bool:
+        """Undo a receive that has ended well, when its last waiter gave up in another thread before it knew.
+
+        True if it was undone: the message goes to the next receive, as if this one had been withdrawn in time.
+        """
+        if not self._withdrawable or not self._done or self._error is not None:
+            return False
+        self._owner.mesh.put_back(self.message, bytes(self._flat.octets[: self.message.nbytes]))
+        return True
+
     def _expire(self, timeout_s: float) -> None:
         if self._owner.mesh.withdraw(self.message):
             self._fail(self._timeout_error(timeout_s))

@@ -9,14 +9,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator, Iterable
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from asyncdist.arrays import human_bytes
 from asyncdist.deadline import timeout_seconds
 
-__all__ = ["Work", "until_ended"]
+__all__ = ["Listener", "Work", "until_ended"]
 
 T = TypeVar("T")
+
+
+class Listener(Protocol):
+    """Who hands a Work's end over to another thread."""
+
+    def work_ended(self) -> None:
+        """The Work has ended; called at that moment, from wherever it did. Must not raise."""
 
 
 class Work(Generic[T]):
@@ -32,6 +39,7 @@ class Work(Generic[T]):
         "_callbacks",
         "_done",
         "_error",
+        "_listener",
         "_loop",
         "_result",
         "_retrieved",
@@ -56,6 +64,7 @@ class Work(Generic[T]):
         self._source: int | None = None
         self._waiters: list[asyncio.Future[None]] | None = None
         self._callbacks: list[Callable[[Work[T]], object]] | None = None
+        self._listener: Listener | None = None
 
     def done(self) -> bool:
         """Whether the operation has ended, well or not."""
@@ -173,6 +182,8 @@ class Work(Generic[T]):
             for callback in self._callbacks:
                 self._loop.call_soon(callback, self)
             self._callbacks = None
+        if self._listener is not None:
+            self._listener.work_ended()
 
     def __repr__(self) -> str:
         number = "" if self.sequence is None else f" #{self.sequence}"

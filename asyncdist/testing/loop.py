@@ -65,6 +65,8 @@ class _VirtualSelector(selectors.BaseSelector):
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """See the module. `time()` starts at 0 and is exact: a sleep of an hour ends 3600 seconds later."""
 
+    virtual_time = True
+
     def __init__(self) -> None:
         self._virtual = _VirtualSelector()
         super().__init__(self._virtual)

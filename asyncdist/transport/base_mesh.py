@@ -92,6 +92,12 @@ class BaseMesh:
         core = self.cores[source]
         return core is not None and core.withdraw(receive)
 
+    def put_back(self, receive: Receive, payload: bytes) -> None:
+        """Undo a point-to-point receive that ended well unnoticed; see `PeerCore.put_back`."""
+        core = None if receive.source is None else self.cores[receive.source]
+        if core is not None:
+            core.put_back(receive, payload)
+
     def connect(self, ranks: Iterable[int]) -> None:
         """Start connecting to all of `ranks`; addresses asked for in one turn of the loop are looked up together."""
         for rank in ranks:

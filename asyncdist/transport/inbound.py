@@ -95,6 +95,23 @@ class Inbound:
         self._out.kick()
         return True
 
+    def put_back(self, receive: Receive, payload: bytes) -> None:
+        """See PeerCore.put_back."""
+        key = receive.key
+        if key in self._dropped:
+            return
+        heir = self._match(key)
+        if heir is None:
+            self._parking.put_back(key, payload, receive.meta, receive.fingerprint)
+            return
+        view = self._target_or_fail(heir, len(payload), receive.meta)
+        if view is not None:
+            view[:] = payload
+            heir.nbytes = len(payload)
+            heir.meta = receive.meta
+            heir.fingerprint = receive.fingerprint
+            heir.sink.message_received(heir.token, heir)
+
     def take_parked(self, receive: Receive) -> bool:
         """Give the oldest parked message of its key to `receive`. Results and errors as PeerCore.post_receive."""
         parked = self._parking.take(receive.key)

@@ -126,9 +126,12 @@ class SendOp:
 
 
 class ParkedMessage:
-    """A message that came before its receive: with its payload, or (None) an offer of it."""
+    """A message that came before its receive: with its payload, or (None) an offer of it.
 
-    __slots__ = ("arrival", "fingerprint", "length", "message_id", "meta", "payload")
+    `returned`: it had met a receive that was given up, and its sender has its credit back.
+    """
+
+    __slots__ = ("arrival", "fingerprint", "length", "message_id", "meta", "payload", "returned")
 
     def __init__(self, payload: bytes | None, length: int, meta: bytes, fingerprint: int, message_id: int) -> None:
         self.payload = payload
@@ -137,6 +140,7 @@ class ParkedMessage:
         self.fingerprint = fingerprint
         self.message_id = message_id
         self.arrival = 0
+        self.returned = False
 
 
 class ParkingPeer(Protocol):

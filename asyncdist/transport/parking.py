@@ -54,6 +54,17 @@ class Parking:
         if key[20] == POINT_TO_POINT:
             self._any_source.parked(key, self._owner)
 
+    def put_back(self, key: bytes, payload: bytes, meta: bytes, fingerprint: int) -> None:
+        """Keep a point-to-point message that was taken already, ahead of all others of its key."""
+        parked = ParkedMessage(payload, len(payload), meta, fingerprint, 0)
+        parked.returned = True  # its arrival, 0, is before all others' too
+        queue = self.queues.get(key)
+        if queue is not None:
+            queue.appendleft(parked)
+            return
+        self.queues[key] = deque((parked,))
+        self._any_source.parked(key, self._owner)
+
     def check_offer(self, key: bytes, message_id: int) -> None:
         """Raise RemoteProtocolError if `message_id` is on offer already."""
         if message_id in self._offers:
@@ -75,7 +86,7 @@ class Parking:
         if parked.payload is None:
             window.parked_offers -= 1
             self._offers.discard(parked.message_id)
-        else:
+        elif not parked.returned:
             charge = parked.length + len(parked.meta) + MESSAGE_OVERHEAD_BYTES
             window.parked_bytes -= charge
             window.owe(charge)

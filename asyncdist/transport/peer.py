@@ -123,6 +123,14 @@ class PeerCore:
         """
         return self._inbound.withdraw(receive)
 
+    def put_back(self, receive: Receive, payload: bytes) -> None:
+        """Undo `receive`, a point-to-point receive that has ended well but nobody took notice of.
+
+        `payload` is what it received. The message goes to the receive posted next for its key, or waits for one ahead
+        of all others of that key.
+        """
+        self._inbound.put_back(receive, payload)
+
     def drop_group(self, group: bytes, error: BaseException) -> None:
         """Forget everything of the group whose id's 8 bytes are `group`, telling no sink.
 

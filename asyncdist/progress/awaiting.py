@@ -1,0 +1,81 @@
+"""Awaiting on one event loop what the communication thread's loop runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import Context
+from typing import Any, Generic, TypeVar
+
+from asyncdist.progress.thread import CommunicationThread
+
+__all__ = ["ThreadStream", "run_there"]
+
+T = TypeVar("T")
+
+
+async def run_there(thread: CommunicationThread, function: Callable[[], Awaitable[T]], context: Context) -> T:
+    """Await `function()` in the thread and return its result, or raise what it raised.
+
+    Cancelling cancels it there and waits for its end, however it ends.
+    """
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    tasks: list[asyncio.Task[T]] = []
+
+    async def awaiting() -> T:
+        return await function()
+
+    def settle() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def over(task: asyncio.Task[T]) -> None:
+        if not task.cancelled():
+            task.exception()  # it is raised here, unless we are cancelled
+        with contextlib.suppress(RuntimeError):  # the waiting loop is closed
+            loop.call_soon_threadsafe(settle)
+
+    thread.submit(lambda: tasks.append(thread.start_task(awaiting(), context, over)))
+    try:
+        await asyncio.shield(ended)
+    except asyncio.CancelledError:
+        thread.submit(lambda: tasks[0].cancel())
+        while not ended.done():
+            with contextlib.suppress(asyncio.CancelledError):  # re-raised below
+                await asyncio.shield(ended)
+        raise
+    return tasks[0].result()
+
+
+class ThreadStream(Generic[T]):
+    """An asynchronous iterator whose steps are taken in the communication thread."""
+
+    def __init__(
+        self,
+        thread: CommunicationThread,
+        inner: AsyncIterator[T],
+        context: Context,
+        adopt: Callable[[Any], Any],
+    ) -> None:
+        self._thread = thread
+        self._inner = inner
+        self._context = context
+        self._adopt = adopt
+
+    def __aiter__(self) -> ThreadStream[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        return await run_there(self._thread, self._next, self._context.copy())
+
+    async def _next(self) -> T:
+        item: T = self._adopt(await anext(self._inner))
+        return item
+
+    async def aclose(self) -> None:
+        """End the stream early."""
+        close = getattr(self._inner, "aclose", None)
+        if close is not None:
+            await run_there(self._thread, close, self._context.copy())

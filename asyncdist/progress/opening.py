@@ -1,0 +1,70 @@
+"""Opening a world on the communication thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable
+from contextvars import Context
+
+from asyncdist import context
+from asyncdist.group import ProcessGroup
+from asyncdist.progress.awaiting import run_there
+from asyncdist.progress.group import ThreadedGroup
+from asyncdist.progress.thread import CommunicationThread, acquire, release
+from asyncdist.progress.work import Courier
+
+__all__ = ["leave_at_exit", "open_there", "refuse_virtual_time"]
+
+
+async def open_there(open_world: Callable[[], Awaitable[ProcessGroup]]) -> ThreadedGroup:
+    """Await `open_world()` in the communication thread; the group becomes the default of the caller's context.
+
+    Raises what it raises. Cancelling leaves nothing open.
+    """
+    loop = asyncio.get_running_loop()
+    refuse_virtual_time(loop)
+    thread = acquire()
+    opened: list[ProcessGroup] = []
+
+    async def there() -> None:
+        opened.append(await open_world())
+
+    try:
+        await run_there(thread, there, Context())
+    except BaseException:
+        if opened:  # cancelled at the last moment
+            await run_there(thread, lambda: give_up(opened[0], "joining was cancelled"), Context())
+        release(thread)
+        raise
+    leave_at_exit(thread, opened[0])
+    group = ThreadedGroup(opened[0], Courier(thread, loop), threading.get_ident())
+    context.register_world(group)
+    return group
+
+
+def refuse_virtual_time(loop: asyncio.AbstractEventLoop) -> None:
+    """Raise ValueError if time is simulated on `loop`: a thread takes no virtual time."""
+    if getattr(loop, "virtual_time", False):
+        raise ValueError('progress="thread" needs real time: under virtual time there are no threads')
+
+
+async def give_up(group: ProcessGroup, reason: str) -> None:
+    """End `group` and all groups of its world without waiting for what is under way."""
+    for inner in [group, *group._inner()]:
+        inner.abort(reason)
+    with contextlib.suppress(Exception):
+        await group.close()
+
+
+def leave_at_exit(thread: CommunicationThread, group: ProcessGroup) -> None:
+    """Close `group` at the end of a program that does not; abort it if an exception ends the program."""
+
+    async def leave(error: BaseException | None) -> None:
+        if error is not None:
+            await give_up(group, f"rank {group.world.rank} ended with {type(error).__name__}: {error}")
+        else:
+            await group.close()
+
+    thread.at_exit[group] = leave
