@@ -21,6 +21,7 @@ from asyncdist.errors import (
     DistError,
     GroupAbortedError,
     PeerLostError,
+    RemoteProtocolError,
 )
 
 __all__ = ["FAILED", "abort_cause", "aborted_by", "explain", "kind_of"]
@@ -47,12 +48,15 @@ def aborted_by(rank: int, reason: str) -> GroupAbortedError:
 
 
 def kind_of(error: BaseException) -> str:
-    """What an operation's failure makes of its group; empty where the world is closed, and so the group."""
+    """What an operation's failure makes of its group.
+
+    Empty where nobody else depends on it: the world is closed, and so the group; or a result cannot be used here.
+    """
     if isinstance(error, CollectiveMismatchError):
         return "mismatch"
     if isinstance(error, PeerLostError):
         return "left" if error.left else "lost"
-    return "" if isinstance(error, ClosedError) else FAILED
+    return "" if isinstance(error, ClosedError | RemoteProtocolError) else FAILED
 
 
 def explain(where: str, error: BaseException) -> DistError:
@@ -66,7 +70,9 @@ def explain(where: str, error: BaseException) -> DistError:
         explained = CollectiveMismatchError(text)
     elif isinstance(error, GroupAbortedError):
         explained = GroupAbortedError(text, error.reason, error.rank)
+    elif isinstance(error, ClosedError | RemoteProtocolError):
+        explained = type(error)(text)
     else:
-        explained = ClosedError(text) if isinstance(error, ClosedError) else DistError(text)
+        explained = DistError(text)
     explained.__cause__ = error.__cause__ if type(explained) is type(error) else error
     return explained

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Protocol
 
 from asyncdist.backend.base import CollectiveWork, GroupBackend
 from asyncdist.backend.call import Call
+from asyncdist.backend.call_items import ItemCall
+from asyncdist.backend.item_operation import ItemOperation
 from asyncdist.backend.operation import Operation, Recipe
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.executor import reduction
 from asyncdist.executor.program import Program
 from asyncdist.executor.scratch import ScratchPool
+from asyncdist.plan.items import one_by_one
 from asyncdist.plan.selector import plan_for, plan_id
 from asyncdist.reduce_op import PremulSum, ReduceOp
 from asyncdist.transport.base_mesh import BaseMesh
@@ -23,6 +26,23 @@ __all__ = ["AioBackend"]
 
 RECIPES_KEPT: Final = 256
 """Compiled plans kept per group: more than the shapes a training step uses, few enough to stay below some megabytes."""
+
+
+class Running(Protocol):
+    """An operation under way."""
+
+    def begin(self) -> None:
+        """Start; called once the backend knows it."""
+
+    def stop(self) -> None:
+        """Read and write no array any more, and report nothing."""
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """Group ranks it has not heard from."""
+
+
+_OPERATIONS: Final[dict[type[Call], Callable[..., Running]]] = {Call: Operation, ItemCall: ItemOperation}
+"""What carries out a call of each kind."""
 
 _REFUSED: Final = CollectiveMismatchError("the operation was refused or has failed")
 
@@ -50,7 +70,7 @@ class AioBackend(GroupBackend):
         """Connections by group rank, of the ranks that some program has named."""
         self._mesh = mesh
         self._overrides = overrides
-        self._operations: dict[tuple[int, int], Operation] = {}
+        self._operations: dict[tuple[int, int], Running] = {}
         self._recipes: dict[tuple[object, ...], Recipe] = {}
 
     def start(
@@ -60,16 +80,20 @@ class AioBackend(GroupBackend):
         on_end: Callable[[CollectiveWork, BaseException | None], None],
     ) -> None:
         """Begin `call`."""
+        operation = _OPERATIONS[type(call)](self, call, self.recipe_for(call), work, on_end)
+        self._operations[work.tag, work.number] = operation
+        operation.begin()
+
+    def recipe_for(self, call: Call) -> Recipe:
+        """What all calls like this one share; connections to the peers it names have been asked for."""
         recipe = self._recipes.get((call.collective, call.counts, call.dtype, call.root, call.op, call.detail))
         if recipe is None:
             recipe = self._cook(call)
         if not recipe.met:
             self._meet(recipe)
-        operation = Operation(self, call, recipe, work, on_end)
-        self._operations[work.tag, work.number] = operation
-        operation.begin()
+        return recipe
 
-    def knows(self, operation: Operation, work: CollectiveWork) -> bool:
+    def knows(self, operation: object, work: CollectiveWork) -> bool:
         """Whether `operation` has been neither dropped nor aborted."""
         return self._operations.get((work.tag, work.number)) is operation
 
@@ -106,8 +130,10 @@ class AioBackend(GroupBackend):
             call.counts,
             call.dtype.itemsize,
             root=call.root,
-            algorithm=self._overrides.get(call.collective),
+            algorithm=call.algorithm or self._overrides.get(call.collective),
         )
+        if type(call) is ItemCall:
+            plan = one_by_one(plan)
         op = ReduceOp.PREMUL_SUM if isinstance(call.op, PremulSum) else call.op  # factors may differ between ranks
         detail = f"{call.dtype.name} {op!r} {call.detail}"
         fingerprint = plan_id(call.collective, plan.algorithm, plan.world, call.counts, call.root, detail)

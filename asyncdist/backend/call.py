@@ -62,6 +62,8 @@ class Call:
     """What else ranks must agree on, told apart by the fingerprint: how several arrays make up the counts."""
     shares: int = 1
     """Arrays per rank that have been reduced into its contribution, which AVG counts."""
+    algorithm: str | None = None
+    """The algorithm the operation needs, whatever is fastest for one of this size."""
 
     @property
     def nbytes(self) -> int:

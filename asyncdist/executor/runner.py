@@ -265,7 +265,8 @@ class Execution:
         raise AssertionError("a plan's receives have targets")
 
 
-def _mismatch(receive: Receive) -> CollectiveMismatchError:
+def mismatch(receive: Receive) -> CollectiveMismatchError:
+    """A message has come whose sender takes it for part of another operation."""
     return CollectiveMismatchError(
         f"rank {receive.source} runs something else in this place of the order: another collective, reduction, dtype, "
         "root, size or algorithm"
