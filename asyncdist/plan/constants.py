@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-__all__ = ["ASYNCIO_SHM", "ASYNCIO_TCP", "BUILT_IN", "MPI_LIKE", "NCCL", "Constants", "Link"]
+__all__ = ["ASYNCIO", "ASYNCIO_SHM", "ASYNCIO_TCP", "BUILT_IN", "MPI_LIKE", "NCCL", "Constants", "Link"]
 
 UNLIMITED: Final = 0
 """`Constants.cores` of hosts on which every rank has a core of its own."""
@@ -74,6 +74,17 @@ class Constants:
 COPY_SHARE: Final = 0.5
 """A copy reads and writes once; a reduction reads twice, writes once and computes."""
 
+ASYNCIO: Final = Constants(
+    alpha_s=35e-6,
+    beta_s=1 / 5e9,
+    gamma_s=0.15e-9,
+    overhead_s=10e-6,
+    copy_s=1 / 6e9,
+    between=Link(alpha_s=60e-6, beta_s=1 / 1.5e9),
+)
+"""Python event loops as the selector takes them to be where nothing was measured: TCP over loopback or Unix sockets
+inside a host, where bytes cost two copies by the processor and little else, and TCP between hosts."""
+
 ASYNCIO_TCP: Final = Constants(alpha_s=60e-6, beta_s=1 / 1.5e9, gamma_s=0.2e-9, overhead_s=15e-6)
 """Python event loops over TCP."""
 
@@ -95,6 +106,6 @@ the bandwidths of Summit, where the published figures come from: 50 GB/s between
 counts 8.5 us for a network hop of a tree, which here is one hop like any other."""
 
 BUILT_IN: Final[Mapping[str, Constants]] = MappingProxyType(
-    {"asyncio-tcp": ASYNCIO_TCP, "asyncio-shm": ASYNCIO_SHM, "mpi-like": MPI_LIKE, "nccl": NCCL}
+    {"asyncio": ASYNCIO, "asyncio-tcp": ASYNCIO_TCP, "asyncio-shm": ASYNCIO_SHM, "mpi-like": MPI_LIKE, "nccl": NCCL}
 )
 """The sets by the name that `asyncdist simulate --constants` takes."""
