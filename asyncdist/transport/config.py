@@ -17,7 +17,7 @@ __all__ = [
     "TransportConfig",
 ]
 
-TRANSPORTS: Final = ("auto", "unix", "tcp")
+TRANSPORTS: Final = ("auto", "shm", "unix", "tcp")
 """Values of ASYNCDIST_TRANSPORT."""
 CONNECT_TIMEOUT_S: Final = 60.0
 """Longest a peer may be out of reach at first, address look-up and retries included. A listener exists before its
@@ -43,6 +43,21 @@ class TransportConfig:
     backoff_first_s: float = 0.02
     backoff_limit_s: float = 2.0
     max_half_open: int = MAX_HALF_OPEN
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks of one host may talk through shared memory."""
+        return self.transport in ("auto", "shm")
+
+    @property
+    def uses_unix(self) -> bool:
+        """Whether ranks of one host may connect by Unix socket, which sharing memory needs too."""
+        return self.transport != "tcp"
+
+    @property
+    def uses_tcp(self) -> bool:
+        """Whether ranks may connect by TCP."""
+        return self.transport in ("auto", "tcp")
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:

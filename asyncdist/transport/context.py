@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.hello import Identity
+from asyncdist.transport.host_memory import HostMemory
 
 __all__ = ["MeshContext"]
 
 
 @dataclass(frozen=True, slots=True)
 class MeshContext:
-    """The loop, who we are, how to connect, the sockets we own, and this host's id."""
+    """The loop, who we are, how to connect, the descriptors we own, this host's id, and what we share on it."""
 
     loop: asyncio.AbstractEventLoop
     identity: Identity
     config: TransportConfig
     sockets: SocketSet
     host_id: str
+    memory: HostMemory

@@ -13,9 +13,10 @@ from typing import Any, Final, Protocol
 from asyncdist import events
 from asyncdist.errors import ConnectTimeoutError, RemoteProtocolError
 from asyncdist.transport.address import PeerAddress, endpoint_text, unix_text
+from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.handshake import Handshake
-from asyncdist.transport.hello import DialerHello, Verdict
+from asyncdist.transport.hello import CHANNEL_SHARED_MEMORY, CHANNEL_STREAM, DialerHello, Verdict
 from asyncdist.transport.tcp import set_stream_options
 
 __all__ = ["Dialer", "DialerOwner", "Target", "choose_targets"]
@@ -54,20 +55,21 @@ class DialerOwner(Protocol):
         """The peer says it is leaving. No attempt will follow."""
 
 
-def choose_targets(own_host_id: str, peer: PeerAddress, transport: str) -> tuple[list[Target], str]:
+def choose_targets(own_host_id: str, peer: PeerAddress, config: TransportConfig) -> tuple[list[Target], str]:
     """Sockets to try in turn, and, if there are none, why."""
     same_host = peer.host_id == own_host_id
     targets = []
-    if transport != "tcp" and same_host and peer.unix:
+    if config.uses_unix and same_host and peer.unix:
         targets.append(Target(socket.AF_UNIX, peer.unix, f"unix {unix_text(peer.unix)}"))
-    if transport != "unix" and (same_host or not peer.loopback):
+    if config.uses_tcp and (same_host or not peer.loopback):
         for endpoint in peer.endpoints:
             family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
             targets.append(Target(family, endpoint, f"tcp {endpoint_text(endpoint)}"))
     if targets:
         return targets, ""
-    if transport == "unix":
-        why = "the transport is unix, but it is on another host" if not same_host else "it has no Unix socket"
+    if not config.uses_tcp:
+        other = f"the transport is {config.transport}, but it is on another host"
+        why = "it has no Unix socket" if same_host else other
     elif peer.endpoints:
         why = (
             f"it is on another host and advertises only loopback ({peer}): set MASTER_ADDR to an address other hosts "
@@ -140,7 +142,7 @@ class Dialer:
     def start(self, *, paused: bool = False) -> None:
         """Begin, or be ready to `resume`."""
         loop, config = self._context.loop, self._context.config
-        self._targets, why = choose_targets(self._context.host_id, self._address, config.transport)
+        self._targets, why = choose_targets(self._context.host_id, self._address, config)
         self._deadline = loop.call_at(self._started_s + config.connect_timeout_s, self._expire)
         self._paused = paused
         if not self._targets:
@@ -351,7 +353,9 @@ class _Attempt:
         if self._sock.family != socket.AF_UNIX and own == peer:
             self._fail(ConnectionRefusedError("the socket connected to itself, so nobody listens there"))
             return
-        hello = DialerHello(self._context.identity, self._dialer.peer_rank)
+        shares = self._sock.family == socket.AF_UNIX and self._context.config.shares_memory
+        channel = CHANNEL_SHARED_MEMORY if shares else CHANNEL_STREAM
+        hello = DialerHello(self._context.identity, self._dialer.peer_rank, channel)
         handshake = Handshake(self._context.loop, self._context.sockets, self._sock, hello, self._target.label)
         self._handshake = handshake
         handshake.on_step = self._step

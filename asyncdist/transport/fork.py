@@ -1,4 +1,4 @@
-"""Sockets of one owner, and their end in a forked child.
+"""Descriptors of one owner, and their end in a forked child.
 
 A child made by fork shares its parent's connections: bytes it sent or read there would corrupt the parent's streams. So
 it closes its copies of all descriptors at once. It does nothing else with them: `shutdown` would act on the connection
@@ -19,13 +19,14 @@ _hooked = False
 
 
 class SocketSet:
-    """All sockets a mesh has open; `on_fork` is called in a forked child after they were closed there."""
+    """All descriptors a mesh has open; `on_fork` is called in a forked child after they were closed there."""
 
-    __slots__ = ("__weakref__", "_on_fork", "_sockets")
+    __slots__ = ("__weakref__", "_descriptors", "_on_fork", "_sockets")
 
     def __init__(self, on_fork: Callable[[], None]) -> None:
         global _hooked
         self._sockets: set[socket.socket] = set()
+        self._descriptors: set[int] = set()
         self._on_fork = on_fork
         _live.add(self)
         if not _hooked:
@@ -45,13 +46,27 @@ class SocketSet:
         self._sockets.discard(sock)
         sock.close()
 
+    def add_fd(self, fd: int) -> int:
+        """Own a descriptor that is no socket, and return it."""
+        self._descriptors.add(fd)
+        return fd
+
+    def close_fd(self, fd: int) -> None:
+        """Close such a descriptor; its reader must be gone from the loop. Nothing happens if a fork closed it."""
+        if fd in self._descriptors:
+            self._descriptors.discard(fd)
+            os.close(fd)
+
     def close_in_child(self) -> None:
         """Close the child's descriptors. The socket objects are detached, so that they cannot close a reused number."""
         for sock in self._sockets:
             fd = sock.detach()
             if fd >= 0:
                 os.close(fd)
+        for fd in self._descriptors:
+            os.close(fd)
         self._sockets.clear()
+        self._descriptors.clear()
         self._on_fork()
 
 

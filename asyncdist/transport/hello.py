@@ -28,7 +28,17 @@ from typing import Final
 from asyncdist.errors import RemoteProtocolError
 from asyncdist_server.auth import proof, verify_proof
 
-__all__ = ["HELLO_BYTES", "PROTOCOL_VERSION", "DialerHello", "Hello", "Identity", "ListenerHello", "Verdict"]
+__all__ = [
+    "CHANNEL_SHARED_MEMORY",
+    "CHANNEL_STREAM",
+    "HELLO_BYTES",
+    "PROTOCOL_VERSION",
+    "DialerHello",
+    "Hello",
+    "Identity",
+    "ListenerHello",
+    "Verdict",
+]
 
 PROTOCOL_VERSION: Final = 1
 WORLD_ID_BYTES: Final = 16
@@ -36,7 +46,10 @@ NONCE_BYTES: Final = 32
 """Nonces never repeat by chance, and carry as much entropy as the proofs."""
 PROOF_BYTES: Final = 32
 CHANNEL_STREAM: Final = 0
-"""Frames travel on this very byte stream; other channels (shared memory) take other numbers."""
+"""Frames travel on this very byte stream."""
+CHANNEL_SHARED_MEMORY: Final = 1
+"""Frames travel through shared memory; this stream passes descriptors, and takes the frames if one side refuses."""
+CHANNELS_KNOWN: Final = (CHANNEL_STREAM, CHANNEL_SHARED_MEMORY)
 MAX_RANK: Final = 2**32 - 1
 
 _MAGIC: Final = b"\x8fADPEER\n"
@@ -95,9 +108,10 @@ class Hello:
     After a RemoteProtocolError, `refusal` is what is to be sent before the connection is closed.
     """
 
-    __slots__ = ("_identity", "_key", "_nonce", "peer_rank", "refusal", "wanted")
+    __slots__ = ("_identity", "_key", "_nonce", "channel", "peer_rank", "refusal", "wanted")
 
-    def __init__(self, identity: Identity, wanted: int) -> None:
+    def __init__(self, identity: Identity, wanted: int, channel: int) -> None:
+        self.channel = channel
         self._identity = identity
         self._key = proof(identity.secret, "peer hello key", identity.world_id)
         self._nonce = os.urandom(NONCE_BYTES)
@@ -133,12 +147,11 @@ class Hello:
 class DialerHello(Hello):
     """The side that connected. `verdict` is None until the ACK came; with OK the connection is open."""
 
-    __slots__ = ("_channel", "_nonces", "verdict")
+    __slots__ = ("_nonces", "verdict")
 
     def __init__(self, identity: Identity, peer_rank: int, channel: int = CHANNEL_STREAM) -> None:
-        super().__init__(identity, _PREFIX_BYTES)
+        super().__init__(identity, _PREFIX_BYTES, channel)
         self.peer_rank = peer_rank
-        self._channel = channel
         self._nonces = b""
         self.verdict: Verdict | None = None
 
@@ -168,10 +181,10 @@ class DialerHello(Hello):
 
     def _hello(self) -> bytes:
         rank, peer_rank = self._identity.rank, self.peer_rank
-        transcript = self._transcript(rank, peer_rank, self._nonces, self._channel)
+        transcript = self._transcript(rank, peer_rank, self._nonces, self.channel)
         return b"".join(
             (
-                _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, self._channel, 0),
+                _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, self.channel, 0),
                 _RANKS.pack(rank, peer_rank),
                 self._identity.world_id,
                 self._nonce,
@@ -187,7 +200,7 @@ class DialerHello(Hello):
             raise RemoteProtocolError(f"rank {self.peer_rank} answered with unknown verdict {code}") from None
         if verdict >= Verdict.WRONG_WORLD:
             raise RemoteProtocolError(f"rank {self.peer_rank} refused the connection: {_REASONS[verdict]}")
-        transcript = self._transcript(self._identity.rank, self.peer_rank, self._nonces, self._channel)
+        transcript = self._transcript(self._identity.rank, self.peer_rank, self._nonces, self.channel)
         if not verify_proof(self._key, data[_PREFIX_BYTES:], f"peer listener {verdict.name}", *transcript):
             raise RemoteProtocolError(f"rank {self.peer_rank} could not prove that it holds this world's token")
         self.verdict = verdict
@@ -196,13 +209,12 @@ class DialerHello(Hello):
 class ListenerHello(Hello):
     """The side that was connected to. Once `authenticated`, the caller decides with `answer`; `confirmed` = open."""
 
-    __slots__ = ("_answered", "_channel", "_nonces", "_prefix", "authenticated", "confirmed")
+    __slots__ = ("_answered", "_nonces", "_prefix", "authenticated", "confirmed")
 
     def __init__(self, identity: Identity) -> None:
-        super().__init__(identity, _PREFIX_BYTES)
+        super().__init__(identity, _PREFIX_BYTES, CHANNEL_STREAM)
         self._prefix = b""
         self._nonces = b""
-        self._channel = CHANNEL_STREAM
         self._answered: Verdict | None = None
         self.authenticated = False
         self.confirmed = False
@@ -214,7 +226,7 @@ class ListenerHello(Hello):
     def feed(self, data: bytes) -> bytes:
         """Take HELLO in two parts (so that another version's is recognised by its first bytes), then CONFIRM."""
         if not self._prefix:
-            self._channel, _reserved = self._prefix_fields(data)
+            self.channel, _reserved = self._prefix_fields(data)
             self._prefix = data
             self.wanted = HELLO_BYTES - _PREFIX_BYTES
         elif not self.authenticated:
@@ -230,7 +242,7 @@ class ListenerHello(Hello):
     def answer(self, verdict: Verdict) -> bytes:
         """The ACK with `verdict`, to be called once, after `authenticated`."""
         self._answered = verdict
-        transcript = self._transcript(self.peer_rank, self._identity.rank, self._nonces, self._channel)
+        transcript = self._transcript(self.peer_rank, self._identity.rank, self._nonces, self.channel)
         proven = proof(self._key, f"peer listener {verdict.name}", *transcript)
         return _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, verdict, 0) + proven
 
@@ -248,11 +260,11 @@ class ListenerHello(Hello):
                 f"rank {rank} wants rank {intended}, but this is rank {identity.rank} of {identity.world_size}",
             )
         self._nonces = self._nonce + data[nonce_at:proof_at]
-        transcript = self._transcript(rank, intended, self._nonces, self._channel)
+        transcript = self._transcript(rank, intended, self._nonces, self.channel)
         if not verify_proof(self._key, data[proof_at:], "peer dialer", *transcript):
             self._refuse(Verdict.WRONG_PROOF, f"a peer that calls itself rank {rank} does not hold this world's token")
-        if self._channel != CHANNEL_STREAM:
-            self._refuse(Verdict.WRONG_CHANNEL, f"rank {rank} asks for unknown channel {self._channel}")
+        if self.channel not in CHANNELS_KNOWN:
+            self._refuse(Verdict.WRONG_CHANNEL, f"rank {rank} asks for unknown channel {self.channel}")
         self.peer_rank = rank
         self.authenticated = True
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import socket
 from typing import Final, Protocol
 
 from asyncdist import events
@@ -21,8 +22,9 @@ from asyncdist.transport.address import PeerAddress
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.dialer import Dialer
 from asyncdist.transport.handshake import Handshake
-from asyncdist.transport.hello import DialerHello, ListenerHello, Verdict
+from asyncdist.transport.hello import CHANNEL_SHARED_MEMORY, DialerHello, ListenerHello, Verdict
 from asyncdist.transport.peer import PeerCore
+from asyncdist.transport.shm import ShmConnection
 from asyncdist.transport.tcp import StreamConnection
 
 __all__ = ["Link", "LinkOwner", "LinkState"]
@@ -92,7 +94,7 @@ class Link:
         self.label = ""
         self._context = context
         self._owner = owner
-        self._connection: StreamConnection | None = None
+        self._connection: StreamConnection | ShmConnection | None = None
         self._dialer: Dialer | None = None
         self._incoming: Handshake[ListenerHello] | None = None
         self._park: asyncio.TimerHandle | None = None
@@ -248,15 +250,41 @@ class Link:
         self.state = LinkState.OPEN
         self.label = handshake.label
         context = self._context
-        self._connection = StreamConnection(context.loop, context.sockets, sock, self.core, self.label, self._ended)
+        if handshake.hello.channel == CHANNEL_SHARED_MEMORY:
+            shared = ShmConnection(context, sock, self.core, self.label, self._ended, self._memory_refused)
+            self.label = shared.label
+            self._connection = shared
+        else:
+            self._connection = self._stream(sock)
         events.info("rank %d: connected to rank %d over %s", context.identity.rank, self.rank, self.label)
         self._owner.link_open(self.rank)
+        self._start_connection()
+
+    def _stream(self, sock: socket.socket) -> StreamConnection:
+        context = self._context
+        return StreamConnection(context.loop, context.sockets, sock, self.core, self.label, self._ended)
+
+    def _start_connection(self) -> None:
         if self._connection is not None:
             self._connection.start()
         if self._owner.closing and self._connection is not None:
             self._connection.leave()
 
-    def _ended(self, _connection: StreamConnection, error: Exception | None) -> None:
+    def _memory_refused(self, connection: ShmConnection, sock: socket.socket, reason: str) -> None:
+        """One side cannot share memory: the socket that was to be its companion carries the frames instead."""
+        context = self._context
+        if context.config.transport == "shm":
+            context.sockets.close(sock)
+            self.break_off(ConnectionRefusedError(f"the transport is shm, but memory cannot be shared: {reason}"))
+            return
+        self.label = connection.socket_label
+        events.info(
+            "rank %d: no shared memory with rank %d (%s): over %s", context.identity.rank, self.rank, reason, self.label
+        )
+        self._connection = self._stream(sock)
+        self._start_connection()
+
+    def _ended(self, _connection: StreamConnection | ShmConnection, error: Exception | None) -> None:
         if error is not None:
             self.break_off(error)
         elif self.core.left:

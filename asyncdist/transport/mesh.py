@@ -15,6 +15,7 @@ from asyncdist.transport.context import MeshContext
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.handshake import Handshake
 from asyncdist.transport.hello import Identity, ListenerHello
+from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.link import Link, LinkState
 from asyncdist.transport.listener import Listener
 from asyncdist.transport.loopback import LoopbackConnection
@@ -48,12 +49,14 @@ class Mesh(BaseMesh):
     ) -> None:
         super().__init__(rank, world_size, owner)
         self._resolve = resolve
+        loop, sockets = asyncio.get_running_loop(), SocketSet(self._forked)
         self._context = MeshContext(
-            asyncio.get_running_loop(),
+            loop,
             Identity(world_id, rank, world_size, secret),
             config or TransportConfig(),
-            SocketSet(self._forked),
+            sockets,
             host_id(),
+            HostMemory(loop, sockets),
         )
         self._listener = Listener(self._context, self._hello_came)
         self._links: dict[int, Link] = {}
@@ -68,10 +71,10 @@ class Mesh(BaseMesh):
         Raises OSError naming the address that cannot be bound, and ClosedError. Not needed by a rank that only dials.
         """
         self._check_open()
-        transport = self._context.config.transport
+        config = self._context.config
         try:
-            endpoints = () if transport == "unix" else self._listener.open_tcp(ips)
-            unix = b"" if transport == "tcp" else self._listener.open_unix()
+            endpoints = self._listener.open_tcp(ips) if config.uses_tcp else ()
+            unix = self._listener.open_unix() if config.uses_unix else b""
         except BaseException:
             self._listener.close()
             raise
@@ -274,6 +277,7 @@ class Mesh(BaseMesh):
             link.abort(error)
         if self._loopback is not None:
             self._loopback.close()
+        self._context.memory.close()
         if own is not None:
             own.fail(error)
         self._any_source.fail(error)

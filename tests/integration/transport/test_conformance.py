@@ -14,7 +14,7 @@ from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.mesh import Mesh
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
 @pytest.mark.parametrize("check", MESH_CHECKS, ids=lambda check: check.__name__)
 async def test_mesh(check: MeshCheck, transport: str) -> None:
     async def open_meshes(owners: Sequence[MeshOwner]) -> Sequence[Mesh]:

@@ -23,7 +23,7 @@ from asyncdist.transport.matching import SendOp
 from asyncdist.transport.mesh import Mesh
 from asyncdist.transport.peer import PeerCore
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["unix", "tcp"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
 
 
 async def connect(made: World) -> None:

@@ -22,7 +22,7 @@ from asyncdist.transport.handshake import Handshake
 from asyncdist.transport.hello import ListenerHello
 from asyncdist.transport.tcp import set_stream_options
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["unix", "tcp"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
 
 
 @TRANSPORTS
@@ -112,12 +112,12 @@ async def test_control_goes_only_to_the_connected() -> None:
 # -- transport of a pair
 
 
-async def test_auto_uses_unix_on_one_host() -> None:
+async def test_auto_shares_memory_on_one_host() -> None:
     async with world(2, "auto") as made:
         made.ranks[0].send(1, b"x")
         assert await received(made.ranks[1].receive(0)) == b"x"
-        assert "unix @asyncdist-" in made.ranks[0].mesh.describe(1)
-        assert "unix @asyncdist-" in made.ranks[1].mesh.describe(0)
+        assert "shm beside unix @asyncdist-" in made.ranks[0].mesh.describe(1)
+        assert "shm beside unix @asyncdist-" in made.ranks[1].mesh.describe(0)
 
 
 async def test_auto_falls_back_to_tcp_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -134,14 +134,23 @@ async def test_auto_falls_back_to_tcp_with_one_line(caplog: pytest.LogCaptureFix
         assert len([line for line in caplog.messages if "connected to rank 1 over tcp" in line]) == 1
 
 
+AUTO, UNIX = TransportConfig("auto"), TransportConfig("unix")
+
+
 async def test_ranks_of_other_hosts_use_tcp() -> None:
-    targets, why = dialer.choose_targets("here", PeerAddress("there", (("10.0.0.1", 5),), b"\0name"), "auto")
+    targets, why = dialer.choose_targets(
+        "here", PeerAddress("there", (("10.0.0.1", 5),), b"\0name"), TransportConfig("auto")
+    )
     assert [target.label for target in targets] == ["tcp 10.0.0.1:5"]
     assert not why
-    targets, why = dialer.choose_targets("here", PeerAddress("there", (("127.0.0.1", 5),), b"\0name"), "auto")
+    targets, why = dialer.choose_targets(
+        "here", PeerAddress("there", (("127.0.0.1", 5),), b"\0name"), TransportConfig("auto")
+    )
     assert not targets
     assert "MASTER_ADDR" in why
-    targets, why = dialer.choose_targets("here", PeerAddress("there", (("10.0.0.1", 5),), b"\0name"), "unix")
+    targets, why = dialer.choose_targets(
+        "here", PeerAddress("there", (("10.0.0.1", 5),), b"\0name"), TransportConfig("unix")
+    )
     assert not targets
     assert "another host" in why
 
@@ -158,7 +167,7 @@ async def test_unreachable_peer_fails_with_the_reason() -> None:
 def test_transport_is_checked() -> None:
     assert TransportConfig.from_environ({}).transport == "auto"
     assert TransportConfig.from_environ({"ASYNCDIST_TRANSPORT": " TCP "}).transport == "tcp"
-    with pytest.raises(ValueError, match="ASYNCDIST_TRANSPORT='carrier-pigeon': use one of auto, unix, tcp"):
+    with pytest.raises(ValueError, match="ASYNCDIST_TRANSPORT='carrier-pigeon': use one of auto, shm, unix, tcp"):
         TransportConfig.from_environ({"ASYNCDIST_TRANSPORT": "carrier-pigeon"})
 
 

@@ -1,0 +1,110 @@
+"""The doorbell: how ranks that share memory wake each other's event loops. Linux only.
+
+A rank has one eventfd, which all its peers hold, and one page that they can read: its `asleep` word. Who has put
+something into shared memory looks at that word and rings only if it is set; a loop that is looking anyway (spinning in
+`Work.__await__`) clears it meanwhile. A ring too many is harmless, and one too few costs `RECHECK_S`: see `fence`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Final
+
+from asyncdist.transport.fence import RECHECK_S, fence
+from asyncdist.transport.fork import SocketSet
+from asyncdist.transport.segment import PAGE_BYTES, AttachedSegment, Segment
+
+__all__ = ["Doorbell", "Ringer"]
+
+_ASLEEP: Final = 0
+
+
+class Doorbell:
+    """Ours: what peers ring. `pollers` are called, in turn, whenever there may be something to see.
+
+    A poller takes what is there, returns whether there was anything, and must not raise.
+    """
+
+    __slots__ = ("_fds", "_handle", "_loop", "_words", "eventfd", "page", "pollers", "rings")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, fds: SocketSet) -> None:
+        self._loop = loop
+        self._fds = fds
+        self.rings = 0
+        self.pollers: dict[Callable[[], bool], None] = {}
+        self.page = Segment(PAGE_BYTES, fds, "asyncdist-doorbell")
+        self.eventfd = fds.add_fd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._words = self.page.view.cast("Q")
+        self._words[_ASLEEP] = 1
+        loop.add_reader(self.eventfd, self._rung)
+        self._handle = loop.call_later(RECHECK_S, self._recheck)
+
+    def poll(self) -> bool:
+        """Take what is there; whether there was anything."""
+        found = False
+        for poller in list(self.pollers):
+            found |= poller()
+        return found
+
+    def awake(self) -> None:
+        """Nobody need ring: `poll` will be called again and again, until `asleep`."""
+        self._words[_ASLEEP] = 0
+
+    def asleep(self) -> None:
+        """From now on peers ring. What came just before is taken here, so that it is not slept upon."""
+        self._words[_ASLEEP] = 1
+        fence()
+        self.poll()
+
+    def close(self) -> None:
+        """Listen no more. Idempotent."""
+        self._handle.cancel()
+        self.pollers.clear()
+        if self.eventfd >= 0:
+            self._loop.remove_reader(self.eventfd)
+            self._fds.close_fd(self.eventfd)
+            self.eventfd = -1
+            self._words.release()
+            self.page.release()
+
+    def _rung(self) -> None:
+        try:
+            os.eventfd_read(self.eventfd)
+        except (BlockingIOError, InterruptedError):
+            return
+        self.rings += 1
+        self.poll()
+
+    def _recheck(self) -> None:
+        self._handle = self._loop.call_later(RECHECK_S, self._recheck)
+        self.poll()
+
+
+class Ringer:
+    """A peer's doorbell, to ring. Takes both descriptors."""
+
+    __slots__ = ("_eventfd", "_fds", "_page", "_words")
+
+    def __init__(self, fds: SocketSet, eventfd: int, page: AttachedSegment) -> None:
+        self._fds = fds
+        self._eventfd = fds.add_fd(eventfd)
+        self._page = page
+        self._words = page.view.cast("Q")
+
+    def ring(self) -> None:
+        """Wake the peer if it sleeps; what it is to see must be in place."""
+        fence()  # that, before this look: either we see it asleep, or it sees what is there
+        if self._eventfd >= 0 and self._words[_ASLEEP]:
+            with contextlib.suppress(BlockingIOError):  # its counter is full, so it is rung enough
+                os.eventfd_write(self._eventfd, 1)
+
+    def close(self) -> None:
+        """Give the descriptor back. Idempotent."""
+        if self._eventfd >= 0:
+            self._fds.close_fd(self._eventfd)
+            self._eventfd = -1
+            self._words.release()
+            self._page.release()

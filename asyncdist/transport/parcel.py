@@ -1,0 +1,87 @@
+"""Parcels: descriptors passed beside a stream between two ranks of one host, each announced by a record of fixed size.
+
+    kind u32 | number u32 | size u64        little-endian, with the kind's descriptors attached to its first byte
+
+| kind | descriptors | meaning |
+| --- | --- | --- |
+| SETUP | half of a pair, doorbell page, eventfd | let us share memory; `size` is that of the half |
+| REFUSAL | | let us not; nothing but the stream follows |
+| SEGMENT | segment | from now on `number` names a segment of `size` bytes in what the sender refers to |
+
+Both sides open with SETUP or REFUSAL; memory is shared if both said SETUP.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from asyncdist.errors import RemoteProtocolError
+
+__all__ = ["REFUSAL", "SEGMENT", "SETUP", "Parcel", "ParcelReader", "send_parcel"]
+
+SETUP: Final = 1
+REFUSAL: Final = 2
+SEGMENT: Final = 3
+
+_RECORD: Final = struct.Struct("<IIQ")
+_DESCRIPTORS: Final = {SETUP: 3, REFUSAL: 0, SEGMENT: 1}
+_MAX_DESCRIPTORS: Final = 3
+"""Most descriptors taken with one read: what one record has. Linux drops the rest by itself."""
+
+
+class Parcel(NamedTuple):
+    """One record. Whoever takes it owns the descriptors."""
+
+    kind: int
+    number: int
+    size: int
+    fds: tuple[int, ...]
+
+
+def send_parcel(sock: socket.socket, kind: int, number: int = 0, size: int = 0, fds: Sequence[int] = ()) -> None:
+    """Send one record with its descriptors. Raises OSError; what is sent is small, so a full socket is an error."""
+    sent = socket.send_fds(sock, [_RECORD.pack(kind, number, size)], list(fds))
+    if sent != _RECORD.size:
+        raise BlockingIOError("the peer does not take its parcels")
+
+
+class ParcelReader:
+    """Cuts what a socket delivers into parcels; never reads past the one that is asked for."""
+
+    __slots__ = ("_data", "_fds")
+
+    def __init__(self) -> None:
+        self._data = b""
+        self._fds: list[int] = []
+
+    def read(self, sock: socket.socket) -> Parcel | None:
+        """Return the next parcel, or None at the end of the stream.
+
+        Raises BlockingIOError when it is not there yet, OSError, and RemoteProtocolError for what is no parcel.
+        """
+        while len(self._data) < _RECORD.size:
+            flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+            data, fds, _flags, _address = socket.recv_fds(sock, _RECORD.size - len(self._data), _MAX_DESCRIPTORS, flags)
+            self._fds += fds
+            if len(self._fds) > _MAX_DESCRIPTORS:
+                raise RemoteProtocolError("a peer passed more descriptors than a parcel has")
+            if not data:
+                return None
+            self._data += data
+        kind, number, size = _RECORD.unpack(self._data)
+        if _DESCRIPTORS.get(kind) != len(self._fds):
+            raise RemoteProtocolError(f"a peer passed {len(self._fds)} descriptors with a parcel of kind {kind}")
+        parcel = Parcel(kind, number, size, tuple(self._fds))
+        self._data = b""
+        self._fds.clear()
+        return parcel
+
+    def close(self) -> None:
+        """Close the descriptors of a parcel of which only a part came."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()

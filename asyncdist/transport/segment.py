@@ -1,0 +1,114 @@
+"""Segments: memory one rank writes and the ranks beside it read. Linux only.
+
+A segment is a memfd: it has no name, so nothing is left behind however its processes end, and no file system limits
+it. Only its owner maps it writable; before the descriptor is given away the size and the mapping are sealed, so that a
+reader can neither be killed by a shrunken file (SIGBUS) nor write into the owner's memory. A reader checks the seals
+before it maps, because the owner is not to be trusted either.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from typing import Final
+
+from asyncdist.errors import RemoteProtocolError
+from asyncdist.transport.fork import SocketSet
+
+__all__ = ["MAX_SEGMENT_BYTES", "PAGE_BYTES", "AttachedSegment", "Segment", "segments_available"]
+
+PAGE_BYTES: Final = mmap.PAGESIZE
+MAX_SEGMENT_BYTES: Final = 1 << 40
+"""Largest segment a peer may ask us to map. Only address space is spent; a terabyte is far beyond any array."""
+
+_F_ADD_SEALS: Final = 1033
+_F_GET_SEALS: Final = 1034
+_SEAL_SEAL: Final = 0x1
+_SEAL_SHRINK: Final = 0x2
+_SEAL_GROW: Final = 0x4
+_SEAL_FUTURE_WRITE: Final = 0x10
+_SEALS: Final = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
+
+
+class Segment:
+    """Memory of our own, zeroed. `view` is writable; `fd`, one of `fds`, is for peers to attach to.
+
+    Raises OSError where there is none to be had.
+    """
+
+    __slots__ = ("_fds", "_map", "fd", "size", "view")
+
+    def __init__(self, size: int, fds: SocketSet, name: str = "asyncdist") -> None:
+        import fcntl
+
+        self.size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        self._fds = fds
+        self.fd = fds.add_fd(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        try:
+            os.ftruncate(self.fd, self.size)
+            self._map = mmap.mmap(self.fd, self.size)
+            fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
+        except BaseException:
+            self.close()
+            raise
+        self.view = memoryview(self._map)
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory goes with the last view of it. Idempotent."""
+        self._fds.close_fd(self.fd)
+        self.fd = -1
+
+    def release(self) -> None:
+        """Unmap it as well. All views of `view` must have been released."""
+        self.close()
+        self.view.release()
+        self._map.close()
+
+
+class AttachedSegment:
+    """A peer's segment, read-only. Takes `fd` and closes it.
+
+    Raises RemoteProtocolError unless the descriptor is a memfd of exactly `size` bytes that can change no more.
+    """
+
+    __slots__ = ("_map", "size", "view")
+
+    def __init__(self, fd: int, size: int) -> None:
+        import fcntl
+
+        try:
+            if not 0 < size <= MAX_SEGMENT_BYTES:
+                raise RemoteProtocolError(f"a segment of {size} bytes: at most {MAX_SEGMENT_BYTES} are mapped")
+            try:
+                seals = fcntl.fcntl(fd, _F_GET_SEALS)
+            except OSError:
+                raise RemoteProtocolError("what a peer passed as a segment is no memfd") from None
+            if seals & _SEALS != _SEALS:
+                raise RemoteProtocolError(f"a peer's segment is not sealed (seals {seals:#x})")
+            if os.fstat(fd).st_size != size:
+                raise RemoteProtocolError(f"a peer's segment has {os.fstat(fd).st_size} bytes, {size} were announced")
+            try:
+                self._map = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+            except (OSError, ValueError) as error:
+                raise RemoteProtocolError(f"a peer's segment cannot be mapped: {error}") from None
+        finally:
+            os.close(fd)
+        self.size = size
+        self.view = memoryview(self._map)
+
+    def release(self) -> None:
+        """Unmap it. All views of `view` must have been released."""
+        self.view.release()
+        self._map.close()
+
+
+def segments_available() -> bool:
+    """Whether this system has sealed memfds: Linux since 5.1."""
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return False
+    try:
+        Segment(PAGE_BYTES, SocketSet(lambda: None)).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,353 @@
+"""ShmConnection: frames between two ranks of one host through shared memory, beside the Unix socket that joined them.
+
+The socket stays: it passes descriptors, and its end tells at once that the peer has gone. What the peer put into its
+ring before it went is still there then, and is read first.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from asyncdist.errors import ClosedError, RemoteProtocolError
+from asyncdist.transport.context import MeshContext
+from asyncdist.transport.doorbell import Ringer
+from asyncdist.transport.frame import MAX_CALL_BYTES
+from asyncdist.transport.parcel import REFUSAL, SEGMENT, SETUP, Parcel, ParcelReader, send_parcel
+from asyncdist.transport.peer import PeerCore
+from asyncdist.transport.segment import AttachedSegment, Segment
+from asyncdist.transport.shm_ring import RingReader, RingWriter, half_bytes
+
+__all__ = ["MAX_PEER_SEGMENTS", "RING_BYTES", "ShmConnection"]
+
+RING_BYTES: Final = 1 << 20
+"""One direction of one pair: four fragments, so that both sides copy at the same time, and still within the caches."""
+MAX_CALL_FRAMES: Final = 256
+"""Frames handled in one callback: at some 3 us each, more would hold the loop for over a millisecond."""
+MAX_PEER_SEGMENTS: Final = 4096
+"""Segments one peer may have us map: one per array that lives in shared memory, and one per group."""
+
+
+class ShmConnection:
+    """Moves bytes between shared memory and `core` until either side ends it.
+
+    `on_end(connection, error)` is called once, from the loop, with everything closed: `error` is None if the peer left
+    (its GOODBYE came) or if we had said goodbye and it hung up. It is not called after `abort`.
+    `on_refused(connection, sock, reason)` is called instead, before any frame, if one side cannot share memory: the
+    socket is the caller's then, for a stream.
+    """
+
+    __slots__ = (
+        "_blocked",
+        "_core",
+        "_get_buffer",
+        "_half",
+        "_leaving",
+        "_loop",
+        "_memory",
+        "_numbers",
+        "_on_end",
+        "_on_refused",
+        "_parcels",
+        "_reader",
+        "_refusal",
+        "_ringer",
+        "_shut",
+        "_sock",
+        "_updated",
+        "_writer",
+        "attached",
+        "bytes_received",
+        "bytes_sent",
+        "label",
+        "socket_label",
+    )
+
+    def __init__(
+        self,
+        context: MeshContext,
+        sock: socket.socket,
+        core: PeerCore,
+        label: str,
+        on_end: Callable[[ShmConnection, Exception | None], None],
+        on_refused: Callable[[ShmConnection, socket.socket, str], None],
+    ) -> None:
+        self.label = f"shm beside {label}"
+        self.socket_label = label
+        self.bytes_received = 0
+        self.bytes_sent = 0
+        self.attached: dict[int, AttachedSegment] = {}
+        self._loop = context.loop
+        self._memory = context.memory
+        self._sock: socket.socket | None = sock
+        self._core = core
+        self._on_end = on_end
+        self._on_refused = on_refused
+        self._get_buffer = core.get_buffer
+        self._updated = core.buffer_updated
+        self._parcels = ParcelReader()
+        self._numbers: set[int] = set()
+        self._half: Segment | None = None
+        self._refusal = "" if context.config.shares_memory else f"the transport is {context.config.transport} here"
+        self._reader: RingReader | None = None
+        self._writer: RingWriter | None = None
+        self._ringer: Ringer | None = None
+        self._blocked = False
+        self._leaving = False
+        self._shut = False
+
+    def start(self) -> None:
+        """Offer to share memory; bytes flow once the peer has offered it too."""
+        sock, memory = self._sock, self._memory
+        assert sock is not None
+        self._loop.add_reader(sock.fileno(), self._parcel_came)
+        try:
+            if not self._refusal:
+                try:
+                    self._half = Segment(half_bytes(RING_BYTES), memory.fds, "asyncdist-ring")
+                    fds = (self._half.fd, memory.doorbell.page.fd, memory.doorbell.eventfd)
+                    send_parcel(sock, SETUP, 0, self._half.size, fds)
+                    return
+                except (OSError, AttributeError) as error:  # no descriptors, no memory, or no Linux
+                    self._refusal = f"this rank cannot: {error}"
+            send_parcel(sock, REFUSAL)
+        except OSError as error:
+            self._loop.call_soon(self._end, error)
+
+    def leave(self) -> None:
+        """Say goodbye behind everything posted, and wait for the peer to hang up; `on_end` follows then."""
+        if self._sock is not None and not self._leaving:
+            self._leaving = True
+            if self._writer is not None:
+                self._core.goodbye()
+                self._shut_when_done()
+
+    def abort(self) -> None:
+        """Close everything now. Idempotent; calls nothing back."""
+        self._release()
+
+    def forget(self) -> None:
+        """In a forked child: the descriptors are closed already, and the loop must not be touched."""
+        self._sock = None
+
+    def share(self, number: int, segment: Segment) -> None:
+        """Have the peer map `segment` under `number`, once. Raises OSError, ClosedError."""
+        if self._sock is None:
+            raise ClosedError("this connection is closed here (closed, aborted, or forked)")
+        if number not in self._numbers:
+            send_parcel(self._sock, SEGMENT, number, segment.size, (segment.fd,))
+            self._numbers.add(number)
+
+    def segment(self, number: int) -> AttachedSegment:
+        """The peer's segment `number`. Raises RemoteProtocolError if it has passed none."""
+        if number not in self.attached and self._sock is not None:
+            self._parcel_came()  # it was sent before whatever names it
+        found = self.attached.get(number)
+        if found is None:
+            raise RemoteProtocolError(f"a peer refers to segment {number}, which it has not passed")
+        return found
+
+    # -- the socket
+
+    def _parcel_came(self) -> None:
+        try:
+            while self._sock is not None:
+                parcel = self._parcels.read(self._sock)
+                if parcel is None:
+                    self._eof()
+                elif self._take(parcel):
+                    return
+        except (BlockingIOError, InterruptedError):
+            return
+        except (OSError, RemoteProtocolError) as error:
+            self._end(error)
+
+    def _take(self, parcel: Parcel) -> bool:
+        """Act on a parcel; True if what follows on the socket is not for us. Raises RemoteProtocolError."""
+        if parcel.kind == REFUSAL and self._writer is None:
+            self._refused(self._refusal or "the peer cannot, or was told not to")
+            return True
+        if parcel.kind == SETUP and self._writer is None:
+            if not self._refusal:
+                self._open(parcel)
+                return False
+            for fd in parcel.fds:
+                os.close(fd)
+            self._refused(self._refusal)
+            return True
+        if parcel.kind != SEGMENT or self._writer is None or len(self.attached) >= MAX_PEER_SEGMENTS:
+            for fd in parcel.fds:
+                os.close(fd)
+            raise RemoteProtocolError(f"a peer sent a parcel of kind {parcel.kind} where it may not")
+        self.attached[parcel.number] = AttachedSegment(parcel.fds[0], parcel.size)
+        return False
+
+    def _open(self, parcel: Parcel) -> None:
+        assert self._half is not None
+        half_fd, page_fd, eventfd = parcel.fds
+        try:
+            if parcel.size != self._half.size:
+                raise RemoteProtocolError(f"a peer's ring has {parcel.size} bytes, here they have {self._half.size}")
+            peer = AttachedSegment(half_fd, parcel.size)
+            half_fd = -1
+            page = AttachedSegment(page_fd, self._memory.doorbell.page.size)
+            page_fd = -1
+            if not os.readlink(f"/proc/self/fd/{eventfd}").startswith("anon_inode:[eventfd"):
+                raise RemoteProtocolError("what a peer passed as its doorbell is no eventfd")
+            os.set_blocking(eventfd, False)
+        except BaseException:
+            for fd in (half_fd, page_fd, eventfd):
+                if fd >= 0:
+                    os.close(fd)
+            raise
+        self._ringer = Ringer(self._memory.fds, eventfd, page)
+        self._reader = RingReader(self._half.view, peer.view)
+        self._writer = RingWriter(self._half.view, peer.view)
+        self._half.close()  # mapped on both sides; the descriptor has done its work
+        self._memory.doorbell.pollers[self._poll] = None
+        self._core.open(self._write, self._arm)
+        if self._leaving and self._sock is not None:
+            self._core.goodbye()
+            self._shut_when_done()
+        self._loop.call_soon(self._poll)  # what came before we could be rung for it
+
+    def _refused(self, reason: str) -> None:
+        sock = self._sock
+        assert sock is not None
+        self._sock = None
+        self._loop.remove_reader(sock.fileno())
+        self._give_back()
+        self._on_refused(self, sock, reason)
+
+    def _eof(self) -> None:
+        reader = self._reader
+        while self._sock is not None and reader is not None and reader.pending and not self._core.left:
+            self._readable()
+        if self._sock is not None:
+            gone = ConnectionResetError("the connection was closed without a goodbye")
+            self._end(None if self._core.left else gone)
+
+    # -- the rings
+
+    def _poll(self) -> bool:
+        """Take what came, and write on where there is room again; whether there was anything."""
+        reader, writer = self._reader, self._writer
+        if self._sock is None or reader is None or writer is None:
+            return False
+        found = reader.pending
+        if found:
+            self._readable()
+        try:
+            room = self._blocked and self._sock is not None and writer.has_room()
+        except RemoteProtocolError as error:
+            self._end(error)
+            return True
+        if room:
+            self._writable()
+        return found or room
+
+    def _readable(self) -> None:
+        reader = self._reader
+        assert reader is not None
+        received = frames = 0
+        try:
+            while received < MAX_CALL_BYTES and frames < MAX_CALL_FRAMES:
+                nbytes = reader.read_into(self._get_buffer())
+                if not nbytes:
+                    break
+                received += nbytes
+                frames += self._updated(nbytes)
+            else:
+                self._loop.call_soon(self._poll)
+        except RemoteProtocolError as error:
+            self._end(error)
+            return
+        except Exception as error:
+            self._loop.call_exception_handler(
+                {"message": f"a frame from {self.label} could not be handled", "exception": error}
+            )
+            self._end(error)
+            return
+        self.bytes_received += received
+        if self._sock is None:
+            return
+        if reader.wanted():
+            self._ring()
+        if self._core.left:
+            self._end(None)
+        elif self._leaving:
+            self._shut_when_done()
+
+    def _write(self, buffers: Sequence[bytes | memoryview]) -> int:
+        writer = self._writer
+        if self._sock is None or writer is None:
+            raise ClosedError("this connection is closed here (closed, aborted, or forked)")
+        try:
+            sent = writer.write(buffers)
+        except RemoteProtocolError as error:
+            self._loop.call_soon(self._end, error)
+            return 0
+        if sent:
+            self.bytes_sent += sent
+            self._ring()
+        return sent
+
+    def _arm(self) -> None:
+        writer = self._writer
+        if not self._blocked and self._sock is not None and writer is not None:
+            self._blocked = True
+            try:
+                room = writer.want()
+            except RemoteProtocolError as error:
+                self._loop.call_soon(self._end, error)
+                return
+            if room:
+                self._loop.call_soon(self._poll)
+
+    def _writable(self) -> None:
+        self._blocked = False
+        self._core.flush()  # arms us again if anything is left
+        if self._leaving:
+            self._shut_when_done()
+
+    def _ring(self) -> None:
+        ringer = self._ringer
+        if ringer is not None:
+            ringer.ring()
+
+    # -- ending
+
+    def _shut_when_done(self) -> None:
+        if self._sock is not None and self._core.goodbye_sent and not self._shut:
+            self._shut = True
+            try:
+                self._sock.shutdown(socket.SHUT_WR)
+            except OSError as error:
+                self._loop.call_soon(self._end, error)
+
+    def _end(self, error: Exception | None) -> None:
+        """Close and tell. After our goodbye it does not matter how the peer hangs up."""
+        if self._release():
+            self._on_end(self, None if self._shut and not isinstance(error, RemoteProtocolError) else error)
+
+    def _release(self) -> bool:
+        sock, self._sock = self._sock, None
+        if sock is None:
+            return False
+        self._loop.remove_reader(sock.fileno())
+        self._memory.fds.close(sock)
+        self._give_back()
+        return True
+
+    def _give_back(self) -> None:
+        self._parcels.close()
+        if self._half is not None:
+            self._half.close()
+        if self._ringer is not None:
+            self._ringer.close()
+        if self._writer is not None:
+            self._memory.doorbell.pollers.pop(self._poll, None)
+        self._reader = self._writer = self._ringer = None
+        self.attached.clear()
