@@ -6,6 +6,7 @@ ring before it went is still there then, and is read first.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -131,6 +132,9 @@ class ShmConnection:
     def forget(self) -> None:
         """In a forked child: the descriptors are closed already, and the loop must not be touched."""
         self._sock = None
+        if self._writer is None:  # what is posted must be refused, not wait for a peer's offer
+            with contextlib.suppress(ClosedError):
+                self._core.open(self._write, self._arm)
 
     def share(self, number: int, segment: Segment) -> None:
         """Have the peer map `segment` under `number`, once. Raises OSError, ClosedError."""
