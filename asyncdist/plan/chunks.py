@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from asyncdist.plan.steps import Buffer, Slice
 
-__all__ = ["Run", "cyclic_runs", "offsets", "partition", "split"]
+__all__ = ["Run", "cut_blocks", "cyclic_runs", "offsets", "partition", "split"]
 
 
 class Run(NamedTuple):
@@ -60,3 +60,17 @@ def cyclic_runs(starts: Sequence[int], first: int, blocks: int) -> tuple[Run, ..
     else:
         runs = (Run(starts[first], starts[world] - starts[first]), Run(0, starts[last - world]))
     return tuple(run for run in runs if run.length)
+
+
+def cut_blocks(
+    starts: Sequence[int], first: int, blocks: int, chunk_length: int, buffer: Buffer = Buffer.OUTPUT
+) -> list[Slice]:
+    """Chunks of `blocks` cyclic blocks from `first` on, in order of blocks: each block's own, if they are large.
+
+    Blocks of less than a chunk on average are cut as one run (two where they wrap), whose chunks may cross from one
+    block to the next.
+    """
+    runs = cyclic_runs(starts, first, blocks)
+    if sum(run.length for run in runs) >= blocks * chunk_length:
+        runs = tuple(run for block in range(first, first + blocks) for run in cyclic_runs(starts, block, 1))
+    return [piece for run in runs for piece in split(run.of(buffer), chunk_length)]

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import cyclic_runs, offsets, partition, split
+from asyncdist.plan.chunks import cut_blocks, cyclic_runs, offsets, partition, split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
 from asyncdist.plan.window import WINDOW, Window, first_that_fits
@@ -41,7 +41,7 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     if pairs:
         for piece in split(own, chunk_length):
             builder.send((rank - 1) % world, piece)
-        _receive(builder, (rank + 1) % world, _pieces(starts, rank + 1, 1, chunk_length))
+        _receive(builder, (rank + 1) % world, cut_blocks(starts, rank + 1, 1, chunk_length))
     builder.copy(own, place)
     for skip, previous in pairs[1:]:
         _pass_on(builder, starts, skip, previous, chunk_length)
@@ -55,11 +55,11 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     starts = offsets(counts)
     builder = PlanBuilder("all_reduce", "circulant", rank, world)
     pairs = _skips(world)
-    kept = [_pieces(starts, rank, previous - skip, chunk_length)[::-1] for skip, previous in pairs]
+    kept = [cut_blocks(starts, rank, previous - skip, chunk_length)[::-1] for skip, previous in pairs]
     small = _first_small(kept, chunk_length)
     window = Window()
     for number, (skip, previous) in enumerate(pairs):
-        for piece in reversed(_pieces(starts, rank + skip, previous - skip, chunk_length)):
+        for piece in reversed(cut_blocks(starts, rank + skip, previous - skip, chunk_length)):
             builder.send((rank + skip) % world, piece)
         for piece in kept[number]:
             _receive_operand(builder, (rank - skip) % world, piece, window, posted=number >= small)
@@ -86,10 +86,10 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     builder.scratch(slots[-1])
     window = Window()
     _first_sums(builder, starts, slots, pairs[0], window, chunk_length)
-    kept = [_pieces(slots, 0, previous - skip, chunk_length, Buffer.SCRATCH)[::-1] for skip, previous in pairs[1:]]
+    kept = [cut_blocks(slots, 0, previous - skip, chunk_length, Buffer.SCRATCH)[::-1] for skip, previous in pairs[1:]]
     small = _first_small(kept, chunk_length)
     for number, (skip, previous) in enumerate(pairs[1:]):
-        for piece in reversed(_pieces(slots, skip, previous - skip, chunk_length, Buffer.SCRATCH)):
+        for piece in reversed(cut_blocks(slots, skip, previous - skip, chunk_length, Buffer.SCRATCH)):
             builder.send((rank + skip) % world, piece)
         for piece in kept[number]:
             if skip == 1:
@@ -112,10 +112,10 @@ def _first_sums(
     """The first round of reduce_scatter: from INPUT to partial sums in SCRATCH, which begins with slot 0."""
     skip, previous = pair
     rank, world = builder.rank, builder.world
-    for piece in reversed(_pieces(starts, rank + skip, previous - skip, chunk_length, Buffer.INPUT)):
+    for piece in reversed(cut_blocks(starts, rank + skip, previous - skip, chunk_length, Buffer.INPUT)):
         builder.send((rank + skip) % world, piece)
     offset = slots[previous - skip]
-    for piece in reversed(_pieces(starts, rank, previous - skip, chunk_length, Buffer.INPUT)):
+    for piece in reversed(cut_blocks(starts, rank, previous - skip, chunk_length, Buffer.INPUT)):
         offset -= piece.length
         target = Slice(Buffer.SCRATCH, offset, piece.length)
         window.add(builder.recv((rank - skip) % world, target, after=window.after))
@@ -151,22 +151,12 @@ def _skips(world: int) -> list[tuple[int, int]]:
     return pairs
 
 
-def _pieces(
-    starts: Sequence[int], first: int, blocks: int, chunk_length: int, buffer: Buffer = Buffer.OUTPUT
-) -> list[Slice]:
-    """Chunks of `blocks` cyclic blocks from `first` on, in order of blocks: each block's own, if they are large."""
-    runs = cyclic_runs(starts, first, blocks)
-    if sum(run.length for run in runs) >= blocks * chunk_length:
-        runs = tuple(run for block in range(first, first + blocks) for run in cyclic_runs(starts, block, 1))
-    return [piece for run in runs for piece in split(run.of(buffer), chunk_length)]
-
-
 def _pass_on(builder: PlanBuilder, starts: tuple[int, ...], skip: int, previous: int, chunk_length: int) -> None:
     """A round of all_gather from OUTPUT; what this rank has had for longest goes first."""
     rank, world = builder.rank, builder.world
-    for piece in _pieces(starts, rank, previous - skip, chunk_length):
+    for piece in cut_blocks(starts, rank, previous - skip, chunk_length):
         builder.send((rank - skip) % world, piece)
-    _receive(builder, (rank + skip) % world, _pieces(starts, rank + skip, previous - skip, chunk_length))
+    _receive(builder, (rank + skip) % world, cut_blocks(starts, rank + skip, previous - skip, chunk_length))
 
 
 def _receive(builder: PlanBuilder, peer: int, pieces: Sequence[Slice]) -> None:

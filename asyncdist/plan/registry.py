@@ -21,6 +21,7 @@ from asyncdist.plan import (
     recursive_doubling,
     recursive_halving,
     ring,
+    ring_2d,
     scan,
 )
 from asyncdist.plan.problem import COLLECTIVES, Problem
@@ -42,6 +43,7 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
                 "binary_tree": binary_tree.all_reduce,
                 "double_tree": double_tree.all_reduce,
                 "ring": ring.all_reduce,
+                "ring_2d": ring_2d.all_reduce,
             }
         ),
         "broadcast": MappingProxyType(
@@ -70,6 +72,7 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
                 "recursive_doubling": recursive_doubling.all_gather,
                 "circulant": circulant.all_gather,
                 "ring": ring.all_gather,
+                "ring_2d": ring_2d.all_gather,
             }
         ),
         "reduce_scatter": MappingProxyType(
@@ -78,6 +81,7 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
                 "recursive_halving": recursive_halving.reduce_scatter,
                 "circulant": circulant.reduce_scatter,
                 "ring": ring.reduce_scatter,
+                "ring_2d": ring_2d.reduce_scatter,
             }
         ),
         "all_to_all": MappingProxyType(
