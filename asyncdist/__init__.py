@@ -14,6 +14,7 @@ Processes find each other through a store, form groups, and await point-to-point
 Importing this package opens nothing and starts nothing.
 """
 
+from asyncdist.api.arrays import all_gather_array, broadcast_array, gather_array, scatter_array
 from asyncdist.api.batch import P2POp, batch_isend_irecv
 from asyncdist.api.coalesced import (
     all_gather_coalesced,
@@ -36,6 +37,7 @@ from asyncdist.api.collectives import (
     reduce_scatter_tensor,
     scatter,
 )
+from asyncdist.api.exchange import all_to_all, all_to_all_single
 from asyncdist.api.groups import GroupMember, new_group
 from asyncdist.api.multi_device import (
     all_gather_multigpu,
@@ -43,6 +45,14 @@ from asyncdist.api.multi_device import (
     broadcast_multigpu,
     reduce_multigpu,
     reduce_scatter_multigpu,
+)
+from asyncdist.api.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
 )
 from asyncdist.api.point_to_point import irecv, isend, recv, recv_array, send
 from asyncdist.api.queries import (
@@ -69,6 +79,7 @@ from asyncdist.api.queries import (
     is_xccl_available,
     supports_complex,
 )
+from asyncdist.api.scans import exscan, scan
 from asyncdist.api.subgroups import (
     SHRINK_ABORT,
     new_subgroups,
@@ -138,21 +149,30 @@ __all__ = [
     "Work",
     "__version__",
     "all_gather",
+    "all_gather_array",
     "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_into_tensor_coalesced",
     "all_gather_multigpu",
+    "all_gather_object",
     "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
     "all_reduce_multigpu",
+    "all_to_all",
+    "all_to_all_single",
     "barrier",
     "batch_isend_irecv",
     "broadcast",
+    "broadcast_array",
     "broadcast_coalesced",
     "broadcast_multigpu",
+    "broadcast_object_list",
     "destroy_process_group",
+    "exscan",
     "gather",
+    "gather_array",
+    "gather_object",
     "get_backend",
     "get_backend_config",
     "get_default_backend_for_device",
@@ -181,6 +201,7 @@ __all__ = [
     "new_subgroups_by_enumeration",
     "recv",
     "recv_array",
+    "recv_object_list",
     "reduce",
     "reduce_multigpu",
     "reduce_scatter",
@@ -189,8 +210,12 @@ __all__ = [
     "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced",
     "run",
+    "scan",
     "scatter",
+    "scatter_array",
+    "scatter_object_list",
     "send",
+    "send_object_list",
     "shrink_group",
     "spawn",
     "split_group",

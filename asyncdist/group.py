@@ -17,6 +17,7 @@ from asyncdist.backend.aio import AioBackend
 from asyncdist.backend.base import Backend, CollectiveWork, GroupBackend
 from asyncdist.backend.call import Call
 from asyncdist.causes import FAILED, abort_cause, aborted_by, explain, kind_of
+from asyncdist.consistency import Consistency
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import (
     ClosedError,
@@ -29,11 +30,15 @@ from asyncdist.errors import (
 from asyncdist.executor.work import Work, until_ended
 from asyncdist.expiry import Expiry
 from asyncdist.failures import Failures
+from asyncdist.operations.arrays import Arrays
 from asyncdist.operations.coalesced import Coalesced
 from asyncdist.operations.collectives import Collectives
+from asyncdist.operations.exchange import Exchanges
 from asyncdist.operations.issuer import check_rank
 from asyncdist.operations.multi_device import MultiDevice
+from asyncdist.operations.objects import Objects
 from asyncdist.operations.point_to_point import PointToPoint
+from asyncdist.operations.scans import Scans
 from asyncdist.overlap import OverlapWatch
 from asyncdist.pairs import Pairs
 from asyncdist.subgroup import SubgroupNames
@@ -50,7 +55,7 @@ REFUSALS_KEPT: Final = 64
 """Refusals heard of before the operation is issued here: how far ahead another rank can be that fails at each call."""
 
 
-class ProcessGroup(Collectives, Coalesced, MultiDevice, PointToPoint):
+class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointToPoint, Arrays, Objects):
     """Some ranks of a world, in an order of their own.
 
     Methods take and return group ranks (0 .. `size` - 1); errors name global ranks. All operations must be called from
@@ -87,6 +92,7 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, PointToPoint):
         self._works: dict[tuple[int, int], CollectiveWork] = {}
         self._expiry = Expiry(world, group_id, ranks, self._works, self._expired)
         self._failures = Failures()
+        self._consistency = Consistency(world, group_id, ranks, self._backend, self._works, self._differ)
         self._refusals: dict[tuple[int, int], CollectiveMismatchError] = {}
         self._subgroups = SubgroupNames(group_id, name)
         self._aborted: BaseException | None = None
@@ -155,12 +161,14 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, PointToPoint):
             self._tell_refused(tag, sequence, error)
             raise
         work = CollectiveWork(self._loop, operation, call.nbytes, tag, sequence, call.result)
+        work._spinner = self.world.mesh.spinner
         key = (tag, sequence)
         if self._refusals and key in self._refusals:
             self._fail(work, explain(self.where(operation, sequence), self._refusals.pop(key)))
             return work
         self._overlap.issue(tag, operation)
         self._works[key] = work
+        self._consistency.issued(key, operation, call)
         try:
             self._backend.start(call, work, self._ended)
         except BaseException as error:  # out of memory, or the mesh is gone: nobody else may wait for us either
@@ -185,10 +193,23 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, PointToPoint):
         self.world.tell(self.ranks, message, dial=True)
 
     def _ended(self, work: CollectiveWork, error: BaseException | None) -> None:
-        del self._works[work.tag, work.number]
         if error is None:
+            del self._works[work.tag, work.number]
             work._finish(work.value)
-            return
+        elif not isinstance(error, CollectiveMismatchError) or not self._consistency.inquire(work, error):
+            self._ended_badly(work, error)
+
+    def _differ(self, key: tuple[int, int], error: CollectiveMismatchError) -> None:
+        """Ranks run different collectives in that place."""
+        work = self._works.get(key)
+        if work is None:
+            self._abort(error, "mismatch", str(error))
+        else:
+            self._backend.drop(*key)
+            self._ended_badly(work, error)
+
+    def _ended_badly(self, work: CollectiveWork, error: BaseException) -> None:
+        del self._works[work.tag, work.number]
         explained = explain(self.where(work.operation, work.sequence), error)
         self._fail(work, explained)
         kind = kind_of(error)
@@ -240,6 +261,10 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, PointToPoint):
             tag, sequence = message[2:]
             issued = self._sequences.get(tag, 0) > sequence
             self.world.tell((sender,), ["status", self.group_id, tag, sequence, issued], dial=False)
+        elif kind == "mismatch":
+            self._consistency.heard(sender, *message[2:])
+        elif kind == "check":
+            self._consistency.reported(sender, *message[2:])
         else:
             self._expiry.answered(sender, *message[2:])
 
@@ -285,11 +310,12 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, PointToPoint):
         if first:
             self._aborted = error
             self._expiry.stop()
+            differences = {} if isinstance(error, CollectiveMismatchError) else self._consistency.stop()
             self._backend.abort(error)
-            works = list(self._works.values())
+            works = dict(self._works)
             self._works.clear()
-            for work in works:
-                self._fail(work, explain(self.where(work.operation, work.sequence), error))
+            for key, work in works.items():
+                self._fail(work, explain(self.where(work.operation, work.sequence), differences.get(key, error)))
         if also_pairs:
             self.pairs.abort(error)
         message = ["abort", self.group_id, kind, text, rank, list(missing)]
@@ -340,6 +366,7 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, PointToPoint):
     async def _leave(self) -> None:
         self.closed = True
         self._expiry.stop()
+        self._consistency.stop()
         if self._is_world:
             await self.world.close()
         self.world.unregister(self.group_id, self._sequences)

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from asyncdist import context, events
 from asyncdist.backend.base import parse_backend
+from asyncdist.consistency import parse_check
 from asyncdist.deadline import DEFAULT_TIMEOUT_S, INHERIT, Deadline, Timeout, timeout_seconds
 from asyncdist.errors import DistError
 from asyncdist.group import ProcessGroup
@@ -44,6 +45,7 @@ def init_process_group(
     pg_options: Any = None,
     device_id: Any = None,
     *,
+    allow_pickle: bool = False,
     progress: Literal["loop", "thread"] = "loop",
 ) -> GroupOpening:
     """Join a world: `async with init_process_group() as group` or `group = await init_process_group()`.
@@ -55,7 +57,9 @@ def init_process_group(
     bounds joining and is the default of every collective. `group_name` tells apart several worlds of one process.
     With `progress="thread"` transport and reductions run in the process's communication thread, so that peers do not
     wait while a coroutine here computes; everything else is the same. Not under virtual time (ValueError).
-    `pg_options` and `device_id` are accepted for torch's sake and not used.
+    `allow_pickle`: whether objects that cannot be sent otherwise may be pickled, which lets any rank run code on all
+    others; it holds only if every rank gives it. `pg_options` and `device_id` are accepted for torch's sake and not
+    used.
 
     The group becomes the default group of the current context. Raises ValueError for missing or contradictory
     arguments, at the call; DistError, ConnectTimeoutError (naming the ranks that did not come) or DistStoreError when
@@ -75,7 +79,7 @@ def init_process_group(
     if progress not in ("loop", "thread"):
         raise ValueError(f'progress must be "loop" or "thread", not {progress!r}')
     method = parse_init_method(init_method, rank, world_size, has_store=store is not None)
-    return GroupOpening(method, store, timeout_s, group_name, backend, progress)
+    return GroupOpening(method, store, timeout_s, group_name, backend, progress, allow_pickle)
 
 
 class GroupOpening:
@@ -89,6 +93,7 @@ class GroupOpening:
         group_name: str,
         backend: str | None,
         progress: str = "loop",
+        allow_pickle: bool = False,
     ) -> None:
         self._method = method
         self._store = store
@@ -96,6 +101,7 @@ class GroupOpening:
         self._group_name = group_name
         self._backend = backend
         self._progress = progress
+        self._allow_pickle = allow_pickle
         self._group: ProcessGroup | None = None
 
     def __await__(self) -> Generator[Any, None, ProcessGroup]:
@@ -130,7 +136,15 @@ class GroupOpening:
         else:
             source = await open_store(self._method, deadline)
         try:
-            return await open_world(source, self._method, name, self._timeout_s, deadline, backend=self._backend)
+            return await open_world(
+                source,
+                self._method,
+                name,
+                self._timeout_s,
+                deadline,
+                backend=self._backend,
+                allow_pickle=self._allow_pickle,
+            )
         except Exception:
             await asyncio.shield(source.close_after_failure())
             raise
@@ -147,6 +161,7 @@ async def open_world(
     deadline: Deadline,
     *,
     backend: str | None = None,
+    allow_pickle: bool = False,
     environ: Mapping[str, str] = os.environ,
     make_mesh: MeshFactory = Mesh,
 ) -> ProcessGroup:
@@ -154,7 +169,7 @@ async def open_world(
 
     `make_mesh` is how simulations come by another transport. Cancelling leaves nothing open.
     """
-    world = await _join(source, method, name, deadline, environ, make_mesh)
+    world = await _join(source, method, name, deadline, environ, make_mesh, allow_pickle)
     ranks = tuple(range(world.world_size))
     named = parse_backend(backend)["cpu"]
     group = ProcessGroup(world, derive_group_id(world.world_id), ranks, timeout_s, name, named, is_world=True)
@@ -169,15 +184,17 @@ async def _join(
     deadline: Deadline,
     environ: Mapping[str, str],
     make_mesh: MeshFactory,
+    allow_pickle: bool,
 ) -> World:
     loop = asyncio.get_running_loop()
     rendezvous = Rendezvous(source.store, method.rank, method.world_size, name)
     _watch_restarts(source.store, rendezvous)
     config = TransportConfig.from_environ(environ)
     overrides = parse_overrides(environ.get("ASYNCDIST_ALGO", ""))
-    options = {"algorithms": overrides, "rank 0 hosts": source.server is not None}
+    check = parse_check(environ.get("ASYNCDIST_CHECK", ""))
+    options = {"algorithms": overrides, "check": check, "rank 0 hosts": source.server is not None}
     reachable = await local_address(method.host or None, method.port, environ)
-    met = await rendezvous.join(host_id(), reachable.loopback, options, deadline)
+    met = await rendezvous.join(host_id(), reachable.loopback, options, deadline, allow_pickle=allow_pickle)
     if overrides and overrides != met.options.get("algorithms"):
         raise DistError(
             f"rank {method.rank}: ASYNCDIST_ALGO={environ['ASYNCDIST_ALGO']!r} differs from rank 0's "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 from asyncdist.arrays import host_array
+from asyncdist.backend.object_messages import RecvObjectsWork, SendObjectsWork
 from asyncdist.backend.point_to_point import ANY_SOURCE, PairWork, RecvArrayWork, RecvWork, SendWork
 from asyncdist.causes import explain
 from asyncdist.deadline import Timeout, timeout_seconds
@@ -46,6 +48,7 @@ class Pairs:
     def __init__(self, world: World, group_id: int, ranks: tuple[int, ...], owner: PairOwner) -> None:
         self.mesh = world.mesh
         self._loop = world.loop
+        self._allow_pickle = world.allow_pickle
         self._id = group_id ^ POINT_TO_POINT_MARK
         self._ranks = ranks
         self._group_rank = {rank: index for index, rank in enumerate(ranks)}
@@ -58,18 +61,16 @@ class Pairs:
         """Issue a send of `tensor` to group rank `dst`."""
         self._check("isend")
         timeout_s = None if timeout is None else timeout_seconds(timeout, None)
-        peer = self._ranks[dst]
-        work = SendWork(self._loop, host_array(tensor), self._key(tag), self, peer)
-        try:
-            complete = self.mesh.post_send(peer, work.message)
-        except DistError as error:
-            work.message_failed(None, error)
-            return work
-        if complete:
-            work._done = True  # nobody can be waiting for it yet
-        else:
-            self._started(work, timeout_s)
-        return work
+        return self._post_send(
+            SendWork(self._loop, host_array(tensor), self._key(tag), self, self._ranks[dst]), timeout_s
+        )
+
+    def send_objects(self, values: Sequence[object], dst: int, tag: int, timeout: Timeout) -> SendWork:
+        """Issue a send of a list of objects to group rank `dst`."""
+        self._check("send_object_list")
+        timeout_s = None if timeout is None else timeout_seconds(timeout, None)
+        key, peer = self._key(tag), self._ranks[dst]
+        return self._post_send(SendObjectsWork(self._loop, values, self._allow_pickle, key, self, peer), timeout_s)
 
     def receive(
         self,
@@ -105,6 +106,28 @@ class Pairs:
         number = None if in_global_ranks else self._group_rank.__getitem__
         peer = ANY_SOURCE if src is None else self._ranks[src]
         work = RecvArrayWork(self._loop, self._key(tag), self, peer, number, max_bytes)
+        self._post(work, timeout_s)
+        return work
+
+    def receive_objects(
+        self,
+        places: list[object],
+        src: int | None,
+        tag: int,
+        max_bytes: int,
+        timeout: Timeout,
+        *,
+        in_global_ranks: bool = False,
+    ) -> RecvObjectsWork:
+        """Issue a receive of as many objects as there are `places`."""
+        self._check("recv_object_list")
+        timeout_s = timeout_seconds(timeout, None)
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
+        number = None if in_global_ranks else self._group_rank.__getitem__
+        peer = ANY_SOURCE if src is None else self._ranks[src]
+        key = self._key(tag)
+        work = RecvObjectsWork(self._loop, places, self._allow_pickle, key, self, peer, number, max_bytes)
         self._post(work, timeout_s)
         return work
 
@@ -145,6 +168,18 @@ class Pairs:
         self._owner.check_usable(operation)
         if self._aborted is not None:
             raise self._owner.aborted_error(operation, self._aborted)
+
+    def _post_send(self, work: SendWork, timeout_s: float | None) -> SendWork:
+        try:
+            complete = self.mesh.post_send(work.peer, work.message)
+        except DistError as error:
+            work.message_failed(None, error)
+            return work
+        if complete:
+            work._done = True  # nobody can be waiting for it yet
+        else:
+            self._started(work, timeout_s)
+        return work
 
     def _post(self, work: RecvWork, timeout_s: float | None) -> None:
         receive = work.message

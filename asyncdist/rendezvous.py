@@ -9,7 +9,8 @@ Keys, under `world/<group name>/`:
 | `<epoch>/info/<rank>` | every rank | who it is; rank 0's also carries options for all |
 | `<epoch>/address/<rank>` | every rank, once it listens | where its peers reach it |
 | `<epoch>/joined` | every rank | counter; who makes it reach the world size decides |
-| `<epoch>/ready` | one rank | the decision: the world id, or why the world could not be formed |
+| `<epoch>/picklers` | ranks that allow pickle, before they have joined | counter |
+| `<epoch>/ready` | one rank | the decision: the world id and what all allow, or why the world could not be formed |
 | `<epoch>/left`, `<epoch>/left/<rank>` | every rank | counter and flags of clean exits |
 | `<epoch>/gone` | the last to leave | nobody needs the store any more |
 
@@ -47,11 +48,12 @@ PUBLISH_LIMIT_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """What all ranks agreed on: a random id, and the options rank 0 published."""
+    """What all ranks agreed on: a random id, the options rank 0 published, and whether everyone allows pickle."""
 
     world_id: bytes
     epoch: int
     options: dict[str, Any]
+    allow_pickle: bool = False
 
 
 class Rendezvous:
@@ -68,17 +70,19 @@ class Rendezvous:
         self._republishing: asyncio.Task[None] | None = None
         self._who = f"rank {rank} ({socket.gethostname()} pid {os.getpid()})"
 
-    async def join(self, host: str, loopback: bool, options: dict[str, Any], deadline: Deadline) -> Met:
+    async def join(
+        self, host: str, loopback: bool, options: dict[str, Any], deadline: Deadline, *, allow_pickle: bool = False
+    ) -> Met:
         """Meet the other ranks; returns when all `world_size` are there.
 
         `host` identifies this host, `loopback` says that no other host can reach it; rank 0's `options` become
-        everybody's. Raises DistError where the ranks contradict each other (the same rank twice, other world sizes,
-        loopback addresses across hosts), and ConnectTimeoutError naming the ranks that did not come. Cancelling leaves
-        the rank counted as joined.
+        everybody's; `allow_pickle` holds if all gave it. Raises DistError where the ranks contradict each other (the
+        same rank twice, other world sizes, loopback addresses across hosts), and ConnectTimeoutError naming the ranks
+        that did not come. Cancelling leaves the rank counted as joined.
         """
         while True:
             self._restarted = False
-            attempt = self._attempt = asyncio.create_task(self._join(host, loopback, options, deadline))
+            attempt = self._attempt = asyncio.create_task(self._join(host, loopback, options, deadline, allow_pickle))
             try:
                 return await attempt
             except (asyncio.CancelledError, DistError):
@@ -108,14 +112,19 @@ class Rendezvous:
         finally:
             self._republishing = None
 
-    async def _join(self, host: str, loopback: bool, options: dict[str, Any], deadline: Deadline) -> Met:
+    async def _join(
+        self, host: str, loopback: bool, options: dict[str, Any], deadline: Deadline, allow_pickle: bool
+    ) -> Met:
         self._store.set_timeout(deadline.remaining_s(_now()))
         self._epoch = await self._claim_rank()
         await self._agree_on_terms(host, loopback)
         info = msgpack.packb({"who": self._who, "options": options})
         await self._store.set(self._key(f"info/{self.rank}"), info)
+        if allow_pickle:
+            await self._store.add(self._key("picklers"), 1)
         if await self._store.add(self._key("joined"), 1) == self.world_size:
-            await self._decide({"world_id": secrets.token_bytes(WORLD_ID_BYTES)})
+            all_allow = allow_pickle and await self._store.add(self._key("picklers"), 0) == self.world_size
+            await self._decide({"world_id": secrets.token_bytes(WORLD_ID_BYTES), "allow_pickle": all_allow})
         ready: bytes | None = None
         with contextlib.suppress(StoreTimeoutError):
             ready = await self._store.get(self._key("ready"), timeout=deadline.remaining_s(_now()))
@@ -126,7 +135,8 @@ class Rendezvous:
             raise DistError(f"{self._who}: {decision['failure']}")
         leader = _unpack(await self._store.get(self._key("info/0")))
         events.info("%s joined a world of %d (epoch %d)", self._who, self.world_size, self._epoch)
-        return Met(decision["world_id"], self._epoch, leader["options"])
+        all_allow = allow_pickle and decision.get("allow_pickle") is True
+        return Met(decision["world_id"], self._epoch, leader["options"], all_allow)
 
     async def publish(self, address: PeerAddress) -> None:
         """Tell the others where this rank listens."""
@@ -239,7 +249,8 @@ class Rendezvous:
 
     async def _clean_up(self) -> None:
         names = [f"{kind}/{rank}" for kind in ("info", "address") for rank in range(self.world_size)]
-        await asyncio.gather(*(self._store.delete_key(self._key(name)) for name in [*names, "terms", "joined"]))
+        names += ["terms", "joined", "picklers"]
+        await asyncio.gather(*(self._store.delete_key(self._key(name)) for name in names))
         await self._store.set(self._key("gone"), b"1")  # last: who hosts the store stops it now
 
 

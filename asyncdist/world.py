@@ -8,6 +8,8 @@ Control messages between ranks are msgpack lists, the first element naming the k
 | `["refused", group, tag, sequence, rank, text]` | `rank` refused that collective at the call |
 | `["probe", group, tag, sequence]` | have you issued that collective? |
 | `["status", group, tag, sequence, issued]` | the answer |
+| `["mismatch", group, tag, sequence, text, asked]` | we differ there; this rank runs `text`, and you? |
+| `["check", group, tag, sequence, terms, shown]` | this rank has issued that (ASYNCDIST_CHECK=full) |
 
 News of a group that does not exist here yet is kept, within bounds, until it does.
 """
@@ -76,6 +78,7 @@ class World:
         self.world_size = world_size
         self.world_id = met.world_id
         self.options = met.options
+        self.allow_pickle = met.allow_pickle
         self.pool = ScratchPool()
         self.groups: dict[int, GroupListener] = {}
         self.lost: dict[int, PeerLostError] = {}
@@ -212,6 +215,8 @@ _SHAPES: Final[dict[str, tuple[type | tuple[type, ...], ...]]] = {
     "refused": (int, int, int, int, str),
     "probe": (int, int, int),
     "status": (int, int, int, bool),
+    "mismatch": (int, int, int, str, bool),
+    "check": (int, int, int, str, str),
 }
 
 

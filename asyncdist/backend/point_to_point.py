@@ -11,6 +11,7 @@ import numpy as np
 from asyncdist.arrays import Array, Flat, decode_meta, describe, encode_meta, human_bytes
 from asyncdist.errors import ClosedError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from asyncdist.executor.work import Work
+from asyncdist.objects import OBJECT_META
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.matching import Receive, SendOp
 
@@ -44,6 +45,7 @@ class PairWork(Work[Any]):
     ) -> None:
         super().__init__(loop, operation, nbytes)
         self._owner = owner
+        self._spinner = owner.mesh.spinner
         self._timer: asyncio.TimerHandle | None = None
         self.peer = peer
 
@@ -168,6 +170,11 @@ class RecvWork(PairWork):
         try:
             dtype, shape = decode_meta(meta)
         except ValueError as error:
+            if meta == OBJECT_META:
+                raise CollectiveMismatchError(
+                    f"{self.where}: rank {source} sent objects, which recv_object_list receives; the message is "
+                    "dropped, the pair stays usable"
+                ) from None
             raise CollectiveMismatchError(f"{self.where}: rank {source} sent a message with {error}") from error
         elements = 1
         for extent in shape:
