@@ -41,6 +41,7 @@ from asyncdist.operations.point_to_point import PointToPoint
 from asyncdist.operations.scans import Scans
 from asyncdist.overlap import OverlapWatch
 from asyncdist.pairs import Pairs
+from asyncdist.refusals import Refusals
 from asyncdist.subgroup import SubgroupNames
 from asyncdist.world import World
 
@@ -51,8 +52,6 @@ WORLD: Final = None
 
 CLOSE_SENDS_S: Final = 30.0
 """How long a closing group waits for sends nobody receives; collectives have deadlines of their own."""
-REFUSALS_KEPT: Final = 64
-"""Refusals heard of before the operation is issued here: how far ahead another rank can be that fails at each call."""
 
 
 class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointToPoint, Arrays, Objects):
@@ -93,7 +92,16 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointT
         self._expiry = Expiry(world, group_id, ranks, self._works, self._expired)
         self._failures = Failures()
         self._consistency = Consistency(world, group_id, ranks, self._backend, self._works, self._differ)
-        self._refusals: dict[tuple[int, int], CollectiveMismatchError] = {}
+        self._refusals = Refusals(
+            world,
+            group_id,
+            ranks,
+            self._backend,
+            self._works,
+            self._sequences,
+            self._fail_refused,
+            lambda error, text, rank: self._abort(error, "mismatch", text, rank),
+        )
         self._subgroups = SubgroupNames(group_id, name)
         self._aborted: BaseException | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -158,13 +166,14 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointT
             timeout_s = self.timeout_s if timeout is INHERIT else timeout_seconds(timeout, self.timeout_s)
             call = prepare(*arguments)
         except (TypeError, ValueError) as error:
-            self._tell_refused(tag, sequence, error)
+            self._refusals.tell(tag, sequence, error)
             raise
         work = CollectiveWork(self._loop, operation, call.nbytes, tag, sequence, call.result)
         work._spinner = self.world.mesh.spinner
         key = (tag, sequence)
-        if self._refusals and key in self._refusals:
-            self._fail(work, explain(self.where(operation, sequence), self._refusals.pop(key)))
+        refusal = self._refusals.take(key)
+        if refusal is not None:
+            self._fail(work, explain(self.where(operation, sequence), refusal))
             return work
         self._overlap.issue(tag, operation)
         self._works[key] = work
@@ -173,7 +182,7 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointT
             self._backend.start(call, work, self._ended)
         except BaseException as error:  # out of memory, or the mesh is gone: nobody else may wait for us either
             del self._works[key]
-            self._tell_refused(tag, sequence, error)
+            self._refusals.tell(tag, sequence, error)
             raise
         if timeout_s is not None and not work._done:
             self._expiry.watch(work, timeout_s)
@@ -185,12 +194,7 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointT
         if self._aborted is None:
             sequence = self._sequences.get(tag, 0)
             self._sequences[tag] = sequence + 1
-            self._tell_refused(tag, sequence, error)
-
-    def _tell_refused(self, tag: int, sequence: int, error: BaseException) -> None:
-        self._backend.drop(tag, sequence)
-        message = ["refused", self.group_id, tag, sequence, self.world.rank, str(error)]
-        self.world.tell(self.ranks, message, dial=True)
+            self._refusals.tell(tag, sequence, error)
 
     def _ended(self, work: CollectiveWork, error: BaseException | None) -> None:
         if error is None:
@@ -256,7 +260,7 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointT
                 self.world.peer_lost(cause.rank, cause)  # concerns all groups of that rank
             self._abort(cause, kind, text, rank, missing)
         elif kind == "refused":
-            self._refused(*message[2:])
+            self._refusals.heard(*message[2:])
         elif kind == "probe":
             tag, sequence = message[2:]
             issued = self._sequences.get(tag, 0) > sequence
@@ -268,22 +272,9 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointT
         else:
             self._expiry.answered(sender, *message[2:])
 
-    def _refused(self, tag: int, sequence: int, rank: int, text: str) -> None:
-        error = CollectiveMismatchError(f"rank {rank} refused the operation: {text}")
-        key = (tag, sequence)
-        work = self._works.pop(key, None)
-        if work is None:
-            if self._sequences.get(tag, 0) > sequence or key in self._refusals:
-                return
-            if len(self._refusals) >= REFUSALS_KEPT:
-                self._abort(error, "mismatch", f"{error} (one of {REFUSALS_KEPT} refusals in a row)", rank)
-                return
-            self._refusals[key] = error
-        self._backend.drop(tag, sequence)
-        # Passed on, so that who hears of our leaving, or of others', has heard of this before.
-        self.world.tell(self.ranks, ["refused", self.group_id, tag, sequence, rank, text], dial=False)
-        if work is not None:
-            self._fail(work, explain(self.where(work.operation, work.sequence), error))
+    def _fail_refused(self, key: tuple[int, int], error: CollectiveMismatchError) -> None:
+        work = self._works.pop(key)
+        self._fail(work, explain(self.where(work.operation, work.sequence), error))
 
     # The end.
 
@@ -310,7 +301,9 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointT
         if first:
             self._aborted = error
             self._expiry.stop()
-            differences = {} if isinstance(error, CollectiveMismatchError) else self._consistency.stop()
+            differences = self._consistency.stop()
+            if isinstance(error, CollectiveMismatchError):
+                differences.clear()  # who says so knows as much
             self._backend.abort(error)
             works = dict(self._works)
             self._works.clear()

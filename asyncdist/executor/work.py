@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from asyncdist.arrays import human_bytes
 from asyncdist.deadline import timeout_seconds
+from asyncdist.transport.spin import Spinner
 
 __all__ = ["Listener", "Work", "until_ended"]
 
@@ -44,6 +45,7 @@ class Work(Generic[T]):
         "_result",
         "_retrieved",
         "_source",
+        "_spinner",
         "_waiters",
         "nbytes",
         "operation",
@@ -62,6 +64,7 @@ class Work(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self._source: int | None = None
+        self._spinner: Spinner | None = None
         self._waiters: list[asyncio.Future[None]] | None = None
         self._callbacks: list[Callable[[Work[T]], object]] | None = None
         self._listener: Listener | None = None
@@ -118,7 +121,8 @@ class Work(Generic[T]):
         return False
 
     def __await__(self) -> Generator[Any, None, T]:
-        if not self._done:
+        spinner = self._spinner
+        if not self._done and (spinner is None or not spinner.look(self)):
             waiter = self._loop.create_future()
             waiters = self._waiters
             if waiters is None:
@@ -133,6 +137,10 @@ class Work(Generic[T]):
                     if not waiters:
                         self._abandoned()
                 raise
+            if spinner is not None:
+                spinner.woken()
+        elif spinner is not None and spinner.turn_due():
+            yield
         if self._error is not None:
             self._retrieved = True
             raise self._error

@@ -10,6 +10,7 @@ from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.address import PeerAddress
 from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, SendOp, nobody_left
 from asyncdist.transport.peer import PeerCore
+from asyncdist.transport.spin import Spinner
 
 __all__ = ["BaseMesh", "MeshOwner"]
 
@@ -38,6 +39,7 @@ class BaseMesh:
         self.world_size = world_size
         self.cores: list[PeerCore | None] = [None] * world_size
         self.address: PeerAddress | None = None
+        self.spinner: Spinner | None = None
         self._owner = owner
         self._any_source = AnySourceTable()
         self._dropped = DroppedGroups()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from asyncdist.deadline import DEFAULT_TIMEOUT_S
+from asyncdist.transport.spin import DEFAULT_SPIN_US, spin_us_from_environ
 
 __all__ = [
     "CONNECT_TIMEOUT_S",
@@ -43,6 +44,7 @@ class TransportConfig:
     backoff_first_s: float = 0.02
     backoff_limit_s: float = 2.0
     max_half_open: int = MAX_HALF_OPEN
+    spin_us: float = DEFAULT_SPIN_US
 
     @property
     def shares_memory(self) -> bool:
@@ -69,4 +71,4 @@ class TransportConfig:
         word = environ.get("ASYNCDIST_TRANSPORT", "").strip().lower() or "auto"
         if word not in TRANSPORTS:
             raise ValueError(f"ASYNCDIST_TRANSPORT={word!r}: use one of {', '.join(TRANSPORTS)}")
-        return cls(transport=word)
+        return cls(transport=word, spin_us=spin_us_from_environ(environ))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 from asyncdist.transport.doorbell import Doorbell
 from asyncdist.transport.fork import SocketSet
@@ -14,7 +15,7 @@ __all__ = ["HostMemory"]
 class HostMemory:
     """The doorbell of this rank, and the segments it has given numbers so that it can refer to them."""
 
-    __slots__ = ("_doorbell", "_loop", "closed", "fds", "segments")
+    __slots__ = ("_doorbell", "_loop", "closed", "crowded", "fds", "ranks_here", "segments")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fds: SocketSet) -> None:
         self._loop = loop
@@ -22,6 +23,10 @@ class HostMemory:
         self.fds = fds
         self.segments: dict[int, Segment] = {}
         self.closed = False
+        self.ranks_here = 0
+        """Ranks that share memory with each other here, as far as we know: our peers and we. 0 without any."""
+        self.crowded = False
+        """Whether a peer lives in this very process: while we look, it cannot do anything."""
 
     @property
     def doorbell(self) -> Doorbell:
@@ -30,10 +35,10 @@ class HostMemory:
             self._doorbell = Doorbell(self._loop, self.fds)
         return self._doorbell
 
-    @property
-    def shared(self) -> bool:
-        """Whether anybody shares memory with us."""
-        return self._doorbell is not None and bool(self._doorbell.pollers)
+    def joined(self, pid: int) -> None:
+        """Another rank, of process `pid`, shares memory with us."""
+        self.ranks_here = self.ranks_here + 1 if self.ranks_here else 2
+        self.crowded |= pid == os.getpid()
 
     def poll(self) -> bool:
         """Look at what peers have put into shared memory; whether there was anything."""

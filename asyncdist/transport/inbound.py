@@ -256,7 +256,8 @@ class Inbound:
         elif len(target) != length:
             raise CollectiveMismatchError(
                 f"rank {self.peer_rank} sent {length} bytes where {len(target)} are expected here "
-                f"({describe_key(receive.key)})"
+                f"({describe_key(receive.key)})",
+                self.peer_rank,
             )
         return target
 

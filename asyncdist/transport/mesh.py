@@ -20,6 +20,7 @@ from asyncdist.transport.link import Link, LinkState
 from asyncdist.transport.listener import Listener
 from asyncdist.transport.loopback import LoopbackConnection
 from asyncdist.transport.peer import PeerCore
+from asyncdist.transport.spin import Spinner
 
 __all__ = ["Mesh", "Resolve"]
 
@@ -58,6 +59,8 @@ class Mesh(BaseMesh):
             host_id(),
             HostMemory(loop, sockets),
         )
+        if self._context.config.shares_memory and self._context.config.spin_us:
+            self.spinner = Spinner(self._context.memory, self._context.config.spin_us)
         self._listener = Listener(self._context, self._hello_came)
         self._links: dict[int, Link] = {}
         self._loopback: LoopbackConnection | None = None

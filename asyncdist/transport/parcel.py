@@ -4,7 +4,7 @@
 
 | kind | descriptors | meaning |
 | --- | --- | --- |
-| SETUP | half of a pair, doorbell page, eventfd | let us share memory; `size` is that of the half |
+| SETUP | half of a pair, doorbell page, eventfd | let us share memory; `size`: of the half, `number`: our process id |
 | REFUSAL | | let us not; nothing but the stream follows |
 | SEGMENT | segment | from now on `number` names a segment of `size` bytes in what the sender refers to |
 

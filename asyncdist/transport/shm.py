@@ -109,7 +109,7 @@ class ShmConnection:
                 try:
                     self._half = Segment(half_bytes(RING_BYTES), memory.fds, "asyncdist-ring")
                     fds = (self._half.fd, memory.doorbell.page.fd, memory.doorbell.eventfd)
-                    send_parcel(sock, SETUP, 0, self._half.size, fds)
+                    send_parcel(sock, SETUP, os.getpid(), self._half.size, fds)
                     return
                 except (OSError, AttributeError) as error:  # no descriptors, no memory, or no Linux
                     self._refusal = f"this rank cannot: {error}"
@@ -211,6 +211,7 @@ class ShmConnection:
         self._writer = RingWriter(self._half.view, peer.view)
         self._half.close()  # mapped on both sides; the descriptor has done its work
         self._memory.doorbell.pollers[self._poll] = None
+        self._memory.joined(parcel.number)
         self._core.open(self._write, self._arm)
         if self._leaving and self._sock is not None:
             self._core.goodbye()

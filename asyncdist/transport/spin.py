@@ -1,0 +1,112 @@
+"""Spinning: looking at shared memory for some microseconds before going to sleep.
+
+Being woken costs a rank 10 to 20 microseconds, most of an exchange between two that share memory. So whoever awaits a
+work looks first, for at most ASYNCDIST_SPIN_US (20), and only while that can pay: every rank of the host has a core of
+its own, none of them lives in this process, and looking has helped lately.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from time import perf_counter
+from typing import Final, Protocol
+
+from asyncdist.transport.host_memory import HostMemory
+
+__all__ = ["DEFAULT_SPIN_US", "MAX_SPIN_US", "Pending", "Spinner", "spin_us_from_environ"]
+
+DEFAULT_SPIN_US: Final = 20.0
+"""As long as being woken takes: looking longer could cost more than sleeping at once would have."""
+MAX_SPIN_US: Final = 1000.0
+"""Longest look that may be asked for: timers and other connections of the loop wait meanwhile."""
+TURN_S: Final = 1e-3
+"""A task whose works are always done when it looks gives the loop a turn this often, or timers would starve."""
+CATCH: Final = 5
+"""How much longer than the limit one look may take after a wait that was over within that time. Two ranks that answer
+each other at once would never meet otherwise: whoever looks for 20 us gives up just before the other, who has to be
+woken first, replies. Once both look, each wait is shorter than the limit."""
+PATIENCE: Final = 4
+"""Looks in vain after which one stops looking at every await."""
+MAX_SKIPPED: Final = 64
+"""Awaits without a look between two that try again, at most: the others may have begun to answer quickly."""
+
+
+class Pending(Protocol):
+    """What is awaited."""
+
+    _done: bool
+
+
+class Spinner:
+    """Looks on behalf of one mesh. Calls come from tasks of its loop."""
+
+    __slots__ = ("_began_s", "_catch", "_cores", "_last_turn_s", "_limit_s", "_memory", "_misses", "_skip", "_skipped")
+
+    def __init__(self, memory: HostMemory, limit_us: float) -> None:
+        self._memory = memory
+        self._limit_s = limit_us * 1e-6
+        affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+        # Bound to one core, as benchmarks do, a rank is not told where the others are: take it that they are elsewhere.
+        self._cores = affinity if affinity > 1 else os.cpu_count() or 1
+        self._misses = 0
+        self._skip = 0
+        self._skipped = 0
+        self._catch = False
+        self._began_s = 0.0
+        self._last_turn_s = 0.0
+
+    def look(self, work: Pending) -> bool:
+        """Look until `work` is done, for a while; whether it is. If not, `woken` is to be called when it is."""
+        memory = self._memory
+        self._began_s = 0.0
+        if not 0 < memory.ranks_here <= self._cores or memory.crowded:
+            return False
+        if self._skipped < self._skip:
+            self._skipped += 1
+            return False
+        self._skipped = 0
+        self._began_s = began_s = perf_counter()
+        until_s = began_s + (CATCH * self._limit_s if self._catch else self._limit_s)
+        self._catch = False
+        doorbell = memory.doorbell
+        poll = doorbell.poll
+        doorbell.awake()
+        poll()
+        while not work._done and perf_counter() < until_s:
+            poll()
+        doorbell.asleep()
+        if work._done:
+            self._misses = self._skip = 0
+            return True
+        self._misses += 1
+        if self._misses >= PATIENCE:
+            self._skip = min(2 * self._skip + 1, MAX_SKIPPED)
+        return False
+
+    def woken(self) -> None:
+        """The work of the last look came when we had given up: was that worth waiting for?"""
+        if self._began_s and perf_counter() - self._began_s < CATCH * self._limit_s:
+            self._catch = True
+
+    def turn_due(self) -> bool:
+        """Whether the task that has just been served should let the loop turn before it goes on."""
+        now_s = perf_counter()
+        if now_s - self._last_turn_s < TURN_S:
+            return False
+        self._last_turn_s = now_s
+        return True
+
+
+def spin_us_from_environ(environ: Mapping[str, str]) -> float:
+    """Read ASYNCDIST_SPIN_US: microseconds, 0 to never spin. Raises ValueError."""
+    text = environ.get("ASYNCDIST_SPIN_US", "").strip()
+    if not text:
+        return DEFAULT_SPIN_US
+    try:
+        limit_us = float(text)
+    except ValueError:
+        limit_us = -1.0
+    if not 0 <= limit_us <= MAX_SPIN_US:
+        raise ValueError(f"ASYNCDIST_SPIN_US={text!r}: give microseconds from 0 (never spin) to {MAX_SPIN_US:g}")
+    return limit_us
