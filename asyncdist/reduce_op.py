@@ -1,15 +1,17 @@
 """ReduceOp: how several ranks' elements become one.
 
-Names and numbers are torch.distributed's. `ReduceOp.PREMUL_SUM(factor)` makes the only operation that carries a value.
+Names and numbers are torch.distributed's. `ReduceOp.PREMUL_SUM(factor)` makes the only one of them that carries a
+value; `ReduceOp.custom(function)` makes an operation of a function.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-__all__ = ["PremulSum", "ReduceOp", "ReduceOpLike"]
+__all__ = ["CustomOp", "PremulSum", "ReduceOp", "ReduceOpLike"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,19 @@ class PremulSum:
 
     def __repr__(self) -> str:
         return f"ReduceOp.PREMUL_SUM({self.factor!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class CustomOp:
+    """An operation made by `ReduceOp.custom`."""
+
+    function: Callable[[Any, Any], Any]
+    commutative: bool
+    name: str
+
+    def __repr__(self) -> str:
+        order = "" if self.commutative else ", commutative=False"
+        return f"ReduceOp.custom({self.name}{order})"
 
 
 class ReduceOp(enum.Enum):
@@ -52,10 +67,37 @@ class ReduceOp(enum.Enum):
             raise TypeError(f"{self} takes no factor; only ReduceOp.PREMUL_SUM does")
         return PremulSum(factor)
 
+    @staticmethod
+    def custom(function: Callable[[Any, Any], Any], *, commutative: bool = True, name: str | None = None) -> CustomOp:
+        """Return an operation that calls `function(left, right)`, e.g. `ReduceOp.custom(np.hypot)`.
+
+        `function` gets two numpy arrays of one dimension, equal length and the operands' dtype, which it must not
+        change (they are read-only), and returns an array of that length and of a dtype that casts to theirs within its
+        kind. It must be associative, and work element by element: vectors are cut into pieces anywhere. It is called on
+        the event loop with up to 1 MiB at a time. If it raises, the operation fails with DistError, its cause being
+        the exception, and the group is aborted on every rank.
+
+        Unless it is commutative, operands are reduced in rank order: `left` comes from lower ranks than `right`. That
+        excludes the algorithms that are fastest for large arrays. Any dtype that can be sent will do.
+
+        `name` (the function's by default) is what ranks compare; all must also say the same of `commutative`. Make the
+        operation once and keep it: what is prepared for a call is kept by operation.
+
+        Raises TypeError if `function` cannot be called or hashed, or `name` is no str.
+        """
+        if not callable(function):
+            raise TypeError(f"function must be callable, not {type(function).__name__}")
+        hash(function)
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name must be a str, not {type(name).__name__}")
+        return CustomOp(
+            function, bool(commutative), name or str(getattr(function, "__name__", type(function).__name__))
+        )
+
     def __repr__(self) -> str:
         return f"ReduceOp.{self.name}"
 
     __str__ = __repr__
 
 
-ReduceOpLike: TypeAlias = ReduceOp | PremulSum
+ReduceOpLike: TypeAlias = ReduceOp | PremulSum | CustomOp

@@ -92,13 +92,14 @@ def gather(
     group: Group = None,
     *,
     group_dst: int | None = None,
+    uneven: bool = False,
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
     """Fill `gather_list` on rank `dst` (the group's first by default); see `ProcessGroup.gather`."""
     found = resolve(group)
     root = root_of(found, "gather", tag, dst, group_dst, "dst", default=0)
-    return found.gather(tensor, gather_list, root, tag=tag, timeout=timeout)
+    return found.gather(tensor, gather_list, root, uneven=uneven, tag=tag, timeout=timeout)
 
 
 def scatter(
@@ -108,13 +109,14 @@ def scatter(
     group: Group = None,
     *,
     group_src: int | None = None,
+    uneven: bool = False,
     tag: int = 0,
     timeout: Timeout = INHERIT,
 ) -> Work[Any]:
     """Fill `tensor` from rank `src`'s `scatter_list` (the group's first by default); see `ProcessGroup.scatter`."""
     found = resolve(group)
     root = root_of(found, "scatter", tag, src, group_src, "src", default=0)
-    return found.scatter(tensor, scatter_list, root, tag=tag, timeout=timeout)
+    return found.scatter(tensor, scatter_list, root, uneven=uneven, tag=tag, timeout=timeout)
 
 
 def reduce_scatter(

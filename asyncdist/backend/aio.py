@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from asyncdist.backend.base import CollectiveWork, GroupBackend
 from asyncdist.backend.call import Call
@@ -16,8 +16,9 @@ from asyncdist.executor import reduction
 from asyncdist.executor.program import Program
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.plan.items import one_by_one
+from asyncdist.plan.registry import ordered_algorithms
 from asyncdist.plan.selector import plan_for, plan_id
-from asyncdist.reduce_op import PremulSum, ReduceOp
+from asyncdist.reduce_op import CustomOp, PremulSum, ReduceOp
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.frame import key_prefix
 from asyncdist.transport.peer import PeerCore
@@ -86,12 +87,17 @@ class AioBackend(GroupBackend):
 
     def recipe_for(self, call: Call) -> Recipe:
         """What all calls like this one share; connections to the peers it names have been asked for."""
-        recipe = self._recipes.get((call.collective, call.counts, call.dtype, call.root, call.op, call.detail))
+        recipe = self._recipes.get(call.recipe_key)
         if recipe is None:
             recipe = self._cook(call)
         if not recipe.met:
             self._meet(recipe)
         return recipe
+
+    def algorithm_of(self, recipe_key: tuple[Any, ...]) -> str:
+        """The algorithm of a recipe, if it is still kept."""
+        recipe = self._recipes.get(recipe_key)
+        return "" if recipe is None else recipe.program.plan.algorithm
 
     def knows(self, operation: object, work: CollectiveWork) -> bool:
         """Whether `operation` has been neither dropped nor aborted."""
@@ -123,6 +129,10 @@ class AioBackend(GroupBackend):
 
     def _cook(self, call: Call) -> Recipe:
         """Plan and compile; the oldest recipe makes room."""
+        ordered = isinstance(call.op, CustomOp) and not call.op.commutative
+        algorithm = call.algorithm or self._overrides.get(call.collective)
+        if ordered and algorithm not in ordered_algorithms(call.collective):
+            algorithm = None
         plan = plan_for(
             call.collective,
             self.rank,
@@ -130,7 +140,8 @@ class AioBackend(GroupBackend):
             call.counts,
             call.dtype.itemsize,
             root=call.root,
-            algorithm=call.algorithm or self._overrides.get(call.collective),
+            algorithm=algorithm,
+            ordered=ordered,
         )
         if type(call) is ItemCall:
             plan = one_by_one(plan)
@@ -141,7 +152,7 @@ class AioBackend(GroupBackend):
         if len(self._recipes) >= RECIPES_KEPT:
             del self._recipes[next(iter(self._recipes))]
         recipe = Recipe(Program(plan), fingerprint, kernel)
-        self._recipes[call.collective, call.counts, call.dtype, call.root, call.op, call.detail] = recipe
+        self._recipes[call.recipe_key] = recipe
         return recipe
 
     def _meet(self, recipe: Recipe) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "arrays_of",
     "barrier",
     "blocks_like",
+    "blocks_of",
     "broadcast",
     "check_same_dtype",
     "gather",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 _BYTE = np.dtype(np.uint8)
+_UNEVEN_HINT = " (for different sizes, say uneven=True on every rank)"
 NO_BLOCKS: tuple[Flat, ...] = ()
 
 
@@ -60,14 +62,24 @@ class Call:
     """Whether `op` is finished (AVG divides) on this rank's outputs."""
     detail: str = ""
     """What else ranks must agree on, told apart by the fingerprint: how several arrays make up the counts."""
+    pieces: tuple[Sequence[Array], Sequence[Array]] | None = None
+    """Where a rank knows only its own lengths: what it sends and receives, in rank order. Each is one element of the
+    plan."""
     shares: int = 1
     """Arrays per rank that have been reduced into its contribution, which AVG counts."""
     algorithm: str | None = None
     """The algorithm the operation needs, whatever is fastest for one of this size."""
 
     @property
+    def recipe_key(self) -> tuple[Any, ...]:
+        """What the plan and the fingerprint are made of."""
+        return self.collective, self.counts, self.dtype, self.root, self.op, self.detail
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the vector, or of a block where all have the same size."""
+        """Bytes of the vector, or of a block where all have the same size; of pieces, what is sent or received here."""
+        if self.pieces is not None:
+            return max(sum(piece.nbytes for piece in side) for side in self.pieces)
         elements = self.counts if isinstance(self.counts, int) else sum(self.counts)
         return elements * self.dtype.itemsize
 
@@ -96,11 +108,14 @@ def reduce(tensor: object, root: int, op: ReduceOpLike, rank: int) -> Call:
     return Call("reduce", array.dtype, array.size, (flat,), outputs, tensor, root, op, finishes=rank == root)
 
 
-def all_gather(tensor_list: object, tensor: object, size: int) -> Call:
-    """`size` arrays of the shape and dtype of `tensor`."""
+def all_gather(tensor_list: object, tensor: object, rank: int, size: int) -> Call:
+    """`size` arrays of the dtype of `tensor`, the same sizes on all ranks; this rank's is shaped like `tensor`."""
     array = host_array(tensor)
-    outputs = blocks_like(tensor_list, "tensor_list", size, array, writable=True)
-    return Call("all_gather", array.dtype, array.size, (Flat(array, writable=False),), outputs, tensor_list)
+    arrays = blocks_of(tensor_list, "tensor_list", size, array, rank)
+    outputs = [Flat(block, writable=True, name=f"tensor_list[{index}]") for index, block in enumerate(arrays)]
+    even = all(block.size == array.size for block in arrays)
+    counts = array.size if even else tuple(block.size for block in arrays)
+    return Call("all_gather", array.dtype, counts, (Flat(array, writable=False),), outputs, tensor_list)
 
 
 def all_gather_into_tensor(output: object, tensor: object, size: int) -> Call:
@@ -122,7 +137,7 @@ def gather(tensor: object, gather_list: object, root: int, rank: int, size: int)
     if rank == root:
         if gather_list is None:
             raise ValueError("gather_list must be given on the destination rank")
-        outputs = blocks_like(gather_list, "gather_list", size, array, writable=True)
+        outputs = blocks_like(gather_list, "gather_list", size, array, writable=True, hint=_UNEVEN_HINT)
     elif gather_list:
         raise ValueError("gather_list must not be given on ranks other than the destination")
     return Call("gather", array.dtype, array.size, (Flat(array, writable=False),), outputs, gather_list, root)
@@ -135,7 +150,7 @@ def scatter(tensor: object, scatter_list: object, root: int, rank: int, size: in
     if rank == root:
         if scatter_list is None:
             raise ValueError("scatter_list must be given on the source rank")
-        inputs = blocks_like(scatter_list, "scatter_list", size, array, writable=False)
+        inputs = blocks_like(scatter_list, "scatter_list", size, array, writable=False, hint=_UNEVEN_HINT)
     elif scatter_list:
         raise ValueError("scatter_list must not be given on ranks other than the source")
     return Call("scatter", array.dtype, array.size, inputs, (Flat(array, writable=True),), tensor, root)
@@ -182,16 +197,29 @@ def arrays_of(values: object, name: str, size: int | None) -> list[Array]:
     return [host_array(value, f"{name}[{index}]") for index, value in enumerate(values)]
 
 
-def blocks_like(values: object, name: str, size: int, like: Array, *, writable: bool) -> list[Flat]:
-    """The arrays of a list that holds one per rank, each of the shape and dtype of `like`."""
+def blocks_like(values: object, name: str, size: int, like: Array, *, writable: bool, hint: str = "") -> list[Flat]:
+    """The arrays of a list that holds one per rank, each of the shape and dtype of `like`; `hint` ends the error."""
     arrays = arrays_of(values, name, size)
     for index, array in enumerate(arrays):
         if array.shape != like.shape or array.dtype != like.dtype:
             raise ValueError(
                 f"{name}[{index}] is {describe(array.dtype, array.shape)}, but tensor is "
-                f"{describe(like.dtype, like.shape)}"
+                f"{describe(like.dtype, like.shape)}{hint if array.dtype == like.dtype else ''}"
             )
     return [Flat(array, writable=writable, name=f"{name}[{index}]") for index, array in enumerate(arrays)]
+
+
+def blocks_of(values: object, name: str, size: int, own: Array, rank: int) -> list[Array]:
+    """The arrays of a list that holds one per rank, of the dtype of `own`, and `rank`'s of its shape."""
+    arrays = arrays_of(values, name, size)
+    for index, array in enumerate(arrays):
+        check_same_dtype(array, own, f"{name}[{index}]", "tensor")
+    if arrays[rank].shape != own.shape:
+        raise ValueError(
+            f"{name}[{rank}] is {describe(own.dtype, arrays[rank].shape)}, but tensor is "
+            f"{describe(own.dtype, own.shape)}"
+        )
+    return arrays
 
 
 def check_same_dtype(left: Array, right: Array, left_name: str, right_name: str) -> None:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from asyncdist.arrays import Array, Flat
+from asyncdist.arrays import Array
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.call import Call
 from asyncdist.executor import reduction
-from asyncdist.executor.buffers import NO_BUFFER, BlockBuffer, Bound, FlatBuffer
+from asyncdist.executor.buffers import NO_BUFFER, BlockBuffer, Bound, FlatBuffer, PieceBuffer
 from asyncdist.executor.program import Program
 from asyncdist.executor.runner import Execution, Kernel, run_sliced
 from asyncdist.reduce_op import PremulSum, ReduceOp
@@ -67,7 +67,7 @@ class Operation(Execution):
         plan = recipe.program.plan
         buffers = (
             _bind_inputs(call, plan.block_aligned) if call.inputs else NO_BUFFER,
-            self._bind_outputs(call.outputs, plan.block_aligned) if call.outputs else NO_BUFFER,
+            self._bind_outputs(call, plan.block_aligned) if call.outputs else NO_BUFFER,
             self._bind_scratch(call.dtype, plan.scratch_count) if plan.scratch_count else NO_BUFFER,
         )
         super().__init__(
@@ -148,7 +148,10 @@ class Operation(Execution):
         """Whether the backend still knows this operation: it forgets those that were aborted or refused."""
         return self._backend.knows(self, self._work)
 
-    def _bind_outputs(self, flats: Sequence[Flat], aligned: bool) -> Bound:
+    def _bind_outputs(self, call: Call, aligned: bool) -> Bound:
+        if call.pieces is not None:
+            return PieceBuffer(call.pieces[1])
+        flats = call.outputs
         if len(flats) == 1:
             return FlatBuffer(flats[0].elements, flats[0].octets)
         if aligned:
@@ -167,12 +170,14 @@ class Operation(Execution):
 
 
 def _bind_inputs(call: Call, aligned: bool) -> Bound:
-    arrays = [flat.elements for flat in call.inputs]
+    arrays: Sequence[Array] = [flat.elements for flat in call.inputs] if call.pieces is None else call.pieces[0]
     if type(call.op) is PremulSum or _overlap(call):
         arrays = [array.copy() for array in arrays]
         if call.op is not None:
             for array in arrays:
                 reduction.prepare(call.op, array)
+    if call.pieces is not None:
+        return PieceBuffer(arrays)
     if len(arrays) == 1:
         return FlatBuffer(arrays[0])
     return BlockBuffer(arrays) if aligned else FlatBuffer(np.concatenate(arrays))
@@ -180,6 +185,22 @@ def _bind_inputs(call: Call, aligned: bool) -> Bound:
 
 def _overlap(call: Call) -> bool:
     """Whether the caller's inputs share memory with the outputs, as in `reduce`: plans may write those first."""
-    return any(
-        np.may_share_memory(source.elements, target.elements) for source in call.inputs for target in call.outputs
-    )
+    inputs, outputs = call.inputs, call.outputs
+    if len(inputs) == 1 or len(outputs) == 1:
+        return any(np.may_share_memory(source.elements, target.elements) for source in inputs for target in outputs)
+    spans = []
+    for flats in (inputs, outputs):
+        for flat in flats:
+            first = flat.elements.__array_interface__["data"][0]
+            spans.append((first, first + flat.elements.nbytes, flats is outputs))
+    return _cross(sorted(spans))
+
+
+def _cross(spans: Sequence[tuple[int, int, bool]]) -> bool:
+    """Whether two spans (first byte, end, kind) of different kinds overlap, of spans in order."""
+    ends = [0, 0]
+    for first, end, kind in spans:
+        if first < end and first < ends[not kind]:
+            return True
+        ends[kind] = max(ends[kind], end)
+    return False

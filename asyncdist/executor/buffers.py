@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncdist.arrays import Array
 
-__all__ = ["NO_BUFFER", "BlockBuffer", "Bound", "FlatBuffer"]
+__all__ = ["NO_BUFFER", "BlockBuffer", "Bound", "FlatBuffer", "PieceBuffer"]
 
 
 class Bound(Protocol):
@@ -79,3 +79,25 @@ class BlockBuffer:
         """The bytes of the run, as a view."""
         block, origin = self._locate(start, stop)
         return block.octets(start - origin, stop - origin)
+
+
+class PieceBuffer:
+    """Arrays of any lengths, each of which stands for one element of the plan.
+
+    So a plan serves all lengths, which not every rank knows, and pieces travel whole.
+    """
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, pieces: Sequence[Array]) -> None:
+        self._pieces = pieces
+
+    def elements(self, start: int, stop: int) -> Array:
+        """The piece, as a view."""
+        if stop != start + 1:
+            raise AssertionError(f"pieces travel one by one, not {start}..{stop}")
+        return self._pieces[start]
+
+    def octets(self, start: int, stop: int) -> memoryview:
+        """The bytes of the piece, as a view."""
+        return self.elements(start, stop).view(np.uint8).data

@@ -7,8 +7,8 @@
 | floating point; bfloat16 and float8 of ml_dtypes | yes | yes | NaN wins | - | yes | real factor |
 | complex | yes | yes | - | - | yes | any factor |
 
-AVG and PREMUL_SUM are SUM with work after or before: `finish` and `prepare`. Overflow is silent, as on every other
-backend: integers wrap, floating point becomes infinite.
+`ReduceOp.custom` takes any dtype that can be sent. AVG and PREMUL_SUM are SUM with work after or before: `finish` and
+`prepare`. Overflow is silent, as on every other backend: integers wrap, floating point becomes infinite.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from asyncdist.arrays import Array
-from asyncdist.reduce_op import PremulSum, ReduceOp, ReduceOpLike
+from asyncdist.errors import DistError
+from asyncdist.reduce_op import CustomOp, PremulSum, ReduceOp, ReduceOpLike
 
 __all__ = ["Kernel", "finish", "kernel", "prepare", "validate"]
 
@@ -54,6 +55,8 @@ _REFUSED: Final = {
 @lru_cache(maxsize=256)  # every operation times every dtype; refusals are not kept
 def validate(op: ReduceOpLike, dtype: np.dtype[Any]) -> None:
     """Raise TypeError unless arrays of `dtype` can be reduced with `op`."""
+    if isinstance(op, CustomOp):
+        return
     if not isinstance(op, ReduceOp | PremulSum):
         raise TypeError(f"expected a ReduceOp, got {op!r}")
     if op is ReduceOp.PREMUL_SUM:
@@ -68,6 +71,8 @@ def validate(op: ReduceOpLike, dtype: np.dtype[Any]) -> None:
 def kernel(op: ReduceOpLike, dtype: np.dtype[Any]) -> Kernel:
     """Return a function that reduces two arrays of `dtype`, for use in one thread. Raises TypeError as `validate`."""
     validate(op, dtype)
+    if isinstance(op, CustomOp):
+        return _custom_kernel(op)
     return _kernel(ReduceOp.SUM if isinstance(op, PremulSum) else op, _kind(dtype))
 
 
@@ -125,6 +130,24 @@ def _kernel(op: ReduceOp, kind: str) -> Kernel:
     context = contextvars.Context()
     context.run(np.seterr, all="ignore")
     return partial(context.run, ufunc)
+
+
+def _custom_kernel(op: CustomOp) -> Kernel:
+    """Call the user's function on views it cannot write: one of the operands is also where the result goes."""
+    function = op.function
+
+    def custom(left: Array, right: Array, out: Array) -> None:
+        left, right = left.view(), right.view()
+        left.flags.writeable = right.flags.writeable = False
+        try:
+            result = np.asarray(function(left, right))
+            if result.shape != out.shape:
+                raise ValueError(f"it returned shape {result.shape} for operands of shape {out.shape}")
+            np.copyto(out, result, casting="same_kind")
+        except Exception as error:
+            raise DistError(f"{op!r} raised {type(error).__name__}: {error}") from error
+
+    return custom
 
 
 def _out_by_name(ufunc: Callable[..., object]) -> Kernel:

@@ -206,8 +206,12 @@ class Execution:
             return True
 
         def apply_slice(first: int, last: int) -> None:
-            if not self._stopped:
+            if self._stopped:
+                return
+            try:
                 self._apply(kind, source[first:last], target[first:last], left)
+            except Exception as error:  # a reduction of the user's own
+                self.message_failed(None, error)
 
         def finish() -> None:
             if not self._stopped:
@@ -246,7 +250,11 @@ class Execution:
             self.message_failed(token, mismatch(receive))
             return
         self._waiting.discard(token)
-        if token in self._staging and not self._reduce_staged(token):
+        try:
+            if token in self._staging and not self._reduce_staged(token):
+                return
+        except Exception as error:  # a reduction of the user's own
+            self.message_failed(None, error)
             return
         self._complete(token)
 
@@ -269,5 +277,6 @@ def mismatch(receive: Receive) -> CollectiveMismatchError:
     """A message has come whose sender takes it for part of another operation."""
     return CollectiveMismatchError(
         f"rank {receive.source} runs something else in this place of the order: another collective, reduction, dtype, "
-        "root, size or algorithm"
+        "root, size or algorithm",
+        receive.source,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncdist.backend import call
+from asyncdist.backend import call, call_exchange
 from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.executor.work import Work
 from asyncdist.operations.issuer import Issuer
@@ -42,8 +42,13 @@ class Collectives(Issuer):
     def all_gather(
         self, tensor_list: Sequence[Any], tensor: Any, *, tag: int = 0, timeout: Timeout = INHERIT
     ) -> Work[Any]:
-        """Fill `tensor_list` (one array per rank, shaped like `tensor`) with everybody's `tensor`; the result is it."""
-        return self._collective("all_gather", check_tag(tag), timeout, call.all_gather, tensor_list, tensor, self.size)
+        """Fill `tensor_list` (one array per rank) with everybody's `tensor`; the result is it.
+
+        The arrays may differ in size, as the tensors do; every rank gives the same sizes, its own shaped like `tensor`.
+        """
+        return self._collective(
+            "all_gather", check_tag(tag), timeout, call.all_gather, tensor_list, tensor, self.rank, self.size
+        )
 
     def all_gather_into_tensor(
         self, output_tensor: Any, input_tensor: Any, *, tag: int = 0, timeout: Timeout = INHERIT
@@ -65,13 +70,19 @@ class Collectives(Issuer):
         gather_list: Sequence[Any] | None = None,
         root: int = 0,
         *,
+        uneven: bool = False,
         tag: int = 0,
         timeout: Timeout = INHERIT,
     ) -> Work[Any]:
-        """Fill the root's `gather_list` (one array per rank, shaped like `tensor`); None on the other ranks."""
+        """Fill the root's `gather_list` (one array per rank, shaped like `tensor`); None on the other ranks.
+
+        With `uneven=True`, on every rank, the tensors may differ in size, and with them the arrays of the list. Only
+        the root needs to know all sizes; one that is not as it says raises CollectiveMismatchError.
+        """
         root = self._root("gather", root, tag)
+        prepare = call_exchange.gather_uneven if uneven else call.gather
         return self._collective(
-            "gather", check_tag(tag), timeout, call.gather, tensor, gather_list, root, self.rank, self.size
+            "gather", check_tag(tag), timeout, prepare, tensor, gather_list, root, self.rank, self.size
         )
 
     def scatter(
@@ -80,13 +91,19 @@ class Collectives(Issuer):
         scatter_list: Sequence[Any] | None = None,
         root: int = 0,
         *,
+        uneven: bool = False,
         tag: int = 0,
         timeout: Timeout = INHERIT,
     ) -> Work[Any]:
-        """Fill `tensor` with this rank's entry of the root's `scatter_list`; None on the other ranks."""
+        """Fill `tensor` with this rank's entry of the root's `scatter_list`; None on the other ranks.
+
+        With `uneven=True`, on every rank, the entries may differ in size, and with them the tensors. Only the root
+        needs to know all sizes; a tensor of another size than its entry raises CollectiveMismatchError.
+        """
         root = self._root("scatter", root, tag)
+        prepare = call_exchange.scatter_uneven if uneven else call.scatter
         return self._collective(
-            "scatter", check_tag(tag), timeout, call.scatter, tensor, scatter_list, root, self.rank, self.size
+            "scatter", check_tag(tag), timeout, prepare, tensor, scatter_list, root, self.rank, self.size
         )
 
     def reduce_scatter(

@@ -1,0 +1,38 @@
+"""Calls of the prefix reductions.
+
+As in `asyncdist.backend.call`, each function checks the arguments for one rank, and raises TypeError and ValueError.
+"""
+
+from __future__ import annotations
+
+from asyncdist.arrays import Array, Flat, host_array
+from asyncdist.backend.call import NO_BLOCKS, Call
+from asyncdist.executor import reduction
+from asyncdist.reduce_op import PremulSum, ReduceOp, ReduceOpLike
+
+__all__ = ["exscan", "scan"]
+
+
+def scan(tensor: object, op: ReduceOpLike) -> Call:
+    """Any shape; in place."""
+    array = _operand(tensor, op)
+    flat = Flat(array, writable=True)
+    return Call("scan", array.dtype, array.size, NO_BLOCKS, (flat,), tensor, op=op)
+
+
+def exscan(tensor: object, op: ReduceOpLike, rank: int) -> Call:
+    """Any shape; in place, except on rank 0, whose array is only read."""
+    array = _operand(tensor, op)
+    if not rank and isinstance(op, PremulSum):
+        flat = Flat(array.copy(), writable=True)  # what is multiplied in place is not the caller's
+    else:
+        flat = Flat(array, writable=rank > 0)
+    return Call("exscan", array.dtype, array.size, NO_BLOCKS, (flat,), tensor, op=op)
+
+
+def _operand(tensor: object, op: ReduceOpLike) -> Array:
+    array = host_array(tensor)
+    reduction.validate(op, array.dtype)
+    if op is ReduceOp.AVG:
+        raise TypeError("ReduceOp.AVG is not defined for prefixes, whose ranks differ in number: use SUM and divide")
+    return array
