@@ -12,6 +12,7 @@ from asyncdist.plan import (
     bruck,
     chain,
     circulant,
+    direct,
     dissemination,
     double_tree,
     halving_doubling,
@@ -36,7 +37,7 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
     {
         "all_reduce": MappingProxyType(
             {
-                "linear": linear.all_reduce,
+                "direct": direct.all_reduce,
                 "recursive_doubling": recursive_doubling.all_reduce,
                 "halving_doubling": halving_doubling.all_reduce,
                 "circulant": circulant.all_reduce,
@@ -68,7 +69,7 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
         "barrier": MappingProxyType({"dissemination": dissemination.barrier}),
         "all_gather": MappingProxyType(
             {
-                "linear": linear.all_gather,
+                "direct": direct.all_gather,
                 "recursive_doubling": recursive_doubling.all_gather,
                 "circulant": circulant.all_gather,
                 "ring": ring.all_gather,
@@ -77,7 +78,7 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
         ),
         "reduce_scatter": MappingProxyType(
             {
-                "linear": linear.reduce_scatter,
+                "direct": direct.reduce_scatter,
                 "recursive_halving": recursive_halving.reduce_scatter,
                 "circulant": circulant.reduce_scatter,
                 "ring": ring.reduce_scatter,
@@ -99,9 +100,9 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
 
 _ORDERED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "all_reduce": ("linear", "recursive_doubling", "halving_doubling", "binary_tree"),
+        "all_reduce": ("direct", "recursive_doubling", "halving_doubling", "binary_tree"),
         "reduce": ("linear", "ordered_chain"),
-        "reduce_scatter": ("linear",),
+        "reduce_scatter": ("direct",),
         "scan": ("recursive_doubling", "chain"),
         "exscan": ("recursive_doubling", "chain"),
     }

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import asyncdist as dist
 from asyncdist.executor import reduction
+from asyncdist.plan.registry import algorithms
 from asyncdist.testing import run_world
 
 DTYPES = [
@@ -129,7 +130,7 @@ def test_uneven_reduce_scatter(size: int, data: st.DataObject, seed: int | None)
     run_world(size, main, seed=seed)
 
 
-@pytest.mark.parametrize("algorithm", ["linear", "recursive_doubling", "circulant", "ring"])
+@pytest.mark.parametrize("algorithm", algorithms("all_reduce"))
 def test_random_floats_are_bit_identical_on_all_ranks(algorithm: str) -> None:
     async def main(group: dist.ProcessGroup) -> bytes:
         group._backend._overrides["all_reduce"] = algorithm  # type: ignore[attr-defined]

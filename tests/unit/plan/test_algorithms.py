@@ -68,7 +68,7 @@ def test_least_bytes(world):
 @pytest.mark.parametrize(
     ("collective", "algorithm", "expected"),
     [
-        ("all_reduce", "linear", lambda p: 1),
+        ("all_reduce", "direct", lambda p: 1),
         ("all_reduce", "ring", lambda p: 2 * (p - 1)),
         ("all_reduce", "circulant", lambda p: 2 * log2(p)),
         ("all_reduce", "recursive_doubling", lambda p: log2(p) if p & (p - 1) == 0 else log2(p) + 1),
@@ -79,7 +79,7 @@ def test_least_bytes(world):
         ("reduce", "binomial_tree", log2),
         ("reduce", "chain", lambda p: p - 1),
         ("barrier", "dissemination", log2),
-        ("all_gather", "linear", lambda p: 1),
+        ("all_gather", "direct", lambda p: 1),
         ("all_gather", "ring", lambda p: p - 1),
         ("all_gather", "circulant", log2),
         ("reduce_scatter", "ring", lambda p: p - 1),
@@ -123,12 +123,12 @@ def test_the_smallest_all_reduce_is_three_steps():
 def test_small_algorithms_post_their_receives_at_the_start(world):
     """Else a message can arrive before its place is known, and is stored and copied."""
     for collective, algorithm in [
-        ("all_reduce", "linear"),
+        ("all_reduce", "direct"),
         ("all_reduce", "recursive_doubling"),
         ("broadcast", "binomial_tree"),
         ("reduce", "linear"),
         ("reduce", "binomial_tree"),
-        ("all_gather", "linear"),
+        ("all_gather", "direct"),
         ("all_gather", "circulant"),
         ("reduce_scatter", "circulant"),
         ("gather", "linear"),

@@ -142,8 +142,8 @@ def test_the_ordered_chain_meets_at_the_root():
     assert [[step.peer for step in sends(plan)] for plan in plans] == [[1], [2], [], [2], [3], [4]]
 
 
-def test_linear_reduce_scatter_keeps_its_promises():
-    for plan in plans_of("reduce_scatter", "linear", 5, 3):
+def test_direct_reduce_scatter_keeps_its_promises():
+    for plan in plans_of("reduce_scatter", "direct", 5, 3):
         assert (len(sends(plan)), sent(plan), plan.scratch_count) == (4, 12, 9)
         assert all(step.source.buffer is Buffer.INPUT for step in sends(plan))
         assert all(not step.after for step in plan.steps if isinstance(step, Recv))

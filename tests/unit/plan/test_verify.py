@@ -193,7 +193,7 @@ def test_a_missing_step_is_found():
 def test_another_order_of_reduction_is_found_in_all_reduce():
     found = 0
     for problem, plans, rank, index, step in every_step():
-        if plans[0].collective != "all_reduce" or plans[0].algorithm not in ("linear", "recursive_doubling"):
+        if plans[0].collective != "all_reduce" or plans[0].algorithm not in ("direct", "recursive_doubling"):
             continue
         if isinstance(step, Reduce) and step.target.buffer == Buffer.OUTPUT:
             changed = with_step(plans, rank, index, source_left=not step.source_left)
@@ -247,7 +247,7 @@ def test_a_scan_of_too_many_or_too_few_ranks_is_found():
             Problem.of("scan", 3, 4),
             [
                 replace(plan, collective="scan")
-                for plan in (build(Problem.of("all_reduce", 3, 4), "linear", rank, 4) for rank in range(3))
+                for plan in (build(Problem.of("all_reduce", 3, 4), "direct", rank, 4) for rank in range(3))
             ],
         )
     with pytest.raises(PlanError, match=r"rank 1: element 0 lacks the contribution of ranks \[0\]"):
@@ -324,7 +324,7 @@ def test_everyone_receiving_first_is_a_deadlock():
 
 
 def test_a_contribution_twice_is_found():
-    problem, plans = plans_of("all_reduce", "linear", 2, 4)
+    problem, plans = plans_of("all_reduce", "direct", 2, 4)
     steps = plans[0].steps
     again = replace(steps[-1], after=(len(steps) - 1,))
     plans[0] = replace(plans[0], steps=(*steps, again))
