@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from contextvars import Context
+from types import CodeType
 from typing import Any, Final, cast
 
 from asyncdist.backend.base import CollectiveWork
@@ -23,7 +24,6 @@ from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import ClosedError
 from asyncdist.executor.work import Work
 from asyncdist.group import ProcessGroup
-from asyncdist.operations.collectives import Collectives
 from asyncdist.overlap import OverlapWatch
 from asyncdist.pairs import Pairs
 from asyncdist.progress.awaiting import ThreadStream, run_there
@@ -32,8 +32,10 @@ from asyncdist.progress.work import Courier, ThreadWork
 
 __all__ = ["ThreadedGroup"]
 
-CHECKED_HERE: Final = (Collectives,)
-"""Whose methods need nothing of the group but what `ThreadedGroup` has itself: they run in the caller's thread."""
+KEPT: Final = frozenset({"where", "group_rank_of", "aborted_error"})
+"""Methods that read nothing but what never changes: they run in the caller's thread."""
+ISSUING: Final = frozenset({"_collective", "_root", "rank", "size"})
+"""What a method may use of its group so as to run in the caller's thread: what ThreadedGroup has itself."""
 
 
 class ThreadedGroup(ProcessGroup):
@@ -234,14 +236,25 @@ def _forwarding(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _names(code: CodeType) -> set[str]:
+    """Every global and attribute that `code` mentions, functions inside it included."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def runs_here(method: Callable[..., Any]) -> bool:
+    """Whether a method of ProcessGroup only checks its arguments and issues a collective."""
+    of_a_group = set(dir(ProcessGroup)) | set(ProcessGroup.__init__.__code__.co_names)
+    used = _names(method.__code__) & of_a_group
+    return "_collective" in used and used <= ISSUING | {method.__name__}
+
+
 def _generate() -> None:
     """Give ThreadedGroup a forwarding method for each public one of ProcessGroup's that does not run here."""
-    here = {"where", "group_rank_of", "aborted_error"} | set(vars(ThreadedGroup))
-    for owner in CHECKED_HERE:
-        here |= set(vars(owner))
+    here = KEPT | set(vars(ThreadedGroup))
     for name in dir(ProcessGroup):
         method = inspect.getattr_static(ProcessGroup, name)
-        if not name.startswith("_") and name not in here and inspect.isfunction(method):
+        if not name.startswith("_") and name not in here and inspect.isfunction(method) and not runs_here(method):
             setattr(ThreadedGroup, name, _forwarding(name, method))
 
 

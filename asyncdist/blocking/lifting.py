@@ -1,0 +1,113 @@
+"""From the functions of the asynchronous API to those of the blocking one: one word each says how a call ends."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, ParamSpec, TypeVar
+
+from asyncdist.blocking.group import ProcessGroup, inner_of
+from asyncdist.blocking.session import Session, current_session, refuse_loop
+from asyncdist.blocking.work import Work
+
+__all__ = ["asked", "collective", "completed", "issued", "original"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_ORIGINAL: Final = "_asyncdist_original"
+
+
+def original(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The asynchronous function that `function` was made from, or `function`."""
+    made_from: Callable[..., Any] = getattr(function, _ORIGINAL, function)
+    return made_from
+
+
+def asked(function: Callable[P, T]) -> Callable[P, T]:
+    """A question, or something local: answered as it is, be it inside an event loop."""
+
+    @functools.wraps(function)
+    def lifted(*args: P.args, **kwargs: P.kwargs) -> T:
+        session = _session(args, kwargs)
+        if session is None:
+            return function(*args, **kwargs)
+        answer: T = session.call(function, *_arguments(args, kwargs))
+        return answer
+
+    return _marked(lifted, function)
+
+
+def issued(function: Callable[P, Any]) -> Callable[P, Any]:
+    """Issues its operations and returns their Works at once."""
+
+    @functools.wraps(function)
+    def lifted(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return _run(Session.call, function, args, kwargs)
+
+    return _marked(lifted, function)
+
+
+def completed(function: Callable[P, Awaitable[T]], *, returns_nothing: bool = False) -> Callable[P, T]:
+    """Waits for the end of what it begins, and returns that one's result."""
+
+    @functools.wraps(function)
+    def lifted(*args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = _run(Session.complete, function, args, kwargs)
+        return None if returns_nothing else result  # type: ignore[return-value]
+
+    return _marked(lifted, function)
+
+
+def collective(function: Callable[..., Awaitable[Any]], *, returns_result: bool = False) -> Callable[..., Any]:
+    """Waits and returns None, as torch does (or the result, where that is new); with `async_op=True` gives a Work.
+
+    `async_op` may be given in its place as in torch, right after `group`.
+    """
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    place = len(positional)
+    async_op = inspect.Parameter("async_op", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False, annotation="bool")
+
+    @functools.wraps(function)
+    def lifted(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        if len(args) == place + 1:
+            *args, async_op = args  # type: ignore[assignment]
+        if async_op:
+            work: Work[Any] = _run(Session.call, function, tuple(args), kwargs)
+            return work
+        result = _run(Session.complete, function, tuple(args), kwargs)
+        return result if returns_result else None
+
+    every = [*parameters[:place], async_op, *parameters[place:]]
+    lifted.__signature__ = signature.replace(parameters=every, return_annotation="Any")  # type: ignore[attr-defined]
+    return _marked(lifted, function)
+
+
+def _marked(lifted: Callable[P, T], function: Callable[..., Any]) -> Callable[P, T]:
+    lifted.__module__ = "asyncdist.blocking"
+    setattr(lifted, _ORIGINAL, function)
+    return lifted
+
+
+def _run(how: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    refuse_loop(function.__name__)
+    session = _session(args, kwargs)
+    if session is None:
+        function(*args, **kwargs)  # raises, as there is no group
+        raise AssertionError(f"{function.__name__} found a group where there is none")
+    return how(session, function, *_arguments(args, kwargs))
+
+
+def _session(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session | None:
+    """The session of a group among the arguments, or the current one."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, ProcessGroup):
+            return value._session
+    return current_session()
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(map(inner_of, args)), {name: inner_of(value) for name, value in kwargs.items()}

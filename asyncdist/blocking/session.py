@@ -1,0 +1,257 @@
+"""Session: a world as ordinary threads use it, and how a call gets from them to the communication thread and back."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar
+from typing import Any, Protocol
+
+from asyncdist.backend.point_to_point import RecvWork
+from asyncdist.blocking.work import Work
+from asyncdist.executor.work import Work as InnerWork
+from asyncdist.group import ProcessGroup as InnerGroup
+from asyncdist.progress.opening import give_up, leave_at_exit
+from asyncdist.progress.reply import Reply
+from asyncdist.progress.thread import CommunicationThread, acquire, release
+
+__all__ = ["Handle", "Session", "await_there", "current_session", "open_session", "refuse_loop"]
+
+_current: ContextVar[Session | None] = ContextVar("asyncdist_blocking_session", default=None)
+_open: list[Session] = []
+
+
+class Handle(Protocol):
+    """What stands for a group outside the communication thread."""
+
+    _inner: InnerGroup
+    _session: Session
+
+
+class Session:
+    """One open world. Calls from any thread; they are issued in the order in which they are made."""
+
+    def __init__(self, thread: CommunicationThread, inner: InnerGroup, where: Context) -> None:
+        self.thread = thread
+        self.inner = inner
+        self.interrupted: list[InnerWork[Any]] = []
+        """What somebody no longer waits for since Ctrl-C: leaving must not wait for it either."""
+        self._where = where
+        self._wrap: Callable[[InnerGroup, Session], object]
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call `function` in the thread with this world as the default, and return what stands here for its result."""
+        return self.thread.call(lambda: self.adopt(self._where.run(function, *arguments, **options)))
+
+    def complete(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """As `call`, and wait for the end of what it begins, a Work or a coroutine; returns that one's result.
+
+        Ctrl-C ends the waiting at once. A receive is withdrawn then and loses no message; other operations go on.
+        """
+        call = _Completion(self, lambda: self._where.run(function, *arguments, **options))
+        self.thread.submit(call.begin)
+        try:
+            return call.reply.wait()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.thread.submit(call.give_up)
+            raise
+
+    def adopt(self, result: Any) -> Any:
+        """What stands outside the thread for `result`; called in the thread."""
+        if isinstance(result, InnerWork):
+            return Work(self, result)
+        if isinstance(result, InnerGroup):
+            return self._wrap(result, self)
+        if type(result) in (list, tuple):
+            return type(result)(map(self.adopt, result))
+        if hasattr(result, "__anext__"):
+            return Stream(self, result)
+        return result
+
+    def start(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[asyncio.Task[Any]], object]) -> Any:
+        """Run a coroutine as a task of the thread; called in the thread."""
+        return self.thread.start_task(coroutine, self._where.copy(), done)
+
+    def close(self, group: InnerGroup, error: BaseException | None = None) -> None:
+        """Close `group`, and the session with the world's; after `error` it is aborted first. May be called again."""
+        if group.closed or not self.thread.alive:
+            return
+        try:
+            await_there(self.thread, lambda: self._close(group, error), self._where.copy())
+        finally:
+            if self.inner.closed and self in _open:
+                _open.remove(self)
+                self.thread.at_exit.pop(self.inner, None)
+                release(self.thread)
+
+    async def _close(self, group: InnerGroup, error: BaseException | None) -> None:
+        left = [work for work in self.interrupted if not work._done]
+        if left:
+            reason = f"rank {group.world.rank} was interrupted while it waited for {left[0].operation}"
+            for inner in [group, *group._inner()]:
+                inner.abort(reason)
+        await group.__aexit__(None if error is None else type(error), error, None)
+
+
+class _Completion:
+    """One call and what it begins, up to its end."""
+
+    def __init__(self, session: Session, function: Callable[[], Any]) -> None:
+        self.reply: Reply[Any] = Reply(session.thread)
+        self._session = session
+        self._function = function
+        self._work: InnerWork[Any] | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._given_up = False
+
+    def begin(self) -> None:
+        """In the thread: call, and answer now or at the end of what it began."""
+        try:
+            result = self._function()
+        except BaseException as error:
+            self.reply.set(None, error)
+            return
+        if isinstance(result, InnerWork):
+            self._work = result
+            if result._done:
+                self.work_ended()
+            else:
+                result._listener = self
+        elif inspect.isawaitable(result) and not isinstance(result, InnerGroup):
+            self._task = self._session.start(_await(result), self._task_ended)
+        else:
+            self.reply.set(self._session.adopt(result))
+
+    def work_ended(self) -> None:
+        """See `Listener`."""
+        work = self._work
+        assert work is not None
+        work._retrieved = True
+        self.reply.set(work._result, work._error)
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            self.reply.set(None, asyncio.CancelledError())
+        elif task.exception() is not None:
+            self.reply.set(None, task.exception())
+        else:
+            self.reply.set(self._session.adopt(task.result()))
+
+    def give_up(self) -> None:
+        """In the thread: the caller was interrupted and waits no more."""
+        if self._task is not None:
+            self._task.cancel()
+        work = self._work
+        if work is None:
+            return
+        if work._done:
+            if isinstance(work, RecvWork):
+                work.give_back()
+            return
+        work._abandoned()
+        if not work._done:
+            self._session.interrupted.append(work)
+
+
+class Stream:
+    """The chunks of an asynchronous stream, as an ordinary iterator."""
+
+    def __init__(self, session: Session, inner: Any) -> None:
+        self._session = session
+        self._inner = inner
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self._session.complete(self._inner.__anext__, (), {})
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def close(self) -> None:
+        """End the stream early."""
+        if hasattr(self._inner, "aclose"):
+            self._session.complete(self._inner.aclose, (), {})
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def await_there(thread: CommunicationThread, function: Callable[[], Any], where: Context) -> Any:
+    """Await `function()` in the thread and return its result. Ctrl-C ends only the waiting."""
+    reply: Reply[Any] = Reply(thread)
+
+    def ended(task: asyncio.Task[Any]) -> None:
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        reply.set(None if error is not None else task.result(), error)
+
+    def begin() -> None:
+        thread.start_task(_await(function()), where, ended)
+
+    thread.submit(begin)
+    return reply.wait()
+
+
+def refuse_loop(name: str) -> None:
+    """Raise RuntimeError inside a running event loop, which waiting would stop."""
+    if asyncio._get_running_loop() is not None:
+        raise RuntimeError(
+            f"asyncdist.blocking.{name} was called inside a running event loop, which it would stop: "
+            f"use asyncdist.{name} there, and await it"
+        )
+
+
+def current_session() -> Session | None:
+    """The session that calls without a group act on: this context's, else the only one open; None where there is none.
+
+    Raises ValueError where there are several to choose from.
+    """
+    session = _current.get()
+    if session is not None and session in _open:
+        return session
+    if len(_open) > 1:
+        names = ", ".join(session.inner.name for session in _open)
+        raise ValueError(f"several worlds are open ({names}) and this thread opened none: pass group=")
+    return _open[0] if _open else None
+
+
+def open_session(name: str, opening: Callable[[], Any], wrap: Callable[[InnerGroup, Session], Any]) -> Any:
+    """Join a world in the communication thread; it is the default of the calling context. Ctrl-C gives up joining."""
+    if any(session.inner.name == name for session in _open):
+        raise ValueError(f"group {name!r} is initialized already: destroy it first, or give another group_name=")
+    thread = acquire()
+    where = Context()
+    opened: list[InnerGroup] = []
+    tasks: list[asyncio.Task[Any]] = []
+    reply: Reply[None] = Reply(thread)
+
+    async def there() -> None:
+        opened.append(await opening())
+
+    def ended(task: asyncio.Task[Any]) -> None:
+        reply.set(None, asyncio.CancelledError() if task.cancelled() else task.exception())
+
+    try:
+        thread.submit(lambda: tasks.append(thread.start_task(there(), where, ended)))
+        try:
+            reply.wait()
+        except BaseException as error:
+            if not isinstance(error, Exception) and tasks and not tasks[0].done():
+                thread.submit(tasks[0].cancel)
+                reply.wait()
+            raise
+    except BaseException:
+        if opened:
+            await_there(thread, lambda: give_up(opened[0], "joining was interrupted"), Context())
+        release(thread)
+        raise
+    leave_at_exit(thread, opened[0])
+    session = Session(thread, opened[0], where)
+    session._wrap = wrap
+    _open.append(session)
+    _current.set(session)
+    return wrap(opened[0], session)

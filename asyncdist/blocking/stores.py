@@ -1,0 +1,112 @@
+"""Stores for ordinary threads: every verb waits for its answer."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextvars import Context
+from types import TracebackType
+from typing import Any, Self
+
+from asyncdist import store as stores
+from asyncdist.blocking.session import await_there, refuse_loop
+from asyncdist.errors import ClosedError
+from asyncdist.progress.thread import CommunicationThread, acquire, release
+
+__all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore", "inner_store"]
+
+
+class Store:
+    """A store of `asyncdist` whose verbs wait; arguments, results and errors are the same.
+
+    `close` it, or enter it with `with`: the communication thread runs as long as a store is open.
+    """
+
+    _kind: type[stores.Store]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        refuse_loop(type(self).__name__)
+        arguments = tuple(map(inner_store, arguments))
+        options = {name: inner_store(value) for name, value in options.items()}
+        self._thread: CommunicationThread | None = acquire()
+        try:
+            self._inner = self._thread.call(lambda: self._kind(*arguments, **options))
+            await_there(self._thread, self._inner.__aenter__, Context())
+        except BaseException:
+            release(self._thread)
+            raise
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds after which a verb gives up unless it says otherwise; None for never."""
+        return self._inner.timeout
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Change `timeout` for the calls that follow."""
+        self._inner.set_timeout(timeout)
+
+    def close(self) -> None:
+        """Give up what the store holds. May be called twice."""
+        refuse_loop(f"{type(self).__name__}.close")
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            try:
+                await_there(thread, self._inner.close, Context())
+            finally:
+                release(thread)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<blocking {self._inner!r}>"
+
+
+class TCPStore(Store):
+    """A client of the store daemon, connected when made; arguments as `asyncdist.TCPStore`'s."""
+
+    _kind = stores.TCPStore
+
+
+class FileStore(Store):
+    """A store in a file that all ranks can open; arguments as `asyncdist.FileStore`'s."""
+
+    _kind = stores.FileStore
+
+
+class HashStore(Store):
+    """A store within this process; arguments as `asyncdist.HashStore`'s."""
+
+    _kind = stores.HashStore
+
+
+class PrefixStore(Store):
+    """A part of another store, whose keys begin with a prefix; arguments as `asyncdist.PrefixStore`'s."""
+
+    _kind = stores.PrefixStore
+
+
+def inner_store(value: Any) -> Any:
+    """The store of the communication thread that `value` stands for, or `value`."""
+    return value._inner if isinstance(value, Store) else value
+
+
+def _verb(name: str, like: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(like)
+    def verb(self: Store, *arguments: Any, **options: Any) -> Any:
+        refuse_loop(f"{type(self).__name__}.{name}")
+        if self._thread is None:
+            raise ClosedError(f"{self!r} is closed")
+        return await_there(self._thread, lambda: getattr(self._inner, name)(*arguments, **options), Context())
+
+    return verb
+
+
+for _name in sorted(stores.Store.__abstractmethods__ - {"close"}):
+    setattr(Store, _name, _verb(_name, inspect.getattr_static(stores.Store, _name)))

@@ -1,0 +1,126 @@
+"""Work: the handle of an operation under way, for ordinary threads."""
+
+from __future__ import annotations
+
+import _thread
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from asyncdist.deadline import timeout_seconds
+from asyncdist.executor.work import Work as InnerWork
+from asyncdist.progress.reply import LIVENESS_S
+
+if TYPE_CHECKING:
+    from asyncdist.blocking.session import Session
+
+__all__ = ["Work"]
+
+T = TypeVar("T")
+
+
+class Work(Generic[T]):
+    """An operation, issued when the call returned. Any number of threads may wait for it.
+
+    Until it is done, the arrays it was given belong to it: do not touch them. What went wrong is raised by `wait`, with
+    its own type, in each thread that waits; a failure nobody asked about is raised by `destroy_process_group`.
+    """
+
+    __slots__ = ("_done", "_inner", "_locks", "_mutex", "_session")
+
+    def __init__(self, session: Session, inner: InnerWork[T]) -> None:
+        """Called in the communication thread, as long as nobody else knows `inner`."""
+        self._session = session
+        self._inner = inner
+        self._mutex = _thread.allocate_lock()
+        self._locks: list[Any] = []
+        self._done = inner._done
+        if not self._done:
+            inner._listener = self
+
+    def work_ended(self) -> None:
+        """Called by the operation at its end, in the communication thread."""
+        with self._mutex:
+            self._done = True
+            locks, self._locks = self._locks, []
+        if locks:
+            self._inner._retrieved = True  # they will be told
+        for lock in locks:
+            lock.release()
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Wait until the operation has ended; True, or raise what went wrong.
+
+        `timeout` (seconds or a timedelta) bounds only the waiting: TimeoutError leaves the operation as it is. So does
+        Ctrl-C; but `destroy_process_group` aborts rather than waits for an operation whose waiting was interrupted.
+        """
+        timeout_s = timeout_seconds(timeout, None)
+        try:
+            if not self._wait(timeout_s):
+                raise TimeoutError(f"{self!r} did not end within {timeout_s:g} s (the operation goes on)")
+        except KeyboardInterrupt:
+            self._session.interrupted.append(self._inner)
+            raise
+        self._outcome()
+        return True
+
+    def _wait(self, timeout_s: float | None) -> bool:
+        with self._mutex:
+            if self._done:
+                return True
+            lock = _thread.allocate_lock()
+            lock.acquire()
+            self._locks.append(lock)
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            patience_s = LIVENESS_S if end_s is None else min(LIVENESS_S, max(0.0, end_s - time.monotonic()))
+            if lock.acquire(timeout=patience_s):
+                return True
+            if end_s is not None and time.monotonic() >= end_s:
+                with self._mutex:
+                    if not self._done:
+                        self._locks.remove(lock)
+                    return self._done
+            self._session.thread.check()
+
+    def _outcome(self) -> T:
+        error = self._inner._error
+        if error is not None:
+            self._inner._retrieved = True
+            raise error
+        return self._inner._result  # type: ignore[return-value]
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, well or not."""
+        return self._done
+
+    done = is_completed
+
+    def is_success(self) -> bool:
+        """Whether the operation has ended well."""
+        return self._done and self._inner._error is None
+
+    def result(self) -> T:
+        """Wait, and return the result (the output array; the source rank of a receive) or raise what went wrong."""
+        self.wait()
+        return self._outcome()
+
+    def exception(self) -> BaseException | None:
+        """Wait, and return what went wrong, or None."""
+        try:
+            self.wait()
+        except Exception as error:
+            if error is not self._inner._error:
+                raise
+        return self._inner._error
+
+    def source_rank(self) -> int:
+        """The rank a receive got its message from. Raises RuntimeError for anything but a completed receive."""
+        return self._inner.source_rank()
+
+    def cancel(self) -> bool:
+        """Withdraw a receive that no message has matched; True if it was withdrawn. False for all else."""
+        return not self._done and self._session.thread.call(self._inner.cancel)
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
