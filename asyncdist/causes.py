@@ -67,7 +67,7 @@ def explain(where: str, error: BaseException) -> DistError:
     elif isinstance(error, CollectiveTimeoutError):
         explained = CollectiveTimeoutError(text, error.missing)
     elif isinstance(error, CollectiveMismatchError):
-        explained = CollectiveMismatchError(text)
+        explained = CollectiveMismatchError(text, error.peer)
     elif isinstance(error, GroupAbortedError):
         explained = GroupAbortedError(text, error.reason, error.rank)
     elif isinstance(error, ClosedError | RemoteProtocolError):

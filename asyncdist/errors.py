@@ -12,7 +12,7 @@
     ├─ DistBackendError              a backend (NCCL, CUDA, MPI) said no
     ├─ CollectiveError               an operation of a group failed
     │   ├─ CollectiveTimeoutError    also a TimeoutError; .missing are global ranks
-    │   ├─ CollectiveMismatchError   two ranks asked for different things; the message shows both
+    │   ├─ CollectiveMismatchError   two ranks asked for different things; the message shows both; .peer
     │   └─ GroupAbortedError         .reason; .rank that started it, where known
     ├─ ClosedError                   you used something that is closed
     └─ LaunchError                   .exitcode, .rank of the first worker that failed
@@ -110,7 +110,14 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 
 
 class CollectiveMismatchError(CollectiveError):
-    """Two ranks asked for different things under the same name; the message shows both sides."""
+    """Two ranks asked for different things under the same name; the message shows both sides.
+
+    `peer` is the other side's global rank, where known.
+    """
+
+    def __init__(self, message: str, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
 
 
 class GroupAbortedError(CollectiveError):

@@ -93,14 +93,7 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointT
         self._failures = Failures()
         self._consistency = Consistency(world, group_id, ranks, self._backend, self._works, self._differ)
         self._refusals = Refusals(
-            world,
-            group_id,
-            ranks,
-            self._backend,
-            self._works,
-            self._sequences,
-            self._fail_refused,
-            lambda error, text, rank: self._abort(error, "mismatch", text, rank),
+            world, group_id, ranks, self._backend, self._works, self._sequences, self._fail_refused, self._abort
         )
         self._subgroups = SubgroupNames(group_id, name)
         self._aborted: BaseException | None = None

@@ -121,6 +121,10 @@ class GroupBackend(ABC):
         It is not called for operations forgotten by `drop` or `abort`.
         """
 
+    def algorithm_of(self, recipe_key: tuple[Any, ...]) -> str:
+        """Name of the algorithm that calls with this `Call.recipe_key` use, for messages; empty if there is none."""
+        return ""
+
     @abstractmethod
     def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
         """Global ranks an operation under way has not heard from."""

@@ -144,5 +144,6 @@ def _described(source: int, nbytes: int, meta: bytes) -> str:
 def _no_item(source: int) -> CollectiveMismatchError:
     return CollectiveMismatchError(
         f"rank {source} runs something else in this place of the order, or what it sent is malformed: another "
-        "collective, arrays where objects are expected, or the reverse"
+        "collective, arrays where objects are expected, or the reverse",
+        source,
     )

@@ -11,7 +11,7 @@ import pytest
 from group_kit import Group, outcome
 
 import asyncdist as dist
-from asyncdist.group import REFUSALS_KEPT
+from asyncdist.refusals import REFUSALS_KEPT
 from asyncdist.testing import run_world
 
 

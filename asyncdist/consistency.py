@@ -1,0 +1,250 @@
+"""Consistency: who runs what, when two ranks run different collectives in one place of the order.
+
+Every message of a collective carries a fingerprint of what its sender runs. Where one differs, the rank that notices
+tells the other what it runs and asks the same, so that the error on both sides shows both; it waits at most ANSWER_S.
+
+That finds differences between ranks that exchange messages. With ASYNCDIST_CHECK=full (rank 0's setting counts) every
+rank also reports each collective, and the line that calls it, to the group's first rank when it is issued. The first
+rank compares, without anybody waiting, and so finds what no message shows: an operation on nothing here, on something
+there, or ranks whose algorithms happen not to talk to each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from asyncdist.backend.base import CollectiveWork, GroupBackend
+from asyncdist.backend.call import Call
+from asyncdist.errors import CollectiveMismatchError
+from asyncdist.plan.problem import PRIVATE_COLLECTIVES, ROOTED
+from asyncdist.reduce_op import PremulSum, ReduceOp
+from asyncdist.world import World
+
+__all__ = ["ANSWER_S", "CHECK_LEVELS", "Consistency", "describe_call", "parse_check"]
+
+CHECK_LEVELS: Final = ("on", "full")
+"""Values of ASYNCDIST_CHECK. There is no `off`: comparing fingerprints costs nothing that could be saved."""
+
+ANSWER_S: Final = 0.5
+"""How long an error waits for the other side's description, as long as a probe: who cannot answer is stuck itself."""
+
+ISSUED_KEPT: Final = 256
+"""Collectives remembered per group, ended ones included: how far the other side may have gone on meanwhile."""
+
+REPORTS_KEPT: Final = 1024
+"""Collectives that others have reported and the first rank has not issued yet, with ASYNCDIST_CHECK=full: how far
+ahead they can be. Later ones are not compared."""
+
+COUNTS_SHOWN: Final = 8
+"""Block lengths shown of uneven collectives."""
+
+_OURS: Final = frozenset({"asyncdist", "asyncio", "threading", "concurrent", "contextvars", "uvloop"})
+"""Packages whose lines are not what calls a collective."""
+
+Key = tuple[int, int]
+"""Tag and sequence number of an operation."""
+
+
+class _Issued(NamedTuple):
+    key: Key
+    operation: str
+    recipe: tuple[Any, ...]
+    place: str
+
+
+class _Inquiry(NamedTuple):
+    work: CollectiveWork
+    error: CollectiveMismatchError
+    timer: asyncio.TimerHandle
+
+
+def parse_check(text: str) -> str:
+    """Return the level that ASYNCDIST_CHECK names; empty is `on`. Raises ValueError for anything else."""
+    level = text.strip().lower() or "on"
+    if level not in CHECK_LEVELS:
+        raise ValueError(f"ASYNCDIST_CHECK={text!r}: use {' or '.join(CHECK_LEVELS)}")
+    return level
+
+
+class Consistency:
+    """What the members of one group run, and what happens when that differs.
+
+    `works` are the operations under way. `fail(key, error)` ends that operation, if it is under way here, and with it
+    the group.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        group_id: int,
+        ranks: tuple[int, ...],
+        backend: GroupBackend,
+        works: Mapping[Key, CollectiveWork],
+        fail: Callable[[Key, CollectiveMismatchError], None],
+    ) -> None:
+        self._world = world
+        self._group_id = group_id
+        self._ranks = ranks
+        self._backend = backend
+        self._works = works
+        self._fail = fail
+        self._full = world.options.get("check") == "full" and len(ranks) > 1
+        self._issued: deque[_Issued] = deque(maxlen=ISSUED_KEPT)
+        self._inquiries: dict[Key, _Inquiry] = {}
+        self._reports: dict[Key, dict[str, tuple[int, str]]] = {}
+
+    def issued(self, key: Key, operation: str, call: Call) -> None:
+        """A collective has been issued here; it is about to start."""
+        entry = _Issued(key, operation, call.recipe_key, _calling_line() if self._full else "")
+        self._issued.append(entry)
+        if self._full:
+            self._report(entry)
+
+    def inquire(self, work: CollectiveWork, error: CollectiveMismatchError) -> bool:
+        """Ask the other side of `error` what it runs, and fail `work` when it has answered; False if that cannot be.
+
+        Until then the operation is under way, though nothing moves any more.
+        """
+        key = (work.tag, work.number)
+        if error.peer is None or key in self._inquiries:
+            return False
+        message = ["mismatch", self._group_id, *key, self._describe(key) or "", True]
+        if not self._world.tell((error.peer,), message, dial=True):
+            return False
+        self._inquiries[key] = _Inquiry(work, error, self._world.loop.call_later(ANSWER_S, self._conclude, key, ""))
+        return True
+
+    def heard(self, sender: int, tag: int, sequence: int, text: str, asked: bool) -> None:
+        """Another member found that we differ, and says what it runs; or it answers that question."""
+        key = (tag, sequence)
+        own = self._describe(key)
+        if asked:
+            self._world.tell((sender,), ["mismatch", self._group_id, tag, sequence, own or "", False], dial=False)
+        inquiry = self._inquiries.get(key)
+        if inquiry is not None:
+            if sender == inquiry.error.peer:
+                self._conclude(key, text)
+        elif asked and key in self._works:
+            alike = own == text and self._is_private(key)
+            self._fail(key, _lengths_differ(sender) if alike else self._difference(own, sender, text))
+
+    def reported(self, sender: int, tag: int, sequence: int, terms: str, shown: str) -> None:
+        """With ASYNCDIST_CHECK=full: a member tells us, the first rank, what it has issued and how to show it."""
+        key = (tag, sequence)
+        entry = self._find(key)
+        if entry is not None:
+            self._compare(entry, {terms: (sender, shown)})
+        elif key in self._reports or len(self._reports) < REPORTS_KEPT:
+            self._reports.setdefault(key, {}).setdefault(terms, (sender, shown))
+
+    def stop(self) -> dict[Key, CollectiveMismatchError]:
+        """Ask nobody any more. Returns the differences that nobody has answered yet."""
+        found = {key: inquiry.error for key, inquiry in self._inquiries.items()}
+        for inquiry in self._inquiries.values():
+            inquiry.timer.cancel()
+        self._inquiries.clear()
+        self._reports.clear()
+        return found
+
+    def _conclude(self, key: Key, text: str) -> None:
+        inquiry = self._inquiries.pop(key)
+        inquiry.timer.cancel()
+        if self._works.get(key) is not inquiry.work:
+            return
+        peer, own = inquiry.error.peer, self._describe(key)
+        assert peer is not None, "only errors that name the other side are asked about"
+        # Without knowing better it is the lengths that differ, and the transport has said them.
+        alike = text in ("", own) and self._is_private(key)
+        self._fail(key, inquiry.error if alike else self._difference(own, peer, text))
+
+    def _difference(self, own: str | None, peer: int, text: str) -> CollectiveMismatchError:
+        sides = sorted([(self._world.rank, own), (peer, text)])
+        shown = ", ".join(f"rank {rank} runs {side or 'something else that it does not name'}" for rank, side in sides)
+        if own == text:
+            shown += ", but planned differently: is the release of asyncdist the same everywhere?"
+        return CollectiveMismatchError(f"ranks differ in this place of the order: {shown}", peer)
+
+    def _describe(self, key: Key) -> str | None:
+        entry = self._find(key)
+        if entry is None:
+            return None
+        algorithm = self._backend.algorithm_of(entry.recipe)
+        return self._show(entry, f" ({algorithm})" if algorithm else "")
+
+    def _show(self, entry: _Issued, algorithm: str = "") -> str:
+        terms = describe_call(entry.recipe, self._ranks)
+        return f"{entry.operation}{terms and ' '}{terms}{algorithm}{entry.place}"
+
+    def _terms(self, entry: _Issued) -> str:
+        """What must be equal everywhere; that a rank says all_gather and another all_gather_into_tensor is fine."""
+        return f"{entry.recipe[0]} {describe_call(entry.recipe, self._ranks)}"
+
+    def _is_private(self, key: Key) -> bool:
+        entry = self._find(key)
+        return entry is not None and entry.recipe[0] in PRIVATE_COLLECTIVES
+
+    def _find(self, key: Key) -> _Issued | None:
+        return next((entry for entry in reversed(self._issued) if entry.key == key), None)
+
+    # ASYNCDIST_CHECK=full.
+
+    def _report(self, entry: _Issued) -> None:
+        if self._world.rank == self._ranks[0]:
+            self._compare(entry, self._reports.pop(entry.key, {}))
+        else:
+            message = ["check", self._group_id, *entry.key, self._terms(entry), self._show(entry)]
+            self._world.tell(self._ranks[:1], message, dial=True)
+
+    def _compare(self, entry: _Issued, reports: Mapping[str, tuple[int, str]]) -> None:
+        own = self._terms(entry)
+        for terms, (rank, shown) in reports.items():
+            if terms != own:
+                # Not within the call that issues the operation: it is not under way yet.
+                self._world.loop.call_soon(self._fail, entry.key, self._difference(self._show(entry), rank, shown))
+                return
+
+
+def describe_call(recipe: tuple[Any, ...], ranks: tuple[int, ...]) -> str:
+    """`float32[1024] SUM root 3`, from `Call.recipe_key` and the group's global ranks."""
+    collective, counts, dtype, root, op, detail = recipe
+    parts = []
+    if collective in PRIVATE_COLLECTIVES:
+        parts.append(dtype.name)
+    elif collective != "barrier" and not dtype.name.startswith("void"):
+        parts.append(f"{dtype.name}[{_spell(counts)}]")
+    if isinstance(op, ReduceOp):
+        parts.append(op.name)
+    elif op is not None:
+        parts.append("PREMUL_SUM" if isinstance(op, PremulSum) else repr(op))
+    if collective in ROOTED:
+        parts.append(f"root {ranks[root]}")
+    if detail:
+        parts.append(f"of {detail}")
+    return " ".join(parts)
+
+
+def _lengths_differ(peer: int) -> CollectiveMismatchError:
+    return CollectiveMismatchError(f"rank {peer} expects another length of what this rank sends to it", peer)
+
+
+def _spell(counts: int | tuple[int, ...]) -> str:
+    if isinstance(counts, int):
+        return str(counts)
+    if len(set(counts)) == 1:
+        return str(counts[0])
+    return ", ".join(map(str, counts[:COUNTS_SHOWN])) + (", ..." if len(counts) > COUNTS_SHOWN else "")
+
+
+def _calling_line() -> str:
+    """` at train.py:12`, the line that calls the library; empty where there is none, as in the progress thread."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+        if frame.f_back is None:
+            return ""
+        frame = frame.f_back
+    return f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
