@@ -21,6 +21,7 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import Run, cyclic_runs, offsets, split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
+from asyncdist.plan.window import Window
 
 __all__ = ["broadcast", "gather", "reduce", "scatter"]
 
@@ -30,9 +31,10 @@ def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     world, root = problem.world, problem.root
     builder = PlanBuilder("broadcast", "binomial_tree", rank, world)
     position = (rank - root) % world
+    window = Window()
     for piece in split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length):
         if position:
-            builder.recv((_parent(position) + root) % world, piece)
+            window.add(builder.recv((_parent(position) + root) % world, piece, after=window.after))
         for child in _children(position, world):
             builder.send((child + root) % world, piece)
     return builder.build()

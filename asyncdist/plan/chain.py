@@ -11,18 +11,13 @@ operations", Cluster Computing 10(2), 2007.
 
 from __future__ import annotations
 
-from typing import Final
-
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
+from asyncdist.plan.window import WINDOW, Window
 
 __all__ = ["broadcast", "reduce"]
-
-WINDOW: Final = 4
-"""Chunks of partial sums an inner rank of reduce holds: received, reduced, sent, and one on its way. It bounds the
-temporary memory at four chunks whatever the vector."""
 
 
 def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -30,16 +25,20 @@ def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     world = problem.world
     builder = PlanBuilder("broadcast", "chain", rank, world)
     position = (rank - problem.root) % world
+    window = Window()
     for piece in split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length):
         if position:
-            builder.recv((rank - 1) % world, piece)
+            window.add(builder.recv((rank - 1) % world, piece, after=window.after))
         if position < world - 1:
             builder.send((rank + 1) % world, piece)
     return builder.build()
 
 
 def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
-    """Pass partial sums of `chunk_length` elements up the line; INPUT is only read."""
+    """Pass partial sums of `chunk_length` elements up the line; INPUT is only read.
+
+    An inner rank holds a window of partial sums: received, reduced, sent, and one on its way.
+    """
     world = problem.world
     builder = PlanBuilder("reduce", "chain", rank, world)
     position = (rank - problem.root) % world
@@ -48,6 +47,7 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     inner = 0 < position < world - 1
     longest = max((piece.length for piece in pieces), default=0)
     partial = [builder.scratch(longest) for _ in range(min(WINDOW, len(pieces)))] if inner else []
+    window = Window()
     for number, piece in enumerate(pieces):
         if position == world - 1 and position:
             builder.send(nearer, piece)
@@ -57,7 +57,7 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
         if world == 1:
             builder.copy(piece, target)
             continue
-        builder.recv(farther, target)
+        window.add(builder.recv(farther, target, after=window.after))
         builder.reduce(piece, target, source_left=True)
         if inner:
             builder.send(nearer, target)

@@ -24,12 +24,9 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import offsets, partition, split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
+from asyncdist.plan.window import Window
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
-
-WINDOW: Final = 4
-"""Chunks a rank is ready to receive for reduction at a time. Each holds a temporary buffer, so this bounds memory at
-four chunks whatever the vector; two would do if the loop never paused, four hide a reduction and a wake-up."""
 
 SCRATCH_BLOCKS: Final = 2
 """reduce_scatter's partial sums: one block is received while the one before is sent. With a single one every rank
@@ -43,17 +40,17 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     builder = PlanBuilder("all_reduce", "ring", rank, world)
     blocks = _blocks(Buffer.OUTPUT, counts, chunk_length)
     right, left = (rank + 1) % world, (rank - 1) % world
-    reduced: list[int | None] = [None] * WINDOW
+    operands, results = Window(), Window()
     for step in range(world - 1):
         for piece in blocks[(rank - step) % world]:
             builder.send(right, piece)
         for piece in blocks[(rank - step - 1) % world]:
-            reduced.append(builder.recv_reduce(left, piece, incoming_left=True, after=(reduced[-WINDOW],)))
+            operands.add(builder.recv_reduce(left, piece, incoming_left=True, after=operands.after))
     for step in range(world - 1):
         for piece in blocks[(rank + 1 - step) % world]:
             builder.send(right, piece)
         for piece in blocks[(rank - step) % world]:
-            builder.recv(left, piece)
+            results.add(builder.recv(left, piece, after=results.after))
     return builder.build(symmetry=_symmetry(counts))
 
 
@@ -69,6 +66,7 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
         return builder.build(symmetry=_symmetry(problem.counts), block_aligned=True)
     longest = max(problem.counts)
     partial = [builder.scratch(longest) for _ in range(min(SCRATCH_BLOCKS, world - 2))]
+    window = Window()
     outgoing = blocks[left]
     for step in range(world - 1):
         for piece in outgoing:
@@ -79,7 +77,7 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
         own = blocks[(rank - 2 - step) % world]
         for piece in own:
             target = Slice(base.buffer, base.offset + piece.offset - own[0].offset, piece.length)
-            builder.recv(left, target)
+            window.add(builder.recv(left, target, after=window.after))
             incoming.append(target)
         for piece, target in zip(own, incoming, strict=True):
             builder.reduce(piece, target, source_left=False)
@@ -94,11 +92,12 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     blocks = _blocks(Buffer.OUTPUT, problem.counts, chunk_length)
     own = split(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
     right, left = (rank + 1) % world, (rank - 1) % world
+    window = Window()
     for step in range(world - 1):
         for piece in blocks[(rank - step) % world] if step else own:
             builder.send(right, piece)
         for piece in blocks[(rank - step - 1) % world]:
-            builder.recv(left, piece)
+            window.add(builder.recv(left, piece, after=window.after))
     for source, target in zip(own, blocks[rank], strict=True):
         builder.copy(source, target)
     return builder.build(symmetry=_symmetry(problem.counts), block_aligned=True)

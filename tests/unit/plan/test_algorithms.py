@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.plan import chain, ring
+from asyncdist.plan import ring
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.registry import algorithms, build
 from asyncdist.plan.steps import Buffer, Copy, Recv, RecvReduce, Reduce, Send, Symmetry
+from asyncdist.plan.window import WINDOW
 
 WORLDS = [2, 3, 4, 5, 7, 8, 13, 16]
 
@@ -160,7 +161,7 @@ def width(steps, kind):
     return max(sum(1 for index in chosen if level[index] == depth) for depth in set(level.values()))
 
 
-@pytest.mark.parametrize(("blocks", "expected"), [(ring.WINDOW, ring.WINDOW), (ring.WINDOW + 1, ring.WINDOW)])
+@pytest.mark.parametrize(("blocks", "expected"), [(WINDOW, WINDOW), (WINDOW + 1, WINDOW)])
 def test_ring_receives_at_most_a_window_for_reduction(blocks, expected):
     """`blocks` chunks to receive, with 2 ranks: as many as the window, and one more."""
     for plan in plans_of("all_reduce", "ring", 2, 2 * blocks, chunk_length=1):
@@ -173,7 +174,7 @@ def test_ring_reduce_scatter_holds_two_blocks_of_partial_sums():
             assert plan.scratch_count == blocks * 10
 
 
-@pytest.mark.parametrize(("chunks", "held"), [(chain.WINDOW, chain.WINDOW), (chain.WINDOW + 1, chain.WINDOW)])
+@pytest.mark.parametrize(("chunks", "held"), [(WINDOW, WINDOW), (WINDOW + 1, WINDOW)])
 def test_chain_reduce_holds_a_window_of_partial_sums(chunks, held):
     plans = plans_of("reduce", "chain", 4, 10 * chunks, chunk_length=10)
     assert [plan.scratch_count for plan in plans] == [0, held * 10, held * 10, 0]
