@@ -80,6 +80,7 @@ from asyncdist.api.queries import (
     supports_complex,
 )
 from asyncdist.api.scans import exscan, scan
+from asyncdist.api.streams import all_gather_stream, broadcast_stream
 from asyncdist.api.subgroups import (
     SHRINK_ABORT,
     new_subgroups,
@@ -112,6 +113,7 @@ from asyncdist.initialize import init_process_group
 from asyncdist.launch.spawn import spawn
 from asyncdist.loop import run
 from asyncdist.non_member import NonMember
+from asyncdist.operations.streams import ChunkStream, StreamChunk
 from asyncdist.reduce_op import ReduceOp
 from asyncdist.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 
@@ -120,6 +122,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SHRINK_ABORT",
     "Backend",
+    "ChunkStream",
     "ClosedError",
     "CollectiveError",
     "CollectiveMismatchError",
@@ -145,6 +148,7 @@ __all__ = [
     "Store",
     "StoreLimitError",
     "StoreTimeoutError",
+    "StreamChunk",
     "TCPStore",
     "Work",
     "__version__",
@@ -156,6 +160,7 @@ __all__ = [
     "all_gather_multigpu",
     "all_gather_object",
     "all_gather_single",
+    "all_gather_stream",
     "all_reduce",
     "all_reduce_coalesced",
     "all_reduce_multigpu",
@@ -168,6 +173,7 @@ __all__ = [
     "broadcast_coalesced",
     "broadcast_multigpu",
     "broadcast_object_list",
+    "broadcast_stream",
     "destroy_process_group",
     "exscan",
     "gather",

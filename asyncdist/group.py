@@ -39,6 +39,7 @@ from asyncdist.operations.multi_device import MultiDevice
 from asyncdist.operations.objects import Objects
 from asyncdist.operations.point_to_point import PointToPoint
 from asyncdist.operations.scans import Scans
+from asyncdist.operations.streams import Streams
 from asyncdist.overlap import OverlapWatch
 from asyncdist.pairs import Pairs
 from asyncdist.refusals import Refusals
@@ -54,7 +55,7 @@ CLOSE_SENDS_S: Final = 30.0
 """How long a closing group waits for sends nobody receives; collectives have deadlines of their own."""
 
 
-class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointToPoint, Arrays, Objects):
+class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointToPoint, Arrays, Objects, Streams):
     """Some ranks of a world, in an order of their own.
 
     Methods take and return group ranks (0 .. `size` - 1); errors name global ranks. All operations must be called from
@@ -116,9 +117,9 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointT
         factory = backend.factory
         if factory is not None:
             return factory(world.mesh, self.group_id, self.ranks, self.rank)
-        overrides = world.options.get("algorithms", {})
+        tuning = world.tuning.of_group(self.ranks)
         return AioBackend(
-            world.mesh, self.group_id, self.ranks, self.rank, loop=world.loop, pool=world.pool, overrides=overrides
+            world.mesh, self.group_id, self.ranks, self.rank, loop=world.loop, pool=world.pool, tuning=tuning
         )
 
     def group_rank_of(self, rank: int, name: str = "rank") -> int:
@@ -329,6 +330,7 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointT
 
     async def _close(self) -> None:
         self.pairs.withdraw_receives()
+        self._backend.closing()
         try:
             failures = await asyncio.gather(*(group.close() for group in self._inner()), return_exceptions=True)
             await until_ended(self._works.values())

@@ -9,8 +9,11 @@ from typing import Any, ClassVar, Final, Protocol
 from asyncdist.backend.base import CollectiveWork, GroupBackend
 from asyncdist.backend.call import Call
 from asyncdist.backend.call_items import ItemCall
+from asyncdist.backend.call_stream import StreamCall
+from asyncdist.backend.choice_trace import trace_choice
 from asyncdist.backend.item_operation import ItemOperation
 from asyncdist.backend.operation import Operation, Recipe
+from asyncdist.backend.stream_operation import StreamOperation
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.executor import reduction
 from asyncdist.executor.program import Program
@@ -18,6 +21,7 @@ from asyncdist.executor.scratch import ScratchPool
 from asyncdist.plan.items import one_by_one
 from asyncdist.plan.registry import ordered_algorithms
 from asyncdist.plan.selector import plan_for, plan_id
+from asyncdist.plan.tuning import DEFAULT_TUNING, Tuning
 from asyncdist.reduce_op import CustomOp, PremulSum, ReduceOp
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.frame import key_prefix
@@ -42,7 +46,11 @@ class Running(Protocol):
         """Group ranks it has not heard from."""
 
 
-_OPERATIONS: Final[dict[type[Call], Callable[..., Running]]] = {Call: Operation, ItemCall: ItemOperation}
+_OPERATIONS: Final[dict[type[Call], Callable[..., Running]]] = {
+    Call: Operation,
+    ItemCall: ItemOperation,
+    StreamCall: StreamOperation,
+}
 """What carries out a call of each kind."""
 
 _REFUSED: Final = CollectiveMismatchError("the operation was refused or has failed")
@@ -62,7 +70,7 @@ class AioBackend(GroupBackend):
         *,
         loop: asyncio.AbstractEventLoop,
         pool: ScratchPool,
-        overrides: dict[str, str],
+        tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
         super().__init__(mesh, group_id, ranks, rank)
         self.loop = loop
@@ -70,7 +78,8 @@ class AioBackend(GroupBackend):
         self.peers: list[PeerCore | None] = [None] * len(ranks)
         """Connections by group rank, of the ranks that some program has named."""
         self._mesh = mesh
-        self._overrides = overrides
+        self._tuning = tuning
+        self._overrides = dict(tuning.overrides)
         self._operations: dict[tuple[int, int], Running] = {}
         self._recipes: dict[tuple[object, ...], Recipe] = {}
 
@@ -119,6 +128,12 @@ class AioBackend(GroupBackend):
         if operation is not None:
             operation.stop()
 
+    def closing(self) -> None:
+        """Have streams go on without their consumers."""
+        for operation in list(self._operations.values()):
+            if isinstance(operation, StreamOperation):
+                operation.release()
+
     def abort(self, error: BaseException) -> None:
         """Forget every operation and refuse later messages."""
         self._mesh.drop_group(key_prefix(self.group_id, 0, 0)[:8], error)
@@ -141,8 +156,10 @@ class AioBackend(GroupBackend):
             call.dtype.itemsize,
             root=call.root,
             algorithm=algorithm,
+            tuning=self._tuning,
             ordered=ordered,
         )
+        trace_choice(call, plan, self._tuning, ordered=ordered)
         if type(call) is ItemCall:
             plan = one_by_one(plan)
         op = ReduceOp.PREMUL_SUM if isinstance(call.op, PremulSum) else call.op  # factors may differ between ranks

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step
-from asyncdist.transport.frame import key_suffix
+from asyncdist.transport.frame import key_suffix, suffix_slot
 
 __all__ = ["COPY", "RECV", "RECV_REDUCE", "REDUCE", "SEND", "Instruction", "Program"]
 
@@ -64,6 +64,18 @@ class Program:
         self.pending = [len(step.after) for step in plan.steps]
         self.ready = tuple(index for index, step in enumerate(plan.steps) if not step.after)
         self.peer_ranks = tuple(sorted({instruction.peer for instruction in self.instructions} - {-1}))
+
+    def renumbered(self, times: int, plus: int) -> Program:
+        """The same program with messages numbered apart, so that it can run `times` times in one operation."""
+        other = Program.__new__(Program)
+        other.plan, other.pending, other.ready, other.peer_ranks = self.plan, self.pending, self.ready, self.peer_ranks
+        other.instructions = tuple(
+            step._replace(suffix=key_suffix(suffix_slot(step.suffix) * times + plus, COLLECTIVE_CHANNEL))
+            if step.suffix
+            else step
+            for step in self.instructions
+        )
+        return other
 
 
 def _instruction(step: Step, successors: tuple[int, ...]) -> Instruction:

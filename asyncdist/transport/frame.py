@@ -83,6 +83,7 @@ __all__ = [
     "pack_fragment",
     "pack_header",
     "pack_key",
+    "suffix_slot",
     "unpack_key",
 ]
 
@@ -197,6 +198,12 @@ def key_prefix(group: int, tag: int, sequence: int) -> bytes:
 def key_suffix(slot: int, channel: int) -> bytes:
     """Return the last 8 bytes of a key, so that `key_prefix(...) + key_suffix(...)` is the key."""
     return _SUFFIX.pack(slot, channel)
+
+
+def suffix_slot(suffix: bytes) -> int:
+    """Return the slot that the last 8 bytes of a key name."""
+    slot: int = _SUFFIX.unpack(suffix)[0]
+    return slot
 
 
 def group_of(key: bytes) -> bytes:
