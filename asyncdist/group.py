@@ -159,7 +159,7 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointT
         try:
             timeout_s = self.timeout_s if timeout is INHERIT else timeout_seconds(timeout, self.timeout_s)
             call = prepare(*arguments)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # wrong, as a rule; or a function of the user's fails, or memory is short
             self._refusals.tell(tag, sequence, error)
             raise
         work = CollectiveWork(self._loop, operation, call.nbytes, tag, sequence, call.result)

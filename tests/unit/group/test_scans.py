@@ -213,6 +213,23 @@ def test_a_function_that_fails_ends_the_operation_everywhere(
         assert isinstance(error, dist.DistError | np.ndarray), errors
 
 
+def test_a_function_that_fails_within_the_call_is_told_to_the_others() -> None:
+    """all_reduce_multigpu reduces a rank's own arrays at once."""
+    op = dist.ReduceOp.custom(Failing(ZeroDivisionError("by zero"), 1.0), name="failing")
+
+    async def main(group: Group) -> None:
+        x = [np.full(3, group.rank + 1.0) for _ in range(2)]
+        if group.rank == 0:
+            with pytest.raises(dist.DistError, match="by zero"):
+                dist.all_reduce_multigpu(x, op)
+        else:
+            with pytest.raises(dist.CollectiveMismatchError, match="rank 0 refused the operation: .*by zero"):
+                await dist.all_reduce_multigpu(x, op)
+        await group.barrier()
+
+    run_world(2, main)
+
+
 def test_functions_are_told_apart_by_name_and_by_whether_they_commute() -> None:
     ops = [dist.ReduceOp.custom(np.fmax), dist.ReduceOp.custom(np.fmax, commutative=False)]
     others = [dist.ReduceOp.custom(np.fmin), dist.ReduceOp.MAX]
