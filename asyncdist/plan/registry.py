@@ -17,6 +17,7 @@ from asyncdist.plan import (
     double_tree,
     halving_doubling,
     linear,
+    neighbor_exchange,
     ordered_chain,
     pairwise,
     recursive_doubling,
@@ -74,6 +75,7 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
                 "circulant": circulant.all_gather,
                 "ring": ring.all_gather,
                 "ring_2d": ring_2d.all_gather,
+                "neighbor_exchange": neighbor_exchange.all_gather,
             }
         ),
         "reduce_scatter": MappingProxyType(
