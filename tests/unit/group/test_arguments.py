@@ -25,7 +25,7 @@ from asyncdist.testing import run_world
         (lambda g: g.reduce(np.zeros(2), True), TypeError, "root must be a rank"),
         (lambda g: g.all_gather([np.zeros(2)], np.zeros(2)), ValueError, "one array per rank: 2, but holds 1"),
         (lambda g: g.all_gather(np.zeros((2, 2)), np.zeros(2)), TypeError, "must be a list"),
-        (lambda g: g.all_gather([np.zeros(2), np.zeros(3)], np.zeros(2)), ValueError, r"float64\[3\]"),
+        (lambda g: g.all_gather([np.zeros(3), np.zeros(2)], np.zeros(2)), ValueError, r"float64\[3\]"),
         (lambda g: g.all_gather_into_tensor(np.zeros(3), np.zeros(2)), ValueError, "2 times the 2 elements"),
         (lambda g: g.all_gather_into_tensor(np.zeros(4, "f4"), np.zeros(2)), ValueError, "dtype"),
         (lambda g: g.reduce_scatter_tensor(np.zeros(2), np.zeros(3)), ValueError, "2 times the 2 elements"),

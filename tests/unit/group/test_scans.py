@@ -223,7 +223,7 @@ def test_a_function_that_fails_within_the_call_is_told_to_the_others() -> None:
             with pytest.raises(dist.DistError, match="by zero"):
                 dist.all_reduce_multigpu(x, op)
         else:
-            with pytest.raises(dist.CollectiveMismatchError, match="rank 0 refused the operation: .*by zero"):
+            with pytest.raises(dist.CollectiveMismatchError, match=r"rank 0 refused the operation: .*by zero"):
                 await dist.all_reduce_multigpu(x, op)
         await group.barrier()
 
