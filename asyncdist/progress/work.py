@@ -118,6 +118,9 @@ class ThreadWork(Work[T]):
         inner = self._inner
         if self._done or inner is None:
             return
+        if self._waiters and isinstance(inner, RecvWork) and all(waiter.cancelled() for waiter in self._waiters):
+            with contextlib.suppress(ClosedError):  # the message comes on the heels of a cancellation
+                self._courier.thread.call(self._give_up)
         self.nbytes = inner.nbytes
         self._source = inner._source
         if self._given_back:

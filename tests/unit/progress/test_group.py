@@ -1,0 +1,324 @@
+"""progress="thread": to the caller a group is what it always is, and its loop need not run for messages to move."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from thread_worlds import another_rank, nothing_left, run_ranks, wait_without_loop
+
+import asyncdist as dist
+from asyncdist.group import ProcessGroup
+from asyncdist.progress import group as module
+from asyncdist.progress.group import ThreadedGroup
+from asyncdist.testing import run_world
+
+
+async def test_operations_and_groups_as_ever() -> None:
+    async def main(group: Any) -> None:
+        assert isinstance(group, ProcessGroup)
+        assert dist.get_default_group() is group
+        assert "progress thread" in repr(group)
+        assert (group.rank, dist.get_world_size(), dist.get_backend()) == (group.rank, 3, "aio")
+        x = np.full(100_000, group.rank + 1.0)
+        work = dist.all_reduce(x)
+        assert work.operation == "all_reduce"
+        assert await work is x
+        assert (x == 6).all()
+        assert work.sequence == 0
+        sub = dist.new_group([2, 0])
+        if group.rank == 1:
+            assert isinstance(sub, dist.NonMember)
+            return
+        assert isinstance(sub, ThreadedGroup)
+        right = 2 - group.rank
+        sent = dist.isend(np.arange(3), right, sub, 7)
+        received = dist.recv_array(None, sub, 7)
+        assert (await received).tolist() == [0, 1, 2]
+        assert received.source_rank() == right
+        await sent
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, np.zeros_like(x), right)]
+        )
+        assert [await work for work in works] == [None, right]
+        await sub.close()
+        assert sub.closed
+        with pytest.raises(dist.ClosedError, match="is closed"):
+            sub.barrier()
+
+    with nothing_left():
+        await run_ranks(3, main)
+
+
+async def test_wrong_arguments_raise_at_the_call_and_the_others_hear() -> None:
+    async def main(group: Any) -> None:
+        if group.rank == 0:
+            with pytest.raises(TypeError, match="numpy array"):
+                dist.all_reduce("text")
+            with pytest.raises(ValueError, match="root=5"):
+                group.broadcast(np.zeros(2), 5)
+            with pytest.raises(ValueError, match="negative"):
+                group.barrier(timeout=-1)
+            with pytest.raises(ValueError, match="dst=9"):
+                group.isend(np.zeros(1), 9)
+            with pytest.raises(TypeError, match="numpy array"):
+                group.irecv(None, 1)
+        else:
+            for issue in (lambda: dist.all_reduce(np.zeros(1)), lambda: group.broadcast(np.zeros(2), 0), group.barrier):
+                with pytest.raises(dist.CollectiveMismatchError, match="rank 0 refused"):
+                    await issue()
+        await group.barrier()
+
+    with nothing_left():
+        await run_ranks(2, main)
+
+
+async def test_messages_move_while_the_callers_loop_stands_still() -> None:
+    async def main(group: Any) -> None:
+        if group.rank == 0:
+            works = [group.broadcast(np.full(300_000, number), 0, tag=number) for number in range(3)]
+            wait_without_loop(lambda: all(work._inner is not None and work._inner._done for work in works))
+            assert not any(work.done() for work in works)  # ends are news of the loop
+            for work in works:
+                await work
+        else:
+            for number in range(3):
+                x = np.zeros(300_000, int)
+                await group.broadcast(x, 0, tag=number)
+                assert (x == number).all()
+
+    with nothing_left(), another_rank(1, main) as address:
+        async with dist.init_process_group(init_method=address, rank=0, world_size=2, progress="thread") as group:
+            await main(group)
+
+
+async def test_ends_come_in_batches() -> None:
+    async def main(group: Any) -> None:
+        wakes = []
+        loop = asyncio.get_running_loop()
+        plain = loop.call_soon_threadsafe
+        courier = group._courier
+
+        class Counting:
+            def call_soon_threadsafe(self, callback: Any, *arguments: Any) -> Any:
+                wakes.append(callback)
+                return plain(callback, *arguments)
+
+        works = [group.barrier(tag=tag) for tag in range(50)]
+        courier.loop = Counting()
+        wait_without_loop(lambda: all(work._inner is not None and work._inner._done for work in works))
+        for work in works:
+            await work
+        courier.loop = loop
+        assert len(wakes) <= 1
+
+    with nothing_left():
+        await run_ranks(1, main)
+
+
+@pytest.mark.parametrize("source", [0, None])
+async def test_a_message_that_came_too_late_for_a_cancelled_recv_goes_to_the_next(source: int | None) -> None:
+    async def main(group: Any) -> None:
+        if group.rank == 0:
+            await group.barrier()
+            for value in (1, 2, 3):
+                await group.isend(np.full(4, value), 1, 3)
+            await group.barrier(tag=1)
+            return
+        works = []
+        x = np.zeros(4, int)
+
+        async def receive() -> None:
+            works.append(group.recv(x, source, 3))
+            await works[-1]
+
+        task = asyncio.create_task(receive())
+        await asyncio.sleep(0)
+        started = group.barrier()
+        wait_without_loop(lambda: works[0]._inner._done)
+        task.cancel()  # before the loop hears of the end
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(dist.ClosedError, match="withdrawn"):
+            await works[0]
+        await started
+        assert await group.recv(x, None, 3) == 0
+        assert x.tolist() == [1] * 4
+        assert (await group.recv_array(0, 3)).tolist() == [2] * 4
+        await group.recv(x, 0, 3)
+        assert x.tolist() == [3] * 4
+        await group.barrier(tag=1)
+
+    with nothing_left(), another_rank(0, main) as address:
+        async with dist.init_process_group(init_method=address, rank=1, world_size=2, progress="thread") as group:
+            await main(group)
+
+
+async def test_cancelled_expired_and_withdrawn_receives_lose_nothing() -> None:
+    async def main(group: Any) -> None:
+        x = np.zeros(2, int)
+        if group.rank == 0:
+            await group.recv(x, 1, 1)
+            await group.isend(np.array([1, 2]), 1)
+            return
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await group.recv(x, 0)
+        with pytest.raises(dist.CollectiveTimeoutError, match="did not end within"):
+            await group.recv(x, 0, timeout=0.01)
+        work = group.irecv(x, 0)
+        with pytest.raises(TimeoutError, match="the operation goes on"):
+            await work.wait(0.01)
+        assert work.cancel()
+        assert not work.cancel()
+        with pytest.raises(dist.ClosedError, match="withdrawn"):
+            await work
+        await group.isend(x, 0, 1)
+        assert await group.recv(x, 0) == 0
+        assert x.tolist() == [1, 2]
+
+    with nothing_left():
+        await run_ranks(2, main)
+
+
+async def test_aborts_and_timeouts_name_who_is_missing() -> None:
+    async def main(group: Any) -> None:
+        if group.rank == 0:
+            with pytest.raises(dist.CollectiveTimeoutError) as caught:
+                await group.all_reduce(np.zeros(3), timeout=0.05)
+            assert caught.value.missing == (1,)
+            with pytest.raises(dist.GroupAbortedError):
+                group.barrier()
+        else:
+            pending = group.irecv(np.zeros(1), 1)
+            wait_without_loop(lambda: group._inner_group._aborted is not None)
+            with pytest.raises(dist.GroupAbortedError, match="timed out"):
+                group.barrier()
+            group.abort("for good")
+            with pytest.raises(dist.GroupAbortedError, match="for good"):
+                await pending
+
+    with nothing_left():
+        await run_ranks(2, main)
+
+
+async def test_a_failure_nobody_asked_about_is_raised_at_the_end_once() -> None:
+    async def main(group: Any) -> None:
+        if group.rank == 0:
+            await group.isend(np.zeros(2), 1)
+        else:
+            work = group.irecv(np.zeros(1), 0)
+            wait_without_loop(work._inner.done)
+            with pytest.raises(dist.CollectiveMismatchError, match="receive buffer"):
+                await group.close()
+            await group.close()
+
+    with nothing_left():
+        await run_ranks(2, main)
+
+
+async def test_an_exception_in_the_block_is_the_one_raised_and_ends_the_others() -> None:
+    async def main(group: Any) -> None:
+        if group.rank == 0:
+            raise KeyError("mine")
+        with pytest.raises(dist.GroupAbortedError, match="rank 0 left with KeyError"):
+            await group.barrier()
+        raise KeyError("yours")
+
+    with nothing_left(), pytest.raises(KeyError, match=r"mine|yours"):
+        await run_ranks(2, main)
+
+
+async def test_calls_from_another_loop_or_thread_are_refused() -> None:
+    async def main(group: Any) -> None:
+        def elsewhere() -> None:
+            for issue in (group.barrier, lambda: group.isend(np.zeros(1), 0)):
+                with pytest.raises(RuntimeError, match="another event loop"):
+                    issue()
+
+        await asyncio.to_thread(elsewhere)
+
+    with nothing_left():
+        await run_ranks(1, main)
+
+
+async def test_overlapping_collectives_of_two_tasks_warn() -> None:
+    async def main(group: Any) -> None:
+        release = asyncio.Event()
+
+        async def issue() -> None:
+            work = group.barrier()
+            await release.wait()
+            await work
+
+        group._communication.submit(threading.Event().wait, 0.05)  # nothing ends meanwhile
+        first = asyncio.create_task(issue())
+        await asyncio.sleep(0)
+        with pytest.warns(RuntimeWarning, match="overlaps a collective"):
+            await group.barrier()
+        release.set()
+        await first
+
+    with nothing_left():
+        await run_ranks(1, main)
+
+
+async def test_cancelling_the_opening_leaves_nothing() -> None:
+    with nothing_left():
+        opening = asyncio.ensure_future(
+            _await(dist.init_process_group(store=dist.HashStore(), rank=0, world_size=2, progress="thread"))
+        )
+        await asyncio.sleep(0.05)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        with pytest.raises(dist.ConnectTimeoutError, match="missing: rank 1"):
+            await dist.init_process_group(store=dist.HashStore(), rank=0, world_size=2, progress="thread", timeout=0.05)
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
+
+
+async def test_two_worlds_one_after_the_other_and_at_once() -> None:
+    async def main(group: Any) -> None:
+        async with dist.init_process_group(
+            store=dist.HashStore(), rank=0, world_size=1, progress="thread", group_name="inner"
+        ) as inner:
+            assert dist.get_default_group() is inner
+            await inner.barrier()
+        await group.barrier()
+
+    with nothing_left():
+        for _ in range(2):
+            await run_ranks(1, main)
+
+
+def test_virtual_time_is_refused() -> None:
+    async def main(group: Any) -> None:
+        with pytest.raises(ValueError, match="needs real time"):
+            await dist.init_process_group(
+                store=dist.HashStore(), rank=0, world_size=1, progress="thread", group_name="other"
+            )
+
+    run_world(1, main)
+
+
+def test_a_wrong_progress_is_refused_at_the_call() -> None:
+    with pytest.raises(ValueError, match='must be "loop" or "thread"'):
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, progress="fast")  # type: ignore[arg-type]
+
+
+def test_what_runs_in_the_callers_thread_only_issues() -> None:
+    assert module.runs_here(ProcessGroup.all_reduce)
+    assert module.runs_here(ProcessGroup.broadcast)
+    for name in ("isend", "recv_array", "make_subgroup", "control"):
+        assert not module.runs_here(getattr(ProcessGroup, name))
+
+    def hidden(self: Any) -> Any:
+        return self._collective("x", 0, None, lambda: self.world.mesh)
+
+    assert not module.runs_here(hidden)

@@ -1,0 +1,134 @@
+"""The communication thread: its start, its end, its switch interval, and waiting for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+
+import pytest
+from thread_worlds import nothing_left
+
+from asyncdist.errors import ClosedError
+from asyncdist.progress import thread as module
+from asyncdist.progress.thread import SWITCH_INTERVAL_S, acquire, release
+
+
+def test_it_lives_as_long_as_somebody_needs_it() -> None:
+    with nothing_left():
+        first, second = acquire(), acquire()
+        assert first is second
+        assert first.call(threading.get_ident) != threading.get_ident()
+        assert first.call(first.is_current)
+        assert first.call(first.call, threading.get_ident) == first.call(
+            threading.get_ident
+        )  # does not wait for itself
+        release(first)
+        assert first.alive
+        release(second)
+        assert not first.alive
+        for use in (first.submit, first.call):
+            with pytest.raises(ClosedError, match="has ended"):
+                use(int)
+        third = acquire()
+        assert third is not first
+        release(third)
+
+
+def test_calls_raise_here_and_keep_their_order() -> None:
+    with nothing_left():
+        thread = acquire()
+        try:
+            with pytest.raises(ZeroDivisionError):
+                thread.call(divmod, 1, 0)
+            seen: list[int] = []
+            for number in range(1000):
+                thread.submit(seen.append, number)
+            thread.call(int)
+            assert seen == list(range(1000))
+        finally:
+            release(thread)
+
+
+def test_a_failing_submission_is_reported_and_the_next_runs() -> None:
+    with nothing_left():
+        thread = acquire()
+        reported: list[dict[str, object]] = []
+        thread.loop.set_exception_handler(lambda loop, context: reported.append(context))
+        entered, go = threading.Event(), threading.Event()
+        thread.submit(lambda: (entered.set(), go.wait(10)))
+        assert entered.wait(10)
+        thread.submit(divmod, 1, 0)
+        seen: list[int] = []
+        thread.submit(seen.append, 1)
+        go.set()
+        thread.call(int)
+        release(thread)
+        assert seen == [1]
+        assert [type(context["exception"]) for context in reported] == [ZeroDivisionError]
+
+
+def test_the_switch_interval_is_short_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    before_s = sys.getswitchinterval()
+    for text, expected_s in (("", SWITCH_INTERVAL_S), ("0", before_s), ("0.002", 0.002), ("1", before_s)):
+        monkeypatch.setenv("ASYNCDIST_SWITCH_INTERVAL", text)
+        thread = acquire()
+        assert sys.getswitchinterval() == pytest.approx(expected_s)
+        release(thread)
+        assert sys.getswitchinterval() == before_s
+    monkeypatch.delenv("ASYNCDIST_SWITCH_INTERVAL")
+    thread = acquire()
+    sys.setswitchinterval(0.003)  # the program's own wish stays
+    release(thread)
+    assert sys.getswitchinterval() == pytest.approx(0.003)
+    sys.setswitchinterval(before_s)
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
+def test_a_wrong_switch_interval_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("ASYNCDIST_SWITCH_INTERVAL", text)
+    with nothing_left(), pytest.raises(ValueError, match="ASYNCDIST_SWITCH_INTERVAL"):
+        acquire()
+
+
+def test_forgotten_tasks_are_cancelled_at_its_end() -> None:
+    with nothing_left():
+        thread = acquire()
+        ended: list[str] = []
+
+        async def forgotten() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("cancelled")
+
+        thread.call(lambda: thread.loop.create_task(forgotten()))
+        thread.call(int)
+        release(thread)
+        assert ended == ["cancelled"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_none_and_may_start_its_own() -> None:
+    with nothing_left():
+        thread = acquire()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                for use in (thread.submit, thread.call):
+                    with pytest.raises(ClosedError, match="forked"):
+                        use(int)
+                release(thread)
+                own = acquire()
+                assert own.call(os.getpid) == os.getpid()
+                release(own)
+                code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert thread.call(os.getpid) == os.getpid()
+        release(thread)
+        assert module._current is None
