@@ -1,0 +1,212 @@
+"""Lanes: every item reaches every member that needs it, whatever the order of steps; a lying peer is found out."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from asyncdist.errors import CollectiveMismatchError, RemoteProtocolError
+from asyncdist.transport import lane as lane_module
+from asyncdist.transport.lane import DESCRIPTORS, LANE_HEAD_BYTES, MAX_LANE_RANKS, RECORDS, Lane, LaneOperation
+
+POOL_BYTES = 4096
+
+
+def make(size: int, pool_bytes: int = POOL_BYTES) -> tuple[list[Lane], list[memoryview]]:
+    segments = [memoryview(bytearray(LANE_HEAD_BYTES + pool_bytes)) for _ in range(size)]
+    lanes = []
+    for rank in range(size):
+        seen = [segment if index == rank else segment.toreadonly() for index, segment in enumerate(segments)]
+        lanes.append(Lane(rank, seen))
+    return lanes, segments
+
+
+def content(member: int, number: int, item: int, length: int) -> bytes:
+    return bytes((member * 7 + number * 13 + item * 29 + index) % 251 for index in range(length))
+
+
+class Runner:
+    """One member going through `program`: per operation, how many items of what length each member has, and which
+    items are read by whom."""
+
+    def __init__(self, lane: Lane, program: list[dict[str, object]], depth: int) -> None:
+        self.lane = lane
+        self.program = program
+        self.depth = depth
+        self.next = 0
+        self.active: list[tuple[LaneOperation, dict[str, object], int]] = []
+        self.read = 0
+
+    @property
+    def done(self) -> bool:
+        return self.next == len(self.program) and not self.active
+
+    def step(self, rng: random.Random) -> None:
+        lane = self.lane
+        if self.next < len(self.program) and len(self.active) < self.depth:
+            plan = self.program[self.next]
+            lengths: list[list[int]] = plan["lengths"]  # type: ignore[assignment]
+            needs = {member: deque(items) for (reader, member), items in plan["reads"].items() if reader == lane.rank}  # type: ignore[attr-defined]
+            operation = lane.begin(self.next + 1, len(lengths[lane.rank]), needs)
+            if operation is not None:
+                self.active.append((operation, plan, 0))
+                self.next += 1
+        lane.retire()
+        for index in rng.sample(range(len(self.active)), len(self.active)):
+            operation, plan, published = self.active[index]
+            lengths = plan["lengths"]  # type: ignore[assignment]
+            while published < len(lengths[lane.rank]) and rng.random() < 0.8:
+                data = content(lane.rank, operation.number, published, lengths[lane.rank][published])
+                if not lane.publish(operation, memoryview(data)):
+                    break
+                published += 1
+            self.active[index] = (operation, plan, published)
+            for member, needs in operation.needs.items():
+                while needs and rng.random() < 0.8:
+                    view = lane.item(operation, member, needs[0])
+                    if view is None:
+                        break
+                    assert bytes(view) == content(member, operation.number, needs[0], lengths[member][needs[0]])
+                    lane.consumed(operation, member)
+                    self.read += 1
+        for entry in list(self.active):
+            operation, plan, published = entry
+            if published == operation.item_count and not any(operation.needs.values()):
+                lane.end(operation)
+                self.active.remove(entry)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_programs(seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.randint(2, 5)
+    program: list[dict[str, object]] = []
+    expected = 0
+    for _ in range(rng.randint(1, 50)):
+        lengths = [[rng.choice((1, 8, 100, 700, 2000)) for _ in range(rng.choice((0, 1, 1, 3)))] for _ in range(size)]
+        reads = {}
+        for reader in range(size):
+            for member in range(size):
+                items = [item for item in range(len(lengths[member])) if rng.random() < 0.7]
+                if items and reader != member:
+                    reads[reader, member] = items
+                    expected += len(items)
+        program.append({"lengths": lengths, "reads": reads})
+    lanes, _ = make(size)
+    runners = [Runner(lane, program, rng.choice((1, 3, 100))) for lane in lanes]
+    for _ in range(100_000):
+        if all(runner.done for runner in runners):
+            break
+        rng.choice(runners).step(rng)
+    assert all(runner.done for runner in runners), "stuck"
+    for runner in runners:
+        for other in runners:
+            other.lane.retire()
+        runner.lane.retire()
+    assert sum(runner.read for runner in runners) == expected
+    assert all(runner.lane.finished == len(program) for runner in runners)
+
+
+def test_different_operations_in_one_place_are_a_mismatch() -> None:
+    (one, two), _ = make(2)
+    mine = one.begin(1, 0, {1: deque([0])})
+    two.begin(2, 1, {})
+    assert mine is not None
+    with pytest.raises(CollectiveMismatchError, match="member 1"):
+        one.item(mine, 1, 0)
+
+
+def test_a_member_is_at_most_so_many_operations_ahead() -> None:
+    (one, two), _ = make(2)
+    begun = [one.begin(1, 0, {}) for _ in range(RECORDS)]
+    assert all(begun)
+    assert one.begin(1, 0, {}) is None
+    assert two.wanted_by() == [0]
+    theirs = two.begin(1, 0, {})
+    assert theirs is not None
+    two.end(theirs)
+    assert one.begin(1, 0, {}) is not None
+
+
+def test_room_comes_back_when_items_are_consumed() -> None:
+    (one, two), _ = make(2)
+    mine = one.begin(1, 3, {})
+    theirs = two.begin(1, 0, {0: deque([0, 1, 2])})
+    assert mine is not None
+    assert theirs is not None
+    assert one.publish(mine, memoryview(bytes(POOL_BYTES)))
+    assert not one.publish(mine, memoryview(b"x"))
+    assert two.wanted_by() == [0]
+    assert two.item(theirs, 0, 0) == bytes(POOL_BYTES)
+    two.consumed(theirs, 0)
+    assert one.publish(mine, memoryview(b"x"))
+    assert two.item(theirs, 0, 1) == b"x"
+    with pytest.raises(ValueError, match="does not fit"):
+        one.publish(mine, memoryview(bytes(POOL_BYTES + 1)))
+
+
+def test_as_many_items_as_descriptors() -> None:
+    (one, two), _ = make(2, DESCRIPTORS * 64)
+    mine = one.begin(1, DESCRIPTORS + 1, {})
+    theirs = two.begin(1, 0, {0: deque([0])})
+    assert mine is not None
+    assert theirs is not None
+    assert all(one.publish(mine, memoryview(b"x")) for _ in range(DESCRIPTORS))
+    assert not one.publish(mine, memoryview(b"x"))
+    assert two.item(theirs, 0, 0) == b"x"
+    two.consumed(theirs, 0)
+    two.end(theirs)
+    assert one.publish(mine, memoryview(b"y"))
+
+
+def test_an_operation_given_up_lets_the_next_go_on() -> None:
+    (one, two), _ = make(2)
+    first, second = one.begin(1, 2, {}), one.begin(2, 1, {})
+    assert first is not None
+    assert second is not None
+    assert not one.publish(second, memoryview(b"not yet"))
+    one.end(first)
+    assert one.publish(second, memoryview(b"now"))
+    theirs = [two.begin(1, 0, {}), two.begin(2, 0, {0: deque([0])})]
+    assert theirs[0] is not None
+    assert theirs[1] is not None
+    two.end(theirs[0])
+    assert two.item(theirs[1], 0, 0) == b"now"
+
+
+def test_sizes_of_a_lane() -> None:
+    segment = memoryview(bytearray(LANE_HEAD_BYTES + 64))
+    with pytest.raises(ValueError, match="2 to"):
+        Lane(0, [segment])
+    with pytest.raises(ValueError, match="2 to"):
+        Lane(0, [segment] * (MAX_LANE_RANKS + 1))
+    assert Lane(0, [segment] * MAX_LANE_RANKS).finished == 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_peer_that_writes_anything_is_found_out_or_harmless(seed: int) -> None:
+    rng = random.Random(seed)
+    (one, _), segments = make(2)
+    for _ in range(60):
+        for _ in range(rng.randint(1, 6)):
+            at = rng.choice((0, 64, 128, 192, 256, rng.randrange(0, LANE_HEAD_BYTES - 8, 8)))
+            value = rng.choice((0, 1, 2, 3, RECORDS, 1 << 63, rng.getrandbits(64)))
+            segments[1][at : at + 8] = value.to_bytes(8, "little")
+        try:
+            operation = one.begin(1, 1, {1: deque([0])})
+            if operation is not None:
+                one.publish(operation, memoryview(b"data"))
+                one.retire()
+                if one.item(operation, 1, 0) is not None:
+                    one.consumed(operation, 1)
+                one.end(operation)
+        except (RemoteProtocolError, CollectiveMismatchError):
+            return
+
+
+def test_limits_are_what_the_layout_has_room_for() -> None:
+    words = 64 * (4 + MAX_LANE_RANKS)
+    assert words + RECORDS * 32 + DESCRIPTORS * 16 <= LANE_HEAD_BYTES < words + RECORDS * 32 + DESCRIPTORS * 16 + 4096
+    assert lane_module.LANE_HEAD_BYTES % 4096 == 0
