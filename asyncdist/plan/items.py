@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.problem import Problem
-from asyncdist.plan.selector import plan_for
 from asyncdist.plan.steps import Copy, Plan, Recv, Send, Slice
 
-__all__ = ["GUESSED_BYTES", "ITEM_COLLECTIVES", "item_plan", "one_by_one"]
+__all__ = ["GUESSED_BYTES", "ITEM_COLLECTIVES", "one_by_one"]
 
 ITEM_COLLECTIVES: Final = ("all_gather", "broadcast", "gather", "scatter")
 """Collectives that only move things, each with one item per rank (broadcast: the root's)."""
@@ -25,13 +23,6 @@ ITEM_COLLECTIVES: Final = ("all_gather", "broadcast", "gather", "scatter")
 GUESSED_BYTES: Final = 8 << 10
 """What an item is taken to weigh when its algorithm is chosen: most objects and uneven arrays are small, and for larger
 ones no choice made for small ones costs more than a factor of log2(p)."""
-
-
-def item_plan(collective: str, rank: int, world: int, root: int = 0, algorithm: str | None = None) -> Plan:
-    """Return `rank`'s plan: one item per rank, one item per message. Raises as `plan_for`."""
-    if collective not in ITEM_COLLECTIVES:
-        raise ValueError(f"{collective} is not made of items; these are: {', '.join(ITEM_COLLECTIVES)}")
-    return one_by_one(plan_for(collective, rank, world, 1, GUESSED_BYTES, root, algorithm))
 
 
 def one_by_one(plan: Plan) -> Plan:
@@ -57,11 +48,6 @@ def one_by_one(plan: Plan) -> Plan:
         else:
             raise ValueError(f"{plan.collective} by {plan.algorithm} reduces, which items cannot be")
     return builder.build(block_aligned=True)
-
-
-def item_problem(collective: str, world: int, root: int = 0) -> Problem:
-    """The problem that item plans of a collective solve."""
-    return Problem.of(collective, world, 1, root)
 
 
 def _single(piece: Slice) -> Iterator[Slice]:
