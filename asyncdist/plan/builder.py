@@ -10,7 +10,22 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from typing import Final
 
-from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step, Symmetry
+from asyncdist.plan.steps import (
+    Buffer,
+    Copy,
+    Fetch,
+    FetchReduce,
+    Plan,
+    Publish,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Send,
+    SharedStep,
+    Slice,
+    Step,
+    Symmetry,
+)
 
 __all__ = ["PlanBuilder"]
 
@@ -112,6 +127,8 @@ class PlanBuilder:
         self._accesses = (_Accesses(), _Accesses(), _Accesses())
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
+        self._items = 0
+        self._last_published: int | None = None
 
     def scratch(self, length: int) -> Slice:
         """Reserve `length` elements of SCRATCH."""
@@ -176,6 +193,45 @@ class PlanBuilder:
         self._accesses[target.buffer].write(target, len(self._steps), wait)
         return self._add(Copy(source, target, self._reduced(wait)))
 
+    def publish(self, source: Slice, *, after: Iterable[int | None] = ()) -> int | None:
+        """Put `source` out as this rank's next item; a slice without elements is no item."""
+        if not source.length:
+            return None
+        wait = self._wait(after)
+        self._accesses[source.buffer].read(source, len(self._steps), wait)
+        if self._last_published is not None:
+            wait.add(self._last_published)  # items are put out in order
+        item, self._items = self._items, self._items + 1
+        self._last_published = self._add(Publish(source, item, self._reduced(wait)))
+        return self._last_published
+
+    def fetch(
+        self, peer: int, item: int, offset: int, target: Slice, *, after: Iterable[int | None] = ()
+    ) -> int | None:
+        """Copy into `target` from `peer`'s item number `item`, from its element `offset` on."""
+        if not target.length:
+            return None
+        wait = self._wait(after)
+        self._accesses[target.buffer].write(target, len(self._steps), wait)
+        return self._add(Fetch(peer, item, offset, target, self._reduced(wait)))
+
+    def fetch_reduce(
+        self,
+        peer: int,
+        item: int,
+        offset: int,
+        target: Slice,
+        *,
+        item_left: bool,
+        after: Iterable[int | None] = (),
+    ) -> int | None:
+        """Reduce a part of `peer`'s item into `target`."""
+        if not target.length:
+            return None
+        wait = self._wait(after)
+        self._accesses[target.buffer].write(target, len(self._steps), wait)
+        return self._add(FetchReduce(peer, item, offset, target, item_left, self._reduced(wait)))
+
     def signal(self, peer: int, *, after: Iterable[int | None] = ()) -> int:
         """Send `peer` a message without elements; unlike an empty `send` it does travel."""
         slot = self._slot(self._sent, peer, None)
@@ -200,8 +256,8 @@ class PlanBuilder:
             ordered,
         )
 
-    def _add(self, step: Step) -> int:
-        self._steps.append(step)
+    def _add(self, step: Step | SharedStep) -> int:
+        self._steps.append(step)  # type: ignore[arg-type]
         return len(self._steps) - 1
 
     @staticmethod

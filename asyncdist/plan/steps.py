@@ -5,7 +5,7 @@ nor connections, so the same plan is executed (`executor.runner`), proven (`plan
 
 Offsets and counts are in elements, so that one plan serves every dtype. Peers are group ranks. A message is named by
 (source rank, destination rank, slot): both ends derive the slot from the algorithm alone, and no two messages between
-two ranks in one plan share it.
+two ranks in one plan share it. Where all ranks share memory, data may also be published, and fetched by whoever needs it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,22 @@ import enum
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
-__all__ = ["Buffer", "Copy", "Plan", "Recv", "RecvReduce", "Reduce", "Send", "Slice", "Step", "Symmetry"]
+__all__ = [
+    "Buffer",
+    "Copy",
+    "Fetch",
+    "FetchReduce",
+    "Plan",
+    "Publish",
+    "Recv",
+    "RecvReduce",
+    "Reduce",
+    "Send",
+    "SharedStep",
+    "Slice",
+    "Step",
+    "Symmetry",
+]
 
 
 class Buffer(enum.IntEnum):
@@ -96,6 +111,43 @@ class Copy:
     after: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Put `source` where all ranks can read it, as this rank's next item. Done when the slice may be overwritten.
+
+    Items are numbered from 0 in the order of the steps, and are put out in that order. Whoever puts items out may have
+    to wait until all ranks have read earlier ones: memory for them is bounded.
+    """
+
+    source: Slice
+    item: int
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Copy into `target` from `peer`'s item, beginning at element `offset` of it. `peer` may be this rank."""
+
+    peer: int
+    item: int
+    offset: int
+    target: Slice
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FetchReduce:
+    """Fetch, reduced: target = item op target if `item_left`, else target op item."""
+
+    peer: int
+    item: int
+    offset: int
+    target: Slice
+    item_left: bool
+    after: tuple[int, ...] = ()
+
+
+SharedStep: TypeAlias = Publish | Fetch | FetchReduce
 Step: TypeAlias = Send | Recv | RecvReduce | Reduce | Copy
 
 
