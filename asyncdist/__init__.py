@@ -39,6 +39,7 @@ from asyncdist.api.collectives import (
 )
 from asyncdist.api.exchange import all_to_all, all_to_all_single
 from asyncdist.api.groups import GroupMember, new_group
+from asyncdist.api.monitored import monitored_barrier
 from asyncdist.api.multi_device import (
     all_gather_multigpu,
     all_reduce_multigpu,
@@ -202,6 +203,7 @@ __all__ = [
     "is_ucc_available",
     "is_xccl_available",
     "isend",
+    "monitored_barrier",
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",

@@ -2,11 +2,12 @@
 
 Every message of a collective carries a fingerprint of what its sender runs. Where one differs, the rank that notices
 tells the other what it runs and asks the same, so that the error on both sides shows both; it waits at most ANSWER_S.
+Ranks asked about an operation that has timed out say as well what they run in its place.
 
-That finds differences between ranks that exchange messages. With ASYNCDIST_CHECK=full (rank 0's setting counts) every
-rank also reports each collective, and the line that calls it, to the group's first rank when it is issued. The first
-rank compares, without anybody waiting, and so finds what no message shows: an operation on nothing here, on something
-there, or ranks whose algorithms happen not to talk to each other.
+That finds differences between ranks that exchange messages, or wait for some. With ASYNCDIST_CHECK=full (rank 0's
+setting counts) every rank also reports each collective, and the line that calls it, to the group's first rank when it
+is issued. The first rank compares, without anybody waiting, and so finds at once what no message shows: an operation on
+nothing here and on something there, or two roots that each only send.
 """
 
 from __future__ import annotations
@@ -133,13 +134,21 @@ class Consistency:
             alike = own == text and self._is_private(key)
             self._fail(key, _lengths_differ(sender) if alike else self._difference(own, sender, text))
 
+    def tell(self, rank: int, tag: int, sequence: int) -> None:
+        """An operation has timed out on `rank`: tell it what we run there, if anything, in case that is why."""
+        entry = self._find((tag, sequence))
+        if entry is not None:
+            self._send_check(rank, entry)
+
     def reported(self, sender: int, tag: int, sequence: int, terms: str, shown: str) -> None:
-        """With ASYNCDIST_CHECK=full: a member tells us, the first rank, what it has issued and how to show it."""
+        """A member tells us what it has issued and how to show it."""
         key = (tag, sequence)
         entry = self._find(key)
         if entry is not None:
-            self._compare(entry, {terms: (sender, shown)})
-        elif key in self._reports or len(self._reports) < REPORTS_KEPT:
+            error = self._compare(entry, {terms: (sender, shown)})
+            if error is not None:
+                self._fail(key, error)
+        elif self._full and (key in self._reports or len(self._reports) < REPORTS_KEPT):
             self._reports.setdefault(key, {}).setdefault(terms, (sender, shown))
 
     def stop(self) -> dict[Key, CollectiveMismatchError]:
@@ -195,18 +204,22 @@ class Consistency:
 
     def _report(self, entry: _Issued) -> None:
         if self._world.rank == self._ranks[0]:
-            self._compare(entry, self._reports.pop(entry.key, {}))
+            error = self._compare(entry, self._reports.pop(entry.key, {}))
+            if error is not None:  # not within the call that issues the operation: it is not under way yet
+                self._world.loop.call_soon(self._fail, entry.key, error)
         else:
-            message = ["check", self._group_id, *entry.key, self._terms(entry), self._show(entry)]
-            self._world.tell(self._ranks[:1], message, dial=True)
+            self._send_check(self._ranks[0], entry)
 
-    def _compare(self, entry: _Issued, reports: Mapping[str, tuple[int, str]]) -> None:
+    def _send_check(self, rank: int, entry: _Issued) -> None:
+        message = ["check", self._group_id, *entry.key, self._terms(entry), self._show(entry)]
+        self._world.tell((rank,), message, dial=True)
+
+    def _compare(self, entry: _Issued, reports: Mapping[str, tuple[int, str]]) -> CollectiveMismatchError | None:
         own = self._terms(entry)
         for terms, (rank, shown) in reports.items():
             if terms != own:
-                # Not within the call that issues the operation: it is not under way yet.
-                self._world.loop.call_soon(self._fail, entry.key, self._difference(self._show(entry), rank, shown))
-                return
+                return self._difference(self._show(entry), rank, shown)
+        return None
 
 
 def describe_call(recipe: tuple[Any, ...], ranks: tuple[int, ...]) -> str:
@@ -223,7 +236,7 @@ def describe_call(recipe: tuple[Any, ...], ranks: tuple[int, ...]) -> str:
         parts.append("PREMUL_SUM" if isinstance(op, PremulSum) else repr(op))
     if collective in ROOTED:
         parts.append(f"root {ranks[root]}")
-    if detail:
+    if detail and collective != "barrier":  # whose detail is its operation's name
         parts.append(f"of {detail}")
     return " ".join(parts)
 

@@ -7,13 +7,17 @@ operation, and connected to for that; those that did not, and those that do not 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from asyncdist.backend.base import CollectiveWork
+from asyncdist.errors import CollectiveTimeoutError
 from asyncdist.world import World
 
-__all__ = ["MAX_PROBE_DIALS", "PROBE_S", "Expiry"]
+__all__ = ["MAX_PROBE_DIALS", "MONITORED_BARRIER", "PROBE_S", "Expiry", "timeout_error"]
+
+MONITORED_BARRIER: Final = "monitored_barrier"
+"""The operation whose expiry on the group's first rank asks all members, however many: that is what it is for."""
 
 PROBE_S: Final = 0.5
 """How long members have to answer: a loop that cannot within half a second is stuck itself, and failures are to name
@@ -25,6 +29,14 @@ moment, connections for the question alone would be too many; then only the conn
 
 Key = tuple[int, int]
 """Tag and sequence number of an operation."""
+
+
+def timeout_error(work: CollectiveWork, rank: int, missing: Sequence[int]) -> CollectiveTimeoutError:
+    """What the expiry of `work` on global rank `rank` means to all members."""
+    text = f"{work.operation} #{work.sequence} timed out on rank {rank}"
+    if missing:
+        text += f"; missing: rank {', '.join(map(str, missing))}"
+    return CollectiveTimeoutError(text, missing)
 
 
 class _Probe(NamedTuple):
@@ -102,7 +114,8 @@ class Expiry:
 
     def _probe(self, key: Key) -> None:
         message = ["probe", self._group_id, *key]
-        asked = self._world.tell(self._ranks, message, dial=len(self._ranks) <= MAX_PROBE_DIALS)
+        monitors = self._works[key].operation == MONITORED_BARRIER and self._ranks[0] == self._world.rank
+        asked = self._world.tell(self._ranks, message, dial=monitors or len(self._ranks) <= MAX_PROBE_DIALS)
         if key in self._works:
             self._probes[key] = _Probe(set(asked), set(), self._loop.call_later(PROBE_S, self._conclude, key))
 

@@ -28,18 +28,10 @@ from asyncdist.errors import (
     PeerLostError,
 )
 from asyncdist.executor.work import Work, until_ended
-from asyncdist.expiry import Expiry
+from asyncdist.expiry import Expiry, timeout_error
 from asyncdist.failures import Failures
-from asyncdist.operations.arrays import Arrays
-from asyncdist.operations.coalesced import Coalesced
-from asyncdist.operations.collectives import Collectives
-from asyncdist.operations.exchange import Exchanges
 from asyncdist.operations.issuer import check_rank
-from asyncdist.operations.multi_device import MultiDevice
-from asyncdist.operations.objects import Objects
-from asyncdist.operations.point_to_point import PointToPoint
-from asyncdist.operations.scans import Scans
-from asyncdist.operations.streams import Streams
+from asyncdist.operations.operations import Operations
 from asyncdist.overlap import OverlapWatch
 from asyncdist.pairs import Pairs
 from asyncdist.refusals import Refusals
@@ -55,7 +47,7 @@ CLOSE_SENDS_S: Final = 30.0
 """How long a closing group waits for sends nobody receives; collectives have deadlines of their own."""
 
 
-class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointToPoint, Arrays, Objects, Streams):
+class ProcessGroup(Operations):
     """Some ranks of a world, in an order of their own.
 
     Methods take and return group ranks (0 .. `size` - 1); errors name global ranks. All operations must be called from
@@ -233,10 +225,8 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointT
 
     def _expired(self, work: CollectiveWork, missing: list[int]) -> None:
         missing = missing or list(self._backend.waiting_for(work.tag, work.number))
-        text = f"{work.operation} #{work.sequence} timed out on rank {self.world.rank}"
-        if missing:
-            text += f"; missing: rank {', '.join(map(str, missing))}"
-        self._abort(CollectiveTimeoutError(text, missing), "timeout", text, missing=missing)
+        error = timeout_error(work, self.world.rank, missing)
+        self._abort(error, "timeout", str(error), missing=missing)
 
     # News from the world.
 
@@ -258,6 +248,7 @@ class ProcessGroup(Collectives, Coalesced, MultiDevice, Exchanges, Scans, PointT
         elif kind == "probe":
             tag, sequence = message[2:]
             issued = self._sequences.get(tag, 0) > sequence
+            self._consistency.tell(sender, tag, sequence)
             self.world.tell((sender,), ["status", self.group_id, tag, sequence, issued], dial=False)
         elif kind == "mismatch":
             self._consistency.heard(sender, *message[2:])

@@ -9,7 +9,7 @@ Control messages between ranks are msgpack lists, the first element naming the k
 | `["probe", group, tag, sequence]` | have you issued that collective? |
 | `["status", group, tag, sequence, issued]` | the answer |
 | `["mismatch", group, tag, sequence, text, asked]` | we differ there; this rank runs `text`, and you? |
-| `["check", group, tag, sequence, terms, shown]` | this rank has issued that (ASYNCDIST_CHECK=full) |
+| `["check", group, tag, sequence, terms, shown]` | this rank has issued that (a probe's answer, or a full check) |
 
 News of a group that does not exist here yet is kept, within bounds, until it does.
 """
@@ -26,6 +26,7 @@ from asyncdist import events
 from asyncdist.errors import DistError, PeerLostError, RemoteProtocolError
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.init_method import StoreSource
+from asyncdist.plan.tuning import DEFAULT_TUNING
 from asyncdist.rendezvous import Met, Rendezvous
 from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.transport.base_mesh import BaseMesh
@@ -78,6 +79,8 @@ class World:
         self.world_size = world_size
         self.world_id = met.world_id
         self.options = met.options
+        self.tuning = DEFAULT_TUNING
+        """What the choice of algorithms depends on: rank 0's, once it is known."""
         self.allow_pickle = met.allow_pickle
         self.pool = ScratchPool()
         self.groups: dict[int, GroupListener] = {}

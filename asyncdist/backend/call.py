@@ -30,6 +30,7 @@ __all__ = [
     "broadcast",
     "check_same_dtype",
     "gather",
+    "monitored_barrier",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",
@@ -186,6 +187,11 @@ def reduce_scatter_tensor(output: object, tensor: object, op: ReduceOpLike, size
 def barrier() -> Call:
     """No data."""
     return Call("barrier", _BYTE, 0, NO_BLOCKS, NO_BLOCKS, None)
+
+
+def monitored_barrier() -> Call:
+    """No data; not to be met by a plain barrier."""
+    return Call("barrier", _BYTE, 0, NO_BLOCKS, NO_BLOCKS, None, detail="monitored")
 
 
 def arrays_of(values: object, name: str, size: int | None) -> list[Array]:

@@ -1,0 +1,259 @@
+"""What the error shows when ranks run different collectives in one place of the order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from group_kit import Group, outcome
+
+import asyncdist as dist
+from asyncdist import consistency
+from asyncdist.consistency import ANSWER_S, ISSUED_KEPT, REPORTS_KEPT, describe_call, parse_check
+from asyncdist.reduce_op import PremulSum
+from asyncdist.testing import run_world
+
+Calls = list[Callable[[Group], Any]]
+
+
+def differ(calls: Calls, seed: int | None = None, full: bool = False) -> list[BaseException]:
+    """What each rank gets when it makes the call of its number; a rank whose call ends well makes a barrier then."""
+
+    async def main(group: Group) -> BaseException:
+        group._consistency._full = full
+        try:
+            found = await outcome(calls[group.rank](group))
+            if not isinstance(found, BaseException):
+                await asyncio.sleep(2)
+                found = await outcome(group.barrier())
+        except dist.GroupAbortedError as error:
+            found = error
+        assert isinstance(found, dist.DistError)
+        return found
+
+    return run_world(len(calls), main, seed=seed)
+
+
+BOTH = "rank 0 runs all_reduce float32[64] SUM (recursive_doubling), rank 1 runs broadcast int64[32] root 1 ("
+
+
+@pytest.mark.parametrize("seed", [None, *range(12)])
+def test_both_sides_show_both_sides(seed: int | None) -> None:
+    errors = differ([lambda g: g.all_reduce(np.zeros(64, "f4")), lambda g: g.broadcast(np.zeros(32, "i8"), 1)], seed)
+    for rank, error in enumerate(errors):
+        assert BOTH in str(error), error
+        assert f"group default, rank {rank}, " in str(error)
+    assert any(isinstance(error, dist.CollectiveMismatchError) for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("calls", "shown"),
+    [
+        (
+            [lambda g: g.all_reduce(np.zeros(64)), lambda g: g.all_reduce(np.zeros(8))],
+            "float64[64] SUM.*float64[8] SUM",
+        ),
+        (
+            [lambda g: g.all_reduce(np.zeros(8)), lambda g: g.all_reduce(np.zeros(8), dist.ReduceOp.MAX)],
+            "float64[8] SUM.*float64[8] MAX",
+        ),
+        ([lambda g: g.all_reduce(np.zeros(8, "f4")), lambda g: g.all_reduce(np.zeros(8, "i4"))], "float32.*int32"),
+        ([lambda g: g.reduce(np.zeros(8), 0), lambda g: g.reduce(np.zeros(8), 1, dist.ReduceOp.MAX)], "root 0.*root 1"),
+        ([lambda g: g.barrier(), lambda g: g.all_reduce(np.zeros(4))], "rank 0 runs barrier (.*rank 1 runs all_reduce"),
+        (
+            [
+                lambda g: g.all_reduce_coalesced([np.zeros(3), np.zeros(5)]),
+                lambda g: g.all_reduce_coalesced([np.zeros(4), np.zeros(4)]),
+            ],
+            "all_reduce_coalesced float64[8] SUM of 3+5 (.*float64[8] SUM of 4+4 (",
+        ),
+        (
+            [lambda g: g.reduce_scatter(np.zeros(1), [np.zeros(1), np.zeros(2)]), lambda g: g.all_reduce(np.zeros(9))],
+            "reduce_scatter float64[1, 2] SUM (.*all_reduce float64[9]",
+        ),
+    ],
+)
+def test_what_differs_is_shown(calls: Calls, shown: str) -> None:
+    for error in differ(calls):
+        parts = shown.split(".*")
+        places = [str(error).find(part) for part in parts]
+        assert -1 not in places, error
+        assert places == sorted(places)
+
+
+def test_a_third_rank_hears_of_both_sides() -> None:
+    calls: Calls = [lambda g: g.all_reduce(np.zeros(3))] * 2 + [lambda g: g.all_reduce(np.zeros(4))]
+    for error in differ(calls):
+        assert "float64[3] SUM" in str(error)
+        assert "float64[4] SUM" in str(error)
+
+
+def test_a_side_that_has_gone_on_still_says_what_it_ran() -> None:
+    async def main(group: Group) -> str:
+        if group.rank == 0:  # its messages are sent eagerly, so it may be done long before the other begins
+            await group.broadcast(np.zeros(3), 0)
+            await group.broadcast(np.zeros(3), 0)
+            await asyncio.sleep(1)
+            with pytest.raises(dist.GroupAbortedError) as aborted:
+                group.barrier()
+            return str(aborted.value)
+        await asyncio.sleep(0.1)
+        return str(await outcome(group.broadcast(np.zeros(3, "f4"), 0)))
+
+    for text in run_world(2, main):
+        assert "rank 0 runs broadcast float64[3] root 0" in text
+        assert "rank 1 runs broadcast float32[3] root 0" in text
+
+
+def test_the_error_does_not_wait_for_a_side_that_is_stuck() -> None:
+    async def main(group: Group) -> Any:
+        group._consistency._full = False
+        if group.rank == 0:
+            await group.broadcast(np.zeros(3), 0)
+            group.control = lambda *_: None  # type: ignore[method-assign]  # as a loop that does not run
+            await asyncio.sleep(2)
+            return None
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        error = await outcome(group.broadcast(np.zeros(3, "f4"), 0))
+        assert isinstance(error, dist.CollectiveMismatchError)
+        assert error.peer == 0
+        assert "rank 0 runs something else that it does not name, rank 1 runs broadcast float32[3]" in str(error)
+        return loop.time() - start_s
+
+    assert run_world(2, main)[1] == pytest.approx(ANSWER_S, abs=0.01)
+
+
+@pytest.mark.parametrize("past", [0, 1])
+def test_so_many_collectives_are_remembered_and_no_more(past: int) -> None:
+    async def main(group: Group) -> str:
+        if group.rank == 0:
+            await group.broadcast(np.zeros(3), 0)
+            for _ in range(ISSUED_KEPT - 1 + past):
+                await group.broadcast(np.zeros(0), 0, tag=1)
+            await asyncio.sleep(1)
+            return ""
+        await asyncio.sleep(0.1)
+        return str(await outcome(group.broadcast(np.zeros(3, "f4"), 0)))
+
+    found = run_world(2, main)[1]
+    assert ("rank 0 runs broadcast float64[3]" in found) == (not past)
+    assert ("does not name" in found) == bool(past)
+
+
+def test_what_is_pending_ends_with_the_group() -> None:
+    async def main(group: Group) -> BaseException | None:
+        if group.rank == 0:
+            await group.broadcast(np.zeros(3), 0)
+            group._consistency.heard = lambda *_: None  # type: ignore[method-assign]
+            await asyncio.sleep(0.2)
+            group.abort("enough")
+            await asyncio.sleep(1)
+            return None
+        return await outcome(group.broadcast(np.zeros(3, "f4"), 0))
+
+    error = run_world(2, main)[1]
+    assert isinstance(error, dist.CollectiveMismatchError)
+
+
+# ASYNCDIST_CHECK=full.
+
+
+@pytest.mark.parametrize("seed", [None, *range(8)])
+def test_nothing_here_and_something_there_is_found_when_asked_for(seed: int | None) -> None:
+    calls: Calls = [lambda g: g.all_reduce(np.zeros(0)), *[lambda g: g.all_reduce(np.zeros(3))] * 2]
+    for error in differ(calls, seed, full=True):
+        assert "runs all_reduce float64[0] SUM at test_consistency.py:" in str(error)
+        assert "runs all_reduce float64[3] SUM at test_consistency.py:" in str(error)
+
+
+def test_two_roots_that_only_send_are_found_when_asked_for() -> None:
+    for error in differ([lambda g: g.broadcast(np.zeros(8), 0), lambda g: g.broadcast(np.zeros(8), 1)], full=True):
+        assert "rank 0 runs broadcast float64[8] root 0 at" in str(error)
+        assert "rank 1 runs broadcast float64[8] root 1 at" in str(error)
+
+
+def test_ranks_other_than_the_first_are_compared_through_it() -> None:
+    calls: Calls = [lambda g: g.all_reduce(np.zeros(0)), lambda g: g.all_reduce(np.zeros(0))]
+    calls.append(lambda g: g.broadcast(np.zeros(0), 2))
+    for error in differ(calls, full=True):
+        assert "rank 0 runs all_reduce float64[0] SUM at" in str(error)
+        assert "rank 2 runs broadcast float64[0] root 2 at" in str(error)
+
+
+def test_equal_programs_pass_the_full_check() -> None:
+    async def main(group: Group) -> None:
+        group._consistency._full = True
+        own, whole = np.full(2, group.rank), np.zeros(6, int)
+        for _ in range(3):
+            if group.rank:
+                await group.all_gather_into_tensor(whole, own)
+            else:  # another spelling of the same operation
+                await group.all_gather([whole[:2], whole[2:4], whole[4:]], own)
+            await group.all_reduce(np.ones(3), dist.ReduceOp.PREMUL_SUM(group.rank))
+            await group.gather(own, [np.zeros(2, int)] * 3 if group.rank == 1 else None, 1)
+            await group.barrier(tag=group._sequences[0])
+        subgroup = dist.new_group([2, 0], sort_ranks=False)
+        if not isinstance(subgroup, dist.NonMember):
+            subgroup._consistency._full = True
+            await subgroup.all_reduce(np.ones(2))
+        await group.barrier()
+
+    for seed in range(5):
+        run_world(3, main, seed=seed)
+
+
+@pytest.mark.parametrize("past", [0, 1])
+def test_so_many_reports_are_kept_and_no_more(past: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consistency, "REPORTS_KEPT", 4)
+    assert REPORTS_KEPT > 4
+
+    async def main(group: Group) -> bool:
+        group._consistency._full = True
+        last = 3 + past
+        if group.rank == 1:
+            for number in range(last + 1):
+                await group.broadcast(np.zeros(0, "f4" if number == last else "f8"), 0)
+        else:
+            await asyncio.sleep(0.5)
+            for _ in range(last + 1):
+                await group.broadcast(np.zeros(0), 0)
+        await asyncio.sleep(1)
+        return group._aborted is None
+
+    assert run_world(2, main) == [bool(past)] * 2
+
+
+def test_levels() -> None:
+    assert [parse_check(text) for text in ("", "on", " Full ")] == ["on", "on", "full"]
+    with pytest.raises(ValueError, match="ASYNCDIST_CHECK='off': use on or full"):
+        parse_check("off")
+
+
+async def test_rank_0_sets_the_level_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCDIST_CHECK", "full")
+    async with dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1) as group:
+        assert group.world.options["check"] == "full"
+    monkeypatch.setenv("ASYNCDIST_CHECK", "loud")
+    with pytest.raises(ValueError, match="ASYNCDIST_CHECK"):
+        await dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shown"),
+    [
+        (("all_reduce", 5, np.dtype("f4"), 0, dist.ReduceOp.SUM, ""), "float32[5] SUM"),
+        (("all_reduce", 5, np.dtype("f4"), 0, PremulSum(2), ""), "float32[5] PREMUL_SUM"),
+        (("broadcast", (5,), np.dtype(ml_dtypes.bfloat16), 1, None, ""), "bfloat16[5] root 7"),
+        (("all_gather", (2, 2, 2), np.dtype("?"), 0, None, ""), "bool[2]"),
+        (("all_gather", tuple(range(9)), np.dtype("?"), 0, None, ""), "bool[0, 1, 2, 3, 4, 5, 6, 7, ...]"),
+        (("gather", 128, np.dtype("V128"), 0, None, "objects"), "root 9 of objects"),
+        (("barrier", 0, np.dtype("u1"), 0, None, ""), ""),
+    ],
+)
+def test_calls_are_described(recipe: tuple[Any, ...], shown: str) -> None:
+    assert describe_call(recipe, (9, 7, 8)) == shown
