@@ -167,6 +167,7 @@ def scatter_object_list(output_list: object, input_list: object, root: int, term
 
 def encode_object(value: object, terms: Terms) -> Item:
     """An object as an item. Raises as `objects.encode`, and ValueError for one that is too large."""
+    terms.check()
     octets = encode(value, allow_pickle=terms.allow_pickle)
     if octets.nbytes > terms.item_bytes:
         raise ValueError(

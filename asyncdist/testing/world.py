@@ -15,6 +15,7 @@ from asyncdist.deadline import Deadline
 from asyncdist.group import ProcessGroup
 from asyncdist.init_method import InitMethod, StoreSource
 from asyncdist.initialize import open_world
+from asyncdist.plan.tuning import DEFAULT_TUNING
 from asyncdist.store import HashStore
 from asyncdist.testing.loop import VirtualTimeLoop
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
@@ -44,7 +45,9 @@ class SimulatedWorld:
         """Let `rank` vanish as if its process were killed: its peers see the connection end without a goodbye."""
         self.network.cut(rank, self.world_id)
 
-    async def join(self, rank: int, timeout_s: float | None = GROUP_TIMEOUT_S) -> ProcessGroup:
+    async def join(
+        self, rank: int, timeout_s: float | None = GROUP_TIMEOUT_S, *, allow_pickle: bool = False
+    ) -> ProcessGroup:
         """Join as `rank`; the group is the default of the current context."""
 
         def make_mesh(
@@ -65,8 +68,10 @@ class SimulatedWorld:
             "default",
             timeout_s,
             Deadline.after(timeout_s, asyncio.get_running_loop().time()),
+            allow_pickle=allow_pickle,
             environ={},
             make_mesh=make_mesh,
+            tuning=DEFAULT_TUNING,
         )
 
 
