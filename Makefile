@@ -34,7 +34,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m bench $(ARGS)
 
 prove: $(VENV)/.base
-	$(BIN)/python -m asyncdist.plan.verify $(or $(ARGS),--worlds 1..64)
+	$(BIN)/python -m asyncdist.cli.prove_command $(ARGS)
 
 sim: $(VENV)/.dev
 	ASYNCDIST_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/sim $(ARGS)

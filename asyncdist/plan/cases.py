@@ -1,61 +1,91 @@
-"""The problems that every algorithm is proven on, and the command that proves them."""
+"""The problems that every algorithm is proven on, by world size.
+
+A family is a problem and what it becomes when ranks are renamed so that another one is the root.
+
+| world | counts | roots |
+| --- | --- | --- |
+| 1 .. 12 | none, one, one per rank and one fewer, uneven, many chunks, all on one rank; ranks per host | every |
+| 13 .. 128 | none, even, uneven | every root for even counts, else five |
+| larger | none; even or uneven, by turns | five |
+
+The five roots are the first, the second, one a third on, the middle and the last. Uneven counts of worlds above 64
+leave most ranks without an element, so that a ring of p ranks takes p steps and not p * p; even ones give each some.
+"""
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
-from asyncdist.plan.problem import BLOCK_COLLECTIVES, PRIVATE_COLLECTIVES, ROOTED, Problem
-from asyncdist.plan.registry import ALGORITHMS, build
-from asyncdist.plan.symbols import PlanError
-from asyncdist.plan.verify import verify
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, PRIVATE_COLLECTIVES, ROOTED, VECTOR_COLLECTIVES, Problem
+from asyncdist.plan.relabel import rotated_problem
 
-__all__ = ["exchange_problems", "main", "private_problems", "problems", "prove"]
+__all__ = [
+    "BY_HOST",
+    "THOROUGH",
+    "Family",
+    "chunk_length_of",
+    "exchange_problems",
+    "families",
+    "private_problems",
+]
+
+Family: TypeAlias = tuple[Problem | tuple[Problem, ...], ...]
+"""Problems that differ in the root alone, or one; where a rank knows only its own lengths, each is one per rank."""
 
 CHUNK_LENGTH: Final = 4
 """Elements in a chunk: few, so that small vectors have several. A proof depends on the cuts, not on the size."""
 
-THOROUGH_WORLD: Final = 12
-"""Up to here every count and every root is proven; larger worlds take a choice of both, which differs by world."""
+THOROUGH: Final = 12
+"""The largest world in which every count and root is proven. Up to there is every kind of number: powers of two,
+primes, odd and even composites."""
+
+EVERY_ROOT: Final = 128
+"""The largest world in which every root is proven. The plans alone, for all roots, are p * p to make."""
+
+BOTH_COUNTS: Final = 128
+"""The largest world that is proven with even and with uneven counts."""
+
+MOST_RANKS: Final = 64
+"""The largest world in which uneven counts give most ranks an element."""
 
 SEVERAL_CHUNKS: Final = 5 * CHUNK_LENGTH + 1
 """Elements of a vector sent whole: six chunks, more than any window holds."""
 
+FEW: Final = 11
+"""Elements, or ranks that have some, where most have none: several, and no divisor of most worlds."""
+
 BLOCK_PATTERN: Final = (5, 0, 1, 0)
 """Uneven block lengths, repeated: two chunks, nothing, one element."""
 
+BY_HOST: Final = ("ring_2d",)
+"""Algorithms whose plans depend on the ranks per host."""
 
-def problems(collective: str, world: int, *, thorough: bool | None = None) -> Iterator[Problem | tuple[Problem, ...]]:
-    """Yield what a collective is proven on in a world: no elements, one, fewer than ranks, uneven, several chunks.
 
-    Where a rank knows only its own lengths, yield one problem per rank.
-    """
+def families(collective: str, algorithm: str, world: int, *, thorough: bool | None = None) -> Iterator[Family]:
+    """Yield what an algorithm is proven on in a world; `thorough`: as in small worlds."""
     if thorough is None:
-        thorough = world <= THOROUGH_WORLD
-    if collective == "barrier":
-        yield Problem.of(collective, world, 0)
-        return
+        thorough = world <= THOROUGH
     if collective == "all_to_all_uneven":
-        yield from _uneven_exchanges(world, thorough=thorough)
+        for lengths in _exchanges(world, thorough=thorough):
+            yield (exchange_problems(lengths),)
         return
-    if collective in PRIVATE_COLLECTIVES:
-        for known in problems(collective.removesuffix("_uneven"), world, thorough=thorough):
-            assert isinstance(known, Problem)
-            yield private_problems(collective, known.counts, known.root)
-        return
-    counts: list[int | tuple[int, ...]] = [0, 1] if thorough or world % 4 == 0 else [0]
-    if collective in BLOCK_COLLECTIVES:
-        counts += [_pattern(world)] + ([9, _lone(world)] if thorough else [])
-    else:
-        several = SEVERAL_CHUNKS if collective in ROOTED else world + world // 2 + 1
-        counts += [several] + ([world - 1, world, 9 * world + 5] if thorough else [])
-    roots = range(world) if thorough else (0, world // 3 + 1)
-    for count in counts:
-        for root in roots if collective in ROOTED else (0,):
-            yield Problem.of(collective, world, count, root)
+    for counts, every_root in _counts(collective, world, thorough=thorough):
+        roots = _roots(world, every=every_root) if collective in ROOTED else (0,)
+        for ranks_per_host in _hosts(world, thorough=thorough) if algorithm in BY_HOST else (1,):
+            first = Problem.of(collective.removesuffix("_uneven"), world, counts, 0, ranks_per_host)
+            family = tuple(rotated_problem(first, root) for root in roots)
+            if collective in PRIVATE_COLLECTIVES:
+                yield tuple(private_problems(collective, problem.counts, problem.root) for problem in family)
+            else:
+                yield family
+
+
+def chunk_length_of(problem: Problem) -> int:
+    """Elements in a chunk, such that whole vectors have several and, above the thorough worlds, not too many."""
+    if problem.collective in VECTOR_COLLECTIVES and problem.world > THOROUGH:
+        return max(CHUNK_LENGTH, problem.total // 5)
+    return CHUNK_LENGTH
 
 
 def private_problems(collective: str, counts: Sequence[int], root: int) -> tuple[Problem, ...]:
@@ -74,66 +104,64 @@ def exchange_problems(lengths: Sequence[Sequence[int]]) -> tuple[Problem, ...]:
     )
 
 
-def prove(collective: str, algorithm: str, world: int, *, thorough: bool | None = None) -> int:
-    """Prove one algorithm in one world. Returns the number of problems; raises PlanError."""
-    proven = 0
-    for problem in problems(collective, world, thorough=thorough):
-        own = [problem] * world if isinstance(problem, Problem) else problem
-        verify(problem, [build(own[rank], algorithm, rank, CHUNK_LENGTH) for rank in range(world)])
-        proven += 1
-    return proven
+def _counts(collective: str, world: int, *, thorough: bool) -> list[tuple[int | tuple[int, ...], bool]]:
+    """Counts, and whether to prove every root with them."""
+    if collective == "barrier":
+        return [(0, False)]
+    every_root = world <= EVERY_ROOT
+    even: int | tuple[int, ...] = 1
+    if collective in BLOCK_COLLECTIVES:
+        uneven: int | tuple[int, ...] = _pattern(world) if world <= MOST_RANKS else _sparse(world)
+        more: list[int | tuple[int, ...]] = [9, _lone(world)]
+    elif collective == "all_to_all":
+        uneven, more = 1, [9]  # which has no uneven counts
+    elif collective in ROOTED:
+        even, uneven = 2, SEVERAL_CHUNKS  # two: one for each half of a vector
+        more = [1, 9 * world + 5]
+    else:
+        uneven = world + world // 2 + 1 if world <= MOST_RANKS else FEW
+        even, more = world, [1, world - 1, 9 * world + 5]
+    if thorough:
+        return [(counts, True) for counts in dict.fromkeys((0, even, uneven, *more))]
+    if world <= BOTH_COUNTS:
+        return [(counts, every_root and counts == even) for counts in dict.fromkeys((0, even, uneven))]
+    # by turns such that powers of two and those one less are even, those one more uneven
+    return [(0, False), (even if world % 4 in (0, 3) else uneven, False)]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Prove what the command line names; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m asyncdist.plan.verify", description="Prove the plans.")
-    parser.add_argument("--worlds", default="1..64", help="world sizes: N, A..B, or several with commas (1..64)")
-    parser.add_argument("--collective", help="only this one")
-    parser.add_argument("--algorithm", help="only this one")
-    parser.add_argument("--thorough", action="store_true", help="all counts and roots in every world")
-    options = parser.parse_args(arguments)
-    worlds = _worlds(options.worlds)
-    failed = 0
-    for collective, table in ALGORITHMS.items():
-        for algorithm in table:
-            if options.collective not in (None, collective) or options.algorithm not in (None, algorithm):
-                continue
-            failed += not _report(collective, algorithm, worlds, thorough=options.thorough or None)
-    return 1 if failed else 0
+def _roots(world: int, *, every: bool) -> Sequence[int]:
+    if every:
+        return range(world)
+    return sorted({0, 1 % world, world // 3, world // 2, world - 1})
 
 
-def _report(collective: str, algorithm: str, worlds: Sequence[int], *, thorough: bool | None) -> bool:
-    started = time.perf_counter()
-    try:
-        proven = sum(prove(collective, algorithm, world, thorough=thorough) for world in worlds)
-    except PlanError as error:
-        print(f"{collective}:{algorithm} FAILED: {error}", file=sys.stderr)
-        return False
-    elapsed_s = time.perf_counter() - started
-    print(f"{collective}:{algorithm}: {proven} problems in {len(worlds)} worlds, {elapsed_s:.1f} s", flush=True)
-    return True
+def _hosts(world: int, *, thorough: bool) -> Sequence[int]:
+    """Ranks per host: one, those that divide the world, and one that does not; in larger worlds fewer of them."""
+    divisors = [number for number in range(2, world) if world % number == 0]
+    middle = divisors[len(divisors) // 2 :][:1]
+    if thorough:
+        return [1, *divisors, next(number for number in range(2, world + 2) if world % number)]
+    return [1, *middle] if world <= BOTH_COUNTS else middle or [1]
 
 
-def _worlds(text: str) -> list[int]:
-    worlds: list[int] = []
-    for part in text.split(","):
-        first, dots, last = part.partition("..")
-        worlds.extend(range(int(first), int(last if dots else first) + 1))
-    return worlds
+def _exchanges(world: int, *, thorough: bool) -> Iterator[list[list[int]]]:
+    """Matrices of lengths: row s is what rank s sends to each."""
+    ranks = range(world)
+    yield [[BLOCK_PATTERN[(3 * source + target) % len(BLOCK_PATTERN)] for target in ranks] for source in ranks]
+    if thorough:
+        yield [[0] * world for _ in ranks]
+        yield [[1] * world for _ in ranks]
+        yield [[9 * (target == world // 2) for target in ranks] for _ in ranks]
 
 
 def _pattern(world: int) -> tuple[int, ...]:
     return tuple(BLOCK_PATTERN[rank % len(BLOCK_PATTERN)] for rank in range(world))
 
 
-def _uneven_exchanges(world: int, *, thorough: bool) -> Iterator[tuple[Problem, ...]]:
-    ranks = range(world)
-    pattern = BLOCK_PATTERN
-    yield exchange_problems([[pattern[(3 * source + target) % len(pattern)] for target in ranks] for source in ranks])
-    if thorough:
-        yield exchange_problems([[0] * world for _ in ranks])
-        yield exchange_problems([[1] * world for _ in ranks])
-        yield exchange_problems([[9 * (target == world // 2) for target in ranks] for _ in ranks])
+def _sparse(world: int) -> tuple[int, ...]:
+    """Few ranks have something, the first not among them."""
+    step = world // FEW
+    return tuple((5, 1)[rank // step % 2] if rank % step == step - 1 else 0 for rank in range(world))
 
 
 def _lone(world: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 Rotation by s renames rank k to k + s (modulo the world), and with the ranks whatever belongs to them: peers, the root,
 and the blocks of vectors that have one per rank, which change places. A set of plans solves a problem if and only if
 the renamed plans solve the renamed problem, since nothing in a plan's meaning knows what a rank is called. Only the
-claim that operands are reduced in rank order does, so plans that make it are never compared here.
+claim that operands are reduced in rank order does, so a plan that makes it counts as no other one's, renamed.
 
 A comparison costs a fraction of a proof. It is used in two ways:
 
@@ -79,12 +79,12 @@ class Relabelling:
     def maps(self, plan: Plan, other: Plan) -> bool:
         """Whether `other` is `plan` renamed: the same steps, waits and slots, with peers and blocks rotated."""
         world, shift = self._world, self._shift
-        if plan.ordered and plan.collective in REDUCTIONS:
+        if other.ordered and other.collective in REDUCTIONS:
             return False
         if (other.rank, other.world, other.collective) != ((plan.rank + shift) % world, world, plan.collective):
             return False
-        claims = (plan.scratch_count, plan.symmetry, plan.block_aligned, plan.ordered)
-        if (other.scratch_count, other.symmetry, other.block_aligned, other.ordered) != claims:
+        claims = (plan.scratch_count, plan.symmetry, plan.block_aligned)
+        if (other.scratch_count, other.symmetry, other.block_aligned) != claims:
             return False
         if len(plan.steps) != len(other.steps):
             return False

@@ -8,19 +8,19 @@
 3. Hazards: of two steps of a rank that touch the same elements, one of them writing, one waits for the other. So the
    result is the same in whatever order messages arrive.
 4. No deadlock, even if a send is done only when it has been received: no plan relies on buffering.
-5. Data: nothing is read before it is written, nothing is written in vain (overwritten, or left in SCRATCH, before it
-   was read), operands of a reduction are the same elements of the vector, and the result has every rank's contribution
-   exactly once (or, for moved blocks, exactly the right elements).
+5. Data: nothing is read before it is written, operands of a reduction are the same elements of the vector, and the
+   result has every rank's contribution exactly once (or, for moved blocks, exactly the right elements). Nothing is
+   written in vain: it is read before it is overwritten, all of SCRATCH is, and moved elements are written once.
 6. all_reduce: all ranks evaluate the same expression for an element, so results are bit-identical.
 7. A claimed symmetry, block alignment or order of reduction holds.
 
 `verify_rotated` shows the same of plans that are rotations of each other, from rank 0's alone: it compares every other
 rank's plan with rank 0's renamed (`plan.relabel`), which carries 1, 3 and 7 over to it, and then runs rank 0's plan
-for all of them in step (`run.RotatedRun`): one possible execution of all ranks and, by 3, as good as any. Plans are made
-one at a time and thrown away, so that p ranks with p steps each take memory for p steps.
+for all of them in step (`run.RotatedRun`): one possible execution of all ranks and, by 3, as good as any. Plans are
+made one at a time and thrown away, so that p ranks with p steps each take memory for p steps.
 
-Work is proportional to the steps, whatever the element counts. What is run, with which counts and roots in which
-worlds, is in `plan.cases`; `make prove` runs it.
+Work is proportional to the steps, whatever the element counts. `plan.cases` says what is proven in which
+worlds, `plan.prove` how; `make prove` does it.
 """
 
 from __future__ import annotations
@@ -90,11 +90,3 @@ def _check_run(run: Run) -> None:
 
 def _title(plan: Plan) -> str:
     return f"{plan.collective}:{plan.algorithm}"
-
-
-if __name__ == "__main__":
-    import sys
-
-    from asyncdist.plan.cases import main
-
-    sys.exit(main(sys.argv[1:]))

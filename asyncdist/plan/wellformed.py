@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from asyncdist.plan.chunks import offsets
-from asyncdist.plan.problem import EXCHANGES, Problem
+from asyncdist.plan.problem import EXCHANGES, REDUCTIONS, Problem
 from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step, Symmetry
 from asyncdist.plan.symbols import PlanError, bits
 
@@ -99,8 +99,10 @@ def check_hazards(plan: Plan) -> None:
 
     The elements are cut at every boundary any step uses; per cell it is enough to look at the last writer and the
     readers since, as those were found to be in order with everything before them. What is written must be of use:
-    nothing is overwritten before it was read, and nothing is left in SCRATCH unread.
+    nothing is overwritten before it was read, nothing is left in SCRATCH unread, and where elements are only moved,
+    OUTPUT is written once.
     """
+    once = plan.collective not in REDUCTIONS
     cells = _cells(plan)
     writers = tuple([NOBODY] * len(cell) for cell in cells)
     readers = tuple([0] * len(cell) for cell in cells)
@@ -130,8 +132,8 @@ def check_hazards(plan: Plan) -> None:
                 if reading & ~before or (writer >= 0 and not before >> writer & 1):
                     others = reading | (1 << writer if writer >= 0 else 0)
                     raise PlanError(f"step {index} touches {target} unordered with steps {bits(others & ~before)}")
-                if writer >= 0 and not reading and not reads:
-                    raise PlanError(f"step {index} overwrites {target} before what step {writer} wrote there is read")
+                if writer >= 0 and (not reading or (once and buffer == Buffer.OUTPUT)) and not reads:
+                    raise PlanError(f"step {index} overwrites {target}, which step {writer} wrote in vain")
                 writers[buffer][number], readers[buffer][number] = index, 0
     for writer, reading in zip(writers[Buffer.SCRATCH], readers[Buffer.SCRATCH], strict=True):
         if writer >= 0 and not reading:

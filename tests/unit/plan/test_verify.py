@@ -1,43 +1,22 @@
-"""The proof: every algorithm passes in every world, and every kind of planted bug is found."""
+"""Every kind of planted bug is found, and named. That every algorithm passes in every world is in test_prove.py."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.cases import exchange_problems, main, problems, prove
+from asyncdist.plan.cases import exchange_problems
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, REDUCTIONS, Problem
 from asyncdist.plan.registry import ALGORITHMS, algorithms, build, ordered_algorithms
 from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Symmetry
 from asyncdist.plan.verify import PlanError, verify
 
 EVERY = [(collective, algorithm) for collective, table in ALGORITHMS.items() for algorithm in table]
-WORLDS = {"1 to 16": range(1, 17), "17 to 40": range(17, 41), "41 to 64": range(41, 65)}
-
-
-@pytest.mark.parametrize("worlds", WORLDS)
-@pytest.mark.parametrize(("collective", "algorithm"), EVERY)
-def test_every_algorithm_is_proven_in_every_world(collective, algorithm, worlds):
-    for world in WORLDS[worlds]:
-        assert prove(collective, algorithm, world) > 0
-
-
-def test_cases_have_no_element_one_fewer_than_ranks_uneven_and_several_chunks():
-    counts = {problem.counts for problem in problems("all_reduce", 4)}
-    assert {(0,), (1,), (3,), (4,), (7,)} < counts
-    assert any(len(set(problem.counts)) > 1 for problem in problems("all_gather", 64))
-    assert {problem.root for problem in problems("gather", 5)} == set(range(5))
-    assert len({problem.root for problem in problems("gather", 64)}) == 2
-
-
-def test_the_command_reports_and_fails_as_it_should(capsys, monkeypatch):
-    assert main(["--worlds", "1..3,5", "--collective", "barrier"]) == 0
-    assert "barrier:dissemination: 4 problems in 4 worlds" in capsys.readouterr().out
-    monkeypatch.setattr("asyncdist.plan.cases.build", lambda *_: Plan("barrier", "broken", 0, 1, ()))
-    assert main(["--worlds", "2", "--collective", "barrier"]) == 1
-    assert "barrier:dissemination FAILED" in capsys.readouterr().err
+STEPS = 600
+"""Steps that a kind of mistake is planted in, of some thousands. test_mutants.py plants all kinds in all plans."""
 
 
 def plans_of(collective, algorithm, world, count, root=0, chunk_length=4):
@@ -70,11 +49,16 @@ SAMPLES = [
 ]
 
 
-def every_step():
-    for problem, plans in SAMPLES:
-        for plan in plans:
-            for index, step in enumerate(plan.steps):
-                yield problem, plans, plan.rank, index, step
+def every_step(choose=lambda plans, step: True):
+    """Steps of all samples that `choose` takes, or a choice of them that changes only with the samples."""
+    found = [
+        (problem, plans, plan.rank, index, step)
+        for problem, plans in SAMPLES
+        for plan in plans
+        for index, step in enumerate(plan.steps)
+        if choose(plans, step)
+    ]
+    return found if len(found) <= STEPS else random.Random(1).sample(found, STEPS)
 
 
 def name(step):
@@ -192,10 +176,11 @@ def test_a_missing_step_is_found():
 
 def test_another_order_of_reduction_is_found_in_all_reduce():
     found = 0
-    for problem, plans, rank, index, step in every_step():
-        if plans[0].collective != "all_reduce" or plans[0].algorithm not in ("direct", "recursive_doubling"):
-            continue
-        if isinstance(step, Reduce) and step.target.buffer == Buffer.OUTPUT:
+    ordered = ("all_reduce", "direct"), ("all_reduce", "recursive_doubling")
+    for problem, plans, rank, index, step in every_step(
+        lambda plans, step: (plans[0].collective, plans[0].algorithm) in ordered and isinstance(step, Reduce)
+    ):
+        if step.target.buffer == Buffer.OUTPUT:
             changed = with_step(plans, rank, index, source_left=not step.source_left)
             with pytest.raises(PlanError, match="not reduced in rank order"):
                 verify(problem, changed)
@@ -208,14 +193,17 @@ def test_another_order_of_reduction_is_found_in_all_reduce():
 @pytest.mark.parametrize("collective", REDUCTIONS)
 def test_swapped_operands_are_found_where_the_plan_claims_rank_order(collective):
     found = 0
-    for problem, plans, rank, index, step in every_step():
-        if problem.collective != collective or plans[0].algorithm not in ordered_algorithms(collective):
-            continue
-        if isinstance(step, Reduce | RecvReduce):
-            field = "source_left" if isinstance(step, Reduce) else "incoming_left"
-            with pytest.raises(PlanError, match=r"not reduced in rank order|has a contribution of"):
-                verify(problem, with_step(plans, rank, index, **{field: not getattr(step, field)}))
-            found += 1
+    for problem, plans, rank, index, step in every_step(
+        lambda plans, step: (
+            plans[0].collective == collective
+            and plans[0].algorithm in ordered_algorithms(collective)
+            and isinstance(step, Reduce | RecvReduce)
+        )
+    ):
+        field = "source_left" if isinstance(step, Reduce) else "incoming_left"
+        with pytest.raises(PlanError, match=r"not reduced in rank order|has a contribution of"):
+            verify(problem, with_step(plans, rank, index, **{field: not getattr(step, field)}))
+        found += 1
     assert found > 10
 
 
@@ -380,3 +368,26 @@ def test_plans_of_something_else_are_found():
         verify(problem, [plans[1], plans[0], plans[2]])
     with pytest.raises(PlanError):
         verify(Problem.of("all_gather", 3, 3), plans)
+
+
+def test_what_is_written_in_vain_is_found():
+    own, result = Slice(Buffer.INPUT, 0, 2), Slice(Buffer.OUTPUT, 0, 2)
+    problem = Problem.of("reduce", 1, 2)
+    twice = (Copy(own, result), Copy(own, result, (0,)))
+    with pytest.raises(PlanError, match=r"step 1 overwrites .* which step 0 wrote in vain"):
+        verify(problem, [Plan("reduce", "test", 0, 1, twice)])
+    unused = (Copy(own, Slice(Buffer.SCRATCH, 0, 2)), Copy(own, result))
+    with pytest.raises(PlanError, match="step 0 writes to SCRATCH is never read"):
+        verify(problem, [Plan("reduce", "test", 0, 1, unused, 2)])
+    again = (Copy(own, result), Copy(result, Slice(Buffer.SCRATCH, 0, 2), (0,)), Copy(own, result, (1,)))
+    with pytest.raises(PlanError, match="wrote in vain"):
+        verify(Problem.of("scatter", 1, 2), [Plan("scatter", "test", 0, 1, again, 2)])
+
+
+def test_writing_input_where_it_is_part_of_output_is_found():
+    """The own block of all_gather may be its place in OUTPUT; then what comes through SCRATCH is a write to INPUT."""
+    own, scratch, result = Slice(Buffer.INPUT, 0, 2), Slice(Buffer.SCRATCH, 0, 2), Slice(Buffer.OUTPUT, 0, 2)
+    verify(Problem.of("all_gather", 1, 2), [Plan("all_gather", "test", 0, 1, (Copy(own, result),))])
+    steps = (Copy(own, scratch), Copy(scratch, result, (0,)))
+    with pytest.raises(PlanError, match="own block's place"):
+        verify(Problem.of("all_gather", 1, 2), [Plan("all_gather", "test", 0, 1, steps, 2)])
