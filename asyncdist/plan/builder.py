@@ -232,6 +232,17 @@ class PlanBuilder:
         self._accesses[target.buffer].write(target, len(self._steps), wait)
         return self._add(FetchReduce(peer, item, offset, target, item_left, self._reduced(wait)))
 
+    def announce(self) -> int:
+        """Put out an item without elements; unlike an empty `publish` it does count."""
+        item, self._items = self._items, self._items + 1
+        wait = set() if self._last_published is None else {self._last_published}
+        self._last_published = self._add(Publish(NOTHING, item, self._reduced(wait)))
+        return self._last_published
+
+    def await_item(self, peer: int, item: int) -> int:
+        """Wait for an item of `peer`, whatever is in it."""
+        return self._add(Fetch(peer, item, 0, NOTHING))
+
     def signal(self, peer: int, *, after: Iterable[int | None] = ()) -> int:
         """Send `peer` a message without elements; unlike an empty `send` it does travel."""
         slot = self._slot(self._sent, peer, None)

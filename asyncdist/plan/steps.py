@@ -5,7 +5,7 @@ nor connections, so the same plan is executed (`executor.runner`), proven (`plan
 
 Offsets and counts are in elements, so that one plan serves every dtype. Peers are group ranks. A message is named by
 (source rank, destination rank, slot): both ends derive the slot from the algorithm alone, and no two messages between
-two ranks in one plan share it. Where all ranks share memory, data may also be published, and fetched by whoever needs it.
+two ranks in one plan share it. Where all ranks share memory, data may also be published, and fetched by who needs it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,124 @@
+"""Moving data through memory that all ranks of a group share: publish once, and everyone copies what it is to have.
+
+Two copies of every byte, one in and one out, however many ranks read it; chunks follow each other, so that one rank
+copies in while another copies out. With p ranks, a vector of m bytes and b seconds per byte copied:
+
+| collective | copied in per rank | copied out per rank |
+| --- | --- | --- |
+| broadcast | m on the root | m elsewhere |
+| all_gather | m/p | m |
+| gather | m/p | m on the root |
+| scatter | m on the root | m/p |
+| all_to_all | m | m |
+| barrier | - | - |
+"""
+
+from __future__ import annotations
+
+from asyncdist.plan.builder import PlanBuilder
+from asyncdist.plan.chunks import offsets, split
+from asyncdist.plan.problem import Problem
+from asyncdist.plan.steps import Buffer, Plan, Slice
+
+__all__ = ["all_gather", "all_to_all", "barrier", "broadcast", "gather", "scatter"]
+
+
+def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """The root publishes chunk after chunk, the others copy them."""
+    builder = PlanBuilder("broadcast", "shared", rank, problem.world)
+    for item, piece in enumerate(split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)):
+        if rank == problem.root:
+            builder.publish(piece)
+        else:
+            builder.fetch(problem.root, item, 0, piece)
+    return builder.build()
+
+
+def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Everyone publishes its block, and copies the others'."""
+    builder = PlanBuilder("all_gather", "shared", rank, problem.world)
+    world = problem.world
+    blocks = _blocks(Buffer.OUTPUT, problem.counts, chunk_length)
+    own = split(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
+    for chunk in range(max(map(len, blocks))):
+        if chunk < len(own):
+            builder.publish(own[chunk])
+            builder.copy(own[chunk], blocks[rank][chunk])
+        for distance in range(1, world):
+            peer = (rank + distance) % world
+            if chunk < len(blocks[peer]):
+                builder.fetch(peer, chunk, 0, blocks[peer][chunk])
+    return builder.build(block_aligned=True)
+
+
+def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Everyone but the root publishes its block, the root copies them."""
+    builder = PlanBuilder("gather", "shared", rank, problem.world)
+    blocks = _blocks(Buffer.OUTPUT, problem.counts, chunk_length)
+    own = split(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
+    if rank != problem.root:
+        for piece in own:
+            builder.publish(piece)
+        return builder.build(block_aligned=True)
+    for chunk in range(max(map(len, blocks))):
+        if chunk < len(own):
+            builder.copy(own[chunk], blocks[rank][chunk])
+        for peer, block in enumerate(blocks):
+            if peer != rank and chunk < len(block):
+                builder.fetch(peer, chunk, 0, block[chunk])
+    return builder.build(block_aligned=True)
+
+
+def scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """The root publishes the others' blocks, a chunk of each in turn; each copies its own."""
+    builder = PlanBuilder("scatter", "shared", rank, problem.world)
+    root = problem.root
+    blocks = _blocks(Buffer.INPUT, problem.counts, chunk_length)
+    own = split(Slice(Buffer.OUTPUT, 0, problem.counts[rank]), chunk_length)
+    item = 0
+    for chunk in range(max(map(len, blocks))):
+        for distance in range(1, problem.world):
+            peer = (root + distance) % problem.world
+            if chunk < len(blocks[peer]):
+                if rank == root:
+                    builder.publish(blocks[peer][chunk])
+                elif rank == peer:
+                    builder.fetch(root, item, 0, own[chunk])
+                item += 1
+        if rank == root and chunk < len(own):
+            builder.copy(blocks[rank][chunk], own[chunk])
+    return builder.build(block_aligned=True)
+
+
+def all_to_all(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Everyone publishes the others' blocks, a chunk of each in turn, and copies those meant for it."""
+    builder = PlanBuilder("all_to_all", "shared", rank, problem.world)
+    world = problem.world
+    counts = problem.counts * world
+    sources = _blocks(Buffer.INPUT, counts, chunk_length)
+    targets = _blocks(Buffer.OUTPUT, counts, chunk_length)
+    for chunk in range(len(sources[0])):
+        for distance in range(1, world):
+            builder.publish(sources[(rank + distance) % world][chunk])
+        builder.copy(sources[rank][chunk], targets[rank][chunk])
+        for distance in range(1, world):
+            peer = (rank - distance) % world
+            builder.fetch(peer, chunk * (world - 1) + distance - 1, 0, targets[peer][chunk])
+    return builder.build(block_aligned=True)
+
+
+def barrier(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Everyone says that it is here, and waits until all have."""
+    del chunk_length
+    builder = PlanBuilder("barrier", "shared", rank, problem.world)
+    if problem.world > 1:
+        builder.announce()
+    for distance in range(1, problem.world):
+        builder.await_item((rank + distance) % problem.world, 0)
+    return builder.build()
+
+
+def _blocks(buffer: Buffer, counts: tuple[int, ...], chunk_length: int) -> list[tuple[Slice, ...]]:
+    return [
+        split(Slice(buffer, start, count), chunk_length) for start, count in zip(offsets(counts), counts, strict=False)
+    ]
