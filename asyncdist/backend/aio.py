@@ -19,8 +19,10 @@ from asyncdist.executor import reduction
 from asyncdist.executor.program import Program
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.plan.items import one_by_one
-from asyncdist.plan.registry import ordered_algorithms
+from asyncdist.plan.problem import Problem
+from asyncdist.plan.registry import build, ordered_algorithms
 from asyncdist.plan.selector import plan_for, plan_id
+from asyncdist.plan.steps import Plan
 from asyncdist.plan.tuning import DEFAULT_TUNING, Tuning
 from asyncdist.reduce_op import CustomOp, PremulSum, ReduceOp
 from asyncdist.transport.base_mesh import BaseMesh
@@ -142,16 +144,19 @@ class AioBackend(GroupBackend):
         for operation in operations:
             operation.stop()
 
-    def _cook(self, call: Call) -> Recipe:
-        """Plan and compile; the oldest recipe makes room."""
+    def _plan(self, call: Call) -> Plan:
+        world = len(self.ranks)
+        if call.algorithm is not None:
+            problem = Problem.of(call.collective, world, call.counts, call.root)
+            return build(problem, call.algorithm, self.rank, max(1, problem.total))
         ordered = isinstance(call.op, CustomOp) and not call.op.commutative
-        algorithm = call.algorithm or self._overrides.get(call.collective)
+        algorithm = self._overrides.get(call.collective)
         if ordered and algorithm not in ordered_algorithms(call.collective):
             algorithm = None
         plan = plan_for(
             call.collective,
             self.rank,
-            len(self.ranks),
+            world,
             call.counts,
             call.dtype.itemsize,
             root=call.root,
@@ -160,6 +165,11 @@ class AioBackend(GroupBackend):
             ordered=ordered,
         )
         trace_choice(call, plan, self._tuning, ordered=ordered)
+        return plan
+
+    def _cook(self, call: Call) -> Recipe:
+        """Plan and compile; the oldest recipe makes room."""
+        plan = self._plan(call)
         if type(call) is ItemCall:
             plan = one_by_one(plan)
         op = ReduceOp.PREMUL_SUM if isinstance(call.op, PremulSum) else call.op  # factors may differ between ranks

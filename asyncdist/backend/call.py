@@ -69,7 +69,7 @@ class Call:
     shares: int = 1
     """Arrays per rank that have been reduced into its contribution, which AVG counts."""
     algorithm: str | None = None
-    """The algorithm the operation needs, whatever is fastest for one of this size."""
+    """The algorithm the operation needs, whatever is fastest for one of this size; blocks then move in one piece."""
 
     @property
     def recipe_key(self) -> tuple[Any, ...]:
