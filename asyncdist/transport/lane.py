@@ -25,12 +25,28 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
-from asyncdist.errors import CollectiveMismatchError, RemoteProtocolError
+from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.fence import fence
+from asyncdist.transport.item_pool import ItemPool
 
-__all__ = ["LANE_HEAD_BYTES", "MAX_LANE_ITEMS", "MAX_LANE_RANKS", "Lane", "LaneOperation"]
+__all__ = [
+    "LANE_HEAD_BYTES",
+    "MAX_LANE_ITEMS",
+    "MAX_LANE_RANKS",
+    "SKIPPED",
+    "Differs",
+    "Lane",
+    "LaneOperation",
+    "Needs",
+]
+
+Needs: TypeAlias = dict[int, dict[int, int]]
+"""By member, the items of it that an operation reads, in order, and how many times it reads each."""
+
+SKIPPED: Final = 1 << 63
+"""Fingerprint of an operation that a member was refused: why, the members hear otherwise, and give it up."""
 
 MAX_LANE_RANKS: Final = 104
 """Members of a lane. More ranks share no host in practice, and everyone reads everyone's words."""
@@ -40,8 +56,6 @@ RECORDS: Final = 64
 """Operations a member may be ahead of the slowest."""
 DESCRIPTORS: Final = 1024
 """Items of a member that may be there at once."""
-ALIGNMENT: Final = 64
-"""Items begin at cache lines, which suits every dtype."""
 
 _ISSUED, _PUBLISHED, _FINISHED, _WANTING, _CONSUMED = 0, 8, 16, 24, 32
 _WORDS_BYTES: Final = 64 * (4 + MAX_LANE_RANKS)
@@ -53,14 +67,20 @@ LANE_HEAD_BYTES: Final = -(-(_DESCRIPTORS_AT + DESCRIPTORS * _DESCRIPTOR.size) /
 """Bytes of a segment before its pool."""
 
 
+class Differs(Exception):
+    """A member runs another operation in this place of the order."""
+
+    def __init__(self, member: int) -> None:
+        super().__init__(member)
+        self.member = member
+
+
 class LaneOperation:
-    """One operation on this member. `number` is its place in the order, `needs[m]` the items of member m to be read."""
+    """One operation on this member. `number` is its place in the order, `needs` what it still has to read."""
 
     __slots__ = ("ended", "fingerprint", "first", "item_count", "needs", "number", "published")
 
-    def __init__(
-        self, number: int, fingerprint: int, first: int, item_count: int, needs: dict[int, deque[int]]
-    ) -> None:
+    def __init__(self, number: int, fingerprint: int, first: int, item_count: int, needs: Needs) -> None:
         self.number = number
         self.fingerprint = fingerprint
         self.first = first
@@ -73,7 +93,18 @@ class LaneOperation:
 class _Member:
     """Another member, as far as we have read what it says."""
 
-    __slots__ = ("consumed", "index", "issued", "pool", "published", "records", "retired", "segment", "words")
+    __slots__ = (
+        "checked",
+        "consumed",
+        "index",
+        "issued",
+        "pool",
+        "published",
+        "records",
+        "retired",
+        "segment",
+        "words",
+    )
 
     def __init__(self, index: int, segment: memoryview) -> None:
         self.index = index
@@ -81,6 +112,7 @@ class _Member:
         self.words = segment[:_WORDS_BYTES].cast("Q")
         self.pool = segment[LANE_HEAD_BYTES:]
         self.issued = 0
+        self.checked = 0  # operations before this one run what we run
         self.published = 0
         self.retired = 0  # operations of which nothing of it is needed any more
         self.consumed = 0  # items of it that we need no more
@@ -105,7 +137,6 @@ class Lane:
         "_pool",
         "_published",
         "_queue",
-        "_tail",
         "_wanting",
         "finished",
         "rank",
@@ -123,8 +154,7 @@ class Lane:
         self._issued = 0
         self._published = 0
         self._next_item = 0
-        self._items: deque[tuple[int, int]] = deque()  # number and end in the pool of items that are still there
-        self._tail = 0
+        self._items = ItemPool(len(self._pool), DESCRIPTORS)
         self._queue: deque[LaneOperation] = deque()  # begun, in order, not all items published
         self._open: dict[int, LaneOperation] = {}  # begun, and somebody's part in it not retired
         self._wanting = False
@@ -133,12 +163,13 @@ class Lane:
 
     # -- operations
 
-    def begin(self, fingerprint: int, item_count: int, needs: dict[int, deque[int]]) -> LaneOperation | None:
+    def begin(self, fingerprint: int, item_count: int, needs: Needs) -> LaneOperation | None:
         """Begin the next operation; None if we are too far ahead of another member."""
         if self._issued - min(member.words[_FINISHED] for _, member in self._others) >= RECORDS:
             self._want()
             if self._issued - min(member.words[_FINISHED] for _, member in self._others) >= RECORDS:
                 return None
+        self._content()
         number = self._issued
         operation = LaneOperation(number, fingerprint, self._next_item, item_count, needs)
         _RECORD.pack_into(
@@ -163,15 +194,14 @@ class Lane:
         if not queue or queue[0] is not operation:
             return False
         length = len(payload)
-        at = self._room(length)
+        at = self._place(length)
         if at < 0:
             return False
-        end = at + length
-        self._pool[at:end] = payload
+        self._content()
+        self._pool[at : at + length] = payload
         number = self._published
         _DESCRIPTOR.pack_into(self._own, _DESCRIPTORS_AT + number % DESCRIPTORS * _DESCRIPTOR.size, at, length)
-        self._items.append((number, end))
-        self._tail = -(-end // ALIGNMENT) * ALIGNMENT
+        self._items.add(number, at, length)
         fence()  # the bytes and where they are before their count
         self._published = self._own_words[_PUBLISHED] = number + 1
         operation.published += 1
@@ -179,54 +209,51 @@ class Lane:
             queue.popleft()
         return True
 
-    def item(self, operation: LaneOperation, member: int, item: int) -> memoryview | None:
-        """Item number `item` of `member` in `operation`; None if it is not there yet.
-
-        Raises CollectiveMismatchError if that member runs something else in this place. The view is to be read before
-        `consumed` says that it was.
-        """
+    def available(self, operation: LaneOperation, member: int) -> int:
+        """How many items of `member` in `operation` are there. Raises Differs if it runs something else."""
         peer = self._members[member]
         if peer is None:
-            first, count = operation.first, operation.item_count
-            if item >= operation.published:
-                return None
-            segment, pool = self._own, self._pool
-        else:
-            found = self._record(peer, operation, member)
-            if found is None:
-                return None
-            first, count = found
-            number = first + item
-            if number >= peer.published:
-                published = peer.words[_PUBLISHED]
-                if not peer.published <= published <= first + MAX_LANE_ITEMS + DESCRIPTORS:
-                    raise RemoteProtocolError(f"member {member} of a lane has published {published} items")
-                peer.published = published
-                if number >= published:
-                    return None
+            return operation.published
+        found = self._record(peer, operation)
+        if found is None:
+            return 0
+        first, count = found
+        if peer.published < first + count:
+            published = peer.words[_PUBLISHED]
+            if published != peer.published:
+                if not peer.published < published < 1 << 63:
+                    raise RemoteProtocolError(f"member {member} of a lane put out {published} items")
                 fence()  # the count before what it counts
-            segment, pool = peer.segment, peer.pool
-        if item >= count:
-            raise RemoteProtocolError(f"member {member} of a lane has {count} items in this operation, not {item + 1}")
+                peer.published = published
+        return min(max(peer.published - first, 0), count)
+
+    def item(self, operation: LaneOperation, member: int, item: int) -> memoryview:
+        """Item number `item` of `member` in `operation`, which is available. To be read before `consumed` is called."""
+        peer = self._members[member]
+        if peer is None:
+            first, segment, pool = operation.first, self._own, self._pool
+        else:
+            first, segment, pool = peer.records[operation.number][0], peer.segment, peer.pool
         at, size = _DESCRIPTOR.unpack_from(segment, _DESCRIPTORS_AT + (first + item) % DESCRIPTORS * _DESCRIPTOR.size)
         if size > len(pool) or at > len(pool) - size:
             raise RemoteProtocolError(f"member {member} of a lane has {size} bytes at {at}, outside of its pool")
         view: memoryview = pool[at : at + size]
         return view
 
-    def consumed(self, operation: LaneOperation, member: int) -> None:
-        """The item of `member` that was needed next has been read, for the last time."""
-        needs = operation.needs[member]
-        needs.popleft()
+    def consumed(self, operation: LaneOperation, member: int, item: int) -> None:
+        """An item of `member` was read, for one of the times it is needed."""
         peer = self._members[member]
-        if peer is not None and peer.retired == operation.number:
+        if peer is None:
+            return
+        needs = operation.needs[member]
+        left = needs[item] - 1
+        if left:
+            needs[item] = left
+            return
+        del needs[item]
+        if peer.retired == operation.number:
             first, count = peer.records[operation.number]
-            self._consume(peer, first + (needs[0] if needs else count))
-
-    def check(self, operation: LaneOperation) -> None:
-        """Raise CollectiveMismatchError if a member is known to run something else in this place."""
-        for index, peer in self._others:
-            self._record(peer, operation, index)
+            self._consume(peer, first + next(iter(needs), count))
 
     def end(self, operation: LaneOperation) -> None:
         """Everything that `operation` needed was read, or it was given up; items not put out yet never will be."""
@@ -248,16 +275,15 @@ class Lane:
         """Tell the others what is needed no more; to be called whenever one of them has begun something."""
         for index, peer in self._others:
             while (operation := self._open.get(peer.retired)) is not None:
-                found = self._record(peer, operation, index, check=False)
+                found = self._look_up(peer, operation.number)
                 if found is None:
                     break
                 first, count = found
                 if not operation.ended:
-                    needs = operation.needs.get(index)
-                    self._consume(peer, first + (needs[0] if needs else count))
+                    self._consume(peer, first + next(iter(operation.needs.get(index, ())), count))
                     break
                 self._consume(peer, first + count)
-                peer.records.pop(operation.number, None)
+                del peer.records[operation.number]
                 peer.retired += 1
         oldest = min(peer.retired for _, peer in self._others)
         if oldest > self.finished:
@@ -273,30 +299,43 @@ class Lane:
 
     # -- inside
 
-    def _record(
-        self, peer: _Member, operation: LaneOperation, member: int, *, check: bool = True
-    ) -> tuple[int, int] | None:
-        """First item and number of items of `peer` in `operation`; None if it has not begun it."""
-        number = operation.number
+    def _record(self, peer: _Member, operation: LaneOperation) -> tuple[int, int] | None:
+        """First item and number of items of `peer` in `operation`; None if it has not begun it, or skips it."""
+        known = peer.records.get(operation.number)
+        if known is not None and peer.checked > operation.number:
+            return known
+        found = self._look_up(peer, operation.number)
+        if found is None:
+            return None
+        at = _RECORDS_AT + operation.number % RECORDS * _RECORD.size
+        fingerprint = _RECORD.unpack_from(peer.segment, at)[1]
+        if fingerprint == SKIPPED:
+            return None
+        if fingerprint != operation.fingerprint:
+            raise Differs(peer.index)
+        peer.checked = operation.number + 1
+        return found
+
+    def _look_up(self, peer: _Member, number: int) -> tuple[int, int] | None:
+        """First item and number of items of `peer` in operation `number`; None if it has not begun it."""
         found = peer.records.get(number)
         if found is not None:
             return found
         if number >= peer.issued:
             issued = peer.words[_ISSUED]
-            if not peer.issued <= issued <= self._issued + RECORDS:
-                raise RemoteProtocolError(f"member {member} of a lane has begun {issued} operations, we {self._issued}")
+            if issued == peer.issued:
+                return None
+            if not peer.issued < issued <= self._issued + RECORDS:
+                raise RemoteProtocolError(f"member {peer.index} of a lane has begun {issued} operations")
+            fence()  # the count before the record
             peer.issued = issued
             if number >= issued:
                 return None
-            fence()  # the count before the record
         at = _RECORDS_AT + number % RECORDS * _RECORD.size
-        theirs, fingerprint, first, count = _RECORD.unpack_from(peer.segment, at)
-        if theirs != number or count > MAX_LANE_ITEMS or first >= 1 << 63:
-            raise RemoteProtocolError(f"member {member} of a lane describes operation {theirs} in place of {number}")
-        if check and fingerprint != operation.fingerprint:
-            raise CollectiveMismatchError(
-                f"member {member} runs something else in this place of the order: another collective, reduction, "
-                "dtype, root, size or algorithm"
+        theirs, _fingerprint, first, count = _RECORD.unpack_from(peer.segment, at)
+        if theirs != number or count > MAX_LANE_ITEMS or first >= 1 << 62:
+            raise RemoteProtocolError(
+                f"member {peer.index} of a lane describes operation {theirs} in place of {number}"
             )
         peer.records[number] = first, count
         return first, count
@@ -307,51 +346,27 @@ class Lane:
             fence()  # read before we say so
             self._own_words[_CONSUMED + 8 * peer.index] = upto
 
-    def _room(self, length: int) -> int:
+    def _place(self, length: int) -> int:
         """Where in the pool `length` bytes fit now; -1 if nowhere."""
-        size = len(self._pool)
-        if length > size:
-            raise ValueError(f"an item of {length} bytes does not fit a pool of {size}")
-        at = self._fit(length, size)
-        if at >= 0:
-            return at
-        self._free()
-        at = self._fit(length, size)
+        pool = self._items
+        if length > pool.size:
+            raise ValueError(f"an item of {length} bytes does not fit a pool of {pool.size}")
+        if len(pool):
+            self._free()
+        at = pool.place(length)
         if at >= 0:
             return at
         self._want()
         self._free()
-        return self._fit(length, size)
-
-    def _fit(self, length: int, size: int) -> int:
-        items = self._items
-        if not items:
-            self._tail = 0
-            return 0
-        if len(items) >= DESCRIPTORS:
-            return -1
-        oldest = self._start_of_oldest()
-        tail = self._tail
-        if tail > oldest:  # free: from the tail to the end, and from the beginning to the oldest
-            if tail + length <= size:
-                return tail
-            return 0 if length < oldest else -1
-        return tail if tail + length < oldest else -1
-
-    def _start_of_oldest(self) -> int:
-        number = self._items[0][0]
-        at: int = _DESCRIPTOR.unpack_from(self._own, _DESCRIPTORS_AT + number % DESCRIPTORS * _DESCRIPTOR.size)[0]
-        return at
+        return pool.place(length)
 
     def _free(self) -> None:
-        """Drop the items that every other member has consumed, or will not need."""
+        """Free the items that every other member has consumed, or will not need."""
         consumed = min(peer.words[_CONSUMED + 8 * self.rank] for _, peer in self._others)
         if not self._consumed_seen <= consumed <= self._next_item:
             raise RemoteProtocolError(f"a member of a lane consumed {consumed} items of {self._next_item}")
         self._consumed_seen = consumed
-        items = self._items
-        while items and items[0][0] < consumed:
-            items.popleft()
+        self._items.free(consumed)
 
     def _want(self) -> None:
         """From now on the others say when they have consumed or finished something."""
@@ -360,7 +375,7 @@ class Lane:
             self._own_words[_WANTING] = 1
         fence()  # before looking once more
 
-    def content(self) -> None:
+    def _content(self) -> None:
         """What we waited for has come: nobody need say more."""
         if self._wanting:
             self._wanting = False

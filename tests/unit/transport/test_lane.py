@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 
 import pytest
 
-from asyncdist.errors import CollectiveMismatchError, RemoteProtocolError
+from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport import lane as lane_module
-from asyncdist.transport.lane import DESCRIPTORS, LANE_HEAD_BYTES, MAX_LANE_RANKS, RECORDS, Lane, LaneOperation
+from asyncdist.transport.lane import (
+    DESCRIPTORS,
+    LANE_HEAD_BYTES,
+    MAX_LANE_RANKS,
+    RECORDS,
+    SKIPPED,
+    Differs,
+    Lane,
+    LaneOperation,
+)
 
 POOL_BYTES = 4096
 
@@ -48,7 +56,11 @@ class Runner:
         if self.next < len(self.program) and len(self.active) < self.depth:
             plan = self.program[self.next]
             lengths: list[list[int]] = plan["lengths"]  # type: ignore[assignment]
-            needs = {member: deque(items) for (reader, member), items in plan["reads"].items() if reader == lane.rank}  # type: ignore[attr-defined]
+            needs = {
+                member: dict.fromkeys(items, 1)
+                for (reader, member), items in plan["reads"].items()
+                if reader == lane.rank
+            }  # type: ignore[attr-defined]
             operation = lane.begin(self.next + 1, len(lengths[lane.rank]), needs)
             if operation is not None:
                 self.active.append((operation, plan, 0))
@@ -64,15 +76,14 @@ class Runner:
                 published += 1
             self.active[index] = (operation, plan, published)
             for member, needs in operation.needs.items():
-                while needs and rng.random() < 0.8:
-                    view = lane.item(operation, member, needs[0])
-                    if view is None:
-                        break
-                    assert bytes(view) == content(member, operation.number, needs[0], lengths[member][needs[0]])
-                    lane.consumed(operation, member)
-                    self.read += 1
+                for item in [item for item in needs if item < lane.available(operation, member)]:
+                    if rng.random() < 0.8:
+                        view = lane.item(operation, member, item)
+                        assert bytes(view) == content(member, operation.number, item, lengths[member][item])
+                        lane.consumed(operation, member, item)
+                        self.read += 1
         for entry in list(self.active):
-            operation, plan, published = entry
+            operation, _plan, published = entry
             if published == operation.item_count and not any(operation.needs.values()):
                 lane.end(operation)
                 self.active.remove(entry)
@@ -111,11 +122,20 @@ def test_random_programs(seed: int) -> None:
 
 def test_different_operations_in_one_place_are_a_mismatch() -> None:
     (one, two), _ = make(2)
-    mine = one.begin(1, 0, {1: deque([0])})
+    mine = one.begin(1, 0, {1: {0: 1}})
     two.begin(2, 1, {})
     assert mine is not None
-    with pytest.raises(CollectiveMismatchError, match="member 1"):
-        one.item(mine, 1, 0)
+    with pytest.raises(Differs) as caught:
+        one.available(mine, 1)
+    assert caught.value.member == 1
+
+
+def test_an_operation_that_a_member_skips_is_waited_for() -> None:
+    (one, two), _ = make(2)
+    mine = one.begin(1, 0, {1: {0: 1}})
+    two.begin(SKIPPED, 0, {})
+    assert mine is not None
+    assert one.available(mine, 1) == 0
 
 
 def test_a_member_is_at_most_so_many_operations_ahead() -> None:
@@ -133,15 +153,17 @@ def test_a_member_is_at_most_so_many_operations_ahead() -> None:
 def test_room_comes_back_when_items_are_consumed() -> None:
     (one, two), _ = make(2)
     mine = one.begin(1, 3, {})
-    theirs = two.begin(1, 0, {0: deque([0, 1, 2])})
+    theirs = two.begin(1, 0, {0: {0: 1, 1: 1, 2: 1}})
     assert mine is not None
     assert theirs is not None
     assert one.publish(mine, memoryview(bytes(POOL_BYTES)))
     assert not one.publish(mine, memoryview(b"x"))
     assert two.wanted_by() == [0]
+    assert two.available(theirs, 0) == 1
     assert two.item(theirs, 0, 0) == bytes(POOL_BYTES)
-    two.consumed(theirs, 0)
+    two.consumed(theirs, 0, 0)
     assert one.publish(mine, memoryview(b"x"))
+    assert two.available(theirs, 0) == 2
     assert two.item(theirs, 0, 1) == b"x"
     with pytest.raises(ValueError, match="does not fit"):
         one.publish(mine, memoryview(bytes(POOL_BYTES + 1)))
@@ -150,13 +172,14 @@ def test_room_comes_back_when_items_are_consumed() -> None:
 def test_as_many_items_as_descriptors() -> None:
     (one, two), _ = make(2, DESCRIPTORS * 64)
     mine = one.begin(1, DESCRIPTORS + 1, {})
-    theirs = two.begin(1, 0, {0: deque([0])})
+    theirs = two.begin(1, 0, {0: {0: 1}})
     assert mine is not None
     assert theirs is not None
     assert all(one.publish(mine, memoryview(b"x")) for _ in range(DESCRIPTORS))
     assert not one.publish(mine, memoryview(b"x"))
+    assert two.available(theirs, 0) == DESCRIPTORS
     assert two.item(theirs, 0, 0) == b"x"
-    two.consumed(theirs, 0)
+    two.consumed(theirs, 0, 0)
     two.end(theirs)
     assert one.publish(mine, memoryview(b"y"))
 
@@ -169,10 +192,11 @@ def test_an_operation_given_up_lets_the_next_go_on() -> None:
     assert not one.publish(second, memoryview(b"not yet"))
     one.end(first)
     assert one.publish(second, memoryview(b"now"))
-    theirs = [two.begin(1, 0, {}), two.begin(2, 0, {0: deque([0])})]
+    theirs = [two.begin(1, 0, {}), two.begin(2, 0, {0: {0: 1}})]
     assert theirs[0] is not None
     assert theirs[1] is not None
     two.end(theirs[0])
+    assert two.available(theirs[1], 0) == 1
     assert two.item(theirs[1], 0, 0) == b"now"
 
 
@@ -195,14 +219,15 @@ def test_a_peer_that_writes_anything_is_found_out_or_harmless(seed: int) -> None
             value = rng.choice((0, 1, 2, 3, RECORDS, 1 << 63, rng.getrandbits(64)))
             segments[1][at : at + 8] = value.to_bytes(8, "little")
         try:
-            operation = one.begin(1, 1, {1: deque([0])})
+            operation = one.begin(1, 1, {1: {0: 1}})
             if operation is not None:
                 one.publish(operation, memoryview(b"data"))
                 one.retire()
-                if one.item(operation, 1, 0) is not None:
-                    one.consumed(operation, 1)
+                if one.available(operation, 1):
+                    one.item(operation, 1, 0)
+                    one.consumed(operation, 1, 0)
                 one.end(operation)
-        except (RemoteProtocolError, CollectiveMismatchError):
+        except (RemoteProtocolError, Differs):
             return
 
 
