@@ -25,11 +25,13 @@ from asyncdist.api import (
     collectives,
     exchange,
     groups,
+    monitored,
     multi_device,
     objects,
     point_to_point,
     queries,
     scans,
+    streams,
     subgroups,
 )
 from asyncdist.api.groups import GroupMember
@@ -39,6 +41,7 @@ from asyncdist.blocking.group import ProcessGroup
 from asyncdist.blocking.lifting import asked, collective, completed, issued
 from asyncdist.blocking.p2p_op import P2POp
 from asyncdist.blocking.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+from asyncdist.blocking.stream import ChunkStream
 from asyncdist.blocking.work import Work
 from asyncdist.blocking.world import destroy_process_group, get_default_group, init_process_group, is_initialized
 from asyncdist.errors import (
@@ -61,11 +64,13 @@ from asyncdist.errors import (
 )
 from asyncdist.launch.spawn import spawn
 from asyncdist.non_member import NonMember
+from asyncdist.operations.streams import StreamChunk
 from asyncdist.reduce_op import ReduceOp
 
 __all__ = [
     "SHRINK_ABORT",
     "Backend",
+    "ChunkStream",
     "ClosedError",
     "CollectiveError",
     "CollectiveMismatchError",
@@ -91,6 +96,7 @@ __all__ = [
     "Store",
     "StoreLimitError",
     "StoreTimeoutError",
+    "StreamChunk",
     "TCPStore",
     "Work",
     "all_gather",
@@ -101,6 +107,7 @@ __all__ = [
     "all_gather_multigpu",
     "all_gather_object",
     "all_gather_single",
+    "all_gather_stream",
     "all_reduce",
     "all_reduce_coalesced",
     "all_reduce_multigpu",
@@ -113,6 +120,7 @@ __all__ = [
     "broadcast_coalesced",
     "broadcast_multigpu",
     "broadcast_object_list",
+    "broadcast_stream",
     "destroy_process_group",
     "exscan",
     "gather",
@@ -141,6 +149,7 @@ __all__ = [
     "is_ucc_available",
     "is_xccl_available",
     "isend",
+    "monitored_barrier",
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
@@ -209,6 +218,9 @@ recv_object_list = completed(objects.recv_object_list)
 scatter_object_list = collective(objects.scatter_object_list)
 send_object_list = completed(objects.send_object_list)
 
+all_gather_stream = issued(streams.all_gather_stream)
+broadcast_stream = issued(streams.broadcast_stream)
+
 irecv = issued(point_to_point.irecv)
 isend = issued(point_to_point.isend)
 recv = completed(point_to_point.recv)
@@ -243,3 +255,5 @@ is_nccl_available = asked(queries.is_nccl_available)
 is_ucc_available = asked(queries.is_ucc_available)
 is_xccl_available = asked(queries.is_xccl_available)
 supports_complex = asked(queries.supports_complex)
+
+monitored_barrier = completed(monitored.monitored_barrier)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar
 from typing import Any, Protocol
 
 from asyncdist.backend.point_to_point import RecvWork
+from asyncdist.blocking.stream import ChunkStream
 from asyncdist.blocking.work import Work
 from asyncdist.executor.work import Work as InnerWork
 from asyncdist.group import ProcessGroup as InnerGroup
@@ -67,7 +69,7 @@ class Session:
         if type(result) in (list, tuple):
             return type(result)(map(self.adopt, result))
         if hasattr(result, "__anext__"):
-            return Stream(self, result)
+            return ChunkStream(self, result)
         return result
 
     def start(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[asyncio.Task[Any]], object]) -> Any:
@@ -155,28 +157,6 @@ class _Completion:
             self._session.interrupted.append(work)
 
 
-class Stream:
-    """The chunks of an asynchronous stream, as an ordinary iterator."""
-
-    def __init__(self, session: Session, inner: Any) -> None:
-        self._session = session
-        self._inner = inner
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return self._session.complete(self._inner.__anext__, (), {})
-        except StopAsyncIteration:
-            raise StopIteration from None
-
-    def close(self) -> None:
-        """End the stream early."""
-        if hasattr(self._inner, "aclose"):
-            self._session.complete(self._inner.aclose, (), {})
-
-
 async def _await(awaitable: Any) -> Any:
     return await awaitable
 
@@ -242,7 +222,8 @@ def open_session(name: str, opening: Callable[[], Any], wrap: Callable[[InnerGro
         except BaseException as error:
             if not isinstance(error, Exception) and tasks and not tasks[0].done():
                 thread.submit(tasks[0].cancel)
-                reply.wait()
+                with contextlib.suppress(Exception, asyncio.CancelledError):
+                    reply.wait()
             raise
     except BaseException:
         if opened:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import Context
-from typing import Any, Generic, TypeVar
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 
 from asyncdist.progress.thread import CommunicationThread
 
@@ -50,7 +52,7 @@ async def run_there(thread: CommunicationThread, function: Callable[[], Awaitabl
 
 
 class ThreadStream(Generic[T]):
-    """An asynchronous iterator whose steps are taken in the communication thread."""
+    """An asynchronous iterator whose steps are taken in the communication thread. Cancelling a step loses no item."""
 
     def __init__(
         self,
@@ -59,23 +61,38 @@ class ThreadStream(Generic[T]):
         context: Context,
         adopt: Callable[[Any], Any],
     ) -> None:
+        """Called in the communication thread."""
         self._thread = thread
         self._inner = inner
         self._context = context
         self._adopt = adopt
+        self._arrived: deque[T] = deque()
+        if hasattr(inner, "work"):
+            self.work = adopt(inner.work)
 
-    def __aiter__(self) -> ThreadStream[T]:
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> T:
-        return await run_there(self._thread, self._next, self._context.copy())
+        """The next item; raises what the stream raises."""
+        if not self._arrived:
+            await run_there(self._thread, self._next, self._context.copy())
+        return self._arrived.popleft()
 
-    async def _next(self) -> T:
-        item: T = self._adopt(await anext(self._inner))
-        return item
+    async def _next(self) -> None:
+        self._arrived.append(self._adopt(await anext(self._inner)))
 
     async def aclose(self) -> None:
         """End the stream early."""
+        self._arrived.clear()
         close = getattr(self._inner, "aclose", None)
         if close is not None:
             await run_there(self._thread, close, self._context.copy())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()

@@ -1,0 +1,343 @@
+"""Calls, waits and errors of asyncdist.blocking, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from thread_worlds import LIMIT_S, nothing_left
+
+import asyncdist
+import asyncdist.blocking as dist
+from asyncdist.blocking.session import _Completion
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """No event loop runs here; threads, sessions and the switch interval are looked after instead."""
+    with nothing_left():
+        yield
+        assert not dist.is_initialized()
+
+
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    """A world of one."""
+    with dist.HashStore() as store:
+        group = dist.init_process_group(store=store, rank=0, world_size=1, timeout=LIMIT_S)
+        yield group
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_torchs_calling_conventions(alone: dist.ProcessGroup) -> None:
+    x, y = np.ones(3), np.zeros(3)
+    assert dist.all_reduce(x) is None
+    assert dist.all_reduce(x, dist.ReduceOp.SUM, None, False) is None
+    for work in (dist.all_reduce(x, dist.ReduceOp.SUM, alone, True), dist.all_reduce(x, async_op=True)):
+        assert isinstance(work, dist.Work)
+        assert work.wait() is True
+        assert work.wait(timeout=1) is True
+        assert work.is_completed()
+        assert work.is_success()
+        assert work.exception() is None
+        assert work.result() is x
+    sent = dist.isend(x, 0, tag=1)
+    assert dist.recv(y, tag=1) == 0
+    assert y.tolist() == [1, 1, 1]
+    assert sent.wait()
+    received = dist.irecv(y, 0)
+    assert not received.is_completed()
+    assert dist.send(x, 0) is None
+    assert received.wait()
+    assert received.source_rank() == 0
+    sent = dist.isend(np.arange(4), 0)
+    assert dist.recv_array().tolist() == [0, 1, 2, 3]
+    works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, y, 0), dist.P2POp(dist.isend, np.full(3, 7.0), 0)])
+    assert [work.result() for work in works] == [0, None]
+    assert y.tolist() == [7, 7, 7]
+    outputs = [np.zeros(3)]
+    assert dist.all_gather(outputs, y) is None
+    assert outputs[0].tolist() == [7, 7, 7]
+    objects = [None]
+    dist.all_gather_object(objects, {"list": [1]})
+    assert objects == [{"list": [1]}]
+
+
+def test_groups_are_handles(alone: dist.ProcessGroup) -> None:
+    assert dist.get_default_group() == alone
+    assert hash(dist.get_default_group()) == hash(alone)
+    sub = dist.new_group([0], group_desc="mine")
+    assert isinstance(sub, dist.ProcessGroup)
+    assert sub != alone
+    assert "mine" in repr(sub)
+    assert (sub.rank, sub.size, sub.ranks, sub.name) == (0, 1, (0,), "mine")
+    assert dist.get_rank(sub) == dist.get_group_rank(sub, 0) == 0
+    x = np.ones(2)
+    assert sub.all_reduce(x) is x
+    assert sub.all_reduce(x, async_op=True).wait()
+    assert sub.isend(x, 0).wait()
+    assert sub.recv(x, 0) == 0
+    dist.barrier(sub)
+    mine, every = dist.new_subgroups(1)
+    assert every == [mine]
+    dist.destroy_process_group(sub)
+    with pytest.raises(asyncdist.ClosedError, match="is closed"):
+        dist.barrier(group=sub)
+    with pytest.raises(AttributeError):
+        alone.no_such_thing  # noqa: B018
+    with pytest.raises(TypeError, match="must be a ProcessGroup"):
+        dist.barrier(group=3)
+
+
+def test_without_a_world() -> None:
+    for call in (dist.barrier, dist.get_rank, dist.destroy_process_group, dist.get_default_group):
+        with pytest.raises(ValueError, match="has not been initialized"):
+            call()
+    assert not dist.is_initialized()
+    assert dist.is_available()
+    assert threading.active_count() == 1 or not any("communication" in t.name for t in threading.enumerate())
+
+
+def test_wrong_arguments_raise_at_the_call(alone: dist.ProcessGroup) -> None:
+    for options in ({}, {"async_op": True}):
+        with pytest.raises(TypeError, match="numpy array"):
+            dist.all_reduce("text", **options)
+        with pytest.raises(ValueError, match="src=7"):
+            dist.broadcast(np.ones(1), 7, **options)
+    with pytest.raises(TypeError):
+        dist.all_reduce()
+    with pytest.raises(TypeError):
+        dist.all_reduce(np.ones(1), dist.ReduceOp.SUM, None, True, 5)
+    with pytest.raises(ValueError, match="op must be"):
+        dist.P2POp(dist.broadcast, np.ones(1), 0)
+    with pytest.raises(ValueError, match="initialized already"):
+        dist.init_process_group(store=asyncdist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(ValueError, match="store= needs rank="):
+        dist.init_process_group(store=asyncdist.HashStore(), group_name="other")
+    with pytest.raises(TypeError, match="progress="):
+        dist.init_process_group(progress="thread")
+    dist.barrier()
+
+
+def test_errors_keep_their_type_and_are_raised_in_every_waiting_thread(alone: dist.ProcessGroup) -> None:
+    work = dist.irecv(np.zeros(1), 0)
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            work.wait()
+        except asyncdist.CollectiveMismatchError as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=wait) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    dist.send(np.zeros(5), 0)
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert len(raised) == 4
+    assert isinstance(work.exception(), asyncdist.CollectiveMismatchError)
+    with pytest.raises(asyncdist.CollectiveMismatchError, match="receive buffer"):
+        work.result()
+    assert not work.is_success()
+
+
+def test_a_wait_may_expire_and_the_operation_goes_on(alone: dist.ProcessGroup) -> None:
+    x = np.zeros(1)
+    work = dist.irecv(x, 0)
+    for timeout in (0, 0.01):
+        with pytest.raises(TimeoutError, match="the operation goes on"):
+            work.wait(timeout)
+    with pytest.raises(ValueError, match="negative"):
+        work.wait(-1)
+    dist.send(np.ones(1), 0)
+    assert work.wait(LIMIT_S)
+    with pytest.raises(asyncdist.CollectiveTimeoutError):
+        dist.recv(x, 0, timeout=0.01)
+    work = dist.irecv(x, 0)
+    assert work.cancel()
+    assert not work.cancel()
+    with pytest.raises(asyncdist.ClosedError, match="withdrawn"):
+        work.wait()
+
+
+def test_a_failure_nobody_asked_about_is_raised_at_the_end(alone: dist.ProcessGroup) -> None:
+    work = dist.irecv(np.zeros(1), 0)
+    dist.send(np.zeros(5), 0)
+    deadline_s = time.monotonic() + LIMIT_S
+    while not work.is_completed():
+        assert time.monotonic() < deadline_s
+    with pytest.raises(asyncdist.CollectiveMismatchError):
+        dist.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+def test_leaving_twice_and_joining_again() -> None:
+    for _ in range(3):
+        with dist.HashStore() as store:
+            with dist.init_process_group(store=store, rank=0, world_size=1) as group:
+                dist.barrier()
+            group.close()
+            assert not dist.is_initialized()
+            with pytest.raises(asyncdist.ClosedError):
+                group.barrier()
+            with pytest.raises(KeyError), dist.init_process_group(store=store, rank=0, world_size=1):
+                raise KeyError
+
+
+def test_several_threads_issue_in_the_order_of_their_calls(alone: dist.ProcessGroup) -> None:
+    def issue(tag: int) -> None:
+        for number in range(50):
+            x = np.full(3, number)
+            dist.all_reduce(x, tag=tag)
+            work = dist.all_reduce(x, tag=tag, async_op=True)
+            work.wait(LIMIT_S)
+            assert repr(work) == f"<Work all_reduce #{2 * number + 1} 24 B done>"
+
+    failures: list[BaseException] = []
+
+    def guarded(tag: int) -> None:
+        try:
+            issue(tag)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(tag,)) for tag in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert not failures
+
+
+def test_another_thread_finds_the_only_world_and_refuses_to_guess(alone: dist.ProcessGroup) -> None:
+    def in_a_thread(function: Any) -> Any:
+        outcome: list[Any] = []
+
+        def run() -> None:
+            try:
+                outcome.append(function())
+            except ValueError as error:
+                outcome.append(str(error))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(LIMIT_S)
+        return outcome[0]
+
+    assert in_a_thread(dist.get_world_size) == 1
+    with dist.HashStore() as store, dist.init_process_group(store=store, rank=0, world_size=1, group_name="b") as other:
+        assert dist.get_default_group() == other
+        assert "several worlds are open (default, b)" in in_a_thread(dist.get_world_size)
+        assert in_a_thread(lambda: dist.get_world_size(alone)) == 1
+    assert dist.get_default_group() == alone
+
+
+async def test_inside_a_running_loop_it_is_refused() -> None:
+    for call in (
+        lambda: dist.all_reduce(np.ones(1)),
+        dist.barrier,
+        dist.destroy_process_group,
+        dist.HashStore,
+        lambda: dist.init_process_group(store=asyncdist.HashStore(), rank=0, world_size=1),
+    ):
+        with pytest.raises(RuntimeError, match="inside a running event loop"):
+            call()
+
+
+def test_in_the_communication_thread_it_is_refused(alone: dist.ProcessGroup) -> None:
+    with pytest.raises(RuntimeError, match="inside a running event loop"):
+        alone._session.thread.call(dist.barrier)
+
+
+def interrupt_soon() -> threading.Timer:
+    """Simulate Ctrl-C while the main thread waits."""
+    timer = threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    return timer
+
+
+def test_an_interrupted_recv_is_withdrawn_and_loses_no_message(alone: dist.ProcessGroup) -> None:
+    x = np.zeros(2)
+    timer = interrupt_soon()
+    with pytest.raises(KeyboardInterrupt):
+        dist.recv(x, 0)
+    timer.join()
+    dist.send(np.ones(2), 0)
+    assert dist.recv(x, 0) == 0
+    assert x.tolist() == [1, 1]
+
+
+def test_an_interrupted_recv_gives_back_a_message_that_came_at_that_moment(alone: dist.ProcessGroup) -> None:
+    x = np.zeros(2)
+    session = alone._session
+    call = _Completion(session, lambda: session.inner.pairs.receive(x, 0, 0, None, abandon=True))
+    session.thread.call(call.begin)
+    dist.send(np.ones(2), 0)
+    call.reply.wait()  # the message is here, but the one who waited is told of Ctrl-C instead
+    session.thread.call(call.give_up)
+    second = np.zeros(2)
+    assert dist.recv(second, 0) == 0
+    assert second.tolist() == [1, 1]
+
+
+def test_destroying_aborts_rather_than_waits_for_what_was_interrupted(alone: dist.ProcessGroup) -> None:
+    x = np.zeros(1)
+    work = dist.irecv(x, 0)
+    timer = interrupt_soon()
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    timer.join()
+    started_s = time.monotonic()
+    dist.destroy_process_group()
+    assert time.monotonic() - started_s < 5
+    with pytest.raises((asyncdist.GroupAbortedError, asyncdist.ClosedError)):
+        work.wait()
+
+
+def test_joining_can_be_interrupted() -> None:
+    with dist.HashStore() as store:
+        timer = interrupt_soon()
+        with pytest.raises(KeyboardInterrupt):
+            dist.init_process_group(store=store, rank=0, world_size=2)
+        timer.join()
+        with pytest.raises(asyncdist.ConnectTimeoutError, match="missing: rank 1"):
+            dist.init_process_group(store=store, rank=0, world_size=2, timeout=0.05, group_name="again")
+
+
+def test_stores_wait_too() -> None:
+    with dist.HashStore(timeout=5) as store, dist.PrefixStore("part", store) as part:
+        assert part.set("key", "value") is None
+        assert part.get("key") == b"value"
+        assert store.get("part/key") == b"value"
+        assert store.add("n", 2) == 2
+        assert store.check(["n"])
+        with pytest.raises(asyncdist.StoreTimeoutError):
+            store.get("none", timeout=0.01)
+        assert store.timeout == 5
+    with pytest.raises(asyncdist.ClosedError):
+        store.get("n")
+    store.close()
+    assert {name for name in asyncdist.Store.__abstractmethods__ if not hasattr(dist.Store, name)} == set()
+    assert not inspect.iscoroutinefunction(dist.Store.get)
+
+
+def test_a_stream_becomes_an_iterator(alone: dist.ProcessGroup) -> None:
+    async def chunks() -> Any:
+        for number in range(3):
+            yield await asyncio.sleep(0, number)
+
+    stream = alone._session.call(chunks, (), {})
+    assert list(stream) == [0, 1, 2]
+    stream = alone._session.call(chunks, (), {})
+    assert next(stream) == 0
+    stream.close()
+    assert list(stream) == []

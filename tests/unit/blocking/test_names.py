@@ -1,0 +1,50 @@
+"""The blocking names are the asynchronous ones, and say how their calls end."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import asyncdist
+from asyncdist import blocking
+from asyncdist.blocking.lifting import original
+
+ONLY_ASYNCHRONOUS = {
+    "run",  # there is no event loop to run
+    "__version__",
+}
+FUNCTIONS = [name for name in blocking.__all__ if inspect.isfunction(getattr(blocking, name))]
+
+
+def test_every_name_is_here() -> None:
+    assert set(blocking.__all__) == set(asyncdist.__all__) - ONLY_ASYNCHRONOUS
+
+
+def test_all_is_sorted_as_there() -> None:
+    assert list(blocking.__all__) == [name for name in asyncdist.__all__ if name in set(blocking.__all__)]
+
+
+@pytest.mark.parametrize("name", blocking.__all__)
+def test_every_name_exists_and_is_documented(name: str) -> None:
+    thing = getattr(blocking, name)
+    if inspect.isclass(thing) or inspect.isroutine(thing):
+        assert inspect.getdoc(thing)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_nothing_awaitable_is_left(name: str) -> None:
+    function = getattr(blocking, name)
+    assert not inspect.iscoroutinefunction(function)
+    if "async_op" in inspect.signature(function).parameters:
+        parameters = list(inspect.signature(original(function)).parameters)
+        assert [p for p in inspect.signature(function).parameters if p != "async_op"] == parameters
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_gives_a_work_there_waits_here_or_gives_one_too(name: str) -> None:
+    """A function lifted as a mere question would hand out what only an event loop can wait for."""
+    function = getattr(blocking, name)
+    returns = str(inspect.signature(original(function)).return_annotation)
+    if returns.startswith(("Work", "list[Work", "Awaitable", "Async")):
+        assert "refuse_loop" in function.__code__.co_names or "_run" in function.__code__.co_names
