@@ -95,16 +95,18 @@ class Consistency:
         self._works = works
         self._fail = fail
         self._full = world.options.get("check") == "full" and len(ranks) > 1
-        self._issued: deque[_Issued] = deque(maxlen=ISSUED_KEPT)
+        self._issued: deque[tuple[Key, str, tuple[Any, ...], str]] = deque(maxlen=ISSUED_KEPT)
         self._inquiries: dict[Key, _Inquiry] = {}
         self._reports: dict[Key, dict[str, tuple[int, str]]] = {}
 
     def issued(self, key: Key, operation: str, call: Call) -> None:
         """A collective has been issued here; it is about to start."""
-        entry = _Issued(key, operation, call.recipe_key, _calling_line() if self._full else "")
+        if not self._full:
+            self._issued.append((key, operation, call.recipe_key, ""))  # a plain tuple: this is on the way of all
+            return
+        entry = _Issued(key, operation, call.recipe_key, _calling_line())
         self._issued.append(entry)
-        if self._full:
-            self._report(entry)
+        self._report(entry)
 
     def inquire(self, work: CollectiveWork, error: CollectiveMismatchError) -> bool:
         """Ask the other side of `error` what it runs, and fail `work` when it has answered; False if that cannot be.
@@ -198,7 +200,7 @@ class Consistency:
         return entry is not None and entry.recipe[0] in PRIVATE_COLLECTIVES
 
     def _find(self, key: Key) -> _Issued | None:
-        return next((entry for entry in reversed(self._issued) if entry.key == key), None)
+        return next((_Issued(*entry) for entry in reversed(self._issued) if entry[0] == key), None)
 
     # ASYNCDIST_CHECK=full.
 
