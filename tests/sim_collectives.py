@@ -7,6 +7,7 @@ import contextlib
 from typing import Any
 
 import numpy as np
+from sim_exchanges import EXCHANGES, FROM_FEW, issue_exchange
 from sim_judge import STALL_TIMEOUT_S, Judge, cancelled_wait
 from sim_programs import ROOTED, STALL_TAG, Collective, Track, reduced, values
 
@@ -100,7 +101,7 @@ class CollectiveTracks(Judge):
             self.journal.mark(where, *issued.arrays)
             return False
         if op.refuser is not None:
-            if refused is None and op.kind not in ROOTED and op.count and self.fault is None:
+            if refused is None and op.kind not in ROOTED + FROM_FEW and op.count and self.fault is None:
                 self.journal.problem(f"{where}: ended well although rank {op.refuser} of the group refused it")
         elif not (self.fault is not None and self.fault.kind == "mismatch" and track.tag == STALL_TAG):
             issued.check(where)
@@ -122,6 +123,7 @@ class Issued:
     ) -> None:
         size, rank = group.size, group.rank
         self.at_s = run.loop.time()
+        self.work: Work[Any]
         self.expected: list[tuple[np.ndarray, np.ndarray]] = []
         dtype = op.dtype
         everyone = [values(dtype, count, *place, other) for other in range(size)]
@@ -134,9 +136,11 @@ class Issued:
             self.arrays.append(array)
             return array
 
-        if kind == "all_reduce":
+        if kind in EXCHANGES:
+            self.work, self.arrays, self.expected = issue_exchange(group, op, count, place, options)
+        elif kind == "all_reduce":
             self.expected = [(mine, reduced(reduce_op, everyone))]
-            self.work: Work[Any] = group.all_reduce(mine, reduce_op, **options)
+            self.work = group.all_reduce(mine, reduce_op, **options)
         elif kind == "broadcast":
             self.expected = [(mine, everyone[op.root])]
             self.work = group.broadcast(mine, op.root, **options)
