@@ -175,10 +175,7 @@ class _Decoder:
         return value
 
     def _unpack(self, packed: memoryview | bytes) -> Any:
-        # A header may promise more elements than follow, and msgpack makes room for them: look first, without building.
-        unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(packed)))
-        unpacker.feed(packed)
-        unpacker.skip()
+        _check_whole(packed)
         return msgpack.unpackb(
             packed, ext_hook=self._extension, strict_map_key=False, unicode_errors="surrogatepass", use_list=True
         )
@@ -213,6 +210,13 @@ class _Decoder:
             raise ValueError("bytes between two arrays")
         self._offset = start + nbytes
         return np.frombuffer(self._data[start : self._offset], np.uint8).view(dtype).reshape(shape)
+
+
+def _check_whole(packed: memoryview | bytes) -> None:
+    """Raise unless everything that msgpack's headers promise is there: it makes room for it before it looks."""
+    unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(packed)))
+    unpacker.feed(packed)
+    unpacker.skip()
 
 
 class _UnsupportedError(Exception):

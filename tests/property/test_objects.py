@@ -35,8 +35,8 @@ OBJECTS = st.recursive(
     ),
     max_leaves=12,
 )
-OVERHEAD_BYTES = 200_000
-"""Of msgpack's unpackers: a buffer and a stack each, for as many as can be nested."""
+OVERHEAD_BYTES = 1 << 20
+"""Of msgpack's unpackers, which have a stack each, and of errors with their tracebacks."""
 GROWTH = 400
 """Bytes of memory per byte received: an empty set in a set takes 4 and becomes some 216."""
 
@@ -85,3 +85,10 @@ def test_damaged_objects_are_objects_or_refused(value: object, seed: int) -> Non
     for _ in range(rng.randint(1, 4)):
         octets[rng.randrange(len(octets))] = rng.randrange(256)
     accepted(octets[: rng.choice((len(octets), rng.randrange(len(octets) + 1)))])
+
+
+def test_promises_of_elements_that_do_not_come_cost_nothing() -> None:
+    """Lists that say how long they are, each inside the one before, with nothing in them."""
+    padding = bytes(100_000)
+    lists = (b"\xdd" + len(padding).to_bytes(4, "big")) * 500 + padding
+    accepted(bytearray(b"\1" + bytes(7) + len(lists).to_bytes(8, "little") + lists))

@@ -23,6 +23,10 @@ async def consume(stream: dist.ChunkStream) -> list[dist.StreamChunk]:
     return [chunk async for chunk in stream]
 
 
+def chunks_under_way(group: Group) -> int:
+    return len(group._backend._operations[0, 0]._under_way)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
 def test_chunks_come_in_order_and_complete(size: int) -> None:
     async def main(group: Group) -> None:
@@ -114,6 +118,7 @@ def test_a_slow_consumer_stops_the_source_within_a_window_each(size: int) -> Non
                 seen += 1
                 if loop.time() < 10:
                     assert seen <= STREAM_WINDOW * size
+                    assert chunks_under_way(group) <= STREAM_WINDOW
         await consume(stream)
         assert (x == 0).all()
 
