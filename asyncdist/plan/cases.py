@@ -5,8 +5,9 @@ A family is a problem and what it becomes when ranks are renamed so that another
 | world | counts | roots |
 | --- | --- | --- |
 | 1 .. 12 | none, one, one per rank and one fewer, uneven, many chunks, all on one rank; ranks per host | every |
-| 13 .. 128 | none, even, uneven | every root for even counts, else five |
-| larger | none; even or uneven, by turns | five |
+| 13 .. 64 | none, even, uneven | every root for even counts, else five |
+| 65 .. 128 | none; even or uneven, by turns | every root of which the plans are the first one's, renamed, else five |
+| larger | none; uneven, or, in every fourth world, even | five |
 
 The five roots are the first, the second, one a third on, the middle and the last. Uneven counts of worlds above 64
 leave most ranks without an element, so that a ring of p ranks takes p steps and not p * p; even ones give each some.
@@ -14,7 +15,7 @@ leave most ranks without an element, so that a ring of p ranks takes p steps and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, TypeAlias
 
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, PRIVATE_COLLECTIVES, ROOTED, VECTOR_COLLECTIVES, Problem
@@ -28,6 +29,7 @@ __all__ = [
     "exchange_problems",
     "families",
     "private_problems",
+    "run_roots",
 ]
 
 Family: TypeAlias = tuple[Problem | tuple[Problem, ...], ...]
@@ -41,13 +43,14 @@ THOROUGH: Final = 12
 primes, odd and even composites."""
 
 EVERY_ROOT: Final = 128
-"""The largest world in which every root is proven. The plans alone, for all roots, are p * p to make."""
+"""The largest world in which every root is looked at. The plans alone, for all roots, are p * p to make."""
 
-BOTH_COUNTS: Final = 128
-"""The largest world that is proven with even and with uneven counts."""
+BOTH_COUNTS: Final = 64
+"""The largest world that is proven with even and with uneven counts, most ranks having an element, and with every root,
+whether or not its plans are another's renamed."""
 
-MOST_RANKS: Final = 64
-"""The largest world in which uneven counts give most ranks an element."""
+BY_TURNS: Final = 128
+"""The largest world from which on three worlds in four are proven with uneven counts, and not every second one."""
 
 SEVERAL_CHUNKS: Final = 5 * CHUNK_LENGTH + 1
 """Elements of a vector sent whole: six chunks, more than any window holds."""
@@ -71,7 +74,9 @@ def families(collective: str, algorithm: str, world: int, *, thorough: bool | No
             yield (exchange_problems(lengths),)
         return
     for counts, every_root in _counts(collective, world, thorough=thorough):
-        roots = _roots(world, every=every_root) if collective in ROOTED else (0,)
+        roots: Collection[int] = (0,)
+        if collective in ROOTED:
+            roots = range(world) if every_root else _five(world)
         for ranks_per_host in _hosts(world, thorough=thorough) if algorithm in BY_HOST else (1,):
             first = Problem.of(collective.removesuffix("_uneven"), world, counts, 0, ranks_per_host)
             family = tuple(rotated_problem(first, root) for root in roots)
@@ -108,10 +113,9 @@ def _counts(collective: str, world: int, *, thorough: bool) -> list[tuple[int | 
     """Counts, and whether to prove every root with them."""
     if collective == "barrier":
         return [(0, False)]
-    every_root = world <= EVERY_ROOT
     even: int | tuple[int, ...] = 1
     if collective in BLOCK_COLLECTIVES:
-        uneven: int | tuple[int, ...] = _pattern(world) if world <= MOST_RANKS else _sparse(world)
+        uneven: int | tuple[int, ...] = _pattern(world) if world <= BOTH_COUNTS else _sparse(world)
         more: list[int | tuple[int, ...]] = [9, _lone(world)]
     elif collective == "all_to_all":
         uneven, more = 1, [9]  # which has no uneven counts
@@ -119,19 +123,24 @@ def _counts(collective: str, world: int, *, thorough: bool) -> list[tuple[int | 
         even, uneven = 2, SEVERAL_CHUNKS  # two: one for each half of a vector
         more = [1, 9 * world + 5]
     else:
-        uneven = world + world // 2 + 1 if world <= MOST_RANKS else FEW
+        uneven = world + world // 2 + 1 if world <= BOTH_COUNTS else FEW
         even, more = world, [1, world - 1, 9 * world + 5]
     if thorough:
         return [(counts, True) for counts in dict.fromkeys((0, even, uneven, *more))]
+    every_root = world <= EVERY_ROOT
     if world <= BOTH_COUNTS:
-        return [(counts, every_root and counts == even) for counts in dict.fromkeys((0, even, uneven))]
-    # by turns such that powers of two and those one less are even, those one more uneven
-    return [(0, False), (even if world % 4 in (0, 3) else uneven, False)]
+        return [(counts, counts == even) for counts in dict.fromkeys((0, even, uneven))]
+    # powers of two and those one less are even, those one more uneven
+    turn = world % 4 in (0, 3) if world <= BY_TURNS else world % 8 in (0, 7)
+    return [(0, False), (even if turn else uneven, every_root)]
 
 
-def _roots(world: int, *, every: bool) -> Sequence[int]:
-    if every:
-        return range(world)
+def run_roots(world: int) -> Collection[int]:
+    """Roots whose problems are run where their plans are not those of another root, renamed."""
+    return range(world) if world <= BOTH_COUNTS else _five(world)
+
+
+def _five(world: int) -> Collection[int]:
     return sorted({0, 1 % world, world // 3, world // 2, world - 1})
 
 
