@@ -5,8 +5,8 @@ below p, largest first, every slot with bit D in its number goes D ranks up, all
 what the receiver sent. After the last round slot i holds the block of rank r - i.
 
 Cost ceil(log2 p) a + (mb/2) ceil(log2 p) with m bytes of INPUT: each rank sends about half its blocks every round, so
-this pays log2(p)/2 times the bytes for p - 1 - log2(p) messages saved. Starting with the largest D leaves the slots of a
-message in few runs, 1, 2, 4, ..., so that packing them takes about p copies in all; another p bring the blocks to
+this pays log2(p)/2 times the bytes for p - 1 - log2(p) messages saved. Starting with the largest D leaves the slots of
+a message in few runs, 1, 2, 4, ..., so that packing them takes about p copies in all; another p bring the blocks to
 their places.
 
 Source: Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in multiport
