@@ -8,16 +8,45 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step
+from asyncdist.plan.steps import (
+    Buffer,
+    Copy,
+    Fetch,
+    FetchReduce,
+    Plan,
+    Publish,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Send,
+    SharedStep,
+    Slice,
+    Step,
+)
 from asyncdist.transport.frame import key_suffix, suffix_slot
+from asyncdist.transport.lane import Needs
 
-__all__ = ["COPY", "RECV", "RECV_REDUCE", "REDUCE", "SEND", "Instruction", "Program"]
+__all__ = [
+    "COPY",
+    "FETCH",
+    "FETCH_REDUCE",
+    "PUBLISH",
+    "RECV",
+    "RECV_REDUCE",
+    "REDUCE",
+    "SEND",
+    "Instruction",
+    "Program",
+]
 
 SEND: Final = 0
 RECV: Final = 1
 RECV_REDUCE: Final = 2
 REDUCE: Final = 3
 COPY: Final = 4
+PUBLISH: Final = 5
+FETCH: Final = 6
+FETCH_REDUCE: Final = 7
 
 COLLECTIVE_CHANNEL: Final = 1
 
@@ -35,7 +64,7 @@ class Instruction(NamedTuple):
     start: int
     stop: int
     source: int
-    """Which buffer local steps read, from `source_start` to `source_stop`."""
+    """Which buffer local steps read, or which item fetching ones, from `source_start` to `source_stop`."""
     source_start: int
     source_stop: int
     left: bool
@@ -47,13 +76,17 @@ class Instruction(NamedTuple):
 class Program:
     """One rank's plan, compiled.
 
-    `pending` is how many steps each step waits for, `ready` those that wait for none, `peer_ranks` every peer named.
+    `pending` is how many steps each step waits for, `ready` those that wait for none, `peer_ranks` every peer named,
+    `items` how many items it puts out, and `needs` which of the others' it reads, how many times.
     """
 
-    __slots__ = ("instructions", "peer_ranks", "pending", "plan", "ready")
+    __slots__ = ("instructions", "items", "needs", "peer_ranks", "pending", "plan", "ready")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        steps: tuple[Step | SharedStep, ...] = plan.steps
+        self.items = sum(isinstance(step, Publish) for step in steps)
+        self.needs = _needs(plan)
         successors: list[list[int]] = [[] for _ in plan.steps]
         for index, step in enumerate(plan.steps):
             for earlier in step.after:
@@ -69,6 +102,7 @@ class Program:
         """The same program with messages numbered apart, so that it can run `times` times in one operation."""
         other = Program.__new__(Program)
         other.plan, other.pending, other.ready, other.peer_ranks = self.plan, self.pending, self.ready, self.peer_ranks
+        other.items, other.needs = self.items, self.needs
         other.instructions = tuple(
             step._replace(suffix=key_suffix(suffix_slot(step.suffix) * times + plus, COLLECTIVE_CHANNEL))
             if step.suffix
@@ -78,29 +112,54 @@ class Program:
         return other
 
 
-def _instruction(step: Step, successors: tuple[int, ...]) -> Instruction:
-    place = step.source if isinstance(step, Send) else step.target
-    source = step.source if isinstance(step, Copy | Reduce) else _NOTHING
+def _instruction(step: Step | SharedStep, successors: tuple[int, ...]) -> Instruction:
+    place = step.source if isinstance(step, Send | Publish) else step.target
+    source: tuple[int, int, int] = (_NOTHING.buffer, 0, 0)
+    if isinstance(step, Copy | Reduce):
+        source = (step.source.buffer, step.source.offset, step.source.end)
+    elif isinstance(step, Fetch | FetchReduce):
+        source = (step.item, step.offset, step.offset + step.target.length)
     left = False
     if isinstance(step, RecvReduce):
         left = step.incoming_left
     elif isinstance(step, Reduce):
         left = step.source_left
+    elif isinstance(step, FetchReduce):
+        left = step.item_left
     return Instruction(
         kind=_KINDS[type(step)],
-        peer=step.peer if isinstance(step, _MESSAGES) else -1,
+        peer=step.peer if isinstance(step, _MESSAGES | Fetch | FetchReduce) else -1,
         suffix=key_suffix(step.slot, COLLECTIVE_CHANNEL) if isinstance(step, _MESSAGES) else b"",
         buffer=int(place.buffer),
         start=place.offset,
         stop=place.end,
-        source=int(source.buffer),
-        source_start=source.offset,
-        source_stop=source.end,
+        source=int(source[0]),
+        source_start=source[1],
+        source_stop=source[2],
         left=left,
         successors=successors,
     )
 
 
 _NOTHING: Final = Slice(Buffer.SCRATCH, 0, 0)
-_KINDS: Final = {Send: SEND, Recv: RECV, RecvReduce: RECV_REDUCE, Reduce: REDUCE, Copy: COPY}
-_MESSAGES: Final = (Send, Recv, RecvReduce)
+_KINDS: Final = {
+    Send: SEND,
+    Recv: RECV,
+    RecvReduce: RECV_REDUCE,
+    Reduce: REDUCE,
+    Copy: COPY,
+    Publish: PUBLISH,
+    Fetch: FETCH,
+    FetchReduce: FETCH_REDUCE,
+}
+_MESSAGES: Final = Send | Recv | RecvReduce
+
+
+def _needs(plan: Plan) -> Needs:
+    needs: Needs = {}
+    steps: tuple[Step | SharedStep, ...] = plan.steps
+    for step in steps:
+        if isinstance(step, Fetch | FetchReduce) and step.peer != plan.rank:
+            items = needs.setdefault(step.peer, {})
+            items[step.item] = items.get(step.item, 0) + 1
+    return {peer: dict(sorted(items.items())) for peer, items in needs.items()}

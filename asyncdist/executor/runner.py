@@ -12,11 +12,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from asyncdist.arrays import Array
 from asyncdist.errors import CollectiveMismatchError, GroupAbortedError
 from asyncdist.executor.buffers import Bound
-from asyncdist.executor.program import COPY, RECV, RECV_REDUCE, SEND, Instruction, Program
+from asyncdist.executor.program import COPY, FETCH, PUBLISH, RECV, RECV_REDUCE, REDUCE, SEND, Instruction, Program
 from asyncdist.executor.scratch import ScratchPool
+from asyncdist.executor.shared_lane import SharedPart, different
 from asyncdist.transport.matching import Receive, SendOp
 from asyncdist.transport.peer import PeerCore
 
@@ -71,6 +74,7 @@ class Execution:
         "_prefix",
         "_program",
         "_remaining",
+        "_shared",
         "_staging",
         "_stopped",
         "_waiting",
@@ -102,6 +106,7 @@ class Execution:
         self._waiting: set[int] = set()
         self._staging: dict[int, Array] = {}
         self._stopped = False
+        self._shared: SharedPart | None = None
 
     def start(self) -> None:
         """Start every step that waits for none; may call `ended` at once."""
@@ -121,8 +126,10 @@ class Execution:
     def waiting_for(self) -> tuple[int, ...]:
         """Group ranks whose messages have not come; failing those, the ranks that have not taken ours."""
         waiting = [self._program.instructions[index] for index in self._waiting]
-        receives = {step.peer for step in waiting if step.kind != SEND}
-        return tuple(sorted(receives or {step.peer for step in waiting}))
+        receives = {step.peer for step in waiting if step.kind not in (SEND, PUBLISH)}
+        if not receives and self._shared is not None:
+            receives = self._shared.slow_readers()
+        return tuple(sorted(receives or {step.peer for step in waiting if step.peer >= 0}))
 
     def _advance(self, ready: list[int]) -> None:
         """Start the steps of `ready`, and those that become ready by steps that are done at once."""
@@ -179,6 +186,10 @@ class Execution:
                 if receive.fingerprint != self._fingerprint:
                     raise mismatch(receive)
                 return self._reduce_staged(index)
+        elif kind >= PUBLISH:
+            shared = self._shared
+            assert shared is not None, "a plan that publishes was given no shared memory"
+            done = shared.issue(index, step)
         else:
             return self._combine(
                 index,
@@ -234,6 +245,30 @@ class Execution:
         else:
             kernel(target, source, target)
 
+    # What shared memory asks and reports.
+
+    def payload(self, step: Instruction) -> memoryview:
+        """The bytes that a step publishes."""
+        return self._buffers[step.buffer].octets(step.start, step.stop)
+
+    def take(self, step: Instruction, item: memoryview) -> None:
+        """Copy or reduce a part of a published item into the step's target. Raises CollectiveMismatchError."""
+        itemsize = self._itemsize
+        if len(item) < step.source_stop * itemsize:
+            raise different(self.rank_of(step.peer))
+        target = self._buffers[step.buffer].elements(step.start, step.stop)
+        source = np.frombuffer(item, target.dtype, step.stop - step.start, step.source_start * itemsize)
+        self._apply(COPY if step.kind == FETCH else REDUCE, source, target, step.left)
+
+    def rank_of(self, member: int) -> int:
+        """The global rank of a group rank, for messages."""
+        raise NotImplementedError
+
+    def step_done(self, index: int) -> None:
+        """A step that was issued, and was not done then, is."""
+        self._waiting.discard(index)
+        self._complete(index)
+
     # What the transport reports.
 
     def message_sent(self, token: Any) -> None:
@@ -275,8 +310,5 @@ class Execution:
 
 def mismatch(receive: Receive) -> CollectiveMismatchError:
     """A message has come whose sender takes it for part of another operation."""
-    return CollectiveMismatchError(
-        f"rank {receive.source} runs something else in this place of the order: another collective, reduction, dtype, "
-        "root, size or algorithm",
-        receive.source,
-    )
+    assert receive.source is not None
+    return different(receive.source)

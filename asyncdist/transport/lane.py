@@ -292,6 +292,12 @@ class Lane:
             fence()  # read before we say so
             self.finished = self._own_words[_FINISHED] = oldest
 
+    def slowest(self) -> list[int]:
+        """Members that have consumed the least of our items, if any are left."""
+        consumed = {index: peer.words[_CONSUMED + 8 * self.rank] for index, peer in self._others}
+        least = min(consumed.values())
+        return [index for index, count in consumed.items() if count == least < self._published]
+
     def wanted_by(self) -> list[int]:
         """Members that wait for room, or for us to catch up."""
         fence()
