@@ -70,8 +70,10 @@ def test_reduce_scatter_holds_two_columns_of_partial_sums_at_most():
 
 def test_columns_begin_before_rows_end():
     """The first chunk reduced in a row goes down the column while others are still to come."""
-    plan = plans_of("all_reduce", "ring_2d", 4, 64, chunk_length=4, ranks_per_host=2)[0]
-    in_row = [index for index, step in enumerate(plan.steps) if isinstance(step, RecvReduce) and step.peer == 1]
-    down = [step for step in plan.steps if isinstance(step, Send) and step.peer == 2]
-    assert down[0].after == (in_row[0],)
-    assert len(in_row) == 8
+    for rank, plan in enumerate(plans_of("all_reduce", "ring_2d", 6, 96, chunk_length=4, ranks_per_host=2)):
+        in_row = [
+            index for index, step in enumerate(plan.steps) if isinstance(step, RecvReduce) and step.peer == rank ^ 1
+        ]
+        down = [step for step in plan.steps if isinstance(step, Send) and step.peer == (rank + 2) % 6]
+        assert [step.after for step in down[:4]] == [(index,) for index in in_row[:4]]
+        assert len(in_row) == 12
