@@ -128,10 +128,10 @@ def is_launched() -> bool:
     return "ASYNCDIST_JOB_ID" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def is_backend_available(name: str) -> bool:
-    """Whether `init_process_group(name)` would find that backend."""
+def is_backend_available(backend: str) -> bool:
+    """Whether `init_process_group(backend)` would find that backend."""
     try:
-        Backend(name)
+        Backend(backend)
     except (TypeError, ValueError):
         return False
     return True

@@ -1,0 +1,76 @@
+"""Every public name of torch.distributed is in docs/from-torch.md, on the right side, with torch's argument order."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import asyncdist as dist
+
+torch_dist: Any = pytest.importorskip("torch.distributed", reason="needs torch (extra `peers`)")
+
+pytestmark = pytest.mark.peers
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "from-torch.md").read_text()
+NOT_TAKEN = {"async_op", "device_ids"}
+"""Arguments of torch that mean nothing here."""
+
+
+def names_of(heading: str) -> set[str]:
+    """What the table under a heading names in its first column."""
+    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]*`) \|", section, re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
+HERE = names_of("Every name of torch.distributed")
+NOT_HERE = names_of("What is not here")
+
+
+def is_torchs(name: str) -> bool:
+    if name == "reduce_op":  # asking it anything warns
+        return True
+    thing = getattr(torch_dist, name)
+    return not isinstance(thing, ModuleType) and str(getattr(thing, "__module__", "")).startswith("torch")
+
+
+PUBLIC = {name for name in dir(torch_dist) if not name.startswith("_") and is_torchs(name)}
+PUBLIC |= set(torch_dist.distributed_c10d.__all__)
+
+
+def offered(name: str) -> bool:
+    thing = getattr(dist, name, None)
+    return thing is not None and (name == "group" or not isinstance(thing, ModuleType))
+
+
+def test_every_name_is_in_one_of_the_tables() -> None:
+    assert not PUBLIC - HERE - NOT_HERE
+    assert not HERE & NOT_HERE
+    assert not HERE - PUBLIC
+    assert len(PUBLIC) > 80
+
+
+def test_the_tables_say_what_is_so() -> None:
+    assert not [name for name in HERE if not offered(name)]
+    assert not [name for name in NOT_HERE if offered(name)]
+
+
+@pytest.mark.parametrize("name", sorted(name for name in HERE if inspect.isfunction(getattr(dist, name, None))))
+def test_arguments_are_torchs_in_torchs_order(name: str) -> None:
+    parameters = inspect.signature(getattr(torch_dist, name)).parameters
+    theirs = [one for one in parameters if one not in NOT_TAKEN and not one.startswith("_")]
+    ours = inspect.signature(getattr(dist, name)).parameters
+    assert [one for one in theirs if one not in ours] == []
+    positional = [one for one, what in ours.items() if what.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert positional == theirs[: len(positional)]  # the rest is by name here
+
+
+def test_the_names_that_torch_has_dropped_exist() -> None:
+    for kind in ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"):
+        assert offered(f"{kind}_multigpu")
+        assert f"`{kind}_multigpu`" in PAGE
