@@ -66,7 +66,10 @@ class PeerLostError(DistNetworkError):
 
 
 class RemoteProtocolError(DistNetworkError):
-    """A peer, client or server sent bytes that break the protocol; only that connection is closed."""
+    """A peer, client or server sent bytes that break the protocol; only that connection is closed.
+
+    Of an operation on objects: what a rank sent is none, or is pickled where that was not allowed; the group goes on.
+    """
 
 
 class ConnectTimeoutError(DistNetworkError, TimeoutError):

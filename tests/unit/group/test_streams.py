@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -315,3 +317,26 @@ def test_there_are_as_many_chunks_as_the_limit_says(monkeypatch: pytest.MonkeyPa
             group.broadcast_stream(np.zeros(11), 0, chunk_bytes=8)
 
     run_world(2, main)
+
+
+def test_the_examples_of_the_document_work() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "streaming.md").read_text()
+    source = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert source is not None
+    namespace: dict[str, Any] = {}
+    exec(source[1], namespace)
+
+    async def main(group: Group) -> None:
+        weights = np.arange(300_000.0) if group.rank == 0 else np.zeros(300_000)
+        installed = np.zeros(300_000)
+
+        def install(start: int, data: Any) -> None:
+            installed[start : start + data.size] = data
+
+        await namespace["receive_weights"](weights, install)
+        assert np.array_equal(installed, np.arange(300_000.0))
+        asked = []
+        await namespace["check_everybody"](np.zeros(10), lambda source, data: asked.append(source) or source < 1)
+        assert asked == [0, 1]
+
+    run_world(3, main)
