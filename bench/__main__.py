@@ -11,13 +11,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bench import all_reduce, p2p, rendezvous, report, store, targets
+from bench import all_reduce, overlap, p2p, rendezvous, report, store, targets
 from bench.machine import about
 from bench.runner import FULL, SMOKE, Candidate, Cell, Mode, Profile, Subject
 from bench.schedule import run_subject
 
 SUBJECTS: Mapping[str, Subject] = {
-    subject.name: subject for subject in (p2p.SUBJECT, all_reduce.SUBJECT, store.SUBJECT, rendezvous.SUBJECT)
+    subject.name: subject
+    for subject in (p2p.SUBJECT, all_reduce.SUBJECT, store.SUBJECT, rendezvous.SUBJECT, overlap.SUBJECT)
 }
 PROFILES: Mapping[str, Profile] = {profile.name: profile for profile in (FULL, SMOKE)}
 FLOORS = "floors"
@@ -48,7 +49,7 @@ def main(
     check_targets: bool,
     write: bool,
 ) -> None:
-    """Measure SUBJECTS (all by default): p2p, all_reduce, store, rendezvous; floors is the bare sockets alone."""
+    """Measure SUBJECTS (all by default): p2p, all_reduce, store, rendezvous, overlap; floors: the bare sockets."""
     console, errors = Console(), Console(stderr=True)
     if not console.is_terminal:
         console.width = TABLE_WIDTH
@@ -104,6 +105,13 @@ def _print_tables(console: Console, cells: list[Cell]) -> None:
         chosen = [cell for cell in cells if cell.subject == name]
         if chosen:
             report.print_table(subject.title, chosen, console)
+    if any(cell.subject == overlap.SUBJECT.name for cell in cells):
+        table = Table(title="Bandwidth left beside computation")
+        for column in overlap.HEADER:
+            table.add_column(column)
+        for row in overlap.summary(cells):
+            table.add_row(*row)
+        console.print(table)
 
 
 def _print_targets(console: Console, cells: list[Cell], machine: dict[str, str], write: bool) -> None:

@@ -15,14 +15,17 @@ sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the pac
 
 from click.testing import CliRunner  # noqa: E402
 
-from bench import all_reduce, p2p, rendezvous, store, targets  # noqa: E402
+from bench import all_reduce, overlap, p2p, rendezvous, store, targets  # noqa: E402
 from bench.__main__ import main  # noqa: E402
 from bench.cases import Case, Record, combine, format_bytes  # noqa: E402
 from bench.runner import FULL, SMOKE, Candidate, Cell, Measurement, Subject  # noqa: E402
 from bench.schedule import run_subject  # noqa: E402
 from bench.verify import MessagePattern, SumPattern  # noqa: E402
 
-SUBJECTS = {subject.name: subject for subject in (p2p.SUBJECT, all_reduce.SUBJECT, store.SUBJECT, rendezvous.SUBJECT)}
+SUBJECTS = {
+    subject.name: subject
+    for subject in (p2p.SUBJECT, all_reduce.SUBJECT, store.SUBJECT, rendezvous.SUBJECT, overlap.SUBJECT)
+}
 
 
 def assert_measured(cells: list[Cell]) -> None:

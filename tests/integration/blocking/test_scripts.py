@@ -1,0 +1,204 @@
+"""Ordinary scripts as real processes: every way to leave, to die and to be interrupted."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+
+import pytest
+from jobs import finish, run_ranks, start_ranks
+
+BLOCKING = """
+import threading
+import asyncdist.blocking as dist
+
+def say(*words):
+    print(*words, flush=True)
+"""
+
+
+def wait_for_line(process: subprocess.Popen[str], word: str) -> None:
+    """Wait until the process says `word` on a line of its own."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == word:
+            return
+    raise AssertionError(f"the rank ended without saying {word!r}:\n{process.communicate()[1]}")
+
+
+def test_a_script_as_for_torch() -> None:
+    code = """
+import uvloop
+loop = uvloop.new_event_loop()  # the first one of a process opens a pipe that stays
+loop.run_until_complete(asyncio.sleep(0))
+loop.close()
+before = set(os.listdir("/proc/self/fd")), threading.active_count(), sys.getswitchinterval()
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+for elements in (1, 1000, 1_000_000):
+    x = np.full(elements, rank + 1.0)
+    work = dist.all_reduce(x, async_op=True)
+    np.sin(np.ones(1000))
+    work.wait()
+    assert (x == size * (size + 1) / 2).all()
+if rank == 0:
+    dist.send(x, dst=1)
+elif rank == 1:
+    assert dist.recv(x) == 0
+got = sum(chunk.data.size for chunk in dist.broadcast_stream(x, 0, chunk_bytes=100_000))
+assert got == x.size, got
+dist.barrier()
+dist.destroy_process_group()
+assert before == (set(os.listdir("/proc/self/fd")), threading.active_count(), sys.getswitchinterval())
+say("done")
+"""
+    for rank in run_ranks(BLOCKING + code, 3):
+        assert (rank.stdout, rank.stderr) == ("done\n", "")
+
+
+@pytest.mark.parametrize("quiet_rank", [0, 1])
+def test_leaving_without_destroying_is_orderly(quiet_rank: int) -> None:
+    """Also for the rank that hosts the store, and with a message that the other has not asked for yet."""
+    code = f"""
+dist.init_process_group()
+x = np.full(500_000, 7)
+dist.all_reduce(np.ones(3))
+if dist.get_rank() == {quiet_rank}:
+    work = dist.isend(x, 1 - {quiet_rank})
+else:
+    y = np.zeros(500_000, int)
+    time.sleep(0.2)
+    dist.recv(y, {quiet_rank})
+    assert (y == 7).all()
+    dist.destroy_process_group()
+"""
+    started_s = time.monotonic()
+    for rank in run_ranks(BLOCKING + code, 2):
+        assert rank.stderr == ""
+    assert time.monotonic() - started_s < 9
+
+
+def test_an_exception_in_main_is_news_to_the_others() -> None:
+    code = """
+dist.init_process_group()
+dist.barrier()
+if dist.get_rank() == 1:
+    raise KeyError("mine")
+started_s = time.monotonic()
+try:
+    dist.all_reduce(np.ones(3))
+except dist.GroupAbortedError as error:
+    assert "rank 1 ended with KeyError: 'mine'" in str(error), error
+    assert time.monotonic() - started_s < 2
+    say("heard")
+"""
+    first, second = finish(start_ranks(BLOCKING + code, 2))
+    assert (first.stdout, first.returncode) == ("heard\n", 0), first.stderr
+    assert second.returncode == 1
+    assert second.stderr.rstrip().endswith("KeyError: 'mine'")
+
+
+def test_a_dead_peer_is_named_within_a_second() -> None:
+    code = """
+dist.init_process_group()
+dist.barrier()
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+started_s = time.monotonic()
+try:
+    dist.all_reduce(np.ones(3))
+except dist.PeerLostError as error:
+    assert error.rank == 1
+    assert time.monotonic() - started_s < 1
+    say("named")
+dist.destroy_process_group()
+"""
+    first, second = finish(start_ranks(BLOCKING + code, 2))
+    assert (first.stdout, first.returncode) == ("named\n", 0), first.stderr
+    assert second.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("handled", ["", "destroy"])
+def test_ctrl_c_ends_a_wait_at_once(handled: str) -> None:
+    code = f"""
+dist.init_process_group()
+dist.barrier()
+if dist.get_rank() == 0:
+    timer = threading.Timer(0.1, lambda: say("waiting"))
+    timer.start()
+    try:
+        dist.all_reduce(np.ones(3))
+    finally:
+        if {handled!r}:
+            dist.destroy_process_group()
+try:
+    dist.recv(np.ones(3), 0)
+except (dist.GroupAbortedError, dist.PeerLostError) as error:
+    say("heard", type(error).__name__)
+"""
+    ranks = start_ranks(BLOCKING + code, 2)
+    wait_for_line(ranks[0], "waiting")
+    started_s = time.monotonic()
+    ranks[0].send_signal(signal.SIGINT)
+    first, second = finish(ranks)
+    assert time.monotonic() - started_s < 5
+    assert first.returncode in (1, -signal.SIGINT)
+    assert first.stderr.rstrip().endswith("KeyboardInterrupt")
+    assert second.stdout == "heard GroupAbortedError\n", second.stderr
+
+
+def test_a_forked_child_may_not_use_it_and_the_parent_goes_on() -> None:
+    code = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # that a process with threads forks
+group = dist.init_process_group()
+work = dist.irecv(np.zeros(1), 1 - dist.get_rank())
+dist.barrier()
+child = os.fork()
+if child == 0:
+    for use in (dist.barrier, work.wait, lambda: dist.isend(np.zeros(1), 0), group.barrier):
+        try:
+            use()
+        except dist.ClosedError as error:
+            assert "forked" in str(error)
+        else:
+            os._exit(1)
+    with dist.HashStore() as store, dist.init_process_group(store=store, rank=0, world_size=1, group_name="own"):
+        pass
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+sent = dist.isend(np.ones(1), 1 - dist.get_rank())
+assert work.wait()
+sent.wait()
+dist.destroy_process_group()
+"""
+    for rank in run_ranks(BLOCKING + code, 2):
+        assert rank.stderr == ""
+
+
+def test_a_coroutine_that_computes_does_not_stop_its_peers() -> None:
+    """Rank 1's loop stands still while messages of a broadcast and a ring pass through it."""
+    code = """
+async def main():
+    async with dist.init_process_group(progress=os.environ["PROGRESS"]) as group:
+        x, y = np.full(200_000, group.rank), np.ones(600_000)
+        await group.barrier()
+        works = [group.broadcast(x, 0, tag=1), group.all_reduce(y, tag=2)]
+        if group.rank == 1:
+            await asyncio.sleep(0)
+            time.sleep(1.5)
+        started_s = time.monotonic()
+        for work in works:
+            await work
+        took_s = time.monotonic() - started_s
+        assert (x == 0).all() and (y == 3).all()
+        print("late" if took_s > 1 else "in time", flush=True)
+        await group.barrier(tag=3)
+
+dist.run(main())
+"""
+    environ = {"ASYNCDIST_ALGO": "broadcast:chain,all_reduce:ring", "PROGRESS": "thread"}
+    assert [rank.stdout for rank in run_ranks(code, 3, environ)] == ["in time\n"] * 3
+    on_the_loop = run_ranks(code, 3, {**environ, "PROGRESS": "loop"})
+    assert on_the_loop[2].stdout == "late\n"
