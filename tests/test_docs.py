@@ -10,6 +10,7 @@ import pytest
 
 import asyncdist
 from asyncdist import errors
+from asyncdist.plan.registry import ALGORITHMS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -37,6 +38,18 @@ def test_every_name_of_the_package_in_the_documents_exists() -> None:
     text = "".join(path.read_text() for path in DOCUMENTS)
     names = set(re.findall(r"\bdist\.(\w+)\(", text)) | set(re.findall(r"\basyncdist\.(\w+)\(", text))
     assert {name for name in names if not hasattr(asyncdist, name)} == set()
+
+
+def test_every_algorithm_is_documented_for_its_collectives() -> None:
+    rows = (ROOT / "docs" / "algorithms.md").read_text().split("|---|---|---|---|")[1].split("\n\n")[0]
+    documented: set[tuple[str, str]] = set()
+    algorithm = ""
+    for row in rows.strip().splitlines():
+        name, collectives = (cell.strip(" `") for cell in row.split("|")[1:3])
+        algorithm = name or algorithm  # an empty cell repeats the one above
+        documented |= {(collective, algorithm) for collective in re.findall(r"[a-z]+_?[a-z_]+", collectives)}
+    every = {(name.removesuffix("_uneven"), algorithm) for name, table in ALGORITHMS.items() for algorithm in table}
+    assert {pair for pair in documented if pair[0] in ALGORITHMS} == every
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
