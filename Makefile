@@ -2,6 +2,7 @@
 PYTHON ?= python3
 ARGS ?=
 SEEDS ?= 2000
+MUTANTS ?= 40000
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
@@ -14,7 +15,7 @@ help:
 	@echo "make test       run the tests"
 	@echo "make check      lint, formatting, types"
 	@echo "make bench      measure beside the neighbors that are installed"
-	@echo "make prove      verify every collective plan symbolically for many world sizes"
+	@echo "make prove      verify every collective plan symbolically, and plant mistakes in them (MUTANTS=40000)"
 	@echo "make sim        run thousands of random programs on simulated worlds (SEEDS=2000)"
 	@echo "make multinode  run the demo on 3 nodes in containers (as root; installs Debian's docker when missing)"
 	@echo "make clean      remove .venv and everything else that was built"
@@ -33,8 +34,9 @@ check: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m bench $(ARGS)
 
-prove: $(VENV)/.base
+prove: $(VENV)/.dev
 	$(BIN)/python -m asyncdist.cli.prove_command $(ARGS)
+	ASYNCDIST_MUTANTS=$(MUTANTS) $(BIN)/python -m pytest -q tests/unit/plan/test_mutants.py
 
 sim: $(VENV)/.dev
 	ASYNCDIST_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/sim $(ARGS)

@@ -32,6 +32,9 @@ IN_ORDER: Final = 64
 """Up to here worlds are proven in order, so that a mistake shows at once; above it the largest come first, so that no
 process is left alone with a long task at the end."""
 
+LOGGED_PERCENT: Final = 10
+"""Progress between two lines where the output is no terminal."""
+
 
 class Task(NamedTuple):
     """One algorithm in one world."""
@@ -137,7 +140,11 @@ def _run(tasks: list[Task], *, thorough: bool | None, jobs: int, console: Consol
         outcomes = _alone(tasks, thorough, report) if jobs == 1 else _in_processes(tasks, thorough, report, jobs)
         for outcome in outcomes:
             report.add(outcome)
+            before = progress.tasks[bar].percentage
             progress.update(bar, advance=outcome.task.world**2, description=f"{outcome.task.name} {outcome.task.world}")
+            percentage = progress.tasks[bar].percentage
+            if not console.is_terminal and percentage // LOGGED_PERCENT > before // LOGGED_PERCENT:
+                console.print(f"{percentage:.0f} %")  # a log shows no bar
     return report
 
 
