@@ -11,7 +11,7 @@ from asyncdist.arrays import Array, decode_meta, describe, human_bytes
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.call_items import ItemCall
 from asyncdist.backend.operation import Recipe
-from asyncdist.errors import CollectiveMismatchError, RemoteProtocolError
+from asyncdist.errors import CollectiveMismatchError
 from asyncdist.executor.items import Item, ItemExecution
 from asyncdist.executor.runner import run_sliced
 from asyncdist.objects import OBJECT_META
@@ -115,11 +115,11 @@ class ItemOperation(ItemExecution):
     def _deliver(self) -> None:
         if not self._wanted():
             return
-        error = None
+        error: Exception | None = None
         try:
             self._work.value = self._call.finish(cast("list[Item]", self._outputs))
-        except RemoteProtocolError as refused:  # only we cannot use it: the others have what they asked for
-            error = refused
+        except Exception as failure:  # RemoteProtocolError: only we cannot use it; else memory is short, perhaps
+            error = failure
         self._backend.forget(self._work)
         self._on_end(self._work, error)
 

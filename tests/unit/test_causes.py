@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from asyncdist.causes import explain
-from asyncdist.errors import ClosedError, CollectiveTimeoutError, DistError, GroupAbortedError, PeerLostError
+from asyncdist.errors import (
+    ClosedError,
+    CollectiveTimeoutError,
+    DistError,
+    GroupAbortedError,
+    PeerLostError,
+    RemoteProtocolError,
+)
 
 
 @pytest.mark.parametrize(
@@ -15,6 +22,7 @@ from asyncdist.errors import ClosedError, CollectiveTimeoutError, DistError, Gro
         CollectiveTimeoutError("timed out", [1]),
         GroupAbortedError("aborted", "aborted", 1),
         ClosedError("closed"),
+        RemoteProtocolError("no object"),
     ],
 )
 def test_an_error_of_the_same_kind_is_not_shown_twice(error: DistError) -> None:

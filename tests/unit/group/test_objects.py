@@ -11,6 +11,10 @@ import pytest
 from group_kit import Group, outcome
 
 import asyncdist as dist
+from asyncdist.arrays import encode_meta
+from asyncdist.backend import call_items
+from asyncdist.executor.items import Item
+from asyncdist.objects import OBJECT_META
 from asyncdist.testing import SimulatedWorld, run_world
 
 
@@ -322,3 +326,54 @@ def test_a_time_out_names_who_is_missing() -> None:
             await group.all_gather_object([None] * 3, 1, timeout=2)
 
     run_world(3, main)
+
+
+@pytest.mark.parametrize(
+    ("meta", "objects", "message"),
+    [
+        (b"\xff", False, "ranks differ in this place of the order: rank 0 runs hostile"),
+        (b"", True, "ranks differ in this place of the order: rank 0 runs hostile"),
+        (encode_meta(np.dtype("f8"), (3,)), True, "ranks differ in this place of the order"),
+        (encode_meta(np.dtype("f8"), (3,)), False, r"rank 0 describes float64\[3\], but sent 16 bytes"),
+        (OBJECT_META, True, "what rank 0 sent: the bytes are no object"),
+        (encode_meta(np.dtype("f8"), (0, 2**63)), False, "but sent 16 bytes"),
+    ],
+)
+def test_what_a_hostile_rank_sends_is_an_error(meta: bytes, objects: bool, message: str) -> None:
+    async def main(group: Group) -> None:
+        def prepare() -> Any:
+            terms = group._terms(1 << 20)
+            call: Any = call_items.all_gather_array(np.zeros(2), terms)
+            if objects:
+                call = call_items.all_gather_object([None] * 2, 1, terms)
+            if group.rank == 0:
+                call.contributed = [Item(meta, memoryview(bytearray(16)))]
+                call.finish = len
+            return call
+
+        work = group._collective("hostile", 0, 5.0, prepare)
+        if group.rank == 1:
+            with pytest.raises(dist.DistError, match=message):
+                await work
+        else:
+            await outcome(work)
+
+    run_world(2, main)
+
+
+def test_a_shape_that_numpy_refuses_is_an_error_of_that_rank_alone() -> None:
+    async def main(group: Group) -> None:
+        def prepare() -> Any:
+            call: Any = call_items.all_gather_array(np.zeros(0), group._terms(1 << 20))
+            if group.rank == 0:
+                call.contributed = [Item(encode_meta(np.dtype("f8"), (0, 2**63)), memoryview(bytearray(0)))]
+                call.finish = len
+            return call
+
+        got = await outcome(group._collective("hostile", 0, 5.0, prepare))
+        if group.rank == 1:
+            assert isinstance(got, dist.RemoteProtocolError)
+            assert "rank 0 sent float64[0, 9223372036854775808], which numpy refuses" in str(got)
+        await group.barrier()
+
+    run_world(2, main)
