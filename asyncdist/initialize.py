@@ -14,11 +14,13 @@ from asyncdist.consistency import parse_check
 from asyncdist.deadline import DEFAULT_TIMEOUT_S, INHERIT, Deadline, Timeout, timeout_seconds
 from asyncdist.errors import DistError
 from asyncdist.group import ProcessGroup
+from asyncdist.host_constants import own_tuning
 from asyncdist.init_method import InitMethod, StoreSource, open_store, parse_init_method
 from asyncdist.plan.selector import parse_overrides
+from asyncdist.plan.tuning import Tuning
 from asyncdist.progress.opening import open_there
 from asyncdist.progress.stores import store_of_loop
-from asyncdist.rendezvous import Rendezvous
+from asyncdist.rendezvous import Met, Rendezvous
 from asyncdist.store import PrefixStore, Store, TCPStore
 from asyncdist.subgroup import derive_group_id
 from asyncdist.transport.address import host_id, local_address
@@ -164,12 +166,14 @@ async def open_world(
     allow_pickle: bool = False,
     environ: Mapping[str, str] = os.environ,
     make_mesh: MeshFactory = Mesh,
+    tuning: Tuning | None = None,
 ) -> ProcessGroup:
     """Join through an open store and return the world's group, the context's default from now on.
 
-    `make_mesh` is how simulations come by another transport. Cancelling leaves nothing open.
+    `make_mesh` is how simulations come by another transport; `tuning` is what rank 0 publishes, else what it finds on
+    its host. Cancelling leaves nothing open.
     """
-    world = await _join(source, method, name, deadline, environ, make_mesh, allow_pickle)
+    world = await _join(source, method, name, deadline, environ, make_mesh, allow_pickle, tuning)
     ranks = tuple(range(world.world_size))
     named = parse_backend(backend)["cpu"]
     group = ProcessGroup(world, derive_group_id(world.world_id), ranks, timeout_s, name, named, is_world=True)
@@ -185,6 +189,7 @@ async def _join(
     environ: Mapping[str, str],
     make_mesh: MeshFactory,
     allow_pickle: bool,
+    tuning: Tuning | None,
 ) -> World:
     loop = asyncio.get_running_loop()
     rendezvous = Rendezvous(source.store, method.rank, method.world_size, name)
@@ -192,17 +197,19 @@ async def _join(
     config = TransportConfig.from_environ(environ)
     overrides = parse_overrides(environ.get("ASYNCDIST_ALGO", ""))
     check = parse_check(environ.get("ASYNCDIST_CHECK", ""))
-    options = {"algorithms": overrides, "check": check, "rank 0 hosts": source.server is not None}
     reachable = await local_address(method.host or None, method.port, environ)
-    met = await rendezvous.join(host_id(), reachable.loopback, options, deadline, allow_pickle=allow_pickle)
-    if overrides and overrides != met.options.get("algorithms"):
-        raise DistError(
-            f"rank {method.rank}: ASYNCDIST_ALGO={environ['ASYNCDIST_ALGO']!r} differs from rank 0's "
-            f"{met.options.get('algorithms')}: it must be the same on all ranks"
+    options = {"check": check, "rank 0 hosts": source.server is not None}
+    if method.rank == 0:
+        own = tuning or own_tuning(
+            environ, method.world_size, one_host=reachable.loopback, transport=config.transport, overrides=overrides
         )
+        options["tuning"] = own.to_terms()
+    met = await rendezvous.join(host_id(), reachable.loopback, options, deadline, allow_pickle=allow_pickle)
+    agreed = _agreed_tuning(method.rank, met, overrides)
     world = World(loop, method.rank, method.world_size, source, rendezvous, met)
     secret = derive_key(load_token(environ), "peer", met.world_id)
     mesh = make_mesh(method.rank, method.world_size, met.world_id, secret, rendezvous.addresses, world, config)
+    world.tuning = agreed
     try:
         await rendezvous.publish(await mesh.listen(reachable.ips))
     except BaseException:
@@ -210,6 +217,21 @@ async def _join(
         raise
     world.mesh = mesh
     return world
+
+
+def _agreed_tuning(rank: int, met: Met, overrides: dict[str, str]) -> Tuning:
+    """Rank 0's. Raises DistError if it is not to be believed, or if this rank's ASYNCDIST_ALGO says otherwise."""
+    try:
+        agreed = Tuning.from_terms(met.options.get("tuning"))
+    except ValueError as error:
+        raise DistError(f"rank {rank}: what rank 0 published cannot be used: {error}") from error
+    if overrides and overrides != dict(agreed.overrides):
+        mine = ",".join(f"{collective}:{algorithm}" for collective, algorithm in overrides.items())
+        raise DistError(
+            f"rank {rank}: ASYNCDIST_ALGO={mine!r} differs from rank 0's {dict(agreed.overrides)}: it must be the same "
+            "on all ranks"
+        )
+    return agreed
 
 
 def _watch_restarts(store: Store, rendezvous: Rendezvous) -> None:

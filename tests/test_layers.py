@@ -19,7 +19,7 @@ LAYERS = (
     {"transport"},
     {"executor"},
     {"backend"},
-    {"rendezvous", "heartbeat", "consistency", "subgroup", "init_method", "world"},
+    {"rendezvous", "heartbeat", "host_constants", "consistency", "subgroup", "init_method", "world"},
     {"overlap", "causes", "expiry", "failures", "pairs", "refusals"},
     {"operations"},
     {"group", "non_member", "context"},
@@ -27,7 +27,7 @@ LAYERS = (
     {"progress"},
     {"initialize", "data_parallel"},
     {"launch", "testing"},
-    {"blocking"},
+    {"blocking", "tuning"},
     {"cli"},
     {"__init__", "__main__"},
 )

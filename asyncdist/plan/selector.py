@@ -1,81 +1,55 @@
-"""Which algorithm, and which plan: a pure function of what all ranks know, so that all choose alike.
+"""Which algorithm, cut into which chunks, and which plan: a pure function of what all ranks know, so all choose alike.
 
-The thresholds are a prior for asyncio over TCP: a message costs about 60 us from end to end, 15 us of them per
-endpoint, and a byte 1/1.5 ns. That moves every switch of the MPI literature up by a factor of ten to a hundred: with
-messages this dear, rounds count for longer. Sizes are bytes.
+The choice is the least predicted time (`cost`) over all algorithms of the collective and a few sizes of chunk, among
+those whose temporary memory is bounded. Sizes are bytes.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
-from asyncdist.plan.problem import COLLECTIVES, Problem
-from asyncdist.plan.registry import algorithms, build
+from asyncdist.plan.cost import FORMULAS, Prediction, predict
+from asyncdist.plan.problem import COLLECTIVES, EXCHANGES, Problem
+from asyncdist.plan.registry import algorithms, build, ordered_algorithms
 from asyncdist.plan.steps import Plan
+from asyncdist.plan.tuning import DEFAULT_TUNING, Tuning
 
-__all__ = ["algorithms", "choose", "chunk_bytes", "parse_overrides", "plan_for", "plan_id"]
-
-DIRECT_WORLD: Final = 8
-"""Largest world in which all talk to all: beyond it the messages of one round cost more CPU than the rounds saved."""
-
-DIRECT_REDUCE_BYTES: Final = 4 << 10
-"""All_reduce by exchanging everything: every rank moves and reduces p-1 vectors; it only pays for the smallest."""
-
-DIRECT_GATHER_BYTES: Final = 64 << 10
-"""Blocks this small travel eagerly (the transport's EAGER_BYTES), so all_gather is then one trip without a reply."""
-
-DOUBLING_BYTES: Final = 128 << 10
-"""Recursive doubling sends log2(p) vectors where circulant and ring send two: 150 KB at 8 ranks, 108 KB at 64."""
-
-DOUBLING_PAIR_BYTES: Final = 512 << 10
-"""The same for two ranks, where it takes one round and the ring two: 0.6 MB."""
-
-RING_BLOCK_BYTES: Final = 512 << 10
-"""Blocks from which the ring's p-1 latencies hide behind its pipelined chunks: 0.9 MB of 4 ranks, 9.5 of 16."""
-
-LINEAR_BROADCAST_WORLD: Final = 4
-"""With 16 KB and four ranks, three sends cost the root less than a second round costs everyone."""
-
-LINEAR_BROADCAST_BYTES: Final = 16 << 10
-"""Above it the root's link, which carries the vector p-1 times, is what takes long."""
-
-CHAIN_BYTES: Final = 1 << 20
-"""Smallest vector for a chain: below it there are too few chunks to fill it."""
-
-CHAIN_RANK_BYTES: Final = 128 << 10
-"""And this much per rank: a chain has p-2 latencies to hide, 1 MB at 8 ranks, 4 to 8 MB at 64."""
-
-LINEAR_ROOT_WORLD: Final = 32
-"""gather and scatter: up to this many messages at the root cost less than a tree's forwarding."""
-
-TREE_BLOCK_BYTES: Final = 16 << 10
-"""gather and scatter: larger blocks are not worth forwarding, whatever the world."""
-
-BRUCK_WORLD: Final = 16
-"""Smallest world for Bruck's all_to_all: it saves p - 1 - log2(p) messages and costs about 2p copies of a block."""
-
-BRUCK_BLOCK_BYTES: Final = 2 << 10
-"""Blocks above this are not worth sending log2(p)/2 times."""
-
-PAIRWISE_BLOCK_BYTES: Final = 1 << 20
-"""Blocks from which one partner at a time keeps the link busy anyway, and 32 would only share it."""
+__all__ = ["algorithms", "candidates", "choose", "chunk_sizes", "parse_overrides", "plan_for", "plan_id"]
 
 CHUNK_MIN_BYTES: Final = 128 << 10
-"""A chunk should cost more to transfer (85 us) than its message costs by existing (60 us)."""
+"""A chunk should take longer to transfer than its message costs by existing, whatever was measured."""
 
 CHUNK_MAX_BYTES: Final = 1 << 20
 """Reducing a chunk leaves the event loop free again within about 0.3 ms; larger ones gain nothing, as long as there are
 fewer than CHUNKS_MAX."""
 
-CHUNKS_PER_BLOCK: Final = 4
-"""Chunks in a block of medium size: the wire, the reduction and the loop each have one, and one waits."""
-
 CHUNKS_MAX: Final = 128
 """Chunks in the largest blocks, which get larger chunks instead: each is a step with its message, a third of a kB in
 the plan, and a pipeline of 128 is already within a percent or two of the wire."""
+
+SCRATCH_MAX_BYTES: Final = 32 << 20
+"""Temporary memory up to which an algorithm may be chosen because it is fast: page faults on more of it cost what it
+saves, and the caller has not asked for it."""
+
+TIE: Final = 1.02
+"""Predictions this close say nothing about which is faster."""
+
+FAMILIAR: Final = (
+    "recursive_doubling",
+    "linear",
+    "direct",
+    "ring",
+    "chain",
+    "binomial_tree",
+    "halving_doubling",
+    "recursive_halving",
+    "ring_2d",
+)
+"""Of algorithms predicted alike the first of these is taken: the figures of real machines and of the event simulator
+agree best with their formulas."""
 
 PLAN_CACHE_PLANS: Final = 512
 """Plans kept. A model has a few hundred tensor shapes. A plan takes 1 to 300 kB in small worlds, so this is below
@@ -90,16 +64,20 @@ def plan_for(
     itemsize: int,
     root: int = 0,
     algorithm: str | None = None,
+    *,
+    tuning: Tuning = DEFAULT_TUNING,
+    ordered: bool = False,
 ) -> Plan:
     """Return `rank`'s plan, from the cache where possible (give `count` as int or tuple: a list costs a conversion).
 
-    `count` is the vector's length in elements, or, for collectives of blocks, the length of each rank's block or a
-    sequence of one length per rank. `itemsize` is bytes per element, `root` a group rank. `algorithm` overrides the
-    choice. Raises ValueError for anything unknown or out of range.
+    `count` is as for `Problem.of`; `itemsize` is bytes per element, `root` a group rank. `algorithm` overrides the
+    choice, as do the tuning's overrides. `ordered` is for operations that do not commute: only algorithms that reduce
+    in rank order are chosen, and overrides with others do not count. Raises ValueError for anything unknown or out of
+    range.
     """
     if not isinstance(count, int | tuple):
         count = tuple(count)
-    return _plan(collective, rank, world, count, itemsize, root, algorithm)
+    return _plan(collective, rank, world, count, itemsize, root, algorithm, tuning, ordered)
 
 
 @lru_cache(maxsize=PLAN_CACHE_PLANS)
@@ -111,27 +89,87 @@ def _plan(
     itemsize: int,
     root: int,
     algorithm: str | None,
+    tuning: Tuning,
+    ordered: bool,
 ) -> Plan:
     if itemsize < 1:
         raise ValueError(f"an element has at least one byte, got {itemsize}")
-    problem = Problem.of(collective, world, count, root)
-    chunk_length = max(1, chunk_bytes(problem, itemsize) // itemsize)
-    return build(problem, algorithm or choose(problem, itemsize), rank, chunk_length)
+    problem = Problem.of(collective, world, count, root, tuning.ranks_per_host)
+    name, chunk = choose(problem, itemsize, tuning, ordered=ordered, algorithm=algorithm)
+    return build(problem, name, rank, max(1, chunk // itemsize))
 
 
-def choose(problem: Problem, itemsize: int) -> str:
-    """Name the algorithm for a problem with elements of `itemsize` bytes."""
-    return _CHOICES[problem.collective](problem, itemsize)
+def choose(
+    problem: Problem,
+    itemsize: int,
+    tuning: Tuning = DEFAULT_TUNING,
+    *,
+    ordered: bool = False,
+    algorithm: str | None = None,
+) -> tuple[str, int]:
+    """Name the algorithm and the bytes of a chunk for elements of `itemsize` bytes; arguments as for `plan_for`."""
+    named = algorithm or tuning.override(problem.collective)
+    if named and ordered and not algorithm and named not in ordered_algorithms(problem.collective):
+        named = None
+    if named and named not in algorithms(problem.collective):
+        return named, CHUNK_MAX_BYTES  # `build` says what is wrong with it
+    if problem.private:  # lengths are this rank's own: they must not sway what all have to do alike
+        return named or algorithms(problem.collective)[0], CHUNK_MAX_BYTES
+    best = candidates(problem, itemsize, tuning, ordered=ordered, algorithm=named)[0]
+    return best.algorithm, best.chunk_bytes
 
 
-def chunk_bytes(problem: Problem, itemsize: int) -> int:
-    """Bytes of a chunk, at most: a quarter of what moves as one block, within limits; more for the largest blocks."""
-    if problem.collective == "all_reduce":
+def candidates(
+    problem: Problem,
+    itemsize: int,
+    tuning: Tuning = DEFAULT_TUNING,
+    *,
+    ordered: bool = False,
+    algorithm: str | None = None,
+) -> list[Prediction]:
+    """Return every algorithm (or only the one named) at its best chunk size, the one to choose first.
+
+    Those that need too much temporary memory come last. Of those that are as good as the best, the one that needs least
+    memory is chosen, then the one whose formula is surest.
+    """
+    names = [algorithm] if algorithm else algorithms(problem.collective)
+    if ordered and not algorithm:
+        names = ordered_algorithms(problem.collective)
+    sizes = chunk_sizes(problem, itemsize)
+    found = [
+        min((predict(problem, name, itemsize, size, tuning.constants) for size in sizes), key=_seconds)
+        for name in names
+        if name in FORMULAS[problem.collective]
+    ]
+    found.sort(key=lambda one: (one.scratch_bytes > SCRATCH_MAX_BYTES, one.seconds))
+    limit_s = found[0].seconds * TIE
+    ties = [one for one in found if one.seconds <= limit_s and one.scratch_bytes <= SCRATCH_MAX_BYTES] or found[:1]
+    best = min(ties, key=lambda one: (one.scratch_bytes // CHUNK_MAX_BYTES, _familiarity(one.algorithm)))
+    found.remove(best)
+    return [best, *found]
+
+
+def chunk_sizes(problem: Problem, itemsize: int) -> tuple[int, ...]:
+    """Return the sizes of chunk that are worth a look: powers of two within the limits, more for the largest blocks."""
+    if problem.collective == "all_reduce" or problem.collective in EXCHANGES:
         block_bytes = -(-problem.total // problem.world) * itemsize
     else:
         block_bytes = max(problem.counts) * itemsize
-    chunk = min(max(block_bytes // CHUNKS_PER_BLOCK, CHUNK_MIN_BYTES), CHUNK_MAX_BYTES)
-    return max(chunk, -(-block_bytes // CHUNKS_MAX))
+    least = -(-block_bytes // CHUNKS_MAX)
+    size, sizes = CHUNK_MIN_BYTES, []
+    while size <= CHUNK_MAX_BYTES:
+        if size >= least:
+            sizes.append(size)
+        size *= 2
+    return tuple(sizes) or (least,)
+
+
+def _familiarity(algorithm: str) -> int:
+    return FAMILIAR.index(algorithm) if algorithm in FAMILIAR else len(FAMILIAR)
+
+
+def _seconds(prediction: Prediction) -> float:
+    return prediction.seconds
 
 
 @lru_cache(maxsize=PLAN_CACHE_PLANS)
@@ -168,84 +206,3 @@ def parse_overrides(text: str) -> dict[str, str]:
             raise ValueError(f"algorithm override for {collective} is given twice")
         overrides[collective] = algorithm
     return overrides
-
-
-def _choose_all_reduce(problem: Problem, itemsize: int) -> str:
-    world, nbytes = problem.world, problem.total * itemsize
-    power_of_two = world & (world - 1) == 0
-    if not power_of_two and world <= DIRECT_WORLD and nbytes <= DIRECT_REDUCE_BYTES:
-        return "linear"
-    if nbytes <= (DOUBLING_PAIR_BYTES if world <= 2 else DOUBLING_BYTES):
-        return "recursive_doubling"
-    if world <= 2 or nbytes >= world * RING_BLOCK_BYTES:
-        return "ring"
-    return "circulant"
-
-
-def _choose_tree(problem: Problem, itemsize: int) -> str:
-    """Broadcast and reduce."""
-    world, nbytes = problem.world, problem.total * itemsize
-    if world <= LINEAR_BROADCAST_WORLD and nbytes <= LINEAR_BROADCAST_BYTES:
-        return "linear"
-    if world > 2 and nbytes >= max(CHAIN_BYTES, world * CHAIN_RANK_BYTES):
-        return "chain"
-    return "binomial_tree"
-
-
-def _choose_all_gather(problem: Problem, itemsize: int) -> str:
-    block_bytes = max(problem.counts) * itemsize
-    if problem.world <= DIRECT_WORLD and block_bytes <= DIRECT_GATHER_BYTES:
-        return "linear"
-    return "ring" if block_bytes >= RING_BLOCK_BYTES else "circulant"
-
-
-def _choose_reduce_scatter(problem: Problem, itemsize: int) -> str:
-    return "ring" if max(problem.counts) * itemsize >= RING_BLOCK_BYTES else "circulant"
-
-
-def _choose_rooted_blocks(problem: Problem, itemsize: int) -> str:
-    """Gather and scatter."""
-    if problem.world <= LINEAR_ROOT_WORLD or max(problem.counts) * itemsize >= TREE_BLOCK_BYTES:
-        return "linear"
-    return "binomial_tree"
-
-
-def _choose_exchange(problem: Problem, itemsize: int) -> str:
-    """All_to_all."""
-    block_bytes = -(-problem.total // problem.world) * itemsize
-    if problem.even and problem.world >= BRUCK_WORLD and block_bytes <= BRUCK_BLOCK_BYTES:
-        return "bruck"
-    return "pairwise" if problem.world > 2 and block_bytes >= PAIRWISE_BLOCK_BYTES else "linear"
-
-
-def _choose_uneven_exchange(problem: Problem, itemsize: int) -> str:
-    """A rank knows its own lengths only, and all must choose alike."""
-    return "linear"
-
-
-def _choose_scan(problem: Problem, itemsize: int) -> str:
-    """Scan and exscan."""
-    world, nbytes = problem.world, problem.total * itemsize
-    return "chain" if nbytes >= max(CHAIN_BYTES, world * CHAIN_RANK_BYTES) else "recursive_doubling"
-
-
-def _choose_barrier(problem: Problem, itemsize: int) -> str:
-    return "dissemination"
-
-
-_CHOICES: Final[dict[str, Callable[[Problem, int], str]]] = {
-    "all_reduce": _choose_all_reduce,
-    "broadcast": _choose_tree,
-    "reduce": _choose_tree,
-    "all_gather": _choose_all_gather,
-    "reduce_scatter": _choose_reduce_scatter,
-    "gather": _choose_rooted_blocks,
-    "scatter": _choose_rooted_blocks,
-    "barrier": _choose_barrier,
-    "scan": _choose_scan,
-    "exscan": _choose_scan,
-    "all_to_all": _choose_exchange,
-    "all_to_all_uneven": _choose_uneven_exchange,
-    "gather_uneven": _choose_uneven_exchange,
-    "scatter_uneven": _choose_uneven_exchange,
-}

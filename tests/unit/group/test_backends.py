@@ -40,7 +40,7 @@ def test_backends_have_names_and_can_be_registered() -> None:
 
         from asyncdist.executor.scratch import ScratchPool
 
-        return Counting(mesh, group_id, ranks, rank, loop=asyncio.get_running_loop(), pool=ScratchPool(), overrides={})
+        return Counting(mesh, group_id, ranks, rank, loop=asyncio.get_running_loop(), pool=ScratchPool())
 
     dist.Backend.register_backend("counting", factory)
     try:

@@ -4,63 +4,114 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import timeit
+from dataclasses import replace
 
 import pytest
 
 from asyncdist.plan import selector
-from asyncdist.plan.problem import COLLECTIVES, Problem
-from asyncdist.plan.selector import algorithms, choose, chunk_bytes, parse_overrides, plan_for, plan_id
+from asyncdist.plan.constants import ASYNCIO, ASYNCIO_TCP
+from asyncdist.plan.cost import predict
+from asyncdist.plan.problem import COLLECTIVES, PRIVATE_COLLECTIVES, Problem
+from asyncdist.plan.registry import ordered_algorithms
+from asyncdist.plan.selector import (
+    algorithms,
+    candidates,
+    choose,
+    chunk_sizes,
+    parse_overrides,
+    plan_for,
+    plan_id,
+)
+from asyncdist.plan.tuning import Tuning
 
 KIB = 1 << 10
 MIB = 1 << 20
 
 
-def chosen(collective, world, count):
-    return choose(Problem.of(collective, world, count), 1)
+def one_host(ranks, cores=2):
+    return Tuning(replace(ASYNCIO, cores=cores), ranks)
+
+
+def chosen(collective, world, count, tuning=None, itemsize=1, **how):
+    tuning = tuning or one_host(world)
+    problem = Problem.of(collective, world, count, 0, tuning.ranks_per_host)
+    return choose(problem, itemsize, tuning, **how)[0]
 
 
 @pytest.mark.parametrize(
-    ("collective", "world", "limit", "up_to", "above"),
+    ("world", "nbytes", "algorithm"),
     [
-        ("all_reduce", 2, selector.DOUBLING_PAIR_BYTES, "recursive_doubling", "ring"),
-        ("all_reduce", 3, selector.DIRECT_REDUCE_BYTES, "linear", "recursive_doubling"),
-        ("all_reduce", 4, selector.DOUBLING_BYTES, "recursive_doubling", "circulant"),
-        ("all_reduce", 4, 4 * selector.RING_BLOCK_BYTES - 1, "circulant", "ring"),
-        ("broadcast", 4, selector.LINEAR_BROADCAST_BYTES, "linear", "binomial_tree"),
-        ("broadcast", 4, selector.CHAIN_BYTES - 1, "binomial_tree", "chain"),
-        ("broadcast", 64, 64 * selector.CHAIN_RANK_BYTES - 1, "binomial_tree", "chain"),
-        ("reduce", 4, selector.LINEAR_BROADCAST_BYTES, "linear", "binomial_tree"),
-        ("reduce", 16, 16 * selector.CHAIN_RANK_BYTES - 1, "binomial_tree", "chain"),
-        ("all_gather", 8, selector.DIRECT_GATHER_BYTES, "linear", "circulant"),
-        ("all_gather", 16, selector.RING_BLOCK_BYTES - 1, "circulant", "ring"),
-        ("reduce_scatter", 4, selector.RING_BLOCK_BYTES - 1, "circulant", "ring"),
-        ("gather", 33, selector.TREE_BLOCK_BYTES - 1, "binomial_tree", "linear"),
-        ("scatter", 33, selector.TREE_BLOCK_BYTES - 1, "binomial_tree", "linear"),
+        # As fitted by measurement on two cores, where all that is left to win is messages and reductions.
+        (2, 4, "recursive_doubling"),
+        (2, 256 * KIB, "recursive_doubling"),
+        (2, 1 * MIB, "ring"),
+        (2, 64 * MIB, "ring"),
+        (4, 4, "recursive_doubling"),
+        (4, 128 * KIB, "recursive_doubling"),
+        (4, 64 * MIB, "ring"),
     ],
 )
-def test_thresholds_at_and_one_past(collective, world, limit, up_to, above):
-    assert chosen(collective, world, limit) == up_to
-    assert chosen(collective, world, limit + 1) == above
+def test_all_reduce_on_one_small_host_is_as_measured(world, nbytes, algorithm):
+    assert chosen("all_reduce", world, nbytes) == algorithm
+
+
+@pytest.mark.parametrize("nbytes", [256 * KIB, 512 * KIB, 1 * MIB])
+def test_four_ranks_use_few_rounds_of_least_bytes_between_the_smallest_and_the_largest(nbytes):
+    assert chosen("all_reduce", 4, nbytes) in ("circulant", "halving_doubling")
 
 
 @pytest.mark.parametrize(
-    ("collective", "world", "count", "up_to", "above"),
-    [
-        ("all_reduce", 7, 4, "linear", "recursive_doubling"),  # 8 is a power of two, 9 is past DIRECT_WORLD
-        ("broadcast", 4, 4, "linear", "binomial_tree"),
-        ("all_gather", 8, 4, "linear", "circulant"),
-        ("gather", 32, 4, "linear", "binomial_tree"),
-        ("scatter", 32, 4, "linear", "binomial_tree"),
-    ],
+    ("world", "limits"),
+    [(2, (512 * KIB, 768 * KIB)), (8, (128 * KIB, 192 * KIB)), (64, (76 * KIB, 160 * KIB))],
 )
-def test_world_limits_at_and_one_past(collective, world, count, up_to, above):
-    assert chosen(collective, world, count) == up_to
-    assert chosen(collective, world + 1, count) == above
+def test_over_tcp_recursive_doubling_ends_where_the_cost_table_says(world, limits):
+    tuning = Tuning(ASYNCIO_TCP)
+    below, above = limits
+    assert chosen("all_reduce", world, below // 2, tuning) == "recursive_doubling"
+    assert chosen("all_reduce", world, above, tuning) != "recursive_doubling"
 
 
-def test_worlds_past_the_direct_limit_double():
-    assert chosen("all_reduce", 9, 4) == "recursive_doubling"
+def test_worlds_that_are_no_power_of_two_need_no_fold():
+    assert chosen("all_reduce", 6, 256 * KIB, Tuning(ASYNCIO_TCP)) == "circulant"
+
+
+def test_small_worlds_broadcast_directly_and_large_ones_by_trees():
+    tuning = Tuning(ASYNCIO_TCP)
+    assert chosen("broadcast", 4, 4, tuning) == "linear"
+    assert chosen("broadcast", 64, 4, tuning) == "binomial_tree"
+    assert chosen("broadcast", 64, 4 * MIB, tuning) == "double_tree"
+    assert chosen("gather", 8, 4, tuning) == "linear"
+    assert chosen("gather", 1024, 4, tuning) == "binomial_tree"
+    assert chosen("all_to_all", 64, 4, tuning) == "bruck"
+    assert chosen("all_to_all", 8, 64 * KIB, tuning) == "linear"
+
+
+def test_hosts_of_several_ranks_keep_bytes_at_home():
+    crossing = replace(ASYNCIO, cores=8)
+    assert chosen("all_reduce", 64, 64 * MIB, Tuning(crossing, 1)) == "ring"
+    problem = Problem.of("all_reduce", 64, 1 * MIB, 0, 8)
+    assert choose(problem, 1, Tuning(crossing, 8))[0] == "halving_doubling"  # neighbors come first there
+    circulant = predict(problem, "circulant", 1, MIB, crossing).seconds
+    assert circulant > 2 * predict(problem, "halving_doubling", 1, MIB, crossing).seconds
+
+
+def test_memory_bounds_the_choice():
+    large = 4 * selector.SCRATCH_MAX_BYTES
+    found = candidates(Problem.of("all_reduce", 7, large, 0, 7), 1, one_host(7))
+    assert found[0].scratch_bytes <= selector.SCRATCH_MAX_BYTES
+    greedy = [one for one in found if one.scratch_bytes > selector.SCRATCH_MAX_BYTES]
+    assert greedy
+    assert found[-len(greedy) :] == greedy
+    [only] = candidates(Problem.of("all_reduce", 7, large, 0, 7), 1, one_host(7), algorithm="direct")
+    assert only.scratch_bytes > selector.SCRATCH_MAX_BYTES  # named, so the caller's affair
+
+
+def test_the_bound_of_memory_at_and_one_past(monkeypatch):
+    """Recursive doubling needs a vector of memory between two ranks, and is best here."""
+    assert chosen("all_reduce", 2, 64 * KIB) == "recursive_doubling"
+    monkeypatch.setattr(selector, "SCRATCH_MAX_BYTES", 64 * KIB)
+    assert chosen("all_reduce", 2, 64 * KIB) == "recursive_doubling"
+    assert chosen("all_reduce", 2, 64 * KIB + 1) != "recursive_doubling"
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -69,17 +120,57 @@ def test_worlds_past_the_direct_limit_double():
 def test_every_choice_exists(collective, world, count):
     if collective == "all_to_all_uneven":
         count = (count,) * 2 * world
+    elif collective == "barrier":
+        count = 0
     assert chosen(collective, world, count) in algorithms(collective)
+    if ordered_algorithms(collective):
+        assert chosen(collective, world, count, ordered=True) in ordered_algorithms(collective)
+
+
+@pytest.mark.parametrize("collective", PRIVATE_COLLECTIVES)
+def test_lengths_that_others_do_not_know_sway_nothing(collective):
+    per_rank = 2 if collective == "all_to_all_uneven" else 1
+    small, large = (0,) * 4 * per_rank, (10 * MIB,) * 4 * per_rank
+    tuning = one_host(4)
+    assert choose(Problem.of(collective, 4, small), 8, tuning) == choose(Problem.of(collective, 4, large), 8, tuning)
+
+
+def test_overrides_of_the_tuning_count_unless_order_matters():
+    tuning = replace(one_host(4), overrides=(("all_reduce", "ring"),))
+    assert chosen("all_reduce", 4, 4, tuning) == "ring"
+    assert chosen("all_reduce", 4, 4, tuning, algorithm="direct") == "direct"
+    assert chosen("all_reduce", 4, 4, tuning, ordered=True) in ordered_algorithms("all_reduce")
+    assert chosen("broadcast", 4, 4, tuning) != "ring"
+
+
+def test_ranks_that_plan_alike_choose_alike():
+    tuning = one_host(4)
+    again = Tuning.from_terms(tuning.to_terms())
+    for nbytes in (4, 10**5, 10**7):
+        plans = [plan_for("all_reduce", rank, 4, nbytes, 1, tuning=tuning) for rank in range(4)]
+        assert len({plan.algorithm for plan in plans}) == 1
+        assert plan_for("all_reduce", 0, 4, nbytes, 1, tuning=again) is plans[0]
 
 
 def test_chunks_stay_within_their_limits():
-    assert chunk_bytes(Problem.of("all_reduce", 4, 1), 8) == selector.CHUNK_MIN_BYTES
-    assert chunk_bytes(Problem.of("all_reduce", 2, MIB), 2) == selector.CHUNK_MIN_BYTES * 2
-    assert chunk_bytes(Problem.of("all_reduce", 2, 8 * MIB), 1) == selector.CHUNK_MAX_BYTES
+    problem = Problem.of("broadcast", 2, 1)
+    assert chunk_sizes(problem, 1) == (128 * KIB, 256 * KIB, 512 * KIB, 1 * MIB)
+    assert chunk_sizes(problem, 1)[0] == selector.CHUNK_MIN_BYTES
+    assert chunk_sizes(problem, 1)[-1] == selector.CHUNK_MAX_BYTES
     largest = selector.CHUNKS_MAX * selector.CHUNK_MAX_BYTES
-    assert chunk_bytes(Problem.of("broadcast", 2, largest), 1) == selector.CHUNK_MAX_BYTES
-    assert chunk_bytes(Problem.of("broadcast", 2, largest + 1), 1) == selector.CHUNK_MAX_BYTES + 1
-    assert chunk_bytes(Problem.of("all_gather", 2, (1, 2 * MIB)), 1) == MIB // 2
+    assert chunk_sizes(Problem.of("broadcast", 2, largest), 1) == (selector.CHUNK_MAX_BYTES,)
+    assert chunk_sizes(Problem.of("broadcast", 2, largest + 1), 1) == (selector.CHUNK_MAX_BYTES + 1,)
+    assert chunk_sizes(Problem.of("all_reduce", 2, 2 * largest), 1) == (selector.CHUNK_MAX_BYTES,)
+
+
+def test_the_chunk_is_the_best_of_those():
+    problem = Problem.of("all_reduce", 16, 8 * MIB)
+    tuning = Tuning(ASYNCIO_TCP)
+    name, chunk = choose(problem, 1, tuning, algorithm="ring")
+    times = {size: predict(problem, "ring", 1, size, tuning.constants).seconds for size in chunk_sizes(problem, 1)}
+    assert name == "ring"
+    assert times[chunk] == min(times.values())
+    assert len(set(times.values())) > 1
 
 
 def test_large_elements_still_make_chunks():
@@ -101,7 +192,7 @@ def test_an_override_wins():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("all_reduce", 0, 2, 1, 4, 0, "chain"), "has no algorithm 'chain'; it has: linear"),
+        (("all_reduce", 0, 2, 1, 4, 0, "chain"), "has no algorithm 'chain'; it has: direct"),
         (("all_reduce", 2, 2, 1, 4), "rank 2 is not in a world of 2"),
         (("all_reduce", -1, 2, 1, 4), "rank -1"),
         (("all_reduce", 0, 2, 1, 0), "at least one byte"),
@@ -113,10 +204,12 @@ def test_nonsense_is_refused(arguments, message):
         plan_for(*arguments)
 
 
-def test_a_cached_lookup_is_quick():
-    plan_for("all_reduce", 0, 4, 1000, 4)
-    best_s = min(timeit.repeat(lambda: plan_for("all_reduce", 0, 4, 1000, 4), number=1000, repeat=20)) / 1000
-    assert best_s < 2e-6
+def test_what_is_cached_is_neither_chosen_nor_built_again(monkeypatch):
+    plan = plan_for("all_reduce", 0, 4, 1001, 4)
+    for name in ("build", "candidates", "choose", "predict"):
+        monkeypatch.setattr(selector, name, lambda *_, **__: pytest.fail("planned again"))
+    for _ in range(3):
+        assert plan_for("all_reduce", 0, 4, 1001, 4) is plan
 
 
 def test_the_cache_is_bounded():
@@ -139,8 +232,8 @@ def test_overrides():
         ("all_reduce:", "not of the form"),
         (":ring", "not of the form"),
         ("allreduce:ring", "no such collective; known: all_reduce"),
-        ("all_reduce:chain", "no such algorithm; all_reduce has: linear, recursive_doubling"),
-        ("all_reduce:ring,all_reduce:linear", "given twice"),
+        ("all_reduce:chain", "no such algorithm; all_reduce has: direct, recursive_doubling"),
+        ("all_reduce:ring,all_reduce:direct", "given twice"),
     ],
 )
 def test_bad_overrides_say_what_is_wrong(text, message):

@@ -1,0 +1,158 @@
+"""Cost: the predicted time of every algorithm, by closed formulas.
+
+An algorithm takes as long as the longest of:
+
+- its longest path: alpha per message, beta per byte, gamma per byte reduced, one after another;
+- its busiest rank: what that rank cannot fill with work, and then all of its messages (overhead each), bytes (copied
+  into and out of the kernel) and reductions, on one thread;
+- the busiest host, where it has more ranks than cores: the work of all its ranks together, on its cores;
+- the busiest link: a rank's port, or the card that a host's ranks share.
+
+The event simulator knows more (who waits for whom); a formula costs microseconds, in worlds of any size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple, TypeAlias
+
+from asyncdist.plan import formulas, formulas_blocks, formulas_grid, formulas_trees
+from asyncdist.plan.constants import Constants
+from asyncdist.plan.load import Hop, Load, Shape, Work
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, Problem
+
+__all__ = ["FORMULAS", "Formula", "Prediction", "predict", "shape_of"]
+
+Formula: TypeAlias = Callable[[Shape], Load]
+
+FORMULAS: Final[Mapping[str, Mapping[str, Formula]]] = MappingProxyType(
+    {
+        "all_reduce": {
+            "direct": formulas.direct_all_reduce,
+            "recursive_doubling": formulas.doubling_all_reduce,
+            "halving_doubling": formulas.halving_doubling_all_reduce,
+            "circulant": formulas.circulant_all_reduce,
+            "ring": formulas.ring_all_reduce,
+            "ring_2d": formulas_grid.grid_all_reduce,
+            "binary_tree": formulas_trees.binary_all_reduce,
+            "double_tree": formulas_trees.double_all_reduce,
+        },
+        "broadcast": {
+            "linear": formulas.linear_broadcast,
+            "binomial_tree": formulas.binomial_broadcast,
+            "chain": formulas.chain_broadcast,
+            "binary_tree": formulas_trees.binary_broadcast,
+            "double_tree": formulas_trees.double_broadcast,
+        },
+        "reduce": {
+            "linear": formulas.linear_reduce,
+            "binomial_tree": formulas.binomial_reduce,
+            "chain": formulas.chain_reduce,
+            "ordered_chain": formulas.ordered_chain_reduce,
+            "binary_tree": formulas_trees.binary_reduce,
+            "double_tree": formulas_trees.double_reduce,
+        },
+        "barrier": {"dissemination": formulas.dissemination_barrier},
+        "scan": {"recursive_doubling": formulas.doubling_scan, "chain": formulas.chain_reduce},
+        "exscan": {"recursive_doubling": formulas.doubling_scan, "chain": formulas.chain_reduce},
+        "all_gather": {
+            "direct": formulas_blocks.direct_all_gather,
+            "recursive_doubling": formulas_blocks.doubling_all_gather,
+            "circulant": formulas_blocks.circulant_all_gather,
+            "ring": formulas_blocks.ring_all_gather,
+            "neighbor_exchange": formulas_blocks.neighbor_all_gather,
+            "ring_2d": formulas_grid.grid_all_gather,
+        },
+        "reduce_scatter": {
+            "direct": formulas_blocks.direct_reduce_scatter,
+            "recursive_halving": formulas_blocks.halving_reduce_scatter,
+            "circulant": formulas_blocks.circulant_reduce_scatter,
+            "ring": formulas_blocks.ring_reduce_scatter,
+            "ring_2d": formulas_grid.grid_reduce_scatter,
+        },
+        "gather": {"linear": formulas_blocks.linear_gather, "binomial_tree": formulas_blocks.binomial_gather},
+        "scatter": {"linear": formulas_blocks.linear_gather, "binomial_tree": formulas_blocks.binomial_gather},
+        "gather_uneven": {"linear": formulas_blocks.linear_gather},
+        "scatter_uneven": {"linear": formulas_blocks.linear_gather},
+        "all_to_all": {
+            "linear": formulas_blocks.linear_all_to_all,
+            "pairwise": formulas_blocks.pairwise_all_to_all,
+            "bruck": formulas_blocks.bruck_all_to_all,
+        },
+        "all_to_all_uneven": {
+            "linear": formulas_blocks.linear_all_to_all,
+            "pairwise": formulas_blocks.pairwise_all_to_all,
+        },
+    }
+)
+"""By collective and algorithm, as `registry.ALGORITHMS`."""
+
+
+class Prediction(NamedTuple):
+    """What an algorithm is expected to take and to move."""
+
+    algorithm: str
+    chunk_bytes: int
+    seconds: float
+    rounds: int
+    """Messages on the longest path."""
+    sent_bytes: int
+    """By the rank that sends most."""
+    scratch_bytes: int = 0
+    """Temporary memory of the rank that needs most, beyond a window of chunks."""
+
+
+def predict(problem: Problem, algorithm: str, itemsize: int, chunk_bytes: int, constants: Constants) -> Prediction:
+    """Predict one algorithm. Raises KeyError for one without a formula."""
+    formula = FORMULAS[problem.collective][algorithm]
+    if problem.world == 1:
+        return Prediction(algorithm, chunk_bytes, 0.0, 0, 0)
+    load = formula(shape_of(problem, itemsize, chunk_bytes))
+    seconds = _seconds(load, problem, constants)
+    rounds = round(math.fsum(hop.rounds for hop in load.path))
+    return Prediction(algorithm, chunk_bytes, seconds, rounds, round(load.busiest.sent), round(load.scratch))
+
+
+def shape_of(problem: Problem, itemsize: int, chunk_bytes: int) -> Shape:
+    """Return what formulas need to know of a problem."""
+    total = problem.total * itemsize
+    if problem.collective in BLOCK_COLLECTIVES or problem.collective in EXCHANGES:
+        block = max(problem.counts) * itemsize
+    else:
+        block = -(-problem.total // problem.world) * itemsize
+    return Shape(problem.world, total, block, max(1, chunk_bytes), problem.ranks_per_host, problem.root)
+
+
+def _seconds(load: Load, problem: Problem, constants: Constants) -> float:
+    # fsum, since all ranks must get the same bits, and `sum` rounds otherwise from Python 3.12 on.
+    path_s = math.fsum(_hop_s(hop, constants) for hop in load.path)
+    idle_s = math.fsum(_hop_s(hop, constants, of_latency=True) for hop in load.idle)
+    idle_s = max(0.0, idle_s - load.hidden * constants.overhead_s)
+    rank_s = _cpu_s(load.busiest, constants)
+    port_s = max(load.busiest.sent, load.busiest.received) * constants.beta_s
+    host_s = card_s = 0.0
+    ranks = min(problem.world, problem.ranks_per_host)
+    if 0 < constants.cores < ranks:  # while one rank waits another works, as far as they are not in step
+        host_s = idle_s / 2 + _cpu_s(load.everyone, constants) * ranks / problem.world / constants.cores
+    if constants.between is not None:
+        card_s = load.card * constants.between.beta_s
+    return max(path_s, idle_s + max(rank_s, port_s, card_s), host_s)
+
+
+def _hop_s(hop: Hop, constants: Constants, *, of_latency: bool = False) -> float:
+    """Seconds of a hop; `of_latency`, only what its ranks' processors do not work for."""
+    between, crossing = constants.between, hop.way.crossing
+    alpha_s = constants.latency_s if of_latency else constants.alpha_s
+    beta_s = constants.beta_s
+    if between is not None and crossing:
+        far_s = constants.between_latency_s if of_latency else between.alpha_s
+        alpha_s += crossing * (far_s - alpha_s)
+        beta_s += crossing * max(0.0, between.beta_s * hop.way.sharing - beta_s)
+    return hop.rounds * alpha_s + hop.nbytes * beta_s + hop.worked * constants.gamma_s
+
+
+def _cpu_s(work: Work, constants: Constants) -> float:
+    moved = work.sent + work.received
+    return work.messages * constants.overhead_s + moved * constants.copy_s + work.worked * constants.gamma_s
