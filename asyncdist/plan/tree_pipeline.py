@@ -14,14 +14,15 @@ class TreePipeline:
     """Adds steps for one chunk a call; all ranks call the same methods in the same order.
 
     What comes from children is received into a window of chunks of SCRATCH for each, `longest` elements a chunk at
-    most, whose receives are ready as soon as there is room. Operands are merged in the tree's order.
+    most, whose receives are ready as soon as there is room; what comes to its place in OUTPUT goes through a window
+    too. Operands are merged in the tree's order.
     """
 
     def __init__(self, builder: PlanBuilder, node: Node, longest: int) -> None:
         self._builder = builder
         self._node = node
         self._longest = longest
-        self._from_parent = Window()
+        self._whole = Window()
         self._incoming: dict[int, list[Slice]] = {child: [] for child in node.children}
         self._reduced = 0
 
@@ -29,8 +30,7 @@ class TreePipeline:
         """Receive `piece` from the parent, if there is one, and send it to the children."""
         builder, node = self._builder, self._node
         if not node.is_root:
-            received = builder.recv(node.parent, piece, after=self._from_parent.after)
-            self._from_parent.add(received)
+            self._whole.add(builder.recv(node.parent, piece, after=self._whole.after))
         for child in node.children:
             builder.send(child, piece)
 
@@ -61,7 +61,7 @@ class TreePipeline:
         first, *others = node.children
         if node.is_root:
             total = result
-            builder.recv(first, total)
+            self._whole.add(builder.recv(first, total, after=self._whole.after))
         else:
             total = self._receive(first, piece.length)
         incoming = [self._receive(child, piece.length) for child in others]
