@@ -190,7 +190,8 @@ class World:
         """Keep news of a group that is still to come, unless there is too much already."""
         if len(self._early) < EARLY_GROUPS or message[1] in self._early:
             parked = self._early.setdefault(message[1], [])
-            if len(parked) < EARLY_MESSAGES:
+            room = EARLY_MESSAGES // 2 if message[0] == "check" else EARLY_MESSAGES  # the others matter more
+            if len(parked) < room:
                 parked.append((rank, message))
 
     async def close(self) -> None:

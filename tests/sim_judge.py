@@ -164,9 +164,9 @@ class Judge:
                 return True  # it went on with another operation than the others
             return self._explained_by_stall(error)
         assert kind == "mismatch"
-        if isinstance(error, dist.GroupAbortedError):
-            return isinstance(error.__cause__, dist.CollectiveMismatchError)
-        return isinstance(error, dist.CollectiveMismatchError)
+        reason = error.__cause__ if isinstance(error, dist.GroupAbortedError) else error
+        shown = (" runs ", " sent ", " expects ")  # what both run, or lengths that only one side of an exchange knows
+        return isinstance(reason, dist.CollectiveMismatchError) and any(word in str(reason) for word in shown)
 
     def _left_in_order(self, error: BaseException) -> bool:
         """Whether a rank is named that had nothing left to do, or gave up, and was gone before the two could talk."""

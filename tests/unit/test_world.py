@@ -27,6 +27,11 @@ JUNK = [
     msgpack.packb(["probe", 1, 0]),
     msgpack.packb(["status", 1, 0, 0, 1]),
     msgpack.packb(["status", 1, 0, 0, True, 1]),
+    msgpack.packb(["mismatch", 1, 0, 0, "text"]),
+    msgpack.packb(["mismatch", 1, 0, 0, "text", 1]),
+    msgpack.packb(["mismatch", 1, 0, 0, None, True]),
+    msgpack.packb(["check", 1, 0, 0, "terms"]),
+    msgpack.packb(["check", 1, "0", 0, "terms", "shown"]),
     msgpack.packb([3, 1]),
     msgpack.packb({"abort": 1}),
     msgpack.packb(["abort", 1, "abort", "text", None, [0] * (world.MAX_RANKS_NAMED + 1)]),
@@ -45,7 +50,7 @@ def test_any_bytes_are_understood_or_refused(payload: bytes) -> None:
         message = world._parse(0, payload)
     except dist.RemoteProtocolError:
         return
-    assert message[0] in ("abort", "refused", "probe", "status")
+    assert message[0] in ("abort", "refused", "probe", "status", "mismatch", "check")
 
 
 def test_messages_fit_a_frame_whatever_they_say() -> None:
@@ -118,3 +123,25 @@ def test_a_stranger_to_a_group_cannot_speak_for_it() -> None:
         await group.barrier()
 
     run_world(3, main)
+
+
+@pytest.mark.parametrize("past", [0, 1])
+def test_reports_leave_room_for_other_news_of_a_group_that_comes_later(past: int) -> None:
+    async def main(group: dist.ProcessGroup) -> bool | None:
+        await group.barrier()
+        if group.rank == 1:
+            early = dist.new_group()
+            assert isinstance(early, dist.ProcessGroup)
+            early._consistency._full = True
+            for _ in range(world.EARLY_MESSAGES // 2 + past):
+                await early.broadcast(np.zeros(0), 0)
+            early.abort("before you knew it")
+            await asyncio.sleep(1)
+            return None
+        await asyncio.sleep(0.5)
+        (parked,) = group.world._early.values()
+        assert len(parked) == world.EARLY_MESSAGES // 2 + 1
+        late = dist.new_group()
+        return "aborted" in repr(late)
+
+    assert run_world(2, main) == [True, None]
