@@ -10,9 +10,11 @@ import click
 __all__ = ["main"]
 
 _COMMANDS: Final = {
+    "explain": ("asyncdist.cli.explain_command", "explain_command"),
     "run": ("asyncdist.cli.run_command", "run_command"),
     "store": ("asyncdist.cli.store_commands", "store_group"),
     "token": ("asyncdist.cli.token_command", "token_command"),
+    "tune": ("asyncdist.cli.tune_command", "tune_command"),
 }
 
 

@@ -115,8 +115,10 @@ def choose(
         return named, CHUNK_MAX_BYTES  # `build` says what is wrong with it
     if problem.private:  # lengths are this rank's own: they must not sway what all have to do alike
         return named or algorithms(problem.collective)[0], CHUNK_MAX_BYTES
-    best = candidates(problem, itemsize, tuning, ordered=ordered, algorithm=named)[0]
-    return best.algorithm, best.chunk_bytes
+    found = candidates(problem, itemsize, tuning, ordered=ordered, algorithm=named)
+    if not found:
+        raise ValueError(f"{problem.collective} has no algorithm that reduces in rank order")
+    return found[0].algorithm, found[0].chunk_bytes
 
 
 def candidates(
@@ -142,6 +144,8 @@ def candidates(
         if name in FORMULAS[problem.collective]
     ]
     found.sort(key=lambda one: (one.scratch_bytes > SCRATCH_MAX_BYTES, one.seconds))
+    if not found:  # nothing is reduced, so there is no order
+        return []
     limit_s = found[0].seconds * TIE
     ties = [one for one in found if one.seconds <= limit_s and one.scratch_bytes <= SCRATCH_MAX_BYTES] or found[:1]
     best = min(ties, key=lambda one: (one.scratch_bytes // CHUNK_MAX_BYTES, _familiarity(one.algorithm)))

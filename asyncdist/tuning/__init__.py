@@ -1,0 +1,1 @@
+"""Measuring what messages, bytes and reductions cost on this host, for the selector."""

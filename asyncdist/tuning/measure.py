@@ -1,0 +1,172 @@
+"""Measuring: what the two processes of `asyncdist tune` do, and what they report."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from asyncdist.executor.buffers import FlatBuffer
+from asyncdist.executor.program import Program
+from asyncdist.group import ProcessGroup
+from asyncdist.plan.steps import Plan
+from asyncdist.tuning.probe import Probe, both_ways, one_way, ping_pong
+
+__all__ = ["PHASES", "Measured", "measure"]
+
+SMALL_BYTES: Final = 8
+"""Payload of a message whose existence is what costs."""
+
+TRIPS: Final = 50
+"""Round trips of one sample: 100 messages, a few milliseconds, so that starting and ending count for nothing."""
+
+BURST: Final = 128
+"""Small messages of one burst: as many as a connection may have under way on credit with room to spare."""
+
+LARGE_BYTES: Final = 1 << 20
+LARGE_MESSAGES: Final = 16
+"""A large sample: 16 MiB, larger than any cache that matters, a few milliseconds."""
+
+REDUCE_BYTES: Final = 1 << 20
+REDUCE_VECTOR_BYTES: Final = 32 << 20
+"""Reductions work on chunks of a vector that does not fit the cache, as those of large collectives do."""
+
+LOOP_TURNS: Final = 1000
+
+BATCH: Final = 8
+"""Samples between two decisions whether to go on."""
+
+MAX_SAMPLES: Final = 400
+
+PHASES: Final = ("latency", "overhead", "bandwidth", "both ways", "reduction", "loop")
+
+
+class Measured(NamedTuple):
+    """Medians, in seconds."""
+
+    message_s: float
+    """One small message, from one process to the other, both ends' work included."""
+    overhead_s: float
+    """One small message of a burst: what the busier end works for it."""
+    byte_s: float
+    """One byte of a large message, one way."""
+    byte_cpu_s: float
+    """Processor time of the busier end for that byte."""
+    duplex_byte_s: float
+    """One byte of a large message while as many come the other way."""
+    reduced_byte_s: float
+    """One byte of float32 reduced by numpy."""
+    loop_turn_s: float
+    """One turn of the event loop with nothing but itself to do."""
+
+
+async def measure(group: ProcessGroup, budget_s: float, report: Callable[[str, float], None]) -> Measured:
+    """Measure on a group of two; takes about `budget_s`. `report(phase, share done)` is called as it proceeds.
+
+    Both ranks return the same. Cancelling leaves the group unusable.
+    """
+    bench = _Bench(group, budget_s / len(PHASES), report)
+    await bench.meet()
+    messages, _ = await bench.samples("latency", lambda rank: ping_pong(rank, TRIPS, SMALL_BYTES))
+    bursts, _ = await bench.samples("overhead", lambda rank: one_way(rank, BURST, SMALL_BYTES))
+    streams, cpu = await bench.samples("bandwidth", lambda rank: one_way(rank, LARGE_MESSAGES, LARGE_BYTES))
+    duplex, _ = await bench.samples("both ways", lambda rank: both_ways(rank, LARGE_MESSAGES, LARGE_BYTES))
+    large = LARGE_MESSAGES * LARGE_BYTES
+    mine = [
+        statistics.median(messages) / (2 * TRIPS),
+        statistics.median(bursts) / BURST,
+        statistics.median(streams) / large,
+        statistics.median(cpu) / large,
+        statistics.median(duplex) / large,
+        bench.local("reduction", _reductions()) / REDUCE_BYTES,
+        bench.local("loop", [await _loop_turns() for _ in range(BATCH)]) / LOOP_TURNS,
+    ]
+    values = np.array(mine)
+    await bench.slowest(values)
+    return Measured(*map(float, values))
+
+
+class _Bench:
+    """Runs probes of both ranks in step, for as long as rank 0 says."""
+
+    def __init__(self, group: ProcessGroup, phase_s: float, report: Callable[[str, float], None]) -> None:
+        self._group = group
+        self._phase_s = phase_s
+        self._report = report
+        self._number = 0
+        large = np.ones(LARGE_MESSAGES * LARGE_BYTES, np.uint8)
+        self._source = FlatBuffer(large)
+        self._target = FlatBuffer(large.copy())
+
+    async def meet(self) -> None:
+        """Connect, and warm up."""
+        await self._group.barrier()
+
+    async def samples(self, phase: str, plan: Callable[[int], Plan]) -> tuple[list[float], list[float]]:
+        """Seconds, and seconds of this process's time, of each run."""
+        program = Program(plan(self._group.rank))
+        taken: list[float] = []
+        worked: list[float] = []
+        began = time.perf_counter()
+        go_on = True
+        while go_on:
+            for _ in range(BATCH):
+                await self._group.barrier()
+                worked_before, before = time.process_time(), time.perf_counter()
+                await Probe(self._group, program, self._number, self._source, self._target).run()
+                taken.append(time.perf_counter() - before)
+                worked.append(time.process_time() - worked_before)
+                self._number += 1
+            share = max((time.perf_counter() - began) / self._phase_s, len(taken) / MAX_SAMPLES)
+            self._report(phase, min(share, 1.0))
+            go_on = await self._decide(share < 1)
+        return taken[BATCH // 2 :], worked[BATCH // 2 :]  # the first runs warm up
+
+    def local(self, phase: str, durations: Iterator[float] | list[float]) -> float:
+        """The median of what needs no other rank."""
+        began = time.perf_counter()
+        taken = []
+        for duration in durations:
+            taken.append(duration)
+            share = (time.perf_counter() - began) / self._phase_s
+            if share >= 1 or len(taken) >= MAX_SAMPLES:
+                break
+        self._report(phase, 1.0)
+        return statistics.median(taken)
+
+    async def slowest(self, values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> None:
+        """Replace each value by the greater of the two ranks'."""
+        other = np.empty_like(values)
+        sent, received = self._group.isend(values, 1 - self._group.rank), self._group.irecv(other, 1 - self._group.rank)
+        await received
+        await sent
+        np.maximum(values, other, out=values)
+
+    async def _decide(self, go_on: bool) -> bool:
+        flag = np.array([go_on], np.uint8)
+        await self._group.broadcast(flag, 0)
+        return bool(flag[0])
+
+
+def _reductions() -> Iterator[float]:
+    """Seconds of each reduction of a chunk, through two vectors and again: neither operand is in the cache."""
+    vector = np.ones(REDUCE_VECTOR_BYTES // 4, np.float32)
+    incoming = np.zeros_like(vector)
+    step = REDUCE_BYTES // 4
+    while True:
+        for start in range(0, vector.size, step):
+            target, operand = vector[start : start + step], incoming[start : start + step]
+            before = time.perf_counter()
+            np.add(operand, target, out=target)
+            yield time.perf_counter() - before
+
+
+async def _loop_turns() -> float:
+    before = time.perf_counter()
+    for _ in range(LOOP_TURNS):
+        await asyncio.sleep(0)
+    return time.perf_counter() - before

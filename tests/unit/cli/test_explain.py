@@ -1,0 +1,133 @@
+"""`asyncdist explain`, and sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from asyncdist.cli import main
+from asyncdist.cli.explain_command import bus_factor
+from asyncdist.cli.sizes import BYTES, MAX_BYTES, show_bytes, show_seconds
+from asyncdist.host_constants import save_constants
+from asyncdist.plan.constants import MPI_LIKE
+from asyncdist.plan.registry import ALGORITHMS, ordered_algorithms
+
+
+@pytest.fixture
+def explain(tmp_path):
+    environment = {"COLUMNS": "200", "XDG_CACHE_HOME": str(tmp_path), "ASYNCDIST_ALGO": "", "ASYNCDIST_TUNING": ""}
+
+    def invoke(*arguments, **more):
+        return CliRunner().invoke(main, ["explain", *arguments], env={**environment, **more})
+
+    return invoke
+
+
+def rows(text):
+    """Cells by algorithm."""
+    found = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in re.split("[│|]", line) if cell.strip()]
+        if len(cells) == 8 and cells[0] != "algorithm":
+            found[cells[0].removesuffix(" <- chosen")] = cells
+    return found
+
+
+def test_every_candidate_is_shown_and_the_chosen_one_marked(explain):
+    result = explain("all_reduce", "--world", "64", "--bytes", "1MiB")
+    assert result.exit_code == 0, result.output
+    table = rows(result.output)
+    assert set(table) == set(ALGORITHMS["all_reduce"])
+    assert [cells[0] for cells in table.values() if "chosen" in cells[0]] == ["halving_doubling <- chosen"]
+    assert "all_reduce of 1 MiB, 64 ranks, one per host" in result.output
+    assert table["ring"][4] == "126"
+    assert table["recursive_doubling"][5] == "6 MiB"
+
+
+def test_bandwidths_are_those_of_the_time(explain):
+    table = rows(explain("all_reduce", "--world", "4", "--bytes", "1MB", "--constants", "mpi-like").output)
+    seconds = float(table["ring"][1].split()[0]) * 1e-6
+    assert float(table["ring"][2]) == pytest.approx(1e6 / seconds / 1e9, rel=0.01)
+    assert float(table["ring"][3]) == pytest.approx(1.5 * float(table["ring"][2]), rel=0.01)
+
+
+@pytest.mark.parametrize("collective", [name for name in ALGORITHMS if "uneven" not in name])
+def test_every_collective_is_explained(explain, collective):
+    result = explain(collective, "--world", "6", "--bytes", "96KiB", "--ranks-per-host", "3", "--cores", "2")
+    assert result.exit_code == 0, result.output
+    assert set(rows(result.output)) == set(ALGORITHMS[collective])
+    assert "3 per host" in result.output
+
+
+def test_operations_that_do_not_commute(explain):
+    result = explain("reduce", "--world", "6", "--op", "ordered")
+    assert set(rows(result.output)) == set(ordered_algorithms("reduce"))
+    assert "no order to keep" in explain("broadcast", "--world", "6", "--op", "ordered").output
+
+
+def test_an_override_is_the_chosen_one(explain):
+    result = explain("all_reduce", "--world", "4", "--bytes", "4", ASYNCDIST_ALGO="all_reduce:ring_2d")
+    assert "ring_2d <- chosen" in result.output
+
+
+def test_constants_come_from_the_host_or_a_file(explain, tmp_path):
+    assert "message 35 us" in explain("barrier", "--world", "4").output
+    assert "message 2 us" in explain("barrier", "--world", "4", "--constants", "mpi-like").output
+    path = tmp_path / "mine.json"
+    save_constants(path, "tcp", MPI_LIKE, {})
+    assert (
+        "message 2 us"
+        in explain("barrier", "--world", "4", ASYNCDIST_TUNING=str(path), ASYNCDIST_TRANSPORT="tcp").output
+    )
+    assert "message 2 us" in explain("barrier", "--world", "4", "--constants", str(path), "--transport", "tcp").output
+    refused = explain("barrier", "--world", "4", "--constants", str(path), "--transport", "unix")
+    assert refused.exit_code == 2
+    assert "it has: tcp" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["all_reduce"], "--world"),
+        (["allreduce", "--world", "4"], "Invalid value"),
+        (["all_reduce", "--world", "0"], "Invalid value"),
+        (["all_reduce", "--world", "4", "--bytes", "many"], "is not a size"),
+        (["all_reduce", "--world", "4", "--dtype", "float31"], "unknown dtype"),
+        (["all_reduce", "--world", "4", "--ranks-per-host", "3"], "no whole number of hosts"),
+        (["broadcast", "--world", "4", "--root", "4"], "root 4"),
+        (["all_reduce", "--world", "4", "--constants", "nowhere"], "nowhere"),
+    ],
+)
+def test_wrong_arguments(explain, arguments, message):
+    result = explain(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests():
+    assert bus_factor("all_reduce", 4) == 1.5
+    assert bus_factor("all_gather", 4) == 0.75
+    assert bus_factor("broadcast", 4) == 1
+    assert bus_factor("all_reduce", 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("0", 0), ("4096", 4096), ("64KiB", 65536), ("1.5 MB", 1_500_000), ("2g", 2 * 10**9), ("1024TiB", MAX_BYTES)],
+)
+def test_sizes_are_read(text, nbytes):
+    assert BYTES.convert(text, None, None) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1 KB/s", "1e6", "KiB", "1025TiB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(click.BadParameter):
+        BYTES.convert(text, None, None)
+
+
+def test_sizes_and_times_are_written():
+    assert [show_bytes(n) for n in (0, 1023, 1024, 3 << 19, 1 << 40)] == ["0 B", "1023 B", "1 KiB", "1.5 MiB", "1 TiB"]
+    assert [show_seconds(s) for s in (0, 1.9e-6, 0.0123, 2.95)] == ["0 us", "1.9 us", "12.3 ms", "2.95 s"]
