@@ -93,7 +93,7 @@ def reduce_scatter_multigpu(
     reduction.validate(op, arrays[0].dtype)
     rows = _rows(input_tensor_lists, "input_tensor_lists", arrays, len(arrays), size)
     wholes = [packed([Flat(array, writable=False).elements for array in row]) for row in rows]
-    total = wholes[0].copy() if len(rows[0]) == 1 else wholes[0]
+    total = wholes[0].copy() if len(wholes) > 1 else wholes[0]  # it may be the caller's memory
     _reduce_into(total, wholes[1:], op)
     targets = flats_of(arrays, "output_tensor_list", writable=True)
     places = [flat.elements for flat in targets]

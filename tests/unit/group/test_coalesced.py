@@ -44,6 +44,18 @@ def test_average_and_strided_arrays() -> None:
     run_world(3, main)
 
 
+def test_rows_of_one_array() -> None:
+    async def main(group: Group) -> None:
+        rows = np.arange(6.0).reshape(3, 2) + group.rank
+        await group.all_reduce_coalesced([rows[0], rows[1]])
+        await group.all_reduce_coalesced([rows[2], rows[0]])
+        assert rows.tolist() == [[2.0, 6.0], [5.0, 7.0], [9.0, 11.0]]
+        await group.broadcast_coalesced([rows[1] if group.rank else rows[1] * 2, rows[2]], 0)
+        assert rows[1].tolist() == ([10.0, 14.0] if group.rank else [5.0, 7.0])
+
+    run_world(2, main)
+
+
 def test_one_array_is_not_copied() -> None:
     async def main(group: Group) -> None:
         x = np.ones(3)

@@ -96,6 +96,28 @@ def test_reduce_scatter_gives_every_array_its_part() -> None:
     run_world(SIZE, main)
 
 
+def test_rows_of_one_array_are_read_and_written_where_they_are() -> None:
+    async def main(group: Group) -> None:
+        rows = np.arange(SIZE * N * N * 2.0).reshape(N, SIZE * N, 2)
+        before, outputs = rows.copy(), np.empty((N, 2))
+        await group.reduce_scatter_multigpu(list(outputs), [list(row) for row in rows])
+        assert np.array_equal(rows, before)
+        mine = slice(group.rank * N, (group.rank + 1) * N)
+        assert np.array_equal(outputs, SIZE * before.sum(0)[mine])
+        gathered = np.empty((N, SIZE * N, 2))
+        await group.all_gather_multigpu([list(row) for row in gathered], list(outputs))
+        assert np.array_equal(gathered[1], SIZE * before.sum(0))
+        assert np.array_equal(gathered[0], gathered[1])
+        own = np.array([[group.rank, 1.0], [10.0, 2.0]])
+        await group.all_reduce_multigpu(list(own))
+        assert own.tolist() == [[33.0, 9.0]] * 2
+        own = np.array([[group.rank, 1.0], [10.0 + group.rank, 2.0]])
+        await group.broadcast_multigpu(list(own), 1, src_tensor=1)
+        assert own.tolist() == [[11.0, 2.0]] * 2
+
+    run_world(SIZE, main)
+
+
 def test_one_array_per_rank_is_the_plain_collective() -> None:
     async def main(group: Group) -> None:
         x, y, out = np.ones(2), [np.ones(2) for _ in range(2)], np.empty(2)
