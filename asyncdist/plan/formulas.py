@@ -61,8 +61,7 @@ def halving_doubling_all_reduce(shape: Shape) -> Load:
 def circulant_all_reduce(shape: Shape) -> Load:
     """L rounds of reduce_scatter and L of all_gather, p-1 blocks each."""
     down = skips(shape, reduces=True)
-    load = in_rounds(shape, [*down, *(one._replace(reduces=False) for one in reversed(down))])
-    return load._replace(scratch=(shape.world - 1) * shape.block)
+    return in_rounds(shape, [*down, *(one._replace(reduces=False) for one in reversed(down))])
 
 
 def ring_all_reduce(shape: Shape) -> Load:
@@ -155,11 +154,13 @@ def skips(shape: Shape, *, reduces: bool) -> list[Round]:
     while previous > 1:
         skip = (previous + 1) // 2
         blocks = previous - skip
-        messages = 1 + (blocks - 1) / shape.world
+        nbytes = blocks * shape.block
+        pieces = shape.pieces(nbytes)
+        messages = 1 + (blocks - 1) / shape.world / pieces
         # From 3 to 2 the slot that comes in is not one that goes out from 2 to 1: those rounds are under way together.
         latencies = 0.0 if skip == 1 and together else 1.0
         together = previous == 3
-        rounds.append(Round(blocks * shape.block, shape.ahead(skip), reduces, 1, messages, latencies))
+        rounds.append(Round(nbytes, shape.ahead(skip), reduces, pieces, messages, latencies))
         previous = skip
     return rounds
 

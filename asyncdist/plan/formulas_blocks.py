@@ -69,7 +69,7 @@ def circulant_all_gather(shape: Shape) -> Load:
 
 def circulant_reduce_scatter(shape: Shape) -> Load:
     """L rounds, p-1 blocks sent, received and reduced."""
-    return in_rounds(shape, skips(shape, reduces=True))._replace(scratch=1.5 * shape.world * shape.block)
+    return in_rounds(shape, skips(shape, reduces=True))._replace(scratch=(shape.world + 1) // 2 * shape.block)
 
 
 def doubling_all_gather(shape: Shape) -> Load:
