@@ -174,6 +174,15 @@ async def streams(group: Group) -> None:
     assert whole[:, 999].tolist() == [1, 10, 100]
 
 
+async def training(group: Group) -> None:
+    ranks = dist.get_process_group_ranks(group)
+    x, y = own(group).astype(float), own(group, 3)
+    await dist.average_gradients([x, y], group)
+    assert (x[0], y[2]) == (37, 37)
+    await dist.broadcast_parameters([x := own(group), y := own(group, 3)], ranks[1], group)
+    assert (x[0], y[2]) == (10, 10)
+
+
 CALLS: list[Callable[[Group], Awaitable[None]]] = [
     barriers,
     vectors,
@@ -183,6 +192,7 @@ CALLS: list[Callable[[Group], Awaitable[None]]] = [
     unknown_sizes,
     objects,
     streams,
+    training,
 ]
 
 
