@@ -52,7 +52,10 @@ class Hosts(NamedTuple):
 
 
 def feeds_of(plans: Sequence[Plan]) -> Feeds:
-    """Match sends and receives of the plans of ranks 0, 1, ... of a whole world. Raises ValueError if one has none."""
+    """Match sends and receives of the plans of ranks 0, 1, ... of a whole world.
+
+    Raises ValueError for a receive whose message nobody sends, KeyError for a send that nobody receives.
+    """
     receives: dict[tuple[int, int, int], int] = {}
     number = 0
     for plan in plans:
@@ -60,10 +63,11 @@ def feeds_of(plans: Sequence[Plan]) -> Feeds:
             if isinstance(step, Recv | RecvReduce):
                 receives[step.peer, plan.rank, step.slot] = number
             number += 1
-    feeds: list[Sequence[int]] = []
-    for plan in plans:
-        for step in plan.steps:
-            feeds.append((receives.pop((plan.rank, step.peer, step.slot)),) if isinstance(step, Send) else ())
+    feeds = [
+        (receives.pop((plan.rank, step.peer, step.slot)),) if isinstance(step, Send) else ()
+        for plan in plans
+        for step in plan.steps
+    ]
     if receives:
         raise ValueError(f"never sent: (source, destination, slot) {sorted(receives)[:3]}")
     return feeds

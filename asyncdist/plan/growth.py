@@ -1,0 +1,184 @@
+"""Growth: how the time of an algorithm grows with the world, so that large worlds need not be enumerated.
+
+Simulated step by step, a world of 24,576 ranks has 10^6 steps with the best algorithms and 10^9 with a ring. But all
+of them repeat themselves:
+
+- ROUNDS: each rank more is a round more (rings), a hop more (chains), a message more (linear, pairwise). Time is a
+  straight line over the world from a few ranks on, with the bytes of a round kept as they are.
+- LEVELS: each doubling of the world is a round more (recursive doubling, halving, circulant graphs, dissemination) or
+  a level more (trees). Time grows by what that round or level adds, and a small world shows how much that is.
+
+What is kept while the world grows is the whole vector, or the length of a rank's block. With blocks the rounds that
+doubling adds are those of the shortest messages: growing from p to 2p ranks with m bytes adds what growing from p/2 to
+p adds with m/2 bytes, as the blocks are as long.
+
+Where ranks share hosts it is the number of hosts that grows. What a level adds may alternate (the two trees of a double
+tree change sides, the skips of a circulant graph are even or odd), so that levels are taken in whole periods.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, ROOTED, Problem
+
+__all__ = ["LAWS", "Kept", "Law", "Pace", "grow", "law_of"]
+
+Timing = Callable[[Problem], float]
+"""Seconds of a problem that is small enough to be simulated."""
+
+LINE_HOSTS: Final = 32
+"""Hosts of the shorter of the two worlds a line is drawn through: more than any window or fill of a pipeline."""
+
+
+class Pace(enum.Enum):
+    """With what the time grows."""
+
+    ROUNDS = "rounds"
+    LEVELS = "levels"
+
+
+class Kept(enum.Enum):
+    """What stays as it is while the world grows."""
+
+    VECTOR = "vector"
+    BLOCK = "block"
+
+
+class Law(NamedTuple):
+    """How one algorithm grows; `period` is in levels."""
+
+    pace: Pace
+    kept: Kept
+    period: int = 1
+
+
+_LINE_VECTOR = Law(Pace.ROUNDS, Kept.VECTOR)
+_LINE_BLOCK = Law(Pace.ROUNDS, Kept.BLOCK)
+_DOUBLING = Law(Pace.LEVELS, Kept.VECTOR)
+_HALVING = Law(Pace.LEVELS, Kept.BLOCK)
+_TWO_TREES = Law(Pace.LEVELS, Kept.VECTOR, 2)
+_CIRCULANT = Law(Pace.LEVELS, Kept.BLOCK, 3)
+
+LAWS: Final[Mapping[str, Mapping[str, Law]]] = MappingProxyType(
+    {
+        "all_reduce": {
+            "direct": _LINE_VECTOR,
+            "recursive_doubling": _DOUBLING,
+            "halving_doubling": _HALVING,
+            "circulant": _CIRCULANT,
+            "binary_tree": _DOUBLING,
+            "double_tree": _TWO_TREES,
+            "ring": _LINE_BLOCK,
+        },
+        "broadcast": {
+            "linear": _LINE_VECTOR,
+            "binomial_tree": _DOUBLING,
+            "binary_tree": _DOUBLING,
+            "double_tree": _TWO_TREES,
+            "chain": _LINE_VECTOR,
+        },
+        "reduce": {
+            "linear": _LINE_VECTOR,
+            "binomial_tree": _DOUBLING,
+            "binary_tree": _DOUBLING,
+            "double_tree": _TWO_TREES,
+            "chain": _LINE_VECTOR,
+            "ordered_chain": _LINE_VECTOR,
+        },
+        "barrier": {"dissemination": _DOUBLING},
+        "all_gather": {
+            "direct": _LINE_BLOCK,
+            "recursive_doubling": _HALVING,
+            "circulant": _CIRCULANT,
+            "ring": _LINE_BLOCK,
+        },
+        "reduce_scatter": {
+            "direct": _LINE_BLOCK,
+            "recursive_halving": _HALVING,
+            "circulant": _CIRCULANT,
+            "ring": _LINE_BLOCK,
+        },
+        "gather": {"linear": _LINE_BLOCK, "binomial_tree": _HALVING},
+        "scatter": {"linear": _LINE_BLOCK, "binomial_tree": _HALVING},
+        "all_to_all": {"linear": _LINE_BLOCK, "pairwise": _LINE_BLOCK, "bruck": _DOUBLING},
+        "scan": {"recursive_doubling": _DOUBLING, "chain": _LINE_VECTOR},
+        "exscan": {"recursive_doubling": _DOUBLING, "chain": _LINE_VECTOR},
+    }
+)
+"""By collective and algorithm. The two-dimensional ring is not here: its rows rotate (`simulate_rotation`)."""
+
+
+def law_of(problem: Problem, algorithm: str) -> Law:
+    """Return how an algorithm grows. Raises ValueError if that is not known."""
+    law = LAWS.get(problem.collective, {}).get(algorithm)
+    if law is None or not problem.even:
+        blocks = "" if problem.even else " with uneven blocks"
+        raise ValueError(
+            f"{problem.collective}:{algorithm}{blocks} can only be simulated rank by rank: nothing says how its time "
+            "grows with the world"
+        )
+    return law
+
+
+def grow(problem: Problem, law: Law, timing: Timing, base_ranks: int) -> float:
+    """Return the seconds of a problem from those of worlds of about `base_ranks` ranks at most, which `timing` says."""
+    if law.pace is Pace.ROUNDS:
+        return _line(problem, law, timing)
+    return _levels(problem, law, timing, base_ranks)
+
+
+def _line(problem: Problem, law: Law, timing: Timing) -> float:
+    hosts = _hosts(problem)
+    if hosts <= 2 * LINE_HOSTS:
+        return timing(problem)
+    block = -(-problem.total // problem.world)  # an uneven vector takes as long as one of its longest blocks
+
+    def at(count: int) -> float:
+        world = count * _per_host(problem)
+        return timing(_resized(problem, world, block * world if law.kept is Kept.BLOCK else problem.total))
+
+    near_s, far_s = at(LINE_HOSTS), at(2 * LINE_HOSTS)
+    return near_s + (far_s - near_s) / LINE_HOSTS * (hosts - LINE_HOSTS)
+
+
+def _levels(problem: Problem, law: Law, timing: Timing, base_ranks: int) -> float:
+    halved = [_hosts(problem)]
+    while halved[-1] > 2:
+        halved.append(-(-halved[-1] // 2))
+    worlds = [hosts * _per_host(problem) for hosts in halved]
+    level = next((number for number, world in enumerate(worlds) if world <= base_ranks), len(worlds) - 1)
+    level += -level % law.period
+    if not level:
+        return timing(problem)
+    lower = level + law.period
+    if lower >= len(worlds):
+        raise ValueError(f"{base_ranks} ranks are too few to see how {problem.collective} grows")
+    seconds = timing(_resized(problem, worlds[level], problem.total))
+    for step in range(law.period, level + 1, law.period):
+        total = problem.total
+        if law.kept is Kept.BLOCK and total:
+            total = max(1, round(total / (1 << step)))
+        seconds += timing(_resized(problem, worlds[level], total)) - timing(_resized(problem, worlds[lower], total))
+    return seconds
+
+
+def _per_host(problem: Problem) -> int:
+    """Ranks that come and go together; hosts that are not full count as single ranks."""
+    return problem.ranks_per_host if problem.world % problem.ranks_per_host == 0 else 1
+
+
+def _hosts(problem: Problem) -> int:
+    return problem.world // _per_host(problem)
+
+
+def _resized(problem: Problem, world: int, total: int) -> Problem:
+    """The same collective in another world, on a vector of about `total` elements."""
+    count = total
+    if problem.collective in BLOCK_COLLECTIVES or problem.collective in EXCHANGES:
+        count = max(round(total / world), min(total, 1))
+    root = problem.root % _per_host(problem) if problem.collective in ROOTED else 0
+    return Problem.of(problem.collective, world, count, root, problem.ranks_per_host)
