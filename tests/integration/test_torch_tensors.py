@@ -71,6 +71,25 @@ def test_strided_views_are_written_and_their_neighbors_left_alone() -> None:
     assert [each.tolist() for each in base] == [[2, 0, 2, 0, 2, 0]] * 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lists_of_tensors(dtype: str) -> None:
+    async def main(group: dist.ProcessGroup) -> Any:
+        kind = getattr(torch, dtype)
+        tensors = [torch.ones(2, 3, dtype=kind).t(), torch.ones(4, dtype=kind), torch.ones((), dtype=kind)]
+        await group.all_reduce_coalesced(tensors)
+        assert [tensor.sum().item() for tensor in tensors] == [12, 8, 2]
+        model = torch.nn.Linear(3, 2).to(kind)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(group.rank + 1.0)
+        await group.broadcast_coalesced(list(model.parameters()), 1)
+        devices = [torch.full((2,), 1.0 + index, dtype=kind) for index in range(2)]
+        await group.all_reduce_multigpu(devices)
+        return [parameter.mean().item() for parameter in model.parameters()], [one.tolist() for one in devices]
+
+    assert run_world(2, main) == [([2, 2], [[6, 6], [6, 6]])] * 2
+
+
 def test_messages() -> None:
     async def main(group: dist.ProcessGroup) -> Any:
         if group.rank == 0:
