@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from group_kit import Group
+from thread_worlds import nothing_left, run_ranks
 
 import asyncdist as dist
 from asyncdist.testing import SimulatedWorld, run_world
@@ -256,6 +257,18 @@ def test_in_two_worlds_at_once() -> None:
         await dist.barrier()
 
     run_world(SIZE, main)
+
+
+async def test_in_the_communication_thread() -> None:
+    async def main(group: Group) -> None:
+        made = dist.new_group([2, 0, 1], sort_ranks=False)
+        assert isinstance(made, Group)
+        for one in (group, made):
+            for call in CALLS:
+                await call(one)
+
+    with nothing_left():
+        await run_ranks(SIZE, main)
 
 
 def test_every_function_that_communicates_is_called_here() -> None:
