@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncdist.arrays import Array, Flat, describe
 from asyncdist.backend.call import NO_BLOCKS, Call, arrays_of, check_same_dtype
-from asyncdist.backend.packed import Packed, packed, room_for
+from asyncdist.backend.packed import Packed, adjacent, packed, room_for
 from asyncdist.executor import reduction
 from asyncdist.reduce_op import ReduceOpLike
 
@@ -148,6 +148,9 @@ def _read(arrays: Sequence[Array]) -> Flat:
 def _in_place(arrays: Sequence[Array], *, writable: bool) -> Flat:
     flats = flats_of(arrays, "tensors", writable=writable)
     parts = [flat.elements for flat in flats]
+    whole = adjacent(parts)
+    if whole is not None:
+        return Packed(whole, owners=flats)
     return Packed(packed(parts), [parts] if writable else [], flats)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from asyncdist.arrays import Array, Flat
 
-__all__ = ["Packed", "packed", "room_for"]
+__all__ = ["Packed", "adjacent", "packed", "room_for"]
 
 
 class Packed(Flat):
@@ -48,3 +48,21 @@ def packed(parts: Sequence[Array]) -> Array:
 def room_for(parts: Sequence[Array]) -> Array:
     """Where results for the one-dimensional arrays `parts` go; a single one is its own room."""
     return parts[0] if len(parts) == 1 else np.empty(sum(part.size for part in parts), parts[0].dtype)
+
+
+def adjacent(parts: Sequence[Array]) -> Array | None:
+    """The memory of the one-dimensional arrays `parts`, if they lie in a row in one array; None otherwise."""
+    first, whole = parts[0], parts[0].base
+    if len(parts) == 1:
+        return first
+    if not isinstance(whole, np.ndarray) or whole.dtype != first.dtype or not whole.flags.c_contiguous:
+        return None
+    if whole.flags.writeable != first.flags.writeable:
+        return None
+    start = end = first.__array_interface__["data"][0]
+    for part in parts:
+        if part.base is not whole or part.__array_interface__["data"][0] != end:
+            return None
+        end += part.nbytes
+    skipped = (start - whole.__array_interface__["data"][0]) // whole.itemsize
+    return np.asarray(whole).reshape(-1)[skipped : skipped + sum(part.size for part in parts)]

@@ -37,6 +37,7 @@ from asyncdist.api import (
 from asyncdist.api.groups import GroupMember
 from asyncdist.api.subgroups import SHRINK_ABORT
 from asyncdist.backend.base import Backend
+from asyncdist.blocking.data_parallel import DistributedSampler, GradientBuckets
 from asyncdist.blocking.group import ProcessGroup
 from asyncdist.blocking.lifting import asked, collective, completed, issued
 from asyncdist.blocking.p2p_op import P2POp
@@ -44,6 +45,7 @@ from asyncdist.blocking.stores import FileStore, HashStore, PrefixStore, Store, 
 from asyncdist.blocking.stream import ChunkStream
 from asyncdist.blocking.work import Work
 from asyncdist.blocking.world import destroy_process_group, get_default_group, init_process_group, is_initialized
+from asyncdist.data_parallel import DataPartitioner, Partition, gradients
 from asyncdist.errors import (
     ClosedError,
     CollectiveError,
@@ -76,17 +78,21 @@ __all__ = [
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "ConnectTimeoutError",
+    "DataPartitioner",
     "DistBackendError",
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "DistributedSampler",
     "FileStore",
+    "GradientBuckets",
     "GroupAbortedError",
     "GroupMember",
     "HashStore",
     "LaunchError",
     "NonMember",
     "P2POp",
+    "Partition",
     "PeerLostError",
     "PrefixStore",
     "ProcessGroup",
@@ -113,6 +119,7 @@ __all__ = [
     "all_reduce_multigpu",
     "all_to_all",
     "all_to_all_single",
+    "average_gradients",
     "barrier",
     "batch_isend_irecv",
     "broadcast",
@@ -120,6 +127,7 @@ __all__ = [
     "broadcast_coalesced",
     "broadcast_multigpu",
     "broadcast_object_list",
+    "broadcast_parameters",
     "broadcast_stream",
     "destroy_process_group",
     "exscan",
@@ -205,6 +213,9 @@ all_reduce_multigpu = collective(multi_device.all_reduce_multigpu)
 broadcast_multigpu = collective(multi_device.broadcast_multigpu)
 reduce_multigpu = collective(multi_device.reduce_multigpu)
 reduce_scatter_multigpu = collective(multi_device.reduce_scatter_multigpu)
+
+average_gradients = collective(gradients.average_gradients, returns_result=True)
+broadcast_parameters = collective(gradients.broadcast_parameters, returns_result=True)
 
 all_gather_array = collective(arrays.all_gather_array, returns_result=True)
 broadcast_array = collective(arrays.broadcast_array, returns_result=True)

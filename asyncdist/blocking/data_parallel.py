@@ -1,0 +1,92 @@
+"""The classes of `asyncdist.data_parallel` that act on a group, for ordinary threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sized
+from typing import Any
+
+from asyncdist.api import queries
+from asyncdist.arrays import Array
+from asyncdist.blocking.group import ProcessGroup, inner_of
+from asyncdist.blocking.lifting import asked
+from asyncdist.blocking.session import current_session, refuse_loop
+from asyncdist.data_parallel.buckets import BUCKET_BYTES
+from asyncdist.data_parallel.gradient_buckets import GradientBuckets as InnerBuckets
+from asyncdist.data_parallel.sampler import DistributedSampler as InnerSampler
+from asyncdist.deadline import INHERIT, Timeout
+from asyncdist.non_member import NonMember
+from asyncdist.reduce_op import ReduceOp, ReduceOpLike
+
+__all__ = ["DistributedSampler", "GradientBuckets"]
+
+_rank = asked(queries.get_rank)
+_world_size = asked(queries.get_world_size)
+
+
+class DistributedSampler(InnerSampler):
+    """See `asyncdist.DistributedSampler`: `num_replicas` and `rank` are by default those of the default group."""
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        num_replicas = _world_size() if num_replicas is None else num_replicas
+        super().__init__(dataset, num_replicas, _rank() if rank is None else rank, shuffle, seed, drop_last)
+
+
+class GradientBuckets:
+    """See `asyncdist.GradientBuckets`; here `averaged()` waits, while buckets leave in the background from `ready` on.
+
+    buckets = GradientBuckets(parameters)
+    ...                                     # compute buckets.gradients[index], in place
+    buckets.ready(index)
+    gradients = buckets.averaged()
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        group: ProcessGroup | NonMember | None = None,
+        *,
+        op: ReduceOpLike = ReduceOp.AVG,
+        bucket_bytes: int = BUCKET_BYTES,
+        tag: int = 0,
+        timeout: Timeout = INHERIT,
+    ) -> None:
+        refuse_loop("GradientBuckets")
+        session = group._session if isinstance(group, ProcessGroup) else current_session()
+        options: dict[str, Any] = {"op": op, "bucket_bytes": bucket_bytes, "tag": tag, "timeout": timeout}
+        if session is None:
+            InnerBuckets(parameters, inner_of(group), **options)  # raises, as there is no group
+            raise AssertionError("GradientBuckets found a group where there is none")
+        self._session = session
+        self._inner: InnerBuckets = session.call(InnerBuckets, (list(parameters), inner_of(group)), options)
+
+    @property
+    def gradients(self) -> list[Array]:
+        """One array for each parameter."""
+        return self._inner.gradients
+
+    def __len__(self) -> int:
+        """How many buckets there are, and so operations in each step."""
+        return len(self._inner)
+
+    def __repr__(self) -> str:
+        return f"<blocking {repr(self._inner)[1:]}"
+
+    def ready(self, index: int, gradient: Any = None) -> None:
+        """Gradient number `index` of this step is in `gradients[index]`, or is `gradient` and copied there now."""
+        refuse_loop("GradientBuckets.ready")
+        self._session.call(self._inner.ready, (index, gradient), {})
+
+    def averaged(self, async_op: bool = False) -> Any:
+        """End the step: wait until all gradients are averaged and return them; with `async_op=True` return a Work."""
+        refuse_loop("GradientBuckets.averaged")
+        if async_op:
+            return self._session.call(self._inner.averaged, (), {})
+        return self._session.complete(self._inner.averaged, (), {})
