@@ -12,6 +12,7 @@ __all__ = ["main"]
 _COMMANDS: Final = {
     "explain": ("asyncdist.cli.explain_command", "explain_command"),
     "run": ("asyncdist.cli.run_command", "run_command"),
+    "simulate": ("asyncdist.cli.simulate_command", "simulate_command"),
     "store": ("asyncdist.cli.store_commands", "store_group"),
     "token": ("asyncdist.cli.token_command", "token_command"),
     "tune": ("asyncdist.cli.tune_command", "tune_command"),

@@ -1,0 +1,200 @@
+"""`asyncdist simulate`: how long a collective would take, in worlds of any size."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from asyncdist.cli.simulate_plot import PlotUnavailableError, plot
+from asyncdist.cli.sizes import BYTES, show_bytes, show_seconds
+from asyncdist.host_constants import read_file, stored_constants
+from asyncdist.plan.constants import BUILT_IN, Constants, Link
+from asyncdist.plan.simulate import Method
+from asyncdist.plan.sweep import Sweep, simulated_collectives
+
+__all__ = ["SECONDS", "simulate_command"]
+
+MAX_WORLD: Final = 1 << 20
+"""Largest world that is simulated: a rank's plan has a number for every rank's block."""
+
+_UNITS: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "ps": 1e-12}
+
+
+class _Seconds(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parse `60us`, `0.2ns`, `6e-5`."""
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([munp]?s)?", str(value).strip().lower())
+        if match is None:
+            self.fail(f"{value!r} is not a time: write 60us, 0.2ns or 6e-5", param, ctx)
+        return float(match[1]) * _UNITS[match[2] or ""]
+
+
+SECONDS: Final = _Seconds()
+"""An option's value in seconds."""
+
+
+class _Several(click.ParamType):  # type: ignore[type-arg]
+    """Values of another type, with commas between them."""
+
+    def __init__(self, one: click.ParamType) -> None:  # type: ignore[type-arg]
+        self._one = one
+        self.name = f"{one.name},..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(self._one.convert(part, param, ctx) for part in str(value).split(",") if part.strip())
+
+
+@click.command("simulate", short_help="Simulate how long a collective would take, with any number of ranks.")
+@click.argument("collective", type=click.Choice(simulated_collectives()))
+@click.option("--world", "worlds", type=_Several(click.IntRange(1, MAX_WORLD)), help="Ranks; several with commas.")
+@click.option(
+    "--bytes",
+    "sizes",
+    type=_Several(BYTES),
+    default="8,1KiB,64KiB,1MiB,64MiB,1GiB",
+    show_default=True,
+    help="The whole vector: all blocks together, of all_to_all those of one rank; several with commas.",
+)
+@click.option("--algorithm", help="Only these, with commas; else all.")
+@click.option("--hosts", type=click.IntRange(1, MAX_WORLD), help="Hosts, instead of --world; with --ranks-per-host.")
+@click.option(
+    "--ranks-per-host", type=click.IntRange(1, MAX_WORLD), default=1, show_default=True, help="Ranks of each host."
+)
+@click.option(
+    "--constants",
+    "source",
+    default="asyncio-tcp",
+    show_default=True,
+    help=f"A built-in set ({', '.join(BUILT_IN)}) or a file of `asyncdist tune`; what follows replaces single ones.",
+)
+@click.option("--alpha", "alpha_s", type=SECONDS, help="Per message, such as 60us: half a round trip.")
+@click.option("--beta", "beta_s", type=SECONDS, help="Per byte sent, such as 0.67ns.")
+@click.option("--gamma", "gamma_s", type=SECONDS, help="Per byte reduced.")
+@click.option("--overhead", "overhead_s", type=SECONDS, help="Processor time per message at each end, part of --alpha.")
+@click.option("--between-alpha", "between_alpha_s", type=SECONDS, help="Per message between hosts.")
+@click.option("--between-beta", "between_beta_s", type=SECONDS, help="Per byte of a host's card.")
+@click.option("--cores", type=click.IntRange(0), help="Cores of a host; 0: one for each rank.")
+@click.option("--itemsize", type=click.IntRange(1), default=4, show_default=True, help="Bytes per element.")
+@click.option(
+    "--method",
+    type=click.Choice([method.value for method in Method]),
+    default=Method.AUTO.value,
+    show_default=True,
+    help="events: every rank, exactly, however long it takes; symmetry: as large worlds are simulated.",
+)
+@click.option("--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw into this file as well.")
+def simulate_command(
+    collective: str,
+    worlds: tuple[int, ...] | None,
+    sizes: tuple[int, ...],
+    algorithm: str | None,
+    hosts: int | None,
+    ranks_per_host: int,
+    source: str,
+    cores: int | None,
+    itemsize: int,
+    method: str,
+    picture: Path | None,
+    **constants: float | None,
+) -> None:
+    """Simulate COLLECTIVE and show the seconds until the last rank is done.
+
+    With one rank per host every message is one between hosts, if the constants tell the two apart.
+    """
+    try:
+        worlds = _worlds(worlds, hosts, ranks_per_host)
+        costs = _constants(source, cores, constants)
+        sweep = Sweep(collective, costs, ranks_per_host, itemsize, Method(method))
+        names = _algorithms(sweep, algorithm)
+        console = Console()
+        with Console(stderr=True).status("simulating") as status:
+            for world in worlds:
+                times_s: dict[int, dict[str, float]] = {}
+                for nbytes in sizes if collective != "barrier" else (0,):
+                    status.update(f"{collective}, {world} ranks, {show_bytes(nbytes)}")
+                    times_s[nbytes] = {name: sweep.seconds(name, world, nbytes) for name in names}
+                console.print(_table(sweep, world, times_s))
+            if picture is not None:
+                status.update(f"drawing {picture}")
+                plot(sweep, names, max(worlds), sizes, picture)
+    except (ValueError, OSError) as error:
+        raise click.UsageError(str(error)) from error
+    except PlotUnavailableError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _worlds(worlds: tuple[int, ...] | None, hosts: int | None, ranks_per_host: int) -> tuple[int, ...]:
+    if hosts is not None:
+        if worlds and worlds != (hosts * ranks_per_host,):
+            raise ValueError(f"{hosts} hosts of {ranks_per_host} ranks are {hosts * ranks_per_host}, not --world")
+        return (hosts * ranks_per_host,)
+    if not worlds:
+        raise ValueError("how many ranks? give --world, or --hosts and --ranks-per-host")
+    for world in worlds:
+        if world % ranks_per_host:
+            raise ValueError(f"{world} ranks are no whole number of hosts of {ranks_per_host}")
+    return worlds
+
+
+def _constants(source: str, cores: int | None, given: Mapping[str, float | None]) -> Constants:
+    found = BUILT_IN.get(source) or _from_file(source)
+    changes: dict[str, Any] = {
+        name: value for name, value in given.items() if value is not None and not name.startswith("between")
+    }
+    if cores is not None:
+        changes["cores"] = cores
+    alpha_s, beta_s = given["between_alpha_s"], given["between_beta_s"]
+    if alpha_s is not None or beta_s is not None:
+        link = found.between or Link(changes.get("alpha_s", found.alpha_s), changes.get("beta_s", found.beta_s))
+        changes["between"] = Link(
+            link.alpha_s if alpha_s is None else alpha_s, link.beta_s if beta_s is None else beta_s
+        )
+    return replace(found, **changes)
+
+
+def _from_file(source: str) -> Constants:
+    if not Path(source).exists():
+        raise ValueError(f"constants {source!r} are no file and no built-in set; those are {', '.join(BUILT_IN)}")
+    transport = os.environ.get("ASYNCDIST_TRANSPORT", "").strip().lower() or "auto"
+    constants = stored_constants(Path(source), transport)
+    if constants is None:
+        known = ", ".join(read_file(Path(source))["transports"])
+        raise ValueError(f"{source} has no constants for transport {transport!r}; it has: {known}")
+    return constants
+
+
+def _algorithms(sweep: Sweep, given: str | None) -> tuple[str, ...]:
+    known = sweep.algorithms()
+    names = tuple(name.strip() for name in given.split(",") if name.strip()) if given else known
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{sweep.collective} has no algorithm {name!r}; it has: {', '.join(known)}")
+    return names
+
+
+def _table(sweep: Sweep, world: int, times_s: Mapping[int, Mapping[str, float]]) -> Table:
+    """One world: a line for each algorithm, a column for each size; the shortest time of a column is bold."""
+    hosts = f", {sweep.ranks_per_host} per host" if sweep.ranks_per_host > 1 else ""
+    table = Table(title=f"{sweep.collective}, {world} ranks{hosts}, simulated")
+    table.add_column("algorithm", no_wrap=True)
+    for nbytes in times_s:
+        table.add_column(show_bytes(nbytes), justify="right")
+    best_s = {nbytes: min(column.values()) for nbytes, column in times_s.items()}
+    for name in next(iter(times_s.values())):
+        cells = [(show_seconds(column[name]), column[name] == best_s[nbytes]) for nbytes, column in times_s.items()]
+        table.add_row(name, *(f"[bold]{text}[/]" if best else text for text, best in cells))
+    return table
