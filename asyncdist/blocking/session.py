@@ -39,6 +39,8 @@ class Session:
         self.inner = inner
         self.interrupted: list[InnerWork[Any]] = []
         """What somebody no longer waits for since Ctrl-C: leaving must not wait for it either."""
+        self.store: object = None
+        """The store that the caller gave, which must outlive the world."""
         self._where = where
         self._wrap: Callable[[InnerGroup, Session], object]
 
@@ -86,6 +88,7 @@ class Session:
             if self.inner.closed and self in _open:
                 _open.remove(self)
                 self.thread.at_exit.pop(self.inner, None)
+                self.store = None
                 release(self.thread)
 
     async def _close(self, group: InnerGroup, error: BaseException | None) -> None:

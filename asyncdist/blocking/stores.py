@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from contextvars import Context
 from types import TracebackType
@@ -20,13 +23,15 @@ __all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore", "inner_
 class Store:
     """A store of `asyncdist` whose verbs wait; arguments, results and errors are the same.
 
-    `close` it, or enter it with `with`: the communication thread runs as long as a store is open.
+    `close` it, or enter it with `with`: the communication thread runs as long as a store is open. One that is forgotten
+    is closed when nothing refers to it any more; an open world refers to its store.
     """
 
     _kind: type[stores.Store]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         refuse_loop(type(self).__name__)
+        self._uses = [value for value in (*arguments, *options.values()) if isinstance(value, Store)]
         arguments = tuple(map(inner_store, arguments))
         options = {name: inner_store(value) for name, value in options.items()}
         self._thread: CommunicationThread | None = acquire()
@@ -36,6 +41,8 @@ class Store:
         except BaseException:
             release(self._thread)
             raise
+        self._forgotten = weakref.finalize(self, _forget, self._thread, self._inner)
+        self._forgotten.atexit = False
 
     @property
     def timeout(self) -> float | None:
@@ -51,6 +58,7 @@ class Store:
         refuse_loop(f"{type(self).__name__}.close")
         thread, self._thread = self._thread, None
         if thread is not None:
+            self._forgotten.detach()
             try:
                 await_there(thread, self._inner.close, Context())
             finally:
@@ -90,6 +98,21 @@ class PrefixStore(Store):
     """A part of another store, whose keys begin with a prefix; arguments as `asyncdist.PrefixStore`'s."""
 
     _kind = stores.PrefixStore
+
+
+def _forget(thread: CommunicationThread, inner: stores.Store) -> None:
+    """Close a store that was not; called by the garbage collector, in any thread, so that nothing may be waited for."""
+
+    async def close() -> None:
+        await inner.close()
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            task.exception()
+            release(thread)
+
+    with contextlib.suppress(ClosedError):
+        thread.submit(lambda: thread.start_task(close(), Context(), ended))
 
 
 def inner_store(value: Any) -> Any:

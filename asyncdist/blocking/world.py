@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 from asyncdist import initialize
 from asyncdist.blocking.group import ProcessGroup, wrap
 from asyncdist.blocking.session import current_session, open_session, refuse_loop
-from asyncdist.blocking.stores import inner_store
+from asyncdist.blocking.stores import Store, inner_store
 from asyncdist.non_member import NonMember
 
 __all__ = ["destroy_process_group", "get_default_group", "init_process_group", "is_initialized"]
@@ -27,6 +27,7 @@ def _joining(function: Callable[P, Any]) -> Callable[P, ProcessGroup]:
         refuse_loop("init_process_group")
         if "progress" in kwargs:
             raise TypeError("progress= is for asyncdist.init_process_group: here a thread does it in any case")
+        store = next((value for value in (*args, *kwargs.values()) if isinstance(value, Store)), None)
         if "store" in kwargs:
             kwargs["store"] = inner_store(kwargs["store"])
         opening = function(*map(inner_store, args), **kwargs)
@@ -35,6 +36,7 @@ def _joining(function: Callable[P, Any]) -> Callable[P, ProcessGroup]:
             return await opening
 
         group: ProcessGroup = open_session(str(kwargs.get("group_name") or "default"), join, wrap)
+        group._session.store = store
         return group
 
     init_process_group.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]

@@ -124,9 +124,13 @@ class CommunicationThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, waiting at most STOP_S, and put the switch interval back unless others have changed it."""
+        """End the thread, waiting at most STOP_S (not from the thread itself), and put the switch interval back.
+
+        Unless others have changed that.
+        """
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(STOP_S)
+        if not self.is_current():
+            self._thread.join(STOP_S)
         changed = abs(sys.getswitchinterval() - (self._switch_interval_s or 0.0)) < 1e-9
         if changed and self._previous_s is not None:
             sys.setswitchinterval(self._previous_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import signal
 import threading
@@ -328,6 +329,15 @@ def test_stores_wait_too() -> None:
     store.close()
     assert {name for name in asyncdist.Store.__abstractmethods__ if not hasattr(dist.Store, name)} == set()
     assert not inspect.iscoroutinefunction(dist.Store.get)
+
+
+def test_a_forgotten_store_is_closed_but_not_under_a_world() -> None:
+    group = dist.init_process_group(store=dist.PrefixStore("part", dist.HashStore()), rank=0, world_size=1)
+    gc.collect()
+    dist.barrier()
+    group.world.store.set  # noqa: B018 - still there
+    dist.destroy_process_group()
+    gc.collect()  # the fixture waits for the thread's end
 
 
 def test_a_stream_becomes_an_iterator(alone: dist.ProcessGroup) -> None:
