@@ -5,7 +5,6 @@ Rank 0's values are published at rendezvous and checked by everyone who reads th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final
@@ -135,7 +134,7 @@ def _checked(values: dict[str, Any], needed: set[str]) -> dict[str, float]:
     checked = {}
     for name, value in values.items():
         limit = MAX_MESSAGE_S if name in ("alpha_s", "overhead_s") else MAX_PER_BYTE_S
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not (0 < value <= limit or (value == 0 and name in ("copy_s", "overhead_s"))):
             raise ValueError(f"{name} must be positive and at most {limit:g} s, not {_shown(value)}")
         checked[name] = float(value)

@@ -45,6 +45,7 @@ def test_constants_may_have_no_overhead():
         ("alpha_s", math.nan),
         ("alpha_s", math.inf),
         ("alpha_s", MAX_MESSAGE_S * 1.001),
+        ("alpha_s", 10**400),
         ("alpha_s", "1e-6"),
         ("alpha_s", True),
         ("alpha_s", None),
