@@ -9,9 +9,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from asyncdist.blocking.session import Session, refuse_loop
+from asyncdist.group import WORLD
 from asyncdist.group import ProcessGroup as InnerGroup
 
-__all__ = ["ProcessGroup", "inner_of", "wrap"]
+__all__ = ["WORLD", "ProcessGroup", "inner_of", "wrap"]
 
 
 class ProcessGroup:

@@ -48,3 +48,7 @@ def test_what_gives_a_work_there_waits_here_or_gives_one_too(name: str) -> None:
     returns = str(inspect.signature(original(function)).return_annotation)
     if returns.startswith(("Work", "list[Work", "Awaitable", "Async")):
         assert "refuse_loop" in function.__code__.co_names or "_run" in function.__code__.co_names
+
+
+def test_the_world_is_spelled_as_in_torch() -> None:
+    assert blocking.group.WORLD is asyncdist.group.WORLD is None
