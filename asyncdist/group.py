@@ -111,7 +111,14 @@ class ProcessGroup(Operations):
             return factory(world.mesh, self.group_id, self.ranks, self.rank)
         tuning = world.tuning.of_group(self.ranks)
         return AioBackend(
-            world.mesh, self.group_id, self.ranks, self.rank, loop=world.loop, pool=world.pool, tuning=tuning
+            world.mesh,
+            self.group_id,
+            self.ranks,
+            self.rank,
+            loop=world.loop,
+            pool=world.pool,
+            tuning=tuning,
+            lanes=world.options.get("lanes") is True,
         )
 
     def group_rank_of(self, rank: int, name: str = "rank") -> int:
@@ -346,6 +353,7 @@ class ProcessGroup(Operations):
         self.closed = True
         self._expiry.stop()
         self._consistency.stop()
+        self._backend.close()
         if self._is_world:
             await self.world.close()
         self.world.unregister(self.group_id, self._sequences)

@@ -27,6 +27,7 @@ from asyncdist.transport.address import host_id, local_address
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.mesh import Mesh, Resolve
+from asyncdist.transport.segment import segments_available
 from asyncdist.world import World
 from asyncdist_server.auth import derive_key, load_token
 
@@ -204,6 +205,7 @@ async def _join(
             environ, method.world_size, one_host=reachable.loopback, transport=config.transport, overrides=overrides
         )
         options["tuning"] = own.to_terms()
+        options["lanes"] = config.shares_memory and getattr(make_mesh, "shares_memory", False) and segments_available()
     met = await rendezvous.join(host_id(), reachable.loopback, options, deadline, allow_pickle=allow_pickle)
     agreed = _agreed_tuning(method.rank, met, overrides)
     world = World(loop, method.rank, method.world_size, source, rendezvous, met)

@@ -12,6 +12,7 @@ from asyncdist.backend.call_items import ItemCall
 from asyncdist.backend.call_stream import StreamCall
 from asyncdist.backend.choice_trace import trace_choice
 from asyncdist.backend.item_operation import ItemOperation
+from asyncdist.backend.lanes import FIRST_RESERVED, Lanes
 from asyncdist.backend.operation import Operation, Recipe
 from asyncdist.backend.stream_operation import StreamOperation
 from asyncdist.errors import CollectiveMismatchError
@@ -22,11 +23,13 @@ from asyncdist.plan.items import one_by_one
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.registry import build, ordered_algorithms
 from asyncdist.plan.selector import plan_for, plan_id
+from asyncdist.plan.shared import SHARED_ALGORITHMS, choose_shared, shared_plan_for
 from asyncdist.plan.steps import Plan
 from asyncdist.plan.tuning import DEFAULT_TUNING, Tuning
 from asyncdist.reduce_op import CustomOp, PremulSum, ReduceOp
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.frame import key_prefix
+from asyncdist.transport.lane import MAX_LANE_RANKS
 from asyncdist.transport.peer import PeerCore
 
 __all__ = ["AioBackend"]
@@ -73,6 +76,7 @@ class AioBackend(GroupBackend):
         loop: asyncio.AbstractEventLoop,
         pool: ScratchPool,
         tuning: Tuning = DEFAULT_TUNING,
+        lanes: bool = False,
     ) -> None:
         super().__init__(mesh, group_id, ranks, rank)
         self.loop = loop
@@ -84,6 +88,7 @@ class AioBackend(GroupBackend):
         self._overrides = dict(tuning.overrides)
         self._operations: dict[tuple[int, int], Running] = {}
         self._recipes: dict[tuple[object, ...], Recipe] = {}
+        self._lanes = Lanes(self, mesh) if lanes and 2 <= len(ranks) <= MAX_LANE_RANKS else None
 
     def start(
         self,
@@ -91,23 +96,45 @@ class AioBackend(GroupBackend):
         work: CollectiveWork,
         on_end: Callable[[CollectiveWork, BaseException | None], None],
     ) -> None:
-        """Begin `call`."""
-        operation = _OPERATIONS[type(call)](self, call, self.recipe_for(call), work, on_end)
-        self._operations[work.tag, work.number] = operation
-        operation.begin()
+        """Begin `call`, once it is known whether its tag has a lane."""
+        if self._lanes is None or self._lanes.admit(call, work, on_end):
+            self.resume(call, work, on_end)
 
-    def recipe_for(self, call: Call) -> Recipe:
+    def resume(
+        self,
+        call: Call,
+        work: CollectiveWork,
+        on_end: Callable[[CollectiveWork, BaseException | None], None],
+    ) -> None:
+        """Begin `call` now, by messages or through the lane of its tag."""
+        lanes = self._lanes
+        lane = None if lanes is None else lanes.lane(work.tag)
+        recipe = self.recipe_for(call, shared=lane is not None)
+        operation = _OPERATIONS[type(call)](self, call, recipe, work, on_end)
+        self._operations[work.tag, work.number] = operation
+        if lanes is None or lane is None:
+            operation.begin()
+            return
+        lanes.take_place(work)
+        if recipe.shared and isinstance(operation, Operation):
+            operation.share(lane.add(recipe.fingerprint, recipe.program, operation))
+        else:
+            lane.add(recipe.fingerprint)
+        operation.begin()
+        lane.flush()
+
+    def recipe_for(self, call: Call, *, shared: bool = False) -> Recipe:
         """What all calls like this one share; connections to the peers it names have been asked for."""
-        recipe = self._recipes.get(call.recipe_key)
+        recipe = self._recipes.get((call.recipe_key, shared))
         if recipe is None:
-            recipe = self._cook(call)
+            recipe = self._cook(call, shared=shared)
         if not recipe.met:
             self._meet(recipe)
         return recipe
 
     def algorithm_of(self, recipe_key: tuple[Any, ...]) -> str:
         """The algorithm of a recipe, if it is still kept."""
-        recipe = self._recipes.get(recipe_key)
+        recipe = self._recipes.get((recipe_key, True)) or self._recipes.get((recipe_key, False))
         return "" if recipe is None else recipe.program.plan.algorithm
 
     def knows(self, operation: object, work: CollectiveWork) -> bool:
@@ -121,14 +148,23 @@ class AioBackend(GroupBackend):
     def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
         """Global ranks an operation under way has not heard from."""
         operation = self._operations.get((tag, sequence))
+        if operation is None and self._lanes is not None and self._lanes.holds(tag, sequence):
+            operation = self._operations.get((tag, FIRST_RESERVED)) or self._operations.get((tag, FIRST_RESERVED + 1))
         return () if operation is None else tuple(self.ranks[rank] for rank in operation.waiting_for())
 
     def drop(self, tag: int, sequence: int) -> None:
         """Forget one operation, or one never to come; its messages, those here already included, are drained."""
         self._mesh.drop_group(key_prefix(self.group_id, tag, sequence), _REFUSED)
+        if self._lanes is not None:
+            self._lanes.drop(tag, sequence)
         operation = self._operations.pop((tag, sequence), None)
         if operation is not None:
             operation.stop()
+
+    def close(self) -> None:
+        """Touch no shared memory any more."""
+        if self._lanes is not None:
+            self._lanes.close()
 
     def closing(self) -> None:
         """Have streams go on without their consumers."""
@@ -143,8 +179,9 @@ class AioBackend(GroupBackend):
         self._operations.clear()
         for operation in operations:
             operation.stop()
+        self.close()
 
-    def _plan(self, call: Call) -> Plan:
+    def _plan(self, call: Call, *, shared: bool) -> Plan:
         world = len(self.ranks)
         if call.algorithm is not None:
             problem = Problem.of(call.collective, world, call.counts, call.root)
@@ -153,6 +190,12 @@ class AioBackend(GroupBackend):
         algorithm = self._overrides.get(call.collective)
         if ordered and algorithm not in ordered_algorithms(call.collective):
             algorithm = None
+        if shared and algorithm is None and type(call) is Call and call.collective in SHARED_ALGORITHMS:
+            problem = Problem.of(call.collective, world, call.counts, call.root)
+            nbytes = max(problem.counts) * call.dtype.itemsize
+            name = choose_shared(call.collective, nbytes, ordered=ordered)
+            if name is not None:
+                return shared_plan_for(problem, self.rank, call.dtype.itemsize, name)
         plan = plan_for(
             call.collective,
             self.rank,
@@ -167,9 +210,9 @@ class AioBackend(GroupBackend):
         trace_choice(call, plan, self._tuning, ordered=ordered)
         return plan
 
-    def _cook(self, call: Call) -> Recipe:
+    def _cook(self, call: Call, *, shared: bool) -> Recipe:
         """Plan and compile; the oldest recipe makes room."""
-        plan = self._plan(call)
+        plan = self._plan(call, shared=shared)
         if type(call) is ItemCall:
             plan = one_by_one(plan)
         op = ReduceOp.PREMUL_SUM if isinstance(call.op, PremulSum) else call.op  # factors may differ between ranks
@@ -179,12 +222,14 @@ class AioBackend(GroupBackend):
         if len(self._recipes) >= RECIPES_KEPT:
             del self._recipes[next(iter(self._recipes))]
         recipe = Recipe(Program(plan), fingerprint, kernel)
-        self._recipes[call.recipe_key] = recipe
+        self._recipes[call.recipe_key, shared] = recipe
         return recipe
 
     def _meet(self, recipe: Recipe) -> None:
         """Ask for connections to all peers together, so that their addresses are looked up in one request."""
         recipe.met = True
+        if recipe.shared:
+            return
         unknown = [rank for rank in recipe.program.peer_ranks if self.peers[rank] is None]
         if unknown:
             self._mesh.connect([self.ranks[rank] for rank in unknown])

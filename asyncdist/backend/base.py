@@ -136,6 +136,10 @@ class GroupBackend(ABC):
         One that has not been started never will be: it was refused, here or elsewhere. Messages may have come already.
         """
 
+    def close(self) -> None:
+        """The group is closed: give back what outlives operations. Idempotent."""
+        return
+
     def closing(self) -> None:
         """The group is being closed, and waits for what is under way: nothing may wait for its user any longer."""
         return

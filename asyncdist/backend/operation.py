@@ -14,6 +14,7 @@ from asyncdist.executor import reduction
 from asyncdist.executor.buffers import NO_BUFFER, BlockBuffer, Bound, FlatBuffer, PieceBuffer
 from asyncdist.executor.program import Program
 from asyncdist.executor.runner import Execution, Kernel, run_sliced
+from asyncdist.executor.shared_lane import SharedPart
 from asyncdist.reduce_op import PremulSum, ReduceOp
 from asyncdist.transport.frame import key_prefix
 
@@ -31,12 +32,14 @@ SPARES: Final = 8
 class Recipe:
     """What all calls with the same collective, sizes, dtype, root and reduction share."""
 
-    __slots__ = ("fingerprint", "kernel", "met", "program", "spares")
+    __slots__ = ("fingerprint", "kernel", "met", "program", "shared", "spares")
 
     def __init__(self, program: Program, fingerprint: int, kernel: Kernel | None) -> None:
         self.program = program
         self.fingerprint = fingerprint
         self.kernel = kernel
+        self.shared = bool(program.items or program.needs)
+        """Whether it goes through shared memory."""
         self.met = False
         """Whether connections to all peers of the program were asked for."""
         self.spares: list[FlatBuffer] = []
@@ -82,6 +85,14 @@ class Operation(Execution):
             backend.pool,
         )
 
+    def share(self, part: SharedPart) -> None:
+        """Publish and fetch through `part`; to be called before `begin`."""
+        self._shared = part
+
+    def rank_of(self, member: int) -> int:
+        """The global rank of a group rank, for messages."""
+        return self._backend.ranks[member]
+
     def begin(self) -> None:
         """Scale our contribution where PREMUL_SUM works in place, then start."""
         call = self._call
@@ -103,6 +114,8 @@ class Operation(Execution):
     def ended(self, error: BaseException | None) -> None:
         """Every step is done, or one has failed: bring results into place and report."""
         call = self._call
+        if self._shared is not None:
+            self._shared.end()
         if error is not None:
             self._backend.drop(self._work.tag, self._work.number)
             self._on_end(self._work, error)
@@ -122,6 +135,8 @@ class Operation(Execution):
     def stop(self) -> None:
         """See Execution.stop; nothing of the operation is read or written any more."""
         super().stop()
+        if self._shared is not None:
+            self._shared.end()
         self._give_scratch()
 
     def _give_scratch(self) -> None:

@@ -204,9 +204,9 @@ class SharedLane:
         elif self.consumed:
             self.consumed = False
             for member in self.core.wanted_by():
-                ringer = self._ringers[member]
-                if ringer is not None:
-                    ringer.ring()
+                waiting = self._ringers[member]
+                if waiting is not None:
+                    waiting.ring()
         if self.moved >= TURN_BYTES and self._again is None and not self.closed:
             self._again = self._loop.call_soon(self._go_on)
 

@@ -11,7 +11,7 @@ With p ranks on one host, a vector of m bytes, b seconds per byte copied and g p
 | shared | reduce | m; the root 2m(p-1)/p | m(p-1)/p | 2 |
 | shared | reduce_scatter | m | m(p-1)/p | 1 |
 
-`shared_direct` is for what fits one chunk: one wake-up, and every rank does all the work. `shared` gives every rank a
+`shared_direct` is for small vectors: one wake-up, and every rank does all the work. `shared` gives every rank a
 slice of the vector to reduce, straight from where the others have published it, and publishes the results; chunks of
 the slices follow each other, so that copying, reducing and waiting overlap. What a rank has published and the others
 have not read is bounded by LOOKAHEAD + 1 chunks of every slice.
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import offsets, partition
+from asyncdist.plan.chunks import offsets, partition, split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
@@ -47,39 +47,37 @@ class _Put(NamedTuple):
 
 
 def all_reduce_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
-    """Everyone publishes its vector and folds all of them; `chunk_length` is not used."""
-    del chunk_length
+    """Everyone publishes its vector and folds all of them."""
     builder = PlanBuilder("all_reduce", "shared_direct", rank, problem.world)
-    whole = Slice(Buffer.OUTPUT, 0, problem.total)
-    builder.publish(whole)
-    _fold(builder, whole, rank, problem.world)
+    for item, piece in enumerate(split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)):
+        builder.publish(piece)
+        _fold(builder, piece, item, rank, problem.world)
     return builder.build(ordered=True)
 
 
 def reduce_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
-    """Everyone but the root publishes its vector, the root folds all; `chunk_length` is not used."""
-    del chunk_length
+    """Everyone but the root publishes its vector, the root folds all."""
     builder = PlanBuilder("reduce", "shared_direct", rank, problem.world)
-    own, result = Slice(Buffer.INPUT, 0, problem.total), Slice(Buffer.OUTPUT, 0, problem.total)
-    if rank != problem.root:
-        builder.publish(own)
-    else:
-        _fold_input(builder, own, result, rank, [(peer, 0) for peer in range(problem.world)])
+    for item, piece in enumerate(split(Slice(Buffer.INPUT, 0, problem.total), chunk_length)):
+        if rank != problem.root:
+            builder.publish(piece)
+        else:
+            target = Slice(Buffer.OUTPUT, piece.offset, piece.length)
+            _fold_input(builder, piece, target, rank, [(peer, item) for peer in range(problem.world)])
     return builder.build(ordered=True)
 
 
 def scan_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """scan and exscan: everyone publishes its vector and folds those of the ranks before it."""
-    del chunk_length
     builder = PlanBuilder(problem.collective, "shared_direct", rank, problem.world)
-    vector = Slice(Buffer.OUTPUT, 0, problem.total)
-    builder.publish(vector)
-    if problem.collective == "scan":
-        _fold(builder, vector, rank, rank + 1)
-    elif rank:
-        builder.fetch(0, 0, 0, vector)
-        for peer in range(1, rank):
-            builder.fetch_reduce(peer, 0, 0, vector, item_left=False)
+    for item, piece in enumerate(split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)):
+        builder.publish(piece)
+        if problem.collective == "scan":
+            _fold(builder, piece, item, rank, rank + 1)
+        elif rank:
+            builder.fetch(0, item, 0, piece)
+            for peer in range(1, rank):
+                builder.fetch_reduce(peer, item, 0, piece, item_left=False)
     return builder.build(ordered=True)
 
 
@@ -201,13 +199,13 @@ class _Sliced(_Blocks):
                 yield _Put(done, -1, self.piece(Buffer.INPUT, rank, done).length)
 
 
-def _fold(builder: PlanBuilder, vector: Slice, rank: int, ranks: int) -> None:
-    """Fold the published vectors of the first `ranks` ranks into `vector`, which holds our own, published as well."""
+def _fold(builder: PlanBuilder, piece: Slice, item: int, rank: int, ranks: int) -> None:
+    """Fold item `item` of the first `ranks` ranks into `piece`, which holds our own, published as that item as well."""
     if rank > 1:
-        builder.fetch(0, 0, 0, vector)
+        builder.fetch(0, item, 0, piece)
     for peer in range(1 if rank > 1 else 0, ranks):
         if peer != rank or rank > 1:
-            builder.fetch_reduce(peer, 0, 0, vector, item_left=peer < rank <= 1)
+            builder.fetch_reduce(peer, item, 0, piece, item_left=peer < rank <= 1)
 
 
 def _fold_in_place(builder: PlanBuilder, own: Slice, rank: int, items: list[int | None]) -> None:

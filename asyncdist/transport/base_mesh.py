@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.address import PeerAddress
+from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, SendOp, nobody_left
 from asyncdist.transport.peer import PeerCore
 from asyncdist.transport.spin import Spinner
@@ -40,6 +41,7 @@ class BaseMesh:
         self.cores: list[PeerCore | None] = [None] * world_size
         self.address: PeerAddress | None = None
         self.spinner: Spinner | None = None
+        self.memory: HostMemory | None = None
         self._owner = owner
         self._any_source = AnySourceTable()
         self._dropped = DroppedGroups()

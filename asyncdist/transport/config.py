@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from asyncdist.deadline import DEFAULT_TIMEOUT_S
+from asyncdist.transport.host_memory import DEFAULT_SHARED_BYTES
 from asyncdist.transport.spin import DEFAULT_SPIN_US, spin_us_from_environ
 
 __all__ = [
@@ -45,6 +46,7 @@ class TransportConfig:
     backoff_limit_s: float = 2.0
     max_half_open: int = MAX_HALF_OPEN
     spin_us: float = DEFAULT_SPIN_US
+    shared_bytes: int = DEFAULT_SHARED_BYTES
 
     @property
     def shares_memory(self) -> bool:
@@ -71,4 +73,8 @@ class TransportConfig:
         word = environ.get("ASYNCDIST_TRANSPORT", "").strip().lower() or "auto"
         if word not in TRANSPORTS:
             raise ValueError(f"ASYNCDIST_TRANSPORT={word!r}: use one of {', '.join(TRANSPORTS)}")
-        return cls(transport=word, spin_us=spin_us_from_environ(environ))
+        text = environ.get("ASYNCDIST_SHM_BYTES", "").strip()
+        if text and not (text.isascii() and text.isdigit()):
+            raise ValueError(f"ASYNCDIST_SHM_BYTES={text!r}: give a number of bytes")
+        shared_bytes = int(text) if text else DEFAULT_SHARED_BYTES
+        return cls(transport=word, spin_us=spin_us_from_environ(environ), shared_bytes=shared_bytes)

@@ -4,25 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Final
 
+from asyncdist import events
 from asyncdist.transport.doorbell import Doorbell
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.segment import Segment
 
-__all__ = ["HostMemory"]
+if TYPE_CHECKING:
+    from asyncdist.transport.shm import ShmConnection
+
+__all__ = ["DEFAULT_SHARED_BYTES", "HostMemory"]
+
+DEFAULT_SHARED_BYTES: Final = 32 << 20
+"""Memory one rank shares in all: rings to its peers, and what its groups put out for each other."""
 
 
 class HostMemory:
-    """The doorbell of this rank, and the segments it has given numbers so that it can refer to them."""
+    """The doorbell of this rank, its segments by the numbers that others know them by, and the connections to those."""
 
-    __slots__ = ("_doorbell", "_loop", "closed", "crowded", "fds", "ranks_here", "segments")
+    __slots__ = (
+        "_doorbell",
+        "_left_bytes",
+        "_loop",
+        "_next_number",
+        "connections",
+        "crowded",
+        "fds",
+        "ranks_here",
+        "segments",
+    )
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, fds: SocketSet) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, fds: SocketSet, limit_bytes: int = DEFAULT_SHARED_BYTES
+    ) -> None:
         self._loop = loop
         self._doorbell: Doorbell | None = None
+        self._left_bytes = limit_bytes
+        self._next_number = 1
         self.fds = fds
         self.segments: dict[int, Segment] = {}
-        self.closed = False
+        self.connections: dict[int, ShmConnection] = {}
+        """By global rank, those through which memory is shared now."""
         self.ranks_here = 0
         """Ranks that share memory with each other here, as far as we know: our peers and we. 0 without any."""
         self.crowded = False
@@ -35,10 +59,48 @@ class HostMemory:
             self._doorbell = Doorbell(self._loop, self.fds)
         return self._doorbell
 
-    def joined(self, pid: int) -> None:
-        """Another rank, of process `pid`, shares memory with us."""
+    def joined(self, rank: int, connection: ShmConnection, pid: int) -> None:
+        """Rank `rank`, of process `pid`, shares memory with us."""
+        self.connections[rank] = connection
         self.ranks_here = self.ranks_here + 1 if self.ranks_here else 2
         self.crowded |= pid == os.getpid()
+
+    def parted(self, rank: int) -> None:
+        """It does no more."""
+        if self.connections.pop(rank, None) is not None:
+            self.ranks_here = self.ranks_here - 1 if self.ranks_here > 2 else 0
+
+    def new_segment(self, size: int) -> int:
+        """Make a segment of our own and return its number; 0 if there is no memory left for it."""
+        if size > self._left_bytes:
+            return 0
+        try:
+            segment = Segment(size, self.fds, "asyncdist-items")
+        except OSError as error:
+            events.info("no shared memory of %d bytes: %s", size, error)
+            return 0
+        number = self._next_number
+        self._next_number += 1
+        self.segments[number] = segment
+        self._left_bytes -= segment.size
+        return number
+
+    def share(self, number: int, ranks: Collection[int]) -> bool:
+        """Have `ranks` map segment `number`; whether all of them can."""
+        try:
+            for rank in ranks:
+                self.connections[rank].share(number, self.segments[number])
+        except (OSError, KeyError) as error:
+            events.info("segment %d could not be shared with ranks %s: %r", number, ranks, error)
+            return False
+        return True
+
+    def free(self, number: int) -> None:
+        """Give a segment back: its descriptor now, its memory with the last view of it."""
+        segment = self.segments.pop(number, None)
+        if segment is not None:
+            self._left_bytes += segment.size
+            segment.close()
 
     def poll(self) -> bool:
         """Look at what peers have put into shared memory; whether there was anything."""
@@ -46,9 +108,7 @@ class HostMemory:
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
-        self.closed = True
+        for number in list(self.segments):
+            self.free(number)
         if self._doorbell is not None:
             self._doorbell.close()
-        for segment in self.segments.values():
-            segment.close()
-        self.segments.clear()

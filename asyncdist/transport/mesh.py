@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from asyncdist import events
 from asyncdist.errors import ClosedError, PeerLostError
@@ -38,6 +38,9 @@ class Mesh(BaseMesh):
     Posting is synchronous and never blocks; messages wait for the connection. Nothing here is awaited per message.
     """
 
+    shares_memory: ClassVar[bool] = True
+    """Ranks of one host can map each other's memory, if the configuration lets them."""
+
     def __init__(
         self,
         rank: int,
@@ -50,17 +53,19 @@ class Mesh(BaseMesh):
     ) -> None:
         super().__init__(rank, world_size, owner)
         self._resolve = resolve
+        config = config or TransportConfig()
         loop, sockets = asyncio.get_running_loop(), SocketSet(self._forked)
         self._context = MeshContext(
             loop,
             Identity(world_id, rank, world_size, secret),
-            config or TransportConfig(),
+            config,
             sockets,
             host_id(),
-            HostMemory(loop, sockets),
+            HostMemory(loop, sockets, config.shared_bytes),
         )
-        if self._context.config.shares_memory and self._context.config.spin_us:
-            self.spinner = Spinner(self._context.memory, self._context.config.spin_us)
+        self.memory = self._context.memory
+        if config.shares_memory and config.spin_us:
+            self.spinner = Spinner(self.memory, config.spin_us)
         self._listener = Listener(self._context, self._hello_came)
         self._links: dict[int, Link] = {}
         self._loopback: LoopbackConnection | None = None

@@ -54,7 +54,6 @@ class ShmConnection:
         "_parcels",
         "_reader",
         "_refusal",
-        "_ringer",
         "_shut",
         "_sock",
         "_updated",
@@ -63,6 +62,7 @@ class ShmConnection:
         "bytes_received",
         "bytes_sent",
         "label",
+        "ringer",
         "socket_label",
     )
 
@@ -94,7 +94,7 @@ class ShmConnection:
         self._refusal = "" if context.config.shares_memory else f"the transport is {context.config.transport} here"
         self._reader: RingReader | None = None
         self._writer: RingWriter | None = None
-        self._ringer: Ringer | None = None
+        self.ringer: Ringer | None = None
         self._blocked = False
         self._leaving = False
         self._shut = False
@@ -206,12 +206,12 @@ class ShmConnection:
                 if fd >= 0:
                     os.close(fd)
             raise
-        self._ringer = Ringer(self._memory.fds, eventfd, page)
+        self.ringer = Ringer(self._memory.fds, eventfd, page)
         self._reader = RingReader(self._half.view, peer.view)
         self._writer = RingWriter(self._half.view, peer.view)
         self._half.close()  # mapped on both sides; the descriptor has done its work
         self._memory.doorbell.pollers[self._poll] = None
-        self._memory.joined(parcel.number)
+        self._memory.joined(self._core.peer_rank, self, parcel.number)
         self._core.open(self._write, self._arm)
         if self._leaving and self._sock is not None:
             self._core.goodbye()
@@ -318,7 +318,7 @@ class ShmConnection:
             self._shut_when_done()
 
     def _ring(self) -> None:
-        ringer = self._ringer
+        ringer = self.ringer
         if ringer is not None:
             ringer.ring()
 
@@ -350,9 +350,10 @@ class ShmConnection:
         self._parcels.close()
         if self._half is not None:
             self._half.close()
-        if self._ringer is not None:
-            self._ringer.close()
+        if self.ringer is not None:
+            self.ringer.close()
         if self._writer is not None:
             self._memory.doorbell.pollers.pop(self._poll, None)
-        self._reader = self._writer = self._ringer = None
+            self._memory.parted(self._core.peer_rank)
+        self._reader = self._writer = self.ringer = None
         self.attached.clear()

@@ -1,0 +1,199 @@
+"""Lanes of one group: how its members agree to share memory, tag by tag, and who takes which place in the order.
+
+At the first collective of a tag the members exchange two small messages with everyone, as ordinary collectives: the
+first makes all connections, the second says who can (it shares memory with all the others, and has some left), and
+which segment of its own the others shall map. All can, or none does. What is issued meanwhile waits.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+
+from asyncdist import events
+from asyncdist.backend import call as calls
+from asyncdist.backend.base import CollectiveWork
+from asyncdist.backend.call import Call
+from asyncdist.errors import DistError
+from asyncdist.executor.shared_lane import SharedLane
+from asyncdist.transport.doorbell import Ringer
+from asyncdist.transport.lane import LANE_HEAD_BYTES, SKIPPED, Lane
+
+if TYPE_CHECKING:
+    from asyncdist.backend.aio import AioBackend
+    from asyncdist.transport.base_mesh import BaseMesh
+
+__all__ = ["FIRST_RESERVED", "Lanes", "OnEnd"]
+
+OnEnd: TypeAlias = Callable[[CollectiveWork, BaseException | None], None]
+
+FIRST_POOL_BYTES: Final = 8 << 20
+"""Items of a rank's first lane: what its largest collectives have under way, several chunks of every slice."""
+POOL_BYTES: Final = 2 << 20
+"""Items of its other lanes, as long as there is memory to share."""
+
+FIRST_RESERVED: Final = 2**32 - 2
+"""First of the sequence numbers of the two exchanges, which no collective ever reaches."""
+_GREETING: Final = FIRST_RESERVED
+_OFFER: Final = FIRST_RESERVED + 1
+
+
+class _State(enum.Enum):
+    DECIDING = "deciding"
+    SHARED = "shared"
+    APART = "apart"
+
+
+class _Tag:
+    """One tag's lane, or why there is none."""
+
+    def __init__(self) -> None:
+        self.state = _State.DECIDING
+        self.held: deque[tuple[Call, CollectiveWork, OnEnd]] = deque()
+        self.lane: SharedLane | None = None
+        self.segment = 0
+        self.number = 0
+
+
+class Lanes:
+    """See the module; owned by the group's backend."""
+
+    def __init__(self, backend: AioBackend, mesh: BaseMesh) -> None:
+        self._backend = backend
+        self._mesh = mesh
+        self._memory = mesh.memory
+        self._tags: dict[int, _Tag] = {}
+
+    def admit(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> bool:
+        """Whether `call` may start now; else it is kept, and starts when its tag's lane has been decided on."""
+        tag = self._tags.get(work.tag)
+        if tag is None:
+            if work.number >= _GREETING:
+                return True
+            tag = self._tags[work.tag] = _Tag()
+            tag.held.append((call, work, on_end))
+            self._exchange(work.tag, _GREETING, np.zeros(1, np.uint64), self._greeted)
+            return False
+        if tag.state is not _State.DECIDING or work.number >= _GREETING:
+            return True
+        tag.held.append((call, work, on_end))
+        return False
+
+    def lane(self, number: int) -> SharedLane | None:
+        """The lane of tag `number`, if it has one."""
+        tag = self._tags.get(number)
+        return None if tag is None else tag.lane
+
+    def take_place(self, work: CollectiveWork) -> None:
+        """The operation of `work` comes next; those before it that never started here are skipped."""
+        tag = self._tags[work.tag]
+        assert tag.lane is not None
+        while tag.number < work.number:
+            tag.lane.add(SKIPPED)
+            tag.number += 1
+        tag.number = work.number + 1
+
+    def holds(self, tag: int, sequence: int) -> bool:
+        """Whether that operation waits for a decision."""
+        found = self._tags.get(tag)
+        return found is not None and any(work.number == sequence for _, work, _ in found.held)
+
+    def drop(self, tag: int, sequence: int) -> None:
+        """Forget an operation that waits for a decision."""
+        found = self._tags.get(tag)
+        if found is not None:
+            found.held = deque(entry for entry in found.held if entry[1].number != sequence)
+
+    def close(self) -> None:
+        """Touch no shared memory any more, and give ours back. Idempotent."""
+        for tag in self._tags.values():
+            tag.held.clear()
+            tag.state = _State.APART
+            if tag.lane is not None and self._memory is not None:
+                tag.lane.close()
+                self._memory.doorbell.pollers.pop(tag.lane.poll, None)
+                tag.lane = None
+            self._free(tag)
+
+    # -- agreeing
+
+    def _exchange(
+        self, tag: int, number: int, value: np.ndarray[tuple[int], np.dtype[np.uint64]], then: Callable[..., None]
+    ) -> None:
+        """Gather everybody's `value`, and call `then(tag, everybody's)`."""
+        backend = self._backend
+        gathered = np.zeros((len(backend.ranks), value.size), np.uint64)
+        call = calls.all_gather_into_tensor(gathered, value, len(backend.ranks))
+        call.algorithm = "direct"
+
+        def ended(_work: CollectiveWork, error: BaseException | None) -> None:
+            state = self._tags[tag]
+            if state.state is not _State.DECIDING:
+                return
+            if error is None:
+                try:
+                    then(tag, gathered)
+                except Exception as failure:
+                    error = failure
+            if error is not None:
+                self._decided(tag, _State.APART, error)
+
+        backend.start(call, CollectiveWork(backend.loop, "sharing memory", value.nbytes, tag, number, None), ended)
+
+    def _greeted(self, tag: int, _gathered: object) -> None:
+        """All members are connected: say whether we share memory with each of them, and which segment is ours."""
+        backend = self._backend
+        others = [rank for rank in backend.ranks if rank != self._mesh.rank]
+        offer = np.zeros(2, np.uint64)
+        memory = self._memory
+        if memory is not None and all(rank in memory.connections for rank in others):
+            pool_bytes = POOL_BYTES if memory.segments else FIRST_POOL_BYTES
+            number = self._tags[tag].segment = memory.new_segment(LANE_HEAD_BYTES + pool_bytes)
+            if number and memory.share(number, others):
+                offer[:] = 1, number
+        self._exchange(tag, _OFFER, offer, self._offered)
+
+    def _offered(self, tag: int, gathered: np.ndarray[tuple[int, int], np.dtype[np.uint64]]) -> None:
+        backend, memory, state = self._backend, self._memory, self._tags[tag]
+        able = [rank for rank, (can, _) in zip(backend.ranks, gathered, strict=True) if can]
+        if len(able) < len(backend.ranks) or memory is None:
+            events.info("group %x tag %d: no shared memory; only ranks %s could", backend.group_id, tag, able)
+            self._free(state)
+            self._decided(tag, _State.APART)
+            return
+        views: list[memoryview] = []
+        ringers: list[Ringer | None] = []
+        for rank, (_, number) in zip(backend.ranks, gathered, strict=True):
+            if rank == self._mesh.rank:
+                views.append(memory.segments[state.segment].view)
+                ringers.append(None)
+                continue
+            connection = memory.connections[rank]
+            view = connection.segment(int(number)).view
+            if len(view) <= LANE_HEAD_BYTES:
+                raise DistError(f"rank {rank} shares {len(view)} bytes where more than {LANE_HEAD_BYTES} are needed")
+            views.append(view)
+            ringers.append(connection.ringer)
+        state.lane = SharedLane(backend.loop, Lane(backend.rank, views), backend.ranks, ringers)
+        memory.doorbell.pollers[state.lane.poll] = None
+        self._decided(tag, _State.SHARED)
+
+    def _free(self, tag: _Tag) -> None:
+        if tag.segment and self._memory is not None:
+            self._memory.free(tag.segment)
+        tag.segment = 0
+
+    def _decided(self, tag: int, outcome: _State, error: BaseException | None = None) -> None:
+        state = self._tags[tag]
+        state.state = outcome
+        held = list(state.held)
+        state.held.clear()
+        for call, work, on_end in held:
+            if error is not None:
+                on_end(work, error)
+            else:
+                self._backend.resume(call, work, on_end)
