@@ -67,11 +67,7 @@ class SharedPart:
                 return True
             self._publishes.append(index)
             return False
-        if (
-            operation is not None
-            and lane.moved < TURN_BYTES
-            and step.source < lane.core.available(operation, step.peer)
-        ):
+        if operation is not None and lane.moved < TURN_BYTES and step.source < lane.available(operation, step.peer):
             self._fetch(operation, step)
             return True
         heappush(self._fetches.setdefault(step.peer, []), (step.source, index))
@@ -95,7 +91,7 @@ class SharedPart:
         for member, waiting in list(self._fetches.items()):
             while waiting and not self.over and lane.moved < TURN_BYTES:
                 item, index = waiting[0]
-                if item >= lane.core.available(operation, member):
+                if item >= lane.available(operation, member):
                     break
                 heappop(waiting)
                 self._fetch(operation, instructions[index])
@@ -107,8 +103,6 @@ class SharedPart:
         """The operation cannot go on because of what a member has written."""
         execution = self._execution
         if execution is not None and not self.over:
-            if isinstance(error, Differs):
-                error = self._lane.different(error.member)
             execution.message_failed(None, error)
 
     def end(self) -> None:
@@ -218,9 +212,12 @@ class SharedLane:
             self.core.end(part.operation)
             self.consumed = True
 
-    def different(self, member: int) -> CollectiveMismatchError:
-        """What is raised when a member runs another operation in this place of the order."""
-        return different(self._ranks[member])
+    def available(self, operation: LaneOperation, member: int) -> int:
+        """How many items of `member` are there. Raises CollectiveMismatchError if it runs something else."""
+        try:
+            return self.core.available(operation, member)
+        except Differs as error:
+            raise different(self._ranks[error.member]) from None
 
     def close(self) -> None:
         """Touch the memory no more. Idempotent."""
