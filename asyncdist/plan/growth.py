@@ -30,8 +30,11 @@ __all__ = ["LAWS", "Kept", "Law", "Pace", "grow", "law_of"]
 Timing = Callable[[Problem], float]
 """Seconds of a problem that is small enough to be simulated."""
 
-LINE_HOSTS: Final = 32
-"""Hosts of the shorter of the two worlds a line is drawn through: more than any window or fill of a pipeline."""
+LINE_RANKS: Final = 64
+"""Ranks of the smaller of the two worlds a line is drawn through: more than any window."""
+
+LINE_HOSTS: Final = 4
+"""And its hosts at least: the first and the last one are like others, if there are some between."""
 
 
 class Pace(enum.Enum):
@@ -132,8 +135,8 @@ def grow(problem: Problem, law: Law, timing: Timing, base_ranks: int) -> float:
 
 
 def _line(problem: Problem, law: Law, timing: Timing) -> float:
-    hosts = _hosts(problem)
-    if hosts <= 2 * LINE_HOSTS:
+    hosts, near = _hosts(problem), max(LINE_HOSTS, LINE_RANKS // _per_host(problem))
+    if hosts <= 2 * near:
         return timing(problem)
     block = -(-problem.total // problem.world)  # an uneven vector takes as long as one of its longest blocks
 
@@ -141,8 +144,8 @@ def _line(problem: Problem, law: Law, timing: Timing) -> float:
         world = count * _per_host(problem)
         return timing(_resized(problem, world, block * world if law.kept is Kept.BLOCK else problem.total))
 
-    near_s, far_s = at(LINE_HOSTS), at(2 * LINE_HOSTS)
-    return near_s + (far_s - near_s) / LINE_HOSTS * (hosts - LINE_HOSTS)
+    near_s, far_s = at(near), at(2 * near)
+    return near_s + (far_s - near_s) / near * (hosts - near)
 
 
 def _levels(problem: Problem, law: Law, timing: Timing, base_ranks: int) -> float:
@@ -152,11 +155,11 @@ def _levels(problem: Problem, law: Law, timing: Timing, base_ranks: int) -> floa
     worlds = [hosts * _per_host(problem) for hosts in halved]
     level = next((number for number, world in enumerate(worlds) if world <= base_ranks), len(worlds) - 1)
     level += -level % law.period
-    if not level:
+    while level + law.period >= len(worlds):
+        level -= law.period
+    if level <= 0:
         return timing(problem)
     lower = level + law.period
-    if lower >= len(worlds):
-        raise ValueError(f"{base_ranks} ranks are too few to see how {problem.collective} grows")
     seconds = timing(_resized(problem, worlds[level], problem.total))
     for step in range(law.period, level + 1, law.period):
         total = problem.total
