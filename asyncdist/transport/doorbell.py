@@ -1,8 +1,8 @@
 """The doorbell: how ranks that share memory wake each other's event loops. Linux only.
 
 A rank has one eventfd, which all its peers hold, and one page that they can read: its `asleep` word. Who has put
-something into shared memory looks at that word and rings only if it is set; a loop that is looking anyway (spinning in
-`Work.__await__`) clears it meanwhile. A ring too many is harmless, and one too few costs `RECHECK_S`: see `fence`.
+something into shared memory looks at that word and rings only if it is set; a task that looks anyway (spinning in
+`Work.__await__`) clears it until its loop turns. A ring too many is harmless, one too few costs `RECHECK_S`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ class Doorbell:
     A poller takes what is there, returns whether there was anything, and must not raise.
     """
 
-    __slots__ = ("_fds", "_handle", "_loop", "_words", "eventfd", "page", "pollers", "rings")
+    __slots__ = ("_awake", "_fds", "_handle", "_loop", "_words", "eventfd", "page", "pollers", "rings")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fds: SocketSet) -> None:
         self._loop = loop
         self._fds = fds
         self.rings = 0
+        self._awake = False
         self.pollers: dict[Callable[[], bool], None] = {}
         self.page = Segment(PAGE_BYTES, fds, "asyncdist-doorbell")
         self.eventfd = fds.add_fd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
@@ -49,15 +50,20 @@ class Doorbell:
             found |= poller()
         return found
 
-    def awake(self) -> None:
-        """Nobody need ring: `poll` will be called again and again, until `asleep`."""
-        self._words[_ASLEEP] = 0
+    def stay_awake(self) -> None:
+        """Nobody need ring until the loop turns, as this task looks by itself, now and with its next operations."""
+        if not self._awake:
+            self._awake = True
+            self._words[_ASLEEP] = 0
+            self._loop.call_soon(self._fall_asleep)  # before the loop can go to sleep
 
-    def asleep(self) -> None:
+    def _fall_asleep(self) -> None:
         """From now on peers ring. What came just before is taken here, so that it is not slept upon."""
-        self._words[_ASLEEP] = 1
-        fence()
-        self.poll()
+        self._awake = False
+        if self.eventfd >= 0:
+            self._words[_ASLEEP] = 1
+            fence()
+            self.poll()
 
     def close(self) -> None:
         """Listen no more. Idempotent."""

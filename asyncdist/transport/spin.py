@@ -70,12 +70,11 @@ class Spinner:
         until_s = began_s + (CATCH * self._limit_s if self._catch else self._limit_s)
         self._catch = False
         doorbell = memory.doorbell
+        doorbell.stay_awake()
         poll = doorbell.poll
-        doorbell.awake()
         poll()
         while not work._done and perf_counter() < until_s:
             poll()
-        doorbell.asleep()
         if work._done:
             self._misses = self._skip = 0
             return True
