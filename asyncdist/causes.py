@@ -24,9 +24,12 @@ from asyncdist.errors import (
     RemoteProtocolError,
 )
 
-__all__ = ["FAILED", "abort_cause", "aborted_by", "explain", "kind_of"]
+__all__ = ["CONSEQUENCES", "FAILED", "abort_cause", "aborted_by", "explain", "first_cause", "kind_of"]
 
 FAILED: Final = "failed"
+
+CONSEQUENCES: Final = (PeerLostError, GroupAbortedError, CollectiveTimeoutError)
+"""What a rank raises because of something that the others hear of by themselves."""
 
 
 def abort_cause(kind: str, text: str, rank: int | None, missing: Sequence[int]) -> DistError:
@@ -76,3 +79,18 @@ def explain(where: str, error: BaseException) -> DistError:
         explained = DistError(text)
     explained.__cause__ = error.__cause__ if type(explained) is type(error) else error
     return explained
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Of an exception group, such as a TaskGroup raises, the first that is no consequence of an aborted group.
+
+    The first of all where there is none, and any other exception itself.
+    """
+    leaves = _leaves(error)
+    return next((leaf for leaf in leaves if not isinstance(leaf, CONSEQUENCES)), leaves[0])
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in _leaves(inner)]

@@ -16,13 +16,12 @@ from typing import Any, Final, Self
 from asyncdist.backend.aio import AioBackend
 from asyncdist.backend.base import Backend, CollectiveWork, GroupBackend
 from asyncdist.backend.call import Call
-from asyncdist.causes import FAILED, abort_cause, aborted_by, explain, kind_of
+from asyncdist.causes import CONSEQUENCES, FAILED, abort_cause, aborted_by, explain, first_cause, kind_of
 from asyncdist.consistency import Consistency
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import (
     ClosedError,
     CollectiveMismatchError,
-    CollectiveTimeoutError,
     DistError,
     GroupAbortedError,
     PeerLostError,
@@ -371,8 +370,9 @@ class ProcessGroup(Operations):
         if error is None:
             await self.close()
             return
-        why = f"rank {self.world.rank} left with {kind.__name__ if kind else ''}: {error}"
-        if not isinstance(error, PeerLostError | GroupAbortedError | CollectiveTimeoutError):
+        cause = first_cause(error)
+        why = f"rank {self.world.rank} left with {type(cause).__name__}: {cause}"
+        if not isinstance(cause, CONSEQUENCES):
             self.abort(why)
         for group in self._inner():  # others' operations on those must not wait for this rank either
             group.abort(why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.causes import explain
+from asyncdist.causes import explain, first_cause
 from asyncdist.errors import (
     ClosedError,
     CollectiveTimeoutError,
@@ -39,3 +39,10 @@ def test_an_error_of_another_kind_is_the_cause() -> None:
     explained = explain("here", error)
     assert type(explained) is DistError
     assert explained.__cause__ is error
+
+
+def test_the_first_cause_of_a_group_is_no_consequence() -> None:
+    lost, own = PeerLostError("lost", 1), KeyError("mine")
+    assert first_cause(own) is own
+    assert first_cause(ExceptionGroup("two", [lost, ExceptionGroup("inner", [own])])) is own
+    assert first_cause(BaseExceptionGroup("one", [lost])) is lost

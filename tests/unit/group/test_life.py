@@ -120,6 +120,25 @@ def test_an_exception_ends_the_groups_within_too() -> None:
         run_world(3, main)
 
 
+def test_a_task_group_tells_what_happened_in_it() -> None:
+    async def main(group: Group) -> None:
+        if group.rank == 0:
+            await group.barrier()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(fail())
+        await group.barrier()
+        with pytest.raises(dist.GroupAbortedError, match="rank 0 left with KeyError: 'mine'"):
+            await group.barrier()
+
+    with pytest.raises(ExceptionGroup):
+        run_world(2, main)
+
+
+async def fail() -> None:
+    """Raise an error of one's own."""
+    raise KeyError("mine")
+
+
 def test_what_is_closed_says_so() -> None:
     async def main(group: Group) -> None:
         sub = dist.new_group()
