@@ -12,8 +12,9 @@ What is kept while the world grows is the whole vector, or the length of a rank'
 doubling adds are those of the shortest messages: growing from p to 2p ranks with m bytes adds what growing from p/2 to
 p adds with m/2 bytes, as the blocks are as long.
 
-Where ranks share hosts it is the number of hosts that grows. What a level adds may alternate (the two trees of a double
-tree change sides, the skips of a circulant graph are even or odd), so that levels are taken in whole periods.
+Where ranks share hosts it is the number of hosts that grows. What a level adds is not always the same: the skips of a
+circulant graph are even or odd, and in one world of a double tree, but not in those twice and half as large, what comes
+up one tree meets what goes down the other. So several levels are looked at together.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Kept(enum.Enum):
 
 
 class Law(NamedTuple):
-    """How one algorithm grows; `period` is in levels."""
+    """How one algorithm grows; `period` is how many levels are taken together."""
 
     pace: Pace
     kept: Kept
@@ -61,9 +62,8 @@ class Law(NamedTuple):
 
 _LINE_VECTOR = Law(Pace.ROUNDS, Kept.VECTOR)
 _LINE_BLOCK = Law(Pace.ROUNDS, Kept.BLOCK)
-_DOUBLING = Law(Pace.LEVELS, Kept.VECTOR)
+_DOUBLING = Law(Pace.LEVELS, Kept.VECTOR, 3)
 _HALVING = Law(Pace.LEVELS, Kept.BLOCK)
-_TWO_TREES = Law(Pace.LEVELS, Kept.VECTOR, 2)
 _CIRCULANT = Law(Pace.LEVELS, Kept.BLOCK, 3)
 
 LAWS: Final[Mapping[str, Mapping[str, Law]]] = MappingProxyType(
@@ -74,21 +74,21 @@ LAWS: Final[Mapping[str, Mapping[str, Law]]] = MappingProxyType(
             "halving_doubling": _HALVING,
             "circulant": _CIRCULANT,
             "binary_tree": _DOUBLING,
-            "double_tree": _TWO_TREES,
+            "double_tree": _DOUBLING,
             "ring": _LINE_BLOCK,
         },
         "broadcast": {
             "linear": _LINE_VECTOR,
             "binomial_tree": _DOUBLING,
             "binary_tree": _DOUBLING,
-            "double_tree": _TWO_TREES,
+            "double_tree": _DOUBLING,
             "chain": _LINE_VECTOR,
         },
         "reduce": {
             "linear": _LINE_VECTOR,
             "binomial_tree": _DOUBLING,
             "binary_tree": _DOUBLING,
-            "double_tree": _TWO_TREES,
+            "double_tree": _DOUBLING,
             "chain": _LINE_VECTOR,
             "ordered_chain": _LINE_VECTOR,
         },
@@ -98,6 +98,7 @@ LAWS: Final[Mapping[str, Mapping[str, Law]]] = MappingProxyType(
             "recursive_doubling": _HALVING,
             "circulant": _CIRCULANT,
             "ring": _LINE_BLOCK,
+            "neighbor_exchange": _LINE_BLOCK,
         },
         "reduce_scatter": {
             "direct": _LINE_BLOCK,
@@ -154,18 +155,23 @@ def _levels(problem: Problem, law: Law, timing: Timing, base_ranks: int) -> floa
         halved.append(-(-halved[-1] // 2))
     worlds = [hosts * _per_host(problem) for hosts in halved]
     level = next((number for number, world in enumerate(worlds) if world <= base_ranks), len(worlds) - 1)
-    level += -level % law.period
+    if law.kept is Kept.BLOCK:  # the rounds that levels add differ, so the period is walked through
+        level += -level % law.period
     while level + law.period >= len(worlds):
-        level -= law.period
+        level -= law.period if law.kept is Kept.BLOCK else 1
     if level <= 0:
         return timing(problem)
-    lower = level + law.period
-    seconds = timing(_resized(problem, worlds[level], problem.total))
+
+    def at(number: int, total: int) -> float:
+        return timing(_resized(problem, worlds[number], total))
+
+    if law.kept is Kept.VECTOR:
+        base_s, lower_s = at(level, problem.total), at(level + law.period, problem.total)
+        return base_s + (base_s - lower_s) / law.period * level
+    seconds = at(level, problem.total)
     for step in range(law.period, level + 1, law.period):
-        total = problem.total
-        if law.kept is Kept.BLOCK and total:
-            total = max(1, round(total / (1 << step)))
-        seconds += timing(_resized(problem, worlds[level], total)) - timing(_resized(problem, worlds[lower], total))
+        total = max(1, round(problem.total / (1 << step))) if problem.total else 0
+        seconds += at(level, total) - at(level + law.period, total)
     return seconds
 
 

@@ -8,8 +8,10 @@ Every step starts as soon as the steps it waits for are done, as the executor st
   thread for the copying, the overhead and the reduction.
 - Reduce, Copy: the thread.
 
-Who asks first is served first. A message occupies both ports at once, the later one by the latency, so alone it takes
-what `Constants` says. Messages that come before their receive has started wait without holding up others.
+Who asks first is served first; of those that ask at the same time, the lower rank. So that the same time is the same
+number however it came about, time is counted in whole femtoseconds here. A message occupies both ports at once, the
+later one by the latency, so alone it takes what `Constants` says. Messages that come before their receive has started
+wait without holding up others.
 
 This is LogGP with a thread and ports of its own: Alexandrov, Ionescu, Schauser and Scheiman, "LogGP: incorporating
 long messages into the LogP model", SPAA 1995.
@@ -22,14 +24,15 @@ from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 from asyncdist.plan.constants import COPY_SHARE, Constants
-from asyncdist.plan.steps import Copy, Plan, Recv, RecvReduce, Reduce, Send
+from asyncdist.plan.steps import Copy, Plan, Recv, RecvReduce, Reduce, Send, Step
 
 __all__ = ["Feeds", "Hosts", "feeds_of", "run"]
 
 Feeds = Sequence[Sequence[int]]
 """By step number: the receives that get what a send sends. Steps are numbered through all simulated ranks."""
 
-NOBODY: Final = -1
+TICKS: Final = 10**15
+"""Ticks of the clock in a second: femtoseconds. A byte takes thousands of them, so that nothing is lost."""
 
 # What an event is about; its code is the step's number times PHASES plus one of these, so that of two events at one
 # time that of the earlier step comes first.
@@ -42,6 +45,8 @@ PHASES: Final = 4
 SENDS: Final = 0
 RECEIVES: Final = 1
 LOCAL: Final = 2
+
+MESSAGES: Final = (Send, Recv, RecvReduce)
 
 
 class Hosts(NamedTuple):
@@ -78,152 +83,183 @@ def run(plans: Sequence[Plan], feeds: Feeds, itemsize: int, hosts: Hosts) -> flo
     return _Simulation(plans, feeds, itemsize, hosts).run()
 
 
+class _Cost(NamedTuple):
+    """What a step needs; all times in femtoseconds."""
+
+    kind: int
+    cpu_fs: int
+    """Of a send: overhead and copying. Of a receive: all it does from the first copy on. Else: the work."""
+    copied_fs: int
+    """Of a receive: how much of that can be done while the bytes still come."""
+    wire_fs: int
+    latency_fs: int
+
+
+class _Costs:
+    """Costs of steps, worked out once for all that are alike."""
+
+    def __init__(self, constants: Constants, itemsize: int) -> None:
+        self._constants = constants
+        self._itemsize = itemsize
+        self._known: dict[tuple[type[Step], int, bool], _Cost] = {}
+        self.overhead_fs = round(constants.overhead_s * TICKS)
+
+    def of(self, step: Step, *, remote: bool) -> _Cost:
+        """Return the cost of a step, a message to another host if `remote`."""
+        length = step.source.length if isinstance(step, Send) else step.target.length
+        key = (type(step), length, remote)
+        cost = self._known.get(key)
+        if cost is None:
+            cost = self._known[key] = self._cost(step, length * self._itemsize, remote)
+        return cost
+
+    def _cost(self, step: Step, nbytes: int, remote: bool) -> _Cost:
+        constants = self._constants
+        work_fs = round(nbytes * constants.gamma_s * TICKS)
+        if isinstance(step, Copy | Reduce):
+            return _Cost(LOCAL, round(work_fs * COPY_SHARE) if isinstance(step, Copy) else work_fs, 0, 0, 0)
+        beta_s, latency_s = constants.beta_s, constants.latency_s
+        if remote and constants.between is not None:
+            beta_s, latency_s = constants.between.beta_s, constants.between_latency_s
+        wire_fs, copy_fs = round(nbytes * beta_s * TICKS), round(nbytes * constants.copy_s * TICKS)
+        cpu_fs = self.overhead_fs + copy_fs + (work_fs if isinstance(step, RecvReduce) else 0)
+        kind = SENDS if isinstance(step, Send) else RECEIVES
+        return _Cost(kind, cpu_fs, min(copy_fs, wire_fs), wire_fs, round(latency_s * TICKS))
+
+
 class _Simulation:
     """One run. Lists are indexed by step number, by thread (simulated rank) or by port."""
 
     def __init__(self, plans: Sequence[Plan], feeds: Feeds, itemsize: int, hosts: Hosts) -> None:
         constants = hosts.constants
+        costs = _Costs(constants, itemsize)
         self._feeds = feeds
-        self._overhead_s = constants.overhead_s
-        self._events: list[tuple[float, int]] = []
-        self._finish_s = 0.0
+        self._overhead_fs = costs.overhead_fs
+        self._events: list[tuple[int, int]] = []
+        self._finish_fs = 0
         self._remaining = 0
         self._kinds: list[int] = []
         self._threads: list[int] = []
         self._pending: list[int] = []
         self._followers: list[list[int]] = []
-        self._cpu_s: list[float] = []
-        """Of a send: overhead and copying. Of a receive: all it does from the first copy on. Else: the work."""
-        self._copied_s: list[float] = []
-        """Of a receive: how much of that can be done while the bytes still come."""
-        self._wire_s: list[float] = []
-        self._latency_s: list[float] = []
+        self._cpu_fs: list[int] = []
+        self._copied_fs: list[int] = []
+        self._wire_fs: list[int] = []
+        self._latency_fs: list[int] = []
         self._ports: list[int] = []
         self._arrived: list[bool] = []
-        self._load(plans, itemsize, hosts)
+        self._load(plans, hosts, costs)
         limited = 0 < constants.cores < hosts.ranks_per_host
         self._core_of = [plan.rank // hosts.ranks_per_host for plan in plans]
         first = min(self._core_of, default=0)
         self._core_of = [host - first for host in self._core_of]
-        self._cores = [[0.0] * constants.cores for _ in range(max(self._core_of, default=0) + 1)] if limited else None
-        self._thread_free_s = [0.0] * len(plans)
+        self._cores = [[0] * constants.cores for _ in range(max(self._core_of, default=0) + 1)] if limited else None
+        self._thread_free_fs = [0] * len(plans)
 
     def run(self) -> float:
         """Process events in order of time until there are none."""
         for number, count in enumerate(self._pending):
             if not count:
-                self._start(number, 0.0)
+                self._start(number, 0)
         events = self._events
         while events:
-            time_s, code = heappop(events)
+            time_fs, code = heappop(events)
             number, phase = divmod(code, PHASES)
             if phase == ARRIVED:
                 self._arrived[number] = True
                 if not self._pending[number]:
-                    self._receive(number, time_s, time_s - self._copied_s[number])
+                    self._receive(number, time_fs, time_fs - self._copied_fs[number])
             elif phase == ARRIVAL:
                 port = self._ports[number]
-                start_s = max(time_s, self._in_free_s[port])
-                end_s = self._in_free_s[port] = start_s + self._wire_s[number]
-                heappush(events, (end_s, number * PHASES + ARRIVED))
+                start_fs = max(time_fs, self._in_free_fs[port])
+                end_fs = self._in_free_fs[port] = start_fs + self._wire_fs[number]
+                heappush(events, (end_fs, number * PHASES + ARRIVED))
             elif phase == DEPARTURE:
-                self._depart(number, time_s)
+                self._depart(number, time_fs)
             else:
                 for follower in self._followers[number]:
                     self._pending[follower] -= 1
                     if not self._pending[follower]:
-                        self._start(follower, time_s)
+                        self._start(follower, time_fs)
         if self._remaining:
             raise ValueError(f"{self._remaining} steps wait for each other")
-        return self._finish_s
+        return self._finish_fs / TICKS
 
-    def _load(self, plans: Sequence[Plan], itemsize: int, hosts: Hosts) -> None:
-        constants, per_host = hosts.constants, hosts.ranks_per_host
-        between = constants.between
-        beta_s, copy_s = constants.beta_s * itemsize, constants.copy_s * itemsize
-        gamma_s, overhead_s = constants.gamma_s * itemsize, constants.overhead_s
+    def _load(self, plans: Sequence[Plan], hosts: Hosts, costs: _Costs) -> None:
+        per_host, remote_links = hosts.ranks_per_host, hosts.constants.between is not None
         cards: dict[int, int] = {}
         for thread, plan in enumerate(plans):
             base, host = len(self._kinds), plan.rank // per_host
             card = cards.setdefault(host, len(plans) + len(cards))
             for step in plan.steps:
-                local = isinstance(step, Copy | Reduce)
-                kind = LOCAL if isinstance(step, Copy | Reduce) else SENDS if isinstance(step, Send) else RECEIVES
-                length = step.target.length if not isinstance(step, Send) else step.source.length
-                wire_s, latency_s, port = length * beta_s, constants.latency_s, thread
-                if between is not None and not isinstance(step, Copy | Reduce) and step.peer // per_host != host:
-                    wire_s, latency_s, port = length * between.beta_s * itemsize, constants.between_latency_s, card
-                cpu_s = overhead_s + length * copy_s
-                if local:
-                    cpu_s = length * gamma_s * (COPY_SHARE if isinstance(step, Copy) else 1)
-                elif isinstance(step, RecvReduce):
-                    cpu_s += length * gamma_s
-                self._kinds.append(kind)
+                remote = remote_links and isinstance(step, MESSAGES) and step.peer // per_host != host
+                cost = costs.of(step, remote=remote)
+                self._kinds.append(cost.kind)
                 self._threads.append(thread)
                 self._pending.append(len(step.after))
-                self._cpu_s.append(cpu_s)
-                self._copied_s.append(min(length * copy_s, wire_s))
-                self._wire_s.append(wire_s)
-                self._latency_s.append(latency_s)
-                self._ports.append(port)
+                self._cpu_fs.append(cost.cpu_fs)
+                self._copied_fs.append(cost.copied_fs)
+                self._wire_fs.append(cost.wire_fs)
+                self._latency_fs.append(cost.latency_fs)
+                self._ports.append(card if remote else thread)
                 self._followers.append([])
                 for earlier in step.after:
                     self._followers[base + earlier].append(len(self._kinds) - 1)
         self._remaining = len(self._kinds)
         self._arrived = [False] * len(self._kinds)
         self._first_card = len(plans)
-        self._in_free_s = [0.0] * (len(plans) + len(cards))
-        self._out_free_s = [0.0] * (len(plans) + len(cards))
+        self._in_free_fs = [0] * (len(plans) + len(cards))
+        self._out_free_fs = [0] * (len(plans) + len(cards))
 
-    def _work(self, thread: int, earliest_s: float, seconds: float) -> float:
+    def _work(self, thread: int, earliest_fs: int, duration_fs: int) -> int:
         """Give a thread work; return when it starts."""
-        start_s = max(earliest_s, self._thread_free_s[thread])
-        if self._cores is not None and seconds:
+        start_fs = max(earliest_fs, self._thread_free_fs[thread])
+        if self._cores is not None and duration_fs:
             cores = self._cores[self._core_of[thread]]
-            free = [free_s for free_s in cores if free_s <= start_s]
-            taken_s = max(free) if free else min(cores)  # the one that idled least; else the one that is free first
-            start_s = max(start_s, taken_s)
-            cores[cores.index(taken_s)] = start_s + seconds
-        self._thread_free_s[thread] = start_s + seconds
-        return start_s
+            free = [free_fs for free_fs in cores if free_fs <= start_fs]
+            taken_fs = max(free) if free else min(cores)  # the one that idled least; else the one that is free first
+            start_fs = max(start_fs, taken_fs)
+            cores[cores.index(taken_fs)] = start_fs + duration_fs
+        self._thread_free_fs[thread] = start_fs + duration_fs
+        return start_fs
 
-    def _start(self, number: int, time_s: float) -> None:
+    def _start(self, number: int, time_fs: int) -> None:
         """Everything that step waited for is done."""
         kind = self._kinds[number]
         if kind == RECEIVES:
             if self._arrived[number]:
-                self._receive(number, time_s, time_s)
+                self._receive(number, time_fs, time_fs)
             return
-        cpu_s = self._cpu_s[number]
-        start_s = self._work(self._threads[number], time_s, cpu_s)
+        cpu_fs = self._cpu_fs[number]
+        start_fs = self._work(self._threads[number], time_fs, cpu_fs)
         if kind == LOCAL:
-            self._finish(number, start_s + cpu_s)
+            self._finish(number, start_fs + cpu_fs)
             return
-        start_s += self._overhead_s
+        start_fs += self._overhead_fs
         if self._ports[number] < self._first_card:
-            self._depart(number, start_s)
+            self._depart(number, start_fs)
         else:  # ranks share the card: who is first is not known yet
-            heappush(self._events, (start_s, number * PHASES + DEPARTURE))
+            heappush(self._events, (start_fs, number * PHASES + DEPARTURE))
 
-    def _depart(self, number: int, time_s: float) -> None:
+    def _depart(self, number: int, time_fs: int) -> None:
         """The first byte may leave."""
-        port, wire_s = self._ports[number], self._wire_s[number]
-        start_s = max(time_s, self._out_free_s[port])
-        self._out_free_s[port] = start_s + wire_s
-        arrival_s = start_s + self._latency_s[number]
+        port, wire_fs = self._ports[number], self._wire_fs[number]
+        start_fs = max(time_fs, self._out_free_fs[port])
+        self._out_free_fs[port] = start_fs + wire_fs
+        arrival_fs = start_fs + self._latency_fs[number]
         for receive in self._feeds[number]:
-            heappush(self._events, (arrival_s, receive * PHASES + ARRIVAL))
-        self._finish(number, max(start_s + wire_s, time_s + self._cpu_s[number] - self._overhead_s))
+            heappush(self._events, (arrival_fs, receive * PHASES + ARRIVAL))
+        self._finish(number, max(start_fs + wire_fs, time_fs + self._cpu_fs[number] - self._overhead_fs))
 
-    def _receive(self, number: int, time_s: float, earliest_s: float) -> None:
+    def _receive(self, number: int, time_fs: int, earliest_fs: int) -> None:
         """The message is here and expected; copying may have begun before the last byte came."""
-        cpu_s = self._cpu_s[number]
-        start_s = self._work(self._threads[number], earliest_s, cpu_s)
-        self._finish(number, max(start_s + cpu_s, time_s))
+        cpu_fs = self._cpu_fs[number]
+        start_fs = self._work(self._threads[number], earliest_fs, cpu_fs)
+        self._finish(number, max(start_fs + cpu_fs, time_fs))
 
-    def _finish(self, number: int, time_s: float) -> None:
+    def _finish(self, number: int, time_fs: int) -> None:
         self._remaining -= 1
-        if time_s > self._finish_s:
-            self._finish_s = time_s
+        if time_fs > self._finish_fs:
+            self._finish_fs = time_fs
         if self._followers[number]:
-            heappush(self._events, (time_s, number * PHASES + DONE))
+            heappush(self._events, (time_fs, number * PHASES + DONE))
