@@ -22,101 +22,38 @@ All of it is read from memory that the peers write, and is checked before it is 
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Sequence
-from typing import Final, TypeAlias
 
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.fence import fence
 from asyncdist.transport.item_pool import ItemPool
+from asyncdist.transport.lane_layout import (
+    CONSUMED,
+    DESCRIPTOR,
+    DESCRIPTORS,
+    DESCRIPTORS_AT,
+    EXPRESS_AT,
+    FINISHED,
+    ISSUED,
+    LANE_HEAD_BYTES,
+    MAX_LANE_ITEMS,
+    MAX_LANE_RANKS,
+    PUBLISHED,
+    RECORD,
+    RECORD_STRIDE,
+    RECORDS,
+    RECORDS_AT,
+    SKIPPED,
+    WANTING,
+    WORDS_BYTES,
+    Differs,
+    LaneOperation,
+    Member,
+    Needs,
+)
 
-__all__ = [
-    "LANE_HEAD_BYTES",
-    "MAX_LANE_ITEMS",
-    "MAX_LANE_RANKS",
-    "SKIPPED",
-    "Differs",
-    "Lane",
-    "LaneOperation",
-    "Needs",
-]
-
-Needs: TypeAlias = dict[int, dict[int, int]]
-"""By member, the items of it that an operation reads, in order, and how many times it reads each."""
-
-SKIPPED: Final = 1 << 63
-"""Fingerprint of an operation that a member was refused: why, the members hear otherwise, and give it up."""
-
-MAX_LANE_RANKS: Final = 104
-"""Members of a lane. More ranks share no host in practice, and everyone reads everyone's words."""
-MAX_LANE_ITEMS: Final = 1 << 20
-"""Items one operation may have: chunks of a megabyte make that a terabyte."""
-RECORDS: Final = 64
-"""Operations a member may be ahead of the slowest."""
-DESCRIPTORS: Final = 1024
-"""Items of a member that may be there at once."""
-
-_ISSUED, _PUBLISHED, _FINISHED, _WANTING, _CONSUMED = 0, 8, 16, 24, 32
-_WORDS_BYTES: Final = 64 * (4 + MAX_LANE_RANKS)
-_RECORD: Final = struct.Struct("<QQQQ")
-_DESCRIPTOR: Final = struct.Struct("<QQ")
-_RECORDS_AT: Final = _WORDS_BYTES
-_DESCRIPTORS_AT: Final = _RECORDS_AT + RECORDS * _RECORD.size
-LANE_HEAD_BYTES: Final = -(-(_DESCRIPTORS_AT + DESCRIPTORS * _DESCRIPTOR.size) // 4096) * 4096
-"""Bytes of a segment before its pool."""
-
-
-class Differs(Exception):
-    """A member runs another operation in this place of the order."""
-
-    def __init__(self, member: int) -> None:
-        super().__init__(member)
-        self.member = member
-
-
-class LaneOperation:
-    """One operation on this member. `number` is its place in the order, `needs` what it still has to read."""
-
-    __slots__ = ("ended", "fingerprint", "first", "item_count", "needs", "number", "published")
-
-    def __init__(self, number: int, fingerprint: int, first: int, item_count: int, needs: Needs) -> None:
-        self.number = number
-        self.fingerprint = fingerprint
-        self.first = first
-        self.item_count = item_count
-        self.needs = needs
-        self.published = 0
-        self.ended = False
-
-
-class _Member:
-    """Another member, as far as we have read what it says."""
-
-    __slots__ = (
-        "checked",
-        "consumed",
-        "index",
-        "issued",
-        "pool",
-        "published",
-        "records",
-        "retired",
-        "segment",
-        "words",
-    )
-
-    def __init__(self, index: int, segment: memoryview) -> None:
-        self.index = index
-        self.segment = segment
-        self.words = segment[:_WORDS_BYTES].cast("Q")
-        self.pool = segment[LANE_HEAD_BYTES:]
-        self.issued = 0
-        self.checked = 0  # operations before this one run what we run
-        self.published = 0
-        self.retired = 0  # operations of which nothing of it is needed any more
-        self.consumed = 0  # items of it that we need no more
-        self.records: dict[int, tuple[int, int]] = {}  # by operation, once looked at: its first item and how many
+__all__ = ["LANE_HEAD_BYTES", "MAX_LANE_RANKS", "SKIPPED", "Differs", "Lane", "LaneOperation", "Needs"]
 
 
 class Lane:
@@ -126,6 +63,7 @@ class Lane:
 
     __slots__ = (
         "_consumed_seen",
+        "_finished_seen",
         "_issued",
         "_items",
         "_members",
@@ -147,9 +85,9 @@ class Lane:
             raise ValueError(f"a lane has 2 to {MAX_LANE_RANKS} members, not {len(segments)}")
         self.rank = rank
         self._own = segments[rank]
-        self._own_words = self._own[:_WORDS_BYTES].cast("Q")
+        self._own_words = self._own[:WORDS_BYTES].cast("Q")
         self._pool = self._own[LANE_HEAD_BYTES:]
-        self._members = [None if index == rank else _Member(index, segment) for index, segment in enumerate(segments)]
+        self._members = [None if index == rank else Member(index, segment) for index, segment in enumerate(segments)]
         self._others = [(index, member) for index, member in enumerate(self._members) if member is not None]
         self._issued = 0
         self._published = 0
@@ -159,22 +97,20 @@ class Lane:
         self._open: dict[int, LaneOperation] = {}  # begun, and somebody's part in it not retired
         self._wanting = False
         self._consumed_seen = 0
+        self._finished_seen = 0
         self.finished = 0
 
     # -- operations
 
     def begin(self, fingerprint: int, item_count: int, needs: Needs) -> LaneOperation | None:
         """Begin the next operation; None if we are too far ahead of another member."""
-        if self._issued - min(member.words[_FINISHED] for _, member in self._others) >= RECORDS:
-            self._want()
-            if self._issued - min(member.words[_FINISHED] for _, member in self._others) >= RECORDS:
-                return None
-        self._content()
         number = self._issued
+        if number - self._finished_seen >= RECORDS and not self._catch_up(number):
+            return None
         operation = LaneOperation(number, fingerprint, self._next_item, item_count, needs)
-        _RECORD.pack_into(
+        RECORD.pack_into(
             self._own,
-            _RECORDS_AT + number % RECORDS * _RECORD.size,
+            RECORDS_AT + number % RECORDS * RECORD_STRIDE,
             number,
             fingerprint,
             self._next_item,
@@ -185,7 +121,7 @@ class Lane:
         if item_count:
             self._queue.append(operation)
         fence()  # the record before its count
-        self._issued = self._own_words[_ISSUED] = number + 1
+        self._issued = self._own_words[ISSUED] = number + 1
         return operation
 
     def publish(self, operation: LaneOperation, payload: memoryview) -> bool:
@@ -200,10 +136,10 @@ class Lane:
         self._content()
         self._pool[at : at + length] = payload
         number = self._published
-        _DESCRIPTOR.pack_into(self._own, _DESCRIPTORS_AT + number % DESCRIPTORS * _DESCRIPTOR.size, at, length)
+        DESCRIPTOR.pack_into(self._own, DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR.size, at, length)
         self._items.add(number, at, length)
         fence()  # the bytes and where they are before their count
-        self._published = self._own_words[_PUBLISHED] = number + 1
+        self._published = self._own_words[PUBLISHED] = number + 1
         operation.published += 1
         if operation.published == operation.item_count:
             queue.popleft()
@@ -219,7 +155,7 @@ class Lane:
             return 0
         first, count = found
         if peer.published < first + count:
-            published = peer.words[_PUBLISHED]
+            published = peer.words[PUBLISHED]
             if published != peer.published:
                 if not peer.published < published < 1 << 63:
                     raise RemoteProtocolError(f"member {member} of a lane put out {published} items")
@@ -234,7 +170,7 @@ class Lane:
             first, segment, pool = operation.first, self._own, self._pool
         else:
             first, segment, pool = peer.records[operation.number][0], peer.segment, peer.pool
-        at, size = _DESCRIPTOR.unpack_from(segment, _DESCRIPTORS_AT + (first + item) % DESCRIPTORS * _DESCRIPTOR.size)
+        at, size = DESCRIPTOR.unpack_from(segment, DESCRIPTORS_AT + (first + item) % DESCRIPTORS * DESCRIPTOR.size)
         if size > len(pool) or at > len(pool) - size:
             raise RemoteProtocolError(f"member {member} of a lane has {size} bytes at {at}, outside of its pool")
         view: memoryview = pool[at : at + size]
@@ -267,9 +203,9 @@ class Lane:
             operation = queue.popleft()
             number, end = operation.first + operation.item_count, self._published
             for missing in range(max(end, number - DESCRIPTORS), number):
-                _DESCRIPTOR.pack_into(self._own, _DESCRIPTORS_AT + missing % DESCRIPTORS * _DESCRIPTOR.size, 0, 0)
+                DESCRIPTOR.pack_into(self._own, DESCRIPTORS_AT + missing % DESCRIPTORS * DESCRIPTOR.size, 0, 0)
             fence()
-            self._published = self._own_words[_PUBLISHED] = number
+            self._published = self._own_words[PUBLISHED] = number
 
     def retire(self) -> None:
         """Tell the others what is needed no more; to be called whenever one of them has begun something."""
@@ -288,24 +224,106 @@ class Lane:
         oldest = min(peer.retired for _, peer in self._others)
         if oldest > self.finished:
             for number in range(self.finished, oldest):
-                del self._open[number]
+                self._open.pop(number, None)
             fence()  # read before we say so
-            self.finished = self._own_words[_FINISHED] = oldest
+            self.finished = self._own_words[FINISHED] = oldest
 
     def slowest(self) -> list[int]:
         """Members that have consumed the least of our items, if any are left."""
-        consumed = {index: peer.words[_CONSUMED + 8 * self.rank] for index, peer in self._others}
+        consumed = {index: peer.words[CONSUMED + 8 * self.rank] for index, peer in self._others}
         least = min(consumed.values())
         return [index for index, count in consumed.items() if count == least < self._published]
 
     def wanted_by(self) -> list[int]:
         """Members that wait for room, or for us to catch up."""
         fence()
-        return [index for index, peer in self._others if peer.words[_WANTING]]
+        return [index for index, peer in self._others if peer.words[WANTING]]
+
+    # -- express: operations whose payload fits their record
+
+    def express(self, fingerprint: int, payload: memoryview) -> int:
+        """Begin the next operation with its only item, EXPRESS_BYTES at most, in its record.
+
+        Returns its number; -1 if we are too far ahead of another member. Ends with `express_done`.
+        """
+        number = self._issued
+        if number - self._finished_seen >= RECORDS and not self._catch_up(number):
+            return -1
+        own = self._own
+        at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
+        RECORD.pack_into(own, at, number, fingerprint, self._next_item, 0)
+        if payload:
+            at += EXPRESS_AT
+            own[at : at + len(payload)] = payload
+        if self._open:
+            self._open[number] = LaneOperation(number, fingerprint, self._next_item, 0, {})
+        fence()  # the record before its count
+        self._issued = self._own_words[ISSUED] = number + 1
+        return number
+
+    def express_ready(self, number: int, fingerprint: int) -> bool:
+        """Whether all members have begun operation `number`. Raises Differs if one runs something else there."""
+        for _, peer in self._others:
+            if peer.issued <= number and not self._look_for(peer, number):
+                return False
+        fence()  # the counts before the records
+        at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
+        for _, peer in self._others:
+            theirs, other, _first, _count = RECORD.unpack_from(peer.segment, at)
+            if other != fingerprint or theirs != number:
+                if other == SKIPPED:
+                    return False
+                raise Differs(peer.index)
+        return True
+
+    def express_payload(self, number: int, member: int, length: int) -> memoryview:
+        """The payload of `member` in operation `number`, which is ready."""
+        peer = self._members[member]
+        at = RECORDS_AT + number % RECORDS * RECORD_STRIDE + EXPRESS_AT
+        return (self._own if peer is None else peer.segment)[at : at + length]
+
+    def express_done(self, number: int) -> None:
+        """Operation `number` was read, or given up. Express operations end in their order."""
+        operation = self._open.get(number)
+        if operation is not None or number != self.finished:
+            if operation is None:  # given up out of turn, and nothing was open when it began
+                operation = self._open[number] = LaneOperation(number, 0, self._next_item, 0, {})
+            self.end(operation)
+            return
+        for _, peer in self._others:
+            if peer.issued <= number:  # given up before that member has begun it
+                self._open[number] = LaneOperation(number, 0, self._next_item, 0, {})
+                self.end(self._open[number])
+                return
+        for _, peer in self._others:
+            peer.retired = number + 1
+        fence()  # read before we say so
+        self.finished = self._own_words[FINISHED] = number + 1
+        if self._open:
+            self.retire()
+
+    def _look_for(self, peer: Member, number: int) -> bool:
+        """Whether `peer` has begun operation `number`, by what it says now."""
+        issued = peer.words[ISSUED]
+        if issued != peer.issued:
+            if not peer.issued < issued <= self._issued + RECORDS:
+                raise RemoteProtocolError(f"member {peer.index} of a lane has begun {issued} operations")
+            peer.issued = issued
+        return issued > number
+
+    def _catch_up(self, number: int) -> bool:
+        """Whether every member has finished enough for us to begin operation `number`."""
+        for _ in range(2):
+            self._finished_seen = min(member.words[FINISHED] for _, member in self._others)
+            if number - self._finished_seen < RECORDS:
+                self._content()
+                return True
+            self._want()
+        return False
 
     # -- inside
 
-    def _record(self, peer: _Member, operation: LaneOperation) -> tuple[int, int] | None:
+    def _record(self, peer: Member, operation: LaneOperation) -> tuple[int, int] | None:
         """First item and number of items of `peer` in `operation`; None if it has not begun it, or skips it."""
         known = peer.records.get(operation.number)
         if known is not None and peer.checked > operation.number:
@@ -313,8 +331,8 @@ class Lane:
         found = self._look_up(peer, operation.number)
         if found is None:
             return None
-        at = _RECORDS_AT + operation.number % RECORDS * _RECORD.size
-        fingerprint = _RECORD.unpack_from(peer.segment, at)[1]
+        at = RECORDS_AT + operation.number % RECORDS * RECORD_STRIDE
+        fingerprint = RECORD.unpack_from(peer.segment, at)[1]
         if fingerprint == SKIPPED:
             return None
         if fingerprint != operation.fingerprint:
@@ -322,23 +340,17 @@ class Lane:
         peer.checked = operation.number + 1
         return found
 
-    def _look_up(self, peer: _Member, number: int) -> tuple[int, int] | None:
+    def _look_up(self, peer: Member, number: int) -> tuple[int, int] | None:
         """First item and number of items of `peer` in operation `number`; None if it has not begun it."""
         found = peer.records.get(number)
         if found is not None:
             return found
         if number >= peer.issued:
-            issued = peer.words[_ISSUED]
-            if issued == peer.issued:
+            if not self._look_for(peer, number):
                 return None
-            if not peer.issued < issued <= self._issued + RECORDS:
-                raise RemoteProtocolError(f"member {peer.index} of a lane has begun {issued} operations")
             fence()  # the count before the record
-            peer.issued = issued
-            if number >= issued:
-                return None
-        at = _RECORDS_AT + number % RECORDS * _RECORD.size
-        theirs, _fingerprint, first, count = _RECORD.unpack_from(peer.segment, at)
+        at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
+        theirs, _fingerprint, first, count = RECORD.unpack_from(peer.segment, at)
         if theirs != number or count > MAX_LANE_ITEMS or first >= 1 << 62:
             raise RemoteProtocolError(
                 f"member {peer.index} of a lane describes operation {theirs} in place of {number}"
@@ -346,11 +358,11 @@ class Lane:
         peer.records[number] = first, count
         return first, count
 
-    def _consume(self, peer: _Member, upto: int) -> None:
+    def _consume(self, peer: Member, upto: int) -> None:
         if upto > peer.consumed:
             peer.consumed = upto
             fence()  # read before we say so
-            self._own_words[_CONSUMED + 8 * peer.index] = upto
+            self._own_words[CONSUMED + 8 * peer.index] = upto
 
     def _place(self, length: int) -> int:
         """Where in the pool `length` bytes fit now; -1 if nowhere."""
@@ -368,7 +380,7 @@ class Lane:
 
     def _free(self) -> None:
         """Free the items that every other member has consumed, or will not need."""
-        consumed = min(peer.words[_CONSUMED + 8 * self.rank] for _, peer in self._others)
+        consumed = min(peer.words[CONSUMED + 8 * self.rank] for _, peer in self._others)
         if not self._consumed_seen <= consumed <= self._next_item:
             raise RemoteProtocolError(f"a member of a lane consumed {consumed} items of {self._next_item}")
         self._consumed_seen = consumed
@@ -378,11 +390,11 @@ class Lane:
         """From now on the others say when they have consumed or finished something."""
         if not self._wanting:
             self._wanting = True
-            self._own_words[_WANTING] = 1
+            self._own_words[WANTING] = 1
         fence()  # before looking once more
 
     def _content(self) -> None:
         """What we waited for has come: nobody need say more."""
         if self._wanting:
             self._wanting = False
-            self._own_words[_WANTING] = 0
+            self._own_words[WANTING] = 0

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.transport import lane as lane_module
+from asyncdist.transport import lane_layout as lane_module
 from asyncdist.transport.lane import (
     DESCRIPTORS,
     LANE_HEAD_BYTES,
@@ -184,6 +184,50 @@ def test_as_many_items_as_descriptors() -> None:
     assert one.publish(mine, memoryview(b"y"))
 
 
+def test_express_operations_carry_their_payload_and_mix_with_others() -> None:
+    (one, two), _ = make(2)
+    for number in range(3 * RECORDS):
+        generic = number % 5 == 3
+        if generic:
+            mine, theirs = one.begin(7, 0, {1: {0: 1}}), two.begin(7, 1, {})
+            assert mine is not None
+            assert theirs is not None
+        before = [lane.express(1, memoryview(bytes([number % 251, lane.rank]))) for lane in (one, two)]
+        assert before[0] == before[1] >= number
+        if generic:
+            assert two.publish(theirs, memoryview(b"item"))
+            two.end(theirs)
+            assert one.available(mine, 1) == 1
+            assert one.item(mine, 1, 0) == b"item"
+            one.consumed(mine, 1, 0)
+            one.end(mine)
+        for lane, other in ((one, 1), (two, 0)):
+            assert lane.express_ready(before[0], 1)
+            assert lane.express_payload(before[0], other, 2) == bytes([number % 251, other])
+            lane.express_done(before[0])
+    assert one.finished == two.finished == before[0] + 1
+
+
+def test_an_express_operation_that_differs_or_is_given_up() -> None:
+    (one, two), _ = make(2)
+    number = one.express(1, memoryview(b""))
+    assert not one.express_ready(number, 1)
+    one.express_done(number)
+    assert one.finished == 0
+    second = one.express(2, memoryview(b"x"))
+    two.express(1, memoryview(b""))
+    two.express(3, memoryview(b"y"))
+    with pytest.raises(Differs):
+        one.express_ready(second, 2)
+    one.express_done(second)
+    one.retire()
+    assert one.finished == 2
+    assert two.express(1, memoryview(b"")) == 2
+    assert all(two.express(1, memoryview(b"")) > 2 for _ in range(RECORDS - 1))
+    assert two.express(1, memoryview(b"")) == -1
+    assert one.wanted_by() == [1]
+
+
 def test_an_operation_given_up_lets_the_next_go_on() -> None:
     (one, two), _ = make(2)
     first, second = one.begin(1, 2, {}), one.begin(2, 1, {})
@@ -233,5 +277,6 @@ def test_a_peer_that_writes_anything_is_found_out_or_harmless(seed: int) -> None
 
 def test_limits_are_what_the_layout_has_room_for() -> None:
     words = 64 * (4 + MAX_LANE_RANKS)
-    assert words + RECORDS * 32 + DESCRIPTORS * 16 <= LANE_HEAD_BYTES < words + RECORDS * 32 + DESCRIPTORS * 16 + 4096
+    used = words + RECORDS * lane_module.RECORD_STRIDE + DESCRIPTORS * 16
+    assert used <= LANE_HEAD_BYTES < used + 4096
     assert lane_module.LANE_HEAD_BYTES % 4096 == 0

@@ -1,0 +1,113 @@
+"""Where things are in the segments of a lane, and what is known of its members."""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, TypeAlias
+
+__all__ = [
+    "CONSUMED",
+    "DESCRIPTOR",
+    "DESCRIPTORS",
+    "DESCRIPTORS_AT",
+    "EXPRESS_AT",
+    "EXPRESS_BYTES",
+    "FINISHED",
+    "ISSUED",
+    "LANE_HEAD_BYTES",
+    "MAX_LANE_ITEMS",
+    "MAX_LANE_RANKS",
+    "PUBLISHED",
+    "RECORD",
+    "RECORDS",
+    "RECORDS_AT",
+    "RECORD_STRIDE",
+    "SKIPPED",
+    "WANTING",
+    "WORDS_BYTES",
+    "Differs",
+    "LaneOperation",
+    "Member",
+    "Needs",
+]
+
+Needs: TypeAlias = dict[int, dict[int, int]]
+"""By member, the items of it that an operation reads, in order, and how many times it reads each."""
+
+SKIPPED: Final = 1 << 63
+"""Fingerprint of an operation that a member was refused: why, the members hear otherwise, and give it up."""
+
+MAX_LANE_RANKS: Final = 104
+"""Members of a lane. More ranks share no host in practice, and everyone reads everyone's words."""
+MAX_LANE_ITEMS: Final = 1 << 20
+"""Items one operation may have: chunks of a megabyte make that a terabyte."""
+RECORDS: Final = 64
+"""Operations a member may be ahead of the slowest."""
+EXPRESS_BYTES: Final = 1 << 10
+"""Payload that a record itself has room for: small operations need no item, no descriptor and no pool."""
+DESCRIPTORS: Final = 1024
+"""Items of a member that may be there at once."""
+
+ISSUED, PUBLISHED, FINISHED, WANTING, CONSUMED = 0, 8, 16, 24, 32
+WORDS_BYTES: Final = 64 * (4 + MAX_LANE_RANKS)
+RECORD: Final = struct.Struct("<QQQQ")
+DESCRIPTOR: Final = struct.Struct("<QQ")
+RECORDS_AT: Final = WORDS_BYTES
+RECORD_STRIDE: Final = 64 + EXPRESS_BYTES
+EXPRESS_AT: Final = 64
+"""Where a record's payload begins in it: on a cache line of its own."""
+DESCRIPTORS_AT: Final = RECORDS_AT + RECORDS * RECORD_STRIDE
+LANE_HEAD_BYTES: Final = -(-(DESCRIPTORS_AT + DESCRIPTORS * DESCRIPTOR.size) // 4096) * 4096
+"""Bytes of a segment before its pool."""
+
+
+class Differs(Exception):
+    """A member runs another operation in this place of the order."""
+
+    def __init__(self, member: int) -> None:
+        super().__init__(member)
+        self.member = member
+
+
+class LaneOperation:
+    """One operation on this member. `number` is its place in the order, `needs` what it still has to read."""
+
+    __slots__ = ("ended", "fingerprint", "first", "item_count", "needs", "number", "published")
+
+    def __init__(self, number: int, fingerprint: int, first: int, item_count: int, needs: Needs) -> None:
+        self.number = number
+        self.fingerprint = fingerprint
+        self.first = first
+        self.item_count = item_count
+        self.needs = needs
+        self.published = 0
+        self.ended = False
+
+
+class Member:
+    """Another member, as far as we have read what it says."""
+
+    __slots__ = (
+        "checked",
+        "consumed",
+        "index",
+        "issued",
+        "pool",
+        "published",
+        "records",
+        "retired",
+        "segment",
+        "words",
+    )
+
+    def __init__(self, index: int, segment: memoryview) -> None:
+        self.index = index
+        self.segment = segment
+        self.words = segment[:WORDS_BYTES].cast("Q")
+        self.pool = segment[LANE_HEAD_BYTES:]
+        self.issued = 0
+        self.checked = 0  # operations before this one run what we run
+        self.published = 0
+        self.retired = 0  # operations of which nothing of it is needed any more
+        self.consumed = 0  # items of it that we need no more
+        self.records: dict[int, tuple[int, int]] = {}  # by operation, once looked at: its first item and how many
