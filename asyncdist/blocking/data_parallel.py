@@ -12,6 +12,7 @@ from asyncdist.blocking.lifting import asked
 from asyncdist.blocking.session import current_session, refuse_loop
 from asyncdist.data_parallel.buckets import BUCKET_BYTES
 from asyncdist.data_parallel.gradient_buckets import GradientBuckets as InnerBuckets
+from asyncdist.data_parallel.gradients import list_of
 from asyncdist.data_parallel.sampler import DistributedSampler as InnerSampler
 from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.non_member import NonMember
@@ -65,7 +66,9 @@ class GradientBuckets:
             InnerBuckets(parameters, inner_of(group), **options)  # raises, as there is no group
             raise AssertionError("GradientBuckets found a group where there is none")
         self._session = session
-        self._inner: InnerBuckets = session.call(InnerBuckets, (list(parameters), inner_of(group)), options)
+        self._inner: InnerBuckets = session.call(
+            InnerBuckets, (list_of(parameters, "parameters"), inner_of(group)), options
+        )
 
     @property
     def gradients(self) -> list[Array]:

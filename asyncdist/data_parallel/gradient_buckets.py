@@ -11,7 +11,7 @@ import numpy as np
 from asyncdist.api.resolve import Group, resolve
 from asyncdist.arrays import Array, describe, host_array
 from asyncdist.data_parallel.buckets import BUCKET_BYTES, check_bucket_bytes, divide
-from asyncdist.data_parallel.gradients import arrays_of
+from asyncdist.data_parallel.gradients import arrays_of, list_of
 from asyncdist.data_parallel.joined_work import JoinedWork
 from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.executor import reduction
@@ -58,7 +58,7 @@ class GradientBuckets:
         self._op = op
         self._tag = check_tag(tag)
         self._timeout: Timeout = timeout
-        like = arrays_of(list(parameters), "parameters", writable=False)
+        like = arrays_of(list_of(parameters, "parameters"), "parameters", writable=False)
         for dtype in {array.dtype for array in like}:
             reduction.validate(op, dtype)
         self._buckets = divide(like, check_bucket_bytes(bucket_bytes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from asyncdist.api.resolve import Group, resolve, root_of
@@ -17,7 +17,7 @@ from asyncdist.group import ProcessGroup
 from asyncdist.pairs import check_tag
 from asyncdist.reduce_op import ReduceOp, ReduceOpLike
 
-__all__ = ["arrays_of", "average_gradients", "broadcast_parameters"]
+__all__ = ["arrays_of", "average_gradients", "broadcast_parameters", "list_of"]
 
 
 def average_gradients(
@@ -47,7 +47,7 @@ def average_gradients(
         return found.all_reduce_coalesced(bucket, op, tag=tag, timeout=timeout)
 
     try:
-        listed = list(gradients)
+        listed = list_of(gradients, "gradients")
         arrays = arrays_of(listed, "gradients", writable=True)
         for dtype in {array.dtype for array in arrays}:
             reduction.validate(op, dtype)
@@ -81,13 +81,22 @@ def broadcast_parameters(
         return found.broadcast_coalesced(bucket, root, tag=tag, timeout=timeout)
 
     try:
-        listed = list(parameters)
+        listed = list_of(parameters, "parameters")
         arrays = arrays_of(listed, "parameters", writable=found.rank != root)
         buckets = divide(arrays, check_bucket_bytes(bucket_bytes))
     except (TypeError, ValueError) as error:
         found.refuse(operation, check_tag(tag), error)
         raise
     return _issue_all(found, operation, issue, arrays, buckets, listed)
+
+
+def list_of(values: Iterable[Any], name: str) -> list[Any]:
+    """The items of `values`. Raises TypeError for what can be iterated over and is hardly meant so."""
+    if isinstance(values, Mapping):
+        raise TypeError(f"{name} must be arrays, not a {type(values).__name__} of them: pass its values()")
+    if hasattr(values, "dtype") or isinstance(values, str | bytes | bytearray | memoryview):
+        raise TypeError(f"{name} must be a list of arrays, not one {type(values).__name__}: put it into a list")
+    return list(values)
 
 
 def arrays_of(values: Sequence[Any], name: str, *, writable: bool) -> list[Array]:

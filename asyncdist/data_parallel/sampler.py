@@ -20,7 +20,8 @@ class DistributedSampler:
     is numpy's, not torch's; all ranks give the same `seed`.
 
     `num_replicas` and `rank` are by default the default group's size and this rank in it. Raises ValueError where there
-    is no default group, for a rank that is not among the replicas, and for a negative seed.
+    is no default group, for a rank that is not among the replicas, and for a negative seed; TypeError for a data set
+    that has no length.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class DistributedSampler:
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
+        len(self)  # raises TypeError for what has no length
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle differently from now on; call it with the same number on all ranks before each epoch's iteration.

@@ -1,4 +1,4 @@
-"""The demo and README's example, as a reader would run them, and what the demo promises."""
+"""The examples and README's, as a reader would run them, and what they promise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,47 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "examples" / "train_digits.py"
+EXAMPLES = ROOT / "examples"
+DEMO = EXAMPLES / "train_digits.py"
+UPDATE = EXAMPLES / "weight_update.py"
+
+PRINTED = {
+    "collectives": [
+        "[rank 0] broadcast: [0 0] [3 3]",
+        "[rank 3] scatter: [30 30]",
+        "[rank 0] gather: [0 1 4 9]",
+        "[rank 0] reduce: [3 0]",
+        "[rank 0] all_gather: [[0.0, 0.0], [1.0, 0.5], [2.0, 1.0], [3.0, 1.5]]",
+        "[rank 0] all_gather_array: [[], [0], [0, 1], [0, 1, 2]]",
+        "[rank 0] all_gather_object: [b'rank 0', b'rank 1', b'rank 2', b'rank 3']",
+        "[rank 0] all_reduce: [4. 6.] meanwhile: 332833500",
+    ],
+    "point_to_point": [
+        "[rank 3] chain: [8.]",
+        "[rank 0] ring: 3.0 from rank 3",
+        "[rank 0] crossed sends: 8 MiB each way",
+        "[rank 0] from anybody: nothing yet",
+        "[rank 0] from anybody: [[0], [0, 1], [0, 1, 2]]",
+    ],
+    "reductions": [
+        "[rank 0] groups joined by MAX: [5.]",
+        "[rank 0] weighted sum: [2. 1.]",
+        "[rank 1] softmax: the largest share is 0.197",
+        "[rank 0] norm: 6.3246",
+    ],
+    "data_parallel": ["[rank 0] weights: [ 3. -2.  1.]"],
+    "checkpoint": ["[rank 0] loaded: [6. 6. 6. 6.]"],
+    "pipeline": ["[rank 3] pipeline: 8 pieces of 32 rows through 4 layers"],
+}
+"""What the short examples print on four ranks, with asyncio and without."""
+
+ONE_AFTER_ANOTHER = """
+import runpy, sys
+
+for path in sys.argv[1:]:
+    sys.argv = [path]
+    runpy.run_path(path, run_name="__main__")
+"""
 
 
 def launch(ranks: int, script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -64,6 +104,70 @@ def test_the_demo_learns_and_all_ranks_agree() -> None:
     assert summary is not None, done.stdout
     assert float(summary[1]) >= 0.96
     assert abs(float(summary[1]) - float(summary[2])) <= 0.003
+
+
+@pytest.mark.parametrize("variant", ["", "_blocking"])
+def test_the_short_examples_print_what_they_say(tmp_path: Path, variant: str) -> None:
+    """All in one start of four processes, each in a world of its own: saves the seconds that importing takes."""
+    driver = tmp_path / "one_after_another.py"
+    driver.write_text(ONE_AFTER_ANOTHER)
+    done = launch(4, driver, *(str(EXAMPLES / f"{name}{variant}.py") for name in PRINTED))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == sorted(line for lines in PRINTED.values() for line in lines)
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_examples_without_asyncio_differ_by_little_else(name: str) -> None:
+    asynchronous, blocking = (
+        (EXAMPLES / f"{name}{variant}.py").read_text().splitlines() for variant in ("", "_blocking")
+    )
+    assert abs(len(asynchronous) - len(blocking)) <= 3
+    assert not [line for line in blocking if "async def" in line or "await" in line]
+
+
+def test_every_example_is_tested_and_says_how_to_run_it() -> None:
+    files = set(EXAMPLES.glob("*.py"))
+    assert files == {EXAMPLES / f"{name}{variant}.py" for name in PRINTED for variant in ("", "_blocking")} | {
+        DEMO,
+        UPDATE,
+    }
+    readme = (ROOT / "README.md").read_text()
+    for path in files:
+        assert re.search(
+            rf"^    asyncdist run --nproc-per-node \d examples/{path.name}", path.read_text(), re.MULTILINE
+        )
+        assert f"examples/{path.name.replace('_blocking', '')}" in readme
+
+
+def test_weights_are_updated_while_servers_answer() -> None:
+    done = launch(8, UPDATE, "--updates", "1", "--megabytes", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = [line.removeprefix("[rank 0] ") for line in done.stdout.splitlines() if line.startswith("[rank 0]")]
+    outcomes = [
+        r"update 1 \(\d+ ms\): 7 servers have version 1",
+        r"update 2 \(killed half way\): 7 servers have version 1",
+        r"update 3 \(another model\): 7 servers have version 1",
+        r"update 4 \(\d+ ms\): 7 servers have version 2",
+        r"before: \d+ requests, p50 \S+ ms, p99 \S+ ms, max \S+ ms",
+        r"during: \d+ requests, p50 \S+ ms, p99 \S+ ms, max \S+ ms",
+    ]
+    assert len(printed) == len(outcomes)
+    for line, expected in zip(printed, outcomes, strict=True):
+        assert re.fullmatch(expected, line)
+    assert "[rank 1] update 2 failed, version 1 stays: PeerLostError" in done.stdout
+    assert "[rank 1] update 3 failed, version 1 stays: CollectiveMismatchError" in done.stdout
+
+
+def test_an_update_in_place_is_noticed(tmp_path: Path) -> None:
+    """At the latest when the trainer has been killed, with half of the layers overwritten."""
+    source = UPDATE.read_text()
+    sabotaged = source.replace("for layer in model.next_layers:", "for layer in model.layers:")
+    assert sabotaged != source
+    script = tmp_path / "in_place.py"
+    script.write_text(sabotaged)
+    done = launch(3, script, "--updates", "1", "--megabytes", "16")
+    assert done.returncode == 1
+    assert "an answer made from two versions" in done.stderr
 
 
 SABOTAGED = """

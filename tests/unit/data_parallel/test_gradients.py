@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -98,6 +100,9 @@ def test_any_task_may_wait_or_nobody() -> None:
         ([np.ones(2), np.ones(2, object)], TypeError, "object"),
         ([np.frombuffer(b"12345678")], ValueError, r"gradients\[0\] is read-only"),
         (3, TypeError, "iterable"),
+        (np.ones(3), TypeError, "not one ndarray: put it into a list"),
+        (b"123", TypeError, "not one bytes"),
+        ({"bias": np.ones(3)}, TypeError, r"pass its values\(\)"),
     ],
 )
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
@@ -138,6 +143,25 @@ def test_what_all_refuse_costs_nothing() -> None:
         await dist.average_gradients([np.ones(2)], bucket_bytes=1)
 
     run_world(2, main)
+
+
+def test_the_example_of_the_documentation_learns() -> None:
+    page = Path(__file__).parents[3] / "docs" / "data-parallel.md"
+    source = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert source is not None
+    namespace: dict[str, Any] = {}
+    exec(source[1], namespace)
+    inputs = np.random.default_rng(0).normal(size=(103, 2))
+    targets = inputs @ [1.0, 2.0]
+
+    async def main(group: Group) -> np.ndarray[Any, Any]:
+        weights = np.full(2, float(group.rank))
+        await namespace["train"]([weights], inputs, targets, lambda _index, x, y: 2 * (x @ weights - y) @ x / len(x))
+        return weights
+
+    first, *others = run_world(3, main)
+    assert np.allclose(first, [1, 2], atol=0.01)
+    assert all(np.array_equal(first, other) for other in others)
 
 
 def test_a_refusal_half_way_ends_the_group() -> None:

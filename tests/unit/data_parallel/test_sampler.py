@@ -70,6 +70,8 @@ def test_wrong_arguments() -> None:
     for rank in (-1, 3):
         with pytest.raises(ValueError, match=f"rank={rank} is not among the ranks 0 to 2"):
             DistributedSampler(range(6), 3, rank)
+    with pytest.raises(TypeError, match="len"):
+        DistributedSampler(6, 3, 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="seed"):
         DistributedSampler(range(6), 3, 0, seed=-1)
     with pytest.raises(ValueError, match="epoch"):
