@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from asyncdist_server.messages import ProtocolError
+from asyncdist_server.messages import Limits, ProtocolError
 from asyncdist_server.namespace import Namespace
 from asyncdist_server.waiters import Waiter
 
@@ -34,8 +34,10 @@ class Client:
         "deliver",
         "in_flight",
         "leaving",
+        "max_keys",
         "namespace",
         "on_superseded",
+        "read_only",
         "remembered",
         "remembered_bytes",
         "replay",
@@ -50,13 +52,15 @@ class Client:
         client_id: bytes | None,
         deliver: Callable[[Reply], None],
         on_superseded: Callable[[], None] | None,
-        in_flight: int,
+        limits: Limits,
     ) -> None:
         self.namespace = namespace
         self.client_id = client_id
         self.deliver = deliver
         self.on_superseded = on_superseded
-        self.in_flight = in_flight
+        self.in_flight = limits.in_flight
+        self.max_keys = limits.items  # in one request
+        self.read_only = False  # mutations are refused
         self.resumed = False
         self.leaving = False  # said goodbye: not to be remembered
         self.closed = False

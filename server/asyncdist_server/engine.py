@@ -26,6 +26,7 @@ from collections.abc import Callable
 from asyncdist_server.clients import Client, Reply
 from asyncdist_server.messages import (
     CLIENT_LINGER_S,
+    INVALID,
     LIMIT,
     MAX_REQUEST_ID,
     MUTATIONS,
@@ -93,7 +94,7 @@ class StoreEngine:
         if home is None:
             home = self._namespaces[namespace] = Namespace(namespace)
         home.clients += 1
-        client = Client(home, client_id, deliver, on_superseded, self.limits.in_flight)
+        client = Client(home, client_id, deliver, on_superseded, self.limits)
         if client_id is None:
             return client
         if before is not None:
@@ -144,6 +145,13 @@ class StoreEngine:
         if namespace.unused and self._namespaces.get(namespace.name) is namespace:
             del self._namespaces[namespace.name]
 
+    def clear(self, namespace: str, belongs: Callable[[bytes], bool] | None = None) -> None:
+        """Remove all keys and queues of `namespace`, or those for whose name `belongs` is true. Wakes nobody."""
+        home = self._namespaces.get(namespace)
+        if home is not None:
+            self._state.memory_bytes -= home.clear(belongs)[1]
+            self._drop_unused(home)
+
     # ---- requests
 
     def request(self, client: Client, request: Request, now: float) -> Reply | None:
@@ -159,6 +167,8 @@ class StoreEngine:
         run, size, remember = entry
         if len(request) != size:
             raise malformed(request)
+        if remember and client.read_only:
+            return request_id, INVALID, f"clients like this one may only read the namespace {client.namespace.name}"
         if client.careful and remember:
             reply, freed = client.take_replay(request_id)
             self._state.memory_bytes -= freed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from asyncdist_server.waiters import WaitList
@@ -74,12 +75,17 @@ class Namespace:
         value = self.values.pop(key, None)
         return None if value is None else KEY_OVERHEAD_BYTES + len(key) + len(value)
 
-    def clear(self) -> tuple[int, int]:
-        """Remove everything; returns how many keys and queues that were, and the bytes no longer charged."""
-        count = len(self.values) + len(self.queues)
-        freed = sum(KEY_OVERHEAD_BYTES + len(key) + len(value) for key, value in self.values.items())
-        for key, queue in self.queues.items():
-            freed += QUEUE_OVERHEAD_BYTES + len(key) + sum(ITEM_OVERHEAD_BYTES + len(item) for item in queue)
-        self.values.clear()
-        self.queues.clear()
-        return count, freed
+    def clear(self, belongs: Callable[[bytes], bool] | None = None) -> tuple[int, int]:
+        """Remove everything, or the keys and queues for whose name `belongs` is true.
+
+        Returns how many keys and queues that were, and the bytes no longer charged.
+        """
+        keys = [key for key in self.values if belongs is None or belongs(key)]
+        queues = [key for key in self.queues if belongs is None or belongs(key)]
+        freed = 0
+        for key in keys:
+            freed += KEY_OVERHEAD_BYTES + len(key) + len(self.values.pop(key))
+        for key in queues:
+            items = self.queues.pop(key)
+            freed += QUEUE_OVERHEAD_BYTES + len(key) + sum(ITEM_OVERHEAD_BYTES + len(item) for item in items)
+        return len(keys) + len(queues), freed

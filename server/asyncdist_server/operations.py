@@ -108,7 +108,7 @@ def _parse_number(text: bytes) -> int | None:
 def _check(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
     request_id, _, keys = request
     _require_keys(request, keys)
-    if refused := state.refuse_keys(keys):
+    if refused := state.refuse_keys(client, keys):
         return request_id, LIMIT, refused
     return request_id, OK, first_missing(client.namespace, WAIT, keys) is None
 
@@ -119,7 +119,7 @@ def _wait(state: StoreState, client: Client, request: Request, now: float) -> Re
     position = first_missing(client.namespace, WAIT, keys)
     if position is not None:
         return _block(state, client, request, keys, position, now)
-    refused = state.refuse_keys(keys)
+    refused = state.refuse_keys(client, keys)
     return (request_id, LIMIT, refused) if refused else (request_id, OK, None)
 
 
@@ -175,7 +175,7 @@ def _multi_set(state: StoreState, client: Client, request: Request, now: float) 
     pairs = dict(zip(keys, values, strict=True))
     growth = sum(namespace.growth_by_value(key, value) for key, value in pairs.items())
     refused = (
-        state.refuse_keys(keys) or state.refuse_value(max(values, key=len, default=b"")) or state.refuse_growth(growth)
+        state.refuse_keys(client, keys) or state.refuse_value(max(values, key=len, default=b"")) or state.refuse_growth(growth)
     )
     if refused:
         return request_id, LIMIT, refused
@@ -281,7 +281,7 @@ def _block(
         raise malformed(request)
     if request_id in client.blocked:
         raise ProtocolError(f"request id {request_id} is in use by a blocked request")
-    if refused := state.refuse_keys(keys):
+    if refused := state.refuse_keys(client, keys):
         return request_id, LIMIT, refused
     return state.block(client, request_id, operation, keys, position, timeout_ms, now)
 

@@ -38,10 +38,10 @@ class StoreState:
             return ""
         return f"the key has {len(key)} bytes, allowed are {self.limits.key_bytes}"
 
-    def refuse_keys(self, keys: tuple[bytes, ...]) -> str:
-        """Return why `keys` are too many or one is too long."""
-        if len(keys) > self.limits.items:
-            return f"{len(keys)} keys in one request, allowed are {self.limits.items}"
+    def refuse_keys(self, client: Client, keys: tuple[bytes, ...]) -> str:
+        """Return why `keys` are too many for one request of `client` or one is too long."""
+        if len(keys) > client.max_keys:
+            return f"{len(keys)} keys in one request, allowed are {client.max_keys}"
         longest = max(keys, key=len, default=b"")
         return self.refuse_key(longest)
 
