@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
 from asyncdist import events
+from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.doorbell import Doorbell
 from asyncdist.transport.fork import SocketSet
-from asyncdist.transport.segment import Segment
+from asyncdist.transport.segment import PAGE_BYTES, Segment
+from asyncdist.transport.shm_ring import half_bytes
 
 if TYPE_CHECKING:
     from asyncdist.transport.shm import ShmConnection
 
-__all__ = ["DEFAULT_SHARED_BYTES", "HostMemory"]
+__all__ = ["DEFAULT_SHARED_BYTES", "MIN_RING_BYTES", "RING_BYTES", "HostMemory"]
 
 DEFAULT_SHARED_BYTES: Final = 32 << 20
 """Memory one rank shares in all: rings to its peers, and what its groups put out for each other."""
+RING_BYTES: Final = 1 << 20
+"""One direction of one pair: four fragments, so that both sides copy at the same time, and still within the caches."""
+MIN_RING_BYTES: Final = 32 << 10
+"""Shortest ring: where many ranks share a host theirs become shorter, but one of a few pages is worse than a stream."""
+RING_SHARE: Final = 16
+"""A ring takes at most this part of what is left for rings, half of the limit: so some seventy peers find room for one
+with 32 MiB, the first sixteen of them at full length."""
 
 
 class HostMemory:
@@ -27,8 +37,10 @@ class HostMemory:
     __slots__ = (
         "_doorbell",
         "_left_bytes",
+        "_left_listeners",
         "_loop",
         "_next_number",
+        "_ring_bytes",
         "connections",
         "crowded",
         "fds",
@@ -42,7 +54,9 @@ class HostMemory:
         self._loop = loop
         self._doorbell: Doorbell | None = None
         self._left_bytes = limit_bytes
+        self._ring_bytes = limit_bytes // 2
         self._next_number = 1
+        self._left_listeners: dict[Callable[[int, PeerLostError], None], None] = {}
         self.fds = fds
         self.segments: dict[int, Segment] = {}
         self.connections: dict[int, ShmConnection] = {}
@@ -70,6 +84,37 @@ class HostMemory:
         if self.connections.pop(rank, None) is not None:
             self.ranks_here = self.ranks_here - 1 if self.ranks_here > 2 else 0
 
+    def new_ring(self) -> Segment:
+        """Memory for our half of a pair, to be given back with `free_ring`. Raises OSError."""
+        ring_bytes = min(RING_BYTES, self._ring_bytes // RING_SHARE, self._left_bytes) // PAGE_BYTES * PAGE_BYTES
+        if ring_bytes < MIN_RING_BYTES:
+            ring_bytes = MIN_RING_BYTES
+            if min(self._ring_bytes, self._left_bytes) < half_bytes(ring_bytes):
+                raise OSError(errno.ENOMEM, "ASYNCDIST_SHM_BYTES leaves no memory for another ring")
+        segment = Segment(half_bytes(ring_bytes), self.fds, "asyncdist-ring")
+        self._ring_bytes -= segment.size
+        self._left_bytes -= segment.size
+        return segment
+
+    def free_ring(self, segment: Segment) -> None:
+        """A pair has ended."""
+        segment.close()
+        self._ring_bytes += segment.size
+        self._left_bytes += segment.size
+
+    def on_left(self, listener: Callable[[int, PeerLostError], None]) -> None:
+        """Call `listener(rank, error)` when a peer has left, which ends nothing that it took part in to the end."""
+        self._left_listeners[listener] = None
+
+    def forget(self, listener: Callable[[int, PeerLostError], None]) -> None:
+        """Call it no more."""
+        self._left_listeners.pop(listener, None)
+
+    def left(self, rank: int, error: PeerLostError) -> None:
+        """Rank `rank` has said goodbye."""
+        for listener in list(self._left_listeners):
+            listener(rank, error)
+
     def new_segment(self, size: int) -> int:
         """Make a segment of our own and return its number; 0 if there is no memory left for it."""
         if size > self._left_bytes:
@@ -90,7 +135,7 @@ class HostMemory:
         try:
             for rank in ranks:
                 self.connections[rank].share(number, self.segments[number])
-        except (OSError, KeyError) as error:
+        except (OSError, ClosedError, KeyError) as error:
             events.info("segment %d could not be shared with ranks %s: %r", number, ranks, error)
             return False
         return True
@@ -101,6 +146,13 @@ class HostMemory:
         if segment is not None:
             self._left_bytes += segment.size
             segment.close()
+
+    def forked(self) -> None:
+        """In a forked child: what the parent shares must neither be written nor waited for here."""
+        self.ranks_here = 0
+        self.connections.clear()
+        if self._doorbell is not None:
+            self._doorbell.pollers.clear()
 
     def poll(self) -> bool:
         """Look at what peers have put into shared memory; whether there was anything."""

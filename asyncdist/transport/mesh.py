@@ -219,6 +219,7 @@ class Mesh(BaseMesh):
         for receive in list(self._any_source.table):
             if self._all_gone(receive.ranks) and self._any_source.withdraw(receive):
                 receive.sink.message_failed(receive.token, error)
+        self._context.memory.left(rank, error)
         self._owner.peer_left(rank)
 
     def link_ended(self) -> None:
@@ -296,5 +297,6 @@ class Mesh(BaseMesh):
         self._closing = True
         self._closed_because = "this process was forked, and the connections belong to its parent"
         self.cores[:] = [None] * self.world_size
+        self._context.memory.forked()
         for link in self._links.values():
             link.forget()

@@ -5,10 +5,12 @@
 | kind | descriptors | meaning |
 | --- | --- | --- |
 | SETUP | half of a pair, doorbell page, eventfd | let us share memory; `size`: of the half, `number`: our process id |
+| READY | | your SETUP is in place here |
 | REFUSAL | | let us not; nothing but the stream follows |
 | SEGMENT | segment | from now on `number` names a segment of `size` bytes in what the sender refers to |
 
-Both sides open with SETUP or REFUSAL; memory is shared if both said SETUP.
+Both sides open with SETUP or REFUSAL. Who has said SETUP and hears it answers READY, or REFUSAL if the descriptors did
+not arrive or cannot be mapped; memory is shared if both said READY.
 """
 
 from __future__ import annotations
@@ -21,20 +23,21 @@ from typing import Final, NamedTuple
 
 from asyncdist.errors import RemoteProtocolError
 
-__all__ = ["REFUSAL", "SEGMENT", "SETUP", "Parcel", "ParcelReader", "send_parcel"]
+__all__ = ["READY", "REFUSAL", "SEGMENT", "SETUP", "Parcel", "ParcelReader", "send_parcel"]
 
 SETUP: Final = 1
 REFUSAL: Final = 2
 SEGMENT: Final = 3
+READY: Final = 4
 
 _RECORD: Final = struct.Struct("<IIQ")
-_DESCRIPTORS: Final = {SETUP: 3, REFUSAL: 0, SEGMENT: 1}
+_DESCRIPTORS: Final = {SETUP: 3, REFUSAL: 0, SEGMENT: 1, READY: 0}
 _MAX_DESCRIPTORS: Final = 3
 """Most descriptors taken with one read: what one record has. Linux drops the rest by itself."""
 
 
 class Parcel(NamedTuple):
-    """One record. Whoever takes it owns the descriptors."""
+    """One record. Whoever takes it owns the descriptors: none of them where this process could take no more."""
 
     kind: int
     number: int
@@ -52,11 +55,12 @@ def send_parcel(sock: socket.socket, kind: int, number: int = 0, size: int = 0, 
 class ParcelReader:
     """Cuts what a socket delivers into parcels; never reads past the one that is asked for."""
 
-    __slots__ = ("_data", "_fds")
+    __slots__ = ("_cut", "_data", "_fds")
 
     def __init__(self) -> None:
         self._data = b""
         self._fds: list[int] = []
+        self._cut = False
 
     def read(self, sock: socket.socket) -> Parcel | None:
         """Return the next parcel, or None at the end of the stream.
@@ -64,19 +68,24 @@ class ParcelReader:
         Raises BlockingIOError when it is not there yet, OSError, and RemoteProtocolError for what is no parcel.
         """
         while len(self._data) < _RECORD.size:
-            flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-            data, fds, _flags, _address = socket.recv_fds(sock, _RECORD.size - len(self._data), _MAX_DESCRIPTORS, flags)
+            wanted = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+            data, fds, flags, _address = socket.recv_fds(sock, _RECORD.size - len(self._data), _MAX_DESCRIPTORS, wanted)
             self._fds += fds
+            self._cut |= bool(flags & socket.MSG_CTRUNC)
             if len(self._fds) > _MAX_DESCRIPTORS:
                 raise RemoteProtocolError("a peer passed more descriptors than a parcel has")
             if not data:
                 return None
             self._data += data
         kind, number, size = _RECORD.unpack(self._data)
-        if _DESCRIPTORS.get(kind) != len(self._fds):
+        expected = _DESCRIPTORS.get(kind, -1)
+        if self._cut and len(self._fds) < expected:
+            self.close()  # the kernel had more, but this process has no descriptors left
+        elif expected != len(self._fds):
             raise RemoteProtocolError(f"a peer passed {len(self._fds)} descriptors with a parcel of kind {kind}")
         parcel = Parcel(kind, number, size, tuple(self._fds))
         self._data = b""
+        self._cut = False
         self._fds.clear()
         return parcel
 

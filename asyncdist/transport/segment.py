@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from typing import Final
+from typing import Any, Final
 
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.fork import SocketSet
@@ -28,6 +28,8 @@ _SEAL_SEAL: Final = 0x1
 _SEAL_SHRINK: Final = 0x2
 _SEAL_GROW: Final = 0x4
 _SEAL_FUTURE_WRITE: Final = 0x10
+_MAPPING: Final[dict[str, Any]] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+"""Older versions keep a descriptor of their own open per mapping, which nobody needs."""
 _SEALS: Final = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
 
 
@@ -47,7 +49,7 @@ class Segment:
         self.fd = fds.add_fd(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         try:
             os.ftruncate(self.fd, self.size)
-            self._map = mmap.mmap(self.fd, self.size)
+            self._map = mmap.mmap(self.fd, self.size, **_MAPPING)
             fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
         except BaseException:
             self.close()
@@ -69,7 +71,8 @@ class Segment:
 class AttachedSegment:
     """A peer's segment, read-only. Takes `fd` and closes it.
 
-    Raises RemoteProtocolError unless the descriptor is a memfd of exactly `size` bytes that can change no more.
+    Raises RemoteProtocolError unless the descriptor is a memfd of exactly `size` bytes that can change no more, OSError
+    if this process has no descriptor or address space left for it.
     """
 
     __slots__ = ("_map", "size", "view")
@@ -88,10 +91,7 @@ class AttachedSegment:
                 raise RemoteProtocolError(f"a peer's segment is not sealed (seals {seals:#x})")
             if os.fstat(fd).st_size != size:
                 raise RemoteProtocolError(f"a peer's segment has {os.fstat(fd).st_size} bytes, {size} were announced")
-            try:
-                self._map = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-            except (OSError, ValueError) as error:
-                raise RemoteProtocolError(f"a peer's segment cannot be mapped: {error}") from None
+            self._map = mmap.mmap(fd, size, prot=mmap.PROT_READ, **_MAPPING)
         finally:
             os.close(fd)
         self.size = size

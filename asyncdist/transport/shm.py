@@ -7,28 +7,29 @@ ring before it went is still there then, and is read first.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from asyncdist import events
 from asyncdist.errors import ClosedError, RemoteProtocolError
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.doorbell import Ringer
 from asyncdist.transport.frame import MAX_CALL_BYTES
-from asyncdist.transport.parcel import REFUSAL, SEGMENT, SETUP, Parcel, ParcelReader, send_parcel
+from asyncdist.transport.pairing import Pairing, close_all
+from asyncdist.transport.parcel import SEGMENT, Parcel, ParcelReader, send_parcel
 from asyncdist.transport.peer import PeerCore
 from asyncdist.transport.segment import AttachedSegment, Segment
-from asyncdist.transport.shm_ring import RingReader, RingWriter, half_bytes
+from asyncdist.transport.shm_ring import RingReader, RingWriter
 
-__all__ = ["MAX_PEER_SEGMENTS", "RING_BYTES", "ShmConnection"]
+__all__ = ["MAX_PEER_SEGMENTS", "ShmConnection"]
 
-RING_BYTES: Final = 1 << 20
-"""One direction of one pair: four fragments, so that both sides copy at the same time, and still within the caches."""
 MAX_CALL_FRAMES: Final = 256
 """Frames handled in one callback: at some 3 us each, more would hold the loop for over a millisecond."""
 MAX_PEER_SEGMENTS: Final = 4096
-"""Segments one peer may have us map: one per array that lives in shared memory, and one per group."""
+"""Segments of one peer that may be mapped here without having been taken: arrays that live in shared memory."""
 
 
 class ShmConnection:
@@ -44,16 +45,17 @@ class ShmConnection:
         "_blocked",
         "_core",
         "_get_buffer",
-        "_half",
+        "_hung_up",
+        "_lacking",
         "_leaving",
         "_loop",
         "_memory",
         "_numbers",
         "_on_end",
         "_on_refused",
+        "_pairing",
         "_parcels",
         "_reader",
-        "_refusal",
         "_shut",
         "_sock",
         "_updated",
@@ -90,30 +92,23 @@ class ShmConnection:
         self._updated = core.buffer_updated
         self._parcels = ParcelReader()
         self._numbers: set[int] = set()
-        self._half: Segment | None = None
-        self._refusal = "" if context.config.shares_memory else f"the transport is {context.config.transport} here"
+        self._lacking: set[int] = set()
+        self._pairing = Pairing(context)
         self._reader: RingReader | None = None
         self._writer: RingWriter | None = None
         self.ringer: Ringer | None = None
         self._blocked = False
         self._leaving = False
         self._shut = False
+        self._hung_up = -1  # else where its stream ends
 
     def start(self) -> None:
         """Offer to share memory; bytes flow once the peer has offered it too."""
-        sock, memory = self._sock, self._memory
+        sock = self._sock
         assert sock is not None
         self._loop.add_reader(sock.fileno(), self._parcel_came)
         try:
-            if not self._refusal:
-                try:
-                    self._half = Segment(half_bytes(RING_BYTES), memory.fds, "asyncdist-ring")
-                    fds = (self._half.fd, memory.doorbell.page.fd, memory.doorbell.eventfd)
-                    send_parcel(sock, SETUP, os.getpid(), self._half.size, fds)
-                    return
-                except (OSError, AttributeError) as error:  # no descriptors, no memory, or no Linux
-                    self._refusal = f"this rank cannot: {error}"
-            send_parcel(sock, REFUSAL)
+            self._pairing.offer(sock)
         except OSError as error:
             self._loop.call_soon(self._end, error)
 
@@ -145,12 +140,20 @@ class ShmConnection:
             self._numbers.add(number)
 
     def segment(self, number: int) -> AttachedSegment:
-        """The peer's segment `number`. Raises RemoteProtocolError if it has passed none."""
-        if number not in self.attached and self._sock is not None:
+        """The peer's segment `number`. Raises RemoteProtocolError if it passed none, OSError if we cannot map it."""
+        if number not in self.attached and self._sock is not None and self._hung_up < 0:
             self._parcel_came()  # it was sent before whatever names it
         found = self.attached.get(number)
         if found is None:
+            if number in self._lacking:
+                raise OSError(errno.EMFILE, f"segment {number} of a peer could not be mapped")
             raise RemoteProtocolError(f"a peer refers to segment {number}, which it has not passed")
+        return found
+
+    def take_segment(self, number: int) -> AttachedSegment:
+        """The same, to be kept by the caller: it is unmapped with the last view of it, not with the connection."""
+        found = self.segment(number)
+        del self.attached[number]
         return found
 
     # -- the socket
@@ -161,78 +164,76 @@ class ShmConnection:
                 parcel = self._parcels.read(self._sock)
                 if parcel is None:
                     self._eof()
-                elif self._take(parcel):
+                    return
+                if self._take(self._sock, parcel):
                     return
         except (BlockingIOError, InterruptedError):
             return
         except (OSError, RemoteProtocolError) as error:
             self._end(error)
 
-    def _take(self, parcel: Parcel) -> bool:
-        """Act on a parcel; True if what follows on the socket is not for us. Raises RemoteProtocolError."""
-        if parcel.kind == REFUSAL and self._writer is None:
-            self._refused(self._refusal or "the peer cannot, or was told not to")
+    def _take(self, sock: socket.socket, parcel: Parcel) -> bool:
+        """Act on a parcel; True if what follows on the socket is not for us. Raises RemoteProtocolError, OSError."""
+        if self._writer is not None:
+            self._attach(parcel)
+            return False
+        agreed = self._pairing.take(sock, parcel)
+        if agreed:
+            self._open()
+        elif agreed is False:
+            self._sock = None
+            self._loop.remove_reader(sock.fileno())
+            self._give_back()
+            self._on_refused(self, sock, self._pairing.refusal)
             return True
-        if parcel.kind == SETUP and self._writer is None:
-            if not self._refusal:
-                self._open(parcel)
-                return False
-            for fd in parcel.fds:
-                os.close(fd)
-            self._refused(self._refusal)
-            return True
-        if parcel.kind != SEGMENT or self._writer is None or len(self.attached) >= MAX_PEER_SEGMENTS:
-            for fd in parcel.fds:
-                os.close(fd)
-            raise RemoteProtocolError(f"a peer sent a parcel of kind {parcel.kind} where it may not")
-        self.attached[parcel.number] = AttachedSegment(parcel.fds[0], parcel.size)
         return False
 
-    def _open(self, parcel: Parcel) -> None:
-        assert self._half is not None
-        half_fd, page_fd, eventfd = parcel.fds
+    def _attach(self, parcel: Parcel) -> None:
+        """Map a segment; if we cannot, that is only said to who asks for it."""
+        known = len(self.attached) + len(self._lacking)
+        if parcel.kind != SEGMENT or known >= MAX_PEER_SEGMENTS or parcel.number in self.attached:
+            close_all(parcel.fds)
+            raise RemoteProtocolError(f"a peer sent a parcel of kind {parcel.kind} where it may not")
         try:
-            if parcel.size != self._half.size:
-                raise RemoteProtocolError(f"a peer's ring has {parcel.size} bytes, here they have {self._half.size}")
-            peer = AttachedSegment(half_fd, parcel.size)
-            half_fd = -1
-            page = AttachedSegment(page_fd, self._memory.doorbell.page.size)
-            page_fd = -1
-            if not os.readlink(f"/proc/self/fd/{eventfd}").startswith("anon_inode:[eventfd"):
-                raise RemoteProtocolError("what a peer passed as its doorbell is no eventfd")
-            os.set_blocking(eventfd, False)
-        except BaseException:
-            for fd in (half_fd, page_fd, eventfd):
-                if fd >= 0:
-                    os.close(fd)
-            raise
-        self.ringer = Ringer(self._memory.fds, eventfd, page)
-        self._reader = RingReader(self._half.view, peer.view)
-        self._writer = RingWriter(self._half.view, peer.view)
-        self._half.close()  # mapped on both sides; the descriptor has done its work
+            if not parcel.fds:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            self.attached[parcel.number] = AttachedSegment(parcel.fds[0], parcel.size)
+        except OSError as error:
+            events.info("a segment of %d bytes of %s cannot be mapped: %s", parcel.size, self.label, error)
+            self._lacking.add(parcel.number)
+
+    def _open(self) -> None:
+        """Both sides have mapped what the other offered."""
+        pairing = self._pairing
+        self._reader, self._writer = pairing.rings()
+        self.ringer = pairing.ringer
         self._memory.doorbell.pollers[self._poll] = None
-        self._memory.joined(self._core.peer_rank, self, parcel.number)
+        self._memory.joined(self._core.peer_rank, self, pairing.peer_pid)
         self._core.open(self._write, self._arm)
         if self._leaving and self._sock is not None:
             self._core.goodbye()
             self._shut_when_done()
         self._loop.call_soon(self._poll)  # what came before we could be rung for it
 
-    def _refused(self, reason: str) -> None:
-        sock = self._sock
-        assert sock is not None
-        self._sock = None
-        self._loop.remove_reader(sock.fileno())
-        self._give_back()
-        self._on_refused(self, sock, reason)
-
     def _eof(self) -> None:
+        """The peer has hung up, or is dead: what it had put into its ring by then is read first."""
+        if self._sock is not None and self._hung_up < 0:
+            self._loop.remove_reader(self._sock.fileno())
+            self._hung_up = 0 if self._reader is None else self._reader.sent
+            self._drain()
+
+    def _drain(self) -> None:
         reader = self._reader
-        while self._sock is not None and reader is not None and reader.pending and not self._core.left:
+        if self._sock is None:
+            return
+        if reader is not None and not self._core.left and reader.taken < self._hung_up:
+            before = reader.taken
             self._readable()
-        if self._sock is not None:
-            gone = ConnectionResetError("the connection was closed without a goodbye")
-            self._end(None if self._core.left else gone)
+            if reader.taken > before:
+                self._loop.call_soon(self._drain)
+                return
+        gone = ConnectionResetError("the connection was closed without a goodbye")
+        self._end(None if self._core.left else gone)
 
     # -- the rings
 
@@ -258,7 +259,7 @@ class ShmConnection:
         assert reader is not None
         received = frames = 0
         try:
-            while received < MAX_CALL_BYTES and frames < MAX_CALL_FRAMES:
+            while received < MAX_CALL_BYTES and frames < MAX_CALL_FRAMES and self._sock is not None:
                 nbytes = reader.read_into(self._get_buffer())
                 if not nbytes:
                     break
@@ -348,10 +349,7 @@ class ShmConnection:
 
     def _give_back(self) -> None:
         self._parcels.close()
-        if self._half is not None:
-            self._half.close()
-        if self.ringer is not None:
-            self.ringer.close()
+        self._pairing.close()
         if self._writer is not None:
             self._memory.doorbell.pollers.pop(self._poll, None)
             self._memory.parted(self._core.peer_rank)

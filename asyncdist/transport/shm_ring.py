@@ -116,6 +116,16 @@ class RingReader:
         self._taken = 0
 
     @property
+    def taken(self) -> int:
+        """Bytes read since the beginning."""
+        return self._taken
+
+    @property
+    def sent(self) -> int:
+        """Bytes that the writer says it has put in."""
+        return self._peer[_SENT]
+
+    @property
     def pending(self) -> bool:
         """Whether there are bytes to read."""
         return self._peer[_SENT] != self._taken
