@@ -22,6 +22,9 @@ DRAIN_TIMEOUT_S: Final = 2.0
 CLOSE_TIMEOUT_S: Final = 1.0
 """How long a connection that the daemon ends stays half open, so that its last message is not lost to a reset."""
 
+TORCH_LINGER_S: Final = 0.0
+"""How long the keys of torch clients outlive the last of them. None at all, so that the next job finds none of them."""
+
 
 class ConfigError(ValueError):
     """The configuration makes no sense or is not safe; the message is meant for the person who starts the daemon."""
@@ -30,6 +33,10 @@ class ConfigError(ValueError):
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerConfig:
     """Settings of one daemon. Port 0 picks a free port; `http_port` None means no HTTP.
+
+    `torch` lets clients of torch.distributed's TCPStore use the same port, each of `torch_ports` is one more port with
+    keys of its own for them. They cannot prove a token: they are served on loopback, elsewhere only with
+    `torch_insecure_no_auth`. Their keys are removed `torch_linger_s` after the last client has left.
 
     Raises `ConfigError` for a token that is too short, and for limits that do not fit together.
     """
@@ -44,11 +51,18 @@ class ServerConfig:
     handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
     stall_timeout_s: float = STALL_TIMEOUT_S
     drain_timeout_s: float = DRAIN_TIMEOUT_S
+    torch: bool = False
+    torch_ports: tuple[int, ...] = ()
+    torch_linger_s: float = TORCH_LINGER_S
+    torch_insecure_no_auth: bool = False
 
     def __post_init__(self) -> None:
-        for name, port in (("port", self.port), ("HTTP port", self.http_port or 0)):
+        torch_ports = [("torch port", port) for port in self.torch_ports]
+        for name, port in (("port", self.port), ("HTTP port", self.http_port or 0), *torch_ports):
             if not 0 <= port <= 65535:
                 raise ConfigError(f"the {name} must be in 0..65535, not {port}")
+        if not 0 <= self.torch_linger_s < float("inf"):
+            raise ConfigError(f"the linger time of torch keys must be a number of seconds, not {self.torch_linger_s}")
         for limit, value in zip(self.limits._fields, self.limits, strict=True):
             if value <= 0:
                 raise ConfigError(f"the limit {limit} must be positive, not {value}")

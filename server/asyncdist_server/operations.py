@@ -81,7 +81,7 @@ def _add(state: StoreState, client: Client, request: Request, now: float) -> Rep
     if type(key) is not bytes or type(amount) is not int:
         raise malformed(request)
     stored = client.namespace.values.get(key, b"0")
-    number = _parse_number(stored)
+    number = parse_number(stored)
     if number is None:
         return request_id, INVALID, f"add to a value that is not a number: {stored[:40]!r}"
     total = number + amount
@@ -91,7 +91,7 @@ def _add(state: StoreState, client: Client, request: Request, now: float) -> Rep
     return (request_id, LIMIT, refused) if refused else (request_id, OK, total)
 
 
-def _parse_number(text: bytes) -> int | None:
+def parse_number(text: bytes) -> int | None:
     """Return the int64 that `text` begins with, None if it does not begin with one."""
     if len(text) < MAX_INT64_DIGITS and text.isdigit():
         return int(text)
@@ -175,7 +175,9 @@ def _multi_set(state: StoreState, client: Client, request: Request, now: float) 
     pairs = dict(zip(keys, values, strict=True))
     growth = sum(namespace.growth_by_value(key, value) for key, value in pairs.items())
     refused = (
-        state.refuse_keys(client, keys) or state.refuse_value(max(values, key=len, default=b"")) or state.refuse_growth(growth)
+        state.refuse_keys(client, keys)
+        or state.refuse_value(max(values, key=len, default=b""))
+        or state.refuse_growth(growth)
     )
     if refused:
         return request_id, LIMIT, refused
