@@ -17,8 +17,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from asyncdist.plan.prove import MAX_STEPS, Proof, prove
-from asyncdist.plan.registry import ALGORITHMS
+from asyncdist.plan.registry import ALGORITHMS, algorithms, needs_lane
 from asyncdist.plan.symbols import PlanError
+from asyncdist.transport.lane import MAX_LANE_RANKS
 
 __all__ = ["parse_worlds", "prove_command"]
 
@@ -122,13 +123,18 @@ def prove_command(worlds: str, collective: str | None, algorithm: str | None, th
 def _tasks(worlds: list[int], collective: str | None, algorithm: str | None) -> list[Task]:
     names = [
         (group, name)
-        for group, table in ALGORITHMS.items()
-        for name in table
+        for group in ALGORITHMS
+        for name in algorithms(group, shared=True)
         if collective in (None, group) and algorithm in (None, name)
     ]
     order = [world for world in worlds if world <= IN_ORDER]
     order += [world for world in reversed(worlds) if world > IN_ORDER]
-    return [Task(group, name, world) for world in order for group, name in names]
+    return [
+        Task(group, name, world)
+        for world in order
+        for group, name in names
+        if world <= MAX_LANE_RANKS or not needs_lane(group, name)
+    ]
 
 
 def _run(tasks: list[Task], *, thorough: bool | None, jobs: int, console: Console) -> Report:

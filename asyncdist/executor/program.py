@@ -19,7 +19,6 @@ from asyncdist.plan.steps import (
     RecvReduce,
     Reduce,
     Send,
-    SharedStep,
     Slice,
     Step,
 )
@@ -84,8 +83,7 @@ class Program:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        steps: tuple[Step | SharedStep, ...] = plan.steps
-        self.items = sum(isinstance(step, Publish) for step in steps)
+        self.items = sum(isinstance(step, Publish) for step in plan.steps)
         self.needs = _needs(plan)
         successors: list[list[int]] = [[] for _ in plan.steps]
         for index, step in enumerate(plan.steps):
@@ -112,7 +110,7 @@ class Program:
         return other
 
 
-def _instruction(step: Step | SharedStep, successors: tuple[int, ...]) -> Instruction:
+def _instruction(step: Step, successors: tuple[int, ...]) -> Instruction:
     place = step.source if isinstance(step, Send | Publish) else step.target
     source: tuple[int, int, int] = (_NOTHING.buffer, 0, 0)
     if isinstance(step, Copy | Reduce):
@@ -157,9 +155,8 @@ _MESSAGES: Final = Send | Recv | RecvReduce
 
 def _needs(plan: Plan) -> Needs:
     needs: Needs = {}
-    steps: tuple[Step | SharedStep, ...] = plan.steps
-    for step in steps:
-        if isinstance(step, Fetch | FetchReduce) and step.peer != plan.rank:
+    for step in plan.steps:
+        if isinstance(step, Fetch | FetchReduce):
             items = needs.setdefault(step.peer, {})
             items[step.item] = items.get(step.item, 0) + 1
     return {peer: dict(sorted(items.items())) for peer, items in needs.items()}

@@ -21,7 +21,6 @@ from asyncdist.plan.steps import (
     RecvReduce,
     Reduce,
     Send,
-    SharedStep,
     Slice,
     Step,
     Symmetry,
@@ -254,7 +253,11 @@ class PlanBuilder:
         return self._add(Recv(peer, NOTHING, slot, self._reduced(self._wait(after))))
 
     def build(self, *, symmetry: Symmetry = Symmetry.NONE, block_aligned: bool = False, ordered: bool = False) -> Plan:
-        """Return the plan of the steps so far."""
+        """Return the plan of the steps so far.
+
+        Plans that publish are made so that memory for one item of a rank is enough, however slow that would be:
+        everyone fetches in an order in which all can put out their items one by one.
+        """
         return Plan(
             self.collective,
             self.algorithm,
@@ -265,10 +268,11 @@ class PlanBuilder:
             symmetry,
             block_aligned,
             ordered,
+            int(any(isinstance(step, Publish | Fetch | FetchReduce) for step in self._steps)),
         )
 
-    def _add(self, step: Step | SharedStep) -> int:
-        self._steps.append(step)  # type: ignore[arg-type]
+    def _add(self, step: Step) -> int:
+        self._steps.append(step)
         return len(self._steps) - 1
 
     @staticmethod

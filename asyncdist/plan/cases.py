@@ -9,6 +9,9 @@ A family is a problem and what it becomes when ranks are renamed so that another
 | 65 .. 128 | none; even or uneven, by turns | every root of which the plans are the first one's, renamed, else five |
 | larger | none; uneven, or, in every fourth world, even | five |
 
+Algorithms through shared memory are in addition proven with six chunks of every slice, for five roots: in worlds up to
+12, and in every sixteenth one of the larger.
+
 The five roots are the first, the second, one a third on, the middle and the last. Uneven counts of worlds above 64
 leave most ranks without an element, so that a ring of p ranks takes p steps and not p * p; even ones give each some.
 """
@@ -19,6 +22,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Final, TypeAlias
 
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, PRIVATE_COLLECTIVES, ROOTED, VECTOR_COLLECTIVES, Problem
+from asyncdist.plan.registry import needs_lane
 from asyncdist.plan.relabel import rotated_problem
 
 __all__ = [
@@ -61,6 +65,12 @@ FEW: Final = 11
 BLOCK_PATTERN: Final = (5, 0, 1, 0)
 """Uneven block lengths, repeated: two chunks, nothing, one element."""
 
+LONG_SLICE: Final = 21
+"""Elements of a slice or block of six chunks: more than a plan through shared memory is ahead of its results."""
+
+LONG_SLICES: Final = 16
+"""Of larger worlds every how manieth is proven with those."""
+
 BY_HOST: Final = ("ring_2d",)
 """Algorithms whose plans depend on the ranks per host."""
 
@@ -73,7 +83,11 @@ def families(collective: str, algorithm: str, world: int, *, thorough: bool | No
         for lengths in _exchanges(world, thorough=thorough):
             yield (exchange_problems(lengths),)
         return
-    for counts, every_root in _counts(collective, world, thorough=thorough):
+    cases = _counts(collective, world, thorough=thorough)
+    if needs_lane(collective, algorithm) and collective != "barrier" and (thorough or world % LONG_SLICES == 1):
+        blocks = collective in BLOCK_COLLECTIVES or collective == "all_to_all"
+        cases.append((LONG_SLICE if blocks else LONG_SLICE * world + 5, False))
+    for counts, every_root in cases:
         roots: Collection[int] = (0,)
         if collective in ROOTED:
             roots = range(world) if every_root else _five(world)
@@ -86,8 +100,10 @@ def families(collective: str, algorithm: str, world: int, *, thorough: bool | No
                 yield family
 
 
-def chunk_length_of(problem: Problem) -> int:
+def chunk_length_of(problem: Problem, algorithm: str = "") -> int:
     """Elements in a chunk, such that whole vectors have several and, above the thorough worlds, not too many."""
+    if algorithm == "shared":  # which cuts slices
+        return CHUNK_LENGTH
     if problem.collective in VECTOR_COLLECTIVES and problem.world > THOROUGH:
         return max(CHUNK_LENGTH, problem.total // 5)
     return CHUNK_LENGTH

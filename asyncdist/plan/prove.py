@@ -107,8 +107,8 @@ def _renamed(
 def _plan_of(problem: Problem | tuple[Problem, ...], algorithm: str) -> Callable[[int], Plan]:
     """Makes a rank's plan. It must say that it keeps the order of ranks where the registry says so."""
     own = [problem] * problem.world if isinstance(problem, Problem) else list(problem)
-    ordered = algorithm in ordered_algorithms(own[0].collective)
-    chunk_length = chunk_length_of(own[0])
+    ordered = algorithm in ordered_algorithms(own[0].collective, shared=True)
+    chunk_length = chunk_length_of(own[0], algorithm)
 
     def plan_of(rank: int) -> Plan:
         plan = build(own[rank], algorithm, rank, chunk_length)

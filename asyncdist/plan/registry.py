@@ -1,4 +1,7 @@
-"""Every algorithm by collective and name."""
+"""Every algorithm by collective and name.
+
+Most exchange messages. Those through shared memory need a lane: memory that all ranks of the group share.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,21 @@ from asyncdist.plan import (
     ring,
     ring_2d,
     scan,
+    shared_move,
+    shared_reduce,
 )
 from asyncdist.plan.problem import COLLECTIVES, Problem
 from asyncdist.plan.steps import Plan
 
-__all__ = ["ALGORITHMS", "Algorithm", "algorithms", "build", "ordered_algorithms"]
+__all__ = [
+    "ALGORITHMS",
+    "SHARED_ALGORITHMS",
+    "Algorithm",
+    "algorithms",
+    "build",
+    "needs_lane",
+    "ordered_algorithms",
+]
 
 Algorithm: TypeAlias = Callable[[Problem, int, int], Plan]
 """(problem, rank, elements in a chunk at most) -> the rank's plan; every one serves any world, root and counts."""
@@ -100,6 +113,27 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
     }
 )
 
+SHARED_ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
+    {
+        "all_reduce": MappingProxyType(
+            {"shared_direct": shared_reduce.all_reduce_direct, "shared": shared_reduce.all_reduce}
+        ),
+        "reduce": MappingProxyType({"shared_direct": shared_reduce.reduce_direct, "shared": shared_reduce.reduce}),
+        "reduce_scatter": MappingProxyType({"shared": shared_reduce.reduce_scatter}),
+        "scan": MappingProxyType({"shared_direct": shared_reduce.scan_direct}),
+        "exscan": MappingProxyType({"shared_direct": shared_reduce.scan_direct}),
+        "broadcast": MappingProxyType({"shared": shared_move.broadcast}),
+        "all_gather": MappingProxyType({"shared": shared_move.all_gather}),
+        "gather": MappingProxyType({"shared": shared_move.gather}),
+        "scatter": MappingProxyType({"shared": shared_move.scatter}),
+        "all_to_all": MappingProxyType({"shared": shared_move.all_to_all}),
+        "barrier": MappingProxyType({"shared": shared_move.barrier}),
+    }
+)
+"""Those that publish and fetch; of collectives whose ranks know only their own lengths there are none."""
+
+_NONE: Final[Mapping[str, Algorithm]] = MappingProxyType({})
+
 _ORDERED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "all_reduce": ("direct", "recursive_doubling", "halving_doubling", "binary_tree"),
@@ -111,29 +145,52 @@ _ORDERED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 
 
-def algorithms(collective: str) -> tuple[str, ...]:
-    """Names of the algorithms of a collective. Raises ValueError for an unknown one."""
+_SHARED_ORDERED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "all_reduce": ("shared_direct",),
+        "reduce": ("shared_direct", "shared"),
+        "reduce_scatter": ("shared",),
+        "scan": ("shared_direct",),
+        "exscan": ("shared_direct",),
+    }
+)
+
+
+def algorithms(collective: str, *, shared: bool = False) -> tuple[str, ...]:
+    """Names of the algorithms of a collective; `shared`: also of those that need a lane.
+
+    Raises ValueError for an unknown one.
+    """
     if collective not in ALGORITHMS:
         raise ValueError(f"unknown collective {collective!r}; known: {', '.join(COLLECTIVES)}")
-    return tuple(ALGORITHMS[collective])
+    names = tuple(ALGORITHMS[collective])
+    return names + tuple(SHARED_ALGORITHMS.get(collective, _NONE)) if shared else names
 
 
-def ordered_algorithms(collective: str) -> tuple[str, ...]:
+def ordered_algorithms(collective: str, *, shared: bool = False) -> tuple[str, ...]:
     """Names of those that reduce in rank order in every world and for every root, for operations that do not commute.
 
-    Empty for collectives that reduce nothing. Raises ValueError for an unknown one.
+    Empty for collectives that reduce nothing. `shared`: also those that need a lane. Raises ValueError for an unknown
+    one.
     """
     algorithms(collective)
-    return _ORDERED.get(collective, ())
+    names = _ORDERED.get(collective, ())
+    return names + _SHARED_ORDERED.get(collective, ()) if shared else names
+
+
+def needs_lane(collective: str, algorithm: str) -> bool:
+    """Whether an algorithm publishes and fetches, for which all ranks of the group must share memory."""
+    return algorithm in SHARED_ALGORITHMS.get(collective, _NONE)
 
 
 def build(problem: Problem, algorithm: str, rank: int, chunk_length: int) -> Plan:
     """Build `rank`'s plan, in chunks of at most `chunk_length` elements. Raises ValueError for an unknown name."""
-    if algorithm not in algorithms(problem.collective):
-        known = ", ".join(ALGORITHMS[problem.collective])
+    if algorithm not in algorithms(problem.collective, shared=True):
+        known = ", ".join(algorithms(problem.collective, shared=True))
         raise ValueError(f"{problem.collective} has no algorithm {algorithm!r}; it has: {known}")
     if not 0 <= rank < problem.world:
         raise ValueError(f"rank {rank} is not in a world of {problem.world}")
     if chunk_length < 1:
         raise ValueError(f"a chunk needs at least one element, got {chunk_length}")
-    return ALGORITHMS[problem.collective][algorithm](problem, rank, chunk_length)
+    table = SHARED_ALGORITHMS if needs_lane(problem.collective, algorithm) else ALGORITHMS
+    return table[problem.collective][algorithm](problem, rank, chunk_length)

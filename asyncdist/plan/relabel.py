@@ -18,7 +18,19 @@ from typing import Any, Final
 
 from asyncdist.plan.chunks import offsets, partition
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, REDUCTIONS, ROOTED, Problem
-from asyncdist.plan.steps import Buffer, Copy, Plan, RecvReduce, Reduce, Send, Slice, Step
+from asyncdist.plan.steps import (
+    Buffer,
+    Copy,
+    Fetch,
+    FetchReduce,
+    Plan,
+    Publish,
+    RecvReduce,
+    Reduce,
+    Send,
+    Slice,
+    Step,
+)
 
 __all__ = ["Relabelling", "bases_shift", "block_layout", "may_rotate", "rotated_problem"]
 
@@ -83,8 +95,8 @@ class Relabelling:
             return False
         if (other.rank, other.world, other.collective) != ((plan.rank + shift) % world, world, plan.collective):
             return False
-        claims = (plan.scratch_count, plan.symmetry, plan.block_aligned)
-        if (other.scratch_count, other.symmetry, other.block_aligned) != claims:
+        claims = (plan.scratch_count, plan.symmetry, plan.block_aligned, plan.outstanding_items)
+        if (other.scratch_count, other.symmetry, other.block_aligned, other.outstanding_items) != claims:
             return False
         if len(plan.steps) != len(other.steps):
             return False
@@ -99,7 +111,17 @@ class Relabelling:
         if isinstance(step, Reduce):
             alike = step.source_left == other.source_left
             return alike and self._moves(step.source, other.source) and self._moves(step.target, other.target)
-        if step.slot != other.slot or (step.peer + self._shift) % self._world != other.peer:
+        if isinstance(step, Publish):
+            return bool(step.item == other.item) and self._moves(step.source, other.source)
+        if (step.peer + self._shift) % self._world != other.peer:
+            return False
+        if isinstance(step, Fetch | FetchReduce):
+            if (step.item, step.offset) != (other.item, other.offset):
+                return False
+            if isinstance(step, FetchReduce) and step.item_left != other.item_left:
+                return False
+            return self._moves(step.target, other.target)
+        if step.slot != other.slot:
             return False
         if isinstance(step, Send):
             return self._moves(step.source, other.source)

@@ -7,14 +7,28 @@ from typing import Final
 
 from asyncdist.plan.chunks import offsets
 from asyncdist.plan.problem import IN_PLACE, Problem
+from asyncdist.plan.published import Published
 from asyncdist.plan.relabel import bases_shift
-from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice
-from asyncdist.plan.symbols import Expressions, Memory, PlanError, RotatedExpressions, Values
+from asyncdist.plan.steps import (
+    Buffer,
+    Copy,
+    Fetch,
+    FetchReduce,
+    Plan,
+    Publish,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Send,
+    Slice,
+)
+from asyncdist.plan.symbols import Expressions, Memory, PlanError, RotatedExpressions, Values, part_of
 
 __all__ = ["RotatedRun", "Run"]
 
 RECEIVES: Final = (Recv, RecvReduce)  # tuples: a union would be built anew at every isinstance
 LOCALS: Final = (Copy, Reduce)
+SHARED: Final = (Publish, Fetch, FetchReduce)
 
 LOCAL: Final = -1
 """The partner of a step that is no message."""
@@ -24,8 +38,10 @@ class Run:
     """Executes plans together; steps are numbered through all of them.
 
     A message is one event, for which both its ends must be ready: if that never stops short of the end, no plan relies
-    on a send being buffered. One order is as good as any: events only ever make others possible, so none can be lost by
-    taking another one first, and steps of one rank that touch the same elements are ordered (`check_hazards`).
+    on a send being buffered. A fetch waits for its item, and an item for memory: for as many fetches of earlier ones as
+    it takes where each rank has memory for no more items than its plan says. One order is as good as any: events only
+    ever make others possible, so none can be lost by taking another one first, and steps of one rank that touch the
+    same elements are ordered (`check_hazards`).
     """
 
     expressions: Expressions
@@ -40,6 +56,9 @@ class Run:
         self.expressions = Expressions(problems[0].world)
         self._steps = [step for plan in plans for step in plan.steps]
         self._nodes = [node for node, plan in enumerate(plans) for _ in plan.steps]
+        self._published = Published(plans, self.bases)
+        self._items: dict[int, Sequence[Values]] = {}
+        """What was published, by step."""
 
     def execute(self) -> None:
         """Match messages, put the ranks' data where the operation finds it, and take all steps."""
@@ -53,7 +72,7 @@ class Run:
             number = ready.pop()
             partner = partners[number]
             if partner == LOCAL:
-                self._local(number)
+                self._alone(number)
                 finished: tuple[int, ...] = (number,)
             elif offered[partner]:
                 sender, receiver = (number, partner) if type(self._steps[number]) is Send else (partner, number)
@@ -70,9 +89,9 @@ class Run:
                         ready.append(follower)
         if done < len(self._steps):
             stuck = [
-                f"rank {self._nodes[number]}: {self._steps[number]}"
-                for number in range(len(self._steps))
-                if offered[number] and not offered[partners[number]]
+                f"rank {self._nodes[number]}: {step}"
+                for number, step in enumerate(self._steps)
+                if (offered[number] and not offered[partners[number]]) or (isinstance(step, SHARED) and waiting[number])
             ]
             raise PlanError(f"deadlock with {len(self._steps) - done} steps left, among them {stuck[:4]}")
 
@@ -89,7 +108,7 @@ class Run:
         receives: dict[tuple[int, int, int], int] = {}
         partners = [LOCAL] * len(self._steps)
         for number, (node, step) in enumerate(zip(self._nodes, self._steps, strict=True)):
-            if isinstance(step, LOCALS):
+            if isinstance(step, LOCALS + SHARED):
                 continue
             name, table = self._name(node, step), sends if type(step) is Send else receives
             if name in table:
@@ -131,12 +150,44 @@ class Run:
                         followers[base + other] = [number]
                     else:
                         known.append(number)
+        for number, earlier in self._published.waits():
+            waiting[number] += 1
+            known = followers[earlier]
+            if isinstance(known, tuple):
+                followers[earlier] = [number]
+            else:
+                known.append(number)
         return waiting, followers
 
-    def _local(self, number: int) -> None:
+    def _alone(self, number: int) -> None:
+        """Take a step that is no message."""
         step = self._steps[number]
-        assert isinstance(step, LOCALS)
         memory = self.memory[self._nodes[number]]
+        if isinstance(step, Publish):
+            self.heard[number] = self.heard_before(number)
+            buffer, offset, length = step.source
+            self._items[number] = memory[buffer].read(offset, length)
+        elif isinstance(step, Fetch | FetchReduce):
+            self._fetch(number, step)
+        else:
+            assert isinstance(step, LOCALS)
+            self._local(step, memory)
+
+    def _fetch(self, number: int, step: Fetch | FetchReduce) -> None:
+        publish = self._published.source[number]
+        buffer, offset, length = step.target
+        if not length:
+            self.heard[number] = self.heard_before(number) | self.heard[publish]
+            return
+        runs = part_of(self._items[publish], step.offset, length)
+        memory = self.memory[self._nodes[number]][buffer]
+        if isinstance(step, FetchReduce):
+            own = memory.read(offset, length)
+            combine = self.expressions.combine
+            runs = combine(runs, own) if step.item_left else combine(own, runs)
+        memory.write(offset, runs)
+
+    def _local(self, step: Copy | Reduce, memory: tuple[Memory, Memory, Memory]) -> None:
         buffer, offset, length = step.source
         runs = memory[buffer].read(offset, length)
         buffer, offset, length = step.target

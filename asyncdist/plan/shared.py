@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Final
 
-from asyncdist.plan import shared_move, shared_reduce
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.registry import Algorithm
+from asyncdist.plan.registry import SHARED_ALGORITHMS
 from asyncdist.plan.steps import Plan
 
 __all__ = ["SHARED_ALGORITHMS", "SHARED_CHUNK_BYTES", "choose_shared", "shared_plan_for"]
 
-SHARED_ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
-    {
-        "all_reduce": {"shared_direct": shared_reduce.all_reduce_direct, "shared": shared_reduce.all_reduce},
-        "reduce": {"shared_direct": shared_reduce.reduce_direct, "shared": shared_reduce.reduce},
-        "reduce_scatter": {"shared": shared_reduce.reduce_scatter},
-        "scan": {"shared_direct": shared_reduce.scan_direct},
-        "exscan": {"shared_direct": shared_reduce.scan_direct},
-        "broadcast": {"shared": shared_move.broadcast},
-        "all_gather": {"shared": shared_move.all_gather},
-        "gather": {"shared": shared_move.gather},
-        "scatter": {"shared": shared_move.scatter},
-        "all_to_all": {"shared": shared_move.all_to_all},
-        "barrier": {"shared": shared_move.barrier},
-    }
-)
-
 SHARED_CHUNK_BYTES: Final = 256 << 10
 """Bytes of a chunk of a block: it takes longer to copy than to talk about, and a few of them stay in the cache."""
 
-DIRECT_BYTES: Final = 32 << 10
-"""Largest vector that every rank reduces whole: below it a second round of waiting costs more than the work."""
+DIRECT_BYTES: Final = {2: 256 << 10, 3: 64 << 10, 4: 64 << 10}
+DIRECT_BYTES_ELSE: Final = 16 << 10
+"""Largest vector that every rank reduces whole, by ranks: below it a second wait costs more than the work."""
 
 SCAN_BYTES: Final = 1 << 20
 """Largest vector of a scan: rank r reads r vectors, so large ones go along the chain of messages instead."""
@@ -42,12 +24,12 @@ SCAN_BYTES: Final = 1 << 20
 PLAN_CACHE_PLANS: Final = 256
 
 
-def choose_shared(collective: str, nbytes: int, *, ordered: bool) -> str | None:
+def choose_shared(collective: str, world: int, nbytes: int, *, ordered: bool) -> str | None:
     """Name the algorithm for a vector (or the largest block) of `nbytes`; None where messages are the better way."""
     if collective in ("scan", "exscan"):
         return "shared_direct" if nbytes <= SCAN_BYTES else None
     if collective in ("all_reduce", "reduce"):
-        if nbytes <= DIRECT_BYTES or (ordered and collective == "all_reduce"):
+        if nbytes <= DIRECT_BYTES.get(world, DIRECT_BYTES_ELSE) or (ordered and collective == "all_reduce"):
             return "shared_direct"
         return "shared"
     return "shared" if collective in SHARED_ALGORITHMS else None

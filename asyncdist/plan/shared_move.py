@@ -28,7 +28,8 @@ def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     builder = PlanBuilder("broadcast", "shared", rank, problem.world)
     for item, piece in enumerate(split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)):
         if rank == problem.root:
-            builder.publish(piece)
+            if problem.world > 1:
+                builder.publish(piece)
         else:
             builder.fetch(problem.root, item, 0, piece)
     return builder.build()
@@ -42,7 +43,8 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     own = split(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
     for chunk in range(max(map(len, blocks))):
         if chunk < len(own):
-            builder.publish(own[chunk])
+            if world > 1:
+                builder.publish(own[chunk])
             builder.copy(own[chunk], blocks[rank][chunk])
         for distance in range(1, world):
             peer = (rank + distance) % world

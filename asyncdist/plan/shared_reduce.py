@@ -6,17 +6,19 @@ With p ranks on one host, a vector of m bytes, b seconds per byte copied and g p
 | --- | --- | --- | --- | --- |
 | shared_direct | all_reduce | m (2m from rank 2 on) | m(p-1) | 1 |
 | shared_direct | reduce | m | m(p-1) on the root | 1 |
-| shared_direct | scan, exscan | m | m r on rank r | 1 |
-| shared | all_reduce | 2m(p-1)/p | m(p-1)/p | 2 |
-| shared | reduce | m; the root 2m(p-1)/p | m(p-1)/p | 2 |
+| shared_direct | scan, exscan | m (2m from rank 2 on) | m r on rank r | 1 |
+| shared | all_reduce | m(2p-1)/p | m(p-1)/p | 2 |
+| shared | reduce | m(p+1)/p; the root m(2p-1)/p | m(p-1)/p | 2 |
 | shared | reduce_scatter | m | m(p-1)/p | 1 |
 
 `shared_direct` is for small vectors: one wake-up, and every rank does all the work. `shared` gives every rank a
 slice of the vector to reduce, straight from where the others have published it, and publishes the results; chunks of
 the slices follow each other, so that copying, reducing and waiting overlap. What a rank has published and the others
-have not read is bounded by LOOKAHEAD + 1 chunks of every slice.
+have not read is bounded by LOOKAHEAD + 1 chunks of every slice, if there is memory for so much; memory for one item
+is enough to come to the end. For that, and so as not to wait for what comes late while other items lie there, slices
+are read in the order in which they are published: from the rank below first, which publishes for us first.
 
-All fold in rank order, each element in one way: right for operations that do not commute, bit-identical on all ranks.
+Each element is folded in one way, so that all ranks have the same bits; in rank order but for `shared` all_reduce.
 
 Source: the symmetric and the distributed variant of DeepSpeed's shared-memory all_reduce (2024), here with any number
 of chunks in flight.
@@ -24,12 +26,13 @@ of chunks in flight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Final
 
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import offsets, partition, split
+from asyncdist.plan.chunks import partition, split
 from asyncdist.plan.problem import Problem
+from asyncdist.plan.slices import Slices
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
 __all__ = ["all_reduce", "all_reduce_direct", "reduce", "reduce_direct", "reduce_scatter", "scan_direct"]
@@ -37,21 +40,23 @@ __all__ = ["all_reduce", "all_reduce_direct", "reduce", "reduce_direct", "reduce
 LOOKAHEAD: Final = 2
 """Chunks of input put out before the first result: while one is reduced here, the next is copied there."""
 
+RESULTS: Final = LOOKAHEAD + 1
+"""Results of reduce that a rank holds: that of a chunk is put out after the input LOOKAHEAD chunks further on. With one
+fewer, folding that chunk would wait for a place which is free only after others have folded it."""
 
-class _Put(NamedTuple):
-    """Something a rank publishes: a chunk of its input for rank `to`, or (to = -1) of the result."""
-
-    chunk: int
-    to: int
-    length: int
+PARTIAL_SUMS: Final = 2
+"""Chunks of a vector that is folded whole of which the part of lower ranks is held: one is put to use, one is made."""
 
 
 def all_reduce_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone publishes its vector and folds all of them."""
     builder = PlanBuilder("all_reduce", "shared_direct", rank, problem.world)
-    for item, piece in enumerate(split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)):
-        builder.publish(piece)
-        _fold(builder, piece, item, rank, problem.world)
+    pieces = split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
+    room = _room(builder, pieces, rank)
+    for item, piece in enumerate(pieces):
+        if problem.world > 1:
+            builder.publish(piece)
+        _fold(builder, piece, item, rank, problem.world, room)
     return builder.build(ordered=True)
 
 
@@ -63,17 +68,20 @@ def reduce_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
             builder.publish(piece)
         else:
             target = Slice(Buffer.OUTPUT, piece.offset, piece.length)
-            _fold_input(builder, piece, target, rank, [(peer, item) for peer in range(problem.world)])
+            _fold_input(builder, piece, target, rank, [item] * problem.world)
     return builder.build(ordered=True)
 
 
 def scan_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """scan and exscan: everyone publishes its vector and folds those of the ranks before it."""
     builder = PlanBuilder(problem.collective, "shared_direct", rank, problem.world)
-    for item, piece in enumerate(split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)):
-        builder.publish(piece)
+    pieces = split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
+    room = _room(builder, pieces, rank) if problem.collective == "scan" else ()
+    for item, piece in enumerate(pieces):
+        if rank < problem.world - 1:
+            builder.publish(piece)
         if problem.collective == "scan":
-            _fold(builder, piece, item, rank, rank + 1)
+            _fold(builder, piece, item, rank, rank + 1, room)
         elif rank:
             builder.fetch(0, item, 0, piece)
             for peer in range(1, rank):
@@ -84,149 +92,109 @@ def scan_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
 def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone reduces its slice and publishes the result, chunk after chunk."""
     builder = PlanBuilder("all_reduce", "shared", rank, problem.world)
-    slices = _Sliced(problem.total, problem.world, chunk_length)
-    numbers = [slices.numbers(peer) for peer in range(problem.world)]
-    for put in slices.puts(rank):
-        if put.to >= 0:
-            builder.publish(slices.piece(Buffer.OUTPUT, put.to, put.chunk))
+    world = problem.world
+    slices = Slices(partition(problem.total, world), chunk_length, LOOKAHEAD)
+    for chunk in range(slices.chunks + LOOKAHEAD):
+        if chunk < slices.chunks:
+            _publish_inputs(builder, slices, Buffer.OUTPUT, rank, chunk)
+        if chunk < LOOKAHEAD:
             continue
-        own = slices.piece(Buffer.OUTPUT, rank, put.chunk)
-        items = [numbers[peer].get((put.chunk, rank)) for peer in range(problem.world)]
-        _fold_in_place(builder, own, rank, items)
-        builder.publish(own)
-        for distance in range(1, problem.world):
-            peer = (rank + distance) % problem.world
-            target = slices.piece(Buffer.OUTPUT, peer, put.chunk)
-            if target.length:
-                builder.fetch(peer, numbers[peer][put.chunk, -1], 0, target)
+        done = chunk - LOOKAHEAD
+        own = slices.piece(Buffer.OUTPUT, rank, done)
+        if own.length and world > 1:
+            for distance in range(1, world):
+                peer = (rank - distance) % world  # in the order in which they are published
+                builder.fetch_reduce(peer, slices.input_item(peer, rank, done), 0, own, item_left=False)
+            builder.publish(own)
+        _fetch_results(builder, slices, rank, done)
     return builder.build()
 
 
 def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone reduces its slice and publishes the result for the root, chunk after chunk."""
     builder = PlanBuilder("reduce", "shared", rank, problem.world)
-    world, root = problem.world, problem.root
-    slices = _Sliced(problem.total, world, chunk_length)
-    numbers = [slices.numbers(peer) for peer in range(world)]
-    room = builder.scratch(slices.longest * 2) if rank != root else Slice(Buffer.SCRATCH, 0, 0)
-    for put in slices.puts(rank):
-        if put.to >= 0:
-            builder.publish(slices.piece(Buffer.INPUT, put.to, put.chunk))
+    slices = Slices(partition(problem.total, problem.world), chunk_length, LOOKAHEAD, problem.root)
+    kept = min(RESULTS, slices.chunks)
+    room = builder.scratch(slices.longest * kept if rank != problem.root else 0)
+    for chunk in range(slices.chunks + LOOKAHEAD):
+        if chunk < slices.chunks:
+            _publish_inputs(builder, slices, Buffer.INPUT, rank, chunk)
+        if chunk < LOOKAHEAD:
             continue
-        own = slices.piece(Buffer.INPUT, rank, put.chunk)
-        items = [(peer, numbers[peer].get((put.chunk, rank), 0)) for peer in range(world)]
-        if rank != root:
-            target = Slice(Buffer.SCRATCH, room.offset + put.chunk % 2 * slices.longest, own.length)
+        done = chunk - LOOKAHEAD
+        own = slices.piece(Buffer.INPUT, rank, done)
+        items = slices.input_items(rank, done) if own.length else ()
+        if rank == problem.root:
+            _fold_input(builder, own, own._replace(buffer=Buffer.OUTPUT), rank, items)
+            _fetch_results(builder, slices, rank, done)
+        else:
+            target = Slice(Buffer.SCRATCH, room.offset + done % kept * slices.longest, own.length)
             _fold_input(builder, own, target, rank, items)
             builder.publish(target)
-            continue
-        _fold_input(builder, own, slices.piece(Buffer.OUTPUT, rank, put.chunk), rank, items)
-        builder.publish(slices.piece(Buffer.OUTPUT, rank, put.chunk))
-        for distance in range(1, world):
-            peer = (rank + distance) % world
-            target = slices.piece(Buffer.OUTPUT, peer, put.chunk)
-            if target.length:
-                builder.fetch(peer, numbers[peer][put.chunk, -1], 0, target)
     return builder.build(ordered=True)
 
 
 def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone publishes the others' blocks and folds its own, chunk after chunk."""
     builder = PlanBuilder("reduce_scatter", "shared", rank, problem.world)
-    world = problem.world
-    blocks = _Blocks(problem.counts, chunk_length)
-    numbers = [blocks.numbers(peer) for peer in range(world)]
+    blocks = Slices(problem.counts, chunk_length)
     for chunk in range(blocks.chunks):
-        for distance in range(1, world):
-            builder.publish(blocks.piece(Buffer.INPUT, (rank + distance) % world, chunk))
+        _publish_inputs(builder, blocks, Buffer.INPUT, rank, chunk)
         own = blocks.piece(Buffer.INPUT, rank, chunk)
         target = Slice(Buffer.OUTPUT, own.offset - blocks.starts[rank], own.length)
-        if own.length:
-            items = [(peer, numbers[peer].get((chunk, rank), 0)) for peer in range(world)]
-            _fold_input(builder, own, target, rank, items)
+        _fold_input(builder, own, target, rank, blocks.input_items(rank, chunk) if own.length else ())
     return builder.build(block_aligned=True, ordered=True)
 
 
-class _Blocks:
-    """Blocks of a vector, all cut into the same number of chunks."""
-
-    def __init__(self, counts: tuple[int, ...], chunk_length: int) -> None:
-        self.counts = counts
-        self.starts = offsets(counts)
-        self.chunks = max(1, -(-max(counts) // chunk_length))
-        self._cuts = {count: offsets(partition(count, self.chunks)) for count in set(counts)}
-
-    @property
-    def longest(self) -> int:
-        """Elements of the longest chunk."""
-        return -(-max(self.counts) // self.chunks)
-
-    def piece(self, buffer: Buffer, block: int, chunk: int) -> Slice:
-        """A chunk of a block; perhaps without elements."""
-        cuts = self._cuts[self.counts[block]]
-        return Slice(buffer, self.starts[block] + cuts[chunk], cuts[chunk + 1] - cuts[chunk])
-
-    def puts(self, rank: int) -> Iterator[_Put]:
-        """What `rank` publishes, in order."""
-        world = len(self.counts)
-        for chunk in range(self.chunks):
-            for distance in range(1, world):
-                to = (rank + distance) % world
-                yield _Put(chunk, to, self.piece(Buffer.INPUT, to, chunk).length)
-
-    def numbers(self, rank: int) -> dict[tuple[int, int], int]:
-        """Numbers of the items of `rank`, by chunk and whom they are for; what has no elements is no item."""
-        items = (put for put in self.puts(rank) if put.length)
-        return {(put.chunk, put.to): number for number, put in enumerate(items)}
+def _room(builder: PlanBuilder, pieces: Sequence[Slice], rank: int) -> tuple[Slice, ...]:
+    """Where ranks with several below them fold those: our own operand goes between theirs and the others'."""
+    if rank < 2 or not pieces:
+        return ()
+    return tuple(builder.scratch(pieces[0].length) for _ in pieces[:PARTIAL_SUMS])
 
 
-class _Sliced(_Blocks):
-    """A vector with a slice per rank; the inputs run LOOKAHEAD chunks ahead of the results."""
+def _fold(builder: PlanBuilder, piece: Slice, item: int, rank: int, ranks: int, room: tuple[Slice, ...]) -> None:
+    """Fold item `item` of the first `ranks` ranks into `piece`, which holds our own.
 
-    def __init__(self, total: int, world: int, chunk_length: int) -> None:
-        super().__init__(partition(total, world), chunk_length)
-
-    def puts(self, rank: int) -> Iterator[_Put]:
-        """What `rank` publishes, in order."""
-        world = len(self.counts)
-        for chunk in range(self.chunks + LOOKAHEAD):
-            if chunk < self.chunks:
-                for distance in range(1, world):
-                    to = (rank + distance) % world
-                    yield _Put(chunk, to, self.piece(Buffer.INPUT, to, chunk).length)
-            if chunk >= LOOKAHEAD:
-                done = chunk - LOOKAHEAD
-                yield _Put(done, -1, self.piece(Buffer.INPUT, rank, done).length)
+    Our own is not read as an item: it is the others who say until when an item stays where it is.
+    """
+    if rank == 1:
+        builder.fetch_reduce(0, item, 0, piece, item_left=True)
+    elif rank:
+        below = room[item % len(room)]._replace(length=piece.length)
+        builder.fetch(0, item, 0, below)
+        for peer in range(1, rank):
+            builder.fetch_reduce(peer, item, 0, below, item_left=False)
+        builder.reduce(below, piece, source_left=True)
+    for peer in range(rank + 1, ranks):
+        builder.fetch_reduce(peer, item, 0, piece, item_left=False)
 
 
-def _fold(builder: PlanBuilder, piece: Slice, item: int, rank: int, ranks: int) -> None:
-    """Fold item `item` of the first `ranks` ranks into `piece`, which holds our own, published as that item as well."""
-    if rank > 1:
-        builder.fetch(0, item, 0, piece)
-    for peer in range(1 if rank > 1 else 0, ranks):
-        if peer != rank or rank > 1:
-            builder.fetch_reduce(peer, item, 0, piece, item_left=peer < rank <= 1)
+def _publish_inputs(builder: PlanBuilder, slices: Slices, buffer: Buffer, rank: int, chunk: int) -> None:
+    """Publish a chunk of everyone else's part, that of the next rank first."""
+    world = len(slices.counts)
+    for distance in range(1, world):
+        builder.publish(slices.piece(buffer, (rank + distance) % world, chunk))
 
 
-def _fold_in_place(builder: PlanBuilder, own: Slice, rank: int, items: list[int | None]) -> None:
-    """Fold the others' items with `own` in it: each element is reduced here alone, so the order is ours."""
-    world = len(items)
+def _fetch_results(builder: PlanBuilder, slices: Slices, rank: int, chunk: int) -> None:
+    """Copy a chunk of everyone else's result."""
+    world = len(slices.counts)
     for distance in range(1, world):
         peer = (rank + distance) % world
-        item = items[peer]
-        if item is not None:
-            builder.fetch_reduce(peer, item, 0, own, item_left=False)
+        target = slices.piece(Buffer.OUTPUT, peer, chunk)
+        if target.length:
+            builder.fetch(peer, slices.result_item(peer, chunk), 0, target)
 
 
-def _fold_input(builder: PlanBuilder, own: Slice, target: Slice, rank: int, items: list[tuple[int, int]]) -> None:
-    """Fold the items of all ranks and `own` into `target`, in rank order."""
-    for peer, item in items:
-        if peer == 0:
-            if rank == 0:
-                builder.copy(own, target)
-            else:
-                builder.fetch(0, item, 0, target)
+def _fold_input(builder: PlanBuilder, own: Slice, target: Slice, rank: int, items: Sequence[int]) -> None:
+    """Fold the ranks' items, by rank, with `own` in the place of ours, into `target`, in rank order."""
+    for peer, item in enumerate(items):
+        if peer == rank == 0:
+            builder.copy(own, target)
         elif peer == rank:
             builder.reduce(own, target, source_left=False)
+        elif peer == 0:
+            builder.fetch(0, item, 0, target)
         else:
             builder.fetch_reduce(peer, item, 0, target, item_left=False)

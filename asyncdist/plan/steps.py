@@ -25,7 +25,6 @@ __all__ = [
     "RecvReduce",
     "Reduce",
     "Send",
-    "SharedStep",
     "Slice",
     "Step",
     "Symmetry",
@@ -126,7 +125,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Copy into `target` from `peer`'s item, beginning at element `offset` of it. `peer` may be this rank."""
+    """Copy into `target` from `peer`'s item, beginning at element `offset` of it. `peer` is another rank."""
 
     peer: int
     item: int
@@ -147,8 +146,7 @@ class FetchReduce:
     after: tuple[int, ...] = ()
 
 
-SharedStep: TypeAlias = Publish | Fetch | FetchReduce
-Step: TypeAlias = Send | Recv | RecvReduce | Reduce | Copy
+Step: TypeAlias = Send | Recv | RecvReduce | Reduce | Copy | Publish | Fetch | FetchReduce
 
 
 class Symmetry(enum.Enum):
@@ -183,3 +181,6 @@ class Plan:
     """True if no slice of INPUT or OUTPUT crosses a boundary between two ranks' blocks (list forms need no staging)."""
     ordered: bool = False
     """True if operands are reduced in rank order, so that the operation need not commute."""
+    outstanding_items: int = 0
+    """With memory for so many items of each rank the plans come to their end, however much more there is: a rank puts
+    out an item only when all but this many less one of its earlier ones have been fetched. 0 if there are no items."""

@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import TypeAlias
 
-__all__ = ["Expressions", "Memory", "PlanError", "RotatedExpressions", "Values", "bits", "merged"]
+__all__ = ["Expressions", "Memory", "PlanError", "RotatedExpressions", "Values", "bits", "merged", "part_of"]
 
 Values: TypeAlias = tuple[int, int, int]
 """(length, expression, base); a bare tuple, since a proof makes some for every step."""
@@ -185,6 +185,19 @@ def merged(runs: Sequence[Values]) -> list[Values]:
             result[-1] = (result[-1][0] + length, expression, result[-1][2])
         elif length:
             result.append(run)
+    return result
+
+
+def part_of(runs: Sequence[Values], offset: int, length: int) -> Sequence[Values]:
+    """Return `length` elements from `offset` on of runs that have as many."""
+    result: list[Values] = []
+    for run_length, expression, base in runs:
+        part = min(run_length - offset, length)
+        if part > 0:
+            result.append((part, expression, base + offset))
+            length, offset = length - part, 0
+        else:
+            offset = max(0, offset - run_length)
     return result
 
 

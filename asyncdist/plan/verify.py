@@ -4,10 +4,12 @@
 
 1. Form: steps wait only for earlier steps, slices are within their buffers, INPUT is never written, not even where
    the own block's place in OUTPUT is INPUT itself.
-2. Matching: every message is sent once and received once, with one length.
+2. Matching: every message is sent once and received once, with one length. Every item that is fetched is published,
+   items in order, and every element of one is fetched by somebody.
 3. Hazards: of two steps of a rank that touch the same elements, one of them writing, one waits for the other. So the
    result is the same in whatever order messages arrive.
-4. No deadlock, even if a send is done only when it has been received: no plan relies on buffering.
+4. No deadlock, even if a send is done only when it has been received: no plan relies on buffering. Nor if there is
+   memory for as many items of each rank as the plan says (`Plan.outstanding_items`), and not for one more.
 5. Data: nothing is read before it is written, operands of a reduction are the same elements of the vector, and the
    result has every rank's contribution exactly once (or, for moved blocks, exactly the right elements). Nothing is
    written in vain: it is read before it is overwritten, all of SCRATCH is, and moved elements are written once.
@@ -31,7 +33,7 @@ from asyncdist.plan.goals import check_goal
 from asyncdist.plan.problem import REDUCTIONS, Problem
 from asyncdist.plan.relabel import Relabelling, may_rotate
 from asyncdist.plan.run import RotatedRun, Run
-from asyncdist.plan.steps import Plan, Symmetry
+from asyncdist.plan.steps import Fetch, FetchReduce, Plan, Publish, Symmetry
 from asyncdist.plan.symbols import PlanError
 from asyncdist.plan.wellformed import check_form, check_hazards, check_symmetry
 
@@ -63,6 +65,8 @@ def verify_rotated(problem: Problem, plan_of: Callable[[int], Plan]) -> bool:
     if not may_rotate(problem):
         return False
     first = plan_of(0)
+    if any(isinstance(step, Publish | Fetch | FetchReduce) for step in first.steps):
+        return False  # the items of all ranks are looked at together
     if first.symmetry is not Symmetry.ROTATION or (first.ordered and problem.collective in REDUCTIONS):
         return False
     if not all(Relabelling(problem, 0, rank).maps(first, plan_of(rank)) for rank in range(1, problem.world)):

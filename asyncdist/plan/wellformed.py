@@ -8,7 +8,21 @@ from typing import Final
 
 from asyncdist.plan.chunks import offsets
 from asyncdist.plan.problem import EXCHANGES, REDUCTIONS, Problem
-from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step, Symmetry
+from asyncdist.plan.steps import (
+    Buffer,
+    Copy,
+    Fetch,
+    FetchReduce,
+    Plan,
+    Publish,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Send,
+    Slice,
+    Step,
+    Symmetry,
+)
 from asyncdist.plan.symbols import PlanError, bits
 
 __all__ = ["check_form", "check_hazards", "check_symmetry"]
@@ -17,6 +31,12 @@ NOBODY: Final = -1
 
 MESSAGES: Final = (Send, Recv, RecvReduce)  # tuples: a union would be built anew at every isinstance
 LOCALS: Final = (Copy, Reduce)
+FETCHES: Final = (Fetch, FetchReduce)
+FROM_PEERS: Final = (*MESSAGES, *FETCHES)
+WRITE_ONLY: Final = (Recv, RecvReduce, *FETCHES)
+"""Read no slice but the one they write, if that."""
+READ_ONLY: Final = (Send, Publish)
+REDUCING: Final = (RecvReduce, Reduce, FetchReduce)
 
 NOWHERE: Final = (0, 0)
 """Start and end of no elements."""
@@ -33,8 +53,10 @@ def check_form(problem: Problem, rank: int, plan: Plan) -> None:
     for index, step in enumerate(plan.steps):
         if step.after and not 0 <= min(step.after) <= max(step.after) < index:
             raise PlanError(f"step {index} waits for {step.after}, not all of them before it")
-        if isinstance(step, MESSAGES) and (not 0 <= step.peer < plan.world or step.peer == rank):
+        if isinstance(step, FROM_PEERS) and (not 0 <= step.peer < plan.world or step.peer == rank):
             raise PlanError(f"step {index} has peer {step.peer}")
+        if isinstance(step, FETCHES) and min(step.item, step.offset) < 0:
+            raise PlanError(f"step {index} fetches element {step.offset} of item {step.item}")
         for piece in _slices(step):
             buffer, offset, length = piece
             if offset < 0 or length < 0 or offset + length > lengths[buffer]:
@@ -43,7 +65,7 @@ def check_form(problem: Problem, rank: int, plan: Plan) -> None:
                 raise PlanError(f"step {index} has no elements")
             if aligned[buffer] and length and not _within_block(aligned[buffer], piece):
                 raise PlanError(f"step {index}: {piece} crosses a block boundary, though the plan is block-aligned")
-        if isinstance(step, Send):
+        if isinstance(step, READ_ONLY):
             continue
         if isinstance(step, LOCALS) and step.source.length != step.target.length:
             raise PlanError(f"step {index}: {step.source} and {step.target} differ in length")
@@ -56,6 +78,28 @@ def check_form(problem: Problem, rank: int, plan: Plan) -> None:
             own = step.source if isinstance(step, Copy) else None
             if own is None or own.buffer != Buffer.INPUT or own.offset != offset - own_start:
                 raise PlanError(f"step {index} writes the own block's place, which may be INPUT, other than from there")
+    _check_items(plan)
+
+
+def _check_items(plan: Plan) -> None:
+    """Items are numbered in the order in which they are put out, each after the one before."""
+    items = 0
+    earlier: list[int] = []
+    last = NOBODY
+    for index, step in enumerate(plan.steps):
+        before = 0
+        for other in step.after:
+            before |= earlier[other] | 1 << other
+        earlier.append(before)
+        if not isinstance(step, Publish):
+            continue
+        if step.item != items:
+            raise PlanError(f"step {index} publishes item {step.item} where {items} is next")
+        if items and not before >> last & 1:
+            raise PlanError(f"step {index} publishes item {items} unordered with the one before, step {last}")
+        items, last = items + 1, index
+    if items and plan.outstanding_items < 1:
+        raise PlanError(f"publishes {items} items, with memory for {plan.outstanding_items}")
 
 
 def _own_place(problem: Problem, rank: int) -> tuple[int, int]:
@@ -87,9 +131,9 @@ def _within_block(starts: tuple[int, ...], piece: Slice) -> bool:
 def _slices(step: Step) -> tuple[Slice, ...]:
     """Slices a step touches; where it writes one, that is the last."""
     kind = type(step)
-    if kind is Send:
+    if kind is Send or kind is Publish:
         return (step.source,)  # type: ignore[union-attr]  # told by its kind, which is quicker than isinstance
-    if kind is Recv or kind is RecvReduce:
+    if kind in WRITE_ONLY:
         return (step.target,)  # type: ignore[union-attr]
     return step.source, step.target  # type: ignore[union-attr]
 
@@ -113,7 +157,7 @@ def check_hazards(plan: Plan) -> None:
             before |= earlier[other] | 1 << other
         earlier.append(before)
         kind = type(step)
-        if kind is not Recv and kind is not RecvReduce:
+        if kind not in WRITE_ONLY:
             source = step.source  # type: ignore[union-attr]
             buffer, offset, length = source
             cell = cells[buffer]
@@ -122,11 +166,11 @@ def check_hazards(plan: Plan) -> None:
                 if writer >= 0 and not before >> writer & 1:
                     raise PlanError(f"step {index} touches {source} unordered with step {writer}")
                 readers[buffer][number] |= 1 << index
-        if kind is not Send:
+        if kind not in READ_ONLY:
             target = step.target  # type: ignore[union-attr]
             buffer, offset, length = target
             cell = cells[buffer]
-            reads = kind is RecvReduce or kind is Reduce
+            reads = kind in REDUCING
             for number in range(cell[offset], cell[offset + length]):
                 writer, reading = writers[buffer][number], readers[buffer][number]
                 if reading & ~before or (writer >= 0 and not before >> writer & 1):
@@ -164,4 +208,9 @@ def _shape(plan: Plan, step: Step) -> tuple[object, ...]:
     lengths = tuple((piece.buffer, piece.length) for piece in _slices(step))
     if isinstance(step, LOCALS):
         return type(step), lengths, step.after
-    return type(step), lengths, step.after, step.slot, (step.peer - plan.rank) % plan.world
+    if isinstance(step, Publish):
+        return type(step), lengths, step.after, step.item
+    distance = (step.peer - plan.rank) % plan.world
+    if isinstance(step, FETCHES):
+        return type(step), lengths, step.after, step.item, step.offset, distance
+    return type(step), lengths, step.after, step.slot, distance
