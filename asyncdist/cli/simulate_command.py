@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -121,13 +122,15 @@ def simulate_command(
         sweep = Sweep(collective, costs, ranks_per_host, itemsize, Method(method))
         names = _algorithms(sweep, algorithm)
         console = Console()
+        per_host = f", {ranks_per_host} per host" if ranks_per_host > 1 else ""
         with Console(stderr=True).status("simulating") as status:
             for world in worlds:
                 times_s: dict[int, dict[str, float]] = {}
                 for nbytes in sizes if collective != "barrier" else (0,):
                     status.update(f"{collective}, {world} ranks, {show_bytes(nbytes)}")
                     times_s[nbytes] = {name: sweep.seconds(name, world, nbytes) for name in names}
-                console.print(_table(sweep, world, times_s))
+                console.print(f"{collective}, {world} ranks{per_host}, simulated", highlight=False)
+                console.print(_table(times_s))
             if picture is not None:
                 status.update(f"drawing {picture}")
                 plot(sweep, names, max(worlds), sizes, picture)
@@ -186,13 +189,12 @@ def _algorithms(sweep: Sweep, given: str | None) -> tuple[str, ...]:
     return names
 
 
-def _table(sweep: Sweep, world: int, times_s: Mapping[int, Mapping[str, float]]) -> Table:
-    """One world: a line for each algorithm, a column for each size; the shortest time of a column is bold."""
-    hosts = f", {sweep.ranks_per_host} per host" if sweep.ranks_per_host > 1 else ""
-    table = Table(title=f"{sweep.collective}, {world} ranks{hosts}, simulated")
+def _table(times_s: Mapping[int, Mapping[str, float]]) -> Table:
+    """Return the table of one world: a line for each algorithm, a column for each size, its shortest time bold."""
+    table = Table(box=SIMPLE)
     table.add_column("algorithm", no_wrap=True)
     for nbytes in times_s:
-        table.add_column(show_bytes(nbytes), justify="right")
+        table.add_column(show_bytes(nbytes), justify="right", no_wrap=True)
     best_s = {nbytes: min(column.values()) for nbytes, column in times_s.items()}
     for name in next(iter(times_s.values())):
         cells = [(show_seconds(column[name]), column[name] == best_s[nbytes]) for nbytes, column in times_s.items()]

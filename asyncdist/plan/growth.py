@@ -34,8 +34,8 @@ Timing = Callable[[Problem], float]
 LINE_RANKS: Final = 64
 """Ranks of the smaller of the two worlds a line is drawn through: more than any window."""
 
-LINE_HOSTS: Final = 4
-"""And its hosts at least: the first and the last one are like others, if there are some between."""
+FEWEST_HOSTS: Final = 4
+"""Hosts of the smallest world that is looked at: with fewer, none is between others."""
 
 
 class Pace(enum.Enum):
@@ -136,7 +136,7 @@ def grow(problem: Problem, law: Law, timing: Timing, base_ranks: int) -> float:
 
 
 def _line(problem: Problem, law: Law, timing: Timing) -> float:
-    hosts, near = _hosts(problem), max(LINE_HOSTS, LINE_RANKS // _per_host(problem))
+    hosts, near = _hosts(problem), max(FEWEST_HOSTS, LINE_RANKS // _per_host(problem))
     if hosts <= 2 * near:
         return timing(problem)
     block = -(-problem.total // problem.world)  # an uneven vector takes as long as one of its longest blocks
@@ -151,7 +151,7 @@ def _line(problem: Problem, law: Law, timing: Timing) -> float:
 
 def _levels(problem: Problem, law: Law, timing: Timing, base_ranks: int) -> float:
     halved = [_hosts(problem)]
-    while halved[-1] > 2:
+    while halved[-1] > FEWEST_HOSTS:
         halved.append(-(-halved[-1] // 2))
     worlds = [hosts * _per_host(problem) for hosts in halved]
     level = next((number for number, world in enumerate(worlds) if world <= base_ranks), len(worlds) - 1)
