@@ -27,6 +27,7 @@ class Client:
         "_acknowledged",
         "_frames",
         "_frames_sent",
+        "address",
         "blocked",
         "careful",
         "client_id",
@@ -35,8 +36,10 @@ class Client:
         "in_flight",
         "leaving",
         "max_keys",
+        "name",
         "namespace",
         "on_superseded",
+        "rank",
         "read_only",
         "remembered",
         "remembered_bytes",
@@ -64,6 +67,9 @@ class Client:
         self.resumed = False
         self.leaving = False  # said goodbye: not to be remembered
         self.closed = False
+        self.name = ""  # these three are for people
+        self.rank: int | None = None
+        self.address = ""
         self.blocked: dict[int, Waiter] = {}
         # Replies to mutations: not yet in a frame (None: this client never retries), and by the frame they went in.
         self.unsent: list[Reply] | None = None if client_id is None else []
@@ -76,12 +82,17 @@ class Client:
         self.replay: dict[int, Reply] = {}
         self.careful = False
 
+    @property
+    def identity(self) -> bytes | Client:
+        """What says that a later connection is of the same client; the object itself where there is no later one."""
+        return self if self.client_id is None else self.client_id
+
     def note_reply(self, reply: Reply) -> None:
         """Remember the reply to a mutation until the client is known to have it."""
         if self.unsent is not None:
             self.unsent.append(reply)
-            if type(reply[2]) is bytes:
-                self.unsent_bytes += len(reply[2])
+            if type(reply[2]) is bytes or type(reply[2]) is tuple:
+                self.unsent_bytes += value_bytes(reply[2])
 
     def frames_sent(self, count: int) -> int:
         """Note that all replies so far are in frames given to the client, `count` of them new.
@@ -160,4 +171,13 @@ class Client:
 
 
 def _reply_bytes(reply: Reply) -> int:
-    return REPLY_BYTES + (len(reply[2]) if type(reply[2]) is bytes else 0)
+    return REPLY_BYTES + value_bytes(reply[2])
+
+
+def value_bytes(value: object) -> int:
+    """Return how much data the value of a reply holds."""
+    if type(value) is bytes or type(value) is str:
+        return len(value)
+    if type(value) is list or type(value) is tuple:
+        return sum(map(value_bytes, value))
+    return 0

@@ -48,6 +48,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self.descriptor = transport.get_extra_info("socket").fileno()
         self._peer = str(transport.get_extra_info("peername"))
+        self._session.address = self._peer
         self._transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
         _set_keepalive(transport.get_extra_info("socket"))
         server = self._server

@@ -9,6 +9,7 @@ import logging
 import random
 import secrets
 import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
@@ -16,6 +17,7 @@ from asyncdist_server.config import BACKLOG, MAX_HALF_OPEN, ServerConfig
 from asyncdist_server.connection import Connection
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.messages import INCARNATION_BYTES, Encoder
+from asyncdist_server.status import describe
 
 BIND_ATTEMPTS: Final = 16
 """How often a free port is tried that must be free on several addresses (127.0.0.1 and ::1 of localhost)."""
@@ -36,7 +38,11 @@ class StoreServer:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.engine = StoreEngine(secrets.token_bytes(INCARNATION_BYTES), config.limits)
+        # Revisions and fencing tokens of a daemon that lost its state are larger than before: it makes fewer than one
+        # in a microsecond.
+        self.engine = StoreEngine(secrets.token_bytes(INCARNATION_BYTES), config.limits, time.time_ns() // 1000)
+        self.engine.describe_server = lambda: describe(self)
+        self.started_at = time.monotonic()
         self.encoder = Encoder()
         self.log = logging.getLogger("asyncdist_server")
         self.dirty: list[Connection] = []

@@ -22,8 +22,10 @@ need neither.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from asyncdist_server.clients import Client, Reply
+from asyncdist_server.coordination import COORDINATION
 from asyncdist_server.messages import (
     CLIENT_LINGER_S,
     INVALID,
@@ -45,15 +47,18 @@ __all__ = ["Client", "Reply", "Request", "StoreEngine"]
 class StoreEngine:
     """All namespaces, clients and blocked requests of one store; see the module's docstring for how it is driven."""
 
-    def __init__(self, incarnation: bytes, limits: Limits | None = None) -> None:
+    def __init__(self, incarnation: bytes, limits: Limits | None = None, first_revision: int = 0) -> None:
         self.incarnation = incarnation
         self.limits = limits or Limits()
-        self._state = StoreState(self.limits)
+        self._state = StoreState(self.limits, first_revision)
+        self._state.describe = self.status
+        self.describe_server: Callable[[], dict[str, Any]] = dict
         self._namespaces: dict[str, Namespace] = {}
         self._connected: dict[bytes, Client] = {}
         self._away: dict[bytes, tuple[float, Client]] = {}  # in the order they are to be forgotten
         # Entries are (function, length of the request, whether its reply must be remembered for a retry).
-        self._operations = {code: (run, size, code in MUTATIONS) for code, (run, size) in OPERATIONS.items()}
+        operations = {**OPERATIONS, **COORDINATION}
+        self._operations = {code: (run, size, code in MUTATIONS) for code, (run, size) in operations.items()}
 
     @property
     def memory_bytes(self) -> int:
@@ -95,6 +100,7 @@ class StoreEngine:
             home = self._namespaces[namespace] = Namespace(namespace)
         home.clients += 1
         client = Client(home, client_id, deliver, on_superseded, self.limits)
+        self._state.clients[client] = None
         if client_id is None:
             return client
         if before is not None:
@@ -106,6 +112,8 @@ class StoreEngine:
             self._forget(client_id)
             self._state.memory_bytes += client.resume(replay)
         self._connected[client_id] = client
+        if home.bound:
+            self._state.leases.client_came(client)
         return client
 
     def close(self, client: Client, now: float) -> None:
@@ -116,8 +124,12 @@ class StoreEngine:
         if client.closed:
             return
         client.closed = True
+        self._state.now = now
+        del self._state.clients[client]
         for waiter in list(client.blocked.values()):
             self._state.unblock(waiter)
+        if client.namespace.bound:
+            self._state.leases.client_went(client, client.leaving or client.client_id is None, now)
         client.namespace.clients -= 1
         if client.client_id is not None and self._connected.get(client.client_id) is client:
             del self._connected[client.client_id]
@@ -149,7 +161,7 @@ class StoreEngine:
         """Remove all keys and queues of `namespace`, or those for whose name `belongs` is true. Wakes nobody."""
         home = self._namespaces.get(namespace)
         if home is not None:
-            self._state.memory_bytes -= home.clear(belongs)[1]
+            self._state.clear(home, belongs)
             self._drop_unused(home)
 
     # ---- requests
@@ -169,6 +181,7 @@ class StoreEngine:
             raise malformed(request)
         if remember and client.read_only:
             return request_id, INVALID, f"clients like this one may only read the namespace {client.namespace.name}"
+        self._state.now = now
         if client.careful and remember:
             reply, freed = client.take_replay(request_id)
             self._state.memory_bytes -= freed
@@ -184,19 +197,40 @@ class StoreEngine:
     def next_deadline(self) -> float | None:
         """Return when `expire` has something to do next, None if nothing is due ever."""
         soonest = self._state.deadlines.next()
+        timed = self._state.timers.next()
+        if timed is not None and (soonest is None or timed < soonest):
+            soonest = timed
         if self._away:
             forget_at = next(iter(self._away.values()))[0]
             return forget_at if soonest is None else min(soonest, forget_at)
         return soonest
 
     def expire(self, now: float) -> None:
-        """Answer the blocked requests whose time is over with TIMEOUT, and forget clients that stayed away."""
+        """Answer the blocked requests whose time is over with TIMEOUT, end leases, forget clients that stayed away."""
+        self._state.now = now
+        while (timed := self._state.timers.take_due(now)) is not None:
+            timed.fire(now)
+            self._drop_unused(timed.namespace)
         self._state.expire(now)
         while self._away:
             client_id, (forget_at, _) = next(iter(self._away.items()))
             if forget_at > now:
                 break
             self._forget(client_id)
+
+    def renew_leases(self, now: float) -> None:
+        """Give every lease its full time again, after the store was away and has come back with its state."""
+        for namespace in self._namespaces.values():
+            self._state.leases.renew_all(namespace, now)
+
+    def status(self) -> dict[str, Any]:
+        """Return what STATUS answers: how much the store holds, and what the server around it has to say."""
+        return {
+            "incarnation": self.incarnation.hex(),
+            **self.statistics(),
+            "memory_limit_bytes": self.limits.memory_bytes,
+            **self.describe_server(),
+        }
 
     def statistics(self) -> dict[str, int]:
         """Return how much the store holds at this moment."""
@@ -207,5 +241,6 @@ class StoreEngine:
             "clients": sum(namespace.clients for namespace in self._namespaces.values()),
             "clients_away": len(self._away),
             "waiters": self.waiter_count,
+            "leases": self._state.leases.count,
             "memory_bytes": self.memory_bytes,
         }

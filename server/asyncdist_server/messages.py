@@ -24,7 +24,8 @@ Exactly once. The daemon remembers the reply of every mutation until it knows th
   pending mutations were applied: fail them, do not retry. Reads may be retried always.
 * `GOODBYE` makes the daemon forget the client at once.
 
-The namespace (job) and rank of a client are those its token handshake proved (`auth.store_context`).
+The namespace (job) and rank of a client are those its token handshake proved (`auth.store_context`). A hello may end
+with a fourth element, the client's name as UTF-8, which is shown to people.
 
 Requests and what their reply's value is (`timeout_ms` is an integer >= 0, or None to wait without limit):
 
@@ -47,78 +48,37 @@ Requests and what their reply's value is (`timeout_ms` is an integer >= 0, or No
     CANCEL id                         True if that blocked request was withdrawn (it is answered CANCELLED first), False
                                       if it was not blocked: it has been answered, or never existed
     DELETE_NAMESPACE                  how many keys and queues of this client's namespace were removed
+    GRANT id ttl_ms bound             None; a lease that ends ttl_ms after its last KEEP_ALIVE or, if bound, after this
+                                      client's connection was lost (at once after a goodbye). Clients draw ids at random
+    KEEP_ALIVE [id...]                [id...] of those leases that are not there (any more)
+    REVOKE id                         True if the lease was there; what hung on it goes
+    SET_LEASED key value id           None; the key goes when the lease ends, unless SET or COMPARE_SET free it before
+    HOLD prefix id linger_ms          None; when the last lease that holds a prefix has ended and linger_ms have passed,
+                                      all that begins with it goes
+    WATCH prefix revision timeout_ms  (next revision, [(revision, kind, key, value)...]), what happened to keys with the
+                                      prefix from `revision` on; waits for something. None: nothing, at once, the start
+    LOCK key id timeout_ms            the fencing token, once the key is free; the key goes when the lease ends
+    UNLOCK key token                  True if the key was held with this token
+    JOIN job name min max settle_ms id timeout_ms    (epoch, rank, [name...], revision), once a round is complete
+    LEAVE job id                      True if the lease stood for a member of the job
+    STATUS                            a map of what the daemon holds, for people
+    WAITS everywhere                  [how many, [operation, [key...], waited_ms, namespace, name, rank, address]...]:
+                                      who waits, longest first, in this namespace or in all
     PING                              None
     GOODBYE                           None, then the server closes the connection
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import msgpack
 
+from asyncdist_server.codes import *  # noqa: F403  # they are part of this contract
+from asyncdist_server.codes import OK, REFUSED
+
 PROTOCOL_VERSION: Final = 1
-
-# Operation codes. Small integers, so that msgpack spends one byte on them.
-SET: Final = 1
-GET: Final = 2
-ADD: Final = 3
-CHECK: Final = 4
-WAIT: Final = 5
-COMPARE_SET: Final = 6
-DELETE: Final = 7
-APPEND: Final = 8
-MULTI_GET: Final = 9
-MULTI_SET: Final = 10
-NUM_KEYS: Final = 11
-LIST_KEYS: Final = 12
-QUEUE_PUSH: Final = 13
-QUEUE_POP: Final = 14
-QUEUE_LEN: Final = 15
-QUEUE_RETURN: Final = 16
-CANCEL: Final = 17
-DELETE_NAMESPACE: Final = 18
-PING: Final = 19
-GOODBYE: Final = 20
-
-OPERATION_NAMES: Final[Mapping[int, str]] = {
-    SET: "set",
-    GET: "get",
-    ADD: "add",
-    CHECK: "check",
-    WAIT: "wait",
-    COMPARE_SET: "compare_set",
-    DELETE: "delete_key",
-    APPEND: "append",
-    MULTI_GET: "multi_get",
-    MULTI_SET: "multi_set",
-    NUM_KEYS: "num_keys",
-    LIST_KEYS: "list_keys",
-    QUEUE_PUSH: "queue_push",
-    QUEUE_POP: "queue_pop",
-    QUEUE_LEN: "queue_len",
-    QUEUE_RETURN: "queue_return",
-    CANCEL: "cancel",
-    DELETE_NAMESPACE: "delete_namespace",
-    PING: "ping",
-    GOODBYE: "goodbye",
-}
-
-MUTATIONS: Final = frozenset(
-    {SET, ADD, COMPARE_SET, DELETE, APPEND, MULTI_SET, QUEUE_PUSH, QUEUE_POP, QUEUE_RETURN, DELETE_NAMESPACE}
-)
-"""Operations whose replies the daemon remembers, and which a client names in `Hello.pending`."""
-
-# Reply codes. The value of OK is the operation's; of TIMEOUT the list of keys still missing (at most
-# MAX_MISSING_REPORTED); of all others a text for people.
-OK: Final = 0
-TIMEOUT: Final = 1
-LIMIT: Final = 2  # a documented bound; nothing of the request was applied
-INVALID: Final = 3  # the request makes no sense on the stored value; nothing was applied
-CANCELLED: Final = 4  # withdrawn by CANCEL
-PROTOCOL: Final = 5  # the bytes broke this contract; the connection is closed
-REFUSED: Final = 6  # this client may not connect now (version, too many connections, superseded)
 
 LENGTH_BYTES: Final = 4
 CLIENT_ID_BYTES: Final = 16
@@ -142,6 +102,13 @@ MAX_IN_FLIGHT: Final = 65_536
 """Most requests of one client without a reply it is known to have (default). Bounds remembered replies."""
 MAX_NAMESPACE_BYTES: Final = 255
 """Longest name of a namespace: a job id and an attempt number."""
+MAX_CLIENT_NAME_BYTES: Final = 255
+"""Longest name of a client, which is shown to people beside what it waits for."""
+MAX_LEASES: Final = 65_536
+"""Leases of all namespaces; each costs about 1 KiB. A thousand jobs of 64 ranks have one per rank."""
+MAX_LEASE_ID: Final = 2**63 - 1
+MAX_MEMBERS: Final = 65_536
+"""Members of one job; a round is worked out anew whenever one comes or goes."""
 MAX_MISSING_REPORTED: Final = 100
 """Most keys in the reply to an expired wait: enough to say which rank is missing, bounded for a wait on thousands."""
 MAX_CONNECTIONS: Final = 16_384
@@ -184,6 +151,7 @@ class Hello(NamedTuple):
 
     client_id: bytes
     pending: tuple[int, ...] = ()
+    name: str = ""
 
 
 class Welcome(NamedTuple):
@@ -219,7 +187,8 @@ class Encoder:
 
     def hello(self, hello: Hello) -> bytes:
         """Return a client's first frame."""
-        return self.frame((PROTOCOL_VERSION, hello.client_id, hello.pending))
+        name = hello.name.encode(errors="replace")[:MAX_CLIENT_NAME_BYTES]
+        return self.frame((PROTOCOL_VERSION, hello.client_id, hello.pending, name))
 
     def welcome(self, welcome: Welcome) -> bytes:
         """Return the server's answer to a hello."""
@@ -314,14 +283,17 @@ def decode_hello(payload: bytes | memoryview, max_in_flight: int = MAX_IN_FLIGHT
     if message[0] != PROTOCOL_VERSION:
         # Before anything else is looked at: a later version may say more.
         raise HelloRefused(REFUSED, f"the client speaks store protocol {message[0]}, this server {PROTOCOL_VERSION}")
-    if len(message) != 3:
-        raise ProtocolError("a hello must be a version, a client id and pending request ids")
-    _, client_id, pending = message
+    if not 3 <= len(message) <= 4:
+        raise ProtocolError("a hello must be a version, a client id, pending request ids and perhaps a name")
+    _, client_id, pending = message[:3]
+    name = message[3] if len(message) > 3 else b""
+    if type(name) is not bytes or len(name) > MAX_CLIENT_NAME_BYTES:
+        raise ProtocolError(f"a client's name must be at most {MAX_CLIENT_NAME_BYTES} bytes")
     if type(client_id) is not bytes or len(client_id) != CLIENT_ID_BYTES:
         raise ProtocolError(f"a client id must be {CLIENT_ID_BYTES} bytes")
     if type(pending) is not tuple or not all(type(i) is int and 0 < i <= MAX_REQUEST_ID for i in pending):
         raise ProtocolError("pending request ids must be integers in 1..2**63-1")
-    return Hello(client_id, pending)
+    return Hello(client_id, pending, name.decode(errors="replace"))
 
 
 def decode_welcome(payload: bytes | memoryview) -> Welcome:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from asyncdist_server.waiters import WaitList
+
+if TYPE_CHECKING:
+    from asyncdist_server.clients import Client
+    from asyncdist_server.history import History
+    from asyncdist_server.leases import Hold, Lease
+    from asyncdist_server.membership import Job
 
 KEY_OVERHEAD_BYTES: Final = 180
 """What a key costs besides its bytes and its value's: two byte-string headers and a dict entry (measured)."""
@@ -19,7 +24,23 @@ QUEUE_OVERHEAD_BYTES: Final = 900
 class Namespace:
     """Keys and queues live side by side: the same name may be both. A queue exists while it has items."""
 
-    __slots__ = ("clients", "name", "poppers", "queues", "readers", "values")
+    __slots__ = (
+        "bound",
+        "clients",
+        "histories",
+        "holds",
+        "jobs",
+        "leased",
+        "leases",
+        "lockers",
+        "name",
+        "poppers",
+        "prefix_lengths",
+        "queues",
+        "readers",
+        "values",
+        "watchers",
+    )
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -27,12 +48,21 @@ class Namespace:
         self.queues: dict[bytes, deque[bytes]] = {}
         self.readers = WaitList()  # get, wait, multi_get
         self.poppers = WaitList()  # queue_pop
+        self.watchers = WaitList()  # watch, by prefix
+        self.lockers = WaitList()  # lock
+        self.leases: dict[int, Lease] = {}
+        self.leased: dict[bytes, Lease] = {}  # by key
+        self.bound: dict[bytes | Client, dict[Lease, None]] = {}  # by the client whose connection they need
+        self.holds: dict[bytes, Hold] = {}  # by prefix
+        self.histories: dict[bytes, History] = {}  # by prefix
+        self.prefix_lengths: dict[int, int] = {}  # how many histories have a prefix of that length
+        self.jobs: dict[bytes, Job] = {}
         self.clients = 0
 
     @property
     def unused(self) -> bool:
         """Whether nobody would notice if this object were made anew."""
-        return not (self.clients or self.values or self.queues)
+        return not (self.clients or self.values or self.queues or self.leases or self.holds or self.histories)
 
     def present(self, key: bytes) -> bool:
         """Return whether `check` and `wait` see `key`: a queue with items counts, as it does for torch."""
@@ -75,17 +105,7 @@ class Namespace:
         value = self.values.pop(key, None)
         return None if value is None else KEY_OVERHEAD_BYTES + len(key) + len(value)
 
-    def clear(self, belongs: Callable[[bytes], bool] | None = None) -> tuple[int, int]:
-        """Remove everything, or the keys and queues for whose name `belongs` is true.
-
-        Returns how many keys and queues that were, and the bytes no longer charged.
-        """
-        keys = [key for key in self.values if belongs is None or belongs(key)]
-        queues = [key for key in self.queues if belongs is None or belongs(key)]
-        freed = 0
-        for key in keys:
-            freed += KEY_OVERHEAD_BYTES + len(key) + len(self.values.pop(key))
-        for key in queues:
-            items = self.queues.pop(key)
-            freed += QUEUE_OVERHEAD_BYTES + len(key) + sum(ITEM_OVERHEAD_BYTES + len(item) for item in items)
-        return len(keys) + len(queues), freed
+    def clear_queue(self, key: bytes) -> int:
+        """Remove a queue that exists; returns the bytes no longer charged."""
+        queue = self.queues.pop(key)
+        return QUEUE_OVERHEAD_BYTES + len(key) + sum(ITEM_OVERHEAD_BYTES + len(item) for item in queue)

@@ -20,6 +20,7 @@ from asyncdist_server.messages import (
     COMPARE_SET,
     DELETE,
     DELETE_NAMESPACE,
+    EVENT_SET,
     GET,
     GOODBYE,
     INVALID,
@@ -87,7 +88,7 @@ def _add(state: StoreState, client: Client, request: Request, now: float) -> Rep
     total = number + amount
     if not INT64_MIN <= total <= INT64_MAX or not INT64_MIN <= amount <= INT64_MAX:
         return request_id, INVALID, f"{number} + {amount} exceeds the range of int64"
-    refused = state.put(client.namespace, key, b"%d" % total)
+    refused = state.put(client.namespace, key, b"%d" % total, keep_lease=True)
     return (request_id, LIMIT, refused) if refused else (request_id, OK, total)
 
 
@@ -141,9 +142,7 @@ def _delete(state: StoreState, client: Client, request: Request, now: float) -> 
     request_id, _, key = request
     if type(key) is not bytes:
         raise malformed(request)
-    freed = client.namespace.delete_value(key)
-    state.memory_bytes -= freed or 0
-    return request_id, OK, freed is not None
+    return request_id, OK, state.remove(client.namespace, key)
 
 
 def _append(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
@@ -153,7 +152,7 @@ def _append(state: StoreState, client: Client, request: Request, now: float) -> 
     old = client.namespace.values.get(key, b"")
     if len(old) + len(value) > state.limits.value_bytes:
         return request_id, LIMIT, f"the value would have {len(old) + len(value)} bytes"
-    refused = state.put(client.namespace, key, old + value)
+    refused = state.put(client.namespace, key, old + value, keep_lease=True)
     return (request_id, LIMIT, refused) if refused else (request_id, OK, None)
 
 
@@ -183,7 +182,11 @@ def _multi_set(state: StoreState, client: Client, request: Request, now: float) 
         return request_id, LIMIT, refused
     state.memory_bytes += growth
     namespace.values.update(pairs)
-    for key in pairs:
+    for key, value in pairs.items():
+        if namespace.leased:
+            state.leases.detach(namespace, key)
+        if namespace.histories:
+            state.recorder.record(namespace, EVENT_SET, key, value)
         if key in namespace.readers:
             state.wake(namespace, key)
     return request_id, OK, None
@@ -256,9 +259,7 @@ def _cancel(state: StoreState, client: Client, request: Request, now: float) -> 
 
 
 def _delete_namespace(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
-    count, freed = client.namespace.clear()
-    state.memory_bytes -= freed
-    return request[0], OK, count
+    return request[0], OK, state.clear(client.namespace)
 
 
 def _ping(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:

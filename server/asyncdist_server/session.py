@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from asyncdist_server.auth import AuthenticationError, Refusal, ServerHandshake, parse_store_context, refusal_message
+from asyncdist_server.clients import value_bytes
 from asyncdist_server.engine import Client, Reply, StoreEngine
 from asyncdist_server.messages import (
     FRAME_TARGET_BYTES,
@@ -58,6 +59,7 @@ class Session:
         "_replies",
         "_requests",
         "_running",
+        "address",
         "closing",
         "error",
         "reply_bytes",
@@ -78,6 +80,8 @@ class Session:
         self._replies: list[Reply] = []
         self._output: list[bytes] = []
         self._running = False
+        self.address = ""
+        """Where the client is, for people."""
         self.reply_bytes = 0
         """Bytes of values in replies not yet taken."""
         self.closing = False
@@ -189,6 +193,7 @@ class Session:
             on_superseded=self._superseded,
             now=now,
         )
+        self._client.name, self._client.rank, self._client.address = hello.name, self._rank, self.address
         welcome = Welcome(self._engine.incarnation, self._client.resumed, self._engine.limits)
         self._output.append(self._encoder.welcome(welcome))
 
@@ -213,8 +218,8 @@ class Session:
                 value = reply[2]
                 if type(value) is bytes:
                     self.reply_bytes += len(value)
-                elif type(value) is list:
-                    self.reply_bytes += sum(map(len, value))
+                elif type(value) is list or type(value) is tuple:
+                    self.reply_bytes += value_bytes(value)
                 if client.leaving:
                     self._stop("")
                     return
@@ -222,7 +227,7 @@ class Session:
     def _deliver(self, reply: Reply) -> None:
         """Take the reply to a request that was blocked."""
         self._replies.append(reply)
-        self.reply_bytes += _value_bytes(reply)
+        self.reply_bytes += value_bytes(reply[2])
         if not self._running and (len(self._replies) == 1 or self.reply_bytes > self._engine.limits.frame_bytes):
             self._on_output()
 
@@ -258,7 +263,7 @@ class Session:
         start = 0
         size = 0
         for position, reply in enumerate(replies):
-            reply_bytes = _value_bytes(reply)
+            reply_bytes = value_bytes(reply[2])
             if position > start and (size + reply_bytes > FRAME_TARGET_BYTES or position - start >= limits.items):
                 frames.append(self._encoder.replies(replies[start:position]))
                 start = position
@@ -266,12 +271,3 @@ class Session:
             size += reply_bytes
         frames.append(self._encoder.replies(replies[start:]))
         return frames
-
-
-def _value_bytes(reply: Reply) -> int:
-    value = reply[2]
-    if type(value) is bytes:
-        return len(value)
-    if type(value) is list:
-        return sum(map(len, value))
-    return 0

@@ -2,33 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Final
+
 from asyncdist_server.clients import Client, Reply
+from asyncdist_server.history import Recorder
+from asyncdist_server.leases import Leases
 from asyncdist_server.messages import (
+    EVENT_DELETE,
+    EVENT_SET,
     FRAME_SLACK_BYTES,
     GET,
+    JOIN,
+    LEASE_LOST,
     LIMIT,
+    LOCK,
     MAX_MISSING_REPORTED,
     OK,
     QUEUE_POP,
     TIMEOUT,
     WAIT,
+    WATCH,
     Limits,
 )
 from asyncdist_server.namespace import Namespace
-from asyncdist_server.waiters import Deadlines, Waiter
+from asyncdist_server.timers import Timers
+from asyncdist_server.waiters import Deadlines, Waiter, WaitPlace
+
+TAKING: Final = frozenset({QUEUE_POP, LOCK, JOIN})
+"""Operations that may block and change something when they end: their late replies are remembered for a retry."""
 
 
 class StoreState:
     """The engine's bookkeeping. A method that can be refused returns why, or an empty text."""
 
-    __slots__ = ("deadlines", "limits", "memory_bytes", "reply_bytes", "waiter_count")
+    __slots__ = (
+        "clients",
+        "deadlines",
+        "describe",
+        "leases",
+        "limits",
+        "memory_bytes",
+        "now",
+        "recorder",
+        "reply_bytes",
+        "revision",
+        "timers",
+        "waiter_count",
+    )
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, first_revision: int = 0) -> None:
         self.limits = limits
         self.reply_bytes = limits.frame_bytes - FRAME_SLACK_BYTES // 2
         self.memory_bytes = 0
         self.waiter_count = 0
         self.deadlines = Deadlines()
+        self.timers = Timers()
+        self.leases = Leases(self)
+        self.recorder = Recorder(self)
+        self.clients: dict[Client, None] = {}
+        self.revision = first_revision  # grows with every change that is recorded, in any namespace, and every lock
+        self.now = 0.0  # of the request or expiry under way
+        self.describe: Callable[[], dict[str, Any]] = dict
 
     # ---- limits
 
@@ -55,26 +90,60 @@ class StoreState:
         """Return why the store cannot grow by `growth` bytes."""
         if growth <= 0 or self.memory_bytes + growth <= self.limits.memory_bytes:
             return ""
+        self.recorder.make_room(self.memory_bytes + growth - self.limits.memory_bytes)
+        if self.memory_bytes + growth <= self.limits.memory_bytes:
+            return ""
         return (
             f"the store holds {self.memory_bytes} of at most {self.limits.memory_bytes} bytes, {growth} more are needed"
         )
 
     # ---- values
 
-    def put(self, namespace: Namespace, key: bytes, value: bytes) -> str:
-        """Store `value` and wake who waits for `key`, or change nothing and return why."""
+    def put(self, namespace: Namespace, key: bytes, value: bytes, keep_lease: bool = False) -> str:
+        """Store `value` and wake who waits for `key`, or change nothing and return why.
+
+        A lease that the key is bound to lets go of it unless `keep_lease`.
+        """
         growth = namespace.growth_by_value(key, value)
         if (
             len(key) > self.limits.key_bytes
             or len(value) > self.limits.value_bytes
             or (growth > 0 and self.memory_bytes + growth > self.limits.memory_bytes)
-        ):
-            return self.refuse_key(key) or self.refuse_value(value) or self.refuse_growth(growth)
+        ) and (refused := self.refuse_key(key) or self.refuse_value(value) or self.refuse_growth(growth)):
+            return refused
         self.memory_bytes += growth
         namespace.values[key] = value
+        if namespace.leased and not keep_lease:
+            self.leases.detach(namespace, key)
+        if namespace.histories:
+            self.recorder.record(namespace, EVENT_SET, key, value)
         if key in namespace.readers:
             self.wake(namespace, key)
         return ""
+
+    def remove(self, namespace: Namespace, key: bytes, kind: int = EVENT_DELETE) -> bool:
+        """Remove `key` and give the lock it may be to the next; returns whether it was there."""
+        freed = namespace.delete_value(key)
+        if freed is None:
+            return False
+        self.memory_bytes -= freed
+        if namespace.leased:
+            self.leases.detach(namespace, key)
+        if namespace.histories:
+            self.recorder.record(namespace, kind, key, b"")
+        if key in namespace.lockers:
+            self.pass_lock_on(namespace, key)
+        return True
+
+    def clear(self, namespace: Namespace, belongs: Callable[[bytes], bool] | None = None) -> int:
+        """Remove all keys and queues, or those for whose name `belongs` is true; returns how many. Wakes no readers."""
+        keys = [key for key in namespace.values if belongs is None or belongs(key)]
+        queues = [key for key in namespace.queues if belongs is None or belongs(key)]
+        for key in keys:
+            self.remove(namespace, key)
+        for key in queues:
+            self.memory_bytes -= namespace.clear_queue(key)
+        return len(keys) + len(queues)
 
     def read_many(self, namespace: Namespace, request_id: int, keys: tuple[bytes, ...]) -> Reply:
         """Return the reply to a multi_get whose keys are all present."""
@@ -95,10 +164,17 @@ class StoreState:
         position: int,
         timeout_ms: int | None,
         now: float,
+        place: WaitPlace | None = None,
+        argument: int | bytes = 0,
     ) -> Reply | None:
-        """Let a request wait for the missing key at `position`; returns its reply if it may not or need not wait."""
+        """Let a request wait for the missing key at `position`; returns its reply if it may not or need not wait.
+
+        Who waits for something else than a key waits in a `place` of its own.
+        """
         waiter = Waiter(client, request_id, operation, keys, None if timeout_ms is None else now + timeout_ms / 1000)
         waiter.position = position
+        waiter.since = now
+        waiter.argument = argument
         if timeout_ms == 0:
             return request_id, TIMEOUT, self.missing(waiter)
         if self.waiter_count >= self.limits.waiters or len(client.blocked) >= self.limits.in_flight:
@@ -109,7 +185,10 @@ class StoreState:
         self.waiter_count += 1
         client.blocked[request_id] = waiter
         self.deadlines.add(waiter)
-        self._wait_at(waiter, position)
+        if place is None:
+            self._wait_at(waiter, position)
+        else:
+            place.add(waiter)
         return None
 
     def _wait_at(self, waiter: Waiter, position: int) -> None:
@@ -129,8 +208,11 @@ class StoreState:
 
     def finish(self, waiter: Waiter, reply: Reply) -> None:
         """Answer a blocked request."""
+        place = waiter.waits_in
         self.unblock(waiter)
-        if waiter.operation == QUEUE_POP:
+        if reply[1] != OK and place is not None:
+            place.give_up(waiter)
+        if waiter.operation in TAKING:
             waiter.client.note_reply(reply)
         waiter.client.deliver(reply)
 
@@ -159,7 +241,9 @@ class StoreState:
     def missing(self, waiter: Waiter) -> list[bytes]:
         """Return the keys, at most `MAX_MISSING_REPORTED`, that a request still waits for."""
         namespace = waiter.client.namespace
-        if waiter.operation == QUEUE_POP:
+        if waiter.operation == JOIN and waiter.waits_in is not None:
+            return waiter.waits_in.missing()[:MAX_MISSING_REPORTED]
+        if waiter.operation in (QUEUE_POP, WATCH, LOCK, JOIN):
             return list(waiter.keys)
         found: list[bytes] = []
         for key in waiter.keys:
@@ -168,6 +252,26 @@ class StoreState:
                 if len(found) == MAX_MISSING_REPORTED:
                     break
         return found
+
+    # ---- locks
+
+    def take_lock(self, namespace: Namespace, request_id: int, key: bytes, lease_id: int) -> Reply:
+        """Bind the free lock `key` to a lease, and return the reply with the fencing token or why not."""
+        lease = namespace.leases.get(lease_id)
+        if lease is None:
+            return request_id, LEASE_LOST, "there is no such lease (any more)"
+        self.revision += 1
+        token = self.revision
+        if refused := self.put(namespace, key, b"%d" % token):
+            return request_id, LIMIT, refused
+        self.leases.attach(lease, key)
+        return request_id, OK, token
+
+    def pass_lock_on(self, namespace: Namespace, key: bytes) -> None:
+        """Give a lock that became free to who has waited longest."""
+        while key not in namespace.values and (waiter := namespace.lockers.take_first(key)) is not None:
+            assert type(waiter.argument) is int
+            self.finish(waiter, self.take_lock(namespace, waiter.request_id, key, waiter.argument))
 
 
 def first_missing(namespace: Namespace, operation: int, keys: tuple[bytes, ...], start: int = 0) -> int | None:

@@ -7,7 +7,7 @@ before it arrives. This makes a wait on n keys cost O(n) in all, and every wake-
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from asyncdist_server.clients import Client
@@ -21,7 +21,19 @@ COMPACT_AFTER: Final = 1024
 class Waiter:
     """One blocked request. `position` is where in `keys` the search for a missing key goes on."""
 
-    __slots__ = ("bytes", "client", "deadline", "done", "keys", "operation", "position", "request_id", "waits_in")
+    __slots__ = (
+        "argument",
+        "bytes",
+        "client",
+        "deadline",
+        "done",
+        "keys",
+        "operation",
+        "position",
+        "request_id",
+        "since",
+        "waits_in",
+    )
 
     def __init__(
         self, client: Client, request_id: int, operation: int, keys: tuple[bytes, ...], deadline: float | None
@@ -33,8 +45,26 @@ class Waiter:
         self.position = 0
         self.deadline = deadline
         self.done = False
-        self.waits_in: WaitList | None = None
+        self.since = 0.0
+        self.argument: int | bytes = 0  # of watch a revision, of lock a lease, of join a member
+        self.waits_in: WaitPlace | None = None
         self.bytes = WAITER_BYTES + sum(map(len, keys)) + 48 * len(keys)
+
+
+class WaitPlace(Protocol):
+    """Where a blocked request can be taken out of."""
+
+    def add(self, waiter: Waiter) -> None:
+        """Let `waiter` wait here."""
+
+    def discard(self, waiter: Waiter) -> None:
+        """Forget `waiter`, which is here."""
+
+    def give_up(self, waiter: Waiter) -> None:
+        """Note that the request of `waiter`, which was here, has failed."""
+
+    def missing(self) -> list[bytes]:
+        """Return what those who wait here wait for."""
 
 
 class WaitList:
@@ -64,6 +94,13 @@ class WaitList:
         if not waiters:
             del self._waiters[key]
         waiter.waits_in = None
+
+    def give_up(self, waiter: Waiter) -> None:
+        """Nothing: who waits for keys leaves no trace."""
+
+    def missing(self) -> list[bytes]:
+        """Return the keys that somebody waits for here."""
+        return list(self._waiters)
 
     def take_all(self, key: bytes) -> list[Waiter]:
         """Remove and return all waiters of `key`."""

@@ -1,0 +1,259 @@
+"""What the operations of coordination do: leases, holds, watches, locks, jobs, and what people ask in a hang.
+
+As in `operations`: one function each, (state, client, request, now) -> reply, or None if blocked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from asyncdist_server.clients import Client, Reply
+from asyncdist_server.membership import Job, find_job
+from asyncdist_server.messages import (
+    COMPACTED,
+    EVENT_DELETE,
+    GRANT,
+    HOLD,
+    INVALID,
+    JOIN,
+    KEEP_ALIVE,
+    LEASE_LOST,
+    LEAVE,
+    LIMIT,
+    LOCK,
+    MAX_LEASE_ID,
+    MAX_MEMBERS,
+    MAX_TIMEOUT_MS,
+    OK,
+    OPERATION_NAMES,
+    REVOKE,
+    SET_LEASED,
+    STATUS,
+    UNLOCK,
+    WAITS,
+    WATCH,
+    ProtocolError,
+)
+from asyncdist_server.operations import Operation, Request, malformed
+from asyncdist_server.state import StoreState
+
+MAX_WAITS: Final = 1000
+"""Most waiting requests in one answer: those that wait longest tell why a job hangs."""
+SHOWN_KEYS: Final = 5
+"""Most keys shown of each."""
+SHOWN_KEY_BYTES: Final = 200
+"""Most bytes shown of a key, so that the longest answer stays around 1 MiB."""
+
+
+def _lost(request_id: int) -> Reply:
+    return request_id, LEASE_LOST, "there is no such lease (any more)"
+
+
+def _require_times(request: Request, *times_ms: object, least: int = 0) -> None:
+    for time_ms in times_ms:
+        if type(time_ms) is not int or not least <= time_ms <= MAX_TIMEOUT_MS:
+            raise malformed(request)
+
+
+def _require_wait(client: Client, request: Request) -> None:
+    timeout_ms = request[-1]
+    if timeout_ms is not None:
+        _require_times(request, timeout_ms)
+    if request[0] in client.blocked:
+        raise ProtocolError(f"request id {request[0]} is in use by a blocked request")
+
+
+# ---- leases
+
+
+def _grant(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
+    request_id, _, lease_id, ttl_ms, bound = request
+    _require_times(request, ttl_ms, least=1)
+    if type(lease_id) is not int or not 0 < lease_id <= MAX_LEASE_ID or type(bound) is not bool:
+        raise malformed(request)
+    if lease_id in client.namespace.leases:
+        return request_id, INVALID, f"there is a lease {lease_id} already"
+    refused = state.leases.grant(client, lease_id, ttl_ms / 1000, bound, now)
+    return (request_id, LIMIT, refused) if refused else (request_id, OK, None)
+
+
+def _keep_alive(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
+    request_id, _, lease_ids = request
+    if type(lease_ids) is not tuple or not all(type(lease_id) is int for lease_id in lease_ids):
+        raise malformed(request)
+    unknown = []
+    for lease_id in lease_ids:
+        lease = client.namespace.leases.get(lease_id)
+        if lease is None:
+            unknown.append(lease_id)
+        elif lease.deadline is not None:  # else its owner is connected
+            lease.postpone(now)
+    return request_id, OK, unknown
+
+
+def _revoke(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
+    request_id, _, lease_id = request
+    if type(lease_id) is not int:
+        raise malformed(request)
+    lease = client.namespace.leases.get(lease_id)
+    if lease is not None:
+        state.leases.end(lease, EVENT_DELETE, now)
+    return request_id, OK, lease is not None
+
+
+def _set_leased(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
+    request_id, _, key, value, lease_id = request
+    if type(key) is not bytes or type(value) is not bytes or type(lease_id) is not int:
+        raise malformed(request)
+    lease = client.namespace.leases.get(lease_id)
+    if lease is None:
+        return _lost(request_id)
+    if refused := state.put(client.namespace, key, value):
+        return request_id, LIMIT, refused
+    state.leases.attach(lease, key)
+    return request_id, OK, None
+
+
+def _hold(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
+    request_id, _, prefix, lease_id, linger_ms = request
+    _require_times(request, linger_ms)
+    if type(prefix) is not bytes or type(lease_id) is not int:
+        raise malformed(request)
+    lease = client.namespace.leases.get(lease_id)
+    if lease is None:
+        return _lost(request_id)
+    refused = state.leases.hold(lease, prefix, linger_ms / 1000)
+    return (request_id, LIMIT, refused) if refused else (request_id, OK, None)
+
+
+# ---- watches
+
+
+def _watch(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
+    request_id, _, prefix, revision, timeout_ms = request
+    if type(prefix) is not bytes or (revision is not None and type(revision) is not int):
+        raise malformed(request)
+    _require_wait(client, request)
+    namespace = client.namespace
+    if prefix not in namespace.histories and (
+        refused := state.refuse_key(prefix) or state.refuse_growth(state.recorder.cost(prefix))
+    ):
+        return request_id, LIMIT, refused
+    history = state.recorder.history(namespace, prefix)
+    if revision is None:
+        return request_id, OK, (state.revision + 1, [])
+    if not history.floor < revision <= state.revision + 1:
+        known = f"{history.floor + 1} to {state.revision}" if history.floor < state.revision else "none"
+        return request_id, COMPACTED, f"revision {revision} is not one of those remembered ({known})"
+    if events := history.since(revision):
+        return request_id, OK, (events[-1][0] + 1, events)
+    return state.block(client, request_id, WATCH, (prefix,), 0, timeout_ms, now, namespace.watchers, revision)
+
+
+# ---- locks
+
+
+def _lock(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
+    request_id, _, key, lease_id, timeout_ms = request
+    if type(key) is not bytes or type(lease_id) is not int:
+        raise malformed(request)
+    _require_wait(client, request)
+    if refused := state.refuse_key(key):
+        return request_id, LIMIT, refused
+    if key not in client.namespace.values:
+        return state.take_lock(client.namespace, request_id, key, lease_id)
+    if lease_id not in client.namespace.leases:
+        return _lost(request_id)
+    return state.block(client, request_id, LOCK, (key,), 0, timeout_ms, now, client.namespace.lockers, lease_id)
+
+
+def _unlock(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
+    request_id, _, key, token = request
+    if type(key) is not bytes or type(token) is not int:
+        raise malformed(request)
+    held = client.namespace.values.get(key) == b"%d" % token
+    if held:
+        state.remove(client.namespace, key)
+    return request_id, OK, held
+
+
+# ---- jobs
+
+
+def _join(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
+    request_id, _, name, member, least, most, settle_ms, lease_id, _ = request
+    _require_times(request, settle_ms)
+    _require_wait(client, request)
+    if type(name) is not bytes or type(member) is not bytes or type(least) is not int or type(most) is not int:
+        raise malformed(request)
+    if not 0 < least <= most <= MAX_MEMBERS:
+        return request_id, INVALID, f"a job has 1 to {MAX_MEMBERS} members, not {least} to {most}"
+    lease = client.namespace.leases.get(lease_id) if type(lease_id) is int else None
+    if lease is None:
+        return _lost(request_id)
+    job = find_job(state, client.namespace, name)
+    if type(job) is str:
+        return request_id, LIMIT, job
+    assert isinstance(job, Job)
+    reply = job.join(client, request, lease, now)
+    if job.prefix not in client.namespace.holds:
+        job.end()  # nobody was admitted yet
+    return reply
+
+
+def _leave(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
+    request_id, _, name, lease_id = request
+    if type(name) is not bytes or type(lease_id) is not int:
+        raise malformed(request)
+    job = client.namespace.jobs.get(name)
+    lease = client.namespace.leases.get(lease_id)
+    if job is None or lease is None or job not in lease.jobs:
+        return request_id, OK, False
+    job.lose(lease, EVENT_DELETE, now)
+    return request_id, OK, True
+
+
+# ---- what people ask
+
+
+def _status(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
+    return request[0], OK, state.describe()
+
+
+def _waits(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
+    request_id, _, everywhere = request
+    if type(everywhere) is not bool:
+        raise malformed(request)
+    waiters = [
+        waiter
+        for each in state.clients
+        if everywhere or each.namespace is client.namespace
+        for waiter in each.blocked.values()
+    ]
+    waiters.sort(key=lambda waiter: waiter.since)
+    rows: list[Any] = [len(waiters)]
+    for waiter in waiters[:MAX_WAITS]:
+        who = waiter.client
+        keys = [key[:SHOWN_KEY_BYTES] for key in state.missing(waiter)[:SHOWN_KEYS]]
+        waited_ms = round((now - waiter.since) * 1000)
+        name = OPERATION_NAMES[waiter.operation]
+        rows.append([name, keys, waited_ms, who.namespace.name, who.name, who.rank, who.address])
+    return request_id, OK, rows
+
+
+COORDINATION: Final[Mapping[int, tuple[Operation, int]]] = {
+    GRANT: (_grant, 5),
+    KEEP_ALIVE: (_keep_alive, 3),
+    REVOKE: (_revoke, 3),
+    SET_LEASED: (_set_leased, 5),
+    HOLD: (_hold, 5),
+    WATCH: (_watch, 5),
+    LOCK: (_lock, 5),
+    UNLOCK: (_unlock, 4),
+    JOIN: (_join, 9),
+    LEAVE: (_leave, 4),
+    STATUS: (_status, 2),
+    WAITS: (_waits, 3),
+}
+"""For each operation code the function, and how many elements its request has."""

@@ -1,0 +1,155 @@
+"""What happened to the keys of one prefix lately, and who waits for more. No clock and no I/O.
+
+A history begins with the first watch of its prefix and ends when nobody has watched it for a while; only keys under
+a watched prefix are recorded, and each prefix by itself, so that other keys neither cost anything nor push events
+out. Watchers share it: one that is slow holds nothing here, it finds that events it has not read are gone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from asyncdist_server.codes import OK
+
+if TYPE_CHECKING:
+    from asyncdist_server.namespace import Namespace
+    from asyncdist_server.state import StoreState
+
+Event = tuple[int, int, bytes, bytes]
+"""Revision, kind, key and (of a set) value."""
+
+HISTORY_EVENTS: Final = 16_384
+"""Most events remembered for a prefix: a rank of each of the largest jobs may come and go between two reads."""
+HISTORY_BYTES: Final = 8 * 1024 * 1024
+"""Most bytes of events remembered for a prefix; the newest stays whatever its size."""
+HISTORY_LINGER_S: Final = 120.0
+"""How long a prefix nobody watches is still recorded: as long as a client that went away is remembered."""
+HISTORY_OVERHEAD_BYTES: Final = 1500
+"""What a history costs besides its events: the object, a deque's first block, its places in tables (measured)."""
+EVENT_BYTES: Final = 160
+"""What an event costs besides key and value: the tuple, its revision, its place in the queue (measured)."""
+REPLY_EVENTS: Final = 1024
+"""Most events in one answer; the next one carries on."""
+REPLY_BYTES: Final = 256 * 1024
+"""An answer holds no more than this, unless a single event does."""
+
+
+class Recorder:
+    """The histories of all namespaces, and who waits for more of them."""
+
+    __slots__ = ("_histories", "_state")
+
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+        self._histories: dict[History, None] = {}
+
+    def cost(self, prefix: bytes) -> int:
+        """Return what it costs to begin a history."""
+        return HISTORY_OVERHEAD_BYTES + len(prefix)
+
+    def history(self, namespace: Namespace, prefix: bytes) -> History:
+        """Return the history of `prefix`, which begins now if there is none."""
+        history = namespace.histories.get(prefix)
+        if history is None:
+            history = namespace.histories[prefix] = History(self._state, namespace, prefix)
+            self._histories[history] = None
+            namespace.prefix_lengths[len(prefix)] = namespace.prefix_lengths.get(len(prefix), 0) + 1
+            self._state.memory_bytes += history.bytes
+        history.deadline = self._state.now + HISTORY_LINGER_S
+        self._state.timers.arm(history)
+        return history
+
+    def end(self, history: History) -> None:
+        """Record nothing more for a prefix that nobody watches."""
+        self._state.timers.end(history)
+        namespace, length = history.namespace, len(history.prefix)
+        del namespace.histories[history.prefix]
+        del self._histories[history]
+        namespace.prefix_lengths[length] -= 1
+        if not namespace.prefix_lengths[length]:
+            del namespace.prefix_lengths[length]
+        self._state.memory_bytes -= history.bytes
+
+    def record(self, namespace: Namespace, kind: int, key: bytes, value: bytes) -> None:
+        """Remember what happened to `key` for every prefix that is watched, and tell who waits for it."""
+        state = self._state
+        state.revision += 1
+        event: Event = (state.revision, kind, key, value)
+        for length in list(namespace.prefix_lengths):
+            prefix = key[:length]
+            history = namespace.histories.get(prefix)
+            if history is None or len(prefix) < length:
+                continue
+            history.append(event)
+            if prefix in namespace.watchers:
+                answer = (event[0] + 1, [event])
+                for waiter in namespace.watchers.take_all(prefix):
+                    state.finish(waiter, (waiter.request_id, OK, answer))
+
+    def make_room(self, needed_bytes: int) -> None:
+        """Forget events worth `needed_bytes`: what happened is worth less than what happens."""
+        limit = self._state.memory_bytes - needed_bytes
+        for history in self._histories:
+            while history.events and self._state.memory_bytes > limit:
+                history.drop_oldest()
+
+
+class History:
+    """The events of one prefix, oldest first. Those up to `floor` are not all here; satisfies `timers.Timed`."""
+
+    __slots__ = ("_state", "armed", "bytes", "deadline", "done", "events", "floor", "namespace", "pinned", "prefix")
+
+    def __init__(self, state: StoreState, namespace: Namespace, prefix: bytes) -> None:
+        self._state = state
+        self.namespace = namespace
+        self.prefix = prefix
+        self.events: deque[Event] = deque()
+        self.floor = state.revision
+        self.bytes = HISTORY_OVERHEAD_BYTES + len(prefix)
+        self.pinned = False  # a job needs it
+        self.deadline: float | None = None
+        self.armed = False
+        self.done = False
+
+    def append(self, event: Event) -> None:
+        """Remember `event`, and forget the oldest ones where the bounds say so."""
+        size = EVENT_BYTES + len(event[2]) + len(event[3])
+        self.events.append(event)
+        self.bytes += size
+        self._state.memory_bytes += size
+        while len(self.events) > HISTORY_EVENTS or (self.bytes > HISTORY_BYTES and len(self.events) > 1):
+            self.drop_oldest()
+
+    def drop_oldest(self) -> None:
+        """Forget one event; watchers that have not read it will be told that something is missing."""
+        revision, _, key, value = self.events.popleft()
+        size = EVENT_BYTES + len(key) + len(value)
+        self.floor = revision
+        self.bytes -= size
+        self._state.memory_bytes -= size
+
+    def since(self, revision: int) -> list[Event]:
+        """Return the oldest events that are not before `revision`, as many as one answer should hold."""
+        found: list[Event] = []
+        size = 0
+        # From the end: whoever reads along has read nearly all of them.
+        newest_first = []
+        for event in reversed(self.events):
+            if event[0] < revision:
+                break
+            newest_first.append(event)
+        for event in reversed(newest_first):
+            size += len(event[2]) + len(event[3]) + EVENT_BYTES
+            if found and (size > REPLY_BYTES or len(found) == REPLY_EVENTS):
+                break
+            found.append(event)
+        return found
+
+    def fire(self, now: float) -> None:
+        """End the history, unless somebody still waits for more of it."""
+        if self.pinned or self.prefix in self.namespace.watchers:
+            self.deadline = now + HISTORY_LINGER_S
+            self._state.timers.arm(self)
+        else:
+            self._state.recorder.end(self)

@@ -1,0 +1,196 @@
+"""Leases: what lives only as long as somebody vouches for it. No clock and no I/O, times are passed in.
+
+A lease ends `ttl_s` after it was last kept alive, or, if it is bound to a connection, `ttl_s` after its client was
+lost without coming back; a goodbye ends it at once. With it go the keys set under it, the locks held under it and the
+job memberships it stands for. Prefixes it holds go `linger_s` after the last lease that holds them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from asyncdist_server.codes import EVENT_DELETE, EVENT_EXPIRE
+from asyncdist_server.messages import MAX_LEASES
+
+if TYPE_CHECKING:
+    from asyncdist_server.clients import Client
+    from asyncdist_server.membership import Job
+    from asyncdist_server.namespace import Namespace
+    from asyncdist_server.state import StoreState
+
+LEASE_BYTES: Final = 900
+"""What a lease costs: the object, its table of keys, its entries in tables and heap (measured)."""
+LEASED_KEY_BYTES: Final = 150
+"""What binding a key to a lease costs: its entries in two tables."""
+HOLD_BYTES: Final = 700
+"""What holding a prefix costs besides the prefix."""
+
+
+class Lease:
+    """One lease; satisfies `timers.Timed`. Its deadline is None while it is bound to a connection that is there."""
+
+    __slots__ = (
+        "_state",
+        "armed",
+        "deadline",
+        "done",
+        "holds",
+        "jobs",
+        "keys",
+        "lease_id",
+        "namespace",
+        "owner",
+        "ttl_s",
+    )
+
+    def __init__(
+        self, state: StoreState, namespace: Namespace, lease_id: int, ttl_s: float, owner: bytes | Client | None
+    ) -> None:
+        self._state = state
+        self.namespace = namespace
+        self.lease_id = lease_id
+        self.ttl_s = ttl_s
+        self.owner = owner  # None: a lease by time only
+        self.keys: dict[bytes, None] = {}
+        self.holds: dict[Hold, None] = {}
+        self.jobs: dict[Job, bytes] = {}
+        self.deadline: float | None = None
+        self.armed = False
+        self.done = False
+
+    def postpone(self, now: float) -> None:
+        """Let the lease end `ttl_s` after `now`."""
+        self.deadline = now + self.ttl_s
+        self._state.timers.arm(self)
+
+    def fire(self, now: float) -> None:
+        """Nobody vouched for it in time."""
+        self._state.leases.end(self, EVENT_EXPIRE, now)
+
+
+class Hold:
+    """A prefix whose keys go when nobody needs them any more; satisfies `timers.Timed`."""
+
+    __slots__ = ("_state", "armed", "deadline", "done", "job", "leases", "linger_s", "namespace", "prefix")
+
+    def __init__(self, state: StoreState, namespace: Namespace, prefix: bytes) -> None:
+        self._state = state
+        self.namespace = namespace
+        self.prefix = prefix
+        self.leases: set[Lease] = set()
+        self.linger_s = 0.0
+        self.job: Job | None = None  # the job that ends with it
+        self.deadline: float | None = None
+        self.armed = False
+        self.done = False
+
+    def release(self, lease: Lease, now: float) -> None:
+        """Note that `lease` no longer holds the prefix."""
+        self.leases.discard(lease)
+        if not self.leases:
+            self.deadline = now + self.linger_s
+            self._state.timers.arm(self)
+
+    def fire(self, now: float) -> None:
+        """Nobody took it up again: remove everything under the prefix."""
+        state = self._state
+        state.timers.end(self)
+        del self.namespace.holds[self.prefix]
+        state.memory_bytes -= HOLD_BYTES + len(self.prefix)
+        if self.job is not None:
+            self.job.end()
+        state.clear(self.namespace, lambda key: key.startswith(self.prefix))
+
+
+class Leases:
+    """The leases and holds of all namespaces of a store. A method that can be refused returns why, or an empty text."""
+
+    __slots__ = ("_state", "count")
+
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+        self.count = 0
+
+    def grant(self, client: Client, lease_id: int, ttl_s: float, bound: bool, now: float) -> str:
+        """Make a lease; one that is `bound` lives as long as the connection of `client`, and `ttl_s` beyond."""
+        namespace = client.namespace
+        if self.count >= MAX_LEASES:
+            return f"there are {self.count} leases, allowed are {MAX_LEASES}"
+        if refused := self._state.refuse_growth(LEASE_BYTES):
+            return refused
+        lease = Lease(self._state, namespace, lease_id, ttl_s, client.identity if bound else None)
+        self._state.memory_bytes += LEASE_BYTES
+        self.count += 1
+        namespace.leases[lease_id] = lease
+        if bound:
+            namespace.bound.setdefault(client.identity, {})[lease] = None
+        else:
+            lease.postpone(now)
+        return ""
+
+    def client_came(self, client: Client) -> None:
+        """Stop the clocks of the leases bound to a client that is there again."""
+        for lease in client.namespace.bound.get(client.identity, ()):
+            lease.deadline = None
+
+    def client_went(self, client: Client, for_good: bool, now: float) -> None:
+        """Start the clocks of the leases bound to `client`, or end them if it cannot come back."""
+        for lease in list(client.namespace.bound.get(client.identity, ())):
+            if for_good:
+                self.end(lease, EVENT_DELETE, now)
+            else:
+                lease.postpone(now)
+
+    def renew_all(self, namespace: Namespace, now: float) -> None:
+        """Give every lease its full time again: the daemon was away, not those who vouch for them."""
+        for lease in namespace.leases.values():
+            lease.postpone(now)
+
+    def attach(self, lease: Lease, key: bytes) -> None:
+        """Bind a key that exists to `lease`, instead of another one."""
+        leased = lease.namespace.leased
+        self.detach(lease.namespace, key)
+        leased[key] = lease
+        lease.keys[key] = None
+        self._state.memory_bytes += LEASED_KEY_BYTES
+
+    def detach(self, namespace: Namespace, key: bytes) -> None:
+        """Make `key` one that no lease ends."""
+        lease = namespace.leased.pop(key, None)
+        if lease is not None:
+            del lease.keys[key]
+            self._state.memory_bytes -= LEASED_KEY_BYTES
+
+    def hold(self, lease: Lease, prefix: bytes, linger_s: float) -> str:
+        """Let `lease` hold `prefix`; the longest time to linger that was asked for counts."""
+        namespace = lease.namespace
+        hold = namespace.holds.get(prefix)
+        if hold is None:
+            if refused := self._state.refuse_key(prefix) or self._state.refuse_growth(HOLD_BYTES + len(prefix)):
+                return refused
+            hold = namespace.holds[prefix] = Hold(self._state, namespace, prefix)
+            self._state.memory_bytes += HOLD_BYTES + len(prefix)
+        hold.leases.add(lease)
+        hold.linger_s = max(hold.linger_s, linger_s)
+        hold.deadline = None
+        lease.holds[hold] = None
+        return ""
+
+    def end(self, lease: Lease, kind: int, now: float) -> None:
+        """End `lease` and all that hangs on it; `kind` is what watchers are told of its keys."""
+        state, namespace = self._state, lease.namespace
+        state.timers.end(lease)
+        del namespace.leases[lease.lease_id]
+        self.count -= 1
+        state.memory_bytes -= LEASE_BYTES
+        if lease.owner is not None:
+            bound = namespace.bound[lease.owner]
+            del bound[lease]
+            if not bound:
+                del namespace.bound[lease.owner]
+        for job in list(lease.jobs):
+            job.lose(lease, kind, now)
+        for key in list(lease.keys):
+            state.remove(namespace, key, kind)
+        for hold in list(lease.holds):
+            hold.release(lease, now)

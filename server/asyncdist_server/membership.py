@@ -1,0 +1,250 @@
+"""Who takes part in a job: rounds, epochs and ranks. No clock and no I/O, times are passed in.
+
+Members join with a name and a lease. A round is complete when at least `least` members wait for it, every living
+member of the previous round among them, and either `most` wait or nobody new came for `settle_s`. It gets the next
+epoch. Ranks: those who were members before keep their order and come first, so that rank 0 is one who has the job's
+state as long as anybody has it; then the new ones in the order of their names (numbers in names count as numbers).
+
+Everything is also to be seen as keys under `job/<job>/`: `members/<name>`, bound to the member's lease, from its first
+join until it leaves or is lost, and `epoch`, the last round as msgpack [epoch, [name...]]. So watching `members/` tells
+of arrivals, departures (deleted) and losses (expired), and a store that kept its keys knows its jobs again. The prefix
+is held by the members' leases: all of it goes when the last one has gone, after `JOB_LINGER_S`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import msgpack
+
+from asyncdist_server.codes import CANCELLED, EVENT_DELETE, INVALID, JOIN, LEASE_LOST, LIMIT, OK
+
+if TYPE_CHECKING:
+    from asyncdist_server.clients import Client, Reply
+    from asyncdist_server.leases import Lease
+    from asyncdist_server.namespace import Namespace
+    from asyncdist_server.state import StoreState
+    from asyncdist_server.waiters import Waiter
+
+JOB_LINGER_S: Final = 30.0
+"""How long a job without members is remembered: a launcher that starts all of them again finds its epoch and keys."""
+JOB_BYTES: Final = 1200
+"""What a job costs besides its keys, its hold and its history."""
+_DIGITS: Final = re.compile(rb"([0-9]+)")
+
+
+def prefix_of(job: bytes) -> bytes:
+    """Return what the keys of `job` begin with."""
+    return b"job/" + job + b"/"
+
+
+def name_order(name: bytes) -> list[Any]:
+    """Return what names are sorted by: `node-2` comes before `node-10`, whatever the length of the numbers."""
+    parts = _DIGITS.split(name)
+    return [(len(part.lstrip(b"0")), part.lstrip(b"0")) if index % 2 else part for index, part in enumerate(parts)]
+
+
+class Settling:
+    """The time in which a round waits for more than the least number of members; satisfies `timers.Timed`."""
+
+    __slots__ = ("_job", "armed", "deadline", "done", "namespace")
+
+    def __init__(self, job: Job, deadline: float) -> None:
+        self._job = job
+        self.namespace = job.namespace
+        self.deadline: float | None = deadline
+        self.armed = False
+        self.done = False
+
+    def fire(self, now: float) -> None:
+        """Nobody else came."""
+        self._job.complete()
+
+
+class Job:
+    """The members of one job, and the round that is being formed; satisfies `waiters.WaitPlace`."""
+
+    __slots__ = (
+        "_settling",
+        "_state",
+        "epoch",
+        "leases",
+        "least",
+        "most",
+        "name",
+        "namespace",
+        "prefix",
+        "ranks",
+        "settle_s",
+        "waiting",
+    )
+
+    def __init__(self, state: StoreState, namespace: Namespace, name: bytes) -> None:
+        self._state = state
+        self.namespace = namespace
+        self.name = name
+        self.prefix = prefix_of(name)
+        self.least = self.most = 0
+        self.settle_s = 0.0
+        self.epoch = 0
+        self.ranks: dict[bytes, int] = {}  # of those members of the last round that live
+        self.leases: dict[bytes, Lease] = {}  # of everyone who came and has not gone
+        self.waiting: dict[bytes, Waiter] = {}  # for the next round, in the order they came
+        self._settling: Settling | None = None
+        self._recall()
+
+    def _recall(self) -> None:
+        """Take up what the keys say, after the store came back with them."""
+        values, leased = self.namespace.values, self.namespace.leased
+        try:
+            epoch, names = msgpack.unpackb(values.get(self.prefix + b"epoch", b""))
+        except (ValueError, TypeError):
+            return
+        if type(epoch) is not int or type(names) is not list:
+            return
+        self.epoch = epoch
+        start = self.prefix + b"members/"
+        for key in [key for key in leased if key.startswith(start)]:
+            name = key[len(start) :]
+            self.leases[name] = leased[key]
+            leased[key].jobs[self] = name
+            if name in names:
+                self.ranks[name] = names.index(name)
+
+    # ---- what waiters need of the place they wait in
+
+    def add(self, waiter: Waiter) -> None:
+        """Let a member wait for the next round."""
+        assert type(waiter.argument) is bytes
+        self.waiting[waiter.argument] = waiter
+        waiter.waits_in = self
+
+    def discard(self, waiter: Waiter) -> None:
+        """Count a member as not waiting: its connection broke, or it gets its answer."""
+        assert type(waiter.argument) is bytes
+        del self.waiting[waiter.argument]
+        waiter.waits_in = None
+        if len(self.waiting) < self.least or waiter.argument in self.ranks:
+            self._stop_settling()
+
+    def give_up(self, waiter: Waiter) -> None:
+        """A member whose join was cancelled or timed out has left."""
+        assert type(waiter.argument) is bytes
+        lease = self.leases.get(waiter.argument)
+        if lease is not None:
+            self.lose(lease, EVENT_DELETE, self._state.now)
+
+    def missing(self) -> list[bytes]:
+        """Return who the round waits for: living members of the last one, else how many."""
+        absent = [name for name in self.ranks if name not in self.waiting]
+        return absent or [b"%d more members" % max(self.least - len(self.waiting), 1)]
+
+    # ---- coming and going
+
+    def join(self, client: Client, request: tuple[Any, ...], lease: Lease, now: float) -> Reply | None:
+        """Let a member wait for the next round, and complete that if it was the one missing."""
+        state = self._state
+        request_id, _, _, name, least, most, settle_ms, _, timeout_ms = request
+        if not self.leases:
+            self.least, self.most = least, most
+        if why := self._objection(name, least, most, lease):
+            return request_id, INVALID, why
+        self.settle_s = settle_ms / 1000
+        key = self.prefix + b"members/" + name
+        if name not in self.leases:
+            if refused := state.put(self.namespace, key, b""):
+                return request_id, LIMIT, refused
+            if refused := state.leases.hold(lease, self.prefix, JOB_LINGER_S):
+                state.remove(self.namespace, key)
+                return request_id, LIMIT, refused
+            state.leases.attach(lease, key)
+            self.namespace.holds[self.prefix].job = self
+            self.leases[name] = lease
+            lease.jobs[self] = name
+        reply = state.block(client, request_id, JOIN, (self.name,), 0, timeout_ms, now, self, name)
+        if reply is not None:
+            self.lose(lease, EVENT_DELETE, now)
+            return reply
+        self.advance(now)
+        return None
+
+    def _objection(self, name: bytes, least: int, most: int, lease: Lease) -> str:
+        shown = name.decode(errors="replace")
+        if self.least == 0:
+            self.least, self.most = least, most  # recalled from keys, which do not say
+        if (least, most) != (self.least, self.most):
+            return f"the job has {self.least} to {self.most} members, {shown} expects {least} to {most}"
+        if lease.jobs.get(self, name) != name:
+            return f"{shown} joins with the lease of the member {lease.jobs[self].decode(errors='replace')}"
+        if self.leases.get(name, lease) is not lease:
+            return f"another member is called {shown}"
+        return f"{shown} waits for the next round already" if name in self.waiting else ""
+
+    def lose(self, lease: Lease, kind: int, now: float) -> None:
+        """Take out the member that `lease` stands for; `kind` says whether it left or was lost."""
+        state = self._state
+        name = lease.jobs.pop(self)
+        del self.leases[name]
+        self.ranks.pop(name, None)
+        if name in self.waiting:
+            waiter = self.waiting[name]
+            outcome = (CANCELLED, "it left") if kind == EVENT_DELETE else (LEASE_LOST, "the lease has expired")
+            state.finish(waiter, (waiter.request_id, *outcome))
+        state.remove(self.namespace, self.prefix + b"members/" + name, kind)
+        hold = self.namespace.holds[self.prefix]
+        if lease.holds.pop(hold, 0) is None:
+            hold.release(lease, now)
+        self.advance(now)
+
+    def end(self) -> None:
+        """Forget the job; its keys go too."""
+        self._stop_settling()
+        self._state.recorder.history(self.namespace, self.prefix + b"members/").pinned = False
+        self._state.memory_bytes -= JOB_BYTES
+        del self.namespace.jobs[self.name]
+
+    # ---- rounds
+
+    def advance(self, now: float) -> None:
+        """Complete the round, or begin or stop waiting for more members, as things are now."""
+        waiting = len(self.waiting)
+        if waiting < self.least or any(name not in self.waiting for name in self.ranks):
+            self._stop_settling()
+        elif waiting >= self.most or not self.settle_s:
+            self.complete()
+        elif self._settling is None:
+            self._settling = Settling(self, now + self.settle_s)
+            self._state.timers.arm(self._settling)
+
+    def _stop_settling(self) -> None:
+        if self._settling is not None:
+            self._state.timers.end(self._settling)
+            self._settling = None
+
+    def complete(self) -> None:
+        """Begin the next epoch with those who wait; spare ones go on waiting."""
+        self._stop_settling()
+        state = self._state
+        old = sorted((name for name in self.waiting if name in self.ranks), key=self.ranks.__getitem__)
+        new = [name for name in self.waiting if name not in self.ranks][: self.most - len(old)]
+        members = old + sorted(new, key=name_order)
+        self.epoch += 1
+        self.ranks = {name: rank for rank, name in enumerate(members)}
+        state.put(self.namespace, self.prefix + b"epoch", msgpack.packb((self.epoch, members)))
+        for rank, name in enumerate(members):
+            waiter = self.waiting[name]
+            state.finish(waiter, (waiter.request_id, OK, (self.epoch, rank, members, state.revision)))
+
+
+def find_job(state: StoreState, namespace: Namespace, name: bytes) -> Job | str:
+    """Return the job of that name, which begins now if there is none, or why it may not."""
+    job = namespace.jobs.get(name)
+    if job is None:
+        members = prefix_of(name) + b"members/"
+        if refused := state.refuse_key(members) or state.refuse_growth(JOB_BYTES + state.recorder.cost(members)):
+            return refused
+        job = namespace.jobs[name] = Job(state, namespace, name)
+        state.memory_bytes += JOB_BYTES
+        state.recorder.history(namespace, members).pinned = True
+    return job

@@ -1,0 +1,31 @@
+"""What a daemon says of itself beside what its engine holds, for `asyncdist store status`."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncdist_server.daemon import StoreServer
+
+
+def describe(server: StoreServer) -> dict[str, Any]:
+    """Return the server's address, process, age, connections and memory."""
+    return {
+        "address": server.address,
+        "pid": os.getpid(),
+        "uptime_s": round(time.monotonic() - server.started_at, 3),
+        "connections": server.connection_count,
+        "connection_limit": server.config.limits.connections,
+        "process_bytes": resident_bytes(),
+    }
+
+
+def resident_bytes() -> int:
+    """Return how much memory this process occupies, 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

@@ -1,0 +1,76 @@
+"""What becomes due by itself besides blocked requests: leases, holds, histories, rounds. No clock and no I/O.
+
+A thing that is kept alive again and again only moves its `deadline`; its entry in the heap stays where it is, comes up
+too early, and is then put back. This makes keeping alive free of any search.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from asyncdist_server.namespace import Namespace
+
+COMPACT_AFTER: Final = 1024
+"""Dead entries are swept from the heap when there are more of them than this and than live ones."""
+
+
+class Timed(Protocol):
+    """Something with a deadline. A deadline, once set, only moves to later times or to None."""
+
+    armed: bool
+    deadline: float | None
+    done: bool
+    namespace: Namespace
+
+    def fire(self, now: float) -> None:
+        """The deadline has come."""
+
+
+class Timers:
+    """Things that become due, soonest first."""
+
+    __slots__ = ("_dead", "_heap", "_order")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Timed]] = []
+        self._order = 0
+        self._dead = 0
+
+    def arm(self, timed: Timed) -> None:
+        """Have `timed` fire at its deadline, if it has one."""
+        if not timed.armed and timed.deadline is not None:
+            timed.armed = True
+            self._order += 1
+            heapq.heappush(self._heap, (timed.deadline, self._order, timed))
+
+    def end(self, timed: Timed) -> None:
+        """Note that `timed` never fires again."""
+        if timed.done:
+            return
+        timed.done = True
+        self._dead += timed.armed
+        if self._dead > COMPACT_AFTER and self._dead > len(self._heap) // 2:
+            self._heap = [entry for entry in self._heap if not entry[2].done]
+            heapq.heapify(self._heap)
+            self._dead = 0
+
+    def next(self) -> float | None:
+        """Return when `take_due` may have something to do next."""
+        heap = self._heap
+        while heap and (heap[0][2].done or heap[0][2].deadline is None):
+            _, _, timed = heapq.heappop(heap)
+            timed.armed = False
+            self._dead -= timed.done
+        return heap[0][0] if heap else None
+
+    def take_due(self, now: float) -> Timed | None:
+        """Remove and return one thing whose deadline is not after `now`, None if there is none."""
+        while (soonest := self.next()) is not None and soonest <= now:
+            _, _, timed = heapq.heappop(self._heap)
+            timed.armed = False
+            if timed.deadline is not None and timed.deadline <= now:
+                return timed
+            self.arm(timed)
+        return None
