@@ -11,8 +11,9 @@ from asyncdist.backend.call import Call
 from asyncdist.backend.call_items import ItemCall
 from asyncdist.backend.call_stream import StreamCall
 from asyncdist.backend.choice_trace import trace_choice
+from asyncdist.backend.express import ExpressOperation, goes_express
 from asyncdist.backend.item_operation import ItemOperation
-from asyncdist.backend.lanes import FIRST_RESERVED, Lanes
+from asyncdist.backend.lanes import RESERVED, Lanes
 from asyncdist.backend.operation import Operation, Recipe
 from asyncdist.backend.stream_operation import StreamOperation
 from asyncdist.errors import CollectiveMismatchError
@@ -110,6 +111,12 @@ class AioBackend(GroupBackend):
         lanes = self._lanes
         lane = None if lanes is None else lanes.lane(work.tag)
         recipe = self.recipe_for(call, shared=lane is not None)
+        if recipe.express and lanes is not None and lane is not None:
+            lanes.take_place(work)
+            express = ExpressOperation(self, lane, call, recipe, work, on_end)
+            self._operations[work.tag, work.number] = express
+            express.begin()
+            return
         operation = _OPERATIONS[type(call)](self, call, recipe, work, on_end)
         self._operations[work.tag, work.number] = operation
         if lanes is None or lane is None:
@@ -149,7 +156,7 @@ class AioBackend(GroupBackend):
         """Global ranks an operation under way has not heard from."""
         operation = self._operations.get((tag, sequence))
         if operation is None and self._lanes is not None and self._lanes.holds(tag, sequence):
-            operation = self._operations.get((tag, FIRST_RESERVED)) or self._operations.get((tag, FIRST_RESERVED + 1))
+            operation = next(filter(None, (self._operations.get((tag, number)) for number in RESERVED)), None)
         return () if operation is None else tuple(self.ranks[rank] for rank in operation.waiting_for())
 
     def drop(self, tag: int, sequence: int) -> None:
@@ -193,7 +200,7 @@ class AioBackend(GroupBackend):
         if shared and algorithm is None and type(call) is Call and call.collective in SHARED_ALGORITHMS:
             problem = Problem.of(call.collective, world, call.counts, call.root)
             nbytes = max(problem.counts) * call.dtype.itemsize
-            name = choose_shared(call.collective, nbytes, ordered=ordered)
+            name = choose_shared(call.collective, world, nbytes, ordered=ordered)
             if name is not None:
                 return shared_plan_for(problem, self.rank, call.dtype.itemsize, name)
         plan = plan_for(
@@ -221,7 +228,7 @@ class AioBackend(GroupBackend):
         kernel = None if call.op is None else reduction.kernel(call.op, call.dtype)
         if len(self._recipes) >= RECIPES_KEPT:
             del self._recipes[next(iter(self._recipes))]
-        recipe = Recipe(Program(plan), fingerprint, kernel)
+        recipe = Recipe(Program(plan), fingerprint, kernel, express=shared and goes_express(call, plan))
         self._recipes[call.recipe_key, shared] = recipe
         return recipe
 

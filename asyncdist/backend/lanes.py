@@ -1,15 +1,16 @@
 """Lanes of one group: how its members agree to share memory, tag by tag, and who takes which place in the order.
 
-At the first collective of a tag the members exchange two small messages with everyone, as ordinary collectives: the
+At the first collective of a tag the members exchange three small messages with everyone, as ordinary collectives: the
 first makes all connections, the second says who can (it shares memory with all the others, and has some left), and
-which segment of its own the others shall map. All can, or none does. What is issued meanwhile waits.
+which segment of its own the others shall map, the third who has mapped all of them. All can, or none does. What is
+issued meanwhile waits.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -18,7 +19,7 @@ from asyncdist import events
 from asyncdist.backend import call as calls
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.call import Call
-from asyncdist.errors import DistError
+from asyncdist.errors import PeerLostError, RemoteProtocolError
 from asyncdist.executor.shared_lane import SharedLane
 from asyncdist.transport.doorbell import Ringer
 from asyncdist.transport.lane import LANE_HEAD_BYTES, SKIPPED, Lane
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from asyncdist.backend.aio import AioBackend
     from asyncdist.transport.base_mesh import BaseMesh
 
-__all__ = ["FIRST_RESERVED", "Lanes", "OnEnd"]
+__all__ = ["RESERVED", "Lanes", "OnEnd"]
 
 OnEnd: TypeAlias = Callable[[CollectiveWork, BaseException | None], None]
 
@@ -36,10 +37,9 @@ FIRST_POOL_BYTES: Final = 8 << 20
 POOL_BYTES: Final = 2 << 20
 """Items of its other lanes, as long as there is memory to share."""
 
-FIRST_RESERVED: Final = 2**32 - 2
-"""First of the sequence numbers of the two exchanges, which no collective ever reaches."""
-_GREETING: Final = FIRST_RESERVED
-_OFFER: Final = FIRST_RESERVED + 1
+RESERVED: Final = range(2**32 - 3, 2**32)
+"""Sequence numbers of the three exchanges, which no collective ever reaches."""
+_GREETING, _OFFER, _MAPPED = RESERVED
 
 
 class _State(enum.Enum):
@@ -67,6 +67,8 @@ class Lanes:
         self._mesh = mesh
         self._memory = mesh.memory
         self._tags: dict[int, _Tag] = {}
+        if self._memory is not None:
+            self._memory.on_left(self._left)
 
     def admit(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> bool:
         """Whether `call` may start now; else it is kept, and starts when its tag's lane has been decided on."""
@@ -76,7 +78,11 @@ class Lanes:
                 return True
             tag = self._tags[work.tag] = _Tag()
             tag.held.append((call, work, on_end))
-            self._exchange(work.tag, _GREETING, np.zeros(1, np.uint64), self._greeted)
+            try:
+                self._exchange(work.tag, _GREETING, np.zeros(1, np.uint64), self._greeted)
+            except BaseException:
+                del self._tags[work.tag]
+                raise
             return False
         if tag.state is not _State.DECIDING or work.number >= _GREETING:
             return True
@@ -86,7 +92,7 @@ class Lanes:
     def lane(self, number: int) -> SharedLane | None:
         """The lane of tag `number`, if it has one."""
         tag = self._tags.get(number)
-        return None if tag is None else tag.lane
+        return None if tag is None or tag.state is not _State.SHARED else tag.lane
 
     def take_place(self, work: CollectiveWork) -> None:
         """The operation of `work` comes next; those before it that never started here are skipped."""
@@ -110,7 +116,12 @@ class Lanes:
 
     def close(self) -> None:
         """Touch no shared memory any more, and give ours back. Idempotent."""
-        for tag in self._tags.values():
+        if self._memory is not None:
+            self._memory.forget(self._left)
+        for number, tag in self._tags.items():
+            if tag.state is _State.DECIDING:
+                for exchange in RESERVED:
+                    self._backend.drop(number, exchange)
             tag.held.clear()
             tag.state = _State.APART
             if tag.lane is not None and self._memory is not None:
@@ -165,22 +176,55 @@ class Lanes:
             self._free(state)
             self._decided(tag, _State.APART)
             return
+        problem = self._map(state, [int(number) for _, number in gathered])
+        if problem:
+            events.info("group %x tag %d: no shared memory: %s", backend.group_id, tag, problem)
+        self._exchange(tag, _MAPPED, np.array([not problem], np.uint64), self._mapped)
+
+    def _map(self, state: _Tag, numbers: Sequence[int]) -> str:
+        """Make our side of a lane of the members' segments; why not, if that cannot be. Raises RemoteProtocolError."""
+        backend, memory = self._backend, self._memory
+        assert memory is not None
         views: list[memoryview] = []
         ringers: list[Ringer | None] = []
-        for rank, (_, number) in zip(backend.ranks, gathered, strict=True):
+        for rank, number in zip(backend.ranks, numbers, strict=True):
             if rank == self._mesh.rank:
                 views.append(memory.segments[state.segment].view)
                 ringers.append(None)
                 continue
-            connection = memory.connections[rank]
-            view = connection.segment(int(number)).view
+            connection = memory.connections.get(rank)
+            if connection is None:
+                return f"rank {rank} is gone"
+            try:
+                view = connection.take_segment(number).view
+            except OSError as error:
+                return f"this rank cannot map what rank {rank} shares: {error}"
             if len(view) <= LANE_HEAD_BYTES:
-                raise DistError(f"rank {rank} shares {len(view)} bytes where more than {LANE_HEAD_BYTES} are needed")
+                raise RemoteProtocolError(f"rank {rank} shares {len(view)} bytes, more than {LANE_HEAD_BYTES} needed")
             views.append(view)
             ringers.append(connection.ringer)
-        state.lane = SharedLane(backend.loop, Lane(backend.rank, views), backend.ranks, ringers)
+        state.lane = SharedLane(backend.loop, Lane(backend.rank, views), backend.ranks, ringers, self._mesh.break_pair)
+        return ""
+
+    def _mapped(self, tag: int, gathered: np.ndarray[tuple[int, int], np.dtype[np.uint64]]) -> None:
+        state, memory = self._tags[tag], self._memory
+        if not gathered.all():
+            state.lane = None
+            self._free(state)
+            self._decided(tag, _State.APART)
+            return
+        assert memory is not None
+        assert state.lane is not None
         memory.doorbell.pollers[state.lane.poll] = None
         self._decided(tag, _State.SHARED)
+
+    def _left(self, rank: int, error: PeerLostError) -> None:
+        """A peer has said goodbye: what it has not begun will never be."""
+        if rank in self._backend.ranks:
+            member = self._backend.ranks.index(rank)
+            for tag in self._tags.values():
+                if tag.lane is not None and tag.state is _State.SHARED:
+                    tag.lane.left(member, error)
 
     def _free(self, tag: _Tag) -> None:
         if tag.segment and self._memory is not None:
@@ -193,7 +237,11 @@ class Lanes:
         held = list(state.held)
         state.held.clear()
         for call, work, on_end in held:
-            if error is not None:
-                on_end(work, error)
-            else:
-                self._backend.resume(call, work, on_end)
+            try:
+                if error is None:
+                    self._backend.resume(call, work, on_end)
+                    continue
+                failure = error
+            except Exception as unable:  # out of memory, or the mesh is gone
+                failure = unable
+            on_end(work, failure)

@@ -14,7 +14,7 @@ from asyncdist.executor import reduction
 from asyncdist.executor.buffers import NO_BUFFER, BlockBuffer, Bound, FlatBuffer, PieceBuffer
 from asyncdist.executor.program import Program
 from asyncdist.executor.runner import Execution, Kernel, run_sliced
-from asyncdist.executor.shared_lane import SharedPart
+from asyncdist.executor.shared_part import SharedPart
 from asyncdist.reduce_op import PremulSum, ReduceOp
 from asyncdist.transport.frame import key_prefix
 
@@ -32,10 +32,12 @@ SPARES: Final = 8
 class Recipe:
     """What all calls with the same collective, sizes, dtype, root and reduction share."""
 
-    __slots__ = ("fingerprint", "kernel", "met", "program", "shared", "spares")
+    __slots__ = ("express", "fingerprint", "kernel", "met", "program", "shared", "spares")
 
-    def __init__(self, program: Program, fingerprint: int, kernel: Kernel | None) -> None:
+    def __init__(self, program: Program, fingerprint: int, kernel: Kernel | None, *, express: bool = False) -> None:
         self.program = program
+        self.express = express
+        """Whether it travels in the records of a lane."""
         self.fingerprint = fingerprint
         self.kernel = kernel
         self.shared = bool(program.items or program.needs)

@@ -8,152 +8,76 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
-from heapq import heappop, heappush
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, TypeVar
 
-from asyncdist.errors import CollectiveMismatchError
-from asyncdist.executor.program import PUBLISH, Instruction, Program
+import numpy as np
+
+from asyncdist.arrays import Array
+from asyncdist.errors import PeerLostError
+from asyncdist.executor.program import Program
+from asyncdist.executor.shared_part import TURN_BYTES, SharedExecution, SharedPart, different
 from asyncdist.transport.doorbell import Ringer
 from asyncdist.transport.lane import Differs, Lane, LaneOperation
+from asyncdist.transport.lane_layout import RECORDS, LaneFault
 
-__all__ = ["SharedExecution", "SharedLane", "SharedPart", "different"]
+__all__ = ["Express", "SharedLane"]
 
-TURN_BYTES: Final = 1 << 20
-"""Bytes copied and reduced in one turn of the loop: some 0.2 ms, so that no callback holds it for a millisecond."""
+T = TypeVar("T")
+
+EXPRESS_NEWS: Final = 16
+"""Express operations after which those who wait for us are looked after: a fourth of how far they can be ahead."""
+OPERAND_KINDS: Final = 32
+"""Dtypes and sizes of which express operands are kept as arrays."""
 
 
-class SharedExecution(Protocol):
-    """An operation, as its lane sees it."""
+class Express(Protocol):
+    """An operation that travels in the records of its lane."""
 
-    def payload(self, step: Instruction) -> memoryview:
-        """The bytes that a step publishes."""
+    number: int
+    fingerprint: int
+    payload: memoryview
 
-    def take(self, step: Instruction, item: memoryview) -> None:
-        """Copy or reduce a part of a published item into the step's target."""
+    def ready(self) -> None:
+        """All members' payloads are there: take them."""
 
-    def step_done(self, index: int) -> None:
-        """A step that was issued, and was not done then, is. It may issue others."""
+    def done(self) -> None:
+        """Report success. It may issue others."""
 
-    def message_failed(self, token: object, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """The operation cannot go on."""
-
-    def rank_of(self, member: int) -> int:
-        """The global rank of a member."""
-
-
-class SharedPart:
-    """One operation's share of a lane. Without an execution it only takes its place in the order."""
-
-    __slots__ = ("_execution", "_fetches", "_lane", "_program", "_publishes", "fingerprint", "operation", "over")
-
-    def __init__(
-        self, lane: SharedLane, fingerprint: int, program: Program | None, execution: SharedExecution | None
-    ) -> None:
-        self._lane = lane
-        self._program = program
-        self._execution = execution
-        self.fingerprint = fingerprint
-        self.operation: LaneOperation | None = None
-        self.over = execution is None
-        self._publishes: deque[int] = deque()
-        self._fetches: dict[int, list[tuple[int, int]]] = {}  # by member, a heap of (item, step)
-
-    def issue(self, index: int, step: Instruction) -> bool:
-        """Try a step; True if it is done, else `step_done` follows."""
-        operation, lane = self.operation, self._lane
-        if step.kind == PUBLISH:
-            if operation is not None and not self._publishes and self._publish(operation, step):
-                return True
-            self._publishes.append(index)
-            return False
-        if operation is not None and lane.moved < TURN_BYTES and step.source < lane.available(operation, step.peer):
-            self._fetch(operation, step)
-            return True
-        heappush(self._fetches.setdefault(step.peer, []), (step.source, index))
-        return False
-
-    def poll(self) -> bool:
-        """Move on as far as possible; whether anything was done."""
-        operation, program, execution = self.operation, self._program, self._execution
-        if operation is None or self.over or program is None or execution is None:
-            return False
-        instructions, lane = program.instructions, self._lane
-        done = False
-        publishes = self._publishes
-        while publishes and not self.over and lane.moved < TURN_BYTES:
-            index = publishes[0]
-            if not self._publish(operation, instructions[index]):
-                break
-            publishes.popleft()
-            done = True
-            execution.step_done(index)
-        for member, waiting in list(self._fetches.items()):
-            while waiting and not self.over and lane.moved < TURN_BYTES:
-                item, index = waiting[0]
-                if item >= lane.available(operation, member):
-                    break
-                heappop(waiting)
-                self._fetch(operation, instructions[index])
-                done = True
-                execution.step_done(index)
-        return done
-
-    def fail(self, error: Exception) -> None:
-        """The operation cannot go on because of what a member has written."""
-        execution = self._execution
-        if execution is not None and not self.over:
-            execution.message_failed(None, error)
-
-    def end(self) -> None:
-        """The operation has ended, well or not: nothing of it is read or published any more. Idempotent."""
-        if not self.over:
-            self.over = True
-            self._execution = None
-            self._publishes.clear()
-            self._fetches.clear()
-            self._lane.ended(self)
-
-    def slow_readers(self) -> set[int]:
-        """Members that keep us from publishing."""
-        return set(self._lane.core.slowest()) if self._publishes else set()
-
-    def _publish(self, operation: LaneOperation, step: Instruction) -> bool:
-        execution = self._execution
-        assert execution is not None
-        payload = execution.payload(step)
-        if not self._lane.core.publish(operation, payload):
-            return False
-        self._lane.moved += len(payload)
-        self._lane.changed = True
-        return True
-
-    def _fetch(self, operation: LaneOperation, step: Instruction) -> None:
-        execution, core = self._execution, self._lane.core
-        assert execution is not None
-        item = core.item(operation, step.peer, step.source)
-        execution.take(step, item)
-        core.consumed(operation, step.peer, step.source)
-        self._lane.moved += len(item)
-        self._lane.consumed = True
 
 
 class SharedLane:
-    """One member's side of a lane: `core` is the memory, `ringers` wake the other members (None for ourselves)."""
+    """One member's side of a lane: `core` is the memory, `ringers` wake the other members (None for ourselves).
+
+    `on_fault(rank, error)` is called, once and from the loop, when a member's memory says what cannot be: nothing moves
+    any more then.
+    """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, core: Lane, ranks: Sequence[int], ringers: Sequence[Ringer | None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        core: Lane,
+        ranks: Sequence[int],
+        ringers: Sequence[Ringer | None],
+        on_fault: Callable[[int, Exception], None],
     ) -> None:
         self.core = core
         self.moved = 0
         self.changed = False
-        self.consumed = False
+        self.pumping = False
+        """Whether `flush` will follow: what is done outside of that has to ask for a turn of its own."""
+        self._on_fault = on_fault
+        self._left: dict[int, PeerLostError] = {}
         self._loop = loop
         self._ranks = ranks
         self._ringers = ringers
         self._others = [ringer for ringer in ringers if ringer is not None]
         self._parts: list[SharedPart] = []
-        self._unbegun: deque[SharedPart] = deque()
+        self._unbegun: deque[SharedPart | Express] = deque()
+        self._express: deque[Express] = deque()
+        self._operands: dict[tuple[np.dtype[Any], int], list[list[Array] | None]] = {}
         self._again: asyncio.Handle | None = None
         self.closed = False
 
@@ -164,53 +88,124 @@ class SharedLane:
         part = SharedPart(self, fingerprint, program, execution)
         self._unbegun.append(part)
         self.moved = 0
+        self.pumping = program is not None
         self._begin()
+        if self._left:
+            self._loop.call_soon(self._fail_deserted)
         return part
+
+    def add_express(self, operation: Express) -> None:
+        """Take the next place in the order; the operation ends in this call if the others are there already."""
+        if self._left:
+            self._loop.call_soon(self._fail_deserted)
+        self.moved = 0
+        if self._unbegun or not self._begin_express(operation):
+            self._unbegun.append(operation)
+            return
+        for ringer in self._others:
+            ringer.ring()
+        if self._express[0] is operation:
+            self._advance_express()
+
+    def drop_express(self, operation: Express) -> None:
+        """Forget an operation."""
+        if operation in self._express:
+            self._express.remove(operation)
+            if not self.closed:
+                self._retire(self.core.express_done, operation.number)
+        elif operation in self._unbegun:  # it takes its place all the same
+            place = SharedPart(self, operation.fingerprint, None, None)
+            self._unbegun[self._unbegun.index(operation)] = place
+
+    def operands(self, number: int, dtype: np.dtype[Any], nbytes: int) -> list[Array]:
+        """The members' payloads in express operation `number`, as arrays over the lane's memory."""
+        kept = self._operands.get((dtype, nbytes))
+        if kept is None:
+            if len(self._operands) >= OPERAND_KINDS:
+                self._operands.clear()
+            kept = self._operands[dtype, nbytes] = [None] * RECORDS
+        place = number % RECORDS
+        found = kept[place]
+        if found is None:
+            payload = self.core.express_payload
+            found = [np.frombuffer(payload(number, member, nbytes), dtype) for member in range(len(self._ranks))]
+            kept[place] = found
+        return found
+
+    def not_begun(self, number: int) -> tuple[int, ...]:
+        """Members that have not begun operation `number`; those that keep us from beginning it, if it is -1."""
+        if self.closed:
+            return ()
+        try:
+            return tuple(self.core.behind(number) if number >= 0 else self.core.least_finished())
+        except LaneFault as error:
+            return (error.member,)
 
     def poll(self) -> bool:
         """Look at what the members have done, and move on; whether anything was done."""
         if self.closed:
             return False
-        self.moved = 0
         done = False
+        self.moved = 0
+        if self._express:
+            done = self._advance_express()
+            if not (self._unbegun or self._parts or self.core.busy or self.moved >= TURN_BYTES):
+                return done
+        self.pumping = True
         try:
             self.core.retire()
             if self._unbegun:
-                done = self._begin()
-        except Exception as error:
-            self._fail_all(error)
-            return True
-        for part in list(self._parts):
-            try:
+                done |= self._begin()
+            for part in list(self._parts):
                 done |= part.poll()
-            except Exception as error:
-                part.fail(error)
-                done = True
+        except LaneFault as error:
+            self.fault(error)
+            done = True
         self.flush()
         return done
 
+    def soon(self) -> None:
+        """Poll in the loop's next turn."""
+        if self._again is None and not self.closed:
+            self._again = self._loop.call_soon(self._go_on)
+
+    def left(self, member: int, error: PeerLostError) -> None:
+        """A member has said goodbye. What it has put out is there still; what it has not begun will never be."""
+        self._left[member] = error
+        self.core.left(member)
+        self._loop.call_soon(self._fail_deserted)
+
+    def fault(self, error: LaneFault) -> None:
+        """A member's memory says what cannot be. Its pair is broken off, which ends all it takes part in."""
+        if not self.closed:
+            self.close()
+            self._loop.call_soon(self._on_fault, self._ranks[error.member], error)
+
     def flush(self) -> None:
         """Ring for what has changed since the last time; go on in the loop's next turn if this one was full."""
+        self.pumping = False
+        core = self.core
         if self.changed:
-            self.changed = self.consumed = False
+            self.changed = core.news = False
             for ringer in self._others:
                 ringer.ring()
-        elif self.consumed:
-            self.consumed = False
-            for member in self.core.wanted_by():
+        elif core.news:
+            core.news = False
+            for member in core.wanted_by():
                 waiting = self._ringers[member]
                 if waiting is not None:
                     waiting.ring()
-        if self.moved >= TURN_BYTES and self._again is None and not self.closed:
-            self._again = self._loop.call_soon(self._go_on)
+        if self.moved >= TURN_BYTES:
+            self.soon()
 
     def ended(self, part: SharedPart) -> None:
         """An operation is over."""
         if part in self._parts:
             self._parts.remove(part)
         if part.operation is not None and not self.closed:
-            self.core.end(part.operation)
-            self.consumed = True
+            self._retire(self.core.end, part.operation)
+            if not self.pumping:
+                self.soon()
 
     def available(self, operation: LaneOperation, member: int) -> int:
         """How many items of `member` are there. Raises CollectiveMismatchError if it runs something else."""
@@ -226,6 +221,8 @@ class SharedLane:
             self._again.cancel()
         self._parts.clear()
         self._unbegun.clear()
+        self._express.clear()
+        self._operands.clear()
 
     def _go_on(self) -> None:
         self._again = None
@@ -235,32 +232,78 @@ class SharedLane:
         unbegun, done = self._unbegun, False
         while unbegun:
             part = unbegun[0]
+            if not isinstance(part, SharedPart):
+                if not self._begin_express(part):
+                    break
+                unbegun.popleft()
+                done = self.changed = True
+                continue
             program = part._program
             needs = {} if program is None else {peer: items.copy() for peer, items in program.needs.items()}
             operation = self.core.begin(part.fingerprint, 0 if program is None else program.items, needs)
             if operation is None:
                 break
             unbegun.popleft()
-            done = True
+            done = self.core.news = True  # who waits for others to begin as well
             part.operation = operation
             if part.over:
-                self.core.end(operation)
-                self.consumed = True
+                self._retire(self.core.end, operation)
             else:
                 self._parts.append(part)
         return done
 
-    def _fail_all(self, error: Exception) -> None:
-        parts = [*self._parts, *self._unbegun]
-        self.close()
-        for part in parts:
-            part.fail(error)
+    def _begin_express(self, operation: Express) -> bool:
+        number = self.core.express(operation.fingerprint, operation.payload)
+        if number < 0:
+            return False
+        operation.number = number
+        self._express.append(operation)
+        return True
 
+    def _advance_express(self) -> bool:
+        """End express operations, in their order, as far as all members have begun them; whether any has ended."""
+        express, core = self._express, self.core
+        done = False
+        while express:
+            operation = express[0]
+            number = operation.number
+            try:
+                if not core.express_ready(number, operation.fingerprint):
+                    break
+                operation.ready()
+            except LaneFault as error:
+                self.fault(error)
+                return True
+            except Exception as error:
+                if isinstance(error, Differs):
+                    error = different(self._ranks[error.member])
+                operation.fail(error)
+                return True
+            express.popleft()
+            core.express_done(number)
+            done = True
+            if not number % EXPRESS_NEWS:
+                self.flush()
+            self.moved += len(operation.payload) * len(self._ranks)
+            operation.done()
+            if self.moved >= TURN_BYTES:
+                self.soon()
+                break
+        return done
 
-def different(rank: int) -> CollectiveMismatchError:
-    """Global rank `rank` runs another operation in this place of the order."""
-    return CollectiveMismatchError(
-        f"rank {rank} runs something else in this place of the order: another collective, reduction, dtype, root, size "
-        "or algorithm",
-        rank,
-    )
+    def _retire(self, end: Callable[[T], None], what: T) -> None:
+        try:
+            end(what)
+        except LaneFault as error:
+            self.fault(error)
+
+    def _fail_deserted(self) -> None:
+        """Fail what a member that has left will never begin."""
+        for operation in [*self._express, *self._parts, *self._unbegun]:
+            if self.closed:
+                return
+            number = operation.number
+            gone = [member for member in self.not_begun(number) if member in self._left] if number >= 0 else self._left
+            for member in gone:
+                operation.fail(self._left[member])
+                break

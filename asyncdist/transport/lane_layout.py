@@ -5,7 +5,10 @@ from __future__ import annotations
 import struct
 from typing import Final, TypeAlias
 
+from asyncdist.errors import RemoteProtocolError
+
 __all__ = [
+    "ABSENT",
     "CONSUMED",
     "DESCRIPTOR",
     "DESCRIPTORS",
@@ -22,10 +25,16 @@ __all__ = [
     "RECORDS",
     "RECORDS_AT",
     "RECORD_STRIDE",
+    "ROOM",
     "SKIPPED",
+    "TURN",
     "WANTING",
+    "WIDE",
+    "WIDE_AT",
+    "WIDE_BYTES",
     "WORDS_BYTES",
     "Differs",
+    "LaneFault",
     "LaneOperation",
     "Member",
     "Needs",
@@ -51,14 +60,33 @@ DESCRIPTORS: Final = 1024
 ISSUED, PUBLISHED, FINISHED, WANTING, CONSUMED = 0, 8, 16, 24, 32
 WORDS_BYTES: Final = 64 * (4 + MAX_LANE_RANKS)
 RECORD: Final = struct.Struct("<QQQQ")
-DESCRIPTOR: Final = struct.Struct("<QQ")
+DESCRIPTOR: Final = struct.Struct("<QQQ8x")
 RECORDS_AT: Final = WORDS_BYTES
 RECORD_STRIDE: Final = 64 + EXPRESS_BYTES
 EXPRESS_AT: Final = 64
 """Where a record's payload begins in it: on a cache line of its own."""
 DESCRIPTORS_AT: Final = RECORDS_AT + RECORDS * RECORD_STRIDE
-LANE_HEAD_BYTES: Final = -(-(DESCRIPTORS_AT + DESCRIPTORS * DESCRIPTOR.size) // 4096) * 4096
+WIDE_BYTES: Final = 256 << 10
+"""Payload of a wide express operation: as much as ranks rather reduce whole than in slices, with a second wait."""
+WIDE: Final = 8
+"""Wide express operations a member may be ahead of the slowest."""
+WIDE_AT: Final = -(-(DESCRIPTORS_AT + DESCRIPTORS * DESCRIPTOR.size) // 4096) * 4096
+LANE_HEAD_BYTES: Final = WIDE_AT + WIDE * WIDE_BYTES
 """Bytes of a segment before its pool."""
+
+
+ROOM, TURN = 1, 2
+"""Bits of `wanting`: for room in the pool, for the others to finish operations."""
+ABSENT: Final = (1 << 64) - 1
+"""Length of an item that will never be: its operation was given up, and why, the members hear otherwise."""
+
+
+class LaneFault(RemoteProtocolError):
+    """A member's memory says what cannot be."""
+
+    def __init__(self, member: int, text: str) -> None:
+        super().__init__(f"in shared memory, {text}")
+        self.member = member
 
 
 class Differs(Exception):

@@ -89,7 +89,13 @@ class Spinner:
             self._catch = True
 
     def turn_due(self) -> bool:
-        """Whether the task that has just been served should let the loop turn before it goes on."""
+        """Whether the task that has just been served should let the loop turn before it goes on.
+
+        It will look again, so until then nobody need ring.
+        """
+        memory = self._memory
+        if 0 < memory.ranks_here <= self._cores and not memory.crowded:
+            memory.doorbell.stay_awake()
         now_s = perf_counter()
         if now_s - self._last_turn_s < TURN_S:
             return False
