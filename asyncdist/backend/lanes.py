@@ -56,6 +56,7 @@ class _Tag:
         self.held: deque[tuple[Call, CollectiveWork, OnEnd]] = deque()
         self.lane: SharedLane | None = None
         self.segment = 0
+        self.pool_bytes = 0
         self.number = 0
 
 
@@ -93,6 +94,11 @@ class Lanes:
         """The lane of tag `number`, if it has one."""
         tag = self._tags.get(number)
         return None if tag is None or tag.state is not _State.SHARED else tag.lane
+
+    def pool_bytes(self, number: int) -> int:
+        """Memory that every member has for its items in the lane of tag `number`; 0 if it has none. All know it."""
+        tag = self._tags.get(number)
+        return 0 if tag is None or tag.state is not _State.SHARED else tag.pool_bytes
 
     def take_place(self, work: CollectiveWork) -> None:
         """The operation of `work` comes next; those before it that never started here are skipped."""
@@ -203,6 +209,7 @@ class Lanes:
                 raise RemoteProtocolError(f"rank {rank} shares {len(view)} bytes, more than {LANE_HEAD_BYTES} needed")
             views.append(view)
             ringers.append(connection.ringer)
+        state.pool_bytes = min(map(len, views)) - LANE_HEAD_BYTES
         state.lane = SharedLane(backend.loop, Lane(backend.rank, views), backend.ranks, ringers, self._mesh.break_pair)
         return ""
 

@@ -19,7 +19,7 @@ from asyncdist.errors import CollectiveMismatchError, GroupAbortedError
 from asyncdist.executor.buffers import Bound
 from asyncdist.executor.program import COPY, FETCH, PUBLISH, RECV, RECV_REDUCE, REDUCE, SEND, Instruction, Program
 from asyncdist.executor.scratch import ScratchPool
-from asyncdist.executor.shared_lane import SharedPart, different
+from asyncdist.executor.shared_part import SharedPart, different
 from asyncdist.transport.matching import Receive, SendOp
 from asyncdist.transport.peer import PeerCore
 

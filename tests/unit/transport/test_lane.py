@@ -9,15 +9,15 @@ import pytest
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport import lane_layout as lane_module
 from asyncdist.transport.lane import (
-    DESCRIPTORS,
     LANE_HEAD_BYTES,
     MAX_LANE_RANKS,
-    RECORDS,
     SKIPPED,
     Differs,
     Lane,
+    LaneFault,
     LaneOperation,
 )
+from asyncdist.transport.lane_layout import DESCRIPTORS, RECORDS, WIDE, WIDE_BYTES
 
 POOL_BYTES = 4096
 
@@ -277,6 +277,173 @@ def test_a_peer_that_writes_anything_is_found_out_or_harmless(seed: int) -> None
 
 def test_limits_are_what_the_layout_has_room_for() -> None:
     words = 64 * (4 + MAX_LANE_RANKS)
-    used = words + RECORDS * lane_module.RECORD_STRIDE + DESCRIPTORS * 16
-    assert used <= LANE_HEAD_BYTES < used + 4096
-    assert lane_module.LANE_HEAD_BYTES % 4096 == 0
+    used = words + RECORDS * lane_module.RECORD_STRIDE + DESCRIPTORS * lane_module.DESCRIPTOR.size
+    assert used <= lane_module.WIDE_AT < used + 4096
+    assert lane_module.WIDE_AT + WIDE * WIDE_BYTES == LANE_HEAD_BYTES
+    assert LANE_HEAD_BYTES % 4096 == 0
+
+
+def begun(
+    lane: Lane, fingerprint: int, items: int = 0, needs: dict[int, dict[int, int]] | None = None
+) -> LaneOperation:
+    operation = lane.begin(fingerprint, items, needs or {})
+    assert operation is not None
+    return operation
+
+
+def test_items_of_an_operation_given_up_are_absent_and_no_mismatch() -> None:
+    (one, two), _ = make(2)
+    theirs = begun(two, 1, 0, {0: {0: 1, 1: 1}})
+    mine = begun(one, 1, 2)
+    assert one.publish(mine, memoryview(b"there"))
+    one.end(mine)
+    assert two.available(theirs, 0) == 2
+    assert two.item(theirs, 0, 0) == b"there"
+    assert two.item(theirs, 0, 1) is None
+    two.end(theirs)
+    assert one.finished == two.finished == 1
+
+
+def test_one_given_up_behind_another_is_skipped_when_that_is_through() -> None:
+    (one, two), _ = make(2)
+    first, second, third = begun(one, 1, 1), begun(one, 2, 1), begun(one, 3, 1)
+    one.end(second)
+    assert not one.publish(third, memoryview(b"3"))
+    assert one.publish(first, memoryview(b"1"))
+    assert one.publish(third, memoryview(b"3"))
+    theirs = [begun(two, number, 0, {0: {0: 1}}) for number in (1, 2, 3)]
+    assert [two.available(operation, 0) for operation in theirs] == [1, 1, 1]
+    assert two.item(theirs[0], 0, 0) == b"1"
+    assert two.item(theirs[1], 0, 0) is None
+    assert two.item(theirs[2], 0, 0) == b"3"
+
+
+@pytest.mark.parametrize("items", [DESCRIPTORS - 1, DESCRIPTORS, 3 * DESCRIPTORS])
+def test_absent_items_take_no_descriptor_that_is_in_use(items: int) -> None:
+    (one, two), _ = make(2)
+    first, second, third = begun(one, 1, 1), begun(one, 2, items), begun(one, 3, 1)
+    assert one.publish(first, memoryview(b"kept"))
+    one.end(second)
+    theirs = [begun(two, number, 0, {0: {0: 1}}) for number in (1, 2, 3)]
+    assert two.available(theirs[0], 0) == 1
+    assert two.item(theirs[0], 0, 0) == b"kept"
+    two.consumed(theirs[0], 0, 0)
+    two.end(theirs[0])
+    one.retire()
+    assert two.available(theirs[1], 0) >= 1
+    assert two.item(theirs[1], 0, 0) is None
+    two.end(theirs[1])
+    one.retire()
+    assert one.publish(third, memoryview(b"next"))
+    assert two.available(theirs[2], 0) == 1
+    assert two.item(theirs[2], 0, 0) == b"next"
+
+
+def test_needs_that_begin_late_consume_no_more_than_there_is() -> None:
+    (one, two), _ = make(2)
+    mine = begun(one, 1, 0, {1: {3: 1}})
+    begun(two, SKIPPED)
+    one.retire()
+    after = begun(two, 2, 1)
+    assert two.publish(after, memoryview(b"x"))  # else it would find more consumed than there is
+    assert one.available(mine, 1) == 0
+
+
+def test_waiting_for_room_and_waiting_for_a_turn_are_told_apart() -> None:
+    (one, two), _ = make(2)
+    mine = begun(one, 1, RECORDS)
+    assert one.publish(mine, memoryview(bytes(POOL_BYTES)))
+    for _ in range(RECORDS - 1):
+        begun(one, 2)
+    assert one.begin(2, 0, {}) is None
+    assert not one.publish(mine, memoryview(b"x"))
+    theirs = begun(two, 1, 0, {0: {0: 1}})
+    assert two.available(theirs, 0) == 1
+    two.consumed(theirs, 0, 0)
+    assert one.publish(mine, memoryview(b"x"))
+    assert two.wanted_by() == [0], "it waits for us to finish still"
+    two.end(theirs)
+    assert one.begin(2, 0, {}) is not None
+    assert two.wanted_by() == []
+
+
+def test_whoever_begins_wakes_all_where_one_waits_for_all() -> None:
+    (one, two, three), _ = make(3)
+    for _ in range(RECORDS):
+        begun(one, 1)
+    assert one.begin(1, 0, {}) is None
+    two.end(begun(two, 1))
+    assert two.finished == 0, "three might have something for two"
+    three.end(begun(three, 1))
+    assert three.wanted_by() == [0, 1], "two has to be woken, so that one can go on"
+    two.retire()
+    assert one.begin(1, 0, {}) is not None
+
+
+def test_a_member_that_has_left_keeps_nobody_from_publishing() -> None:
+    (one, two, three), _ = make(3)
+    mine = begun(one, 1, 2)
+    assert one.publish(mine, memoryview(bytes(POOL_BYTES)))
+    theirs = begun(two, 1, 0, {0: {0: 1, 1: 1}})
+    assert two.available(theirs, 0) == 1
+    two.consumed(theirs, 0, 0)
+    assert not one.publish(mine, memoryview(b"x"))
+    one.left(2)
+    assert one.publish(mine, memoryview(b"x"))
+    assert one.behind(0) == [2]
+    begun(three, 1)
+    assert one.behind(0) == []
+
+
+def test_wide_operations_go_a_few_ahead() -> None:
+    (one, two), _ = make(2)
+    wide = memoryview(bytes(WIDE_BYTES))
+    assert [one.express(1, wide) for _ in range(WIDE)] == list(range(WIDE))
+    assert one.express(1, wide) == -1
+    assert one.express(1, memoryview(b"x")) == WIDE, "small ones go further"
+    assert two.express(1, wide) == 0
+    assert two.express_ready(0, 1)
+    two.express_done(0)
+    assert one.express(1, wide) == -1, "one small operation further on, its place is that of the next"
+    assert two.express(1, wide) == 1
+    two.express_done(1)
+    assert one.express(1, wide) == WIDE + 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_member_that_writes_anything_is_a_fault_and_never_more(seed: int) -> None:
+    """Bytes of a peer's segment change at random: calls give something, or raise LaneFault or Differs."""
+    rng = random.Random(seed)
+    faults = []
+    for _ in range(60):
+        (one, two), segments = make(2)
+        operations = [begun(one, 1, 1, {1: {0: 1, 1: 1}}) for _ in range(3)]
+        for _ in range(3):
+            theirs = begun(two, 1, 2)
+            two.publish(theirs, memoryview(b"first"))
+            two.publish(theirs, memoryview(b"second"))
+        for _ in range(rng.randint(1, 4)):
+            word = rng.choice((0, 64, 128, 192, 256 + 64 * rng.randrange(4), rng.randrange(0, len(segments[1]) - 8, 8)))
+            value = rng.choice((0, 1, 2, 7, 1 << 31, (1 << 62) - 1, 1 << 63, (1 << 64) - 1, rng.randrange(1 << 64)))
+            segments[1][word : word + 8] = value.to_bytes(8, "little")
+        try:
+            for operation in operations:
+                one.retire()
+                one.wanted_by()
+                one.slowest()
+                if operation.item_count:
+                    one.publish(operation, memoryview(bytes(100)))
+                for item in (0, 1):
+                    if item < one.available(operation, 1):
+                        view = one.item(operation, 1, item)
+                        assert view is None or len(view) <= POOL_BYTES
+                        one.consumed(operation, 1, item)
+                one.end(operation)
+            number = one.express(9, memoryview(b"x"))
+            if number >= 0:
+                one.express_ready(number, 9)
+                one.express_done(number)
+        except (LaneFault, Differs) as error:
+            faults.append(error.member)
+    assert faults
+    assert set(faults) == {1}

@@ -1,0 +1,169 @@
+"""SharedPart: one collective's share of a lane on this rank. Steps that publish wait for room, others for the item."""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Final, Protocol
+
+from asyncdist.errors import CollectiveMismatchError
+from asyncdist.executor.program import PUBLISH, Instruction, Program
+from asyncdist.transport.lane import LaneFault, LaneOperation
+
+if TYPE_CHECKING:
+    from asyncdist.executor.shared_lane import SharedLane
+
+__all__ = ["TURN_BYTES", "SharedExecution", "SharedPart", "different"]
+
+TURN_BYTES: Final = 1 << 20
+"""Bytes copied and reduced in one turn of the loop: some 0.2 ms, so that no callback holds it for a millisecond."""
+
+
+class SharedExecution(Protocol):
+    """An operation, as its lane sees it."""
+
+    def payload(self, step: Instruction) -> memoryview:
+        """The bytes that a step publishes."""
+
+    def take(self, step: Instruction, item: memoryview) -> None:
+        """Copy or reduce a part of a published item into the step's target."""
+
+    def step_done(self, index: int) -> None:
+        """A step that was issued, and was not done then, is. It may issue others."""
+
+    def message_failed(self, token: object, error: BaseException) -> None:
+        """The operation cannot go on."""
+
+    def rank_of(self, member: int) -> int:
+        """The global rank of a member."""
+
+
+class SharedPart:
+    """One operation's share of a lane. Without an execution it only takes its place in the order."""
+
+    __slots__ = ("_execution", "_fetches", "_lane", "_program", "_publishes", "fingerprint", "operation", "over")
+
+    def __init__(
+        self, lane: SharedLane, fingerprint: int, program: Program | None, execution: SharedExecution | None
+    ) -> None:
+        self._lane = lane
+        self._program = program
+        self._execution = execution
+        self.fingerprint = fingerprint
+        self.operation: LaneOperation | None = None
+        self.over = execution is None
+        self._publishes: deque[int] = deque()
+        self._fetches: dict[int, list[tuple[int, int]]] = {}  # by member, a heap of (item, step)
+
+    def issue(self, index: int, step: Instruction) -> bool:
+        """Try a step; True if it is done, else `step_done` follows."""
+        lane = self._lane
+        if not lane.pumping:
+            lane.soon()
+        operation = self.operation if lane.moved < TURN_BYTES else None
+        try:
+            if step.kind == PUBLISH:
+                if operation is not None and not self._publishes and self._publish(operation, step):
+                    return True
+                self._publishes.append(index)
+                return False
+            if operation is not None and step.source < lane.available(operation, step.peer):
+                return self._fetch(operation, step)
+        except LaneFault as error:
+            lane.fault(error)
+            return False
+        heappush(self._fetches.setdefault(step.peer, []), (step.source, index))
+        return False
+
+    @property
+    def number(self) -> int:
+        """Its place in the order; -1 until it has begun."""
+        return -1 if self.operation is None else self.operation.number
+
+    def poll(self) -> bool:
+        """Move on as far as possible; whether anything was done. Raises LaneFault."""
+        try:
+            return self._poll()
+        except LaneFault:
+            raise
+        except Exception as error:  # a mismatch, or a reduction of the user's own
+            self.fail(error)
+            return True
+
+    def _poll(self) -> bool:
+        operation, program, execution = self.operation, self._program, self._execution
+        if operation is None or self.over or program is None or execution is None:
+            return False
+        instructions, lane = program.instructions, self._lane
+        done = False
+        publishes = self._publishes
+        while publishes and not self.over and lane.moved < TURN_BYTES:
+            index = publishes[0]
+            if not self._publish(operation, instructions[index]):
+                break
+            publishes.popleft()
+            done = True
+            execution.step_done(index)
+        for member, waiting in list(self._fetches.items()):
+            while waiting and not self.over and lane.moved < TURN_BYTES:
+                item, index = waiting[0]
+                if item >= lane.available(operation, member):
+                    break
+                heappop(waiting)
+                done = True
+                if self._fetch(operation, instructions[index]):
+                    execution.step_done(index)
+        return done
+
+    def fail(self, error: Exception) -> None:
+        """The operation cannot go on because of what a member has written."""
+        execution = self._execution
+        if execution is not None and not self.over:
+            execution.message_failed(None, error)
+
+    def end(self) -> None:
+        """The operation has ended, well or not: nothing of it is read or published any more. Idempotent."""
+        if not self.over:
+            self.over = True
+            self._execution = None
+            self._publishes.clear()
+            self._fetches.clear()
+            self._lane.ended(self)
+
+    def slow_readers(self) -> set[int]:
+        """Members that keep us from publishing."""
+        core = self._lane.core
+        if self.operation is None:
+            return set(core.least_finished())
+        return set(core.slowest()) if self._publishes else set()
+
+    def _publish(self, operation: LaneOperation, step: Instruction) -> bool:
+        execution = self._execution
+        assert execution is not None
+        payload = execution.payload(step)
+        if not self._lane.core.publish(operation, payload):
+            return False
+        self._lane.moved += len(payload)
+        self._lane.changed = True
+        return True
+
+    def _fetch(self, operation: LaneOperation, step: Instruction) -> bool:
+        """Take an item that is there; False if its member has given the operation up, as we shall hear."""
+        execution, core = self._execution, self._lane.core
+        assert execution is not None
+        item = core.item(operation, step.peer, step.source)
+        if item is None:
+            return False
+        execution.take(step, item)
+        core.consumed(operation, step.peer, step.source)
+        self._lane.moved += len(item)
+        return True
+
+
+def different(rank: int) -> CollectiveMismatchError:
+    """Global rank `rank` runs another operation in this place of the order."""
+    return CollectiveMismatchError(
+        f"rank {rank} runs something else in this place of the order: another collective, reduction, dtype, root, size "
+        "or algorithm",
+        rank,
+    )

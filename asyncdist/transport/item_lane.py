@@ -1,0 +1,394 @@
+"""ItemLane: how the ranks of one host hand each other data in collectives, a core: it neither waits nor wakes anybody.
+
+A lane belongs to one order of operations (a tag of a group). Each member owns one segment, which only it writes and all
+others read. In its segment a member says which operations it has begun, puts out *items* (runs of bytes), and says
+which items of the others it needs no more.
+
+| in a segment | what |
+| --- | --- |
+| words, each on a cache line | issued: operations begun; published: items put out; finished: operations of which it
+will look at nothing again; wanting: what it waits for; consumed[m]: items of member m that it needs no more |
+| records, a ring of RECORDS | of an operation: its number, its fingerprint, its first item, how many items it has |
+| descriptors, a ring of DESCRIPTORS | of an item: its number, where it lies in the pool, and its length |
+| the pool | the items' bytes, first in, first out |
+
+Operations put their items out in the order in which they were begun, each in the order of its plan. So a number names
+an item, one counter says which are there, and the pool is freed from its oldest end. An item is gone once every other
+member has consumed it. Operations without items, or carried out otherwise, take their number all the same, with their
+fingerprint: members whose operations of one number differ find out at once.
+
+An operation that is given up, because a member was refused it, puts out the rest of its items as absent ones.
+
+All of it is read from memory that the peers write, and is checked before it is used.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from asyncdist.transport.fence import fence
+from asyncdist.transport.item_pool import ItemPool
+from asyncdist.transport.lane_layout import (
+    ABSENT,
+    CONSUMED,
+    DESCRIPTOR,
+    DESCRIPTORS,
+    DESCRIPTORS_AT,
+    FINISHED,
+    ISSUED,
+    LANE_HEAD_BYTES,
+    MAX_LANE_ITEMS,
+    MAX_LANE_RANKS,
+    PUBLISHED,
+    RECORD,
+    RECORD_STRIDE,
+    RECORDS,
+    RECORDS_AT,
+    ROOM,
+    SKIPPED,
+    TURN,
+    WANTING,
+    WORDS_BYTES,
+    Differs,
+    LaneFault,
+    LaneOperation,
+    Member,
+    Needs,
+)
+
+__all__ = ["ItemLane"]
+
+
+class ItemLane:
+    """One member's side. `segments` are all members' in the order of the group, our own writable, each LANE_HEAD_BYTES
+    and a pool long. Every method raises LaneFault when a peer's memory says what cannot be.
+    """
+
+    __slots__ = (
+        "_consumed_seen",
+        "_finished_seen",
+        "_heeded",
+        "_issued",
+        "_items",
+        "_members",
+        "_next_item",
+        "_open",
+        "_others",
+        "_own",
+        "_own_words",
+        "_pool",
+        "_published",
+        "_queue",
+        "_wanting",
+        "finished",
+        "news",
+        "rank",
+    )
+
+    def __init__(self, rank: int, segments: Sequence[memoryview]) -> None:
+        if not 2 <= len(segments) <= MAX_LANE_RANKS:
+            raise ValueError(f"a lane has 2 to {MAX_LANE_RANKS} members, not {len(segments)}")
+        self.rank = rank
+        self._own = segments[rank]
+        self._own_words = self._own[:WORDS_BYTES].cast("Q")
+        self._pool = self._own[LANE_HEAD_BYTES:]
+        self._members = [None if index == rank else Member(index, segment) for index, segment in enumerate(segments)]
+        self._others = [(index, member) for index, member in enumerate(self._members) if member is not None]
+        self._issued = 0
+        self._published = 0
+        self._next_item = 0
+        self._items = ItemPool(len(self._pool), DESCRIPTORS)
+        self._queue: deque[LaneOperation] = deque()  # begun, in order, not all items published
+        self._open: dict[int, LaneOperation] = {}  # begun, and somebody's part in it not retired
+        self._heeded = self._others  # all but those that have left
+        self._wanting = 0
+        self._consumed_seen = 0
+        self._finished_seen = 0
+        self.finished = 0
+        self.news = False
+        """Something was consumed or finished that another member may wait for; to be reset by the caller."""
+
+    # -- operations
+
+    def begin(self, fingerprint: int, item_count: int, needs: Needs) -> LaneOperation | None:
+        """Begin the next operation; None if we are too far ahead of another member."""
+        number = self._issued
+        if number - self._finished_seen >= RECORDS and not self._catch_up(number, RECORDS):
+            return None
+        operation = LaneOperation(number, fingerprint, self._next_item, item_count, needs)
+        RECORD.pack_into(
+            self._own,
+            RECORDS_AT + number % RECORDS * RECORD_STRIDE,
+            number,
+            fingerprint,
+            self._next_item,
+            item_count,
+        )
+        self._next_item += item_count
+        self._open[number] = operation
+        if item_count:
+            self._queue.append(operation)
+        fence()  # the record before its count
+        self._issued = self._own_words[ISSUED] = number + 1
+        return operation
+
+    def publish(self, operation: LaneOperation, payload: memoryview) -> bool:
+        """Put out the next item of `operation`; False if there is no room yet, or it is not its turn."""
+        queue = self._queue
+        if not queue or queue[0] is not operation:
+            return False
+        length = len(payload)
+        at = self._place(length)
+        if at < 0:
+            return False
+        self._content(ROOM)
+        self._pool[at : at + length] = payload
+        number = self._published
+        DESCRIPTOR.pack_into(self._own, DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR.size, number, at, length)
+        self._items.add(number, at, length)
+        fence()  # the bytes and where they are before their count
+        self._published = self._own_words[PUBLISHED] = number + 1
+        operation.published += 1
+        if operation.published == operation.item_count:
+            queue.popleft()
+            self._skip_given_up()
+        return True
+
+    def available(self, operation: LaneOperation, member: int) -> int:
+        """How many items of `member` in `operation` are there. Raises Differs if it runs something else."""
+        peer = self._members[member]
+        if peer is None:
+            return operation.published
+        found = self._record(peer, operation)
+        if found is None:
+            return 0
+        first, count = found
+        if peer.published < first + count:
+            published = peer.words[PUBLISHED]
+            if published != peer.published:
+                if not peer.published < published < 1 << 63:
+                    raise LaneFault(member, f"{published} items were put out after {peer.published}")
+                fence()  # the count before what it counts
+                peer.published = published
+        return min(max(peer.published - first, 0), count)
+
+    def item(self, operation: LaneOperation, member: int, item: int) -> memoryview | None:
+        """Item number `item` of `member` in `operation`, which is available; None if that member has given it up.
+
+        To be read before `consumed` is called.
+        """
+        peer = self._members[member]
+        if peer is None:
+            first, segment, pool = operation.first, self._own, self._pool
+        else:
+            first, segment, pool = peer.records[operation.number][0], peer.segment, peer.pool
+        number = first + item
+        found, at, size = DESCRIPTOR.unpack_from(segment, DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR.size)
+        if found != number:
+            raise LaneFault(member, f"item {found} is described in place of {number}")
+        if size == ABSENT:
+            return None
+        if size > len(pool) or at > len(pool) - size:
+            raise LaneFault(member, f"an item has {size} bytes at {at}, outside of the pool")
+        view: memoryview = pool[at : at + size]
+        return view
+
+    def consumed(self, operation: LaneOperation, member: int, item: int) -> None:
+        """An item of `member` was read, for one of the times it is needed."""
+        peer = self._members[member]
+        if peer is None:
+            return
+        needs = operation.needs[member]
+        left = needs[item] - 1
+        if left:
+            needs[item] = left
+            return
+        del needs[item]
+        if peer.retired == operation.number:
+            first, count = peer.records[operation.number]
+            self._consume(peer, first + min(next(iter(needs), count), count))
+
+    def end(self, operation: LaneOperation) -> None:
+        """Everything that `operation` needed was read, or it was given up; items not put out yet never will be."""
+        operation.ended = True
+        self._skip_given_up()
+        self.retire()
+
+    def _skip_given_up(self) -> None:
+        queue = self._queue
+        while queue and queue[0].ended:
+            end = queue[0].first + queue[0].item_count
+            self._free()
+            if end - self._consumed_seen > DESCRIPTORS:
+                self._want(ROOM)
+                self._free()
+            room = self._consumed_seen + DESCRIPTORS  # descriptors before it may be in use
+            upto = min(end, room)
+            for missing in range(max(self._published, self._consumed_seen), upto):
+                at = DESCRIPTORS_AT + missing % DESCRIPTORS * DESCRIPTOR.size
+                DESCRIPTOR.pack_into(self._own, at, missing, 0, ABSENT)
+            fence()
+            self._published = self._own_words[PUBLISHED] = max(upto, self._published)
+            if upto < end:
+                return
+            queue.popleft()
+
+    def left(self, member: int) -> None:
+        """A member has left: what it has not read nobody keeps for it."""
+        self._heeded = [(index, peer) for index, peer in self._heeded if index != member]
+
+    def retire(self) -> None:
+        """Tell the others what is needed no more; to be called whenever one of them has begun something."""
+        if self._queue and self._queue[0].ended:
+            self._skip_given_up()
+        for index, peer in self._others:
+            while (operation := self._open.get(peer.retired)) is not None:
+                found = self._look_up(peer, operation.number)
+                if found is None:
+                    break
+                first, count = found
+                if not operation.ended:
+                    self._consume(peer, first + min(next(iter(operation.needs.get(index, ())), count), count))
+                    break
+                self._consume(peer, first + count)
+                del peer.records[operation.number]
+                peer.retired += 1
+        oldest = min(peer.retired for _, peer in self._others)
+        if oldest > self.finished:
+            for number in range(self.finished, oldest):
+                self._open.pop(number, None)
+            fence()  # read before we say so
+            self.finished = self._own_words[FINISHED] = oldest
+            self.news = True
+
+    def slowest(self) -> list[int]:
+        """Members that have consumed the least of our items, if any are left."""
+        consumed = {index: peer.words[CONSUMED + 8 * self.rank] for index, peer in self._others}
+        least = min(consumed.values())
+        return [index for index, count in consumed.items() if count == least < self._published]
+
+    def least_finished(self) -> list[int]:
+        """Members that have finished the fewest operations."""
+        finished = {index: peer.words[FINISHED] for index, peer in self._others}
+        least = min(finished.values())
+        return [index for index, count in finished.items() if count == least]
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are operations to retire."""
+        return bool(self._open)
+
+    def behind(self, number: int) -> list[int]:
+        """Members that have not begun operation `number`."""
+        return [index for index, peer in self._others if not self._look_for(peer, number)]
+
+    def wanted_by(self) -> list[int]:
+        """Members that wait for room, or for us to catch up: all of them where one waits for all to catch up.
+
+        For we may be waiting ourselves, to finish, for a third to begin.
+        """
+        fence()
+        wanting = [(index, peer.words[WANTING]) for index, peer in self._others]
+        every = any(wants & TURN for _, wants in wanting)
+        return [index for index, wants in wanting if wants or every]
+
+    def _look_for(self, peer: Member, number: int) -> bool:
+        """Whether `peer` has begun operation `number`, by what it says now."""
+        issued = peer.words[ISSUED]
+        if issued != peer.issued:
+            if not peer.issued < issued <= self._issued + RECORDS:
+                raise LaneFault(peer.index, f"{issued} operations were begun, {self._issued} are here")
+            peer.issued = issued
+        return issued > number
+
+    def _catch_up(self, number: int, ahead: int) -> bool:
+        """Whether every member has finished enough for us to begin operation `number`, less than `ahead` of it."""
+        for _ in range(2):
+            self._finished_seen = min((member.words[FINISHED] for _, member in self._heeded), default=number)
+            if number - self._finished_seen < ahead:
+                self._content(TURN)
+                return True
+            self._want(TURN)
+        return False
+
+    # -- inside
+
+    def _record(self, peer: Member, operation: LaneOperation) -> tuple[int, int] | None:
+        """First item and number of items of `peer` in `operation`; None if it has not begun it, or skips it."""
+        known = peer.records.get(operation.number)
+        if known is not None and peer.checked > operation.number:
+            return known
+        found = self._look_up(peer, operation.number)
+        if found is None:
+            return None
+        at = RECORDS_AT + operation.number % RECORDS * RECORD_STRIDE
+        fingerprint = RECORD.unpack_from(peer.segment, at)[1]
+        if fingerprint == SKIPPED:
+            return None
+        if fingerprint != operation.fingerprint:
+            raise Differs(peer.index)
+        peer.checked = operation.number + 1
+        return found
+
+    def _look_up(self, peer: Member, number: int) -> tuple[int, int] | None:
+        """First item and number of items of `peer` in operation `number`; None if it has not begun it."""
+        found = peer.records.get(number)
+        if found is not None:
+            return found
+        if number >= peer.issued:
+            if not self._look_for(peer, number):
+                return None
+            fence()  # the count before the record
+        at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
+        theirs, _fingerprint, first, count = RECORD.unpack_from(peer.segment, at)
+        if theirs != number or count > MAX_LANE_ITEMS or first >= 1 << 62:
+            raise LaneFault(peer.index, f"operation {theirs} ({count} items) is described in place of {number}")
+        peer.records[number] = first, count
+        return first, count
+
+    def _consume(self, peer: Member, upto: int) -> None:
+        if upto > peer.consumed:
+            peer.consumed = upto
+            fence()  # read before we say so
+            self._own_words[CONSUMED + 8 * peer.index] = upto
+            self.news = True
+
+    def _place(self, length: int) -> int:
+        """Where in the pool `length` bytes fit now; -1 if nowhere."""
+        pool = self._items
+        if length > pool.size:
+            raise ValueError(f"an item of {length} bytes does not fit a pool of {pool.size}")
+        number = self._published
+        if len(pool):
+            self._free()
+        at = pool.place(length) if number - self._consumed_seen < DESCRIPTORS else -1
+        if at >= 0:
+            return at
+        self._want(ROOM)
+        self._free()
+        return pool.place(length) if number - self._consumed_seen < DESCRIPTORS else -1
+
+    def _free(self) -> None:
+        """Free the items that every other member has consumed, or will not need."""
+        place, least = CONSUMED + 8 * self.rank, self._next_item
+        for index, peer in self._heeded:
+            consumed = peer.words[place]
+            if not self._consumed_seen <= consumed <= self._next_item:
+                raise LaneFault(index, f"{consumed} items were consumed of {self._next_item}")
+            least = min(least, consumed)
+        self._consumed_seen = least
+        self._items.free(least)
+
+    def _want(self, what: int) -> None:
+        """From now on the others say when they have consumed (ROOM) or finished (TURN) something."""
+        if not self._wanting & what:
+            self._wanting |= what
+            self._own_words[WANTING] = self._wanting
+        fence()  # before looking once more
+
+    def _content(self, what: int) -> None:
+        """What we waited for has come: nobody need say more."""
+        if self._wanting & what:
+            self._wanting &= ~what
+            self._own_words[WANTING] = self._wanting
