@@ -1,7 +1,8 @@
 """A naive interpreter of plans, and the definition of each collective to compare with.
 
 Independent of `plan.verify`. The operation is concatenation of strings, which shows each contribution and its place;
-steps that are possible are taken in random order. Sends are buffered, or take place when they are received.
+steps that are possible are taken in random order. Sends are buffered, or take place when they are received. There is
+memory for as many items of a rank as its plan says; they are taken away from the oldest on, once they were fetched.
 """
 
 from __future__ import annotations
@@ -11,7 +12,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncdist.plan.problem import IN_PLACE, REDUCTIONS, Problem
-from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step
+from asyncdist.plan.steps import (
+    Buffer,
+    Copy,
+    Fetch,
+    FetchReduce,
+    Plan,
+    Publish,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Send,
+    Slice,
+    Step,
+)
 
 __all__ = ["check_barrier", "check_results", "run"]
 
@@ -66,6 +80,12 @@ class _World:
             self.memory.append({0: inputs, 1: outputs, 2: [UNDEFINED] * plan.scratch_count})
         self.done: list[set[int]] = [set() for _ in plans]
         self.wire: dict[tuple[int, int, int], list[Any]] = {}
+        self.items: list[list[list[Any]]] = [[] for _ in plans]
+        self.fetches: dict[tuple[int, int], set[tuple[int, int]]] = {}
+        for rank, plan in enumerate(plans):
+            for index, step in enumerate(plan.steps):
+                if isinstance(step, Fetch | FetchReduce):
+                    self.fetches.setdefault((step.peer, step.item), set()).add((rank, index))
         self.left = {(rank, index) for rank, plan in enumerate(plans) for index in range(len(plan.steps))}
 
     def run(self) -> None:
@@ -90,6 +110,19 @@ class _World:
             self.wire[name] = self.read(rank, step.source)
         elif isinstance(step, Send):
             return False  # its receiver takes both
+        elif isinstance(step, Publish):
+            if not self.room(rank):
+                return False
+            assert step.item == len(self.items[rank])
+            self.items[rank].append(self.read(rank, step.source))
+        elif isinstance(step, Fetch | FetchReduce):
+            assert 0 <= step.peer < len(self.plans)
+            assert step.peer != rank
+            if step.item >= len(self.items[step.peer]):
+                return False
+            values = self.items[step.peer][step.item]
+            assert 0 <= step.offset <= step.offset + step.target.length <= len(values)
+            self.write(rank, step, values[step.offset :][: step.target.length])
         elif isinstance(step, Recv | RecvReduce):
             name = (step.peer, rank, step.slot)
             if name not in self.wire and not self.hand_over(*name):
@@ -99,6 +132,11 @@ class _World:
             self.write(rank, step, self.read(rank, step.source))
         self.finish(rank, index)
         return True
+
+    def room(self, rank: int) -> bool:
+        """Whether there is memory for another item."""
+        last = len(self.items[rank]) - self.plans[rank].outstanding_items
+        return all(self.fetches.get((rank, item), set()).isdisjoint(self.left) for item in range(last + 1))
 
     def hand_over(self, source: int, target: int, slot: int) -> bool:
         """Send what is awaited, if its sender is ready."""
@@ -120,13 +158,15 @@ class _World:
 
     def write(self, rank: int, step: Step, incoming: list[Any]) -> None:
         """Put what came where the step wants it, reduced if so."""
-        assert not isinstance(step, Send)
-        if isinstance(step, RecvReduce | Reduce):
+        assert not isinstance(step, Send | Publish)
+        if isinstance(step, RecvReduce | Reduce | FetchReduce):
             own = self.read(rank, step.target)
-            left = step.incoming_left if isinstance(step, RecvReduce) else step.source_left
+            left = step.source_left if isinstance(step, Reduce) else False
+            if isinstance(step, RecvReduce | FetchReduce):
+                left = step.incoming_left if isinstance(step, RecvReduce) else step.item_left
             pairs = zip(incoming, own, strict=True) if left else zip(own, incoming, strict=True)
             incoming = [first + second for first, second in pairs]
-        assert isinstance(step, Recv | RecvReduce | Reduce | Copy)
+        assert isinstance(step, Recv | RecvReduce | Reduce | Copy | Fetch | FetchReduce)
         target = step.target
         assert target.buffer != Buffer.INPUT
         assert len(incoming) == target.length

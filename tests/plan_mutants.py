@@ -7,7 +7,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from asyncdist.plan.steps import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice, Step, Symmetry
+from asyncdist.plan.steps import (
+    Buffer,
+    Copy,
+    Fetch,
+    FetchReduce,
+    Plan,
+    Publish,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Send,
+    Slice,
+    Step,
+    Symmetry,
+)
 
 __all__ = ["CLAIMS", "MISTAKES", "plant"]
 
@@ -15,6 +29,8 @@ Mistake = Callable[[list[Step], random.Random, int], list[Step] | None]
 """(steps, rng, world) -> the steps with a mistake, or None if there is no place for it."""
 
 MESSAGES = (Send, Recv, RecvReduce)
+FETCHES = (Fetch, FetchReduce)
+FROM_PEERS = (*MESSAGES, *FETCHES)
 
 
 def plant(plans: Sequence[Plan], rank: int, mistake: Mistake, rng: random.Random) -> list[Plan] | None:
@@ -83,13 +99,13 @@ def wait_too_much(steps: list[Step], rng: random.Random, world: int) -> list[Ste
 
 
 def wrong_peer(steps: list[Step], rng: random.Random, world: int) -> list[Step] | None:
-    """A message to, or from, another rank."""
-    return changed(steps, choose(steps, rng, *MESSAGES), peer=rng.randrange(-1, world + 1))
+    """A message to, or from, another rank; another rank's item."""
+    return changed(steps, choose(steps, rng, *FROM_PEERS), peer=rng.randrange(-1, world + 1))
 
 
 def swap_peers(steps: list[Step], rng: random.Random, world: int) -> list[Step] | None:
     """Two messages go to each other's rank."""
-    first, second = choose(steps, rng, *MESSAGES), choose(steps, rng, *MESSAGES)
+    first, second = choose(steps, rng, *FROM_PEERS), choose(steps, rng, *FROM_PEERS)
     if first is None or second is None:
         return None
     peers = steps[first].peer, steps[second].peer  # type: ignore[union-attr]
@@ -145,7 +161,7 @@ def _piece(steps: list[Step], rng: random.Random, change: Callable[[Slice], Slic
 
 def swap_chunks(steps: list[Step], rng: random.Random, world: int) -> list[Step] | None:
     """Two steps of a kind take each other's elements."""
-    index = choose(steps, rng, Send, Recv, RecvReduce, Reduce, Copy)
+    index = choose(steps, rng, Send, Recv, RecvReduce, Reduce, Copy, Publish, *FETCHES)
     if index is None:
         return None
     name = rng.choice(pieces(steps[index]))
@@ -156,10 +172,11 @@ def swap_chunks(steps: list[Step], rng: random.Random, world: int) -> list[Step]
 
 def flip(steps: list[Step], rng: random.Random, world: int) -> list[Step] | None:
     """Operands of a reduction change sides."""
-    index = choose(steps, rng, RecvReduce, Reduce)
+    index = choose(steps, rng, RecvReduce, Reduce, FetchReduce)
     if index is None:
         return None
-    name = "source_left" if isinstance(steps[index], Reduce) else "incoming_left"
+    names = {Reduce: "source_left", RecvReduce: "incoming_left", FetchReduce: "item_left"}
+    name = names[type(steps[index])]
     return changed(steps, index, **{name: not getattr(steps[index], name)})
 
 
@@ -181,7 +198,7 @@ def repeat_message(steps: list[Step], rng: random.Random, world: int) -> list[St
 
 def forget_to_reduce(steps: list[Step], rng: random.Random, world: int) -> list[Step] | None:
     """What should be reduced replaces what is there, or the other way round."""
-    index = choose(steps, rng, Recv, RecvReduce, Reduce, Copy)
+    index = choose(steps, rng, Recv, RecvReduce, Reduce, Copy, *FETCHES)
     if index is None:
         return None
     match steps[index]:
@@ -191,6 +208,10 @@ def forget_to_reduce(steps: list[Step], rng: random.Random, world: int) -> list[
             steps[index] = Recv(peer, target, slot, after)
         case Reduce(source, target, _, after):
             steps[index] = Copy(source, target, after)
+        case Fetch(peer, item, offset, target, after):
+            steps[index] = FetchReduce(peer, item, offset, target, rng.random() < 0.5, after)
+        case FetchReduce(peer, item, offset, target, _, after):
+            steps[index] = Fetch(peer, item, offset, target, after)
         case Copy(source, target, after):
             steps[index] = Reduce(source, target, rng.random() < 0.5, after)
     return steps
@@ -212,6 +233,34 @@ def too_early(steps: list[Step], rng: random.Random, world: int) -> list[Step] |
     return [*steps[: index - 1], replace(second, after=moved), replace(first, after=after), *rest]
 
 
+def wrong_item(steps: list[Step], rng: random.Random, world: int) -> list[Step] | None:
+    """An item has another one's number, or another one is fetched."""
+    index = choose(steps, rng, Publish, *FETCHES)
+    return None if index is None else changed(steps, index, item=steps[index].item + rng.choice((-1, 1)))  # type: ignore[union-attr]
+
+
+def wrong_part(steps: list[Step], rng: random.Random, world: int) -> list[Step] | None:
+    """Another part of an item is fetched."""
+    index = choose(steps, rng, *FETCHES)
+    return None if index is None else changed(steps, index, offset=steps[index].offset + rng.choice((-1, 1)))  # type: ignore[union-attr]
+
+
+def swap_items(steps: list[Step], rng: random.Random, world: int) -> list[Step] | None:
+    """Two steps put out, or fetch, each other's item."""
+    index = choose(steps, rng, Publish, *FETCHES)
+    if index is None:
+        return None
+    other = rng.choice([number for number, step in enumerate(steps) if type(step) is type(steps[index])])
+    items = steps[index].item, steps[other].item  # type: ignore[union-attr]
+    return changed(changed(steps, index, item=items[1]) or steps, other, item=items[0])
+
+
+def publish_more(steps: list[Step], rng: random.Random, world: int) -> list[Step] | None:
+    """Something is published that nobody fetches."""
+    found = [step for step in steps if isinstance(step, Publish)]
+    return [*steps, replace(found[-1], item=len(found), after=tuple(range(len(steps))))] if found else None
+
+
 MISTAKES: tuple[Mistake, ...] = (
     drop_step,
     drop_edge,
@@ -230,6 +279,10 @@ MISTAKES: tuple[Mistake, ...] = (
     repeat_message,
     forget_to_reduce,
     too_early,
+    wrong_item,
+    wrong_part,
+    swap_items,
+    publish_more,
 )
 
 CLAIMS: dict[str, Any] = {"symmetry": Symmetry.ROTATION, "block_aligned": True, "ordered": True}

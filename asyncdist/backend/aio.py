@@ -22,9 +22,8 @@ from asyncdist.executor.program import Program
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.plan.items import one_by_one
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.registry import build, ordered_algorithms
-from asyncdist.plan.selector import plan_for, plan_id
-from asyncdist.plan.shared import SHARED_ALGORITHMS, choose_shared, shared_plan_for
+from asyncdist.plan.registry import build
+from asyncdist.plan.selector import plan_for, plan_id, usable
 from asyncdist.plan.steps import Plan
 from asyncdist.plan.tuning import DEFAULT_TUNING, Tuning
 from asyncdist.reduce_op import CustomOp, PremulSum, ReduceOp
@@ -88,7 +87,7 @@ class AioBackend(GroupBackend):
         self._tuning = tuning
         self._overrides = dict(tuning.overrides)
         self._operations: dict[tuple[int, int], Running] = {}
-        self._recipes: dict[tuple[object, ...], Recipe] = {}
+        self._recipes: dict[tuple[object, int], Recipe] = {}
         self._lanes = Lanes(self, mesh) if lanes and 2 <= len(ranks) <= MAX_LANE_RANKS else None
 
     def start(
@@ -110,7 +109,7 @@ class AioBackend(GroupBackend):
         """Begin `call` now, by messages or through the lane of its tag."""
         lanes = self._lanes
         lane = None if lanes is None else lanes.lane(work.tag)
-        recipe = self.recipe_for(call, shared=lane is not None)
+        recipe = self.recipe_for(call, 0 if lanes is None else lanes.pool_bytes(work.tag))
         if recipe.express and lanes is not None and lane is not None:
             lanes.take_place(work)
             express = ExpressOperation(self, lane, call, recipe, work, on_end)
@@ -130,18 +129,21 @@ class AioBackend(GroupBackend):
         operation.begin()
         lane.flush()
 
-    def recipe_for(self, call: Call, *, shared: bool = False) -> Recipe:
-        """What all calls like this one share; connections to the peers it names have been asked for."""
-        recipe = self._recipes.get((call.recipe_key, shared))
+    def recipe_for(self, call: Call, lane_bytes: int = 0) -> Recipe:
+        """What all calls like this one share; connections to the peers it names have been asked for.
+
+        `lane_bytes` is the memory each rank has for items in the lane of the call's tag; 0 where there is none.
+        """
+        recipe = self._recipes.get((call.recipe_key, lane_bytes))
         if recipe is None:
-            recipe = self._cook(call, shared=shared)
+            recipe = self._cook(call, lane_bytes)
         if not recipe.met:
             self._meet(recipe)
         return recipe
 
     def algorithm_of(self, recipe_key: tuple[Any, ...]) -> str:
         """The algorithm of a recipe, if it is still kept."""
-        recipe = self._recipes.get((recipe_key, True)) or self._recipes.get((recipe_key, False))
+        recipe = next((recipe for (key, _), recipe in reversed(self._recipes.items()) if key == recipe_key), None)
         return "" if recipe is None else recipe.program.plan.algorithm
 
     def knows(self, operation: object, work: CollectiveWork) -> bool:
@@ -188,21 +190,16 @@ class AioBackend(GroupBackend):
             operation.stop()
         self.close()
 
-    def _plan(self, call: Call, *, shared: bool) -> Plan:
+    def _plan(self, call: Call, lane_bytes: int) -> Plan:
         world = len(self.ranks)
         if call.algorithm is not None:
             problem = Problem.of(call.collective, world, call.counts, call.root)
             return build(problem, call.algorithm, self.rank, max(1, problem.total))
         ordered = isinstance(call.op, CustomOp) and not call.op.commutative
         algorithm = self._overrides.get(call.collective)
-        if ordered and algorithm not in ordered_algorithms(call.collective):
+        lane_bytes = lane_bytes if type(call) is Call else 0
+        if algorithm is not None and not usable(call.collective, algorithm, ordered=ordered, shared=lane_bytes > 0):
             algorithm = None
-        if shared and algorithm is None and type(call) is Call and call.collective in SHARED_ALGORITHMS:
-            problem = Problem.of(call.collective, world, call.counts, call.root)
-            nbytes = max(problem.counts) * call.dtype.itemsize
-            name = choose_shared(call.collective, world, nbytes, ordered=ordered)
-            if name is not None:
-                return shared_plan_for(problem, self.rank, call.dtype.itemsize, name)
         plan = plan_for(
             call.collective,
             self.rank,
@@ -213,13 +210,14 @@ class AioBackend(GroupBackend):
             algorithm=algorithm,
             tuning=self._tuning,
             ordered=ordered,
+            lane_bytes=lane_bytes,
         )
-        trace_choice(call, plan, self._tuning, ordered=ordered)
+        trace_choice(call, plan, self._tuning, ordered=ordered, lane_bytes=lane_bytes)
         return plan
 
-    def _cook(self, call: Call, *, shared: bool) -> Recipe:
+    def _cook(self, call: Call, lane_bytes: int) -> Recipe:
         """Plan and compile; the oldest recipe makes room."""
-        plan = self._plan(call, shared=shared)
+        plan = self._plan(call, lane_bytes)
         if type(call) is ItemCall:
             plan = one_by_one(plan)
         op = ReduceOp.PREMUL_SUM if isinstance(call.op, PremulSum) else call.op  # factors may differ between ranks
@@ -228,8 +226,8 @@ class AioBackend(GroupBackend):
         kernel = None if call.op is None else reduction.kernel(call.op, call.dtype)
         if len(self._recipes) >= RECIPES_KEPT:
             del self._recipes[next(iter(self._recipes))]
-        recipe = Recipe(Program(plan), fingerprint, kernel, express=shared and goes_express(call, plan))
-        self._recipes[call.recipe_key, shared] = recipe
+        recipe = Recipe(Program(plan), fingerprint, kernel, express=lane_bytes > 0 and goes_express(call, plan))
+        self._recipes[call.recipe_key, lane_bytes] = recipe
         return recipe
 
     def _meet(self, recipe: Recipe) -> None:

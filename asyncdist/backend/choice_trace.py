@@ -12,7 +12,7 @@ from asyncdist.plan.tuning import Tuning
 __all__ = ["trace_choice"]
 
 
-def trace_choice(call: Call, plan: Plan, tuning: Tuning, *, ordered: bool) -> None:
+def trace_choice(call: Call, plan: Plan, tuning: Tuning, *, ordered: bool, lane_bytes: int = 0) -> None:
     """Emit `tune.candidate` for each algorithm, the best first, and `tune.chosen`; nothing unless somebody listens.
 
     What was chosen is not the best where an override or the call itself names an algorithm.
@@ -21,7 +21,7 @@ def trace_choice(call: Call, plan: Plan, tuning: Tuning, *, ordered: bool) -> No
         return
     shape = {"collective": call.collective, "world": plan.world, "bytes": call.nbytes}
     problem = Problem.of(call.collective, plan.world, call.counts, call.root, tuning.ranks_per_host)
-    for one in candidates(problem, call.dtype.itemsize, tuning, ordered=ordered):
+    for one in candidates(problem, call.dtype.itemsize, tuning, ordered=ordered, lane_bytes=lane_bytes):
         events.emit(
             "tune",
             "candidate",

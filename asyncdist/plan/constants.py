@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-__all__ = ["ASYNCIO", "ASYNCIO_SHM", "ASYNCIO_TCP", "BUILT_IN", "MPI_LIKE", "NCCL", "Constants", "Link"]
+__all__ = [
+    "ASYNCIO",
+    "ASYNCIO_SHM",
+    "ASYNCIO_TCP",
+    "BUILT_IN",
+    "MPI_LIKE",
+    "NCCL",
+    "SHARED_MEMORY",
+    "Constants",
+    "Link",
+    "SharedMemory",
+]
 
 UNLIMITED: Final = 0
 """`Constants.cores` of hosts on which every rank has a core of its own."""
@@ -28,6 +39,23 @@ class Link:
 
     alpha_s: float
     beta_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """What it costs to publish items in memory that all ranks of a host share, and to fetch them."""
+
+    wake_s: float
+    """From the moment an item is there until a rank goes on that had nothing to do."""
+    step_s: float
+    """CPU time to publish, fetch or reduce an item, without its bytes."""
+    copy_s: float
+    """CPU time per byte copied in or out; a byte that is reduced where it lies costs `Constants.gamma_s` instead."""
+
+
+SHARED_MEMORY: Final = SharedMemory(wake_s=12e-6, step_s=3e-6, copy_s=1 / 15e9)
+"""Python event loops that look at shared memory, woken by an eventfd; chunks that stay in the processor's cache. With
+these, ranks of a small host all reduce whole vectors up to some tens of kilobytes, and share the work beyond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +81,13 @@ class Constants:
     """Cores of a host, shared by its ranks; 0: every rank has one of its own."""
     between: Link | None = None
     """Messages between hosts; None: they cost what they cost inside, and hosts have no card to share."""
+    shared: SharedMemory = SHARED_MEMORY
+    """Memory that the ranks of a host share, for groups that have a lane."""
 
     def __post_init__(self) -> None:
         values = [self.alpha_s, self.beta_s, self.gamma_s, self.overhead_s, self.copy_s, float(self.cores)]
         values += [self.between.alpha_s, self.between.beta_s] if self.between else []
+        values += [self.shared.wake_s, self.shared.step_s, self.shared.copy_s]
         if not all(value >= 0 for value in values):  # written so that NaN is refused as well
             raise ValueError(f"constants must not be negative: {self}")
 

@@ -8,6 +8,8 @@ An algorithm takes as long as the longest of:
 - the busiest host, where it has more ranks than cores: the work of all its ranks together, on its cores;
 - the busiest link: a rank's port, or the card that a host's ranks share.
 
+Through shared memory there are no links, and waking up instead of messages (`formulas_shared`).
+
 The event simulator knows more (who waits for whom); a formula costs microseconds, in worlds of any size.
 """
 
@@ -20,6 +22,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from asyncdist.plan import formulas, formulas_blocks, formulas_grid, formulas_trees
 from asyncdist.plan.constants import Constants
+from asyncdist.plan.formulas_shared import SHARED_FORMULAS, SharedFormula, shared_seconds
 from asyncdist.plan.load import Hop, Load, Shape, Work
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, Problem
 
@@ -89,6 +92,8 @@ FORMULAS: Final[Mapping[str, Mapping[str, Formula]]] = MappingProxyType(
 )
 """By collective and algorithm, as `registry.ALGORITHMS`."""
 
+_NONE: Final[Mapping[str, SharedFormula]] = MappingProxyType({})
+
 
 class Prediction(NamedTuple):
     """What an algorithm is expected to take and to move."""
@@ -97,15 +102,18 @@ class Prediction(NamedTuple):
     chunk_bytes: int
     seconds: float
     rounds: int
-    """Messages on the longest path."""
+    """Messages on the longest path, or waits for what others publish."""
     sent_bytes: int
-    """By the rank that sends most."""
+    """Or published, by the rank that sends most."""
     scratch_bytes: int = 0
     """Temporary memory of the rank that needs most, beyond a window of chunks."""
 
 
 def predict(problem: Problem, algorithm: str, itemsize: int, chunk_bytes: int, constants: Constants) -> Prediction:
     """Predict one algorithm. Raises KeyError for one without a formula."""
+    shared = SHARED_FORMULAS.get(problem.collective, _NONE).get(algorithm)
+    if shared is not None:
+        return _predict_shared(shared, problem, algorithm, itemsize, chunk_bytes, constants)
     formula = FORMULAS[problem.collective][algorithm]
     if problem.world == 1:
         return Prediction(algorithm, chunk_bytes, 0.0, 0, 0)
@@ -113,6 +121,16 @@ def predict(problem: Problem, algorithm: str, itemsize: int, chunk_bytes: int, c
     seconds = _seconds(load, problem, constants)
     rounds = round(math.fsum(hop.rounds for hop in load.path))
     return Prediction(algorithm, chunk_bytes, seconds, rounds, round(load.busiest.sent), round(load.scratch))
+
+
+def _predict_shared(
+    formula: SharedFormula, problem: Problem, algorithm: str, itemsize: int, chunk_bytes: int, constants: Constants
+) -> Prediction:
+    if problem.world == 1:
+        return Prediction(algorithm, chunk_bytes, 0.0, 0, 0)
+    load = formula(shape_of(problem, itemsize, chunk_bytes))
+    seconds = shared_seconds(load, problem.world, constants)
+    return Prediction(algorithm, chunk_bytes, seconds, load.rounds, round(load.published), round(load.scratch))
 
 
 def shape_of(problem: Problem, itemsize: int, chunk_bytes: int) -> Shape:

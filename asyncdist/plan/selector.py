@@ -1,7 +1,8 @@
 """Which algorithm, cut into which chunks, and which plan: a pure function of what all ranks know, so all choose alike.
 
 The choice is the least predicted time (`cost`) over all algorithms of the collective and a few sizes of chunk, among
-those whose temporary memory is bounded. Sizes are bytes.
+those whose temporary memory is bounded. Sizes are bytes. `lane_bytes` is the memory that each rank of the group has for
+items in its lane, if it has one: then algorithms through shared memory are candidates too.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Final
 
 from asyncdist.plan.cost import FORMULAS, Prediction, predict
 from asyncdist.plan.problem import COLLECTIVES, EXCHANGES, Problem
-from asyncdist.plan.registry import algorithms, build, ordered_algorithms
+from asyncdist.plan.registry import algorithms, build, needs_lane, ordered_algorithms
+from asyncdist.plan.shared import USUAL_LANE_BYTES, shared_chunk_sizes
 from asyncdist.plan.steps import Plan
 from asyncdist.plan.tuning import DEFAULT_TUNING, Tuning
 
-__all__ = ["algorithms", "candidates", "choose", "chunk_sizes", "parse_overrides", "plan_for", "plan_id"]
+__all__ = ["algorithms", "candidates", "choose", "chunk_sizes", "parse_overrides", "plan_for", "plan_id", "usable"]
 
 CHUNK_MIN_BYTES: Final = 128 << 10
 """A chunk should take longer to transfer than its message costs by existing, whatever was measured."""
@@ -67,17 +69,18 @@ def plan_for(
     *,
     tuning: Tuning = DEFAULT_TUNING,
     ordered: bool = False,
+    lane_bytes: int = 0,
 ) -> Plan:
     """Return `rank`'s plan, from the cache where possible (give `count` as int or tuple: a list costs a conversion).
 
     `count` is as for `Problem.of`; `itemsize` is bytes per element, `root` a group rank. `algorithm` overrides the
     choice, as do the tuning's overrides. `ordered` is for operations that do not commute: only algorithms that reduce
-    in rank order are chosen, and overrides with others do not count. Raises ValueError for anything unknown or out of
-    range.
+    in rank order are chosen, and overrides with others do not count; nor do overrides with algorithms that need a lane
+    where there is none. Raises ValueError for anything unknown or out of range.
     """
     if not isinstance(count, int | tuple):
         count = tuple(count)
-    return _plan(collective, rank, world, count, itemsize, root, algorithm, tuning, ordered)
+    return _plan(collective, rank, world, count, itemsize, root, algorithm, tuning, ordered, lane_bytes)
 
 
 @lru_cache(maxsize=PLAN_CACHE_PLANS)
@@ -91,11 +94,12 @@ def _plan(
     algorithm: str | None,
     tuning: Tuning,
     ordered: bool,
+    lane_bytes: int,
 ) -> Plan:
     if itemsize < 1:
         raise ValueError(f"an element has at least one byte, got {itemsize}")
     problem = Problem.of(collective, world, count, root, tuning.ranks_per_host)
-    name, chunk = choose(problem, itemsize, tuning, ordered=ordered, algorithm=algorithm)
+    name, chunk = choose(problem, itemsize, tuning, ordered=ordered, algorithm=algorithm, lane_bytes=lane_bytes)
     return build(problem, name, rank, max(1, chunk // itemsize))
 
 
@@ -106,16 +110,19 @@ def choose(
     *,
     ordered: bool = False,
     algorithm: str | None = None,
+    lane_bytes: int = 0,
 ) -> tuple[str, int]:
     """Name the algorithm and the bytes of a chunk for elements of `itemsize` bytes; arguments as for `plan_for`."""
     named = algorithm or tuning.override(problem.collective)
-    if named and ordered and not algorithm and named not in ordered_algorithms(problem.collective):
+    if named and not algorithm and not usable(problem.collective, named, ordered=ordered, shared=lane_bytes > 0):
         named = None
-    if named and named not in algorithms(problem.collective):
+    if named and needs_lane(problem.collective, named) and not lane_bytes:
+        raise ValueError(f"{problem.collective}:{named} needs memory that all ranks share")
+    if named and named not in algorithms(problem.collective, shared=lane_bytes > 0):
         return named, CHUNK_MAX_BYTES  # `build` says what is wrong with it
     if problem.private:  # lengths are this rank's own: they must not sway what all have to do alike
         return named or algorithms(problem.collective)[0], CHUNK_MAX_BYTES
-    found = candidates(problem, itemsize, tuning, ordered=ordered, algorithm=named)
+    found = candidates(problem, itemsize, tuning, ordered=ordered, algorithm=named, lane_bytes=lane_bytes)
     if not found:
         raise ValueError(f"{problem.collective} has no algorithm that reduces in rank order")
     return found[0].algorithm, found[0].chunk_bytes
@@ -128,21 +135,27 @@ def candidates(
     *,
     ordered: bool = False,
     algorithm: str | None = None,
+    lane_bytes: int = 0,
 ) -> list[Prediction]:
     """Return every algorithm (or only the one named) at its best chunk size, the one to choose first.
 
     Those that need too much temporary memory come last. Of those that are as good as the best, the one that needs least
     memory is chosen, then the one whose formula is surest.
     """
-    names = [algorithm] if algorithm else algorithms(problem.collective)
+    names = (algorithm,) if algorithm else algorithms(problem.collective, shared=lane_bytes > 0)
     if ordered and not algorithm:
-        names = ordered_algorithms(problem.collective)
+        names = ordered_algorithms(problem.collective, shared=lane_bytes > 0)
     sizes = chunk_sizes(problem, itemsize)
-    found = [
-        min((predict(problem, name, itemsize, size, tuning.constants) for size in sizes), key=_seconds)
-        for name in names
-        if name in FORMULAS[problem.collective]
-    ]
+    found = []
+    for name in names:
+        if needs_lane(problem.collective, name):
+            own_sizes = shared_chunk_sizes(problem, name, itemsize, lane_bytes or USUAL_LANE_BYTES)
+        elif name in FORMULAS[problem.collective]:
+            own_sizes = sizes
+        else:
+            continue
+        predictions = (predict(problem, name, itemsize, size, tuning.constants) for size in own_sizes)
+        found.append(min(predictions, key=_seconds))
     found.sort(key=lambda one: (one.scratch_bytes > SCRATCH_MAX_BYTES, one.seconds))
     if not found:  # nothing is reduced, so there is no order
         return []
@@ -151,6 +164,13 @@ def candidates(
     best = min(ties, key=lambda one: (one.scratch_bytes // CHUNK_MAX_BYTES, _familiarity(one.algorithm)))
     found.remove(best)
     return [best, *found]
+
+
+def usable(collective: str, algorithm: str, *, ordered: bool, shared: bool) -> bool:
+    """Whether an override counts: it keeps the order of ranks where that matters, and has a lane if it needs one."""
+    if needs_lane(collective, algorithm) and not shared:
+        return False
+    return not ordered or algorithm in ordered_algorithms(collective, shared=shared)
 
 
 def chunk_sizes(problem: Problem, itemsize: int) -> tuple[int, ...]:
@@ -194,6 +214,7 @@ def plan_id(
 def parse_overrides(text: str) -> dict[str, str]:
     """Parse "all_reduce:ring,broadcast:chain" (ASYNCDIST_ALGO) into algorithm by collective; empty text is none.
 
+    Algorithms through shared memory may be named; groups without a lane choose as if they were not.
     Raises ValueError that names the entry and what would be right.
     """
     overrides: dict[str, str] = {}
@@ -203,8 +224,8 @@ def parse_overrides(text: str) -> dict[str, str]:
             raise ValueError(f"algorithm override {entry!r} is not of the form collective:algorithm")
         if collective not in COLLECTIVES:
             raise ValueError(f"algorithm override {entry!r}: no such collective; known: {', '.join(COLLECTIVES)}")
-        if algorithm not in algorithms(collective):
-            known = ", ".join(algorithms(collective))
+        if algorithm not in algorithms(collective, shared=True):
+            known = ", ".join(algorithms(collective, shared=True))
             raise ValueError(f"algorithm override {entry!r}: no such algorithm; {collective} has: {known}")
         if collective in overrides:
             raise ValueError(f"algorithm override for {collective} is given twice")

@@ -1,42 +1,64 @@
-"""Plans through shared memory: which there are, and which one for what."""
+"""Chunks of plans through shared memory: small enough for the memory there is, and to stay in the processor's cache.
+
+A lane has memory for the items that a rank has published and not all others have read. A plan comes to its end with
+memory for `Plan.outstanding_items` items, whatever the chunk; with less than it puts out per chunk of every slice,
+ranks wait for each other all the time. So where there are more slices, chunks are shorter.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Final
 
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.registry import SHARED_ALGORITHMS
-from asyncdist.plan.steps import Plan
+from asyncdist.plan.shared_reduce import LOOKAHEAD
 
-__all__ = ["SHARED_ALGORITHMS", "SHARED_CHUNK_BYTES", "choose_shared", "shared_plan_for"]
+__all__ = ["MAX_SHARED_RANKS", "USUAL_LANE_BYTES", "largest_item_bytes", "shared_chunk_sizes"]
 
-SHARED_CHUNK_BYTES: Final = 256 << 10
-"""Bytes of a chunk of a block: it takes longer to copy than to talk about, and a few of them stay in the cache."""
+CHUNK_MIN_BYTES: Final = 32 << 10
+"""Below this a step costs more than the copy, so that waiting for memory costs less than shorter chunks."""
 
-DIRECT_BYTES: Final = {2: 256 << 10, 3: 64 << 10, 4: 64 << 10}
-DIRECT_BYTES_ELSE: Final = 16 << 10
-"""Largest vector that every rank reduces whole, by ranks: below it a second wait costs more than the work."""
+CHUNK_MAX_BYTES: Final = 256 << 10
+"""Several of these stay in a processor's second-level cache, between the rank that writes and those that read."""
 
-SCAN_BYTES: Final = 1 << 20
-"""Largest vector of a scan: rank r reads r vectors, so large ones go along the chain of messages instead."""
+CHUNKS_MAX: Final = 1024
+"""Chunks of the largest blocks, which get larger ones where there is memory: each is a step in the plan, or several."""
 
-PLAN_CACHE_PLANS: Final = 256
+LEAST_ITEMS: Final = 2
+"""Items there is always memory for: one is read while the next is written. Plans come to an end with one."""
 
+MAX_SHARED_RANKS: Final = 104
+"""Largest world that is expected on one host."""
 
-def choose_shared(collective: str, world: int, nbytes: int, *, ordered: bool) -> str | None:
-    """Name the algorithm for a vector (or the largest block) of `nbytes`; None where messages are the better way."""
-    if collective in ("scan", "exscan"):
-        return "shared_direct" if nbytes <= SCAN_BYTES else None
-    if collective in ("all_reduce", "reduce"):
-        if nbytes <= DIRECT_BYTES.get(world, DIRECT_BYTES_ELSE) or (ordered and collective == "all_reduce"):
-            return "shared_direct"
-        return "shared"
-    return "shared" if collective in SHARED_ALGORITHMS else None
+USUAL_LANE_BYTES: Final = 8 << 20
+"""Memory for a rank's items in a group's first lane, and what is reckoned with where there is no lane to ask."""
+
+_SLICED: Final = ("all_reduce", "reduce", "reduce_scatter", "all_to_all", "scatter")
+"""Collectives in which somebody publishes a chunk for everyone else, one after another."""
 
 
-@lru_cache(maxsize=PLAN_CACHE_PLANS)
-def shared_plan_for(problem: Problem, rank: int, itemsize: int, algorithm: str) -> Plan:
-    """Return `rank`'s plan, from the cache where possible."""
-    chunk_length = max(1, SHARED_CHUNK_BYTES // itemsize)
-    return SHARED_ALGORITHMS[problem.collective][algorithm](problem, rank, chunk_length)
+def largest_item_bytes(lane_bytes: int, outstanding_items: int) -> int:
+    """Bytes of an item of which a lane always has room for so many, whatever the order they are freed in.
+
+    Items lie behind one another and are not cut: one may not fit at the end, nor before the oldest at the beginning.
+    """
+    return lane_bytes // (outstanding_items + 1) // _ALIGNMENT * _ALIGNMENT if outstanding_items > 1 else lane_bytes
+
+
+_ALIGNMENT: Final = 64
+"""Items begin at cache lines."""
+
+
+def shared_chunk_sizes(problem: Problem, algorithm: str, itemsize: int, lane_bytes: int) -> tuple[int, ...]:
+    """Return the sizes of chunk that are worth a look: powers of two within the limits, more for the largest blocks."""
+    limit = largest_item_bytes(lane_bytes, LEAST_ITEMS)
+    sliced = algorithm == "shared" and problem.collective in _SLICED
+    room = lane_bytes // ((LOOKAHEAD + 1) * (problem.world if sliced else 1))
+    most = min(max(CHUNK_MIN_BYTES, room), limit)
+    block = problem.total if not sliced else -(-problem.total // problem.world)
+    least = min(-(-block * itemsize // CHUNKS_MAX), most)
+    size, sizes = CHUNK_MIN_BYTES, []
+    while size <= CHUNK_MAX_BYTES:
+        if least <= size <= most:
+            sizes.append(size)
+        size *= 2
+    return tuple(sizes) or (min(max(least, CHUNK_MIN_BYTES), most),)

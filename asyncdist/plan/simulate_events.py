@@ -7,6 +7,8 @@ Every step starts as soon as the steps it waits for are done, as the executor st
 - Receive: the latency later, the receiver's port (card) for the bytes; once all are there and the step has started, its
   thread for the copying, the overhead and the reduction.
 - Reduce, Copy: the thread.
+- Publish: the thread, for the copying. Fetch: the thread, for copying or reducing, once the item is there; a rank that
+  has nothing else to do then must be woken first. Memory for items is taken to be enough.
 
 Who asks first is served first; of those that ask at the same time, the lower rank. So that the same time is the same
 number however it came about, time is counted in whole femtoseconds here. A message occupies both ports at once, the
@@ -24,12 +26,13 @@ from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 from asyncdist.plan.constants import COPY_SHARE, Constants
-from asyncdist.plan.steps import Copy, Plan, Recv, RecvReduce, Reduce, Send, Step
+from asyncdist.plan.steps import Copy, Fetch, FetchReduce, Plan, Publish, Recv, RecvReduce, Reduce, Send, Step
 
 __all__ = ["Feeds", "Hosts", "feeds_of", "run"]
 
 Feeds = Sequence[Sequence[int]]
-"""By step number: the receives that get what a send sends. Steps are numbered through all simulated ranks."""
+"""By step number: the receives that get what a send sends, the fetches of what is published. Steps are numbered through
+all simulated ranks."""
 
 TICKS: Final = 10**15
 """Ticks of the clock in a second: femtoseconds. A byte takes thousands of them, so that nothing is lost."""
@@ -45,6 +48,10 @@ PHASES: Final = 4
 SENDS: Final = 0
 RECEIVES: Final = 1
 LOCAL: Final = 2
+PUBLISHES: Final = 3
+FETCHES: Final = 4
+ALONE: Final = (LOCAL, PUBLISHES)
+AWAITING: Final = (RECEIVES, FETCHES)
 
 MESSAGES: Final = (Send, Recv, RecvReduce)
 
@@ -57,22 +64,29 @@ class Hosts(NamedTuple):
 
 
 def feeds_of(plans: Sequence[Plan]) -> Feeds:
-    """Match sends and receives of the plans of ranks 0, 1, ... of a whole world.
+    """Match sends and receives, items and fetches, of the plans of ranks 0, 1, ... of a whole world.
 
     Raises ValueError for a receive whose message nobody sends, KeyError for a send that nobody receives.
     """
     receives: dict[tuple[int, int, int], int] = {}
+    fetches: dict[tuple[int, int], list[int]] = {}
     number = 0
     for plan in plans:
         for step in plan.steps:
             if isinstance(step, Recv | RecvReduce):
                 receives[step.peer, plan.rank, step.slot] = number
+            elif isinstance(step, Fetch | FetchReduce):
+                fetches.setdefault((step.peer, step.item), []).append(number)
             number += 1
-    feeds = [
-        (receives.pop((plan.rank, step.peer, step.slot)),) if isinstance(step, Send) else ()
-        for plan in plans
-        for step in plan.steps
-    ]
+    feeds: list[Sequence[int]] = []
+    for plan in plans:
+        for step in plan.steps:
+            if isinstance(step, Send):
+                feeds.append((receives.pop((plan.rank, step.peer, step.slot)),))
+            else:
+                feeds.append(fetches.pop((plan.rank, step.item), ()) if isinstance(step, Publish) else ())
+    if fetches:
+        raise ValueError(f"never published: (rank, item) {sorted(fetches)[:3]}")
     if receives:
         raise ValueError(f"never sent: (source, destination, slot) {sorted(receives)[:3]}")
     return feeds
@@ -106,7 +120,7 @@ class _Costs:
 
     def of(self, step: Step, *, remote: bool) -> _Cost:
         """Return the cost of a step, a message to another host if `remote`."""
-        length = step.source.length if isinstance(step, Send) else step.target.length
+        length = step.source.length if isinstance(step, Send | Publish) else step.target.length
         key = (type(step), length, remote)
         cost = self._known.get(key)
         if cost is None:
@@ -118,6 +132,12 @@ class _Costs:
         work_fs = round(nbytes * constants.gamma_s * TICKS)
         if isinstance(step, Copy | Reduce):
             return _Cost(LOCAL, round(work_fs * COPY_SHARE) if isinstance(step, Copy) else work_fs, 0, 0, 0)
+        if isinstance(step, Publish | Fetch | FetchReduce):
+            shared = constants.shared
+            if not isinstance(step, FetchReduce):
+                work_fs = round(nbytes * shared.copy_s * TICKS)
+            kind = PUBLISHES if isinstance(step, Publish) else FETCHES
+            return _Cost(kind, round(shared.step_s * TICKS) + work_fs, 0, 0, round(shared.wake_s * TICKS))
         beta_s, latency_s = constants.beta_s, constants.latency_s
         if remote and constants.between is not None:
             beta_s, latency_s = constants.between.beta_s, constants.between_latency_s
@@ -169,6 +189,9 @@ class _Simulation:
                 self._arrived[number] = True
                 if not self._pending[number]:
                     self._receive(number, time_fs, time_fs - self._copied_fs[number])
+            elif phase == ARRIVAL and self._kinds[number] == FETCHES:
+                busy = self._thread_free_fs[self._threads[number]] > time_fs  # a rank that works looks by itself
+                heappush(events, (time_fs + (0 if busy else self._latency_fs[number]), number * PHASES + ARRIVED))
             elif phase == ARRIVAL:
                 port = self._ports[number]
                 start_fs = max(time_fs, self._in_free_fs[port])
@@ -226,13 +249,15 @@ class _Simulation:
     def _start(self, number: int, time_fs: int) -> None:
         """Everything that step waited for is done."""
         kind = self._kinds[number]
-        if kind == RECEIVES:
+        if kind in AWAITING:
             if self._arrived[number]:
                 self._receive(number, time_fs, time_fs)
             return
         cpu_fs = self._cpu_fs[number]
         start_fs = self._work(self._threads[number], time_fs, cpu_fs)
-        if kind == LOCAL:
+        if kind in ALONE:
+            for fetch in self._feeds[number]:
+                heappush(self._events, (start_fs + cpu_fs, fetch * PHASES + ARRIVAL))
             self._finish(number, start_fs + cpu_fs)
             return
         start_fs += self._overhead_fs

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final
 
-from asyncdist.plan.constants import ASYNCIO, Constants, Link
+from asyncdist.plan.constants import ASYNCIO, SHARED_MEMORY, Constants, Link, SharedMemory
 
 __all__ = [
     "DEFAULT_TUNING",
@@ -109,12 +109,14 @@ def constants_from_terms(terms: object) -> Constants:
     if not isinstance(terms, Mapping) or not set(terms) <= names:
         raise ValueError(f"not constants of the cost model: {_shown(terms)}")
     values = dict(terms)
-    between = values.pop("between", None)
+    between, shared = values.pop("between", None), values.pop("shared", None)
     cores = values.pop("cores", 0)
     if type(cores) is not int or not 0 <= cores <= MAX_CORES:
         raise ValueError(f"cores must be an integer from 0 to {MAX_CORES}, not {_shown(cores)}")
     checked = _checked(values, {"alpha_s", "beta_s", "gamma_s", "overhead_s"})
-    return Constants(**checked, cores=cores, between=_link_from_terms(between))
+    return Constants(
+        **checked, cores=cores, between=_link_from_terms(between), shared=_shared_memory_from_terms(shared)
+    )
 
 
 def _link_from_terms(terms: object) -> Link | None:
@@ -126,6 +128,15 @@ def _link_from_terms(terms: object) -> Link | None:
     return Link(**_checked(dict(terms), names))
 
 
+def _shared_memory_from_terms(terms: object) -> SharedMemory:
+    if terms is None:  # as in files of older releases
+        return SHARED_MEMORY
+    names = {one.name for one in fields(SharedMemory)}
+    if not isinstance(terms, Mapping) or not set(terms) <= names:
+        raise ValueError(f"not costs of shared memory: {_shown(terms)}")
+    return SharedMemory(**_checked(dict(terms), names))
+
+
 def _checked(values: dict[str, Any], needed: set[str]) -> dict[str, float]:
     """Costs as floats; the model divides by none, but a message or a byte that costs nothing makes no sense."""
     missing = sorted(needed - set(values))
@@ -133,12 +144,15 @@ def _checked(values: dict[str, Any], needed: set[str]) -> dict[str, float]:
         raise ValueError(f"constants of the cost model lack {', '.join(missing)}")
     checked = {}
     for name, value in values.items():
-        limit = MAX_MESSAGE_S if name in ("alpha_s", "overhead_s") else MAX_PER_BYTE_S
+        limit = MAX_MESSAGE_S if name in _PER_MESSAGE else MAX_PER_BYTE_S
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not (0 < value <= limit or (value == 0 and name in ("copy_s", "overhead_s"))):
             raise ValueError(f"{name} must be positive and at most {limit:g} s, not {_shown(value)}")
         checked[name] = float(value)
     return checked
+
+
+_PER_MESSAGE: Final = ("alpha_s", "overhead_s", "wake_s", "step_s")
 
 
 def _shown(value: object) -> str:

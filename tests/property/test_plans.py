@@ -13,10 +13,10 @@ from plan_interpreter import check_results, run
 
 from asyncdist.plan.cases import exchange_problems, private_problems
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, PRIVATE_COLLECTIVES, Problem
-from asyncdist.plan.registry import ALGORITHMS, build, ordered_algorithms
+from asyncdist.plan.registry import ALGORITHMS, algorithms, build, ordered_algorithms
 from asyncdist.plan.verify import verify, verify_rotated
 
-EVERY = [(collective, algorithm) for collective, table in ALGORITHMS.items() for algorithm in table]
+EVERY = [(collective, name) for collective in ALGORITHMS for name in algorithms(collective, shared=True)]
 
 
 @st.composite
@@ -44,7 +44,7 @@ def test_plans_do_what_the_collective_says_in_any_order(case, buffered):
     plans = [build(problem, algorithm, rank, chunk_length) for rank, problem in enumerate(problems)]
     verify(problems, plans)
     results = run(problems, plans, random.Random(seed), buffered=buffered)
-    check_results(problems, results, ordered=algorithm in ordered_algorithms(problems[0].collective))
+    check_results(problems, results, ordered=algorithm in ordered_algorithms(problems[0].collective, shared=True))
 
 
 @settings(max_examples=100, deadline=None)

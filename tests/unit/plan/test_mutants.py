@@ -21,15 +21,24 @@ from plan_mutants import CLAIMS, MISTAKES, plant
 from asyncdist.plan.cases import exchange_problems, private_problems
 from asyncdist.plan.chunks import offsets
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, REDUCTIONS, Problem
-from asyncdist.plan.registry import ALGORITHMS, build
+from asyncdist.plan.registry import ALGORITHMS, algorithms, build
 from asyncdist.plan.relabel import Relabelling, rotated_problem
-from asyncdist.plan.steps import Buffer, Copy, Recv, RecvReduce, Reduce, Send, Symmetry
+from asyncdist.plan.steps import Buffer, Copy, Fetch, FetchReduce, Publish, Recv, RecvReduce, Reduce, Send, Symmetry
 from asyncdist.plan.verify import PlanError, verify, verify_rotated
 
-EVERY = [(collective, algorithm) for collective, table in ALGORITHMS.items() for algorithm in table]
+EVERY = [(collective, name) for collective in ALGORITHMS for name in algorithms(collective, shared=True)]
 MUTANTS = int(os.environ.get("ASYNCDIST_MUTANTS", "6000"))
 ORDERS = 6
-FATAL = {"drop_step", "wrong_peer", "wrong_slot", "stretch", "repeat_message"}
+FATAL = {
+    "drop_step",
+    "wrong_peer",
+    "wrong_slot",
+    "stretch",
+    "repeat_message",
+    "wrong_item",
+    "wrong_part",
+    "publish_more",
+}
 """Mistakes that always break something: messages do not match, or a contribution is missing."""
 
 
@@ -132,13 +141,16 @@ def alike_seen_from_each_rank(plans):
 
     def seen(plan):
         return [
-            step if isinstance(step, Copy | Reduce) else replace(step, peer=(step.peer - plan.rank) % plan.world)
+            step
+            if isinstance(step, Copy | Reduce | Publish)
+            else replace(step, peer=(step.peer - plan.rank) % plan.world)
             for step in plan.steps
         ]
 
     def shape(step):
         slices = [getattr(step, name)[::2] for name in ("source", "target") if hasattr(step, name)]
-        return type(step), slices, getattr(step, "peer", None), getattr(step, "slot", None), step.after
+        names = [getattr(step, name, None) for name in ("peer", "slot", "item", "offset")]
+        return type(step), slices, names, step.after
 
     return len({str([shape(step) for step in seen(plan)]) for plan in plans}) == 1
 
@@ -178,7 +190,7 @@ def renamed(problem, plan, shift):
     steps = []
     for step in plan.steps:
         changes = {name: moved(getattr(step, name)) for name in ("source", "target") if hasattr(step, name)}
-        if isinstance(step, Send | Recv | RecvReduce):
+        if isinstance(step, Send | Recv | RecvReduce | Fetch | FetchReduce):
             changes["peer"] = (step.peer + shift) % world
         steps.append(replace(step, **changes))
     return replace(plan, rank=(plan.rank + shift) % world, steps=tuple(steps))

@@ -9,11 +9,11 @@ from asyncdist.cli.prove_command import parse_worlds, prove_command
 from asyncdist.plan.cases import BY_HOST, THOROUGH, families
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.prove import MAX_STEPS, prove
-from asyncdist.plan.registry import ALGORITHMS, build
+from asyncdist.plan.registry import ALGORITHMS, algorithms, build
 from asyncdist.plan.steps import Plan
 from asyncdist.plan.verify import PlanError
 
-EVERY = [(collective, algorithm) for collective, table in ALGORITHMS.items() for algorithm in table]
+EVERY = [(collective, name) for collective in ALGORITHMS for name in algorithms(collective, shared=True)]
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), EVERY)
@@ -115,7 +115,8 @@ def test_the_command_reports_and_fails_as_it_should(monkeypatch):
     result = CliRunner().invoke(prove_command, arguments)
     assert result.exit_code == 0
     assert "barrier:dissemination" in result.output
-    assert "4 problems proven" in result.output
+    assert "barrier:shared" in result.output
+    assert "8 problems proven" in result.output
     assert "100 %" in result.output  # no terminal: lines instead of a bar
     monkeypatch.setattr("asyncdist.plan.prove.build", lambda *_: Plan("barrier", "broken", 0, 1, ()))
     result = CliRunner().invoke(prove_command, arguments)

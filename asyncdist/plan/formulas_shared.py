@@ -1,0 +1,166 @@
+"""What the algorithms through shared memory ask: rounds of waiting, and work of processors. One formula each.
+
+Each says what its function in `shared_reduce` or `shared_move` does; costs are derived there. There are no links: what
+takes time is waking up, steps, and bytes copied or reduced, by ranks that may be more than the host has cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple, TypeAlias
+
+from asyncdist.plan.constants import Constants
+from asyncdist.plan.load import Shape
+
+__all__ = ["SHARED_FORMULAS", "SharedFormula", "SharedLoad", "Toil", "shared_seconds"]
+
+
+class Toil(NamedTuple):
+    """What ranks do; bytes as floats, since shares need not be whole."""
+
+    steps: float
+    copied: float = 0.0
+    worked: float = 0.0
+    """Bytes reduced."""
+
+    def plus(self, other: Toil, times: float = 1) -> Toil:
+        """Return the sum of this and `times` times `other`."""
+        return Toil(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def seconds(self, constants: Constants) -> float:
+        """Return what one processor takes."""
+        shared = constants.shared
+        return self.steps * shared.step_s + self.copied * shared.copy_s + self.worked * constants.gamma_s
+
+
+class SharedLoad(NamedTuple):
+    """What one algorithm asks."""
+
+    rounds: int
+    """Waits, one after another, for something that was published."""
+    path: Toil
+    """Of the rank that is done last, with what it waits for at the start."""
+    everyone: Toil
+    """Sums over all ranks."""
+    published: float
+    """Bytes, by the rank that publishes most."""
+    scratch: float = 0.0
+    """Temporary memory of the rank that needs most."""
+
+
+SharedFormula: TypeAlias = Callable[[Shape], SharedLoad]
+
+
+def shared_seconds(load: SharedLoad, world: int, constants: Constants) -> float:
+    """Predict a load's time on one host, which has `constants.cores` for all `world` ranks."""
+    waits_s = load.rounds * constants.shared.wake_s
+    path_s = waits_s + load.path.seconds(constants)
+    if not 0 < constants.cores < world:
+        return path_s
+    return max(path_s, waits_s + load.everyone.seconds(constants) / constants.cores)
+
+
+def _direct_all_reduce(shape: Shape) -> SharedLoad:
+    """Everyone publishes all and folds all; ranks with several below them fold those apart."""
+    world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
+    first = Toil(pieces * world, total, total * (world - 1))
+    later = first.plus(Toil(pieces, total))
+    everyone = Toil(0).plus(first, min(2, world)).plus(later, max(0, world - 2))
+    scratch = 2 * total / pieces if world > 2 else 0.0
+    return SharedLoad(1, later if world > 2 else first, everyone, total, scratch)
+
+
+def _direct_reduce(shape: Shape) -> SharedLoad:
+    """Everyone publishes all, the root folds it."""
+    world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
+    root, other = Toil(pieces * world, total, total * (world - 1)), Toil(pieces, total)
+    return SharedLoad(1, root.plus(other, 1 / pieces), root.plus(other, world - 1), total)
+
+
+def _direct_scan(shape: Shape) -> SharedLoad:
+    """Everyone publishes all, rank r folds r + 1 vectors; the last one has most to do."""
+    world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
+    publish = Toil(pieces, total)
+    last = Toil(pieces * (world if world > 2 else 1), total * (world > 2), total * (world - 1))
+    folds = Toil(pieces * (world * (world + 1) / 2 - 2), total * (world - 2), total * world * (world - 1) / 2)
+    scratch = 2 * total / pieces if world > 2 else 0.0
+    return SharedLoad(1, last.plus(publish, 1 / pieces), folds.plus(publish, world - 1), total, scratch)
+
+
+def _sliced_all_reduce(shape: Shape) -> SharedLoad:
+    """Everyone publishes the others' slices, folds its own, publishes the result and copies the others'."""
+    others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
+    work = Toil(pieces * (3 * others + 1), block * (2 * others + 1), block * others)
+    return SharedLoad(2, work, Toil(0).plus(work, shape.world), block * shape.world)
+
+
+def _sliced_reduce(shape: Shape) -> SharedLoad:
+    """The same, but that only the root copies results."""
+    others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
+    root = Toil(pieces * (3 * others + 1), block * (2 * others + 1), block * others)
+    other = Toil(pieces * (2 * others + 2), block * (others + 2), block * others)
+    return SharedLoad(2, root, root.plus(other, others), block * shape.world, 3 * block / pieces)
+
+
+def _reduce_scatter(shape: Shape) -> SharedLoad:
+    """Everyone publishes the others' blocks and folds its own."""
+    others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
+    work = Toil(pieces * (2 * others + 1), block * (others + 1), block * others)
+    return SharedLoad(1, work, Toil(0).plus(work, shape.world), block * others)
+
+
+def _broadcast(shape: Shape) -> SharedLoad:
+    """The root publishes chunks, which the others copy while it publishes more; the last one remains."""
+    work, pieces = Toil(shape.pieces(shape.total), shape.total), shape.pieces(shape.total)
+    return SharedLoad(1, work.plus(work, 1 / pieces), Toil(0).plus(work, shape.world), shape.total)
+
+
+def _all_gather(shape: Shape) -> SharedLoad:
+    """Everyone publishes its block, and copies all of them, its own included."""
+    block, pieces = shape.block, shape.pieces(shape.block)
+    work = Toil(pieces * (shape.world + 1), block * (shape.world + 1))
+    return SharedLoad(1, work, Toil(0).plus(work, shape.world), block)
+
+
+def _gather(shape: Shape) -> SharedLoad:
+    """Everyone publishes its block, the root copies all; scatter is the same the other way round."""
+    block, pieces = shape.block, shape.pieces(shape.block)
+    one = Toil(pieces, block)
+    root = Toil(0).plus(one, shape.world)
+    return SharedLoad(1, root.plus(one, 1 / pieces), root.plus(one, shape.world - 1), block)
+
+
+def _scatter(shape: Shape) -> SharedLoad:
+    return _gather(shape)._replace(published=shape.block * (shape.world - 1))
+
+
+def _all_to_all(shape: Shape) -> SharedLoad:
+    """Everyone publishes the others' blocks and copies those for it; its own it copies once."""
+    others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
+    work = Toil(pieces * (2 * others + 1), block * (2 * others + 1))
+    return SharedLoad(1, work, Toil(0).plus(work, shape.world), block * others)
+
+
+def _barrier(shape: Shape) -> SharedLoad:
+    """Everyone says that it is here, and waits for all."""
+    work = Toil(shape.world)
+    return SharedLoad(1, work, Toil(0).plus(work, shape.world), 0.0)
+
+
+SHARED_FORMULAS: Final[Mapping[str, Mapping[str, SharedFormula]]] = MappingProxyType(
+    {
+        "all_reduce": {"shared_direct": _direct_all_reduce, "shared": _sliced_all_reduce},
+        "reduce": {"shared_direct": _direct_reduce, "shared": _sliced_reduce},
+        "reduce_scatter": {"shared": _reduce_scatter},
+        "scan": {"shared_direct": _direct_scan},
+        "exscan": {"shared_direct": _direct_scan},
+        "broadcast": {"shared": _broadcast},
+        "all_gather": {"shared": _all_gather},
+        "gather": {"shared": _gather},
+        "scatter": {"shared": _scatter},
+        "all_to_all": {"shared": _all_to_all},
+        "barrier": {"shared": _barrier},
+    }
+)
+"""By collective and algorithm, as `registry.SHARED_ALGORITHMS`."""
