@@ -29,7 +29,7 @@ dist.run(main())
 
 
 @pytest.mark.parametrize(("here", "there"), [(4, 2), (1000, 10), (3_000_000, 1_500_000)])
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", "unix", "tcp"])
 def test_every_rank_is_told_what_both_sides_run(here: int, there: int, transport: str) -> None:
     code = DIFFER.format(here=here, there=there, limit_s=10)
     for rank in run_ranks(code, 3, {"ASYNCDIST_TRANSPORT": transport}):
@@ -37,8 +37,9 @@ def test_every_rank_is_told_what_both_sides_run(here: int, there: int, transport
         assert f"rank 1 runs broadcast int64[{there}] root 1 (" in rank.stdout, rank
 
 
-def test_the_full_check_names_the_lines_of_what_no_message_shows() -> None:
+@pytest.mark.parametrize("transport", ["auto", "unix"])
+def test_the_full_check_names_the_lines_of_what_no_message_shows(transport: str) -> None:
     code = DIFFER.format(here=0, there=0, limit_s=10)
-    for rank in run_ranks(code, 3, {"ASYNCDIST_CHECK": "full", "ASYNCDIST_TRANSPORT": "unix"}):
+    for rank in run_ranks(code, 3, {"ASYNCDIST_CHECK": "full", "ASYNCDIST_TRANSPORT": transport}):
         assert "rank 0 runs all_reduce float32[0] SUM at <string>:" in rank.stdout, rank
         assert "rank 1 runs broadcast int64[0] root 1 at <string>:" in rank.stdout, rank

@@ -350,7 +350,8 @@ def test_thousands_in_flight_both_ways_from_many_tasks() -> None:
 def test_debug_info_says_addresses_and_transports_in_one_line_each() -> None:
     for transport, peer_line in (
         ("tcp", r"connected to rank \d over tcp 127\.0\.0\.1:\d+"),
-        ("auto", r"over unix @\S+"),
+        ("unix", r"over unix @\S+"),
+        ("auto", r"over shm beside unix @\S+"),
     ):
         for rank in run_ranks(SUM, 2, {"ASYNCDIST_TRANSPORT": transport, "ASYNCDIST_DEBUG": "INFO"}):
             lines = rank.stderr.splitlines()
