@@ -39,6 +39,7 @@ from asyncdist.api.collectives import (
 )
 from asyncdist.api.exchange import all_to_all, all_to_all_single
 from asyncdist.api.groups import GroupMember, new_group
+from asyncdist.api.memory import empty, zeros
 from asyncdist.api.monitored import monitored_barrier
 from asyncdist.api.multi_device import (
     all_gather_multigpu,
@@ -190,6 +191,7 @@ __all__ = [
     "broadcast_parameters",
     "broadcast_stream",
     "destroy_process_group",
+    "empty",
     "exscan",
     "gather",
     "gather_array",
@@ -242,4 +244,5 @@ __all__ = [
     "spawn",
     "split_group",
     "supports_complex",
+    "zeros",
 ]

@@ -25,6 +25,7 @@ from asyncdist.api import (
     collectives,
     exchange,
     groups,
+    memory,
     monitored,
     multi_device,
     objects,
@@ -130,6 +131,7 @@ __all__ = [
     "broadcast_parameters",
     "broadcast_stream",
     "destroy_process_group",
+    "empty",
     "exscan",
     "gather",
     "gather_array",
@@ -181,6 +183,7 @@ __all__ = [
     "spawn",
     "split_group",
     "supports_complex",
+    "zeros",
 ]
 
 all_gather = collective(collectives.all_gather)
@@ -247,6 +250,8 @@ new_subgroups_by_enumeration = issued(subgroups.new_subgroups_by_enumeration)
 shrink_group = issued(subgroups.shrink_group)
 split_group = issued(subgroups.split_group)
 
+empty = asked(memory.empty)
+zeros = asked(memory.zeros)
 get_backend = asked(queries.get_backend)
 get_backend_config = asked(queries.get_backend_config)
 get_default_backend_for_device = asked(queries.get_default_backend_for_device)

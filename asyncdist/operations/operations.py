@@ -6,6 +6,7 @@ from asyncdist.operations.arrays import Arrays
 from asyncdist.operations.coalesced import Coalesced
 from asyncdist.operations.collectives import Collectives
 from asyncdist.operations.exchange import Exchanges
+from asyncdist.operations.memory import Memory
 from asyncdist.operations.monitored import Monitored
 from asyncdist.operations.multi_device import MultiDevice
 from asyncdist.operations.objects import Objects
@@ -17,6 +18,6 @@ __all__ = ["Operations"]
 
 
 class Operations(
-    Collectives, Coalesced, MultiDevice, Exchanges, Scans, Monitored, PointToPoint, Arrays, Objects, Streams
+    Collectives, Coalesced, MultiDevice, Exchanges, Scans, Monitored, PointToPoint, Arrays, Objects, Streams, Memory
 ):
     """Every operation, by subject: each base says what its own are."""

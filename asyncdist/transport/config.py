@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from asyncdist.deadline import DEFAULT_TIMEOUT_S
 from asyncdist.transport.host_memory import DEFAULT_SHARED_BYTES
@@ -18,6 +18,8 @@ __all__ = [
     "TRANSPORTS",
     "TransportConfig",
 ]
+
+T = TypeVar("T")
 
 TRANSPORTS: Final = ("auto", "shm", "unix", "tcp")
 """Values of ASYNCDIST_TRANSPORT."""
@@ -47,6 +49,7 @@ class TransportConfig:
     max_half_open: int = MAX_HALF_OPEN
     spin_us: float = DEFAULT_SPIN_US
     shared_bytes: int = DEFAULT_SHARED_BYTES
+    arrays_bytes: int | None = None
 
     @property
     def shares_memory(self) -> bool:
@@ -73,8 +76,16 @@ class TransportConfig:
         word = environ.get("ASYNCDIST_TRANSPORT", "").strip().lower() or "auto"
         if word not in TRANSPORTS:
             raise ValueError(f"ASYNCDIST_TRANSPORT={word!r}: use one of {', '.join(TRANSPORTS)}")
-        text = environ.get("ASYNCDIST_SHM_BYTES", "").strip()
-        if text and not (text.isascii() and text.isdigit()):
-            raise ValueError(f"ASYNCDIST_SHM_BYTES={text!r}: give a number of bytes")
-        shared_bytes = int(text) if text else DEFAULT_SHARED_BYTES
-        return cls(transport=word, spin_us=spin_us_from_environ(environ), shared_bytes=shared_bytes)
+        return cls(
+            transport=word,
+            spin_us=spin_us_from_environ(environ),
+            shared_bytes=_bytes_from_environ(environ, "ASYNCDIST_SHM_BYTES", DEFAULT_SHARED_BYTES),
+            arrays_bytes=_bytes_from_environ(environ, "ASYNCDIST_EMPTY_BYTES", None),
+        )
+
+
+def _bytes_from_environ(environ: Mapping[str, str], name: str, default: T) -> int | T:
+    text = environ.get(name, "").strip()
+    if text and not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{name}={text!r}: give a number of bytes")
+    return int(text) if text else default

@@ -37,9 +37,16 @@ The match key is the 24 bytes as they travel: they are a dict key at both ends a
 | ASK | receiver | key: send one message of it though stalled; message_id: stall number | none |
 | CONTROL | either | length | opaque, at most MAX_CONTROL_BYTES |
 | GOODBYE | either | | none; nothing follows |
+| LENT | sender | message_id as in the PULL, length, key: segment (u64), offset in it (u64) and 8 zero bytes | none |
+| RETURNED | receiver | message_id: the message that was lent is copied; FRAGMENT with flag END follows | none |
+| MAPPED | receiver | length: number of a segment that the sender may lend from now on | none |
+| UNMAP | sender | length: number of a segment of which nothing will be lent any more | none |
 
-Every PULL is answered by exactly one end of stream: the fragment that completes the message, or one with ABORT. So
-both ends know which ids are in use whoever gives up, and when.
+The last four only where memory is shared: a payload that lies in a segment need not travel, its receiver copies it.
+
+Every PULL is answered by exactly one end of stream: the fragment that completes the message, or one with ABORT or END.
+So both ends know which ids are in use whoever gives up, and when. Of a lent message the sender says when it is
+complete: should it have given its memory up for other use meanwhile, nobody takes what was copied for the message.
 """
 
 from __future__ import annotations
@@ -56,11 +63,13 @@ __all__ = [
     "FLAG_ABORT",
     "FLAG_ASKED",
     "FLAG_CREDIT_COLLECTIVE",
+    "FLAG_END",
     "FRAGMENT_BYTES",
     "HEADER",
     "HEADER_BYTES",
     "JOIN_BYTES",
     "KEY_BYTES",
+    "LEND_BYTES",
     "MAX_ASKS",
     "MAX_BUFFERS",
     "MAX_CALL_BYTES",
@@ -83,8 +92,10 @@ __all__ = [
     "pack_fragment",
     "pack_header",
     "pack_key",
+    "pack_lent",
     "suffix_slot",
     "unpack_key",
+    "unpack_place",
 ]
 
 HEADER: Final = struct.Struct("<BBHI24sQII")
@@ -113,6 +124,9 @@ MAX_BUFFERS: Final = 128
 
 JOIN_BYTES: Final = 4 << 10
 """Up to here a payload is joined to its header: copying it is cheaper than a second element of sendmsg."""
+
+LEND_BYTES: Final = 512 << 10
+"""Shortest payload that is lent instead of sent: below it the two frames more cost what copying once less saves."""
 
 CREDIT_BYTES: Final = 1 << 20
 """Eager bytes per peer and channel that may be on their way or parked, unmatched, at the receiver."""
@@ -147,6 +161,7 @@ EARLY_ID: Final = 1 << 31
 FLAG_CREDIT_COLLECTIVE: Final = 1
 FLAG_ASKED: Final = 2
 FLAG_ABORT: Final = 4
+FLAG_END: Final = 8
 
 
 class Kind:
@@ -162,6 +177,10 @@ class Kind:
     ASK: Final = 8
     CONTROL: Final = 9
     GOODBYE: Final = 10
+    LENT: Final = 11
+    RETURNED: Final = 12
+    MAPPED: Final = 13
+    UNMAP: Final = 14
 
 
 class Key(NamedTuple):
@@ -178,6 +197,7 @@ _KEY: Final = struct.Struct("<QIIIB3x")
 _PREFIX: Final = struct.Struct("<QII")
 _SUFFIX: Final = struct.Struct("<IB3x")
 _FRAGMENT: Final = struct.Struct("<BBHIQ16xQII")
+_PLACE: Final = struct.Struct("<QQ8x")
 
 
 def pack_key(group: int, tag: int, sequence: int, slot: int, channel: int) -> bytes:
@@ -236,3 +256,15 @@ def pack_header(
 def pack_fragment(message_id: int, offset: int, length: int, fingerprint: int = 0, flags: int = 0) -> bytes:
     """Return the header of `length` payload bytes that belong at `offset` of the message pulled as `message_id`."""
     return _FRAGMENT.pack(Kind.FRAGMENT, flags, 0, fingerprint, offset, length, 0, message_id)
+
+
+def pack_lent(message_id: int, segment: int, offset: int, length: int, fingerprint: int = 0) -> bytes:
+    """Return the frame that lends the message pulled as `message_id`: where its bytes are."""
+    place = _PLACE.pack(segment, offset)
+    return pack_header(Kind.LENT, fingerprint=fingerprint, key=place, length=length, message_id=message_id)
+
+
+def unpack_place(key: bytes) -> tuple[int, int]:
+    """Return the segment and the offset that a LENT names."""
+    segment, offset = _PLACE.unpack(key)
+    return segment, offset

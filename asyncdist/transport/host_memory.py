@@ -13,6 +13,7 @@ from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.doorbell import Doorbell
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.segment import PAGE_BYTES, Segment
+from asyncdist.transport.shared_arrays import SharedArrays
 from asyncdist.transport.shm_ring import half_bytes
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class HostMemory:
         "_loop",
         "_next_number",
         "_ring_bytes",
+        "arrays",
         "connections",
         "crowded",
         "fds",
@@ -49,7 +51,11 @@ class HostMemory:
     )
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, fds: SocketSet, limit_bytes: int = DEFAULT_SHARED_BYTES
+        self,
+        loop: asyncio.AbstractEventLoop,
+        fds: SocketSet,
+        limit_bytes: int = DEFAULT_SHARED_BYTES,
+        arrays_bytes: int | None = None,
     ) -> None:
         self._loop = loop
         self._doorbell: Doorbell | None = None
@@ -58,6 +64,7 @@ class HostMemory:
         self._next_number = 1
         self._left_listeners: dict[Callable[[int, PeerLostError], None], None] = {}
         self.fds = fds
+        self.arrays = SharedArrays(loop, fds, self._number, self._arena_gone, arrays_bytes)
         self.segments: dict[int, Segment] = {}
         self.connections: dict[int, ShmConnection] = {}
         """By global rank, those through which memory is shared now."""
@@ -124,8 +131,7 @@ class HostMemory:
         except OSError as error:
             events.info("no shared memory of %d bytes: %s", size, error)
             return 0
-        number = self._next_number
-        self._next_number += 1
+        number = self._number()
         self.segments[number] = segment
         self._left_bytes -= segment.size
         return number
@@ -147,6 +153,15 @@ class HostMemory:
             self._left_bytes += segment.size
             segment.close()
 
+    def _number(self) -> int:
+        number = self._next_number
+        self._next_number += 1
+        return number
+
+    def _arena_gone(self, number: int) -> None:
+        for connection in list(self.connections.values()):
+            connection.loans.gone(number)
+
     def forked(self) -> None:
         """In a forked child: what the parent shares must neither be written nor waited for here."""
         self.ranks_here = 0
@@ -162,5 +177,6 @@ class HostMemory:
         """Give everything back. Idempotent."""
         for number in list(self.segments):
             self.free(number)
+        self.arrays.close()
         if self._doorbell is not None:
             self._doorbell.close()

@@ -10,6 +10,7 @@ from asyncdist.transport.frame import (
     EARLY_ID,
     FLAG_ABORT,
     FLAG_ASKED,
+    FLAG_END,
     MAX_ASKS,
     MAX_LENGTH,
     MESSAGE_OVERHEAD_BYTES,
@@ -17,11 +18,13 @@ from asyncdist.transport.frame import (
     Kind,
     describe_key,
     pack_header,
+    unpack_place,
 )
+from asyncdist.transport.loans import Loans
 from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, ReceiveTable
 from asyncdist.transport.outbound import Outbound
 from asyncdist.transport.parking import Parking
-from asyncdist.transport.pulls import Pulls, Stream
+from asyncdist.transport.pulls import COPIED, COPYING, Pulls, Stream
 
 __all__ = ["Inbound"]
 
@@ -41,6 +44,7 @@ class Inbound:
         "any_entries",
         "entries",
         "error",
+        "loans",
         "partial",
         "peer_rank",
         "pulls",
@@ -52,6 +56,7 @@ class Inbound:
         self.error: BaseException | None = None
         self.windows = tuple(ReceiveWindow(channel, out.queue) for channel in range(CHANNELS))
         self.pulls = Pulls(peer_rank, out.queue)
+        self.loans: Loans | None = None
         self.partial: Stream | None = None  # the one whose payload is being read
         self._out = out
         self._any_source = any_source
@@ -211,6 +216,9 @@ class Inbound:
         if was_early and receive is not None:
             receive.fingerprint = fingerprint
             self._table.remove(receive)
+        if flags & FLAG_END:
+            self._end_lent(stream, length, message_id)
+            return None
         if not flags & FLAG_ABORT:
             self.pulls.advance(stream, offset, length, message_id)
             return stream
@@ -223,6 +231,34 @@ class Inbound:
             )
             receive.sink.message_failed(receive.token, error)
         return None
+
+    def on_lent(self, fingerprint: int, key: bytes, length: int, message_id: int) -> None:
+        """The bytes of a pulled message are in the sender's memory, from where we copy them."""
+        stream, was_early = self.pulls.answered(message_id)
+        receive = stream.receive
+        if was_early and receive is not None:
+            receive.fingerprint = fingerprint
+            self._table.remove(receive)
+        loans = self.loans
+        assert loans is not None, "nothing is lent over a connection without shared memory"
+        if stream.offset or stream.lent or length != stream.total:
+            raise RemoteProtocolError(f"rank {self.peer_rank} lent {length} bytes as message {message_id}")
+        source = loans.borrow(*unpack_place(key), length)
+        stream.lent = COPYING
+        if stream.view is None:  # it was discarded, and will be aborted
+            return
+
+        def copied() -> None:
+            stream.lent = COPIED
+            self._out.queue.push_control(pack_header(Kind.RETURNED, message_id=message_id))
+
+        loans.copy(stream, source, copied)
+
+    def _end_lent(self, stream: Stream, length: int, message_id: int) -> None:
+        if stream.lent != COPIED or length:
+            raise RemoteProtocolError(f"rank {self.peer_rank} ended message {message_id}, which is not copied yet")
+        self.pulls.end(message_id)
+        self.finish(stream)
 
     def finish(self, stream: Stream) -> None:
         """The last byte of `stream` is in place."""

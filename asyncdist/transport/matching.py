@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
 from asyncdist.errors import PeerLostError
@@ -22,6 +22,7 @@ __all__ = [
     "ReceiveTable",
     "SendOp",
     "Sink",
+    "fail_all",
     "nobody_left",
 ]
 
@@ -123,6 +124,14 @@ class SendOp:
         self._settled = False  # its sink was told, or never will be
         self._id = 0
         self._offset = 0
+
+
+def fail_all(ops: Iterable[SendOp], error: BaseException) -> None:
+    """Tell the sinks of those that have not been told anything yet."""
+    for op in ops:
+        if not op._settled:
+            op._settled = True
+            op.sink.message_failed(op.token, error)
 
 
 class ParkedMessage:

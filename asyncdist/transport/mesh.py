@@ -61,7 +61,7 @@ class Mesh(BaseMesh):
             config,
             sockets,
             host_id(),
-            HostMemory(loop, sockets, config.shared_bytes),
+            HostMemory(loop, sockets, config.shared_bytes, config.arrays_bytes if config.shares_memory else 0),
         )
         self.memory = self._context.memory
         if config.shares_memory and config.spin_us:

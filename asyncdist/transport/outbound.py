@@ -13,6 +13,7 @@ from asyncdist.transport.frame import (
     EARLY_ID,
     FLAG_ABORT,
     FLAG_ASKED,
+    FLAG_END,
     HEADER,
     JOIN_BYTES,
     MAX_CONTROL_BYTES,
@@ -23,8 +24,10 @@ from asyncdist.transport.frame import (
     Kind,
     pack_fragment,
     pack_header,
+    pack_lent,
 )
-from asyncdist.transport.matching import DroppedGroups, SendOp
+from asyncdist.transport.loans import Loans
+from asyncdist.transport.matching import DroppedGroups, SendOp, fail_all
 from asyncdist.transport.offers import EarlyPulls, Offers
 from asyncdist.transport.output import OutputQueue
 
@@ -48,6 +51,7 @@ class Outbound:
         "error",
         "goodbye_sent",
         "leaving",
+        "loans",
         "queue",
         "windows",
     )
@@ -58,6 +62,7 @@ class Outbound:
         self.queue = OutputQueue()
         self.windows = tuple(SendWindow() for _ in range(CHANNELS))
         self.error: BaseException | None = None
+        self.loans: Loans | None = None
         self._offers = Offers(self.windows)
         self._early_pulls = EarlyPulls(peer_rank)
         self._next_stall = 1
@@ -254,7 +259,7 @@ class Outbound:
             unwanted.extend(window.take_all())
         for op in unwanted:
             op._id = 0
-        _fail(unwanted, error)
+        fail_all(unwanted, error)
 
     # Streams
 
@@ -270,7 +275,22 @@ class Outbound:
 
     def _stream(self, op: SendOp, message_id: int) -> None:
         op._id = message_id
-        self.queue.push_stream(op)
+        loans = self.loans
+        place = None if loans is None else loans.lend(op.payload)
+        if place is None:
+            self.queue.push_stream(op)
+        else:
+            self.queue.push_lent(pack_lent(message_id, *place, len(op.payload), op.fingerprint), op)
+
+    def on_returned(self, message_id: int) -> None:
+        """RETURNED: a lent message was copied. Those stopped meanwhile have had their end."""
+        op = self.queue.streaming.get(message_id)
+        if op is None:
+            return
+        if not self.queue.end_lent(op):
+            raise RemoteProtocolError(f"rank {self._peer_rank} returned message {message_id}, which was not lent")
+        self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_END))
+        self._complete(op)
 
     def _stop(self, op: SendOp, push: Callable[[bytes], None]) -> None:
         """End a stream before its time, unless its last fragment is begun."""
@@ -319,7 +339,7 @@ class Outbound:
         return done
 
     def _undelivered(self) -> bool:
-        return self._offers.wanted or any(w.holding for w in self.windows)
+        return self._offers.wanted or any(w.holding for w in self.windows) or self.queue.lending
 
     @property
     def has_output(self) -> bool:
@@ -342,7 +362,7 @@ class Outbound:
         for window in self.windows:
             ops.extend(window.take_all())
         self._early_pulls.clear()
-        _fail(ops, error)
+        fail_all(ops, error)
 
     def drop_group(self, group: bytes) -> None:
         """Forget the messages of `group`, those the peer knows of as soon as it answers."""
@@ -378,10 +398,3 @@ class Outbound:
             "streams_out": len(self.queue.streaming),
             "credit": sum(window.credit for window in self.windows),
         }
-
-
-def _fail(ops: list[SendOp], error: BaseException) -> None:
-    for op in ops:
-        if not op._settled:
-            op._settled = True
-            op.sink.message_failed(op.token, error)

@@ -8,7 +8,6 @@ in turn. Nothing but a begun frame is ever committed to, so a control frame wait
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from asyncdist.errors import RemoteProtocolError
@@ -28,22 +27,15 @@ from asyncdist.transport.frame import (
     pack_header,
 )
 from asyncdist.transport.matching import SendOp
+from asyncdist.transport.writer import Arm, Buffer, Writer, nothing, refuse, rest_of
 
-__all__ = ["Arm", "Buffer", "OutputQueue", "Writer"]
-
-Buffer: TypeAlias = bytes | memoryview
-
-Writer: TypeAlias = Callable[[Sequence[Buffer]], int]
-"""Non-blocking gather write: takes buffers, returns how many bytes the OS accepted (0 when it would block).
-
-It must not raise for a broken connection: it notes the error, returns 0, and fails the core from the loop.
-"""
-
-Arm: TypeAlias = Callable[[], None]
-"""Called when output is left over: `flush()` must be called once the socket is writable. May be called repeatedly."""
+__all__ = ["OutputQueue"]
 
 URGENT_CREDIT_BYTES: Final = CREDIT_BYTES // 2
 """Credit owed from which a frame of its own returns it; less goes along with whatever is written next."""
+
+_LENT: Final = -1
+"""Offset of an operation that is lent: the peer copies it."""
 
 _DATA: Final = 0
 _CONTROL: Final = 1
@@ -79,8 +71,8 @@ class OutputQueue:
     )
 
     def __init__(self) -> None:
-        self.writer: Writer = _refuse
-        self._arm: Arm = _nothing
+        self.writer: Writer = refuse
+        self._arm: Arm = nothing
         self.clear = False
         self.urgent = False  # something waits that nobody else will cause to be written
         self.flushing = False
@@ -145,6 +137,25 @@ class OutputQueue:
         self.clear = False
         self.urgent = True
 
+    def push_lent(self, frame: bytes, op: SendOp) -> None:
+        """Queue the frame that lends `op`, which is under way until `end_lent`; `op._id` is the pull's."""
+        op._offset = _LENT
+        self.streaming[op._id] = op
+        self.push_data(frame, op, op._id)
+
+    def end_lent(self, op: SendOp) -> bool:
+        """`op` is not lent any more; False if it never was. Should its frame not be written yet, it never will be."""
+        if op._offset != _LENT:
+            return False
+        del self.streaming[op._id]
+        op._id = 0
+        return True
+
+    @property
+    def lending(self) -> bool:
+        """Whether anything is lent."""
+        return any(op._offset == _LENT for op in self.streaming.values())
+
     def return_credit(self, channel: int, nbytes: int) -> None:
         """Give the peer credit back with the next write, or at once if it is much."""
         if self.closed:
@@ -166,6 +177,8 @@ class OutputQueue:
 
         True: the caller completes it, unless `finishing` says that a begun fragment still will.
         """
+        if self.end_lent(op):
+            return True
         try:
             self._streams.remove(op)
         except ValueError:
@@ -207,7 +220,7 @@ class OutputQueue:
             self.flushing = False
 
     def _usable(self) -> bool:
-        return not self.broken and self.writer is not _refuse
+        return not self.broken and self.writer is not refuse
 
     def _block(self) -> None:
         self.clear = False
@@ -281,7 +294,7 @@ class OutputQueue:
         """Settle a write: complete what went out whole, keep the rest of a begun frame, put back all others."""
         done: list[SendOp] = []
         if self._begun:
-            self._begun, sent = _rest(self._begun, sent)
+            self._begun, sent = rest_of(self._begun, sent)
             if not self._begun:
                 if self._begun_final and self._begun_op is not None:
                     done.append(self._begun_op)
@@ -306,7 +319,7 @@ class OutputQueue:
     def _begin_frame(self, frame: _Frame, sent: int) -> None:
         _, head, payload, _, op, _ = frame
         parts: list[Buffer] = [head] if payload is None else [head, payload]
-        self._begun, _ = _rest(parts, sent)
+        self._begun, _ = rest_of(parts, sent)
         self._begun_op = op if payload is not None else None
         self._begun_final = op is not None and _completes(frame, op)
 
@@ -351,6 +364,7 @@ class OutputQueue:
         self.clear = False
         ops = [op for _, op, offer_id in self._data if op is not None and not offer_id]
         ops.extend(self._streams)
+        ops.extend(op for op in self.streaming.values() if op._offset == _LENT)
         if self._begun_op is not None:
             ops.append(self._begun_op)
         self._control.clear()
@@ -359,7 +373,7 @@ class OutputQueue:
         self._begun = []
         self._begun_op = None
         self.streaming.clear()
-        self.writer, self._arm = _refuse, _nothing
+        self.writer, self._arm = refuse, nothing
         return ops
 
 
@@ -367,23 +381,3 @@ def _completes(frame: _Frame, op: SendOp) -> bool:
     """Whether nothing of `op` is left to write after `frame`."""
     payload = frame[2]
     return payload is not None and frame[5] + len(payload) == len(op.payload)
-
-
-def _rest(buffers: list[Buffer], sent: int) -> tuple[list[Buffer], int]:
-    """What is left of `buffers` after `sent` bytes, and what is left of `sent` after `buffers`."""
-    rest: list[Buffer] = []
-    for buffer in buffers:
-        if sent >= len(buffer):
-            sent -= len(buffer)
-        else:
-            rest.append(memoryview(buffer)[sent:])
-            sent = 0
-    return rest, sent
-
-
-def _refuse(buffers: Sequence[Buffer]) -> int:
-    return 0
-
-
-def _nothing() -> None:
-    return None

@@ -8,6 +8,7 @@
 | READY | | your SETUP is in place here |
 | REFUSAL | | let us not; nothing but the stream follows |
 | SEGMENT | segment | from now on `number` names a segment of `size` bytes in what the sender refers to |
+| ARENA | segment | the same, of arrays: what lies in it may be lent once the peer says MAPPED |
 
 Both sides open with SETUP or REFUSAL. Who has said SETUP and hears it answers READY, or REFUSAL if the descriptors did
 not arrive or cannot be mapped; memory is shared if both said READY.
@@ -23,15 +24,16 @@ from typing import Final, NamedTuple
 
 from asyncdist.errors import RemoteProtocolError
 
-__all__ = ["READY", "REFUSAL", "SEGMENT", "SETUP", "Parcel", "ParcelReader", "send_parcel"]
+__all__ = ["ARENA", "READY", "REFUSAL", "SEGMENT", "SETUP", "Parcel", "ParcelReader", "send_parcel"]
 
 SETUP: Final = 1
 REFUSAL: Final = 2
 SEGMENT: Final = 3
 READY: Final = 4
+ARENA: Final = 5
 
 _RECORD: Final = struct.Struct("<IIQ")
-_DESCRIPTORS: Final = {SETUP: 3, REFUSAL: 0, SEGMENT: 1, READY: 0}
+_DESCRIPTORS: Final = {SETUP: 3, REFUSAL: 0, SEGMENT: 1, READY: 0, ARENA: 1}
 _MAX_DESCRIPTORS: Final = 3
 """Most descriptors taken with one read: what one record has. Linux drops the rest by itself."""
 

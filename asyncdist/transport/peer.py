@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncdist.transport.inbound import Inbound
+from asyncdist.transport.loans import Loans
 from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, SendOp
 from asyncdist.transport.outbound import Outbound
-from asyncdist.transport.output import Arm, Writer
 from asyncdist.transport.reader import Reader
+from asyncdist.transport.writer import Arm, Writer
 
 __all__ = ["Arm", "PeerCore", "Writer"]
 
@@ -102,8 +103,12 @@ class PeerCore:
         """What `fail` was called with."""
         return self._out.error
 
-    def open(self, writer: Writer, arm: Arm) -> None:
-        """The handshake is done: write what is queued, and from now on whatever comes."""
+    def open(self, writer: Writer, arm: Arm, loans: Loans | None = None) -> None:
+        """The handshake is done: write what is queued, and from now on whatever comes.
+
+        With `loans`, payloads that lie in shared memory are lent to the peer; who moves the bytes calls its `advance`.
+        """
+        self._out.loans = self._inbound.loans = loans
         self._out.queue.open(writer, arm)
         self._out.flush()
 
@@ -114,6 +119,15 @@ class PeerCore:
     def send_control(self, payload: bytes) -> None:
         """Send a CONTROL frame ahead of everything queued. Raises `error` once failed, ValueError, ClosedError."""
         self._out.send_control(payload)
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send a frame of the shell's own, behind the messages posted so far."""
+        self._out.queue.push_data(frame)
+        self._out.kick()
+
+    def kick(self) -> None:
+        """Write what must be written now."""
+        self._out.kick()
 
     def withdraw(self, receive: Receive) -> bool:
         """Forget a receive posted here; False if it was matched.
@@ -134,7 +148,8 @@ class PeerCore:
     def drop_group(self, group: bytes, error: BaseException) -> None:
         """Forget everything of the group whose id's 8 bytes are `group`, telling no sink.
 
-        When this returns no array of the group is read or written any more. Late messages of the group are drained.
+        When this returns no array of the group is read or written any more, except that a peer may still be copying
+        from one that was lent to it: it will throw away what it copied. Late messages of the group are drained.
         `error` is for the reader of a trace; the group's owner has told its users already.
         """
         self._inbound.drop_group(group)

@@ -14,7 +14,12 @@ from asyncdist.transport.frame import EARLY_ID, FRAGMENT_BYTES, MAX_EARLY_PULLS,
 from asyncdist.transport.matching import Receive
 from asyncdist.transport.output import OutputQueue
 
-__all__ = ["Pulls", "Stream"]
+__all__ = ["COPIED", "COPYING", "NOT_LENT", "Pulls", "Stream"]
+
+NOT_LENT: Final = 0
+COPYING: Final = 1
+COPIED: Final = 2
+"""Where a message stands that its sender may have lent."""
 
 _LAST_EARLY_ID: Final = 2 * EARLY_ID - 1
 
@@ -26,13 +31,14 @@ class Stream:
     pull without an answer.
     """
 
-    __slots__ = ("early_key", "offset", "receive", "total", "view")
+    __slots__ = ("early_key", "lent", "offset", "receive", "total", "view")
 
     def __init__(self, receive: Receive, view: memoryview | None, total: int, early_key: bytes | None = None) -> None:
         self.receive: Receive | None = receive
         self.view = view
         self.total = total
         self.offset = 0
+        self.lent = NOT_LENT
         self.early_key = early_key
 
     def abandon(self) -> None:
@@ -102,7 +108,7 @@ class Pulls:
 
     def advance(self, stream: Stream, offset: int, length: int, message_id: int) -> None:
         """A fragment came: check that it is the next, and forget the stream with its last."""
-        if offset != stream.offset or offset + length > stream.total or length > FRAGMENT_BYTES:
+        if offset != stream.offset or offset + length > stream.total or length > FRAGMENT_BYTES or stream.lent:
             raise RemoteProtocolError(
                 f"rank {self._peer_rank} sent bytes {offset} to {offset + length} of message {message_id}, "
                 f"expected those from {stream.offset} of {stream.total}"

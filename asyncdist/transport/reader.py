@@ -199,6 +199,9 @@ class Reader:
             return self._data(flags, meta_bytes, fingerprint, key, length, start, end)
         if kind == _FRAGMENT and not meta_bytes:
             return self._fragment(flags, fingerprint, _OFFSET.unpack_from(key)[0], length, message_id, start, end)
+        if kind == Kind.LENT and not meta_bytes and self._inbound.loans is not None:
+            self._inbound.on_lent(fingerprint, key, length, message_id)
+            return HEADER_BYTES
         if kind == Kind.OFFER:
             return self._offer(flags, meta_bytes, fingerprint, key, length, message_id, start, end)
         if kind == Kind.CONTROL and not meta_bytes:
@@ -223,6 +226,13 @@ class Reader:
         elif kind == Kind.GOODBYE:
             self.left = True
             self._out.peer_left()
+        elif (loans := self._inbound.loans) is not None and kind in (Kind.RETURNED, Kind.MAPPED, Kind.UNMAP):
+            if kind == Kind.RETURNED:
+                self._out.on_returned(message_id)
+            elif kind == Kind.MAPPED:
+                loans.on_mapped(length)
+            else:
+                loans.on_unmap(length)
         else:
             raise RemoteProtocolError(f"rank {self._peer_rank} sent a frame of unknown kind {kind}")
 

@@ -18,8 +18,9 @@ from asyncdist.errors import ClosedError, RemoteProtocolError
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.doorbell import Ringer
 from asyncdist.transport.frame import MAX_CALL_BYTES
+from asyncdist.transport.loans import Loans
 from asyncdist.transport.pairing import Pairing, close_all
-from asyncdist.transport.parcel import SEGMENT, Parcel, ParcelReader, send_parcel
+from asyncdist.transport.parcel import ARENA, SEGMENT, Parcel, ParcelReader, send_parcel
 from asyncdist.transport.peer import PeerCore
 from asyncdist.transport.segment import AttachedSegment, Segment
 from asyncdist.transport.shm_ring import RingReader, RingWriter
@@ -43,6 +44,7 @@ class ShmConnection:
 
     __slots__ = (
         "_blocked",
+        "_copying",
         "_core",
         "_get_buffer",
         "_hung_up",
@@ -64,6 +66,7 @@ class ShmConnection:
         "bytes_received",
         "bytes_sent",
         "label",
+        "loans",
         "ringer",
         "socket_label",
     )
@@ -97,6 +100,8 @@ class ShmConnection:
         self._reader: RingReader | None = None
         self._writer: RingWriter | None = None
         self.ringer: Ringer | None = None
+        self.loans = Loans(self, self._memory.arrays)
+        self._copying = False
         self._blocked = False
         self._leaving = False
         self._shut = False
@@ -138,6 +143,18 @@ class ShmConnection:
         if number not in self._numbers:
             send_parcel(self._sock, SEGMENT, number, segment.size, (segment.fd,))
             self._numbers.add(number)
+
+    def offer(self, number: int) -> None:
+        """Have the peer map a segment of our arrays. Raises OSError, ClosedError."""
+        if self._sock is None:
+            raise ClosedError("this connection is closed here (closed, aborted, or forked)")
+        segment = self._memory.arrays.segment(number)
+        send_parcel(self._sock, ARENA, number, segment.size, (segment.fd,))
+
+    def tell(self, frame: bytes) -> None:
+        """Send a frame in line with messages."""
+        if self._sock is not None:
+            self._core.send_frame(frame)
 
     def segment(self, number: int) -> AttachedSegment:
         """The peer's segment `number`. Raises RemoteProtocolError if it passed none, OSError if we cannot map it."""
@@ -190,6 +207,9 @@ class ShmConnection:
 
     def _attach(self, parcel: Parcel) -> None:
         """Map a segment; if we cannot, that is only said to who asks for it."""
+        if parcel.kind == ARENA:
+            self.loans.attach(parcel)
+            return
         known = len(self.attached) + len(self._lacking)
         if parcel.kind != SEGMENT or known >= MAX_PEER_SEGMENTS or parcel.number in self.attached:
             close_all(parcel.fds)
@@ -209,7 +229,7 @@ class ShmConnection:
         self.ringer = pairing.ringer
         self._memory.doorbell.pollers[self._poll] = None
         self._memory.joined(self._core.peer_rank, self, pairing.peer_pid)
-        self._core.open(self._write, self._arm)
+        self._core.open(self._write, self._arm, self.loans)
         if self._leaving and self._sock is not None:
             self._core.goodbye()
             self._shut_when_done()
@@ -281,10 +301,23 @@ class ShmConnection:
             return
         if reader.wanted():
             self._ring()
+        if self.loans.copying and not self._copying:
+            self._copy()
         if self._core.left:
             self._end(None)
         elif self._leaving:
             self._shut_when_done()
+
+    def _copy(self) -> None:
+        """Copy a part of what the peer has lent; the rest in later turns of the loop."""
+        self._copying = False
+        if self._sock is None:
+            return
+        self.loans.advance()
+        self._core.kick()
+        if self.loans.copying:
+            self._copying = True
+            self._loop.call_soon(self._copy)
 
     def _write(self, buffers: Sequence[bytes | memoryview]) -> int:
         writer = self._writer
@@ -355,3 +388,4 @@ class ShmConnection:
             self._memory.parted(self._core.peer_rank)
         self._reader = self._writer = self.ringer = None
         self.attached.clear()
+        self.loans.close()
