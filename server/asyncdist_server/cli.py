@@ -13,8 +13,15 @@ from pathlib import Path
 import click
 
 from asyncdist_server.auth import load_token, read_token_file
-from asyncdist_server.config import DEFAULT_PORT, STALL_TIMEOUT_S, ConfigError, ServerConfig, limits_for
-from asyncdist_server.daemon import serve
+from asyncdist_server.config import (
+    DEFAULT_PORT,
+    STALL_TIMEOUT_S,
+    TORCH_LINGER_S,
+    ConfigError,
+    ServerConfig,
+    limits_for,
+)
+from asyncdist_server.daemon import StoreServer, serve
 from asyncdist_server.messages import (
     MAX_CONNECTIONS,
     MAX_IN_FLIGHT,
@@ -47,6 +54,20 @@ from asyncdist_server.threaded import new_event_loop
     help="File with the token, else ASYNCDIST_TOKEN, else the file ASYNCDIST_TOKEN_FILE.",
 )
 @click.option("--insecure-no-auth", is_flag=True, help="Listen beyond loopback without a token.")
+@click.option("--torch", is_flag=True, help="Serve torch.distributed's TCPStore clients on the same port.")
+@click.option(
+    "--torch-port",
+    "torch_ports",
+    multiple=True,
+    type=click.IntRange(0, 65535),
+    help="One more port for torch clients, with keys of its own; may be given several times.",
+)
+@click.option(
+    "--torch-linger", default=TORCH_LINGER_S, help="Seconds for which torch clients' keys outlive the last client."
+)
+@click.option(
+    "--torch-insecure-no-auth", is_flag=True, help="Serve torch clients beyond loopback: they cannot prove a token."
+)
 @click.option("--max-key-bytes", default=MAX_KEY_BYTES, help="Longest key.")
 @click.option("--max-value-bytes", default=MAX_VALUE_BYTES, help="Longest value; frames may be 1 MiB longer.")
 @click.option(
@@ -66,6 +87,10 @@ def main(
     http_port: int | None,
     token_file: Path | None,
     insecure_no_auth: bool,
+    torch: bool,
+    torch_ports: tuple[int, ...],
+    torch_linger: float,
+    torch_insecure_no_auth: bool,
     max_key_bytes: int,
     max_value_bytes: int,
     max_memory_bytes: int,
@@ -87,6 +112,10 @@ def main(
             port=port,
             token=token,
             insecure_no_auth=insecure_no_auth,
+            torch=torch,
+            torch_ports=torch_ports,
+            torch_linger_s=torch_linger,
+            torch_insecure_no_auth=torch_insecure_no_auth,
             http_host=http_host,
             http_port=http_port,
             limits=limits_for(
@@ -125,8 +154,16 @@ async def run_until_signalled(config: ServerConfig) -> None:
             ready += f" (http {await stack.enter_async_context(serve_http(server))})"
         if config.token is None:
             server.log.warning("no token: every process that can connect can read and change the store")
+        if server.torch_ports:
+            _say_torch(server)
         print(ready, flush=True)
         await stop.wait()
+
+
+def _say_torch(server: StoreServer) -> None:
+    ports = ", ".join(map(str, server.torch_ports))
+    reach = "every process that can connect" if server.config.torch_insecure_no_auth else "every process of this host"
+    server.log.warning("torch clients are served without authentication on port %s, to %s", ports, reach)
 
 
 def _raise_file_limit() -> None:

@@ -1,4 +1,7 @@
-"""One client's socket on the loop: carries bytes between transport and session, and bounds what a slow client holds."""
+"""One client's socket on the loop: carries bytes between transport and session, and bounds what a slow client holds.
+
+Which protocol the session speaks is known by the client's first byte.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from asyncdist_server.auth import Refusal
 from asyncdist_server.config import CLOSE_TIMEOUT_S
 from asyncdist_server.messages import FRAME_SLACK_BYTES
 from asyncdist_server.session import Session
+from asyncdist_server.torch_session import TorchSession
+from asyncdist_server.torch_wire import FIRST_BYTE
 
 if TYPE_CHECKING:
     from asyncdist_server.daemon import StoreServer
@@ -30,7 +35,9 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: StoreServer) -> None:
         self._server = server
         self._loop = asyncio.get_running_loop()
-        self._session = Session(server.engine, server.config.token, self._has_output, server.encoder)
+        self._session: Session | TorchSession = Session(
+            server.engine, server.config.token, self._has_output, server.encoder
+        )
         self._transport: asyncio.Transport | None = None
         self.descriptor = -1
         self._timer: asyncio.TimerHandle | None = None  # handshake, stall or close, whichever runs
@@ -39,6 +46,7 @@ class Connection(asyncio.Protocol):
         self._read_paused = False
         self._turn_due = False
         self._opening = True
+        self._recognized = False
         self._ending = False
         self._unsent_before = 0
         self._buffered = 0
@@ -63,6 +71,9 @@ class Connection(asyncio.Protocol):
         session = self._session
         if session.closing:
             return  # what comes after the last message is read only to let the client read that message
+        if not self._recognized:
+            self._recognize(data[0])
+            session = self._session
         session.receive(data, self._loop.time())
         if self._opening and session.open:
             self._opening = False
@@ -71,6 +82,14 @@ class Connection(asyncio.Protocol):
         self._account()
         self.flush()
         self._server.settle()
+
+    def _recognize(self, first_byte: int) -> None:
+        """Take a torch client for what it is; all else is for the native session to judge."""
+        self._recognized = True
+        if first_byte == FIRST_BYTE and self._transport is not None:
+            namespace = self._server.torch_namespace(self._transport.get_extra_info("sockname"), self._peer)
+            if namespace is not None:
+                self._session = TorchSession(namespace, self._has_output, self._peer)
 
     def _account(self) -> None:
         """Keep the server's sum of unprocessed bytes, and close if that is what exceeds its memory."""

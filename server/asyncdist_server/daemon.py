@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import random
 import secrets
@@ -18,6 +19,7 @@ from asyncdist_server.connection import Connection
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.messages import INCARNATION_BYTES, Encoder
 from asyncdist_server.status import describe
+from asyncdist_server.torch_namespaces import TorchNamespace, TorchNamespaces
 
 BIND_ATTEMPTS: Final = 16
 """How often a free port is tried that must be free on several addresses (127.0.0.1 and ::1 of localhost)."""
@@ -43,6 +45,7 @@ class StoreServer:
         self.engine = StoreEngine(secrets.token_bytes(INCARNATION_BYTES), config.limits, time.time_ns() // 1000)
         self.engine.describe_server = lambda: describe(self)
         self.started_at = time.monotonic()
+        self.torch = TorchNamespaces(self.engine, config.torch_linger_s)
         self.encoder = Encoder()
         self.log = logging.getLogger("asyncdist_server")
         self.dirty: list[Connection] = []
@@ -52,6 +55,7 @@ class StoreServer:
         self._ending: set[Connection] = set()
         self._listeners: list[asyncio.Server] = []
         self._addresses: list[tuple[str, int]] = []
+        self._torch_ports: dict[int, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0  # uvloop's handle of a timer due at once does not tell
         self._emptied: asyncio.Event | None = None
@@ -69,6 +73,11 @@ class StoreServer:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     @property
+    def torch_ports(self) -> tuple[int, ...]:
+        """The ports on which torch clients are served."""
+        return tuple(self._torch_ports)
+
+    @property
     def connection_count(self) -> int:
         """Connections that are neither refused nor ending."""
         return len(self._connections)
@@ -76,8 +85,14 @@ class StoreServer:
     async def start(self) -> None:
         """Bind and serve. Raises `ConfigError` for an address that needs a token, `OSError` if it cannot be bound."""
         loop = asyncio.get_running_loop()
-        sockets = await _bind(self.config)
+        sockets = await _bind(self.config, self.config.port)
         try:
+            if self.config.torch:
+                self._torch_ports[sockets[0].getsockname()[1]] = None
+            for port in self.config.torch_ports:
+                more = await _bind(self.config, port)
+                sockets += more
+                self._torch_ports[more[0].getsockname()[1]] = None
             for sock in sockets:
                 server = await loop.create_server(lambda: Connection(self), sock=sock, backlog=BACKLOG)
                 self._listeners.append(server)
@@ -132,6 +147,21 @@ class StoreServer:
             and len(self._half_open) <= MAX_HALF_OPEN
         )
 
+    def torch_namespace(self, address: tuple[str, int], peer: str) -> TorchNamespace | None:
+        """Return the namespace of a torch client that connected to `address`, None if it is not to be served there."""
+        host, port = address[:2]
+        if port not in self._torch_ports:
+            self.log.warning("%s speaks torch's store protocol, which is served with --torch", peer)
+        elif not (self.config.torch_insecure_no_auth or ipaddress.ip_address(host.partition("%")[0]).is_loopback):
+            self.log.warning(
+                "%s speaks torch's store protocol, which has no authentication and is served beyond loopback with "
+                "--torch-insecure-no-auth only",
+                peer,
+            )
+        else:
+            return self.torch.of_port(port)
+        return None
+
     def opened(self, connection: Connection) -> None:
         """Note that a connection has proven itself."""
         self._half_open.discard(connection)
@@ -158,6 +188,9 @@ class StoreServer:
             for connection in dirty:
                 connection.flush()
         deadline = self.engine.next_deadline()
+        torch_deadline = self.torch.next_deadline()
+        if torch_deadline is not None:
+            deadline = torch_deadline if deadline is None else min(deadline, torch_deadline)
         if deadline is None or self._stopping:
             return
         if self._timer is not None:
@@ -170,7 +203,9 @@ class StoreServer:
     def _expire(self) -> None:
         self._timer = None
         # Loops may fire a little early; the time that was asked for is what has come.
-        self.engine.expire(max(asyncio.get_running_loop().time(), self._timer_at))
+        now = max(asyncio.get_running_loop().time(), self._timer_at)
+        self.engine.expire(now)
+        self.torch.expire(now)
         self.settle()
 
 
@@ -185,22 +220,22 @@ async def serve(config: ServerConfig) -> AsyncIterator[StoreServer]:
         await server.stop()
 
 
-async def _bind(config: ServerConfig) -> list[socket.socket]:
-    """Return listening sockets for all addresses of the host, all with the same port."""
+async def _bind(config: ServerConfig, port: int) -> list[socket.socket]:
+    """Return listening sockets for all addresses of the host, all with the same port, a free one for 0."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    found = await loop.getaddrinfo(config.host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     addresses = list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
     config.require_token_for([address for _, address in addresses])
     for attempt in range(BIND_ATTEMPTS):
         try:
-            return _bind_all(addresses, config.port)
+            return _bind_all(addresses, port)
         except OSError as error:
             # A free port may be free on the first address only. A given one may be contended: Linux refuses both of two
             # processes that begin to listen in the same instant.
-            attempts = BIND_ATTEMPTS if config.port == 0 else CONTENDED_ATTEMPTS
+            attempts = BIND_ATTEMPTS if port == 0 else CONTENDED_ATTEMPTS
             if error.errno != errno.EADDRINUSE or attempt >= attempts - 1:
                 raise
-            if config.port != 0:
+            if port != 0:
                 await asyncio.sleep(CONTENDED_PAUSE_S * random.random())
     raise AssertionError("unreachable")
 

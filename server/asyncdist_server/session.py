@@ -34,6 +34,7 @@ from asyncdist_server.messages import (
     decode_hello,
     decode_requests,
 )
+from asyncdist_server.torch_namespaces import TORCH_PREFIX
 
 TURN_REQUESTS: Final = 1024
 """Most requests run before other connections have their turn: about 2 ms."""
@@ -194,6 +195,7 @@ class Session:
             now=now,
         )
         self._client.name, self._client.rank, self._client.address = hello.name, self._rank, self.address
+        self._client.read_only = self._namespace.startswith(TORCH_PREFIX)
         welcome = Welcome(self._engine.incarnation, self._client.resumed, self._engine.limits)
         self._output.append(self._encoder.welcome(welcome))
 

@@ -10,35 +10,16 @@ connection, as torch's server does; the daemon's log says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 from asyncdist_server.auth import Refusal
 from asyncdist_server.engine import Client, Reply
-from asyncdist_server.messages import (
-    ADD,
-    APPEND,
-    CANCEL,
-    CHECK,
-    COMPARE_SET,
-    DELETE,
-    GET,
-    LIST_KEYS,
-    MULTI_GET,
-    MULTI_SET,
-    NUM_KEYS,
-    OK,
-    QUEUE_LEN,
-    QUEUE_POP,
-    QUEUE_PUSH,
-    SET,
-    TIMEOUT,
-    WAIT,
-    ProtocolError,
-)
-from asyncdist_server.operations import INT64_MAX, INT64_MIN, parse_number
+from asyncdist_server.messages import CANCEL, GET, OK, WAIT, ProtocolError
+from asyncdist_server.operations import parse_number
 from asyncdist_server.session import TURN_BYTES, TURN_REQUESTS
 from asyncdist_server.torch_namespaces import JOB_KEY_STARTS, Barrier, TorchNamespace, job_of
+from asyncdist_server.torch_requests import REQUESTS
 from asyncdist_server.torch_wire import (
     MAX_VECTOR_KEYS,
     STOP_WAITING,
@@ -46,14 +27,12 @@ from asyncdist_server.torch_wire import (
     WAIT_CANCELED,
     Query,
     TorchReader,
-    encode_integer,
     encode_length,
-    encode_nonce,
 )
 
-_EMPTY: Final = encode_length(0)
-_VALIDATE: Final = int(Query.VALIDATE)
 _QUEUE_POP: Final = int(Query.QUEUE_POP)
+MAX_JOBS: Final = 16
+"""Jobs that one connection may name. torchrun's agents name one; each is looked for among all keys when it ends."""
 SMALL_BYTES: Final = 4096
 """A string below this is joined with its length: a copy costs less than one more piece to send."""
 
@@ -63,37 +42,40 @@ class TorchSession:
 
     __slots__ = (
         "_claim",
-        "_engine",
         "_jobs",
         "_last_id",
-        "_namespace",
-        "_now",
         "_on_output",
         "_output",
         "_reader",
         "_running",
         "_waits",
+        "address",
         "client",
         "closing",
+        "engine",
         "error",
+        "namespace",
+        "now",
         "open",
         "reply_bytes",
     )
 
-    def __init__(self, namespace: TorchNamespace, on_output: Callable[[], None]) -> None:
-        self._namespace = namespace
-        self._engine = namespace.engine
+    def __init__(self, namespace: TorchNamespace, on_output: Callable[[], None], address: str = "") -> None:
+        self.namespace = namespace
+        self.engine = namespace.engine
+        self.now = 0.0  # when this session, or another on its behalf, was called last
         self._on_output = on_output
         self._reader = TorchReader(namespace.engine.limits)
         self._output: list[bytes] = []
         self._running = False
-        self._now = 0.0
         self._last_id = 0
         self._jobs: set[bytes] = set()
         # Blocked requests by their id: what must be undone when they end, the key of a queue or a barrier.
         self._waits: dict[int, bytes | Barrier | None] = {}
         self._claim: bytes | None = None  # the queue of which an item is kept for this client
         self.client: Client
+        self.address = address
+        """Where the client is, for people."""
         self.open = False
         """Whether the client has said the magic number."""
         self.reply_bytes = 0
@@ -128,7 +110,7 @@ class TorchSession:
 
     def resume(self, now: float) -> None:
         """Run more of the requests received, for one turn."""
-        self._now = now
+        self.now = now
         self._running = True
         budget = TURN_REQUESTS
         try:
@@ -162,195 +144,116 @@ class TorchSession:
         self._stop(self.error)
         if not self.open or self.client.closed:
             return
-        self._now = now
+        self.now = now
         self._end_waits()
         self.drop_claim(now)
-        self._engine.close(self.client, now)
+        self.engine.close(self.client, now)
         for job in (*self._jobs, b""):
-            self._namespace.leave(self, job, now)
+            self.namespace.leave(self, job, now)
 
-    # ---- what the namespace calls, on behalf of another client
+    # ---- what requests and the namespace call, the latter on behalf of another client
 
     def ask(self, *request: Any) -> Reply:
         """Run one request that does not block and return the engine's reply."""
         self._last_id += 1
-        reply = self._engine.request(self.client, (self._last_id, *request), self._now)
+        reply = self.engine.request(self.client, (self._last_id, *request), self.now)
         assert reply is not None
         return reply
 
     def release(self, request_id: int, now: float) -> None:
         """Let the client go on that waits by this id."""
-        self._now = now
+        self.now = now
         self._end_wait(request_id)
-        self._say(STOP_WAITING)
+        self.say(STOP_WAITING)
 
     def take_claim(self, key: bytes, now: float) -> None:
-        """Have an item of the queue `key` kept for this client, instead of any that is."""
-        self.drop_claim(now)
-        self._claim = key
-        self._namespace.claim(self, key, now)
+        """Have an item of the queue `key` kept for this client, unless one is already: torch waits for one at a time."""
+        if self._claim is None:
+            self._claim = key
+            self.namespace.claim(self, key, now)
 
     def drop_claim(self, now: float) -> None:
         """Leave the item that is kept for this client to others."""
         if self._claim is not None:
             key, self._claim = self._claim, None
-            self._now = now
-            self._namespace.give_back(self, key, now)
+            self.now = now
+            self.namespace.give_back(self, key, now)
 
     # ---- requests
 
     def _run(self, request: tuple[Any, ...]) -> None:
         query = request[0]
         if not self.open:
-            if query != _VALIDATE or request[1] != VALIDATE_MAGIC:
-                raise ProtocolError("a torch client must begin with its magic number")
+            if request[1] != VALIDATE_MAGIC:
+                raise ProtocolError(f"a torch client began with {request[1]:#x} instead of its magic number")
             self._begin()
             return
         if self._claim is not None and (query != _QUEUE_POP or request[1] != self._claim):
-            self.drop_claim(self._now)
-        _RUN[query](self, *request[1:])
+            self.drop_claim(self.now)
+        REQUESTS[query](self, *request[1:])
 
     def _begin(self) -> None:
-        self.client = self._engine.open(self._namespace.name, self._deliver)
+        self.client = self.engine.open(self.namespace.name, self._deliver)
         self.client.max_keys = MAX_VECTOR_KEYS
+        self.client.name, self.client.address = "torch", self.address
         self.open = True
-        self._namespace.enter(self)
-
-    def _validate(self, magic: int) -> None:
-        raise ProtocolError("a torch client sent its magic number twice")
-
-    def _ping(self, nonce: int) -> None:
-        self._say(encode_nonce(nonce))
-
-    def _set(self, key: bytes, value: bytes) -> None:
-        self._do(SET, key, value)
-
-    def _append(self, key: bytes, value: bytes) -> None:
-        self._do(APPEND, key, value)
-
-    def _multi_set(self, keys: tuple[bytes, ...], values: tuple[bytes, ...]) -> None:
-        self._name(*keys)
-        self._must(self.ask(MULTI_SET, keys, values))
-
-    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> None:
-        self._say_string(self._do(COMPARE_SET, key, expected, desired))
-
-    def _get(self, key: bytes) -> None:
-        self._name(key)
-        _, code, value = self.ask(GET, key, 0)
-        self._say_string(value if code == OK else b"")
-
-    def _multi_get(self, keys: tuple[bytes, ...]) -> None:
-        self._name(*keys)
-        reply = self.ask(MULTI_GET, keys, 0)
-        if reply[1] != TIMEOUT:
-            for value in self._must(reply):
-                self._say_string(value)
-            return
-        for key in keys:  # some are missing; torch's server has the others, and an empty text for each of those
-            _, code, value = self.ask(GET, key, 0)
-            if self.reply_bytes > self._engine.limits.frame_bytes:
-                raise ProtocolError("the values of one request are more than one reply may have")
-            self._say_string(value if code == OK else b"")
-
-    def _add(self, key: bytes, amount: int) -> None:
-        self._name(key)
-        reply = self.ask(ADD, key, amount)
-        if reply[1] == OK:
-            self._say(encode_integer(reply[2]))
-            return
-        number = parse_number(self.client.namespace.values.get(key, b"0"))
-        if number is None or INT64_MIN <= number + amount <= INT64_MAX:
-            raise ProtocolError(reply[2])
-        total = (number + amount - INT64_MIN) % 2**64 + INT64_MIN  # torch's counters wrap
-        self._must(self.ask(SET, key, b"%d" % total))
-        self._say(encode_integer(total))
-
-    def _check(self, keys: tuple[bytes, ...]) -> None:
-        self._name(*keys)
-        self._say(b"\x00" if self._must(self.ask(CHECK, keys)) else b"\x01")
-
-    def _num_keys(self) -> None:
-        self._say(encode_integer(self._must(self.ask(NUM_KEYS))))
-
-    def _delete(self, key: bytes) -> None:
-        self._say(encode_integer(self._do(DELETE, key)))
-
-    def _list_keys(self) -> None:
-        keys = self._must(self.ask(LIST_KEYS, b""))
-        self._say(encode_integer(len(keys)))
-        self._say(b"".join([part for key in keys for part in (encode_length(len(key)), key)]))
-
-    # ---- queues
-
-    def _queue_push(self, key: bytes, item: bytes) -> None:
-        self._do(QUEUE_PUSH, key, item)
-        self._namespace.offer(self, key, self._now)
-
-    def _queue_pop(self, key: bytes) -> None:
-        self._name(key)
-        if self._namespace.free_items(self, key) > 0:
-            self._say(encode_integer(self._must(self.ask(QUEUE_LEN, key))))
-            self._say_string(self._must(self.ask(QUEUE_POP, key, 0)))
-        else:
-            self._say(encode_integer(0))
-        self.drop_claim(self._now)
-
-    def _queue_len(self, key: bytes) -> None:
-        self._say(encode_integer(self._do(QUEUE_LEN, key)))
+        self.namespace.enter(self)
 
     # ---- waiting
 
-    def _wait(self, keys: tuple[bytes, ...]) -> None:
-        self._name(*keys)
+    def wait(self, keys: tuple[bytes, ...]) -> None:
+        """Answer once all `keys` are there."""
+        self.name_jobs(*keys)
         if len(keys) == 1:
             self._wait_for_one(keys[0])
         elif self._block(WAIT, keys, None):
-            self._say(STOP_WAITING)
+            self.say(STOP_WAITING)
 
     def _wait_for_one(self, key: bytes) -> None:
         """Wait for a value or for an item that nobody else is about to pop: torch's blocking pop begins like this."""
-        namespace = self._namespace
+        namespace = self.namespace
         if key not in self.client.namespace.values and namespace.free_items(self, key) > 0:
-            self.take_claim(key, self._now)
-            self._say(STOP_WAITING)
+            self.take_claim(key, self.now)
+            self.say(STOP_WAITING)
         elif self._block(GET, key, key):  # GET sees values only
-            self._say(STOP_WAITING)
+            self.say(STOP_WAITING)
         else:
             namespace.wait_for_item(self, self._last_id, key)
 
-    def _barrier(self, key: bytes, world_size: int) -> None:
-        self._name(key)
+    def barrier(self, key: bytes, world_size: int) -> None:
+        """Answer once `world_size` clients wait in the barrier `key`."""
+        self.name_jobs(key)
         stored = self.client.namespace.values.get(key, b"0")
         if parse_number(stored) is None:
             raise ProtocolError(f"barrier on a value that is not a number: {stored[:40]!r}")
-        barrier = self._namespace.arrive(self, key, world_size, self._now)
+        barrier = self.namespace.arrive(self, key, world_size, self.now)
         if barrier is None:
-            self._say(STOP_WAITING)
+            self.say(STOP_WAITING)
             return
         self._last_id += 1
         request_id = self._last_id
         self._waits[request_id] = barrier
         barrier.waiting[self, request_id] = None
         # For the engine's limits and lists of who waits for what. Nobody sets this key, and nothing follows if he does.
-        shown = (b"barrier " + key)[: self._engine.limits.key_bytes]
-        reply = self._engine.request(self.client, (request_id, GET, shown, None), self._now)
+        shown = (b"barrier " + key)[: self.engine.limits.key_bytes]
+        reply = self.engine.request(self.client, (request_id, GET, shown, None), self.now)
         if reply is not None:
-            self._must(reply)
+            self.must(reply)
 
     def _block(self, operation: int, keys: bytes | tuple[bytes, ...], undo: bytes | Barrier | None) -> bool:
         """Begin to wait; true if there is no need to."""
         self._last_id += 1
-        reply = self._engine.request(self.client, (self._last_id, operation, keys, None), self._now)
+        reply = self.engine.request(self.client, (self._last_id, operation, keys, None), self.now)
         if reply is not None:
-            self._must(reply)
+            self.must(reply)
             return True
         self._waits[self._last_id] = undo
         return False
 
-    def _cancel_wait(self) -> None:
+    def cancel_wait(self) -> None:
+        """Wait for nothing any more; answered even if there was nothing."""
         self._end_waits()
-        self._say(WAIT_CANCELED)
+        self.say(WAIT_CANCELED)
 
     def _end_waits(self) -> None:
         for request_id in list(self._waits):
@@ -361,9 +264,9 @@ class TorchSession:
         undo = self._waits.pop(request_id)
         self.ask(CANCEL, request_id)
         if isinstance(undo, Barrier):
-            self._namespace.give_up(self, request_id, undo)
+            self.namespace.give_up(self, request_id, undo)
         elif undo is not None:
-            self._namespace.stop_waiting(self, request_id, undo)
+            self.namespace.stop_waiting(self, request_id, undo)
 
     def _deliver(self, reply: Reply) -> None:
         """Take the reply to a request that was blocked. Those withdrawn here are no longer among the waits."""
@@ -373,68 +276,49 @@ class TorchSession:
             return
         del self._waits[request_id]
         if undo is not None:
-            self._namespace.stop_waiting(self, request_id, undo)
-        self._say(STOP_WAITING)
+            self.namespace.stop_waiting(self, request_id, undo)
+        self.say(STOP_WAITING)
 
     # ---- replies
 
-    def _do(self, operation: int, key: bytes, *arguments: Any) -> Any:
+    def do(self, operation: int, key: bytes, *arguments: Any) -> Any:
         """Run one request about one key and return its value."""
         if key.startswith(JOB_KEY_STARTS):
-            self._name(key)
-        return self._must(self.ask(operation, key, *arguments))
+            self.name_jobs(key)
+        return self.must(self.ask(operation, key, *arguments))
 
-    def _must(self, reply: Reply) -> Any:
+    def must(self, reply: Reply) -> Any:
         """Return the value of a reply; any but OK closes the connection, as nothing else can be said."""
         if reply[1] != OK:
             raise ProtocolError(str(reply[2]))
         return reply[2]
 
-    def _name(self, *keys: bytes) -> None:
-        """Count this client to the jobs that `keys` name."""
+    def name_jobs(self, *keys: bytes) -> None:
+        """Count this client among those of the jobs that `keys` name."""
         for key in keys:
             if key.startswith(JOB_KEY_STARTS):
                 job = job_of(key)
                 if job is not None and job not in self._jobs:
+                    if len(self._jobs) >= MAX_JOBS:
+                        raise ProtocolError(f"one connection names more than {MAX_JOBS} jobs")
                     self._jobs.add(job)
-                    self._namespace.enter(self, job)
+                    self.namespace.enter(self, job)
 
-    def _say(self, data: bytes) -> None:
+    def say(self, data: bytes) -> None:
+        """Send `data`."""
         self._output.append(data)
         self.reply_bytes += len(data)
         if not self._running and len(self._output) == 1:
             self._on_output()
 
-    def _say_string(self, value: bytes) -> None:
+    def say_string(self, value: bytes) -> None:
+        """Send `value` behind its length."""
         if len(value) < SMALL_BYTES:
-            self._say(encode_length(len(value)) + value)
+            self.say(encode_length(len(value)) + value)
         else:
-            self._say(encode_length(len(value)))
-            self._say(value)
+            self.say(encode_length(len(value)))
+            self.say(value)
 
     def _stop(self, reason: str) -> None:
         self.closing = True
         self.error = reason
-
-
-_RUN: Final[Mapping[int, Callable[..., None]]] = {
-    Query.VALIDATE: TorchSession._validate,
-    Query.SET: TorchSession._set,
-    Query.COMPARE_SET: TorchSession._compare_set,
-    Query.GET: TorchSession._get,
-    Query.ADD: TorchSession._add,
-    Query.CHECK: TorchSession._check,
-    Query.WAIT: TorchSession._wait,
-    Query.GETNUMKEYS: TorchSession._num_keys,
-    Query.DELETE_KEY: TorchSession._delete,
-    Query.APPEND: TorchSession._append,
-    Query.MULTI_GET: TorchSession._multi_get,
-    Query.MULTI_SET: TorchSession._multi_set,
-    Query.CANCEL_WAIT: TorchSession._cancel_wait,
-    Query.PING: TorchSession._ping,
-    Query.QUEUE_PUSH: TorchSession._queue_push,
-    Query.QUEUE_POP: TorchSession._queue_pop,
-    Query.QUEUE_LEN: TorchSession._queue_len,
-    Query.LIST_KEYS: TorchSession._list_keys,
-    Query.BARRIER: TorchSession._barrier,
-}

@@ -111,11 +111,13 @@ class TorchReader:
         while (request := reader.next()) is not None: ...    # (query, fields...)
 
     A field is bytes, an int, or a list of keys; MULTI_SET has keys and values as two lists. `next` raises
-    `ProtocolError` on an unknown query and on a length beyond the limits, as soon as that length is there; afterwards
-    the reader must not be used again. Work and memory are linear in the bytes fed: a half-read list is gone on with.
+    `ProtocolError` on an unknown query, on any before VALIDATE, and on a length beyond the limits as soon as it is
+    there; afterwards the reader must not be used again. Work and memory are linear in the bytes fed: a half-read list
+    is gone on with.
     """
 
     __slots__ = (
+        "_begun",
         "_buffer",
         "_fields",
         "_held",
@@ -131,6 +133,7 @@ class TorchReader:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
+        self._begun = False
         self._buffer: bytes | bytearray = b""
         self._position = 0
         self._needed = 1  # how many bytes from _position on must be there before anything can go on
@@ -172,6 +175,9 @@ class TorchReader:
             query = self._buffer[self._position]
             if query >= len(_LAYOUTS):
                 raise ProtocolError(f"unknown query type {query}")
+            if not self._begun and query != FIRST_BYTE:
+                raise ProtocolError("a torch client must begin with its magic number")
+            self._begun = True
             self._position += 1
             self._layout = _LAYOUTS[query]
             self._request = [query]

@@ -1,0 +1,99 @@
+"""Any bytes of a torch client are accepted or close that connection alone, and how they are cut changes nothing."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch_wire_kit import VALIDATE, MemoryTorchClient, World, blob, number, query
+
+from asyncdist_server.engine import StoreEngine
+from asyncdist_server.messages import Limits
+from asyncdist_server.torch_namespaces import CLAIM_S
+from asyncdist_server.torch_wire import Query
+
+LIMITS = Limits(frame_bytes=2 << 20, value_bytes=1024, key_bytes=64, waiters=6, memory_bytes=20_000)
+KEYS = st.sampled_from([b"/k", b"/q", b"/b", b"", b"/torch.rendezvous.a", b"/asyncdist.job.a/x", b"barrier /b"])
+VALUES = st.sampled_from([b"", b"1", b"-9", b"text", bytes(500)])
+LISTS = st.lists(KEYS, max_size=3)
+AMOUNTS = st.sampled_from([0, 1, 2, -1, 2**63 - 1, -(2**63)])
+PAIRS = st.lists(st.tuples(KEYS, VALUES), max_size=3)
+REQUESTS = st.one_of(
+    st.builds(query, st.sampled_from([Query.SET, Query.APPEND, Query.QUEUE_PUSH]), KEYS, VALUES),
+    st.builds(query, st.sampled_from([Query.GET, Query.DELETE_KEY, Query.QUEUE_POP, Query.QUEUE_LEN]), KEYS),
+    st.builds(query, st.sampled_from([Query.ADD, Query.BARRIER]), KEYS, AMOUNTS),
+    st.builds(query, st.sampled_from([Query.CHECK, Query.WAIT, Query.MULTI_GET]), LISTS),
+    st.builds(query, st.just(Query.COMPARE_SET), KEYS, VALUES, VALUES),
+    st.builds(query, st.sampled_from([Query.GETNUMKEYS, Query.LIST_KEYS, Query.CANCEL_WAIT])),
+    PAIRS.map(lambda pairs: b"\x0b" + number(len(pairs)) + b"".join(blob(key) + blob(value) for key, value in pairs)),
+    st.just(b"\x0dping"),
+)
+
+
+def new_world() -> World:
+    return World(StoreEngine(b"i" * 16, LIMITS))
+
+
+def check_unharmed(world: World, *fuzzed: MemoryTorchClient) -> None:
+    """The others are served, and of the fuzzed clients nothing is left."""
+    witness = world.client(1)
+    assert witness.ask(Query.SET, b"/w", b"1") + witness.ask(Query.GET, b"/w") == blob(b"1")
+    witness.leave()
+    for client in fuzzed:
+        client.leave()
+    world.advance(CLAIM_S)
+    assert world.namespaces.next_deadline() is None
+    assert world.engine.statistics() == dict.fromkeys(world.engine.statistics(), 0)
+
+
+@given(st.lists(st.binary(max_size=300), max_size=8), st.booleans())
+@settings(deadline=None)
+def test_any_bytes_at_any_stage(chunks: list[bytes], validated: bool) -> None:
+    world = new_world()
+    client = MemoryTorchClient(world)
+    if validated:
+        client.send(VALIDATE)
+    for chunk in chunks:
+        client.send(chunk)
+    assert client.session.buffered <= LIMITS.frame_bytes
+    check_unharmed(world, client)
+
+
+@given(st.lists(REQUESTS, max_size=12), st.data())
+@settings(deadline=None)
+def test_spoiled_requests(requests: list[bytes], data: st.DataObject) -> None:
+    stream = bytearray(b"".join(requests))
+    for _ in range(data.draw(st.integers(0, 3)) if stream else 0):
+        stream[data.draw(st.integers(0, len(stream) - 1))] = data.draw(st.integers(0, 255))
+    world = new_world()
+    client, other = world.client(), world.client()
+    client.send(bytes(stream))
+    other.send(b"".join(reversed(requests)))
+    check_unharmed(world, client, other)
+
+
+@given(st.lists(REQUESTS, max_size=12), st.lists(st.integers(1, 40), min_size=1, max_size=5))
+@settings(deadline=None)
+def test_the_answer_does_not_depend_on_how_it_is_cut(requests: list[bytes], sizes: list[int]) -> None:
+    stream = b"".join(requests)
+    whole, cut = new_world().client(), new_world().client()
+    expected = whole.send(stream)
+    heard = b""
+    position = index = 0
+    while position < len(stream):
+        size = sizes[index % len(sizes)]
+        heard += cut.send(stream[position : position + size])
+        position += size
+        index += 1
+    assert heard == expected
+    assert cut.session.error == whole.session.error
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), REQUESTS), max_size=40))
+@settings(deadline=None)
+def test_clients_among_each_other(script: list[tuple[int, bytes]]) -> None:
+    """Whatever three clients do to each other, those who wait are let go on once and nothing is left in the end."""
+    world = new_world()
+    clients = [world.client() for _ in range(3)]
+    for who, request in script:
+        clients[who].send(request)
+    check_unharmed(world, *clients)
