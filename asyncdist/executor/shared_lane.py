@@ -101,6 +101,7 @@ class SharedLane:
         self.moved = 0
         if self._unbegun or not self._begin_express(operation):
             self._unbegun.append(operation)
+            self.soon()
             return
         for ringer in self._others:
             ringer.ring()
@@ -154,8 +155,9 @@ class SharedLane:
         self.pumping = True
         try:
             self.core.retire()
-            if self._unbegun:
-                done |= self._begin()
+            if self._unbegun and self._begin():
+                done = True
+                self.soon()  # the others may have begun those before us, and will not ring again
             for part in list(self._parts):
                 done |= part.poll()
         except LaneFault as error:

@@ -196,16 +196,14 @@ class ItemLane:
 
     def consumed(self, operation: LaneOperation, member: int, item: int) -> None:
         """An item of `member` was read, for one of the times it is needed."""
-        peer = self._members[member]
-        if peer is None:
-            return
         needs = operation.needs[member]
         left = needs[item] - 1
         if left:
             needs[item] = left
             return
         del needs[item]
-        if peer.retired == operation.number:
+        peer = self._members[member]
+        if peer is not None and peer.retired == operation.number:
             first, count = peer.records[operation.number]
             self._consume(peer, first + min(next(iter(needs), count), count))
 
@@ -378,6 +376,11 @@ class ItemLane:
                 raise LaneFault(index, f"{consumed} items were consumed of {self._next_item}")
             least = min(least, consumed)
         self._consumed_seen = least
+        for operation in self._open.values():  # in their order
+            own = operation.needs.get(self.rank)
+            if own and not operation.ended:  # an item of our own that we still have to read
+                least = min(least, operation.first + next(iter(own)))
+                break
         self._items.free(least)
 
     def _want(self, what: int) -> None:

@@ -39,10 +39,12 @@ class Lane(ItemLane):
     def express(self, fingerprint: int, payload: memoryview) -> int:
         """Begin the next operation with its only item, WIDE_BYTES at most, in a place that its number gives it.
 
-        Returns its number; -1 if we are too far ahead of another member. Ends with `express_done`.
+        Returns its number; -1 if we are too far ahead of another member, or of ourselves. Ends with `express_done`.
         """
         number, length = self._issued, len(payload)
         ahead = RECORDS if length <= EXPRESS_BYTES else WIDE
+        if number - self.finished >= ahead:  # we still have to read our own payload
+            return -1
         if number - self._finished_seen >= ahead and not self._catch_up(number, ahead):
             return -1
         own = self._own
