@@ -9,7 +9,8 @@ MANY = """
 async def main():
     async with dist.init_process_group(timeout=30) as group:
         size = group.size
-        for elements, count in ((1, 300), (2, 150), (300, 150), (4_096, 60), (16_384, 100), (40_000, 20), (200_000, 12)):
+        kinds = ((1, 300), (2, 150), (300, 150), (4_096, 60), (16_384, 100), (40_000, 20), (200_000, 12))
+        for elements, count in kinds:
             arrays = [np.full(elements, group.rank + number, np.float32) for number in range(count)]
             works = [dist.all_reduce(array) for array in arrays]
             if elements == 300:
