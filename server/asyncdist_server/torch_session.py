@@ -167,7 +167,7 @@ class TorchSession:
         self.say(STOP_WAITING)
 
     def take_claim(self, key: bytes, now: float) -> None:
-        """Have an item of the queue `key` kept for this client, unless one is already: torch waits for one at a time."""
+        """Have an item of the queue `key` kept for this client, unless one is: torch waits for one at a time."""
         if self._claim is None:
             self._claim = key
             self.namespace.claim(self, key, now)
