@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from asyncdist.transport.frame import FRAGMENT_BYTES
 from asyncdist.transport.inbound import Inbound
 from asyncdist.transport.loans import Loans
 from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, SendOp
@@ -109,6 +110,8 @@ class PeerCore:
         With `loans`, payloads that lie in shared memory are lent to the peer; who moves the bytes calls its `advance`.
         """
         self._out.loans = self._inbound.loans = loans
+        if loans is not None:
+            self._reader.max_read_bytes = FRAGMENT_BYTES  # no system call to keep short
         self._out.queue.open(writer, arm)
         self._out.flush()
 

@@ -64,6 +64,7 @@ class Reader:
         "_stream",
         "_windows",
         "left",
+        "max_read_bytes",
     )
 
     def __init__(
@@ -82,14 +83,15 @@ class Reader:
         self._any_entries = inbound.any_entries
         self._windows = inbound.windows
         self.left = False
+        self.max_read_bytes = MAX_READ_BYTES
 
     def get_buffer(self) -> memoryview:
         """See PeerCore.get_buffer."""
         left = self._left_bytes
         if left:
             stream = self._stream
-            if left > MAX_READ_BYTES:
-                left = MAX_READ_BYTES
+            if left > self.max_read_bytes:
+                left = self.max_read_bytes
             if stream is None or stream.view is None:
                 return self._scratch[:left]
             offset = stream.offset

@@ -23,7 +23,7 @@ from asyncdist.transport.pairing import Pairing, close_all
 from asyncdist.transport.parcel import ARENA, SEGMENT, Parcel, ParcelReader, send_parcel
 from asyncdist.transport.peer import PeerCore
 from asyncdist.transport.segment import AttachedSegment, Segment
-from asyncdist.transport.shm_ring import RingReader, RingWriter
+from asyncdist.transport.shm_ring import PART_BYTES, RingReader, RingWriter
 
 __all__ = ["MAX_PEER_SEGMENTS", "ShmConnection"]
 
@@ -285,6 +285,8 @@ class ShmConnection:
                     break
                 received += nbytes
                 frames += self._updated(nbytes)
+                if nbytes >= PART_BYTES and reader.wanted():
+                    self._ring()
             else:
                 self._loop.call_soon(self._poll)
         except RemoteProtocolError as error:
@@ -324,7 +326,7 @@ class ShmConnection:
         if self._sock is None or writer is None:
             raise ClosedError("this connection is closed here (closed, aborted, or forked)")
         try:
-            sent = writer.write(buffers)
+            sent = writer.write(buffers, self._ring)
         except RemoteProtocolError as error:
             self._loop.call_soon(self._end, error)
             return 0
