@@ -5,107 +5,193 @@ from __future__ import annotations
 import dataclasses
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
+from typing import Any
 
 import click
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench import all_reduce, overlap, p2p, rendezvous, report, store, targets
+from asyncdist.cli.sizes import BYTES
+from bench import formats, overlap, plots, report, stress, targets
+from bench.candidates import PEERS
 from bench.machine import about
-from bench.runner import FULL, SMOKE, Candidate, Cell, Mode, Profile, Subject
-from bench.schedule import run_subject
+from bench.model import FULL, PROMISES, SMOKE, Cell, Mode, Profile, Subject
+from bench.operations import OPERATIONS
+from bench.schedule import count_runs, run_subject
+from bench.selection import ANY_RANKS, FLOORS, SUBJECTS, TRANSPORT_NAMES, Selection, subjects
+from bench.targets.document import document, write_document
+from bench.targets.verdict import HEADER
 
-SUBJECTS: Mapping[str, Subject] = {
-    subject.name: subject
-    for subject in (p2p.SUBJECT, all_reduce.SUBJECT, store.SUBJECT, rendezvous.SUBJECT, overlap.SUBJECT)
-}
-PROFILES: Mapping[str, Profile] = {profile.name: profile for profile in (FULL, SMOKE)}
-FLOORS = "floors"
+PROFILES = {profile.name: profile for profile in (FULL, PROMISES, SMOKE)}
 BUSY_LOAD = 0.5
 """Runnable processes, averaged over a minute, above which two cores are not quiet."""
-TABLE_WIDTH = 150
+TABLE_WIDTH = 190
 """Columns of a table that goes to a file or a pipe."""
 
 
+class _List(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
+    """Several values with commas."""
+
+    name = "list"
+
+    def __init__(self, item: click.ParamType[Any]) -> None:
+        self._item = item
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Split and convert."""
+        return tuple(self._item.convert(part.strip(), param, ctx) for part in value.split(","))
+
+
 @click.command()
-@click.argument("subjects", nargs=-1, type=click.Choice([*SUBJECTS, FLOORS]))
-@click.option("--profile", type=click.Choice(list(PROFILES)), default="full", help="full: quotable; smoke: it runs.")
-@click.option("--ranks", default=None, help="Numbers of ranks of all_reduce, such as 2,4,8.")
+@click.argument("names", nargs=-1, metavar="[SUBJECTS]...", type=click.Choice([*SUBJECTS, FLOORS]))
+@click.option("--profile", type=click.Choice(list(PROFILES)), default=None, help="full: quotable; smoke: it runs.")
+@click.option("--ranks", type=_List(click.IntRange(min=2)), help=f"Numbers of ranks of {', '.join(sorted(ANY_RANKS))}.")
 @click.option("--pin/--free", "pin", default=None, help="Only pinned, or only free (both by default).")
 @click.option("--rounds", type=click.IntRange(min=1), default=None, help="Alternating runs of each candidate.")
 @click.option("--only", default=None, help="Candidates by name, such as asyncdist,floor.")
-@click.option("--format", "form", type=click.Choice(["table", "json"]), default="table")
-@click.option("--targets", "check_targets", is_flag=True, help="Measure the promised figures and judge them.")
+@click.option(
+    "--transport", "transports", type=_List(click.Choice(TRANSPORT_NAMES)), help="asyncdist's, all by default."
+)
+@click.option("--peers", type=_List(click.Choice(list(PEERS))), help="Neighbors, all by default.")
+@click.option("--operations", type=_List(click.Choice([*OPERATIONS, "ping_pong", "one_way", "window"])))
+@click.option("--sizes", type=_List(BYTES), help="Bytes, such as 4,64KiB, of p2p, all_reduce and collectives.")
+@click.option("--format", "form", type=click.Choice(["table", "osu", "nccl", "json"]), default="table")
+@click.option("--plot", is_flag=True, help="Draw a picture of each operation into docs/benchmarks/.")
+@click.option(
+    "--targets",
+    "promised",
+    is_flag=False,
+    flag_value=targets.MAIN_JOB,
+    default=None,
+    type=click.Choice([*targets.TARGETS, *targets.ALIASES]),
+    help="Measure the promised figures and judge them.",
+)
 @click.option("--write", is_flag=True, help="With --targets: write the report into docs/benchmarks/.")
 def main(
-    subjects: tuple[str, ...],
-    profile: str,
-    ranks: str | None,
+    names: tuple[str, ...],
+    profile: str | None,
+    ranks: tuple[int, ...] | None,
     pin: bool | None,
     rounds: int | None,
     only: str | None,
+    transports: tuple[str, ...] | None,
+    peers: tuple[str, ...] | None,
+    operations: tuple[str, ...] | None,
+    sizes: tuple[int, ...] | None,
     form: str,
-    check_targets: bool,
+    plot: bool,
+    promised: str | None,
     write: bool,
 ) -> None:
-    """Measure SUBJECTS (all by default): p2p, all_reduce, store, rendezvous, overlap; floors: the bare sockets."""
+    """Measure SUBJECTS (all by default), or with --targets what is promised.
+
+    p2p, all_reduce (TCP), collectives (every one, every transport), concurrency, stall (the event loop and memory
+    during 256 MiB), store, rendezvous, overlap, stress; floors: the bare sockets alone.
+    """
     console, errors = Console(), Console(stderr=True)
     if not console.is_terminal:
         console.width = TABLE_WIDTH
+    if plot and (failure := plots.missing_matplotlib()):
+        raise SystemExit(failure)
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))  # leave through the cleanup
     machine = about()
     if float(machine["load before"]) > BUSY_LOAD:
         errors.print(f"load average {machine['load before']}: this machine is busy, the figures will not be quotable")
-    chosen = PROFILES[profile]
-    if rounds is not None:
-        chosen = dataclasses.replace(chosen, rounds=rounds)
     modes: tuple[Mode, ...] | None = None if pin is None else (("pinned",) if pin else ("free",))
-    with errors.status("starting") as status:
-        if check_targets:
-            cells = targets.measure(chosen, modes, status.update)
-        else:
-            numbers = [int(number) for number in ranks.split(",")] if ranks else None
-            cells = []
-            for subject in _selected(subjects, only):
-                asked = numbers if subject.name == all_reduce.SUBJECT.name else None
-                cells += run_subject(subject, chosen, ranks=asked, modes=modes, progress=status.update)
-    if check_targets:
-        _print_targets(console, cells, machine, write)
-    elif form == "json":
-        click.echo(report.to_json(cells, machine))
-    if form == "table":
-        _print_tables(console, cells)
+    if promised is not None:
+        target = targets.target_named(promised)
+        chosen = _profile(profile or target.profile.name, rounds)
+        with _Bar(errors) as bar:
+            cells = target.measure(chosen, modes, bar.line)
+        _print_targets(console, target, cells, machine, write=write, plot=plot)
+    else:
+        selection = Selection(_set(only.split(",") if only else None), _set(transports), _set(peers), sizes, operations)
+        chosen = _profile(profile or FULL.name, rounds)
+        cells = _measure(subjects(names, selection), chosen, ranks, modes, errors)
+        if plot:
+            for path in plots.draw(cells, targets.FOLDER, "bench"):
+                errors.print(f"wrote {path}")
+    _print(console, cells, machine, form, judged=promised is not None)
     for line in _missing(cells):
         errors.print(line, soft_wrap=True, markup=False)
     if any(measurement.wrong for cell in cells for measurement in cell.measurements.values()):
         raise SystemExit("wrong results: see the column 'wrong'")
 
 
-def _selected(subjects: tuple[str, ...], only: str | None) -> list[Subject]:
-    """Return the subjects to run, with no more candidates than asked for."""
-    wanted = set(only.split(",")) if only else None
+class _Bar:
+    """A progress bar; of unknown length where the number of runs is not known beforehand."""
 
-    def keep(subject: Subject, condition: Callable[[Candidate], bool]) -> Subject:
-        kept = tuple(candidate for candidate in subject.candidates if condition(candidate))
-        return dataclasses.replace(subject, candidates=kept)
+    def __init__(self, console: Console, total: int | None = None) -> None:
+        columns = (
+            SpinnerColumn(),
+            TimeElapsedColumn(),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+        )
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._task = self._progress.add_task("starting", total=total)
 
-    found = []
-    for name in subjects or tuple(SUBJECTS):
-        if name == FLOORS:
-            bare = [keep(SUBJECTS[other], lambda c: c.name.startswith("floor")) for other in ("p2p", "all_reduce")]
-            found += bare
-        else:
-            found.append(keep(SUBJECTS[name], lambda c: wanted is None or c.name in wanted))
-    return found
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def line(self, text: str) -> None:
+        """Show what runs now and count it."""
+        self._progress.update(self._task, advance=1, description=text)
 
 
-def _print_tables(console: Console, cells: list[Cell]) -> None:
-    for name, subject in SUBJECTS.items():
-        chosen = [cell for cell in cells if cell.subject == name]
-        if chosen:
-            report.print_table(subject.title, chosen, console)
-    if any(cell.subject == overlap.SUBJECT.name for cell in cells):
+def _set(values: Sequence[str] | None) -> frozenset[str] | None:
+    return None if values is None else frozenset(values)
+
+
+def _profile(name: str, rounds: int | None) -> Profile:
+    chosen = PROFILES[name]
+    return chosen if rounds is None else dataclasses.replace(chosen, rounds=rounds)
+
+
+def _measure(
+    chosen: Sequence[Subject],
+    profile: Profile,
+    ranks: Sequence[int] | None,
+    modes: Sequence[Mode] | None,
+    errors: Console,
+) -> list[Cell]:
+    cells: list[Cell] = []
+    asked = {subject.name: ranks if subject.name in ANY_RANKS else None for subject in chosen}
+    total = sum(count_runs(subject, profile, ranks=asked[subject.name], modes=modes) for subject in chosen)
+    with _Bar(errors, total) as bar:
+        for subject in chosen:
+            if subject.name == stress.SUBJECT.name:
+                cells += stress.run_stress(profile, bar.line)
+            else:
+                cells += run_subject(subject, profile, ranks=asked[subject.name], modes=modes, progress=bar.line)
+    return cells
+
+
+def _print(console: Console, cells: list[Cell], machine: dict[str, str], form: str, *, judged: bool) -> None:
+    if form == "json":
+        click.echo(report.to_json(cells, machine))
+    elif form == "osu":
+        click.echo(formats.osu(cells))
+    elif form == "nccl":
+        click.echo(formats.nccl(cells))
+    else:
+        _print_tables(console, cells, judged=judged)
+
+
+def _print_tables(console: Console, cells: list[Cell], *, judged: bool) -> None:
+    for name in dict.fromkeys(cell.subject for cell in cells):
+        title = SUBJECTS[name].title if name in SUBJECTS else name
+        report.print_table(title, [cell for cell in cells if cell.subject == name], console)
+    if cells:
+        console.print(report.LEGEND, soft_wrap=True, highlight=False, markup=False)
+    if not judged and any(cell.subject == overlap.SUBJECT.name for cell in cells):
         table = Table(title="Bandwidth left beside computation")
         for column in overlap.HEADER:
             table.add_column(column)
@@ -114,25 +200,31 @@ def _print_tables(console: Console, cells: list[Cell]) -> None:
         console.print(table)
 
 
-def _print_targets(console: Console, cells: list[Cell], machine: dict[str, str], write: bool) -> None:
-    verdicts = targets.judge(cells)
-    table = Table(title="Promised figures")
-    for column in targets.HEADER:
+def _print_targets(
+    console: Console, target: targets.Target, cells: list[Cell], machine: dict[str, str], *, write: bool, plot: bool
+) -> None:
+    verdicts = target.judge(cells)
+    table = Table(title=f"Promised: {target.title}")
+    for column in HEADER:
         table.add_column(column)
     for verdict in verdicts:
         table.add_row(*verdict.row())
     console.print(table)
+    pictures = plots.draw(cells, targets.FOLDER, target.name) if plot else []
     if write:
-        targets.write_document(targets.document(verdicts, cells, machine))
+        text = document(target.title, target.command, target.about, verdicts, cells, machine, pictures)
+        write_document(text, target.path)
 
 
 def _missing(cells: list[Cell]) -> list[str]:
-    """Return one line for each candidate that could not be measured."""
+    """Return one line for each candidate that could not be measured, and each operation it does not offer."""
     found: dict[str, None] = {}
     for cell in cells:
         for measurement in cell.measurements.values():
             if measurement.failure is not None:
-                found[f"{cell.subject}: {measurement.candidate}: {measurement.failure}"] = None
+                what = cell.case.operation if measurement.failure.startswith("not offered") else ""
+                where = f"{cell.subject}: {measurement.candidate}"
+                found[f"{where}: {what + ' ' if what else ''}{measurement.failure}"] = None
     return list(found)
 
 

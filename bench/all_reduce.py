@@ -1,17 +1,17 @@
-"""Subject all_reduce: the sum of a float32 array over all ranks, in place.
+"""Subject all_reduce: the sum of a float32 array over all ranks, in place, over TCP.
 
-4 B and 64 KiB are the promised cells; 1 MiB and 64 MiB are printed for information. Each sample: an untimed barrier,
-then one all_reduce; the slowest rank's time. asyncdist over TCP, the recursive-doubling floor over TCP, gloo, Open MPI.
+4 B and 64 KiB are the cells the main job promises; 1 MiB and 64 MiB are printed for information. Each sample: an
+untimed barrier, then one all_reduce; the slowest rank's time. asyncdist over TCP, the recursive-doubling floor over
+TCP, gloo, Open MPI.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.baselines import FLOOR_TCP, GLOO, MPI
+from bench.candidates import ASYNCDIST_TCP, FLOOR_TCP, GLOO, MPI
 from bench.cases import LARGE_BYTES, Case
-from bench.ours import ASYNCDIST_TCP
-from bench.runner import Profile, Subject
+from bench.model import Profile, Subject
 
 PROMISED_BYTES = (4, 64 << 10)
 INFORMATION_BYTES = (1 << 20, 64 << 20)
@@ -28,10 +28,10 @@ def cases(profile: Profile, sizes: Sequence[int] = PROMISED_BYTES + INFORMATION_
 
 
 CANDIDATES = (ASYNCDIST_TCP, FLOOR_TCP, GLOO, MPI)
-SUBJECT = Subject("all_reduce", "all_reduce, SUM of float32", (2, 4), cases, CANDIDATES)
+SUBJECT = Subject("all_reduce", "all_reduce, SUM of float32, TCP", (2, 4), cases, CANDIDATES)
 PROMISED = Subject(
     "all_reduce",
-    "all_reduce, SUM of float32",
+    "all_reduce, SUM of float32, TCP",
     (2, 4),
     lambda profile: cases(profile, PROMISED_BYTES),
     CANDIDATES,

@@ -16,7 +16,8 @@ class Case:
 
     ``combine`` says how the ranks' (start, end) pairs become one sample, see `COMBINERS`. ``operations`` is how many
     operations one sample holds (a burst of pipelined requests holds many; anything else one). ``title`` is printed
-    instead of the operation's name.
+    instead of the operation's name. After its samples a run may watch the event loop during ``stall_samples`` more
+    operations; ``memory`` says that the first run measures how much memory the first operation of this size takes.
     """
 
     operation: str
@@ -27,6 +28,8 @@ class Case:
     operations: int = 1
     timeout_s: float = 120.0
     title: str = ""
+    stall_samples: int = 0
+    memory: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the case as a JSON object."""
@@ -42,11 +45,17 @@ class Case:
 
 @dataclass
 class Record:
-    """What one rank measured: nanoseconds of the machine-wide monotonic clock, one pair a sample."""
+    """What one rank measured: nanoseconds of the machine-wide monotonic clock, one pair a sample.
+
+    ``cpu_ns`` is the processor time of the whole process during the samples, 0 where it was not taken. ``extra`` holds
+    other figures of the run by name, such as ``stall_max_s``; of several ranks the largest counts.
+    """
 
     starts_ns: list[int] = field(default_factory=list)
     ends_ns: list[int] = field(default_factory=list)
     wrong: int = 0
+    cpu_ns: int = 0
+    extra: dict[str, float] = field(default_factory=dict)
 
     def add(self, start_ns: int, end_ns: int) -> None:
         """Append one sample."""
@@ -106,6 +115,11 @@ COMBINERS: Mapping[str, Callable[[Sequence[Record], int], int]] = {
     "one_way": _one_way,  # from rank 0's start to the last other rank's end; the clock is the machine's
     "span": _span,  # from the first start to the last end
 }
+
+
+def entered_before_left(records: Sequence[Record], index: int) -> bool:
+    """Whether the last rank had entered before the first one left, as every barrier promises."""
+    return max(record.starts_ns[index] for record in records) <= min(record.ends_ns[index] for record in records)
 
 
 def combine(case: Case, records: Sequence[Record]) -> list[float]:

@@ -3,8 +3,8 @@
 uvloop, one non-blocking socket a pair with `add_reader`, a 24-byte header (tag, length, two spare words as any real
 protocol has), a dictionary of posted receives matched by tag, one future awaited a message. No flow control, no
 errors, no credit, no cancellation, no groups: what a library adds to these figures is the price of being one.
-Message passing is a ping-pong and a one-way message; all_reduce is recursive doubling (powers of two only), the
-barrier is a dissemination of empty messages. TCP over loopback, or Unix sockets (option ``family``).
+all_reduce is recursive doubling (powers of two only), the barrier is a dissemination of empty messages. TCP over
+loopback, or Unix sockets.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.cases import Case, RankContext, Record
-from bench.verify import Array, MessagePattern, SumPattern, bytes_of
+from bench.verify import Array, bytes_of
 
 HEADER = struct.Struct("<QQII")
 READ_BYTES = 64 << 10
@@ -82,10 +81,6 @@ class Link:
         if self._target is not None or self._filled < len(self._scratch):
             self._paused = False
             self._loop.add_reader(self._sock.fileno(), self._readable)
-
-    def forget(self, tag: int) -> None:
-        """Withdraw a posted receive."""
-        self._posted.pop(tag, None)
 
     def close(self) -> None:
         """Forget the socket."""
@@ -162,22 +157,16 @@ class Link:
             self._filled = rest
 
 
-class FloorRank:
-    """One rank of the floor program: a full mesh of links and the operations on it."""
+class FloorMesh:
+    """One rank's links to all others, and the operations on them."""
 
-    def __init__(self, context: RankContext) -> None:
-        self._rank = context.rank
-        self._size = context.world_size
-        self._directory = Path(context.directory)
-        self._unix = context.options.get("family") == "unix"
+    def __init__(self, rank: int, size: int, directory: str, *, unix: bool) -> None:
+        self._rank = rank
+        self._size = size
+        self._directory = Path(directory)
+        self._unix = unix
         self._links: dict[int, Link] = {}
         self._sequence = 0
-        self._messages = MESSAGE_TAGS
-
-    def _next_tags(self, count: int) -> int:
-        """Return the first of ``count`` tags that neither side has used (both count alike)."""
-        self._messages += count
-        return self._messages - count
 
     async def open(self) -> None:
         """Connect every pair: the higher rank dials, addresses travel through files."""
@@ -213,7 +202,7 @@ class FloorRank:
         sock.connect(str(self._directory / f"socket.{rank}") if self._unix else (LOCALHOST, int(path.read_text())))
         return sock
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Close every link."""
         for link in self._links.values():
             link.close()
@@ -246,82 +235,10 @@ class FloorRank:
             np.add(array, scratch, out=array)
             mask, step = mask * 2, step + 1
 
-    async def measure(self, case: Case) -> Record:
-        """Run one case."""
-        await self.barrier()
-        return await {
-            "ping_pong": self._ping_pong,
-            "one_way": self._one_way,
-            "all_reduce": self._measure_all_reduce,
-        }[case.operation](case)
+    def send(self, payload: memoryview, peer: int, number: int) -> asyncio.Future[None] | None:
+        """Send message ``number`` to ``peer``; None when the kernel took everything."""
+        return self._links[peer].send(MESSAGE_TAGS + number, payload)
 
-    async def _ping_pong(self, case: Case) -> Record:
-        """Each side posts its next receive before it sends; half of rank 0's round trip is the sample."""
-        record = Record()
-        pattern = MessagePattern(case.nbytes)
-        link = self._links[1 - self._rank]
-        total = case.warmup + case.samples
-        base = self._next_tags(total + 1)
-        if self._rank == 0:
-            ping, pong = pattern.empty(), pattern.empty()
-            for number in range(total):
-                pattern.fill(ping, number)
-                arrived = link.receive(base + number, bytes_of(pong))
-                start_ns = time.perf_counter_ns()
-                link.send(base + number, bytes_of(ping))
-                await arrived
-                end_ns = time.perf_counter_ns()
-                record.wrong += not pattern.is_right(pong, number)
-                if number >= case.warmup:
-                    record.add(start_ns, end_ns)
-            return record
-        buffers = [bytes_of(pattern.empty()) for _ in range(2)]
-        arrived = link.receive(base, buffers[0])
-        for number in range(total):
-            await arrived
-            arrived = link.receive(base + number + 1, buffers[(number + 1) % 2])
-            link.send(base + number, buffers[number % 2])
-        link.forget(base + total)
-        return record
-
-    async def _one_way(self, case: Case) -> Record:
-        """Rank 1 posts, barrier, rank 0 sends: from before the send to the receiver's future."""
-        record = Record()
-        pattern = MessagePattern(case.nbytes)
-        array = pattern.empty()
-        link = self._links[1 - self._rank]
-        for number in range(case.warmup + case.samples):
-            tag = self._next_tags(1)
-            if self._rank == 0:
-                pattern.fill(array, number)
-                await self.barrier()
-                start_ns = time.perf_counter_ns()
-                sent = link.send(tag, bytes_of(array))
-                if sent is not None:
-                    await sent
-            else:
-                arrived = link.receive(tag, bytes_of(array))
-                await self.barrier()
-                start_ns = time.perf_counter_ns()
-                await arrived
-            end_ns = time.perf_counter_ns()
-            if self._rank == 1:
-                record.wrong += not pattern.is_right(array, number)
-            if number >= case.warmup:
-                record.add(start_ns, end_ns)
-        return record
-
-    async def _measure_all_reduce(self, case: Case) -> Record:
-        record = Record()
-        pattern = SumPattern(case.nbytes, self._rank, self._size)
-        array, scratch = pattern.empty(), pattern.empty()
-        for number in range(case.warmup + case.samples):
-            pattern.fill(array, number)
-            await self.barrier()
-            start_ns = time.perf_counter_ns()
-            await self.all_reduce(array, scratch)
-            end_ns = time.perf_counter_ns()
-            record.wrong += not pattern.is_right(array, number)
-            if number >= case.warmup:
-                record.add(start_ns, end_ns)
-        return record
+    def receive(self, target: memoryview, peer: int, number: int) -> asyncio.Future[None]:
+        """Post the receive of message ``number`` from ``peer``."""
+        return self._links[peer].receive(MESSAGE_TAGS + number, target)

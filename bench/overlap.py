@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from bench.cases import Case, RankContext, Record
-from bench.ours import missing_asyncdist
-from bench.runner import Candidate, Cell, Profile, Subject
+from bench.missing import missing_asyncdist
+from bench.model import Candidate, Cell, Profile, Subject
 from bench.verify import SumPattern
 
 TITLE = "all_reduce beside computation"

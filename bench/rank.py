@@ -1,7 +1,8 @@
 """The program every measuring process runs: connect to the runner, then measure what it asks for.
 
-Commands and answers are JSON lines over a Unix socket of the runner's. Between two commands the process sleeps, so
-that candidates can stay connected while another one is measured. When the runner goes, the process ends.
+Commands (run a case; bind to a core or run anywhere; leave) and answers are JSON lines over a Unix socket of the
+runner's. Between two commands the process sleeps, so that candidates can stay connected while another one is measured.
+When the runner goes, the process ends.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import asdict
 from typing import Any
 
 from bench.cases import Case, Rank, RankContext
-from bench.process import die_with_parent, pin_to_core
+from bench.process import die_with_parent
+from bench.usage import pin_threads
 
 COMMAND_LIMIT_BYTES = 1 << 20
 """The longest command line; a case is some hundred bytes."""
@@ -40,7 +42,8 @@ async def serve(rank: Rank, number: int, control: str) -> None:
         writer.write(json.dumps(values).encode() + b"\n")
         await writer.drain()
 
-    await answer(rank=number)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+    await answer(rank=number, pid=os.getpid())
     try:
         await rank.open()
         await answer(ready=True)
@@ -48,6 +51,10 @@ async def serve(rank: Rank, number: int, control: str) -> None:
             command = json.loads(line)
             if command.get("close"):
                 break
+            if "pinned" in command:
+                pin_threads({cores[number % len(cores)]} if command["pinned"] else set(cores))
+                await answer(pinned=command["pinned"])
+                continue
             record = await rank.measure(Case(**command["case"]))
             await answer(**asdict(record))
         await rank.close()
@@ -64,8 +71,6 @@ def main() -> None:
     description = json.loads(sys.argv[1])
     die_with_parent()
     number = int(os.environ.get("OMPI_COMM_WORLD_RANK", description["rank"]))
-    if description["pinned"]:
-        pin_to_core(number)
     module, _, name = description["entry"].partition(":")
     context = RankContext(
         rank=number,

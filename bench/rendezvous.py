@@ -19,9 +19,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench.baselines import missing_torch
 from bench.cases import Case, RankContext, Record
-from bench.runner import Candidate, Profile, Subject
+from bench.missing import missing_torch
+from bench.model import Candidate, Profile, Subject
 from bench.servers import asyncdist_server, torch_store_server
 from bench.store import asyncdist_run, host_and_port, missing_store
 

@@ -1,8 +1,9 @@
-"""Print cells as a table, as Markdown, or as JSON."""
+"""Print cells as a table, as Markdown, as JSON; the formats of OSU and nccl-tests are in `bench.formats`."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,31 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.cases import LARGE_BYTES, percentile
-from bench.runner import Cell, Measurement
+from bench.model import Cell, Measurement
+from bench.operations import OPERATIONS
 
-COLUMNS = ("case", "ranks", "cores", "candidate", "min", "p50", "p99", "rate", "asyncdist /", "wrong")
+COLUMNS = (
+    "case",
+    "ranks",
+    "cores",
+    "candidate",
+    "min",
+    "p50",
+    "p99",
+    "n",
+    "rate",
+    "bus",
+    "cpu/op",
+    "stall",
+    "asyncdist /",
+    "wrong",
+)
+LEFT = ("case", "cores", "candidate")
+LEGEND = """\
+n: samples; rate: message bytes (nccl-tests' algbw, 1e9 a second) or operations a second; bus: nccl-tests' busbw;
+cpu/op: processor time of one operation in the rank that used most; stall: the latest that a callback due every
+millisecond came, in brackets the processor time of the longest callback where it was taken; asyncdist /: its time
+divided by that candidate's, below 1 where asyncdist is faster (the median over the rounds)."""
 
 
 def format_time(seconds: float) -> str:
@@ -26,9 +49,20 @@ def format_time(seconds: float) -> str:
 
 def gigabytes_per_second(cell: Cell, measurement: Measurement) -> float | None:
     """Return 1e9 bytes of message a second, None for small messages."""
-    if cell.case.nbytes < LARGE_BYTES or not measurement.runs_s:
+    if cell.case.nbytes * _messages(cell) < LARGE_BYTES or not measurement.runs_s:
         return None
-    return cell.case.nbytes / measurement.p50_s() / 1e9
+    return cell.case.nbytes * _messages(cell) / measurement.p50_s() / 1e9
+
+
+def _messages(cell: Cell) -> int:
+    """How often the case's size travels in one sample."""
+    return cell.case.operations if cell.case.operation == "window" else 1
+
+
+def bus_gigabytes_per_second(cell: Cell, measurement: Measurement) -> float | None:
+    """Return what a perfect bus had to carry, 1e9 bytes a second; None where that means nothing."""
+    operation, gigabytes = OPERATIONS.get(cell.case.operation), gigabytes_per_second(cell, measurement)
+    return None if operation is None or gigabytes is None else gigabytes * operation.bus_factor(cell.ranks)
 
 
 def operations_per_second(cell: Cell, measurement: Measurement) -> float | None:
@@ -49,6 +83,15 @@ def format_rate(cell: Cell, measurement: Measurement) -> str:
     return "" if operations is None else f"{operations / 1e3:.0f}k op/s"
 
 
+def format_stall(measurement: Measurement) -> str:
+    """Return the longest stall of the loop, with the longest callback's processor time where it was taken."""
+    extra = measurement.extra
+    if "stall_max_s" not in extra:
+        return ""
+    text = format_time(extra["stall_max_s"])
+    return f"{text} ({format_time(extra['callback_max_s'])})" if "callback_max_s" in extra else text
+
+
 def short_failure(measurement: Measurement) -> str:
     """Return why there is no figure, in the few words a table has room for."""
     failure = measurement.failure or "not measured"
@@ -62,8 +105,9 @@ def rows(cell: Cell) -> list[tuple[str, ...]]:
     for name, measurement in cell.measurements.items():
         head = (cell.case.label, str(cell.ranks), cell.mode, name)
         if not measurement.runs_s:
-            found.append((*head, "", short_failure(measurement), "", "", "", ""))
+            found.append((*head, "", short_failure(measurement), *[""] * (len(COLUMNS) - len(head) - 2)))
             continue
+        bus = bus_gigabytes_per_second(cell, measurement)
         ratio = cell.ratio(own, name) if own is not None and name != own else None
         found.append(
             (
@@ -71,7 +115,11 @@ def rows(cell: Cell) -> list[tuple[str, ...]]:
                 format_time(min(measurement.samples_s)),
                 format_time(measurement.p50_s()),
                 format_time(measurement.p99_s()),
+                str(len(measurement.samples_s)),
                 format_rate(cell, measurement),
+                "" if bus is None else f"{bus:.2f}",
+                format_time(measurement.cpu_s()) if measurement.cpu_s() else "",
+                format_stall(measurement),
                 "" if ratio is None else f"{ratio:.2f}",
                 str(measurement.wrong) if measurement.failure is None else short_failure(measurement),
             )
@@ -80,10 +128,10 @@ def rows(cell: Cell) -> list[tuple[str, ...]]:
 
 
 def print_table(title: str, cells: Sequence[Cell], console: Console) -> None:
-    """Print one subject's cells. ``asyncdist /`` is asyncdist's time divided by this candidate's (below 1: faster)."""
+    """Print one subject's cells; `LEGEND` says what the columns are."""
     table = Table(title=title)
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("case", "cores", "candidate") else "right", no_wrap=True)
+        table.add_column(column, justify="left" if column in LEFT else "right", no_wrap=True)
     for cell in cells:
         for row in rows(cell):
             table.add_row(*row)
@@ -129,6 +177,9 @@ def _cell_json(cell: Cell) -> dict[str, Any]:
                 "run_medians_s": measurement.medians_s(),
                 "samples": len(measurement.samples_s),
                 "gigabytes_per_s": gigabytes_per_second(cell, measurement),
+                "bus_gigabytes_per_s": bus_gigabytes_per_second(cell, measurement),
+                "cpu_s_per_operation": measurement.cpu_s(),
+                "cpu_s_per_operation_all_ranks": statistics.median(measurement.cpu_sum_s),
                 "operations_per_s": operations_per_second(cell, measurement),
                 "asyncdist_ratio": cell.ratio(own, name) if own is not None and own != name else None,
             }

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import time
 from collections.abc import Callable, Sequence
 
 from bench.cases import Case
-from bench.runner import BenchError, Candidate, Cell, Measurement, Mode, Profile, Session, Subject
+from bench.model import Candidate, Cell, Measurement, Mode, Profile, Run, Subject
+from bench.runner import BenchError, Session
 
 Progress = Callable[[str], None]
+PARTS = 4
+"""Parts of a run that is under a time limit."""
 
 
 def run_subject(
@@ -25,38 +30,74 @@ def run_subject(
     """
     cells: list[Cell] = []
     for world_size in ranks or subject.ranks:
+        cells += _run_world(subject, profile, world_size, modes or subject.modes or profile.modes, progress)
+    return cells
+
+
+def count_runs(
+    subject: Subject, profile: Profile, *, ranks: Sequence[int] | None = None, modes: Sequence[Mode] | None = None
+) -> int:
+    """Return how many lines of progress `run_subject` gives at most: each start of a candidate, each run."""
+    total = 0
+    for world_size in ranks or subject.ranks:
+        total += len(subject.candidates)
         for mode in modes or subject.modes or profile.modes:
-            cells += _run_block(subject, profile, world_size, mode, progress)
-    return cells
+            total += profile.rounds * sum(len(cell.measurements) for cell in _cells(subject, profile, world_size, mode))
+    return total
 
 
-def _run_block(subject: Subject, profile: Profile, world_size: int, mode: Mode, progress: Progress) -> list[Cell]:
-    cases = list(subject.cases(profile))
+def _cells(subject: Subject, profile: Profile, world_size: int, mode: Mode) -> list[Cell]:
     candidates = [c for c in subject.candidates if (profile.neighbors or c.own or c.floor)]
-    cells = [
-        Cell(
-            subject.name,
-            case,
-            world_size,
-            mode,
-            {c.name: Measurement(c.name) for c in candidates if case.operation in c.operations},
-            frozenset(c.name for c in candidates if c.own),
-            frozenset(c.name for c in candidates if c.floor),
-        )
-        for case in cases
-    ]
+    found = []
+    for case in subject.cases(profile):
+        measurements: dict[str, Measurement] = {}
+        for c in candidates:
+            if subject.wanted(c, case, world_size) and case.operation in c.operations | c.lacks.keys():
+                measurements[c.name] = Measurement(c.name, failure=c.lacks.get(case.operation))
+        if not measurements:
+            continue
+        own, floors = frozenset(c.name for c in candidates if c.own), frozenset(c.name for c in candidates if c.floor)
+        found.append(Cell(subject.name, case, world_size, mode, measurements, own, floors))
+    return found
+
+
+def _run_world(
+    subject: Subject, profile: Profile, world_size: int, modes: Sequence[Mode], progress: Progress
+) -> list[Cell]:
+    """Measure all modes of one number of ranks with the same processes: starting them takes longest."""
+    candidates = [c for c in subject.candidates if (profile.neighbors or c.own or c.floor)]
+    cells = [cell for mode in modes for cell in _cells(subject, profile, world_size, mode)]
+    budget_s = profile.run_budget_s if subject.budgeted else None
     with contextlib.ExitStack() as stack:
-        sessions = _open_sessions(stack, candidates, world_size, mode, cells, progress)
-        for cell in cells:
+        sessions = _open_sessions(stack, candidates, world_size, cells, progress)
+        used: Mode | None = None
+        for position, cell in enumerate(cells):
+            if cell.mode != used:
+                used = cell.mode
+                _use(sessions, used, cells[position:])
             for number in range(profile.rounds):
-                for name, measurement in cell.measurements.items():
-                    if name in sessions:
-                        progress(f"{subject.name}: {cell.case.label}, {world_size} ranks, {mode}, {name}, {number + 1}")
-                        _run_once(sessions[name], cell.case, measurement)
-                        if measurement.failure is not None:  # ranks may be out of step: this session is over
-                            sessions.pop(name).close()
-                            _fail(cells[cells.index(cell) + 1 :], name, measurement.failure)
+                names = [name for name in cell.measurements if name in sessions]
+                for name in names if number % 2 == 0 else reversed(names):
+                    measurement = cell.measurements[name]
+                    if measurement.failure is not None:  # not offered
+                        continue
+                    progress(
+                        f"{subject.name}: {cell.case.label}, {world_size} ranks, {cell.mode}, {name}, {number + 1}"
+                    )
+                    failure = _run_once(sessions[name], cell.case, measurement, budget_s)
+                    if failure is not None:  # ranks may be out of step: this session is over
+                        sessions.pop(name).close()
+                        _fail(cells[position:], name, failure)
     return cells
+
+
+def _use(sessions: dict[str, Session], mode: Mode, cells: Sequence[Cell]) -> None:
+    for name, session in list(sessions.items()):
+        try:
+            session.use(mode)
+        except (BenchError, OSError) as error:
+            sessions.pop(name).close()
+            _fail(cells, name, str(error))
 
 
 def _fail(cells: Sequence[Cell], candidate: str, failure: str) -> None:
@@ -69,7 +110,6 @@ def _open_sessions(
     stack: contextlib.ExitStack,
     candidates: Sequence[Candidate],
     world_size: int,
-    mode: Mode,
     cells: Sequence[Cell],
     progress: Progress,
 ) -> dict[str, Session]:
@@ -79,9 +119,9 @@ def _open_sessions(
         if failure is None and world_size > candidate.max_ranks:
             failure = f"not run with {world_size} ranks"
         if failure is None:
-            progress(f"starting {candidate.name}, {world_size} ranks, {mode}")
+            progress(f"starting {candidate.name}, {world_size} ranks")
             try:
-                session = Session(candidate, world_size, mode)
+                session = Session(candidate, world_size)
             except BenchError as error:
                 failure = str(error)
             else:
@@ -92,14 +132,28 @@ def _open_sessions(
     return sessions
 
 
-def _run_once(session: Session, case: Case, measurement: Measurement) -> None:
+def _run_once(session: Session, case: Case, measurement: Measurement, budget_s: float | None) -> str | None:
+    """Make one run and take it in; return why it failed, None where it did not."""
+    if measurement.runs_s:  # memory is measured once: the first operation of a size is what takes it
+        case = dataclasses.replace(case, memory=False)
     try:
-        samples_s, wrong = session.measure(case)
+        run = session.measure(case) if budget_s is None else _measure_within(session, case, budget_s)
     except (BenchError, OSError) as error:
-        measurement.failure = str(error)
-        return
-    measurement.runs_s.append(samples_s)
-    measurement.wrong += wrong
+        return str(error)
+    measurement.add(run)
     peak = session.server_peak_bytes()
     if peak:
         measurement.extra["server_peak_bytes"] = max(peak, measurement.extra.get("server_peak_bytes", 0))
+    return None
+
+
+def _measure_within(session: Session, case: Case, budget_s: float) -> Run:
+    """Make one run in parts, the first of them a quarter of the samples, until all are taken or the time is up."""
+    part = -(-case.samples // PARTS)
+    began_s = time.monotonic()
+    run = session.measure(dataclasses.replace(case, samples=part))
+    while len(run.samples_s) < case.samples and time.monotonic() - began_s < budget_s:
+        samples = min(part, case.samples - len(run.samples_s))
+        again = dataclasses.replace(case, samples=samples, warmup=1, stall_samples=0, memory=False)
+        run.join(session.measure(again))
+    return run

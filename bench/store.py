@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.baselines import missing_module, missing_torch
 from bench.cases import Case, RankContext, Record
-from bench.runner import Candidate, Profile, Subject
+from bench.missing import missing_module, missing_torch
+from bench.model import Candidate, Profile, Subject
 from bench.servers import asyncdist_server, redis_server, torch_store_server
 
 IN_FLIGHT = 128

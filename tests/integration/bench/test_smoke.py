@@ -18,13 +18,15 @@ from click.testing import CliRunner  # noqa: E402
 from bench import all_reduce, overlap, p2p, rendezvous, store, targets  # noqa: E402
 from bench.__main__ import main  # noqa: E402
 from bench.cases import Case, Record, combine, format_bytes  # noqa: E402
-from bench.runner import FULL, SMOKE, Candidate, Cell, Measurement, Subject  # noqa: E402
+from bench.model import FULL, SMOKE, Candidate, Cell, Measurement, Subject  # noqa: E402
 from bench.schedule import run_subject  # noqa: E402
+from bench.targets import main_job  # noqa: E402
+from bench.targets.document import document  # noqa: E402
 from bench.verify import MessagePattern, SumPattern  # noqa: E402
 
 SUBJECTS = {
     subject.name: subject
-    for subject in (p2p.SUBJECT, all_reduce.SUBJECT, store.SUBJECT, rendezvous.SUBJECT, overlap.SUBJECT)
+    for subject in (p2p.PROMISED, all_reduce.SUBJECT, store.SUBJECT, rendezvous.SUBJECT, overlap.SUBJECT)
 }
 
 
@@ -54,7 +56,7 @@ def test_all_reduce_floor_with_four_ranks_pinned() -> None:
 def test_missing_neighbor_is_named_and_the_others_are_measured() -> None:
     absent = Candidate("absent", "no.such:Rank", frozenset({"ping_pong"}), missing=lambda: "not installed: absent")
     broken = Candidate("broken", "no.such:Rank", frozenset({"ping_pong"}))
-    floor = next(candidate for candidate in p2p.SUBJECT.candidates if candidate.floor)
+    floor = next(candidate for candidate in p2p.PROMISED.candidates if candidate.floor)
     subject = Subject("p2p", "", (2,), lambda profile: p2p.cases(profile)[:1], (absent, broken, floor))
     (cell,) = run_subject(subject, dataclasses.replace(SMOKE, neighbors=True))
     assert cell.measurements["absent"].failure == "not installed: absent"
@@ -86,20 +88,21 @@ def cell_of(case: Case, ranks: int, **medians_s: float) -> Cell:
 )
 def test_half_round_trip_is_judged_by_gloo_and_floor(own_s: float, gloo_s: float, floor_s: float, met: bool) -> None:
     case = p2p.cases(FULL)[0]
-    (verdict,) = targets.judge([cell_of(case, 2, asyncdist=own_s, gloo=gloo_s, floor=floor_s)])
+    (verdict,) = main_job.judge([cell_of(case, 2, asyncdist=own_s, gloo=gloo_s, floor=floor_s)])
     assert verdict.met is met
 
 
 def test_nothing_is_judged_met_that_was_not_compared() -> None:
     case = p2p.cases(FULL)[0]
-    (verdict,) = targets.judge([cell_of(case, 2, asyncdist=1e-6, floor=24e-6)])
+    (verdict,) = main_job.judge([cell_of(case, 2, asyncdist=1e-6, floor=24e-6)])
     assert verdict.met is None
 
 
 def test_document_has_every_verdict_and_the_machine() -> None:
     case = all_reduce.cases(FULL)[0]
     cells = [cell_of(case, 4, asyncdist=100e-6, gloo=400e-6, floor=80e-6)]
-    text = targets.document(targets.judge(cells), cells, {"cores": "2"})
+    target = targets.target_named("main-job")
+    text = document(target.title, target.command, target.about, target.judge(cells), cells, {"cores": "2"})
     assert "| TCP all_reduce 4 B, 4 ranks | pinned | <= 135 us, faster than gloo | 100.0 us" in text
     assert "- cores: 2" in text
 

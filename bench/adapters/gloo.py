@@ -1,0 +1,89 @@
+"""torch.distributed with its gloo backend: one torch thread, interface ``lo`` (by environment), file rendezvous."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from bench.adapters.base import BaseAdapter, Start
+from bench.operations import Buffers
+from bench.verify import Array
+
+
+class Gloo(BaseAdapter):
+    """One rank."""
+
+    _torch: Any
+    _dist: Any
+
+    async def open(self) -> None:
+        """Join the group."""
+        self._torch = importlib.import_module("torch")
+        self._dist = importlib.import_module("torch.distributed")
+        self._torch.set_num_threads(1)
+        self._dist.init_process_group(
+            "gloo", init_method=f"file://{self.context.directory}/gloo", rank=self.rank, world_size=self.size
+        )
+        self._dist.barrier()
+
+    async def close(self) -> None:
+        """Leave the group."""
+        self._dist.destroy_process_group()
+
+    def barrier(self) -> Any:
+        """Pass a barrier."""
+        self._dist.barrier()
+
+    def message(self, array: Array) -> Any:
+        """Messages are tensors that share the array's memory."""
+        return self._torch.from_numpy(array)
+
+    def prepare(self, operation: str, buffers: Buffers) -> Start:
+        """Return the function that carries ``operation`` out once."""
+        dist = self._dist
+        source, target = self.message(buffers.input), self.message(buffers.output)
+        root = self.rank == 0
+        if operation == "gather":
+            blocks = [self.message(block) for block in buffers.blocks(buffers.output)] if root else None
+            return partial(_done, dist.gather, source, blocks, 0)
+        if operation == "scatter":
+            blocks = [self.message(block) for block in buffers.blocks(buffers.input)] if root else None
+            return partial(_done, dist.scatter, target, blocks, 0)
+        starts: dict[str, Start] = {
+            "all_reduce": lambda: dist.all_reduce(target),
+            "broadcast": lambda: dist.broadcast(target, 0),
+            "reduce": lambda: dist.reduce(target, 0),
+            "all_gather": lambda: dist.all_gather_single(target, source),
+            "reduce_scatter": lambda: dist.reduce_scatter_single(target, source),
+            "all_to_all": lambda: dist.all_to_all_single(target, source),
+            "barrier": lambda: dist.barrier(),
+        }
+        return partial(_done, starts[operation])
+
+    def send(self, array: Any, peer: int) -> Any:
+        """Send."""
+        return self._dist.isend(array, peer)
+
+    def receive(self, array: Any, peer: int) -> Any:
+        """Post a receive."""
+        return self._dist.irecv(array, peer)
+
+    def issue(self, array: Any) -> Any:
+        """Start an all_reduce."""
+        return self._dist.all_reduce(array, async_op=True)
+
+    def new_world(self) -> Callable[[Any], Any]:
+        """Make another group of all ranks."""
+        return partial(self._dist.all_reduce, group=self._dist.new_group(), async_op=True)
+
+    @staticmethod
+    def wait(handle: Any) -> object:
+        """Wait for a message or an all_reduce."""
+        return handle.wait()
+
+
+def _done(function: Callable[..., object], *arguments: Any) -> None:
+    """Call a blocking function and forget what it returns."""
+    function(*arguments)

@@ -1,0 +1,75 @@
+"""Open MPI through mpi4py's buffer functions.
+
+As mpirun starts it, so it spins over shared memory: it marks what one host can do, not what a program with an event
+loop could get.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from bench.adapters.base import BaseAdapter, Start
+from bench.operations import Buffers
+
+
+class Mpi(BaseAdapter):
+    """One rank of COMM_WORLD."""
+
+    _mpi: Any
+    _comm: Any
+
+    async def open(self) -> None:
+        """Initialize MPI (importing does)."""
+        self._mpi = importlib.import_module("mpi4py.MPI")
+        self._comm = self._mpi.COMM_WORLD
+        self._comm.Barrier()
+
+    async def close(self) -> None:
+        """Finalize."""
+        self._mpi.Finalize()
+
+    def barrier(self) -> Any:
+        """Pass a barrier."""
+        self._comm.Barrier()
+
+    def prepare(self, operation: str, buffers: Buffers) -> Start:
+        """Return the function that carries ``operation`` out once."""
+        comm, here = self._comm, self._mpi.IN_PLACE
+        source, target = buffers.input, buffers.output
+        root = self.rank == 0
+        starts: dict[str, Start] = {
+            "all_reduce": lambda: comm.Allreduce(here, target),
+            "broadcast": lambda: comm.Bcast(target, 0),
+            "reduce": lambda: comm.Reduce(here if root else target, target if root else None, root=0),
+            "all_gather": lambda: comm.Allgather(source, target),
+            "reduce_scatter": lambda: comm.Reduce_scatter_block(source, target),
+            "all_to_all": lambda: comm.Alltoall(source, target),
+            "gather": lambda: comm.Gather(source, target if root else None, 0),
+            "scatter": lambda: comm.Scatter(source if root else None, target, 0),
+            "barrier": lambda: comm.Barrier(),
+        }
+        return starts[operation]
+
+    def send(self, array: Any, peer: int) -> Any:
+        """Send; blocking, which is MPI's fastest way."""
+        self._comm.Send(array, peer)
+
+    def receive(self, array: Any, peer: int) -> Any:
+        """Post a receive."""
+        return self._comm.Irecv(array, peer)
+
+    def issue(self, array: Any) -> Any:
+        """Start an all_reduce."""
+        return self._comm.Iallreduce(self._mpi.IN_PLACE, array)
+
+    def new_world(self) -> Callable[[Any], Any]:
+        """Make another communicator of all ranks."""
+        return partial(self._comm.Dup().Iallreduce, self._mpi.IN_PLACE)
+
+    @staticmethod
+    def wait(handle: Any) -> object:
+        """Wait for a message or an all_reduce."""
+        return handle.Wait()

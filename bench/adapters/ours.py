@@ -1,0 +1,84 @@
+"""asyncdist itself, written as a user would write it. Transport and spinning come from the environment."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from bench.adapters.base import BaseAdapter, Start
+from bench.cases import RankContext
+from bench.operations import Buffers
+from bench.verify import Array
+
+
+class Asyncdist(BaseAdapter):
+    """One rank. Option ``shared_arrays``: its arrays come from `asyncdist.empty`."""
+
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        self._dist: Any = importlib.import_module("asyncdist")
+        self._group: Any = None
+        self.run = self._dist.run
+        self._shared_arrays = bool(context.options.get("shared_arrays"))
+
+    async def open(self) -> None:
+        """Join the world; rank 0 hosts the store."""
+        self._group = self._dist.init_process_group(
+            init_method=f"tcp://{self.context.address}", rank=self.rank, world_size=self.size
+        )
+        await self._group.__aenter__()
+        await self._dist.barrier()
+
+    async def close(self) -> None:
+        """Leave the world."""
+        await self._group.__aexit__(None, None, None)
+
+    def allocate(self, elements: int) -> Array:
+        """Return an array, in shared memory if asked to."""
+        if not self._shared_arrays:
+            return super().allocate(elements)
+        array: Array = self._dist.empty((elements,), "float32")
+        return array
+
+    def barrier(self) -> Any:
+        """Enter a barrier."""
+        return self._dist.barrier()
+
+    def prepare(self, operation: str, buffers: Buffers) -> Start:
+        """Return the function that starts ``operation`` once."""
+        dist, source, target = self._dist, buffers.input, buffers.output
+        root = self.rank == 0
+        if operation == "gather":
+            blocks = buffers.blocks(target) if root else None
+            return lambda: dist.gather(source, blocks, 0)
+        if operation == "scatter":
+            blocks = buffers.blocks(source) if root else None
+            return lambda: dist.scatter(target, blocks, 0)
+        starts: dict[str, Start] = {
+            "all_reduce": lambda: dist.all_reduce(target),
+            "broadcast": lambda: dist.broadcast(target, 0),
+            "reduce": lambda: dist.reduce(target, 0),
+            "all_gather": lambda: dist.all_gather_into_tensor(target, source),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(target, source),
+            "all_to_all": lambda: dist.all_to_all_single(target, source),
+            "barrier": lambda: dist.barrier(),
+        }
+        return starts[operation]
+
+    def send(self, array: Any, peer: int) -> Any:
+        """Send."""
+        return self._dist.isend(array, peer)
+
+    def receive(self, array: Any, peer: int) -> Any:
+        """Post a receive."""
+        return self._dist.irecv(array, peer)
+
+    def issue(self, array: Any) -> Any:
+        """Start an all_reduce."""
+        return self._dist.all_reduce(array)
+
+    def new_world(self) -> Callable[[Any], Any]:
+        """Make another group of all ranks."""
+        issue: Callable[[Any], Any] = self._dist.new_group().all_reduce
+        return issue

@@ -1,0 +1,113 @@
+"""The measuring loop that every library is timed by: an untimed barrier, then one operation.
+
+`AdapterRank` is the process's side: it makes the adapter its candidate names and runs a case's operation through it.
+Messages are in `bench.messages`, many operations at once in `bench.bursts`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any
+
+from bench import bursts, messages
+from bench.adapters.base import Adapter, Start
+from bench.cases import Case, RankContext, Record
+from bench.operations import Buffers, make_buffers
+from bench.stall import run_timed, watch
+from bench.usage import PeakMemory, own_segment_bytes
+
+SMALL_BYTES = 1 << 10
+"""An operation of this size goes first where memory is measured: connections and their buffers are there then."""
+
+
+class AdapterRank:
+    """One measuring process of a library. Options: ``adapter`` (module:Class), ``timed_loop`` (see `bench.stall`)."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+        module, _, name = context.options["adapter"].partition(":")
+        self._adapter: Adapter = getattr(importlib.import_module(module), name)(context)
+        runner = run_timed if context.options.get("timed_loop") else getattr(self._adapter, "run", None)
+        if runner is not None:
+            self.run = runner
+
+    async def open(self) -> None:
+        """Join the world."""
+        await self._adapter.open()
+
+    async def close(self) -> None:
+        """Leave the world."""
+        await self._adapter.close()
+
+    async def measure(self, case: Case) -> Record:
+        """Run one case."""
+        await enter_barrier(self._adapter)
+        if case.operation in messages.OPERATIONS:
+            return await messages.measure(self._adapter, case, self._context.rank)
+        if case.operation in bursts.OPERATIONS:
+            return await bursts.measure(self._adapter, case, self._context)
+        return await self._collective(case)
+
+    def _buffers(self, operation: str, nbytes: int) -> Buffers:
+        adapter, context = self._adapter, self._context
+        return make_buffers(
+            operation, nbytes, context.rank, context.world_size, adapter.allocate, in_place=adapter.in_place
+        )
+
+    async def _collective(self, case: Case) -> Record:
+        adapter = self._adapter
+        buffers = self._buffers(case.operation, case.nbytes)
+        start = adapter.prepare(case.operation, buffers)
+        record = Record()
+        if case.memory:
+            record.extra = await self._memory(case, buffers, start)
+        await _samples(adapter, case, buffers, start, record)
+        if case.stall_samples:
+            record.extra |= await watch(start, lambda: enter_barrier(adapter), case.stall_samples)
+        return record
+
+    async def _memory(self, case: Case, buffers: Buffers, start: Start) -> dict[str, float]:
+        """Return what the first operation of this size takes: peak memory beyond arrays and warm connections."""
+        small = self._buffers(case.operation, min(case.nbytes, SMALL_BYTES))
+        buffers.fill(0)
+        buffers.is_right(0)  # touches what the checks need
+        for once in (self._adapter.prepare(case.operation, small), self._adapter.barrier):
+            work = once()
+            if work is not None:
+                await work
+        peak = PeakMemory()
+        work = start()
+        if work is not None:
+            await work
+        await enter_barrier(self._adapter)
+        return {"memory_bytes": float(peak.growth_bytes()), "segment_bytes": float(own_segment_bytes())}
+
+
+async def enter_barrier(adapter: Adapter) -> None:
+    """Pass a barrier of the library's own."""
+    work: Any = adapter.barrier()
+    if work is not None:
+        await work
+
+
+async def _samples(adapter: Adapter, case: Case, buffers: Buffers, start: Start, record: Record) -> None:
+    """Take the case's samples. Everything that is not the operation lies outside the clock's two readings."""
+    total = case.warmup + case.samples
+    for number in range(total):
+        buffers.fill(number)
+        barrier: Any = adapter.barrier()
+        if barrier is not None:
+            await barrier
+        cpu_ns = time.process_time_ns()
+        start_ns = time.perf_counter_ns()
+        work: Any = start()
+        if work is not None:
+            await work
+        end_ns = time.perf_counter_ns()
+        cpu_ns = time.process_time_ns() - cpu_ns
+        if adapter.verifies:
+            record.wrong += not buffers.is_right(number, whole=number in (0, total - 1))
+        if number >= case.warmup:
+            record.add(start_ns, end_ns)
+            record.cpu_ns += cpu_ns

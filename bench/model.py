@@ -1,0 +1,179 @@
+"""What is measured by whom, and what came out: profiles, candidates, subjects, measurements, cells."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from bench.cases import Case, percentile
+from bench.process import Child
+
+Mode = Literal["pinned", "free"]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How much is measured. `FULL` is what a quoted figure needs, `SMOKE` only shows that everything runs."""
+
+    name: str
+    rounds: int
+    small_samples: int
+    large_samples: int
+    large_bytes: int
+    neighbors: bool
+    modes: tuple[Mode, ...]
+    run_budget_s: float | None = None
+    """Seconds after which a run of a subject that allows it takes no further samples; the tables say how many."""
+
+    def samples(self, *, large: bool) -> tuple[int, int]:
+        """Return (samples, warm-up samples) of a case."""
+        count = self.large_samples if large else self.small_samples
+        return count, max(1, count // 10)
+
+
+FULL = Profile("full", 5, 200, 20, 64 << 20, True, ("pinned", "free"), run_budget_s=1.0)
+PROMISES = Profile("promises", 5, 40, 4, 64 << 20, True, ("pinned", "free"), run_budget_s=0.6)
+"""What the promises about collectives and shared memory take: 200 small or 20 large samples of everybody in five
+alternating runs, less where a neighbor needs longer than the budget (gloo with more ranks than cores takes milliseconds
+for four bytes)."""
+SMOKE = Profile("smoke", 1, 4, 2, 1 << 20, False, ("free",))
+
+
+class Server(Protocol):
+    """A server process that a candidate's ranks talk to."""
+
+    address: str
+    child: Child
+
+    def close(self) -> None:
+        """End the process."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One program to measure. ``missing`` returns why it cannot run here, or None.
+
+    ``entry`` names the `Rank` class as ``module:Class``; ``server`` starts the server it needs (given the core to pin
+    it to, or None); ``operations`` are those it can do.
+    """
+
+    name: str
+    entry: str
+    operations: frozenset[str]
+    missing: Callable[[], str | None] = lambda: None
+    server: Callable[[int | None], Server] | None = None
+    launcher: Literal["spawn", "mpirun"] = "spawn"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    own: bool = False
+    floor: bool = False
+    max_ranks: int = 64
+    lacks: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: cases for each number of ranks, and who is measured; ``modes`` replaces the profile's.
+
+    ``wanted`` leaves candidates out of some cases and numbers of ranks. ``budgeted``: runs end when the profile's
+    budget is spent.
+    """
+
+    name: str
+    title: str
+    ranks: tuple[int, ...]
+    cases: Callable[[Profile], Sequence[Case]]
+    candidates: tuple[Candidate, ...]
+    modes: tuple[Mode, ...] | None = None
+    budgeted: bool = False
+    wanted: Callable[[Candidate, Case, int], bool] = lambda _candidate, _case, _ranks: True
+
+
+@dataclass
+class Run:
+    """One run of one candidate: its samples, and the processor time of an operation (slowest rank, all ranks)."""
+
+    samples_s: list[float]
+    wrong: int = 0
+    cpu_max_s: float = 0.0
+    cpu_sum_s: float = 0.0
+    extra: dict[str, float] = field(default_factory=dict)
+
+    def join(self, other: Run) -> None:
+        """Take in a further part of the same run."""
+        mine, theirs = len(self.samples_s), len(other.samples_s)
+        self.cpu_max_s = (mine * self.cpu_max_s + theirs * other.cpu_max_s) / (mine + theirs)
+        self.cpu_sum_s = (mine * self.cpu_sum_s + theirs * other.cpu_sum_s) / (mine + theirs)
+        self.samples_s += other.samples_s
+        self.wrong += other.wrong
+        for name, value in other.extra.items():
+            self.extra[name] = max(value, self.extra.get(name, value))
+
+
+@dataclass
+class Measurement:
+    """All runs of one candidate in one cell: ``runs_s[round]`` are that run's samples in seconds.
+
+    ``cpu_max_s`` and ``cpu_sum_s`` hold one entry a run, see `Run`; ``extra`` the largest of each other figure.
+    """
+
+    candidate: str
+    runs_s: list[list[float]] = field(default_factory=list)
+    cpu_max_s: list[float] = field(default_factory=list)
+    cpu_sum_s: list[float] = field(default_factory=list)
+    wrong: int = 0
+    failure: str | None = None
+    extra: dict[str, float] = field(default_factory=dict)
+
+    def add(self, run: Run) -> None:
+        """Take in a run."""
+        self.runs_s.append(run.samples_s)
+        self.cpu_max_s.append(run.cpu_max_s)
+        self.cpu_sum_s.append(run.cpu_sum_s)
+        self.wrong += run.wrong
+        for name, value in run.extra.items():
+            self.extra[name] = max(value, self.extra.get(name, value))
+
+    def cpu_s(self) -> float:
+        """The processor time of one operation in the rank that used most: the median of the runs."""
+        return statistics.median(self.cpu_max_s) if self.cpu_max_s else 0.0
+
+    @property
+    def samples_s(self) -> list[float]:
+        """The samples of all runs."""
+        return [sample for run in self.runs_s for sample in run]
+
+    def medians_s(self) -> list[float]:
+        """The median of each run."""
+        return [statistics.median(run) for run in self.runs_s]
+
+    def p50_s(self) -> float:
+        """The median of the runs' medians."""
+        return statistics.median(self.medians_s())
+
+    def p99_s(self) -> float:
+        """The 99th percentile of all samples."""
+        return percentile(self.samples_s, 0.99)
+
+
+@dataclass
+class Cell:
+    """One case with so many ranks, pinned or free: everybody's measurements."""
+
+    subject: str
+    case: Case
+    ranks: int
+    mode: Mode
+    measurements: dict[str, Measurement]
+    own: frozenset[str]
+    floors: frozenset[str]
+
+    def ratio(self, candidate: str, other: str) -> float | None:
+        """Return the median over the rounds of candidate's p50 divided by other's, None where one is missing."""
+        mine, theirs = self.measurements.get(candidate), self.measurements.get(other)
+        if mine is None or theirs is None or not mine.runs_s or not theirs.runs_s:
+            return None
+        pairs = zip(mine.medians_s(), theirs.medians_s(), strict=False)
+        return statistics.median(a / b for a, b in pairs)

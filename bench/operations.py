@@ -1,0 +1,158 @@
+"""The collectives that are measured: their buffers, inputs that differ with every sample, and the exact results.
+
+``nbytes`` of a case is what nccl-tests calls the size: the vector of all_reduce, broadcast and reduce; elsewhere all
+ranks' blocks together (the output of all_gather, the input of reduce_scatter, the buffers of one rank in all_to_all,
+the root's buffer of gather and scatter). Elements are float32, the root is rank 0.
+
+Inputs are a pattern of small integers plus the number of the sample and the rank, so float32 rounds nothing and every
+result is known exactly: a reference times a factor, plus a constant that grows with the sample's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from bench.verify import PERIOD, Array
+
+ITEM_BYTES: Final = 4
+FULL_CHECK_BYTES: Final = 1 << 20
+"""Results up to this size are checked whole every time; larger ones whole at the beginning and the end of a run and at
+places in between, because checking 64 MiB takes longer than reducing it."""
+SPOT_STRIDE: Final = 1009
+"""Every so many elements of a large result are checked each time: a prime, so that no power of two hides."""
+
+Allocate = Callable[[int], Array]
+"""Return a float32 array of so many elements."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective: how nccl-tests turns its time into bandwidth, and who holds what.
+
+    ``bus_factor`` turns bytes a second of the case's size into those that a perfect bus had to carry, given the ranks.
+    """
+
+    name: str
+    bus_factor: Callable[[int], float]
+    blocks: bool = False
+
+
+def _share(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _once(_ranks: int) -> float:
+    return 1.0
+
+
+OPERATIONS: Final[Mapping[str, Operation]] = {
+    operation.name: operation
+    for operation in (
+        Operation("all_reduce", lambda ranks: 2 * _share(ranks)),
+        Operation("broadcast", _once),
+        Operation("reduce", _once),
+        Operation("all_gather", _share, blocks=True),
+        Operation("reduce_scatter", _share, blocks=True),
+        Operation("all_to_all", _share, blocks=True),
+        Operation("gather", _share, blocks=True),
+        Operation("scatter", _share, blocks=True),
+        Operation("barrier", _once),
+    )
+}
+COLLECTIVES: Final = frozenset(OPERATIONS)
+
+
+@dataclass
+class _Filling:
+    target: Array
+    reference: Array
+    constant: int
+
+    def fill(self, number: int) -> None:
+        np.add(self.reference, np.float32(number + self.constant), out=self.target)
+
+
+@dataclass
+class _Check:
+    """``target`` must be ``reference`` + ``slope`` * number + ``constant``."""
+
+    target: Array
+    reference: Array
+    slope: int
+    constant: int
+
+    def is_right(self, number: int, scratch: Array) -> bool:
+        expected = float(self.slope * number + self.constant)
+        if self.target.size == 1:
+            return float(self.target[0]) == float(self.reference[0]) + expected
+        difference = np.subtract(self.target, self.reference, out=scratch[: self.target.size])
+        return bool(difference.min() == expected == difference.max())
+
+    def spots(self) -> _Check:
+        return _Check(self.target[::SPOT_STRIDE], self.reference[::SPOT_STRIDE], self.slope, self.constant)
+
+
+@dataclass
+class Buffers:
+    """One rank's arrays for one case. ``input`` is ``output`` where the operation works in place."""
+
+    input: Array
+    output: Array
+    ranks: int
+    fillings: list[_Filling] = field(default_factory=list)
+    checks: list[_Check] = field(default_factory=list)
+    scratch: Array = field(default_factory=lambda: np.empty(0, np.float32))
+
+    def blocks(self, array: Array) -> list[Array]:
+        """Return the array's block of each rank, as views."""
+        return np.split(array, self.ranks)
+
+    def fill(self, number: int) -> None:
+        """Write the inputs of sample ``number``."""
+        for filling in self.fillings:
+            filling.fill(number)
+
+    def is_right(self, number: int, *, whole: bool = True) -> bool:
+        """Whether the results of sample ``number`` are right, everywhere or (large ones) at some places."""
+        if self.output.nbytes <= FULL_CHECK_BYTES or whole:
+            return all(check.is_right(number, self.scratch) for check in self.checks)
+        return all(check.spots().is_right(number, self.scratch) for check in self.checks)
+
+
+def make_buffers(name: str, nbytes: int, rank: int, ranks: int, allocate: Allocate, *, in_place: bool) -> Buffers:
+    """Allocate and describe what ``rank`` of ``ranks`` holds. ``in_place`` shares one array where the operation may."""
+    block = max(1, nbytes // ITEM_BYTES // (ranks if OPERATIONS[name].blocks else 1))
+    whole = block * ranks if OPERATIONS[name].blocks else block
+    base = np.resize(np.arange(PERIOD, dtype=np.float32), whole)
+    parts = np.split(base, ranks) if OPERATIONS[name].blocks else [base]
+    sizes = {"all_gather": (block, whole), "gather": (block, whole), "scatter": (whole, block)}
+    sizes["reduce_scatter"] = (whole, block)
+    input_size, output_size = sizes.get(name, (whole, whole))
+    same = in_place and name in ("all_reduce", "broadcast", "reduce")
+    output = allocate(output_size)
+    output.fill(-1.0)
+    source = output if same else allocate(input_size)
+    found = Buffers(source, output, ranks, scratch=np.zeros(output_size, np.float32))
+    root, ranks_sum = rank == 0, ranks * (ranks - 1) // 2
+    if name in ("broadcast", "scatter"):
+        found.fillings = [_Filling(source, base, 0)] if root else []
+        found.checks = [_Check(output, base if name == "broadcast" else parts[rank], 1, 0)]
+        if name == "broadcast" and root and not same:
+            found.checks = []
+    elif name in ("all_gather", "gather"):
+        found.fillings = [_Filling(source, parts[0], rank)]
+        if root or name == "all_gather":
+            found.checks = [_Check(part, parts[0], 1, peer) for peer, part in enumerate(found.blocks(output))]
+    elif name == "all_to_all":
+        found.fillings = [_Filling(source, base, rank)]
+        found.checks = [_Check(part, parts[rank], 1, peer) for peer, part in enumerate(found.blocks(output))]
+    elif name != "barrier":
+        found.fillings = [_Filling(source, base, rank)]
+        if name != "reduce" or root:
+            total = (parts[rank] if name == "reduce_scatter" else base) * np.float32(ranks)
+            found.checks = [_Check(output, total, ranks, ranks_sum)]
+    return found
