@@ -111,11 +111,13 @@ from asyncdist.errors import (
     DistStoreError,
     GroupAbortedError,
     LaunchError,
+    LeaseLostError,
     PeerLostError,
     QueueEmptyError,
     RemoteProtocolError,
     StoreLimitError,
     StoreTimeoutError,
+    WatchCompactedError,
 )
 from asyncdist.executor.work import Work
 from asyncdist.group import ProcessGroup
@@ -125,7 +127,19 @@ from asyncdist.loop import run
 from asyncdist.non_member import NonMember
 from asyncdist.operations.streams import ChunkStream, StreamChunk
 from asyncdist.reduce_op import ReduceOp
-from asyncdist.store import FileStore, HashStore, PrefixStore, Store, TCPStore
+from asyncdist.store import (
+    FileStore,
+    HashStore,
+    Lease,
+    Lock,
+    MemberEvent,
+    Membership,
+    PrefixStore,
+    Store,
+    TCPStore,
+    Watch,
+    WatchEvent,
+)
 
 __version__ = "0.1.0"
 
@@ -150,6 +164,11 @@ __all__ = [
     "GroupMember",
     "HashStore",
     "LaunchError",
+    "Lease",
+    "LeaseLostError",
+    "Lock",
+    "MemberEvent",
+    "Membership",
     "NonMember",
     "P2POp",
     "Partition",
@@ -164,6 +183,9 @@ __all__ = [
     "StoreTimeoutError",
     "StreamChunk",
     "TCPStore",
+    "Watch",
+    "WatchCompactedError",
+    "WatchEvent",
     "Work",
     "__version__",
     "all_gather",

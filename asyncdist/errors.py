@@ -8,7 +8,9 @@
     ├─ DistStoreError                the store failed or refused
     │   ├─ StoreTimeoutError         also a TimeoutError; .keys are those still missing
     │   ├─ StoreLimitError           a documented bound was exceeded
-    │   └─ QueueEmptyError           queue_pop(block=False) found nothing
+    │   ├─ QueueEmptyError           queue_pop(block=False) found nothing
+    │   ├─ LeaseLostError            what it was bound to has ended: a lease, a lock, a membership
+    │   └─ WatchCompactedError       a watch missed events that are no longer remembered
     ├─ DistBackendError              a backend (NCCL, CUDA, MPI) said no
     ├─ CollectiveError               an operation of a group failed
     │   ├─ CollectiveTimeoutError    also a TimeoutError; .missing are global ranks
@@ -37,11 +39,13 @@ __all__ = [
     "DistStoreError",
     "GroupAbortedError",
     "LaunchError",
+    "LeaseLostError",
     "PeerLostError",
     "QueueEmptyError",
     "RemoteProtocolError",
     "StoreLimitError",
     "StoreTimeoutError",
+    "WatchCompactedError",
 ]
 
 
@@ -94,6 +98,14 @@ class StoreLimitError(DistStoreError):
 
 class QueueEmptyError(DistStoreError):
     """`queue_pop(block=False)` found the queue empty."""
+
+
+class LeaseLostError(DistStoreError):
+    """A lease has ended, or may have: the store could not be reached in time. So has what was bound to it."""
+
+
+class WatchCompactedError(DistStoreError):
+    """A watch fell behind what the store remembers, or the store lost its data: look at the keys, and watch anew."""
 
 
 class DistBackendError(DistError):

@@ -5,9 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterable
 from types import TracebackType
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, NoReturn, Self
 
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
+
+if TYPE_CHECKING:
+    from asyncdist.store.lease import Lease
+    from asyncdist.store.lock import Lock
+    from asyncdist.store.member import Membership
+    from asyncdist.store.watch import Watch
 
 __all__ = ["DEFAULT_STORE_TIMEOUT_S", "Store"]
 
@@ -50,8 +56,12 @@ class Store(ABC):
         self._timeout_s = timeout_seconds(timeout, DEFAULT_STORE_TIMEOUT_S)
 
     @abstractmethod
-    def set(self, key: str, value: str | bytes) -> Awaitable[None]:
-        """Store `value` under `key`, replacing what was there."""
+    def set(self, key: str, value: str | bytes, *, lease: Lease | None = None) -> Awaitable[None]:
+        """Store `value` under `key`, replacing what was there.
+
+        With a `lease` the key is deleted when that ends (LeaseLostError if it has); without one, a key that was bound
+        to a lease no longer is. `append` and `add` leave keys bound as they are.
+        """
 
     @abstractmethod
     def get(self, key: str, *, timeout: Timeout = INHERIT) -> Awaitable[bytes]:
@@ -117,6 +127,66 @@ class Store(ABC):
     @abstractmethod
     def queue_len(self, key: str) -> Awaitable[int]:
         """Return how many values the queue `key` holds; 0 when it does not exist."""
+
+    # What needs a daemon that knows its clients: stores that have none raise NotImplementedError at the call.
+
+    def lease(self, ttl: Timeout = 10.0, *, bound: bool = False) -> Awaitable[Lease]:
+        """Return a lease of `ttl` seconds that this object keeps alive; see `Lease`.
+
+        With `bound` it lives as long as this object's connection to the store, and `ttl` seconds beyond, so that it
+        survives a reconnect; closing the store ends it at once.
+        """
+        self._not_offered("leases")
+
+    def hold(self, prefix: str, lease: Lease, *, linger: Timeout = 0.0) -> Awaitable[None]:
+        """Delete all keys and queues that begin with `prefix` once no lease holds it, `linger` seconds after the last.
+
+        This is how the keys of a job vanish with it. A lease that ends, or is revoked, no longer holds anything.
+        """
+        self._not_offered("held prefixes")
+
+    def watch(self, prefix: str = "", from_revision: int | None = None) -> Watch:
+        """Return what happens to keys that begin with `prefix`, from now on or from a revision; see `Watch`.
+
+        The watch is issued at the call: keys listed after it miss nothing. `WatchCompactedError`, when it is read, says
+        that events since `from_revision` are no longer remembered. Events are remembered while somebody watches their
+        prefix, and for two minutes after.
+        """
+        self._not_offered("watches")
+
+    def lock(self, name: str, *, grace: Timeout = 10.0, timeout: Timeout = INHERIT) -> Lock:
+        """Return a lock between the clients of this store, for `async with store.lock(name) as token`; see `Lock`.
+
+        `grace` is for how many seconds a holder whose connection broke keeps it, `timeout` bounds the waiting.
+        """
+        self._not_offered("locks")
+
+    def join(
+        self,
+        job: str,
+        min: int,
+        max: int | None = None,
+        timeout: Timeout = INHERIT,
+        *,
+        name: str | None = None,
+        settle: Timeout = 3.0,
+        grace: Timeout = 10.0,
+    ) -> Awaitable[Membership]:
+        """Meet at least `min` and at most `max` (default `min`) members of a job; returns a `Membership`.
+
+        Args:
+            job: its name; all members must give the same `min` and `max`.
+            timeout: of the waiting. StoreTimeoutError names those who did not come.
+            name: this member's, by default host, pid and a random number; no two members may share one.
+            settle: seconds to wait for more than `min` members once they are there; with `max` it starts at once.
+            grace: seconds after which a member whose connection broke is lost.
+
+        Raises DistStoreError for another member of that name or another `min` or `max`.
+        """
+        self._not_offered("memberships")
+
+    def _not_offered(self, what: str) -> NoReturn:
+        raise NotImplementedError(f"{type(self).__name__} has no {what}; TCPStore and HashStore have")
 
     @abstractmethod
     def close(self) -> Awaitable[None]:

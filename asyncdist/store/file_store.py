@@ -135,9 +135,9 @@ class FileStore(RequestStore):
             self._pops.remove(reply)
         # one still in the queue is skipped when its turn comes
 
-    def _give_back(self, key: bytes, item: bytes) -> None:
+    def _give_back(self, reply: Reply) -> None:
         if not self._closed:
-            self._request(messages.QUEUE_RETURN, (key, item), self._timeout_s)
+            self._request(messages.QUEUE_RETURN, (reply.request[2], reply.result()), self._timeout_s)
 
     # ---- the turn: everything happens here, between two looks at the file
 

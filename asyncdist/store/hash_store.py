@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from typing import Any, Self
 
 from asyncdist.deadline import Timeout
 from asyncdist.errors import ClosedError
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S
-from asyncdist.store.reply import WAITING, Reply, settle, timeout_ms
-from asyncdist.store.request_store import RequestStore
+from asyncdist.store.coordinating_store import CoordinatingStore
+from asyncdist.store.reply import WAITING, Reply, settle, timeout_ms, undoing
 from asyncdist_server import messages
 from asyncdist_server.engine import StoreEngine
 
 __all__ = ["HashStore"]
 
 
-class HashStore(RequestStore):
+class HashStore(CoordinatingStore):
     """A store for the tasks of one event loop: what the daemon does, in process.
 
     `clone()` gives further clients of the same data, each with its own time-out and `close`. The data lives as long as
@@ -30,7 +31,7 @@ class HashStore(RequestStore):
 
     def _attach(self, shared: SharedEngine) -> None:
         self._shared = shared
-        self._client = shared.engine.open("", self._deliver)
+        self._client = shared.open(self._deliver)
         self._blocked: dict[int, Reply] = {}
         self._closed = False
 
@@ -41,7 +42,7 @@ class HashStore(RequestStore):
         """Return another client of the same data, with this one's time-out."""
         self._raise_if_closed()
         other = type(self).__new__(type(self))
-        RequestStore.__init__(other, self._timeout_s)
+        CoordinatingStore.__init__(other, self._timeout_s)
         other._attach(self._shared)
         return other
 
@@ -50,7 +51,8 @@ class HashStore(RequestStore):
         if self._closed:
             return
         self._closed = True
-        self._shared.engine.close(self._client, 0.0)
+        self.lease_keeper.close()
+        self._shared.close(self._client)
         for reply in self._blocked.values():
             reply.set_exception(ClosedError(f"{self!r} was closed"))
             reply.exception()  # whoever closes knows; nobody has to look at an abandoned reply
@@ -85,8 +87,8 @@ class HashStore(RequestStore):
             self._deliver(answer)
         return reply
 
-    def _give_back(self, key: bytes, item: bytes) -> None:
-        self._shared.run(self._client, (self._shared.next_id(), messages.QUEUE_RETURN, key, item))
+    def _give_back(self, reply: Reply) -> None:
+        self._shared.run(self._client, (self._shared.next_id(), *undoing(reply.request, reply.result())))
 
     def _deliver(self, answer: tuple[int, int, Any]) -> None:
         reply = self._blocked.pop(answer[0], None)
@@ -105,6 +107,8 @@ class SharedEngine:
         self.engine = StoreEngine(secrets.token_bytes(messages.INCARNATION_BYTES))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._due: float | None = None  # when the timer fires
+        self._clients = 0
         self._last_id = 0
 
     def next_id(self) -> int:
@@ -126,9 +130,24 @@ class SharedEngine:
         assert self._loop is not None
         now = self._loop.time()
         answer = self.engine.request(client, request, now)
-        if answer is None:
+        if answer is None or self.engine.next_deadline() != self._due:
             self._expire()
         return answer
+
+    def open(self, deliver: Callable[[tuple[int, int, Any]], None]) -> Any:
+        """Return a new client."""
+        self._clients += 1
+        return self.engine.open("", deliver)
+
+    def close(self, client: Any) -> None:
+        """End a client; the data goes with the last one, and so does what would still become due."""
+        self.engine.close(client, 0.0 if self._loop is None else self._loop.time())
+        self._clients -= 1
+        if self._timer is not None and (not self._clients or self._loop is None or self._loop.is_closed()):
+            self._timer.cancel()
+            self._timer = None
+        elif self._clients and self._loop is not None:
+            self._expire()
 
     def _expire(self) -> None:
         """Answer what is due and arm the timer for what comes next."""
@@ -137,6 +156,6 @@ class SharedEngine:
             self._timer.cancel()
             self._timer = None
         self.engine.expire(self._loop.time())
-        deadline = self.engine.next_deadline()
-        if deadline is not None:
-            self._timer = self._loop.call_at(deadline, self._expire)
+        self._due = self.engine.next_deadline()
+        if self._due is not None:
+            self._timer = self._loop.call_at(self._due, self._expire)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from asyncdist.errors import DistStoreError, StoreLimitError, StoreTimeoutError
-from asyncdist.store.reply import WAITING, Reply, describe, end_quietly, settle, timeout_ms
+from asyncdist.store.reply import TAKING, WAITING, Reply, describe, end_quietly, settle, timeout_ms, undoing
 from asyncdist_server import messages
 
 __all__ = ["EXPIRY_GRACE_S", "Pipeline"]
@@ -152,14 +152,15 @@ class Pipeline:
             self._in_flight -= 1
             if not reply.done():
                 settle(reply, code, value, self._where)
-            elif code == messages.OK and reply.request[1] == messages.QUEUE_POP:
-                self.give_back(reply.request[2], value)
+            elif code == messages.OK and reply.request[1] in TAKING:
+                self.give_back(reply.request, value)
         if self._drained is not None and not pending and not self._drained.done():
             self._drained.set_result(None)
 
-    def give_back(self, key: bytes, item: bytes) -> None:
-        """Return an item, popped for a caller that has gone, to the head of its queue."""
-        reply = self.submit(messages.QUEUE_RETURN, (key, item), None, len(item), Reply)
+    def give_back(self, request: tuple[Any, ...], value: Any) -> None:
+        """Undo what `request` took for a caller that has gone: a popped item goes back to the head of its queue."""
+        operation, *arguments = undoing(request, value)
+        reply = self.submit(operation, tuple(arguments), None, len(value) if isinstance(value, bytes) else 0, Reply)
         reply.add_done_callback(lambda done: done.cancelled() or done.exception())  # if it fails, the queue is gone too
         self._on_unsent()
 
@@ -194,12 +195,12 @@ class Pipeline:
     def to_retry(self) -> tuple[int, ...]:
         """Return the ids of the mutations to retry, for the hello, and forget what nobody waits for any more.
 
-        A pop whose caller has gone is retried all the same: if it took an item, that has to go back.
+        What takes something is retried even if its caller has gone: if it took an item or a lock, that has to go back.
         """
         self._pending = {
             request_id: reply
             for request_id, reply in self._pending.items()
-            if not reply.done() or reply.request[1] == messages.QUEUE_POP
+            if not reply.done() or reply.request[1] in TAKING
         }
         return tuple(
             request_id

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import ClosedError, StoreTimeoutError
 from asyncdist.store.arguments import checked_key, checked_keys
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S, Store
+
+if TYPE_CHECKING:
+    from asyncdist.store.lease import Lease
+    from asyncdist.store.lock import Lock
+    from asyncdist.store.member import Membership
+    from asyncdist.store.watch import Watch
 
 __all__ = ["PrefixStore"]
 
@@ -36,6 +43,7 @@ class PrefixStore(Store):
         self._own_timeout = False
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
     def __repr__(self) -> str:
         return f"PrefixStore({self._prefix[:-1]!r}, {self._store!r})"
@@ -60,9 +68,11 @@ class PrefixStore(Store):
         self._timeout_s = timeout_seconds(timeout, DEFAULT_STORE_TIMEOUT_S)
         self._own_timeout = timeout is not INHERIT
 
-    def set(self, key: str, value: str | bytes) -> Awaitable[None]:
-        """Store `value` under `key`, replacing what was there."""
-        return self._bounded(self._store.set, self._full(key), value)
+    def set(self, key: str, value: str | bytes, *, lease: Lease | None = None) -> Awaitable[None]:
+        """Store `value` under `key`, replacing what was there; see `Store.set`."""
+        if lease is None:
+            return self._bounded(self._store.set, self._full(key), value)
+        return self._bounded(self._store.set, self._full(key), value, lease=lease)
 
     def get(self, key: str, *, timeout: Timeout = INHERIT) -> Awaitable[bytes]:
         """Return the value of `key`, waiting until it exists."""
@@ -144,9 +154,45 @@ class PrefixStore(Store):
         """Return how many values the queue `key` holds."""
         return self._bounded(self._store.queue_len, self._full(key))
 
+    def lease(self, ttl: Timeout = 10.0, *, bound: bool = False) -> Awaitable[Lease]:
+        """Return a lease of the underlying store; leases have no names, so that views share them."""
+        self._raise_if_closed()
+        return self._bounded(self._store.lease, ttl, bound=bound)
+
+    def hold(self, prefix: str, lease: Lease, *, linger: Timeout = 0.0) -> Awaitable[None]:
+        """Delete what begins with this view's prefix and `prefix` once no lease holds it; see `Store.hold`."""
+        return self._bounded(self._store.hold, self._full(prefix), lease, linger=linger)
+
+    def watch(self, prefix: str = "", from_revision: int | None = None) -> Watch:
+        """Return what happens to this view's keys that begin with `prefix`; see `Store.watch`."""
+        watch = self._store.watch(self._full(prefix), from_revision).strip(len(self._prefix))
+        self._watches.add(watch)
+        return watch
+
+    def lock(self, name: str, *, grace: Timeout = 10.0, timeout: Timeout = INHERIT) -> Lock:
+        """Return a lock of its own for this view; see `Store.lock`."""
+        return self._store.lock(self._full(name), grace=grace, timeout=timeout_seconds(timeout, self.timeout))
+
+    def join(
+        self,
+        job: str,
+        min: int,
+        max: int | None = None,
+        timeout: Timeout = INHERIT,
+        *,
+        name: str | None = None,
+        settle: Timeout = 3.0,
+        grace: Timeout = 10.0,
+    ) -> Awaitable[Membership]:
+        """Meet the members of a job of this view; see `Store.join`. Its keys are outside the view's prefix."""
+        timeout_s = timeout_seconds(timeout, self.timeout)
+        return self._store.join(self._full(job), min, max, timeout_s, name=name, settle=settle, grace=grace)
+
     async def close(self) -> None:
         """End this view and what it waits for; the underlying store stays open."""
         self._closed = True
+        for watch in list(self._watches):
+            watch.close_with(ClosedError(f"{self!r} was closed"))
         for task in self._tasks:
             task.cancel()
 

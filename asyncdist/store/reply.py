@@ -7,10 +7,18 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, Protocol
 
-from asyncdist.errors import DistStoreError, QueueEmptyError, StoreLimitError, StoreTimeoutError
+from asyncdist.errors import (
+    DistStoreError,
+    LeaseLostError,
+    QueueEmptyError,
+    StoreLimitError,
+    StoreTimeoutError,
+    WatchCompactedError,
+)
 from asyncdist_server import messages
 
 __all__ = [
+    "TAKING",
     "WAITING",
     "NonBlockingPop",
     "Reply",
@@ -20,10 +28,16 @@ __all__ = [
     "failure",
     "settle",
     "timeout_ms",
+    "undoing",
 ]
 
-WAITING: Final = frozenset({messages.GET, messages.WAIT, messages.MULTI_GET, messages.QUEUE_POP})
+WAITING: Final = frozenset(
+    {messages.GET, messages.WAIT, messages.MULTI_GET, messages.QUEUE_POP, messages.WATCH, messages.LOCK, messages.JOIN}
+)
 """Operations that wait for other clients; the last element of their requests is `timeout_ms`."""
+
+TAKING: Final = frozenset({messages.QUEUE_POP, messages.LOCK, messages.JOIN})
+"""Those that take something which somebody else could have: what was taken for nobody is given back."""
 
 SHOWN_KEYS: Final = 5
 """Most keys of a request that an error message shows."""
@@ -95,13 +109,25 @@ def failure(reply: Reply, code: int, value: Any, where: str) -> DistStoreError:
         )
     if code == messages.LIMIT:
         return StoreLimitError(f"{what}: {value}")
-    return DistStoreError(f"{what}: {value}")
+    kinds = {messages.COMPACTED: WatchCompactedError, messages.LEASE_LOST: LeaseLostError}
+    return kinds.get(code, DistStoreError)(f"{what}: {value}")
+
+
+def undoing(request: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    """Return the request, without an id, that undoes one of an operation in `TAKING` whose result was `value`."""
+    if request[1] == messages.QUEUE_POP:
+        return messages.QUEUE_RETURN, request[2], value
+    if request[1] == messages.LOCK:
+        return messages.UNLOCK, request[2], value
+    return messages.LEAVE, request[2], request[-2]
 
 
 def describe(request: tuple[Any, ...]) -> str:
     """Return operation and keys of `request`, for messages."""
     name = messages.OPERATION_NAMES[request[1]]
     keys = request[2] if len(request) > 2 else ()
+    if not isinstance(keys, tuple | bytes) or (keys and request[1] == messages.KEEP_ALIVE):
+        return f"{name}()"
     if isinstance(keys, bytes):
         return f"{name}({keys.decode(errors='replace')!r})"
     shown = ", ".join(repr(key.decode(errors="replace")) for key in keys[:SHOWN_KEYS])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Coroutine, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.store.arguments import checked_amount, checked_value, checked_values, encoded_key, encoded_keys
 from asyncdist.store.base import Store
 from asyncdist.store.reply import NonBlockingPop, Reply
 from asyncdist_server import messages
+
+if TYPE_CHECKING:
+    from asyncdist.store.lease import Lease
 
 __all__ = ["RequestStore"]
 
@@ -39,11 +42,13 @@ class RequestStore(Store):
         """
 
     @abstractmethod
-    def _give_back(self, key: bytes, item: bytes) -> None:
-        """Put `item`, popped for somebody who no longer wants it, back to the head of the queue `key`."""
+    def _give_back(self, reply: Reply) -> None:
+        """Undo what a request of an operation in `TAKING` took for somebody who no longer wants it."""
 
-    def set(self, key: str, value: str | bytes) -> asyncio.Future[None]:
+    def set(self, key: str, value: str | bytes, *, lease: Lease | None = None) -> asyncio.Future[None]:
         """Store `value` under `key`, replacing what was there."""
+        if lease is not None:
+            self._not_offered("leases")
         data = checked_value(value)
         return self._request(messages.SET, (encoded_key(key), data), self._timeout_s, len(data))
 
@@ -117,7 +122,7 @@ class RequestStore(Store):
         except asyncio.CancelledError:
             # The item may have come between the cancellation and now; a future alone would drop it.
             if not reply.cancelled() and reply.exception() is None:
-                self._give_back(key, reply.result())
+                self._give_back(cast(Reply, reply))
             raise
         return item
 

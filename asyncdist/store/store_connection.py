@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import socket
 from collections.abc import Callable
 from typing import Any, Final
@@ -21,7 +22,7 @@ from asyncdist_server.messages import (
     decode_welcome,
 )
 
-__all__ = ["CLIENT_ID_BYTES", "Connection", "StoreRefusedError", "dial"]
+__all__ = ["CLIENT_ID_BYTES", "Connection", "StoreRefusedError", "client_name", "dial"]
 
 RECEIVE_BYTES: Final = 64 * 1024
 """What one read takes at most: hundreds of replies, or a slice of a large value. Each connection has such a buffer, and
@@ -43,6 +44,11 @@ TRANSIENT_REFUSALS: Final = frozenset({Refusal.TIMEOUT, Refusal.TOO_MANY_CONNECT
 
 class StoreRefusedError(DistStoreError):
     """Whoever listens there is no store for us: another token, version or protocol. Trying again is of no use."""
+
+
+def client_name() -> str:
+    """Return what this process is called where people look for the one that hangs."""
+    return f"{socket.gethostname()} pid {os.getpid()}"
 
 
 async def dial(

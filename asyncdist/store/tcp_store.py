@@ -14,11 +14,11 @@ from asyncdist.deadline import Timeout
 from asyncdist.errors import ClosedError, ConnectTimeoutError, DistError, DistStoreError
 from asyncdist.events import emit, info, tracing
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S
+from asyncdist.store.coordinating_store import CoordinatingStore
 from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.store.pipeline import Pipeline
 from asyncdist.store.reply import Reply
-from asyncdist.store.request_store import RequestStore
-from asyncdist.store.store_connection import Connection, StoreRefusedError, dial
+from asyncdist.store.store_connection import Connection, StoreRefusedError, client_name, dial
 from asyncdist_server import messages
 from asyncdist_server.auth import ClientHandshake, store_context
 
@@ -42,7 +42,7 @@ CLOSE_TIMEOUT_S: Final = 2.0
 """How long closing waits for answers to what was issued before."""
 
 
-class TCPStore(RequestStore):
+class TCPStore(CoordinatingStore):
     """A client of the store daemon (`asyncdist-server`).
 
         async with TCPStore("127.0.0.1", 29500) as store:
@@ -171,9 +171,9 @@ class TCPStore(RequestStore):
             self._watch_until(reply.deadline)
         return reply
 
-    def _give_back(self, key: bytes, item: bytes) -> None:
+    def _give_back(self, reply: Reply) -> None:
         if self._connection is not None and self._pipeline is not None:
-            self._pipeline.give_back(key, item)
+            self._pipeline.give_back(reply.request, reply.result())
             self._schedule_flush()
 
     def _bind(self) -> Pipeline:
@@ -291,7 +291,7 @@ class TCPStore(RequestStore):
         assert self._loop is not None
         assert self._pipeline is not None
         handshake = ClientHandshake(self._token, self._context)
-        hello = messages.Hello(self._client_id, self._pipeline.to_retry())
+        hello = messages.Hello(self._client_id, self._pipeline.to_retry(), client_name())
         connected, welcome, reader = await dial(self.host, self.port, handshake, hello)
         # no await from here on: either all of this happens or none
         self._connection = Connection(
@@ -301,6 +301,7 @@ class TCPStore(RequestStore):
         changed = self._pipeline.on_welcome(welcome)
         if tracing("store"):
             emit("store", "connected", where=self._where, resumed=welcome.resumed, changed=changed)
+        self.lease_keeper.connected()
         self._connection.send()
         if changed:
             info("%s: it came back without its data", self._where)
@@ -315,6 +316,7 @@ class TCPStore(RequestStore):
             emit("store", "connection_lost", where=self._where, error=error)
         if self._closed:
             return
+        self.lease_keeper.connection_lost()
         info("%s: connection lost (%s), connecting again", self._where, error)
         if isinstance(error, messages.ProtocolError):
             self._pipeline.fail_all(f"the store broke the connection off: {error}")
@@ -360,6 +362,7 @@ class TCPStore(RequestStore):
     def _abandon(self) -> None:
         """Give everything up at once."""
         self._closed = True
+        self.lease_keeper.close()
         if self._watch is not None:
             self._watch.cancel()
         if self._connector is not None:

@@ -1,0 +1,227 @@
+"""Lease: what a client vouches for, and how a store object keeps the leases it was granted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Final, Self
+
+from asyncdist.errors import DistError, LeaseLostError
+from asyncdist_server import messages
+
+__all__ = ["DEFAULT_GRACE_S", "Lease", "LeaseKeeper"]
+
+DEFAULT_GRACE_S: Final = 10.0
+"""How long what is bound to a connection outlives it: a broken connection is made anew within a second or two, and
+nobody should wait much longer for a lock of a process that was killed."""
+
+KEEP_ALIVES: Final = 3
+"""How often a lease is renewed within its time to live, so that one lost packet does not end it."""
+
+Ask = Callable[[int, tuple[Any, ...], float | None], asyncio.Future[Any]]
+"""Issues a request: operation, arguments, seconds to wait for the answer."""
+
+
+class Lease:
+    """Something to bind keys to: `await store.set(key, value, lease=lease)`. Made by `store.lease`.
+
+    The store object keeps it alive until `revoke` (also the end of `async with`), which deletes what is bound to it.
+    When the store is closed, a lease bound to its connection ends at once, one by time when its time is over. A lease
+    is `lost` when the daemon says that it has ended, and as soon as it may have: when the daemon could not be reached
+    for `ttl` seconds. It never comes back; get a new one.
+    """
+
+    def __init__(self, keeper: LeaseKeeper, ttl_s: float, bound: bool) -> None:
+        self._keeper = keeper
+        self._id = secrets.randbelow(messages.MAX_LEASE_ID) + 1
+        self._ttl_s = ttl_s
+        self._bound = bound
+        self._valid_until = math.inf
+        self._ended: asyncio.Future[str] = keeper.loop().create_future()
+
+    def __repr__(self) -> str:
+        kind = "connection, and" if self._bound else "time,"
+        state = f"ended: {self._ended.result()}" if self._ended.done() else f"bound to {kind} {self._ttl_s:g} s"
+        return f"<Lease {self._id:#x} {state}>"
+
+    @property
+    def id(self) -> int:
+        """The number by which the store knows the lease; any client of the namespace may use it."""
+        return self._id
+
+    @property
+    def ttl(self) -> float:
+        """Seconds for which the lease outlives whoever vouches for it."""
+        return self._ttl_s
+
+    @property
+    def lost(self) -> bool:
+        """Whether the lease has ended, or may have."""
+        return self._ended.done()
+
+    async def wait_lost(self) -> str:
+        """Wait until the lease has ended and return why. Cancelling ends the waiting only."""
+        return await asyncio.shield(self._ended)
+
+    def raise_if_lost(self) -> None:
+        """Raise LeaseLostError if the lease has ended."""
+        if self._ended.done():
+            raise LeaseLostError(f"the lease has ended: {self._ended.result()}")
+
+    async def revoke(self) -> None:
+        """End the lease and delete what is bound to it. May be called twice.
+
+        Raises DistStoreError if the daemon cannot be reached; then the lease ends when its time is over. Cancelling
+        ends the waiting, the lease is revoked all the same.
+        """
+        if not self._ended.done():
+            await self._keeper.revoke(self)
+
+    def abandon(self) -> None:
+        """Revoke the lease without waiting for the answer."""
+        self._keeper.abandon(self)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.revoke()
+
+
+class LeaseKeeper:
+    """Keeps the leases of one store object alive, with one timer for all of them.
+
+    The store tells it when its connection is lost and made, and closes it.
+    """
+
+    def __init__(self, loop: Callable[[], asyncio.AbstractEventLoop], ask: Ask) -> None:
+        self.loop = loop
+        self._ask = ask
+        self._leases: dict[int, Lease] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._asked: asyncio.Future[Any] | None = None
+        self._renew_at = math.inf
+
+    def grant(self, ttl_s: float, bound: bool, timeout_s: float | None) -> tuple[Lease, asyncio.Future[None]]:
+        """Ask for a lease; it may be used in requests at once, which fail if it is refused."""
+        lease = Lease(self, ttl_s, bound)
+        ttl_ms = min(math.ceil(ttl_s * 1000), messages.MAX_TIMEOUT_MS)
+        asked_at = self.loop().time()
+        reply = self._ask(messages.GRANT, (lease.id, ttl_ms, bound), timeout_s)
+
+        def answered(reply: asyncio.Future[None]) -> None:
+            if reply.cancelled() or reply.exception() is not None:
+                self._end(lease, "it was not granted")
+            elif lease.id in self._leases and not bound:
+                lease._valid_until = asked_at + ttl_s
+                self._schedule()
+
+        self._leases[lease.id] = lease
+        reply.add_done_callback(answered)
+        return lease, reply
+
+    async def granted(self, ttl_s: float, bound: bool, timeout_s: float | None) -> Lease:
+        """Return a lease once the daemon has it."""
+        lease, reply = self.grant(ttl_s, bound, timeout_s)
+        try:
+            await reply
+        except asyncio.CancelledError:
+            self.abandon(lease)
+            raise
+        return lease
+
+    async def revoke(self, lease: Lease) -> None:
+        """End `lease` here and at the daemon."""
+        self._end(lease, "it was revoked")
+        await asyncio.shield(self._ask(messages.REVOKE, (lease.id,), None))
+
+    def abandon(self, lease: Lease) -> None:
+        """Revoke `lease` without waiting for the answer."""
+        if lease.lost:
+            return
+        self._end(lease, "it was revoked")
+        with contextlib.suppress(DistError):  # a closed store: bound leases end with its goodbye, others by themselves
+            self._ask(messages.REVOKE, (lease.id,), None).add_done_callback(_ignore)
+
+    def connection_lost(self) -> None:
+        """Bound leases begin to run out."""
+        now = self.loop().time()
+        for lease in self._leases.values():
+            if lease._bound:
+                lease._valid_until = now + lease._ttl_s
+        self._schedule()
+
+    def connected(self) -> None:
+        """Ask which leases are still there, after a connection was made anew."""
+        if self._leases and self._asked is None:
+            self._renew()
+
+    def close(self) -> None:
+        """The store is closed: nothing is kept alive any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for lease in list(self._leases.values()):
+            self._end(lease, "the store was closed")
+
+    def _end(self, lease: Lease, why: str) -> None:
+        self._leases.pop(lease.id, None)
+        if not lease._ended.done():
+            lease._ended.set_result(why)
+
+    def _schedule(self) -> None:
+        """Set the timer for the next renewal, or for when a lease may have ended."""
+        loop = self.loop()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        by_time = [lease._ttl_s for lease in self._leases.values() if not lease._bound]
+        self._renew_at = min(self._renew_at, loop.time() + min(by_time) / KEEP_ALIVES) if by_time else math.inf
+        due = min((lease._valid_until for lease in self._leases.values()), default=math.inf)
+        if self._asked is None:
+            due = min(due, self._renew_at)
+        if due < math.inf:
+            self._timer = loop.call_at(due, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        now = self.loop().time()
+        for lease in list(self._leases.values()):
+            if lease._valid_until <= now:
+                self._end(lease, f"the store could not be reached for {lease.ttl:g} s")
+        if self._asked is None and self._renew_at <= now:
+            self._renew()
+        else:
+            self._schedule()
+
+    def _renew(self) -> None:
+        asked = tuple(self._leases.values())
+        asked_at = self.loop().time()
+        self._renew_at = math.inf
+
+        def answered(reply: asyncio.Future[Any]) -> None:
+            self._asked = None
+            if not reply.cancelled() and reply.exception() is None:
+                unknown = set(reply.result())
+                for lease in asked:
+                    if lease.id in unknown:
+                        self._end(lease, "it has expired, or the store was restarted without its data")
+                    else:
+                        lease._valid_until = math.inf if lease._bound else asked_at + lease._ttl_s
+            self._schedule()
+
+        if asked:
+            self._asked = self._ask(messages.KEEP_ALIVE, (tuple(lease.id for lease in asked),), None)
+            self._asked.add_done_callback(answered)
+
+
+def _ignore(reply: asyncio.Future[Any]) -> None:
+    """Look at an answer nobody waits for."""
+    if not reply.cancelled():
+        reply.exception()

@@ -1,0 +1,159 @@
+"""Membership: one process's part in a job whose members come and go."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Literal, Self
+
+from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
+from asyncdist.errors import DistError, LeaseLostError
+from asyncdist.store.lease import Lease
+from asyncdist.store.prefix_store import PrefixStore
+from asyncdist.store.watch import Watch
+from asyncdist_server import messages
+
+if TYPE_CHECKING:
+    from asyncdist.store.coordinating_store import CoordinatingStore
+
+__all__ = ["DEFAULT_SETTLE_S", "MemberEvent", "Membership"]
+
+DEFAULT_SETTLE_S: Final = 3.0
+"""How long a round with enough members waits for more: processes of one launch start within a second or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberEvent:
+    """What happened to another member: it "joined" and waits for the next round, "left", or was "lost"."""
+
+    kind: Literal["joined", "left", "lost"]
+    member: str
+
+
+class Membership(AsyncIterator[MemberEvent]):
+    """This process as a member of a job. Made by `store.join`; leaves at the end of `async with`.
+
+        async with await store.join("train", 2, 8, timeout=60) as member:
+            print(member.epoch, member.rank, member.members)
+            async for event in member:            # somebody was lost, or came anew
+                await member.rejoin(timeout=60)   # meets everyone still there: next epoch, new ranks
+
+    Ranks: members of the previous epoch keep their order and come first, so that rank 0 knows the job's state as long
+    as anybody does; new ones follow in the order of their names, numbers in names counting as numbers.
+    A round needs every living member of the previous one: each must `rejoin`, leave or be lost.
+    """
+
+    def __init__(self, store: CoordinatingStore, job: str, least: int, most: int, settle_s: float, name: str) -> None:
+        self._ask = store.ask
+        self._watch_from = store.watch
+        self._default_timeout_s = store.timeout
+        self._arguments = (job.encode(), name.encode(), least, most, math.ceil(settle_s * 1000))
+        self._prefix = f"job/{job}/members/"
+        self._lease: Lease | None = None
+        self._watch: Watch | None = None
+        self._left = False
+        self.job = job
+        self.name = name
+        self.epoch = 0
+        """How many rounds the job has had; all members of a round have the same."""
+        self.rank = -1
+        """This member's rank in the epoch."""
+        self.members: Sequence[str] = ()
+        """The names of all members, by rank."""
+        self.store = PrefixStore(f"job/{job}", store)
+        """Keys of the job, for all its members; they vanish when the last has gone. `members/` is the daemon's."""
+
+    def __repr__(self) -> str:
+        return (
+            f"<Membership {self.name!r} in {self.job!r}: rank {self.rank} of {len(self.members)}, epoch {self.epoch}>"
+        )
+
+    async def rejoin(self, timeout: Timeout = INHERIT) -> Self:
+        """Wait for the next epoch with all members still there; returns this object with its new epoch and rank.
+
+        Raises StoreTimeoutError, whose `keys` name those who did not come, and LeaseLostError; after either, or after
+        being cancelled, this process is no member any more.
+        """
+        timeout_s = timeout_seconds(timeout, self._default_timeout_s)
+        if self._lease is None or self._left:
+            raise LeaseLostError(f"{self!r} is no member any more")
+        arguments = (*self._arguments, self._lease.id)
+        try:
+            self._lease.raise_if_lost()
+            answer = await self._ask(messages.JOIN, arguments, timeout_s)
+        except BaseException:
+            self._abandon()
+            raise
+        self.epoch, self.rank, members, revision = answer
+        self.members = tuple(member.decode(errors="replace") for member in members)
+        watch, self._watch = self._watch, self._watch_from(self._prefix, revision + 1)
+        if watch is not None:
+            await watch.close()
+        return self
+
+    async def __anext__(self) -> MemberEvent:
+        while True:
+            watch = self._watch
+            if watch is None:
+                raise StopAsyncIteration
+            try:
+                event = await anext(watch)
+            except StopAsyncIteration:
+                if watch is not self._watch:
+                    continue  # joined again meanwhile
+                raise
+            member = event.key.removeprefix(self._prefix)
+            if member != self.name:
+                kinds: dict[str, Literal["joined", "left", "lost"]] = {"set": "joined", "delete": "left"}
+                return MemberEvent(kinds.get(event.kind, "lost"), member)
+            if event.kind == "expire":
+                raise LeaseLostError(f"{self!r} was taken for lost: the store did not hear from it in time")
+
+    async def leave(self) -> None:
+        """Leave the job; the others are told. May be called twice. DistStoreError if the store cannot be told."""
+        if self._left:
+            return
+        self._left = True
+        await self._stop_watching()
+        if self._lease is not None and not self._lease.lost:
+            await self._lease.revoke()
+
+    async def _stop_watching(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            await watch.close()
+
+    def _abandon(self) -> None:
+        self._left = True
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close_with(StopAsyncIteration())
+        if self._lease is not None:
+            self._lease.abandon()
+
+    async def enter(self, store: CoordinatingStore, grace_s: float, timeout: Timeout) -> Self:
+        """Join for the first time."""
+        self._lease = await store.lease_keeper.granted(grace_s, True, store.timeout)
+        return await self.rejoin(timeout)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self.leave()
+        except DistError:
+            if kind is None:
+                raise
+
+
+def default_name() -> str:
+    """Return a name for this process that no other has, and that sorts processes of one host together."""
+    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
