@@ -9,6 +9,7 @@ from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.hello import Identity
 from asyncdist.transport.host_memory import HostMemory
+from asyncdist.transport.neighbors import Neighbors
 
 __all__ = ["MeshContext"]
 
@@ -23,3 +24,4 @@ class MeshContext:
     sockets: SocketSet
     host_id: str
     memory: HostMemory
+    neighbors: Neighbors

@@ -23,6 +23,7 @@ from asyncdist.transport.context import MeshContext
 from asyncdist.transport.dialer import Dialer
 from asyncdist.transport.handshake import Handshake
 from asyncdist.transport.hello import CHANNEL_SHARED_MEMORY, DialerHello, ListenerHello, Verdict
+from asyncdist.transport.neighbors import lives_here, on_this_host
 from asyncdist.transport.peer import PeerCore
 from asyncdist.transport.shm import ShmConnection
 from asyncdist.transport.tcp import StreamConnection
@@ -262,7 +263,10 @@ class Link:
 
     def _stream(self, sock: socket.socket) -> StreamConnection:
         context = self._context
-        return StreamConnection(context.loop, context.sockets, sock, self.core, self.label, self._ended)
+        connection = StreamConnection(context.loop, context.sockets, sock, self.core, self.label, self._ended)
+        if on_this_host(sock):
+            context.neighbors.add(connection.poll, crowded=lives_here(context.identity.world_id, self.rank))
+        return connection
 
     def _start_connection(self) -> None:
         if self._connection is not None:
@@ -308,6 +312,8 @@ class Link:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
+            if isinstance(connection, StreamConnection):
+                self._context.neighbors.remove(connection.poll)
         self.core.fail(error)
 
     def _stop_connecting(self) -> None:

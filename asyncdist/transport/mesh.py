@@ -19,6 +19,7 @@ from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.link import Link, LinkState
 from asyncdist.transport.listener import Listener
 from asyncdist.transport.loopback import LoopbackConnection
+from asyncdist.transport.neighbors import Neighbors, settle, vacate
 from asyncdist.transport.peer import PeerCore
 from asyncdist.transport.spin import Spinner
 
@@ -62,10 +63,12 @@ class Mesh(BaseMesh):
             sockets,
             host_id(),
             HostMemory(loop, sockets, config.shared_bytes, config.arrays_bytes if config.shares_memory else 0),
+            Neighbors(),
         )
+        settle(self._context.identity)
         self.memory = self._context.memory
-        if config.shares_memory and config.spin_us:
-            self.spinner = Spinner(self.memory, config.spin_us)
+        if config.spin_us:
+            self.spinner = Spinner(self.memory, self._context.neighbors, config.spin_us)
         self._listener = Listener(self._context, self._hello_came)
         self._links: dict[int, Link] = {}
         self._loopback: LoopbackConnection | None = None
@@ -287,6 +290,7 @@ class Mesh(BaseMesh):
         if self._loopback is not None:
             self._loopback.close()
         self._context.memory.close()
+        vacate(self._context.identity)
         if own is not None:
             own.fail(error)
         self._any_source.fail(error)

@@ -1,6 +1,6 @@
-"""Spinning: looking at shared memory for some microseconds before going to sleep.
+"""Spinning: looking at shared memory, and at sockets of this host, for some microseconds before going to sleep.
 
-Being woken costs a rank 10 to 20 microseconds, most of an exchange between two that share memory. So whoever awaits a
+Being woken costs a rank 10 to 20 microseconds, most of an exchange between two that share a host. So whoever awaits a
 work looks first, for at most ASYNCDIST_SPIN_US (20), and only while that can pay: every rank of the host has a core of
 its own, none of them lives in this process, and looking has helped lately.
 """
@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Final, Protocol
 
 from asyncdist.transport.host_memory import HostMemory
+from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
 
 __all__ = ["DEFAULT_SPIN_US", "MAX_SPIN_US", "Pending", "Spinner", "spin_us_from_environ"]
 
@@ -41,10 +42,22 @@ class Pending(Protocol):
 class Spinner:
     """Looks on behalf of one mesh. Calls come from tasks of its loop."""
 
-    __slots__ = ("_began_s", "_catch", "_cores", "_last_turn_s", "_limit_s", "_memory", "_misses", "_skip", "_skipped")
+    __slots__ = (
+        "_began_s",
+        "_catch",
+        "_cores",
+        "_last_turn_s",
+        "_limit_s",
+        "_memory",
+        "_misses",
+        "_neighbors",
+        "_skip",
+        "_skipped",
+    )
 
-    def __init__(self, memory: HostMemory, limit_us: float) -> None:
+    def __init__(self, memory: HostMemory, neighbors: Neighbors, limit_us: float) -> None:
         self._memory = memory
+        self._neighbors = neighbors
         self._limit_s = limit_us * 1e-6
         affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
         # Bound to one core, as benchmarks do, a rank is not told where the others are: take it that they are elsewhere.
@@ -58,9 +71,8 @@ class Spinner:
 
     def look(self, work: Pending) -> bool:
         """Look until `work` is done, for a while; whether it is. If not, `woken` is to be called when it is."""
-        memory = self._memory
         self._began_s = 0.0
-        if not 0 < memory.ranks_here <= self._cores or memory.crowded:
+        if not self._worth_it():
             return False
         if self._skipped < self._skip:
             self._skipped += 1
@@ -69,9 +81,13 @@ class Spinner:
         self._began_s = began_s = perf_counter()
         until_s = began_s + (CATCH * self._limit_s if self._catch else self._limit_s)
         self._catch = False
-        doorbell = memory.doorbell
-        doorbell.stay_awake()
-        poll = doorbell.poll
+        sockets = self._neighbors.pollers
+        if self._memory.ranks_here:
+            doorbell = self._memory.doorbell
+            doorbell.stay_awake()
+            poll = self._poll_all if sockets else doorbell.poll
+        else:
+            poll = next(iter(sockets)) if len(sockets) == 1 else self._poll_sockets
         poll()
         while not work._done and perf_counter() < until_s:
             poll()
@@ -88,14 +104,29 @@ class Spinner:
         if self._began_s and perf_counter() - self._began_s < CATCH * self._limit_s:
             self._catch = True
 
+    def _worth_it(self) -> bool:
+        """Whether every rank that we could hear from has a core of its own."""
+        memory, neighbors = self._memory, self._neighbors
+        sockets = len(neighbors.pollers)
+        ranks = (memory.ranks_here or 1) + sockets
+        return 1 < ranks <= self._cores and sockets <= MAX_NEIGHBORS and not (memory.crowded or neighbors.crowded)
+
+    def _poll_sockets(self) -> bool:
+        found = False
+        for poller in list(self._neighbors.pollers):
+            found |= poller()
+        return found
+
+    def _poll_all(self) -> bool:
+        return self._memory.doorbell.poll() | self._poll_sockets()
+
     def turn_due(self) -> bool:
         """Whether the task that has just been served should let the loop turn before it goes on.
 
         It will look again, so until then nobody need ring.
         """
-        memory = self._memory
-        if 0 < memory.ranks_here <= self._cores and not memory.crowded:
-            memory.doorbell.stay_awake()
+        if self._memory.ranks_here and self._worth_it():
+            self._memory.doorbell.stay_awake()
         now_s = perf_counter()
         if now_s - self._last_turn_s < TURN_S:
             return False

@@ -121,6 +121,14 @@ class StreamConnection:
 
     # -- reading
 
+    def poll(self) -> bool:
+        """Read what is there, without waiting to be told; whether there was anything."""
+        if self._sock is None:
+            return False
+        before = self.bytes_received
+        self._readable()
+        return self.bytes_received != before or self._sock is None
+
     def _readable(self) -> None:
         received = frames = 0
         while True:
