@@ -26,6 +26,9 @@ __all__ = ["SECONDS", "simulate_command"]
 MAX_WORLD: Final = 1 << 20
 """Largest world that is simulated: a rank's plan has a number for every rank's block."""
 
+TABLE_WIDTH: Final = 150
+"""Columns of a table that goes to a file or a pipe."""
+
 _UNITS: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "ps": 1e-12}
 
 
@@ -122,6 +125,8 @@ def simulate_command(
         sweep = Sweep(collective, costs, ranks_per_host, itemsize, Method(method))
         names = _algorithms(sweep, algorithm)
         console = Console()
+        if not console.is_terminal:
+            console.width = TABLE_WIDTH
         per_host = f", {ranks_per_host} per host" if ranks_per_host > 1 else ""
         with Console(stderr=True).status("simulating") as status:
             for world in worlds:
