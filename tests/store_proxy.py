@@ -42,9 +42,10 @@ class CuttingProxy:
         finally:
             for pump in pumps:
                 pump.cancel()
+            for each in (writer, other_writer):  # before anything is awaited, where this task may be cancelled
+                each.transport.abort()
             await asyncio.gather(*pumps, return_exceptions=True)
             for each in (writer, other_writer):
-                each.transport.abort()
                 with contextlib.suppress(OSError):
                     await each.wait_closed()
 
@@ -67,8 +68,10 @@ async def cutting_proxy(
     """Run a proxy on a free port."""
     proxy = CuttingProxy(target_port, plan)
     running: set[asyncio.Future[None]] = set()
+    accepted: list[asyncio.StreamWriter] = []
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.append(writer)
         task = asyncio.ensure_future(proxy.serve_client(reader, writer))
         running.add(task)
         task.add_done_callback(running.discard)
@@ -82,4 +85,6 @@ async def cutting_proxy(
         for task in list(running):
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        for writer in accepted:  # a task that is cancelled before it begins closes nothing
+            writer.close()
         await server.wait_closed()
