@@ -27,9 +27,9 @@ RING_BYTES: Final = 1 << 20
 """One direction of one pair: four fragments, so that both sides copy at the same time, and still within the caches."""
 MIN_RING_BYTES: Final = 32 << 10
 """Shortest ring: where many ranks share a host theirs become shorter, but one of a few pages is worse than a stream."""
-RING_SHARE: Final = 16
-"""A ring takes at most this part of what is left for rings, half of the limit: so some seventy peers find room for one
-with 32 MiB, the first sixteen of them at full length."""
+RING_SHARE: Final = 8
+"""A ring takes at most this part of what is left for rings, which is half of the limit: with 32 MiB some forty peers
+find room, the first eight of them for rings of full length."""
 
 
 class HostMemory:
