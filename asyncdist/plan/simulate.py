@@ -19,7 +19,7 @@ from typing import Final
 from asyncdist.plan.constants import Constants
 from asyncdist.plan.growth import grow, law_of
 from asyncdist.plan.problem import VECTOR_COLLECTIVES, Problem
-from asyncdist.plan.registry import algorithms, build
+from asyncdist.plan.registry import algorithms, build, needs_lane
 from asyncdist.plan.simulate_events import Hosts, feeds_of, run
 from asyncdist.plan.simulate_rotation import rotated, rotation_of
 
@@ -66,17 +66,21 @@ def simulate(
     """Return the seconds from the common start until the last rank is done.
 
     `problem.ranks_per_host` says which ranks share a host; with 1 and `constants.between`, every message is between
-    hosts. Elements have `itemsize` bytes, chunks `chunk_length` elements at most. Worlds are grown from such of at most
-    `base_ranks` ranks; unless given, as many as take about a second.
+    hosts. Algorithms through shared memory are simulated on one host, whatever it says. Elements have `itemsize` bytes,
+    chunks `chunk_length` elements at most. Worlds are grown from such of at most `base_ranks` ranks; unless given, as
+    many as take about a second.
 
     Raises ValueError for an unknown algorithm, for collectives whose ranks know only their own lengths, and for large
     worlds whose time cannot be derived from small ones (uneven blocks).
     """
     if problem.private:
         raise ValueError(f"{problem.collective} cannot be simulated: its problem differs from rank to rank")
-    if algorithm not in algorithms(problem.collective):
-        known = ", ".join(algorithms(problem.collective))
+    if algorithm not in algorithms(problem.collective, shared=True):
+        known = ", ".join(algorithms(problem.collective, shared=True))
         raise ValueError(f"{problem.collective} has no algorithm {algorithm!r}; it has: {known}")
+
+    if needs_lane(problem.collective, algorithm):
+        problem = problem._replace(ranks_per_host=problem.world)
 
     def exact(smaller: Problem) -> float:
         return _exact(smaller, algorithm, itemsize, constants, chunk_length)
