@@ -49,11 +49,13 @@ class SharedMemory:
     """From the moment an item is there until a rank goes on that had nothing to do."""
     step_s: float
     """CPU time to publish, fetch or reduce an item, without its bytes."""
+    operand_s: float
+    """CPU time to look at, and fold, what a rank has put into its record: small vectors and barriers need no items."""
     copy_s: float
     """CPU time per byte copied in or out; a byte that is reduced where it lies costs `Constants.gamma_s` instead."""
 
 
-SHARED_MEMORY: Final = SharedMemory(wake_s=12e-6, step_s=3e-6, copy_s=1 / 15e9)
+SHARED_MEMORY: Final = SharedMemory(wake_s=12e-6, step_s=3e-6, operand_s=0.5e-6, copy_s=1 / 15e9)
 """Python event loops that look at shared memory, woken by an eventfd; chunks that stay in the processor's cache. With
 these, ranks of a small host all reduce whole vectors up to some tens of kilobytes, and share the work beyond."""
 
@@ -87,7 +89,7 @@ class Constants:
     def __post_init__(self) -> None:
         values = [self.alpha_s, self.beta_s, self.gamma_s, self.overhead_s, self.copy_s, float(self.cores)]
         values += [self.between.alpha_s, self.between.beta_s] if self.between else []
-        values += [self.shared.wake_s, self.shared.step_s, self.shared.copy_s]
+        values += [self.shared.wake_s, self.shared.step_s, self.shared.operand_s, self.shared.copy_s]
         if not all(value >= 0 for value in values):  # written so that NaN is refused as well
             raise ValueError(f"constants must not be negative: {self}")
 

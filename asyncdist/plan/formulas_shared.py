@@ -13,7 +13,12 @@ from typing import Final, NamedTuple, TypeAlias
 from asyncdist.plan.constants import Constants
 from asyncdist.plan.load import Shape
 
-__all__ = ["SHARED_FORMULAS", "SharedFormula", "SharedLoad", "Toil", "shared_seconds"]
+__all__ = ["RECORD_BYTES", "SHARED_FORMULAS", "SharedFormula", "SharedLoad", "Toil", "shared_seconds"]
+
+
+RECORD_BYTES: Final = 256 << 10
+"""Largest vector that is all reduced from records of the lane, if ranks reduce all of it: it needs no items, and so no
+steps of a plan. As the transport has it."""
 
 
 class Toil(NamedTuple):
@@ -23,6 +28,8 @@ class Toil(NamedTuple):
     copied: float = 0.0
     worked: float = 0.0
     """Bytes reduced."""
+    operands: float = 0.0
+    """Looked at in records, of operations that need no items."""
 
     def plus(self, other: Toil, times: float = 1) -> Toil:
         """Return the sum of this and `times` times `other`."""
@@ -31,7 +38,8 @@ class Toil(NamedTuple):
     def seconds(self, constants: Constants) -> float:
         """Return what one processor takes."""
         shared = constants.shared
-        return self.steps * shared.step_s + self.copied * shared.copy_s + self.worked * constants.gamma_s
+        moved_s = self.copied * shared.copy_s + self.worked * constants.gamma_s
+        return self.steps * shared.step_s + self.operands * shared.operand_s + moved_s
 
 
 class SharedLoad(NamedTuple):
@@ -64,6 +72,9 @@ def shared_seconds(load: SharedLoad, world: int, constants: Constants) -> float:
 def _direct_all_reduce(shape: Shape) -> SharedLoad:
     """Everyone publishes all and folds all; ranks with several below them fold those apart."""
     world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
+    if total <= RECORD_BYTES:
+        work = Toil(1, total, total * (world - 1), world)
+        return SharedLoad(1, work, Toil(0).plus(work, world), total)
     first = Toil(pieces * world, total, total * (world - 1))
     later = first.plus(Toil(pieces, total))
     everyone = Toil(0).plus(first, min(2, world)).plus(later, max(0, world - 2))
@@ -86,6 +97,15 @@ def _direct_scan(shape: Shape) -> SharedLoad:
     folds = Toil(pieces * (world * (world + 1) / 2 - 2), total * (world - 2), total * world * (world - 1) / 2)
     scratch = 2 * total / pieces if world > 2 else 0.0
     return SharedLoad(1, last.plus(publish, 1 / pieces), folds.plus(publish, world - 1), total, scratch)
+
+
+def _direct_exscan(shape: Shape) -> SharedLoad:
+    """The same with an operand fewer, so that it needs no memory."""
+    world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
+    publish = Toil(pieces, total)
+    last = Toil(pieces * (world - 1), total, total * (world - 2))
+    folds = Toil(pieces * world * (world - 1) / 2, total * (world - 1), total * (world - 1) * (world - 2) / 2)
+    return SharedLoad(1, last.plus(publish, 1 / pieces), folds.plus(publish, world - 1), total)
 
 
 def _sliced_all_reduce(shape: Shape) -> SharedLoad:
@@ -144,7 +164,7 @@ def _all_to_all(shape: Shape) -> SharedLoad:
 
 def _barrier(shape: Shape) -> SharedLoad:
     """Everyone says that it is here, and waits for all."""
-    work = Toil(shape.world)
+    work = Toil(1, operands=shape.world)
     return SharedLoad(1, work, Toil(0).plus(work, shape.world), 0.0)
 
 
@@ -154,7 +174,7 @@ SHARED_FORMULAS: Final[Mapping[str, Mapping[str, SharedFormula]]] = MappingProxy
         "reduce": {"shared_direct": _direct_reduce, "shared": _sliced_reduce},
         "reduce_scatter": {"shared": _reduce_scatter},
         "scan": {"shared_direct": _direct_scan},
-        "exscan": {"shared_direct": _direct_scan},
+        "exscan": {"shared_direct": _direct_exscan},
         "broadcast": {"shared": _broadcast},
         "all_gather": {"shared": _all_gather},
         "gather": {"shared": _gather},

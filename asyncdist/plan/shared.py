@@ -20,8 +20,9 @@ CHUNK_MIN_BYTES: Final = 32 << 10
 CHUNK_MAX_BYTES: Final = 256 << 10
 """Several of these stay in a processor's second-level cache, between the rank that writes and those that read."""
 
-CHUNKS_MAX: Final = 1024
-"""Chunks of the largest blocks, which get larger ones where there is memory: each is a step in the plan, or several."""
+ITEMS_MAX: Final = 4096
+"""Items of a rank in one operation, whose chunks are longer where there would be more: each is a step in the plan, and
+some more where it is fetched. A gigabyte is that many of the longest chunks."""
 
 LEAST_ITEMS: Final = 2
 """Items there is always memory for: one is read while the next is written. Plans come to an end with one."""
@@ -54,11 +55,12 @@ def shared_chunk_sizes(problem: Problem, algorithm: str, itemsize: int, lane_byt
     sliced = algorithm == "shared" and problem.collective in _SLICED
     room = lane_bytes // ((LOOKAHEAD + 1) * (problem.world if sliced else 1))
     most = min(max(CHUNK_MIN_BYTES, room), limit)
-    block = problem.total if not sliced else -(-problem.total // problem.world)
-    least = min(-(-block * itemsize // CHUNKS_MAX), most)
+    gathers = problem.collective in ("all_gather", "gather")
+    published = max(problem.counts) if gathers else problem.total
+    least = min(-(-published * itemsize // ITEMS_MAX), limit)
     size, sizes = CHUNK_MIN_BYTES, []
     while size <= CHUNK_MAX_BYTES:
         if least <= size <= most:
             sizes.append(size)
         size *= 2
-    return tuple(sizes) or (min(max(least, CHUNK_MIN_BYTES), most),)
+    return tuple(sizes) or (max(least, min(CHUNK_MIN_BYTES, most)),)

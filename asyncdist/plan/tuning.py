@@ -152,7 +152,7 @@ def _checked(values: dict[str, Any], needed: set[str]) -> dict[str, float]:
     return checked
 
 
-_PER_MESSAGE: Final = ("alpha_s", "overhead_s", "wake_s", "step_s")
+_PER_MESSAGE: Final = ("alpha_s", "overhead_s", "wake_s", "step_s", "operand_s")
 
 
 def _shown(value: object) -> str:
