@@ -1,0 +1,113 @@
+"""A daemon that serves torch, and a process that forks torch jobs, so that torch is imported once for all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from server_kit import SocketClient
+
+from asyncdist_server import messages as m
+
+DEADLINE_S = 60.0
+TESTS = Path(__file__).parent
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without what torch or the daemon would read from it."""
+    ours = ("ASYNCDIST_", "TORCHELASTIC_", "MASTER_", "TORCH_", "GLOO_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    environment.pop("RANK", None)
+    environment.pop("WORLD_SIZE", None)
+    # gloo would take the address of the host's name; and the processes of these tests share a few cores.
+    return {**environment, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class Jobs:
+    """The process that forks."""
+
+    def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by close()
+        self._process = subprocess.Popen(
+            [sys.executable, str(TESTS / "torch_programs.py")],
+            env=clean_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,
+        )
+
+    def begin(self, name: str, world_size: int, *arguments: Any) -> None:
+        """Start a job."""
+        self._errors.seek(0)
+        self._errors.truncate()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([name, world_size, *arguments]) + "\n")
+        self._process.stdin.flush()
+
+    def end(self) -> str:
+        """Wait for the job, all of whose processes must succeed; returns what they said."""
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], DEADLINE_S)
+        answer = self._process.stdout.readline() if ready else "nothing in time"
+        self._errors.seek(0)
+        said = self._errors.read()
+        assert answer.strip("[], 0\n") == "", f"{answer}\n{said}"
+        return said
+
+    def run(self, name: str, world_size: int, *arguments: Any) -> str:
+        """Start a job and wait for it."""
+        self.begin(name, world_size, *arguments)
+        return self.end()
+
+    def close(self) -> None:
+        """End the process, and what it has forked if that hangs."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+        self._errors.close()
+
+
+class Daemon:
+    """A daemon in a process of its own, on a port of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "asyncdist_server", "--port", "0", "--torch", *arguments],
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], DEADLINE_S)
+        line = self.process.stdout.readline() if ready else ""
+        match = re.match(r"asyncdist-server ready on 127\.0\.0\.1:(\d+)", line)
+        if match is None:
+            self.process.kill()
+            raise AssertionError(f"no ready line but {line!r}, {self.process.communicate()}")
+        self.port = int(match[1])
+
+    def end(self, signal_number: int = signal.SIGTERM) -> str:
+        """Stop it; returns what it logged."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal_number)
+        return self.process.communicate(timeout=DEADLINE_S)[1]
+
+
+def until_nothing_is_left(daemon: Daemon) -> None:
+    """Wait until the daemon has noticed that the clients of a job are gone, and has removed its keys."""
+    deadline = time.monotonic() + DEADLINE_S
+    with SocketClient(daemon.port, namespace=f"torch/{daemon.port}") as native:
+        while left := native.ask(m.LIST_KEYS, b""):
+            assert time.monotonic() < deadline, left
