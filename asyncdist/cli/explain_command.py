@@ -18,7 +18,8 @@ from asyncdist.plan.constants import BUILT_IN, Constants
 from asyncdist.plan.cost import Prediction
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.registry import ALGORITHMS
-from asyncdist.plan.selector import candidates, parse_overrides
+from asyncdist.plan.selector import candidates, parse_overrides, usable
+from asyncdist.plan.shared import MAX_SHARED_RANKS, USUAL_LANE_BYTES
 from asyncdist.plan.tuning import MAX_CORES, Tuning
 from asyncdist.transport.config import TRANSPORTS
 
@@ -57,6 +58,7 @@ _EXPLAINED: Final = tuple(name for name in ALGORITHMS if name not in PRIVATE_COL
     show_default=True,
     help="Whether operands may change places.",
 )
+@click.option("--shared", is_flag=True, help="All ranks share memory, as those of one host do where they can.")
 @click.option(
     "--constants",
     "source",
@@ -74,6 +76,7 @@ def explain_command(
     cores: int | None,
     root: int,
     op: str,
+    shared: bool,
     source: str | None,
     transport: str | None,
 ) -> None:
@@ -83,20 +86,27 @@ def explain_command(
     link's bandwidth whatever the collective and the world.
     """
     itemsize = _itemsize(dtype)
+    if shared and (world > MAX_SHARED_RANKS or ranks_per_host not in (None, world)):
+        raise click.UsageError(f"--shared is for up to {MAX_SHARED_RANKS} ranks of one host")
+    ranks_per_host, lane_bytes = (world, USUAL_LANE_BYTES) if shared else (ranks_per_host, 0)
     transport = transport or os.environ.get("ASYNCDIST_TRANSPORT", "").strip().lower() or "auto"
     try:
         tuning = _tuning(world, ranks_per_host, cores, source, transport)
         problem = _problem(collective, world, -(-nbytes // itemsize), root, tuning)
     except (ValueError, OSError) as error:
         raise click.UsageError(str(error)) from error
-    found = candidates(problem, itemsize, tuning, ordered=op == "ordered")
+    ordered = op == "ordered"
+    found = candidates(problem, itemsize, tuning, ordered=ordered, lane_bytes=lane_bytes)
     if not found:
         raise click.UsageError(f"{collective} reduces nothing: there is no order to keep")
     named = tuning.override(collective)
+    if named is not None and not usable(collective, named, ordered=ordered, shared=shared):
+        named = None
     chosen = next((one.algorithm for one in found if one.algorithm == named), found[0].algorithm)
     moved = problem.total * itemsize
     console = Console()
     where = f"{tuning.ranks_per_host} per host" if tuning.ranks_per_host > 1 else "one per host"
+    where += ", which share memory" if shared else ""
     console.print(f"{collective} of {show_bytes(moved)}, {world} ranks, {where}")
     console.print(_table(collective, world, moved, found, chosen))
     console.print(_described(tuning.constants), style="dim", highlight=False)
@@ -150,7 +160,7 @@ def _problem(collective: str, world: int, elements: int, root: int, tuning: Tuni
 
 def _table(collective: str, world: int, nbytes: int, found: list[Prediction], chosen: str) -> Table:
     table = Table()
-    table.add_column("algorithm")
+    table.add_column("algorithm", no_wrap=True, min_width=24)
     for title in ("predicted", "algbw GB/s", "busbw GB/s", "steps", "sent per rank", "chunk", "temporary"):
         table.add_column(title, justify="right", no_wrap=True)
     for one in found:
@@ -181,4 +191,9 @@ def _described(constants: Constants) -> str:
     if constants.between is not None:
         between = constants.between
         lines.append(f"between hosts {show_seconds(between.alpha_s)}, {1e-9 / between.beta_s:.3g} GB/s per host")
+    memory = constants.shared
+    lines.append(
+        f"shared memory {show_seconds(memory.wake_s)} to wake up, {show_seconds(memory.step_s)} per step, "
+        f"copies {1e-9 / memory.copy_s:.3g} GB/s"
+    )
     return "; ".join(lines)

@@ -13,7 +13,7 @@ from asyncdist.cli.explain_command import bus_factor
 from asyncdist.cli.sizes import BYTES, MAX_BYTES, show_bytes, show_seconds
 from asyncdist.host_constants import save_constants
 from asyncdist.plan.constants import MPI_LIKE
-from asyncdist.plan.registry import ALGORITHMS, ordered_algorithms
+from asyncdist.plan.registry import ALGORITHMS, algorithms, ordered_algorithms
 
 
 @pytest.fixture
@@ -66,6 +66,34 @@ def test_operations_that_do_not_commute(explain):
     result = explain("reduce", "--world", "6", "--op", "ordered")
     assert set(rows(result.output)) == set(ordered_algorithms("reduce"))
     assert "no order to keep" in explain("broadcast", "--world", "6", "--op", "ordered").output
+
+
+def test_shared_memory_is_a_candidate_where_it_is_said_to_be_there(explain):
+    result = explain("all_reduce", "--world", "4", "--bytes", "1MiB", "--shared")
+    assert result.exit_code == 0, result.output
+    table = rows(result.output)
+    assert set(table) == set(algorithms("all_reduce", shared=True))
+    assert table["shared"][0].endswith("<- chosen")
+    assert "4 ranks, 4 per host, which share memory" in result.output
+    assert "us per step" in result.output
+    ordered = explain("reduce", "--world", "6", "--op", "ordered", "--shared")
+    assert set(rows(ordered.output)) == set(ordered_algorithms("reduce", shared=True))
+
+
+def test_an_override_with_shared_memory_counts_where_there_is_some(explain):
+    override = {"ASYNCDIST_ALGO": "all_reduce:shared"}
+    assert "shared <- chosen" in explain("all_reduce", "--world", "4", "--bytes", "4", "--shared", **override).output
+    without = explain("all_reduce", "--world", "4", "--bytes", "4", **override)
+    assert without.exit_code == 0
+    assert "recursive_doubling <- chosen" in without.output
+
+
+def test_as_many_ranks_share_memory_as_a_lane_has_members(explain):
+    assert explain("barrier", "--world", "104", "--shared").exit_code == 0
+    refused = explain("barrier", "--world", "105", "--shared")
+    assert refused.exit_code == 2
+    assert "up to 104 ranks of one host" in refused.output
+    assert explain("barrier", "--world", "8", "--shared", "--ranks-per-host", "4").exit_code == 2
 
 
 def test_an_override_is_the_chosen_one(explain):
