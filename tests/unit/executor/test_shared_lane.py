@@ -1,0 +1,404 @@
+"""The operations of a lane on several ranks in one process: right results whatever the order of events, bounded turns,
+and every kind of trouble told to whom it concerns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncdist.errors import CollectiveMismatchError, PeerLostError
+from asyncdist.executor.program import Instruction, Program
+from asyncdist.executor.shared_lane import SharedLane
+from asyncdist.executor.shared_part import TURN_BYTES, SharedPart
+from asyncdist.plan.problem import Problem
+from asyncdist.plan.registry import build
+from asyncdist.transport.lane import LANE_HEAD_BYTES, SKIPPED, Lane
+from asyncdist.transport.lane_layout import RECORDS, Needs
+
+POOL_BYTES = 1 << 20
+CHUNK_LENGTH = (256 << 10) // 8
+
+
+class FakeLoop:
+    """Callbacks in order; nothing runs by itself."""
+
+    def __init__(self) -> None:
+        self.ready: deque[tuple[FakeHandle, Callable[..., object], tuple[object, ...]]] = deque()
+
+    def call_soon(self, callback: Callable[..., object], *arguments: object) -> FakeHandle:
+        handle = FakeHandle()
+        self.ready.append((handle, callback, arguments))
+        return handle
+
+    def run_one(self) -> None:
+        if self.ready:
+            handle, callback, arguments = self.ready.popleft()
+            if not handle.cancelled:
+                callback(*arguments)
+
+
+class FakeHandle:
+    cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class FakeRinger:
+    """Wakes a rank by putting a look at its lane into its loop."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.rings = 0
+
+    def ring(self) -> None:
+        self.rings += 1
+        if not self.rank.rung:
+            self.rank.rung = True
+            self.rank.loop.call_soon(self.rank.look)
+
+
+class Rank:
+    """One member."""
+
+    def __init__(self, world: list[Rank], index: int) -> None:
+        self.world = world
+        self.index = index
+        self.loop = FakeLoop()
+        self.rung = False
+        self.faults: list[tuple[int, Exception]] = []
+        self.lane: SharedLane
+
+    def join(self, segments: list[memoryview]) -> None:
+        seen = [view if index == self.index else view.toreadonly() for index, view in enumerate(segments)]
+        ringers: list[Any] = [None if rank is self else FakeRinger(rank) for rank in self.world]
+        loop: Any = self.loop
+        self.lane = SharedLane(
+            loop,
+            Lane(self.index, seen),
+            [rank.index + 100 for rank in self.world],
+            ringers,
+            lambda rank, error: self.faults.append((rank, error)),
+        )
+
+    def look(self) -> None:
+        self.rung = False
+        self.most = max(getattr(self, "most", 0), self.moved(self.lane.poll))
+
+    def moved(self, action: Callable[[], object]) -> int:
+        action()
+        return self.lane.moved
+
+
+class Execution:
+    """A program on arrays; what a runner does, without messages."""
+
+    def __init__(self, rank: Rank, program: Program, buffers: list[np.ndarray[Any, Any]]) -> None:
+        self.rank = rank
+        self.program = program
+        self.buffers = buffers
+        self.pending = program.pending.copy()
+        self.left = len(program.pending)
+        self.error: BaseException | None = None
+        self.part: SharedPart
+
+    def start(self, fingerprint: int = 1) -> Execution:
+        lane: Any = self.rank.lane
+        self.part = lane.add(fingerprint, self.program, self)
+        self.advance(list(self.program.ready))
+        lane.flush()
+        return self
+
+    @property
+    def done(self) -> bool:
+        return not self.left and self.error is None
+
+    def advance(self, ready: list[int]) -> None:
+        try:
+            for index in ready:
+                step = self.program.instructions[index]
+                if self.error is None and self.issue(index, step):
+                    self.complete(index, ready)
+        except CollectiveMismatchError as error:
+            self.message_failed(None, error)
+
+    def complete(self, index: int, ready: list[int]) -> None:
+        self.left -= 1
+        for successor in self.program.instructions[index].successors:
+            self.pending[successor] -= 1
+            if not self.pending[successor]:
+                ready.append(successor)
+        if not self.left:
+            self.part.end()
+
+    def issue(self, index: int, step: Instruction) -> bool:
+        if step.kind >= 5:
+            return self.part.issue(index, step)
+        source = self.buffers[step.source][step.source_start : step.source_stop]
+        target = self.buffers[step.buffer][step.start : step.stop]
+        if step.kind == 4:
+            target[...] = source
+        else:
+            target += source
+        return True
+
+    def payload(self, step: Instruction) -> memoryview:
+        return self.buffers[step.buffer][step.start : step.stop].view(np.uint8).data
+
+    def take(self, step: Instruction, item: memoryview) -> None:
+        target = self.buffers[step.buffer][step.start : step.stop]
+        size = target.itemsize
+        if len(item) < step.source_stop * size:
+            raise CollectiveMismatchError("another size", step.peer + 100)
+        source = np.frombuffer(item, target.dtype, step.stop - step.start, step.source_start * size)
+        target[...] = source if step.kind == 6 else target + source
+
+    def step_done(self, index: int) -> None:
+        ready: list[int] = []
+        self.complete(index, ready)
+        self.advance(ready)
+
+    def message_failed(self, _token: object, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+            self.part.end()
+
+    def rank_of(self, member: int) -> int:
+        return member + 100
+
+
+def make(size: int) -> tuple[list[Rank], list[memoryview]]:
+    segments = [memoryview(bytearray(LANE_HEAD_BYTES + POOL_BYTES)) for _ in range(size)]
+    ranks: list[Rank] = []
+    ranks += [Rank(ranks, index) for index in range(size)]
+    for rank in ranks:
+        rank.join(segments)
+    return ranks, segments
+
+
+def all_reduce(rank: Rank, count: int, value: int) -> Execution:
+    world = len(rank.world)
+    name = "shared_direct" if count < 1000 else "shared"
+    program = Program(build(Problem.of("all_reduce", world, count, 0), name, rank.index, CHUNK_LENGTH))
+    scratch = np.zeros(max(1, program.plan.scratch_count), np.int64)
+    return Execution(rank, program, [np.zeros(0, np.int64), np.full(count, value, np.int64), scratch])
+
+
+def broadcast(rank: Rank, count: int, root: int, value: int) -> Execution:
+    world = len(rank.world)
+    program = Program(build(Problem.of("broadcast", world, count, root), "shared", rank.index, CHUNK_LENGTH))
+    data = np.full(count, value if rank.index == root else 0, np.int64)
+    return Execution(rank, program, [np.zeros(0, np.int64), data, np.zeros(1, np.int64)])
+
+
+def turn(ranks: list[Rank], rng: random.Random) -> bool:
+    """Let one rank run one callback; False if none has any."""
+    busy = [rank for rank in ranks if rank.loop.ready]
+    if not busy:
+        return False
+    rng.choice(busy).loop.run_one()
+    return True
+
+
+def settle(ranks: list[Rank], rng: random.Random | None = None) -> None:
+    rng = rng or random.Random(0)
+    for _ in range(200_000):
+        if not turn(ranks, rng):
+            return
+    raise AssertionError("never comes to rest")
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_programs_end_right_without_a_recheck(seed: int) -> None:
+    """Operations of all sizes, given up on all ranks here and there; only rings move anything."""
+    rng = random.Random(seed)
+    ranks, _ = make(rng.randint(2, 5))
+    calls: list[tuple[str, int, int]] = []
+    for _ in range(rng.randint(5, 150)):
+        kind = rng.choice(("all_reduce", "all_reduce", "broadcast", "message", "refused"))
+        calls.append((kind, rng.choice((1, 10, 999, 5000, 200_000)), rng.randrange(len(ranks))))
+    started: list[list[Execution | None]] = [[] for _ in ranks]
+    while any(len(entries) < len(calls) for entries in started) or any(rank.loop.ready for rank in ranks):
+        rank = rng.choice(ranks)
+        mine = started[rank.index]
+        if len(mine) < len(calls) and rng.random() < 0.3:
+            number = len(mine)
+            kind, count, root = calls[number]
+            if kind == "message":
+                rank.lane.add(5)
+                rank.lane.flush()
+                mine.append(None)
+            elif kind == "refused" and rank.index == root:
+                rank.lane.add(SKIPPED)
+                rank.lane.flush()
+                mine.append(None)
+            elif kind == "broadcast":
+                mine.append(broadcast(rank, count, root, number).start(number))
+            else:
+                mine.append(all_reduce(rank, count, rank.index + number).start(number))
+                if kind == "refused" and rng.random() < 0.5:
+                    mine[-1].part.end()  # type: ignore[union-attr]
+        else:
+            rank.loop.run_one()
+        for index, (kind, _, root) in enumerate(calls):  # news of refusals travels another way
+            if kind == "refused" and len(started[root]) > index:
+                for entries in started:
+                    if len(entries) > index and entries[index] is not None and rng.random() < 0.1:
+                        entries[index].part.end()  # type: ignore[union-attr]
+    for entries in started:
+        for (kind, _, _), execution in zip(calls, entries, strict=True):
+            if kind == "refused" and execution is not None:
+                execution.part.end()
+    settle(ranks, rng)
+    total = len(ranks) * (len(ranks) - 1) // 2
+    for number, (kind, _, _) in enumerate(calls):
+        for entries in started:
+            execution = entries[number]
+            if execution is None or kind == "refused":
+                continue
+            assert execution.done, f"operation {number} of {len(calls)}, {kind}, was left behind"
+            expected = number if kind == "broadcast" else total + number * len(ranks)
+            assert (execution.buffers[1] == expected).all()
+    assert not any(rank.faults for rank in ranks)
+
+
+def test_no_turn_moves_much_more_than_its_bytes() -> None:
+    ranks, _ = make(3)
+    count = 4 << 20
+    works = [all_reduce(rank, count, 1) for rank in ranks]
+    for work in works:
+        work.start()
+        assert work.rank.lane.moved <= TURN_BYTES + (256 << 10)
+    settle(ranks)
+    assert all(work.done for work in works)
+    assert all(rank.most <= TURN_BYTES + (256 << 10) for rank in ranks)
+
+
+def test_a_step_done_outside_of_a_turn_is_told_to_the_others() -> None:
+    """A reduction in slices ends in a callback of its own, and what follows may be a publication."""
+    ranks, _ = make(2)
+    reader = broadcast(ranks[1], 10, 0, 0).start()
+    root = broadcast(ranks[0], 10, 0, 7)
+    root.part = ranks[0].lane.add(1, root.program, root)  # type: ignore[arg-type]
+    ranks[0].lane.flush()
+    settle(ranks)
+    root.advance(list(root.program.ready))
+    settle(ranks)
+    assert root.done
+    assert reader.done
+
+
+def test_a_mismatch_names_the_member() -> None:
+    ranks, _ = make(2)
+    one = all_reduce(ranks[0], 10, 1).start(1)
+    all_reduce(ranks[1], 10, 1).start(2)
+    settle(ranks)
+    assert isinstance(one.error, CollectiveMismatchError)
+    assert one.error.peer == 101
+
+
+def test_more_operations_than_records_wait_their_turn() -> None:
+    ranks, _ = make(2)
+    first = [all_reduce(ranks[0], 10, number).start() for number in range(3 * RECORDS)]
+    settle(ranks)
+    second = [all_reduce(ranks[1], 10, number).start() for number in range(3 * RECORDS)]
+    settle(ranks)
+    assert all(work.done for work in first + second)
+    assert [int(work.buffers[1][0]) for work in first] == [2 * number for number in range(3 * RECORDS)]
+
+
+def test_whom_an_operation_waits_for() -> None:
+    ranks, _ = make(3)
+    large = broadcast(ranks[0], POOL_BYTES // 4, 0, 1).start()
+    broadcast(ranks[1], POOL_BYTES // 4, 0, 1).start()
+    settle(ranks)
+    assert large.part.slow_readers() == {2}
+    unbegun = [all_reduce(ranks[0], 1, 1).start() for _ in range(RECORDS)][-1]
+    assert unbegun.part.number == -1
+    assert 2 in unbegun.part.slow_readers()
+
+
+def test_a_member_that_left_fails_what_it_never_began_and_nothing_else() -> None:
+    ranks, _ = make(3)
+    before = [broadcast(rank, 10, 1, 5).start() for rank in ranks[1:]]
+    after = [all_reduce(rank, 10, 1).start() for rank in (ranks[0], ranks[2])]
+    del after[0]
+    late = broadcast(ranks[0], 10, 1, 5)
+    gone = PeerLostError("rank 101 has left", 101, left=True)
+    ranks, world = [ranks[0], ranks[2]], ranks
+    world[0].lane.close()
+    fresh, _ = make(3)
+    root = broadcast(fresh[1], 10, 1, 5).start()
+    assert root.done
+    other = broadcast(fresh[2], 10, 1, 5).start()
+    for rank in (fresh[0], fresh[2]):
+        rank.lane.left(1, gone)
+    late = broadcast(fresh[0], 10, 1, 5).start()
+    never = all_reduce(fresh[0], 10, 1).start()
+    settle(fresh)
+    assert other.done
+    assert late.done, "its part was done before it left"
+    assert isinstance(never.error, PeerLostError)
+    assert never.error.left
+    assert before
+    assert after
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_bytes_of_a_peer_end_in_a_fault_of_that_peer(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(20):
+        ranks, segments = make(3)
+        works: list[Execution] = []
+        for _ in range(rng.randint(1, 6)):
+            count = rng.choice((1, 2000))
+            works += [all_reduce(rank, count, 1).start() for rank in ranks]
+            for _ in range(rng.randint(0, 4)):
+                turn(ranks, rng)
+            at = rng.choice((0, 64, 128, 192, 256, 320, rng.randrange(0, LANE_HEAD_BYTES - 8, 8)))
+            value = rng.choice((0, 1, 5, RECORDS, 1 << 62, 1 << 63, (1 << 64) - 1, rng.randrange(1 << 64)))
+            segments[2][at : at + 8] = value.to_bytes(8, "little")
+        settle(ranks, rng)
+        for rank in ranks[:2]:
+            assert len(rank.faults) <= 1
+            assert all(number == 102 for number, _ in rank.faults)
+        errors = [work.error for work in works if work.rank is not ranks[2] and work.error is not None]
+        assert all(isinstance(error, CollectiveMismatchError) for error in errors)
+
+
+def test_needs_of_another_shape_than_what_is_there() -> None:
+    """Who reads past what a member publishes waits for what will be said about that, and disturbs nobody."""
+    ranks, _ = make(2)
+    needs: Needs = {1: {5: 1}}
+    program: Any = type("P", (), {"items": 0, "needs": needs, "instructions": (), "ready": ()})()
+    execution: Any = Execution.__new__(Execution)
+    part = ranks[0].lane.add(1, program, execution)
+    ranks[0].lane.flush()
+    work = broadcast(ranks[1], 10, 1, 1).start(1)
+    settle(ranks)
+    assert work.done
+    assert not part.over
+    assert not ranks[1].faults
+    part._execution = None
+    part.end()
+    settle(ranks)
+    assert ranks[0].lane.core.finished == 1
+
+
+async def test_it_runs_on_a_real_loop_too() -> None:
+    ranks, _ = make(2)
+    for rank in ranks:
+        rank.lane._loop = asyncio.get_running_loop()
+    works = [all_reduce(rank, 100_000, 1).start() for rank in ranks]
+    while not all(work.done for work in works):
+        for rank in ranks:
+            rank.look()
+        await asyncio.sleep(0)
+    assert (works[0].buffers[1] == 2).all()

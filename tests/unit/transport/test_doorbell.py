@@ -1,0 +1,111 @@
+"""The doorbell is rung if its owner sleeps, not otherwise, and a ring that got lost is made up for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+from mesh_world import eventually
+
+from asyncdist.transport import doorbell as doorbell_module
+from asyncdist.transport.doorbell import Doorbell, Ringer
+from asyncdist.transport.fence import RECHECK_S, fence
+from asyncdist.transport.fork import SocketSet
+from asyncdist.transport.segment import AttachedSegment
+
+
+class Bell:
+    """A doorbell, a peer of its own, and how often it looked."""
+
+    def __init__(self) -> None:
+        self.fds = SocketSet(lambda: None)
+        self.doorbell = Doorbell(asyncio.get_running_loop(), self.fds)
+        page = AttachedSegment(os.dup(self.doorbell.page.fd), self.doorbell.page.size)
+        self.ringer = Ringer(self.fds, os.dup(self.doorbell.eventfd), page)
+        self.looks = 0
+        self.there = False
+        self.doorbell.pollers[self.look] = None
+
+    def look(self) -> bool:
+        self.looks += 1
+        return self.there
+
+
+@pytest.fixture
+async def bell() -> AsyncIterator[Bell]:
+    made = Bell()
+    yield made
+    made.ringer.close()
+    made.ringer.close()
+    made.doorbell.close()
+    made.doorbell.close()
+    made.ringer.ring()  # nobody is there any more
+
+
+async def test_a_sleeper_is_woken(bell: Bell) -> None:
+    bell.ringer.ring()
+    await eventually(lambda: bell.doorbell.rings == 1)
+    assert bell.looks == 1
+
+
+async def test_many_rings_are_one(bell: Bell) -> None:
+    for _ in range(1000):
+        bell.ringer.ring()
+    await eventually(lambda: bell.doorbell.rings)
+    await asyncio.sleep(0)
+    assert bell.doorbell.rings == 1
+
+
+async def test_who_is_awake_is_not_rung_for_and_looks_before_it_sleeps(bell: Bell) -> None:
+    bell.doorbell.stay_awake()
+    bell.doorbell.stay_awake()
+    bell.ringer.ring()
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(bell.doorbell.eventfd)
+    assert not bell.looks
+    await asyncio.sleep(0)
+    assert bell.looks == 1, "what came meanwhile is not slept upon"
+    bell.ringer.ring()
+    await eventually(lambda: bell.doorbell.rings == 1)
+
+
+async def test_a_ring_that_got_lost_costs_a_recheck(bell: Bell, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert RECHECK_S <= 0.25
+    monkeypatch.setattr(doorbell_module, "RECHECK_S", 0.001)
+    bell.there = True
+    await eventually(lambda: bell.looks)
+    looks = bell.looks
+    await eventually(lambda: bell.looks > looks)
+    assert bell.doorbell.rings == 0
+
+
+async def test_a_counter_at_its_limit_is_ring_enough(bell: Bell) -> None:
+    os.eventfd_write(bell.doorbell.eventfd, (1 << 64) - 2)
+    bell.ringer.ring()
+    await eventually(lambda: bell.doorbell.rings == 1)
+
+
+async def test_pollers_may_go_while_others_are_asked(bell: Bell) -> None:
+    def leave() -> bool:
+        bell.doorbell.pollers.clear()
+        return False
+
+    bell.doorbell.pollers.clear()
+    bell.doorbell.pollers[leave] = None
+    bell.doorbell.pollers[bell.look] = None
+    assert not bell.doorbell.poll()
+    assert not bell.doorbell.pollers
+
+
+async def test_a_peer_that_writes_into_the_page_reaches_nothing(bell: Bell) -> None:
+    page = AttachedSegment(os.dup(bell.doorbell.page.fd), bell.doorbell.page.size)
+    with pytest.raises(TypeError):
+        page.view[0] = 0
+    page.release()
+
+
+def test_the_fence_can_be_taken_again_and_again() -> None:
+    for _ in range(10):
+        fence()
