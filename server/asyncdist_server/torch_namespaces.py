@@ -215,6 +215,8 @@ class TorchNamespaces:
 
     def next_deadline(self) -> float | None:
         """Return when `expire` has something to do next, None if nothing is due ever."""
+        if not self._abandoned and not self._claims:
+            return None
         soonest = [next(iter(table.values())) for table in (self._abandoned, self._claims) if table]
         return min(soonest, default=None)
 
