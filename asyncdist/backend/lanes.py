@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ from asyncdist import events
 from asyncdist.backend import call as calls
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.call import Call
+from asyncdist.backend.lane_loans import borrow, lend_to
 from asyncdist.errors import PeerLostError, RemoteProtocolError
 from asyncdist.executor.shared_lane import SharedLane
 from asyncdist.transport.doorbell import Ringer
@@ -210,7 +212,9 @@ class Lanes:
             views.append(view)
             ringers.append(connection.ringer)
         state.pool_bytes = min(map(len, views)) - LANE_HEAD_BYTES
-        state.lane = SharedLane(backend.loop, Lane(backend.rank, views), backend.ranks, ringers, self._mesh.break_pair)
+        core = Lane(backend.rank, views, partial(borrow, memory, backend.ranks))
+        lend = partial(lend_to, memory, [rank for rank in backend.ranks if rank != self._mesh.rank])
+        state.lane = SharedLane(backend.loop, core, backend.ranks, ringers, self._mesh.break_pair, lend)
         return ""
 
     def _mapped(self, tag: int, gathered: np.ndarray[tuple[int, int], np.dtype[np.uint64]]) -> None:

@@ -6,6 +6,7 @@ name a message on the wire. All of it is worked out once per plan and kept with 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Final, NamedTuple
 
 from asyncdist.plan.steps import (
@@ -76,15 +77,17 @@ class Program:
     """One rank's plan, compiled.
 
     `pending` is how many steps each step waits for, `ready` those that wait for none, `peer_ranks` every peer named,
-    `items` how many items it puts out, and `needs` which of the others' it reads, how many times.
+    `items` how many items it puts out, `needs` which of the others' it reads, how many times, and `lendable` the steps
+    whose items the others may read where they are, as nothing overwrites them until all have.
     """
 
-    __slots__ = ("instructions", "items", "needs", "peer_ranks", "pending", "plan", "ready")
+    __slots__ = ("instructions", "items", "lendable", "needs", "peer_ranks", "pending", "plan", "ready")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.items = sum(isinstance(step, Publish) for step in plan.steps)
         self.needs = _needs(plan)
+        self.lendable = _lendable(plan) if self.items else frozenset()
         successors: list[list[int]] = [[] for _ in plan.steps]
         for index, step in enumerate(plan.steps):
             for earlier in step.after:
@@ -100,7 +103,7 @@ class Program:
         """The same program with messages numbered apart, so that it can run `times` times in one operation."""
         other = Program.__new__(Program)
         other.plan, other.pending, other.ready, other.peer_ranks = self.plan, self.pending, self.ready, self.peer_ranks
-        other.items, other.needs = self.items, self.needs
+        other.items, other.needs, other.lendable = self.items, self.needs, self.lendable
         other.instructions = tuple(
             step._replace(suffix=key_suffix(suffix_slot(step.suffix) * times + plus, COLLECTIVE_CHANNEL))
             if step.suffix
@@ -160,3 +163,27 @@ def _needs(plan: Plan) -> Needs:
             items = needs.setdefault(step.peer, {})
             items[step.item] = items.get(step.item, 0) + 1
     return {peer: dict(sorted(items.items())) for peer, items in needs.items()}
+
+
+def _lendable(plan: Plan) -> frozenset[int]:
+    """Steps that publish what no later step of the plan overwrites, or only once all have read it (`shielded`)."""
+    starts: dict[Buffer, list[tuple[int, int, int]]] = {}
+    for index, step in enumerate(plan.steps):
+        if not isinstance(step, Send | Publish):
+            starts.setdefault(step.target.buffer, []).append((step.target.offset, step.target.end, index))
+    longest = {}
+    for buffer, places in starts.items():
+        places.sort()
+        longest[buffer] = max(end - start for start, end, _ in places)
+    found = set()
+    for index, step in enumerate(plan.steps):
+        if not isinstance(step, Publish):
+            continue
+        if not step.shielded:
+            places = starts.get(step.source.buffer, [])
+            first = bisect_left(places, (step.source.offset - longest.get(step.source.buffer, 0), 0, 0))
+            last = bisect_left(places, (step.source.end, 0, 0))
+            if any(end > step.source.offset and later > index for _, end, later in places[first:last]):
+                continue
+        found.add(index)
+    return frozenset(found)

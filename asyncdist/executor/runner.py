@@ -260,6 +260,16 @@ class Execution:
         source = np.frombuffer(item, target.dtype, step.stop - step.start, step.source_start * itemsize)
         self._apply(COPY if step.kind == FETCH else REDUCE, source, target, step.left)
 
+    def hold(self) -> None:
+        """Do not end before `release`: something of our arrays was lent."""
+        self._remaining += 1
+
+    def release(self) -> None:
+        """All of that was read."""
+        if not self._stopped:
+            self._remaining -= 1
+            self._advance([])
+
     def rank_of(self, member: int) -> int:
         """The global rank of a group rank, for messages."""
         raise NotImplementedError

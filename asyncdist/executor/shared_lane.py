@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
@@ -62,8 +63,11 @@ class SharedLane:
         ranks: Sequence[int],
         ringers: Sequence[Ringer | None],
         on_fault: Callable[[int, Exception], None],
+        lend: Callable[[memoryview], tuple[int, int] | None] = lambda payload: None,
     ) -> None:
         self.core = core
+        self.lend = lend
+        """Segment and offset of a payload that all members can read where it is, else None."""
         self.moved = 0
         self.changed = False
         self.pumping = False
@@ -217,7 +221,10 @@ class SharedLane:
             raise different(self._ranks[error.member]) from None
 
     def close(self) -> None:
-        """Touch the memory no more. Idempotent."""
+        """Touch the memory no more, and have nobody take what is still lent. Idempotent."""
+        if not self.closed:
+            with suppress(LaneFault):
+                self.core.revoke_all()
         self.closed = True
         if self._again is not None:
             self._again.cancel()

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TURN_BYTES", "SharedExecution", "SharedPart", "different"]
 
+LEND_BYTES: Final = 64 << 10
+"""Shortest item that is lent where its memory is shared: copying a shorter one costs less than having it back."""
+
 TURN_BYTES: Final = 1 << 20
 """Bytes copied and reduced in one turn of the loop: some 0.2 ms, so that no callback holds it for a millisecond."""
 
@@ -31,6 +34,12 @@ class SharedExecution(Protocol):
     def step_done(self, index: int) -> None:
         """A step that was issued, and was not done then, is. It may issue others."""
 
+    def hold(self) -> None:
+        """Do not end before `release`: something of its arrays was lent."""
+
+    def release(self) -> None:
+        """All of that was read."""
+
     def message_failed(self, token: object, error: BaseException) -> None:
         """The operation cannot go on."""
 
@@ -41,7 +50,17 @@ class SharedExecution(Protocol):
 class SharedPart:
     """One operation's share of a lane. Without an execution it only takes its place in the order."""
 
-    __slots__ = ("_execution", "_fetches", "_lane", "_program", "_publishes", "fingerprint", "operation", "over")
+    __slots__ = (
+        "_execution",
+        "_fetches",
+        "_lane",
+        "_lent",
+        "_program",
+        "_publishes",
+        "fingerprint",
+        "operation",
+        "over",
+    )
 
     def __init__(
         self, lane: SharedLane, fingerprint: int, program: Program | None, execution: SharedExecution | None
@@ -52,6 +71,7 @@ class SharedPart:
         self.fingerprint = fingerprint
         self.operation: LaneOperation | None = None
         self.over = execution is None
+        self._lent = False
         self._publishes: deque[int] = deque()
         self._fetches: dict[int, list[tuple[int, int]]] = {}  # by member, a heap of (item, step)
 
@@ -63,7 +83,7 @@ class SharedPart:
         operation = self.operation if lane.moved < TURN_BYTES else None
         try:
             if step.kind == PUBLISH:
-                if operation is not None and not self._publishes and self._publish(operation, step):
+                if operation is not None and not self._publishes and self._publish(operation, index, step):
                     return True
                 self._publishes.append(index)
                 return False
@@ -99,7 +119,7 @@ class SharedPart:
         publishes = self._publishes
         while publishes and not self.over and lane.moved < TURN_BYTES:
             index = publishes[0]
-            if not self._publish(operation, instructions[index]):
+            if not self._publish(operation, index, instructions[index]):
                 break
             publishes.popleft()
             done = True
@@ -113,6 +133,15 @@ class SharedPart:
                 done = True
                 if self._fetch(operation, instructions[index]):
                     execution.step_done(index)
+        if (
+            self._lent
+            and not self.over
+            and operation.published == operation.item_count
+            and lane.core.returned(operation)
+        ):
+            self._lent = False
+            done = True
+            execution.release()
         return done
 
     def fail(self, error: Exception) -> None:
@@ -131,20 +160,38 @@ class SharedPart:
             self._lane.ended(self)
 
     def slow_readers(self) -> set[int]:
-        """Members that keep us from publishing."""
+        """Members that keep us from publishing, or from having back what we have lent."""
         core = self._lane.core
         if self.operation is None:
             return set(core.least_finished())
-        return set(core.slowest()) if self._publishes else set()
+        return set(core.slowest()) if self._publishes or self._lent else set()
 
-    def _publish(self, operation: LaneOperation, step: Instruction) -> bool:
-        execution = self._execution
+    def _publish(self, operation: LaneOperation, index: int, step: Instruction) -> bool:
+        execution, program = self._execution, self._program
         assert execution is not None
+        assert program is not None
         payload = execution.payload(step)
+        if len(payload) >= LEND_BYTES and index in program.lendable:
+            place = self._lane.lend(payload)
+            if place is not None:
+                return self._lend(operation, *place, len(payload))
         if not self._lane.core.publish(operation, payload):
             return False
         self._lane.moved += len(payload)
         self._lane.changed = True
+        return True
+
+    def _lend(self, operation: LaneOperation, segment: int, offset: int, length: int) -> bool:
+        lane, execution = self._lane, self._execution
+        assert execution is not None
+        if not lane.core.lend(operation, segment, offset, length):
+            return False
+        lane.changed = True
+        if not self._lent:
+            self._lent = True
+            execution.hold()
+        if operation.published == operation.item_count and lane.core.returned(operation):
+            lane.soon()
         return True
 
     def _fetch(self, operation: LaneOperation, step: Instruction) -> bool:
@@ -155,6 +202,10 @@ class SharedPart:
         if item is None:
             return False
         execution.take(step, item)
+        if core.borrowed:
+            core.borrowed = False
+            if not core.intact(operation, step.peer, step.source):
+                return False  # given up, and its memory may have changed under our hands
         core.consumed(operation, step.peer, step.source)
         self._lane.moved += len(item)
         return True

@@ -192,8 +192,8 @@ class PlanBuilder:
         self._accesses[target.buffer].write(target, len(self._steps), wait)
         return self._add(Copy(source, target, self._reduced(wait)))
 
-    def publish(self, source: Slice, *, after: Iterable[int | None] = ()) -> int | None:
-        """Put `source` out as this rank's next item; a slice without elements is no item."""
+    def publish(self, source: Slice, *, after: Iterable[int | None] = (), shielded: bool = False) -> int | None:
+        """Put `source` out as this rank's next item; a slice without elements is no item. `shielded`: see Publish."""
         if not source.length:
             return None
         wait = self._wait(after)
@@ -201,7 +201,7 @@ class PlanBuilder:
         if self._last_published is not None:
             wait.add(self._last_published)  # items are put out in order
         item, self._items = self._items, self._items + 1
-        self._last_published = self._add(Publish(source, item, self._reduced(wait)))
+        self._last_published = self._add(Publish(source, item, self._reduced(wait), shielded))
         return self._last_published
 
     def fetch(

@@ -171,10 +171,14 @@ def _fold(builder: PlanBuilder, piece: Slice, item: int, rank: int, ranks: int, 
 
 
 def _publish_inputs(builder: PlanBuilder, slices: Slices, buffer: Buffer, rank: int, chunk: int) -> None:
-    """Publish a chunk of everyone else's part, that of the next rank first."""
+    """Publish a chunk of everyone else's part, that of the next rank first.
+
+    OUTPUT is shielded: what overwrites such a chunk is its result, which the other rank puts out once it has read ours.
+    """
     world = len(slices.counts)
     for distance in range(1, world):
-        builder.publish(slices.piece(buffer, (rank + distance) % world, chunk))
+        piece = slices.piece(buffer, (rank + distance) % world, chunk)
+        builder.publish(piece, shielded=buffer is Buffer.OUTPUT)
 
 
 def _fetch_results(builder: PlanBuilder, slices: Slices, rank: int, chunk: int) -> None:

@@ -116,11 +116,15 @@ class Publish:
 
     Items are numbered from 0 in the order of the steps, and are put out in that order. Whoever puts items out may have
     to wait until all ranks have read earlier ones: memory for them is bounded.
+
+    `shielded`: by what the plans of all ranks wait for, whoever reads the item has read it before a later step here
+    overwrites the slice. Then, and where no later step does, the others may read the slice itself instead of a copy.
     """
 
     source: Slice
     item: int
     after: tuple[int, ...] = ()
+    shielded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

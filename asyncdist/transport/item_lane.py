@@ -9,7 +9,8 @@ which items of the others it needs no more.
 | words, each on a cache line | issued: operations begun; published: items put out; finished: operations of which it
 will look at nothing again; wanting: what it waits for; consumed[m]: items of member m that it needs no more |
 | records, a ring of RECORDS | of an operation: its number, its fingerprint, its first item, how many items it has |
-| descriptors, a ring of DESCRIPTORS | of an item: its number, where it lies in the pool, and its length |
+| descriptors, a ring of DESCRIPTORS | of an item: its number, where it lies, its length, and in which segment: 0 is
+the pool, others are of arrays (see LendingLane) |
 | the pool | the items' bytes, first in, first out |
 
 Operations put their items out in the order in which they were begun, each in the order of its plan. So a number names
@@ -144,15 +145,8 @@ class ItemLane:
             return False
         self._content(ROOM)
         self._pool[at : at + length] = payload
-        number = self._published
-        DESCRIPTOR.pack_into(self._own, DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR.size, number, at, length)
-        self._items.add(number, at, length)
-        fence()  # the bytes and where they are before their count
-        self._published = self._own_words[PUBLISHED] = number + 1
-        operation.published += 1
-        if operation.published == operation.item_count:
-            queue.popleft()
-            self._skip_given_up()
+        self._items.add(self._published, at, length)
+        self._describe(operation, at, length)
         return True
 
     def available(self, operation: LaneOperation, member: int) -> int:
@@ -184,11 +178,14 @@ class ItemLane:
         else:
             first, segment, pool = peer.records[operation.number][0], peer.segment, peer.pool
         number = first + item
-        found, at, size = DESCRIPTOR.unpack_from(segment, DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR.size)
+        place = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR.size
+        found, at, size, lent = DESCRIPTOR.unpack_from(segment, place)
         if found != number:
             raise LaneFault(member, f"item {found} is described in place of {number}")
         if size == ABSENT:
             return None
+        if lent:
+            return self._lent_item(member, lent, at, size)
         if size > len(pool) or at > len(pool) - size:
             raise LaneFault(member, f"an item has {size} bytes at {at}, outside of the pool")
         view: memoryview = pool[at : at + size]
@@ -225,7 +222,7 @@ class ItemLane:
             upto = min(end, room)
             for missing in range(max(self._published, self._consumed_seen), upto):
                 at = DESCRIPTORS_AT + missing % DESCRIPTORS * DESCRIPTOR.size
-                DESCRIPTOR.pack_into(self._own, at, missing, 0, ABSENT)
+                DESCRIPTOR.pack_into(self._own, at, missing, 0, ABSENT, 0)
             fence()
             self._published = self._own_words[PUBLISHED] = max(upto, self._published)
             if upto < end:
@@ -259,18 +256,6 @@ class ItemLane:
             fence()  # read before we say so
             self.finished = self._own_words[FINISHED] = oldest
             self.news = True
-
-    def slowest(self) -> list[int]:
-        """Members that have consumed the least of our items, if any are left."""
-        consumed = {index: peer.words[CONSUMED + 8 * self.rank] for index, peer in self._others}
-        least = min(consumed.values())
-        return [index for index, count in consumed.items() if count == least < self._published]
-
-    def least_finished(self) -> list[int]:
-        """Members that have finished the fewest operations."""
-        finished = {index: peer.words[FINISHED] for index, peer in self._others}
-        least = min(finished.values())
-        return [index for index, count in finished.items() if count == least]
 
     @property
     def busy(self) -> bool:
@@ -311,6 +296,21 @@ class ItemLane:
         return False
 
     # -- inside
+
+    def _describe(self, operation: LaneOperation, at: int, length: int, segment: int = 0) -> None:
+        """Put out the next item of `operation`, the first of the queue: it is there."""
+        number = self._published
+        place = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR.size
+        DESCRIPTOR.pack_into(self._own, place, number, at, length, segment)
+        fence()  # the bytes and where they are before their count
+        self._published = self._own_words[PUBLISHED] = number + 1
+        operation.published += 1
+        if operation.published == operation.item_count:
+            self._queue.popleft()
+            self._skip_given_up()
+
+    def _lent_item(self, member: int, segment: int, offset: int, length: int) -> memoryview | None:
+        raise NotImplementedError
 
     def _record(self, peer: Member, operation: LaneOperation) -> tuple[int, int] | None:
         """First item and number of items of `peer` in `operation`; None if it has not begun it, or skips it."""

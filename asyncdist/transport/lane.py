@@ -1,4 +1,4 @@
-"""Lane: an ItemLane, and beside it the express way for operations so small that their payload fits their record.
+"""Lane: a LendingLane, and beside it the express way for operations so small that their payload fits their record.
 
 Nothing here waits or wakes anybody.
 """
@@ -6,8 +6,8 @@ Nothing here waits or wakes anybody.
 from __future__ import annotations
 
 from asyncdist.transport.fence import fence
-from asyncdist.transport.item_lane import ItemLane
 from asyncdist.transport.lane_layout import (
+    CONSUMED,
     EXPRESS_AT,
     EXPRESS_BYTES,
     FINISHED,
@@ -27,11 +27,12 @@ from asyncdist.transport.lane_layout import (
     LaneOperation,
     Needs,
 )
+from asyncdist.transport.lending_lane import LendingLane
 
 __all__ = ["LANE_HEAD_BYTES", "MAX_LANE_RANKS", "SKIPPED", "Differs", "Lane", "LaneFault", "LaneOperation", "Needs"]
 
 
-class Lane(ItemLane):
+class Lane(LendingLane):
     """See ItemLane. Express operations share its order: every member begins all of them, and ends them in turn."""
 
     __slots__ = ()
@@ -99,6 +100,18 @@ class Lane(ItemLane):
         self.news = True
         if self._open:
             self.retire()
+
+    def slowest(self) -> list[int]:
+        """Members that have consumed the least of our items, if any are left."""
+        consumed = {index: peer.words[CONSUMED + 8 * self.rank] for index, peer in self._others}
+        least = min(consumed.values())
+        return [index for index, count in consumed.items() if count == least < self._published]
+
+    def least_finished(self) -> list[int]:
+        """Members that have finished the fewest operations."""
+        finished = {index: peer.words[FINISHED] for index, peer in self._others}
+        least = min(finished.values())
+        return [index for index, count in finished.items() if count == least]
 
 
 def _express_place(number: int, length: int) -> int:

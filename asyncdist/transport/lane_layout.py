@@ -60,7 +60,7 @@ DESCRIPTORS: Final = 1024
 ISSUED, PUBLISHED, FINISHED, WANTING, CONSUMED = 0, 8, 16, 24, 32
 WORDS_BYTES: Final = 64 * (4 + MAX_LANE_RANKS)
 RECORD: Final = struct.Struct("<QQQQ")
-DESCRIPTOR: Final = struct.Struct("<QQQ8x")
+DESCRIPTOR: Final = struct.Struct("<QQQQ")
 RECORDS_AT: Final = WORDS_BYTES
 RECORD_STRIDE: Final = 64 + EXPRESS_BYTES
 EXPRESS_AT: Final = 64
@@ -100,7 +100,7 @@ class Differs(Exception):
 class LaneOperation:
     """One operation on this member. `number` is its place in the order, `needs` what it still has to read."""
 
-    __slots__ = ("ended", "fingerprint", "first", "item_count", "needs", "number", "published")
+    __slots__ = ("ended", "fingerprint", "first", "item_count", "lent", "needs", "number", "published")
 
     def __init__(self, number: int, fingerprint: int, first: int, item_count: int, needs: Needs) -> None:
         self.number = number
@@ -109,6 +109,7 @@ class LaneOperation:
         self.item_count = item_count
         self.needs = needs
         self.published = 0
+        self.lent = 0  # items before this number were lent, if any were
         self.ended = False
 
 
