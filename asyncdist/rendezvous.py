@@ -14,6 +14,9 @@ Keys, under `world/<group name>/`:
 | `<epoch>/left`, `<epoch>/left/<rank>` | every rank | counter and flags of clean exits |
 | `<epoch>/gone` | the last to leave | nobody needs the store any more |
 
+Where the store has leases, all of these keys vanish `WORLD_LINGER_S` after the last rank has left, or has been without a
+connection for `HOLD_GRACE_S`.
+
 A rank needs a constant number of requests however large the world is. Each failure is published under `ready`, so
 that every rank raises it and none waits for its own time-out.
 """
@@ -34,14 +37,19 @@ import msgpack
 from asyncdist import events
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, StoreTimeoutError
-from asyncdist.store import PrefixStore, Store
+from asyncdist.store import Lease, PrefixStore, Store
 from asyncdist.transport.address import PeerAddress
+from asyncdist_server.messages import CLIENT_LINGER_S
 
 __all__ = ["WORLD_ID_BYTES", "Met", "Rendezvous"]
 
 WORLD_ID_BYTES: Final = 16
 GOODBYE_LIMIT_S: Final = 5.0
 """How long leaving may take in the store: a goodbye is a courtesy and must not hold up an exit."""
+HOLD_GRACE_S: Final = CLIENT_LINGER_S
+"""How long a rank that lost its connection still counts: as long as the store takes it up where it was."""
+WORLD_LINGER_S: Final = 60.0
+"""How long a world without ranks is remembered: those of its next run find its epoch, and no stale addresses."""
 PUBLISH_LIMIT_S: Final = 2.0
 """How long telling the others about a failure may take before it is raised here."""
 
@@ -67,6 +75,7 @@ class Rendezvous:
         self._attempt: asyncio.Task[Met] | None = None
         self._restarted = False
         self._published: dict[str, bytes] = {}
+        self._lease: Lease | None = None
         self._republishing: asyncio.Task[None] | None = None
         self._who = f"rank {rank} ({socket.gethostname()} pid {os.getpid()})"
 
@@ -99,6 +108,7 @@ class Rendezvous:
     def store_restarted(self) -> None:
         """The store came back without its data: join again, or publish again what the others may ask for."""
         self._restarted = True
+        self._release()
         if self._attempt is not None:
             self._attempt.cancel()
         elif self._published and self._republishing is None:
@@ -106,6 +116,7 @@ class Rendezvous:
 
     async def _publish_again(self) -> None:
         try:
+            await self._hold()
             await self._store.multi_set(list(self._published), list(self._published.values()))
         except DistError as error:
             events.info("%s could not publish its address again: %s", self._who, error)
@@ -116,6 +127,7 @@ class Rendezvous:
         self, host: str, loopback: bool, options: dict[str, Any], deadline: Deadline, allow_pickle: bool
     ) -> Met:
         self._store.set_timeout(deadline.remaining_s(_now()))
+        await self._hold()
         self._epoch = await self._claim_rank()
         await self._agree_on_terms(host, loopback)
         info = msgpack.packb({"who": self._who, "options": options})
@@ -137,6 +149,18 @@ class Rendezvous:
         events.info("%s joined a world of %d (epoch %d)", self._who, self.world_size, self._epoch)
         all_allow = allow_pickle and decision.get("allow_pickle") is True
         return Met(decision["world_id"], self._epoch, leader["options"], all_allow)
+
+    async def _hold(self) -> None:
+        """Let the world's keys live as long as this rank does, where the store can."""
+        with contextlib.suppress(NotImplementedError):
+            if self._lease is None or self._lease.lost:
+                self._lease = await self._store.lease(HOLD_GRACE_S, bound=True)
+            await self._store.hold("", self._lease, linger=WORLD_LINGER_S)
+
+    def _release(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.abandon()  # not waited for: who hosts the store may stop it at once
 
     async def publish(self, address: PeerAddress) -> None:
         """Tell the others where this rank listens."""
@@ -167,6 +191,8 @@ class Rendezvous:
                     await self._clean_up()
         except (DistError, TimeoutError) as error:
             events.info("%s could not say goodbye in the store: %s", self._who, error)
+        finally:
+            self._release()
 
     async def wait_for_goodbyes(self, lost: Collection[int]) -> None:
         """Wait, bounded, until every rank but the `lost` has said goodbye: for the rank that hosts the store."""

@@ -10,7 +10,7 @@ import pytest
 
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError
-from asyncdist.rendezvous import Met, Rendezvous
+from asyncdist.rendezvous import WORLD_LINGER_S, Met, Rendezvous
 from asyncdist.store import HashStore, PrefixStore
 from asyncdist.testing.loop import VirtualTimeLoop
 from asyncdist.transport.address import PeerAddress
@@ -169,3 +169,35 @@ async def test_goodbyes_are_bounded() -> None:
     await store.close()
     await rendezvous.leave()
     await rendezvous.wait_for_goodbyes(())
+
+
+@virtually
+async def test_a_world_vanishes_from_the_store_when_its_last_rank_has_left() -> None:
+    async with HashStore() as store:
+        await store.set("world/w2/other", "stays")
+        ranks = [Rendezvous(store, rank, 3, "w") for rank in range(3)]
+        await asyncio.gather(*(join(rank) for rank in ranks))
+        for rank in ranks[:2]:
+            await rank.leave()
+        await asyncio.sleep(WORLD_LINGER_S + 1)
+        assert await store.list_keys("world/w/")
+        await ranks[2].leave()
+        await asyncio.sleep(WORLD_LINGER_S - 1)
+        again = Rendezvous(store, 0, 1, "w")
+        assert (await join(again)).epoch == 2  # within that time the world is remembered
+        await asyncio.sleep(WORLD_LINGER_S + 1)
+        assert await store.list_keys("world/w/")
+        await again.leave()
+        await asyncio.sleep(WORLD_LINGER_S + 1)
+        assert await store.list_keys() == ["world/w2/other"]
+
+
+@virtually
+async def test_a_world_whose_ranks_died_vanishes_too() -> None:
+    async with HashStore() as store:
+        clones = [store.clone() for _ in range(2)]
+        await asyncio.gather(*(join(Rendezvous(clone, rank, 2)) for rank, clone in enumerate(clones)))
+        for clone in clones:
+            await clone.close()
+        await asyncio.sleep(WORLD_LINGER_S + 1)
+        assert await store.num_keys() == 0
