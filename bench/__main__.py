@@ -57,6 +57,7 @@ class _List(click.ParamType):  # type: ignore[type-arg]  # generic in newer rele
 @click.option("--peers", type=_List(click.Choice(list(PEERS))), help="Neighbors, all by default.")
 @click.option("--operations", type=_List(click.Choice([*OPERATIONS, "ping_pong", "one_way", "window"])))
 @click.option("--sizes", type=_List(BYTES), help="Bytes, such as 4,64KiB, of p2p, all_reduce and collectives.")
+@click.option("--stress-operations", type=click.IntRange(min=1), default=None, help="Operations of stress: 1,000,000.")
 @click.option("--format", "form", type=click.Choice(["table", "osu", "nccl", "json"]), default="table")
 @click.option("--plot", is_flag=True, help="Draw a picture of each operation into docs/benchmarks/.")
 @click.option(
@@ -80,6 +81,7 @@ def main(
     peers: tuple[str, ...] | None,
     operations: tuple[str, ...] | None,
     sizes: tuple[int, ...] | None,
+    stress_operations: int | None,
     form: str,
     plot: bool,
     promised: str | None,
@@ -88,7 +90,7 @@ def main(
     """Measure SUBJECTS (all by default), or with --targets what is promised.
 
     p2p, all_reduce (TCP), collectives (every one, every transport), concurrency, stall (the event loop and memory
-    during 256 MiB), store, rendezvous, overlap, stress; floors: the bare sockets alone.
+    during 256 MiB), store, torch-store, rendezvous, overlap, stress; floors: the bare sockets alone.
     """
     console, errors = Console(), Console(stderr=True)
     if not console.is_terminal:
@@ -102,13 +104,13 @@ def main(
     modes: tuple[Mode, ...] | None = None if pin is None else (("pinned",) if pin else ("free",))
     if promised is not None:
         target = targets.target_named(promised)
-        chosen = _profile(profile or target.profile.name, rounds)
+        chosen = _profile(profile or target.profile.name, rounds, stress_operations)
         with _Bar(errors) as bar:
             cells = target.measure(chosen, modes, bar.line)
         _print_targets(console, target, cells, machine, write=write, plot=plot)
     else:
         selection = Selection(_set(only.split(",") if only else None), _set(transports), _set(peers), sizes, operations)
-        chosen = _profile(profile or FULL.name, rounds)
+        chosen = _profile(profile or FULL.name, rounds, stress_operations)
         cells = _measure(subjects(names, selection), chosen, ranks, modes, errors)
         if plot:
             for path in plots.draw(cells, targets.FOLDER, "bench"):
@@ -150,9 +152,13 @@ def _set(values: Sequence[str] | None) -> frozenset[str] | None:
     return None if values is None else frozenset(values)
 
 
-def _profile(name: str, rounds: int | None) -> Profile:
+def _profile(name: str, rounds: int | None, stress_operations: int | None) -> Profile:
     chosen = PROFILES[name]
-    return chosen if rounds is None else dataclasses.replace(chosen, rounds=rounds)
+    return dataclasses.replace(
+        chosen,
+        rounds=rounds or chosen.rounds,
+        stress_operations=stress_operations or chosen.stress_operations,
+    )
 
 
 def _measure(

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 
-PACKAGES = ("asyncdist", "numpy", "uvloop", "msgpack", "torch", "mpi4py", "redis")
+PACKAGES = ("asyncdist", "numpy", "uvloop", "msgpack", "torch", "mpi4py", "xoscar", "redis")
 PROGRAMS = {"Open MPI": ("mpirun", "--version"), "Redis": ("redis-server", "--version")}
 VERSION_TIMEOUT_S = 10.0
 

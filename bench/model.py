@@ -25,7 +25,8 @@ class Profile:
     neighbors: bool
     modes: tuple[Mode, ...]
     run_budget_s: float | None = None
-    """Seconds after which a run of a subject that allows it takes no further samples; the tables say how many."""
+    """Seconds a run of a subject that allows it may take: fewer samples then; the tables say how many."""
+    stress_operations: int = 1_000_000
 
     def samples(self, *, large: bool) -> tuple[int, int]:
         """Return (samples, warm-up samples) of a case."""
@@ -38,7 +39,7 @@ PROMISES = Profile("promises", 5, 40, 4, 64 << 20, True, ("pinned", "free"), run
 """What the promises about collectives and shared memory take: 200 small or 20 large samples of everybody in five
 alternating runs, less where a neighbor needs longer than the budget (gloo with more ranks than cores takes milliseconds
 for four bytes)."""
-SMOKE = Profile("smoke", 1, 4, 2, 1 << 20, False, ("free",))
+SMOKE = Profile("smoke", 1, 4, 2, 1 << 20, False, ("free",), stress_operations=1_000)
 
 
 class Server(Protocol):
@@ -100,16 +101,6 @@ class Run:
     cpu_max_s: float = 0.0
     cpu_sum_s: float = 0.0
     extra: dict[str, float] = field(default_factory=dict)
-
-    def join(self, other: Run) -> None:
-        """Take in a further part of the same run."""
-        mine, theirs = len(self.samples_s), len(other.samples_s)
-        self.cpu_max_s = (mine * self.cpu_max_s + theirs * other.cpu_max_s) / (mine + theirs)
-        self.cpu_sum_s = (mine * self.cpu_sum_s + theirs * other.cpu_sum_s) / (mine + theirs)
-        self.samples_s += other.samples_s
-        self.wrong += other.wrong
-        for name, value in other.extra.items():
-            self.extra[name] = max(value, self.extra.get(name, value))
 
 
 @dataclass

@@ -12,8 +12,8 @@ from bench.model import Candidate, Cell, Measurement, Mode, Profile, Run, Subjec
 from bench.runner import BenchError, Session
 
 Progress = Callable[[str], None]
-PARTS = 4
-"""Parts of a run that is under a time limit."""
+OPERATION_S = "operation_s"
+"""Where a measurement under a time limit keeps how long one operation took, with all that is not timed."""
 
 
 def run_subject(
@@ -137,7 +137,7 @@ def _run_once(session: Session, case: Case, measurement: Measurement, budget_s: 
     if measurement.runs_s:  # memory is measured once: the first operation of a size is what takes it
         case = dataclasses.replace(case, memory=False)
     try:
-        run = session.measure(case) if budget_s is None else _measure_within(session, case, budget_s)
+        run = session.measure(case) if budget_s is None else _measure_within(session, case, measurement, budget_s)
     except (BenchError, OSError) as error:
         return str(error)
     measurement.add(run)
@@ -147,13 +147,18 @@ def _run_once(session: Session, case: Case, measurement: Measurement, budget_s: 
     return None
 
 
-def _measure_within(session: Session, case: Case, budget_s: float) -> Run:
-    """Make one run in parts, the first of them a quarter of the samples, until all are taken or the time is up."""
-    part = -(-case.samples // PARTS)
+def _measure_within(session: Session, case: Case, measurement: Measurement, budget_s: float) -> Run:
+    """Make one run of as many samples as the time allows, by what the last run (or a first single sample) took."""
+    operation_s = measurement.extra.get(OPERATION_S)
+    if operation_s is None:
+        began_s = time.monotonic()
+        run = session.measure(dataclasses.replace(case, samples=1, warmup=1, stall_samples=0))
+        operation_s = (time.monotonic() - began_s) / 2
+        case = dataclasses.replace(case, memory=False)
+        measurement.extra |= run.extra
+    samples = max(1, min(case.samples, int(budget_s / operation_s)))
+    warmup = max(1, min(case.warmup, samples // 4))
     began_s = time.monotonic()
-    run = session.measure(dataclasses.replace(case, samples=part))
-    while len(run.samples_s) < case.samples and time.monotonic() - began_s < budget_s:
-        samples = min(part, case.samples - len(run.samples_s))
-        again = dataclasses.replace(case, samples=samples, warmup=1, stall_samples=0, memory=False)
-        run.join(session.measure(again))
+    run = session.measure(dataclasses.replace(case, samples=samples, warmup=warmup))
+    measurement.extra[OPERATION_S] = (time.monotonic() - began_s) / (samples + warmup)
     return run

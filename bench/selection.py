@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bench import all_reduce, collectives, concurrency, loop_stall, overlap, p2p, rendezvous, store, stress
+from bench import all_reduce, collectives, concurrency, loop_stall, overlap, p2p, rendezvous, store, stress, torch_store
 from bench.candidates import PEERS
 from bench.cases import Case
 from bench.model import Candidate, Profile, Subject
@@ -21,6 +21,7 @@ SUBJECTS: Mapping[str, Subject] = {
         concurrency.SUBJECT,
         loop_stall.SUBJECT,
         store.SUBJECT,
+        torch_store.SUBJECT,
         rendezvous.SUBJECT,
         overlap.SUBJECT,
         stress.SUBJECT,

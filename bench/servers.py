@@ -33,9 +33,9 @@ class ServerProcess:
         self.child.stop()
 
 
-def asyncdist_server(core: int | None) -> ServerProcess:
+def asyncdist_server(core: int | None, *arguments: str) -> ServerProcess:
     """Start ``python -m asyncdist_server`` on any free port and read the port from its ready line."""
-    command = [sys.executable, "-m", "asyncdist_server", "--host", LOCALHOST, "--port", "0"]
+    command = [sys.executable, "-m", "asyncdist_server", "--host", LOCALHOST, "--port", "0", *arguments]
     child = Child(command, core=core, ready_line=True)
     line = child.read_line()
     ports: list[str] = re.findall(r":(\d{2,5})\b", line) or re.findall(r"\b(\d{2,5})\b", line)

@@ -27,8 +27,6 @@ from bench.model import Candidate, Cell, Measurement, Profile, Subject
 from bench.runner import BenchError, Session
 from bench.schedule import Progress
 
-OPERATIONS: Final = 1_000_000
-SMOKE_OPERATIONS: Final = 1_000
 RANKS: Final = 4
 IN_FLIGHT: Final = 64
 MAX_BLOCK: Final = 64
@@ -175,7 +173,7 @@ CANDIDATE = Candidate(
 
 def cases(profile: Profile) -> Sequence[Case]:
     """Return the one cell of a profile."""
-    operations = OPERATIONS if profile.neighbors else SMOKE_OPERATIONS
+    operations = profile.stress_operations
     timeout_s = TIMEOUT_BASE_S + TIMEOUT_PER_OPERATION_S * operations
     title = f"{operations:,} mixed operations, ranks paused"
     return [Case("stress", 0, 1, 0, operations=operations, timeout_s=timeout_s, title=title)]

@@ -37,7 +37,9 @@ def verdict(
     """Return the verdict on ``candidate``'s cell; wrong results never meet a promise."""
     own = cell.measurements[candidate]
     if not own.runs_s:
-        return Verdict(measure, cell.mode, promised, own.failure or "not measured", beside(cell, candidate), None)
+        failure = own.failure or "not measured"
+        broken = None if failure.startswith("not ") else False  # absent is one thing, an error another
+        return Verdict(measure, cell.mode, promised, failure, beside(cell, candidate), broken)
     text = measured or format_time(own.p50_s())
     if own.wrong:
         text, met = f"{text}, {own.wrong} WRONG", False

@@ -1,0 +1,86 @@
+"""Subject torch-store: torch's own client, one request at a time, to asyncdist's daemon and to torch's server.
+
+Either server has a process of its own; the client is the same unmodified `torch.distributed.TCPStore` in both. get is
+two round trips of torch's (wait, then get); set has no answer, so each is followed by a check that it has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter_ns
+
+from bench.cases import Case, Record
+from bench.missing import missing_module, missing_torch
+from bench.model import Candidate, Profile, Subject
+from bench.servers import ServerProcess, asyncdist_server, torch_store_server
+from bench.store import KEY, TorchStoreRank, value_of
+
+OPERATIONS = frozenset({"get", "set", "add", "check"})
+COUNTER = "bench/counter"
+
+
+class TorchClientRank(TorchStoreRank):
+    """torch's client, one request at a time."""
+
+    async def measure(self, case: Case) -> Record:
+        """Run one case."""
+        operation = {"get": self._get, "set": self._set, "add": self._add, "check": self._check}[case.operation]
+        self._store.set(KEY, value_of(0))
+        record = Record()
+        base = self._store.add(COUNTER, 0)
+        for number in range(case.warmup + case.samples):
+            if case.operation == "get":
+                self._store.set(KEY, value_of(number))
+            start_ns = perf_counter_ns()
+            wrong = operation(number if case.operation != "add" else base + number + 1)
+            end_ns = perf_counter_ns()
+            record.wrong += wrong
+            if number >= case.warmup:
+                record.add(start_ns, end_ns)
+        return record
+
+    def _set(self, number: int) -> int:
+        self._store.set(KEY, value_of(number))
+        return int(self._store.check([KEY]) is not True)
+
+    def _add(self, expected: int) -> int:
+        return int(self._store.add(COUNTER, 1) != expected)
+
+
+def torch_daemon(core: int | None) -> ServerProcess:
+    """Start asyncdist's daemon for torch's clients."""
+    return asyncdist_server(core, "--torch")
+
+
+def missing() -> str | None:
+    """Why torch's client cannot be measured on asyncdist's daemon, or None."""
+    return missing_torch() or missing_module("asyncdist_server")
+
+
+def cases(profile: Profile) -> Sequence[Case]:
+    """Return the cells of a profile."""
+    samples, warmup = profile.samples(large=False)
+    return [
+        Case("get", 8, samples, warmup),
+        Case("set", 8, samples, warmup, title="set 8 B and check"),
+        Case("add", 0, samples, warmup),
+        Case("check", 0, samples, warmup),
+    ]
+
+
+ASYNCDIST = Candidate(
+    "asyncdist's daemon",
+    "bench.torch_store:TorchClientRank",
+    OPERATIONS,
+    missing=missing,
+    server=torch_daemon,
+    own=True,
+)
+TORCH = Candidate(
+    "torch's server",
+    "bench.torch_store:TorchClientRank",
+    OPERATIONS,
+    missing=missing_torch,
+    server=torch_store_server,
+)
+SUBJECT = Subject("torch-store", "Store requests of torch's client", (1,), cases, (ASYNCDIST, TORCH))
