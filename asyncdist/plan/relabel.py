@@ -112,7 +112,8 @@ class Relabelling:
             alike = step.source_left == other.source_left
             return alike and self._moves(step.source, other.source) and self._moves(step.target, other.target)
         if isinstance(step, Publish):
-            return bool(step.item == other.item) and self._moves(step.source, other.source)
+            alike = (step.item, step.shielded) == (other.item, other.shielded)
+            return alike and self._moves(step.source, other.source)
         if (step.peer + self._shift) % self._world != other.peer:
             return False
         if isinstance(step, Fetch | FetchReduce):
