@@ -79,7 +79,8 @@ class Connection(asyncio.Protocol):
             self._opening = False
             self._cancel_timer()
             self._server.opened(self)
-        self._account()
+        if session.buffered != self._buffered:
+            self._account()
         self.flush()
         self._server.settle()
 
@@ -120,7 +121,7 @@ class Connection(asyncio.Protocol):
             self._end()
         elif session.busy and not self._write_paused:
             self._schedule_turn()
-        else:
+        elif session.busy or self._read_paused != self._write_paused:
             self._update_reading()
 
     def _has_output(self) -> None:

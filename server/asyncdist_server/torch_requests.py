@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING, Final
 from asyncdist_server.messages import (
     ADD,
     APPEND,
-    CHECK,
     COMPARE_SET,
     DELETE,
-    GET,
     LIST_KEYS,
-    MULTI_GET,
     MULTI_SET,
     NUM_KEYS,
     OK,
@@ -25,7 +22,6 @@ from asyncdist_server.messages import (
     QUEUE_POP,
     QUEUE_PUSH,
     SET,
-    TIMEOUT,
     ProtocolError,
 )
 from asyncdist_server.operations import INT64_MAX, INT64_MIN, parse_number
@@ -62,22 +58,17 @@ def _compare_set(session: TorchSession, key: bytes, expected: bytes, desired: by
 
 def _get(session: TorchSession, key: bytes) -> None:
     session.name_jobs(key)
-    _, code, value = session.ask(GET, key, 0)
-    session.say_string(value if code == OK else b"")
+    session.say_string(session.stored.values.get(key, b""))
 
 
 def _multi_get(session: TorchSession, keys: tuple[bytes, ...]) -> None:
     session.name_jobs(*keys)
-    reply = session.ask(MULTI_GET, keys, 0)
-    if reply[1] != TIMEOUT:
-        for value in session.must(reply):
-            session.say_string(value)
-        return
-    for key in keys:  # some are missing; torch's server has the others, and an empty text for each of those
-        _, code, value = session.ask(GET, key, 0)
-        if session.reply_bytes > session.engine.limits.frame_bytes:
-            raise ProtocolError("the values of one request are more than one reply may have")
-        session.say_string(value if code == OK else b"")
+    values = [session.stored.values.get(key, b"") for key in keys]
+    size = sum(map(len, values))
+    if size > session.engine.limits.frame_bytes:
+        raise ProtocolError(f"the values of one request have {size} bytes, more than one reply may have")
+    for value in values:
+        session.say_string(value)
 
 
 def _add(session: TorchSession, key: bytes, amount: int) -> None:
@@ -86,7 +77,7 @@ def _add(session: TorchSession, key: bytes, amount: int) -> None:
     if reply[1] == OK:
         session.say(encode_integer(reply[2]))
         return
-    number = parse_number(session.client.namespace.values.get(key, b"0"))
+    number = parse_number(session.stored.values.get(key, b"0"))
     if number is None or INT64_MIN <= number + amount <= INT64_MAX:
         raise ProtocolError(reply[2])
     total = (number + amount - INT64_MIN) % 2**64 + INT64_MIN  # torch's counters wrap
@@ -96,7 +87,7 @@ def _add(session: TorchSession, key: bytes, amount: int) -> None:
 
 def _check(session: TorchSession, keys: tuple[bytes, ...]) -> None:
     session.name_jobs(*keys)
-    session.say(b"\x00" if session.must(session.ask(CHECK, keys)) else b"\x01")
+    session.say(b"\x00" if all(map(session.stored.present, keys)) else b"\x01")
 
 
 def _num_keys(session: TorchSession) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 from asyncdist_server.auth import Refusal
 from asyncdist_server.engine import Client, Reply
 from asyncdist_server.messages import CANCEL, GET, OK, WAIT, ProtocolError
+from asyncdist_server.namespace import Namespace
 from asyncdist_server.operations import parse_number
 from asyncdist_server.session import TURN_BYTES, TURN_REQUESTS
 from asyncdist_server.torch_namespaces import JOB_KEY_STARTS, Barrier, TorchNamespace, job_of
@@ -28,6 +29,7 @@ from asyncdist_server.torch_wire import (
     Query,
     TorchReader,
     encode_length,
+    read_single,
 )
 
 _QUEUE_POP: Final = int(Query.QUEUE_POP)
@@ -41,6 +43,7 @@ class TorchSession:
     """The state of one torch client's connection. See the module's docstring."""
 
     __slots__ = (
+        "_between",
         "_claim",
         "_jobs",
         "_last_id",
@@ -50,6 +53,8 @@ class TorchSession:
         "_running",
         "_waits",
         "address",
+        "buffered",
+        "busy",
         "client",
         "closing",
         "engine",
@@ -58,6 +63,7 @@ class TorchSession:
         "now",
         "open",
         "reply_bytes",
+        "stored",
     )
 
     def __init__(self, namespace: TorchNamespace, on_output: Callable[[], None], address: str = "") -> None:
@@ -73,11 +79,18 @@ class TorchSession:
         # Blocked requests by their id: what must be undone when they end, the key of a queue or a barrier.
         self._waits: dict[int, bytes | Barrier | None] = {}
         self._claim: bytes | None = None  # the queue of which an item is kept for this client
+        self._between = False  # whether the next bytes begin a request
         self.client: Client
+        self.stored: Namespace
+        """The keys and queues of this port; read here, changed by the engine only."""
         self.address = address
         """Where the client is, for people."""
         self.open = False
         """Whether the client has said the magic number."""
+        self.busy = False
+        """Whether received requests are waiting for `resume`."""
+        self.buffered = 0
+        """Bytes received and not yet run."""
         self.reply_bytes = 0
         """Bytes of replies not yet taken."""
         self.closing = False
@@ -90,21 +103,20 @@ class TorchSession:
         """Whether `take_output` would return anything."""
         return bool(self._output)
 
-    @property
-    def busy(self) -> bool:
-        """Whether received requests are waiting for `resume`."""
-        return not self.closing and self._reader.ready
-
-    @property
-    def buffered(self) -> int:
-        """Bytes received and not yet run."""
-        return self._reader.buffered
-
     # ---- what the connection calls
 
     def receive(self, data: bytes, now: float) -> None:
         """Take the next bytes from the client and run what they complete; never raises for what they say."""
-        if not self.closing:
+        if self._between and (request := read_single(data, self.engine.limits)) is not None:
+            self.now = now
+            self._running = True
+            try:
+                self._run(request)
+            except ProtocolError as error:
+                self._stop(str(error))
+            finally:
+                self._running = False
+        elif not self.closing:
             self._reader.feed(data)
             self.resume(now)
 
@@ -117,13 +129,19 @@ class TorchSession:
             while budget > 0 and self.reply_bytes < TURN_BYTES and not self.closing:
                 request = self._reader.next()
                 if request is None:
-                    return
+                    break
                 budget -= 1
-                self._run(request)
+                if self.open:
+                    self._run(request)
+                else:
+                    self._begin(request[1])
         except ProtocolError as error:
             self._stop(str(error))
         finally:
             self._running = False
+        self.buffered = self._reader.buffered
+        self.busy = not self.closing and self._reader.ready
+        self._between = self.open and not self.closing and self._reader.idle
 
     def take_output(self) -> list[bytes]:
         """Return everything to send now, as pieces in order."""
@@ -183,19 +201,17 @@ class TorchSession:
 
     def _run(self, request: tuple[Any, ...]) -> None:
         query = request[0]
-        if not self.open:
-            if request[1] != VALIDATE_MAGIC:
-                raise ProtocolError(f"a torch client began with {request[1]:#x} instead of its magic number")
-            self._begin()
-            return
         if self._claim is not None and (query != _QUEUE_POP or request[1] != self._claim):
             self.drop_claim(self.now)
         REQUESTS[query](self, *request[1:])
 
-    def _begin(self) -> None:
+    def _begin(self, magic: int) -> None:
+        if magic != VALIDATE_MAGIC:
+            raise ProtocolError(f"a torch client began with {magic:#x} instead of its magic number")
         self.client = self.engine.open(self.namespace.name, self._deliver)
         self.client.max_keys = MAX_VECTOR_KEYS
         self.client.name, self.client.address = "torch", self.address
+        self.stored = self.client.namespace
         self.open = True
         self.namespace.enter(self)
 
@@ -212,18 +228,18 @@ class TorchSession:
     def _wait_for_one(self, key: bytes) -> None:
         """Wait for a value or for an item that nobody else is about to pop: torch's blocking pop begins like this."""
         namespace = self.namespace
-        if key not in self.client.namespace.values and namespace.free_items(self, key) > 0:
+        if key in self.stored.values:
+            self.say(STOP_WAITING)
+        elif namespace.free_items(self, key) > 0:
             self.take_claim(key, self.now)
             self.say(STOP_WAITING)
-        elif self._block(GET, key, key):  # GET sees values only
-            self.say(STOP_WAITING)
-        else:
+        elif not self._block(GET, key, key):  # GET sees values only
             namespace.wait_for_item(self, self._last_id, key)
 
     def barrier(self, key: bytes, world_size: int) -> None:
         """Answer once `world_size` clients wait in the barrier `key`."""
         self.name_jobs(key)
-        stored = self.client.namespace.values.get(key, b"0")
+        stored = self.stored.values.get(key, b"0")
         if parse_number(stored) is None:
             raise ProtocolError(f"barrier on a value that is not a number: {stored[:40]!r}")
         barrier = self.namespace.arrive(self, key, world_size, self.now)
@@ -321,4 +337,5 @@ class TorchSession:
 
     def _stop(self, reason: str) -> None:
         self.closing = True
+        self.busy = self._between = False
         self.error = reason

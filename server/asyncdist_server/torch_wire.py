@@ -110,6 +110,39 @@ encode_nonce = _NONCE.pack
 encode_length = _LENGTH.pack
 
 
+def read_single(data: bytes, limits: Limits) -> tuple[Any, ...] | None:
+    """Return the request if `data` is one of the usual small ones and nothing else, as nearly all segments are.
+
+    This takes a quarter of a `TorchReader`'s time. All else, and all that is wrong, gives None and is for that reader.
+    """
+    size = len(data)
+    if size < _HEAD.size or data[0] >= len(_SHAPES):
+        return None
+    query, length = _HEAD.unpack_from(data)
+    shape = _SHAPES[query]
+    start = _HEAD.size
+    if shape == _KEY_LIST and length == 1 and size >= start + LENGTH_BYTES:
+        (length,) = _LENGTH.unpack_from(data, start)
+        start += LENGTH_BYTES
+    elif shape in (_KEY_LIST, _OTHER):
+        return None
+    end = start + length
+    if length > limits.key_bytes or end > size:
+        return None
+    key = data[start:end]
+    if shape == _ONE_KEY:
+        return (query, key) if end == size else None
+    if shape == _KEY_LIST:
+        return (query, (key,)) if end == size else None
+    if size < end + LENGTH_BYTES:
+        return None
+    start = end + LENGTH_BYTES
+    if shape == _KEY_INT64:
+        return (query, key, _INTEGER.unpack_from(data, end)[0]) if start == size else None
+    (length,) = _LENGTH.unpack_from(data, end)
+    return (query, key, data[start:]) if start + length == size and length <= limits.value_bytes else None
+
+
 class TorchReader:
     """Cuts a byte stream, in whatever segments it comes, into requests.
 
@@ -161,6 +194,11 @@ class TorchReader:
         """Whether `next` has enough bytes to go on."""
         return len(self._buffer) - self._position >= self._needed
 
+    @property
+    def idle(self) -> bool:
+        """Whether it is between two requests and has read everything."""
+        return self._layout is None and self._position >= len(self._buffer)
+
     def feed(self, data: bytes) -> None:
         """Take the next bytes of the stream."""
         if self._position >= len(self._buffer):
@@ -175,11 +213,9 @@ class TorchReader:
 
     def next(self) -> tuple[Any, ...] | None:
         """Return the next whole request, None before its last byte is there."""
-        if len(self._buffer) - self._position < self._needed:
+        if not self.ready:
             return None
         if self._layout is None:
-            if (whole := self._read_whole()) is not None:
-                return whole
             query = self._buffer[self._position]
             if query >= len(_LAYOUTS):
                 raise ProtocolError(f"unknown query type {query}")
@@ -203,46 +239,6 @@ class TorchReader:
         if self._position >= len(self._buffer):
             self._forget_buffer()
         return tuple(self._request)
-
-    def _read_whole(self) -> tuple[Any, ...] | None:
-        """Return a small request that is all there, in a third of the time; None for the long way, faults included."""
-        buffer, start = self._buffer, self._position
-        size = len(buffer)
-        if type(buffer) is not bytes or size - start < _HEAD.size or not self._begun:
-            return None
-        query, length = _HEAD.unpack_from(buffer, start)
-        shape = _SHAPES[query] if query < len(_SHAPES) else _OTHER
-        start += _HEAD.size
-        if shape == _KEY_LIST and length == 1 and size - start >= LENGTH_BYTES:
-            (length,) = _LENGTH.unpack_from(buffer, start)
-            start += LENGTH_BYTES
-        elif shape in (_KEY_LIST, _OTHER):
-            return None
-        end = start + length
-        if length > self._limits.key_bytes or end > size:
-            return None
-        key = buffer[start:end]
-        request: tuple[Any, ...]
-        if shape == _ONE_KEY:
-            request = (query, key)
-        elif shape == _KEY_LIST:
-            request = (query, (key,))
-        elif size - end < LENGTH_BYTES:
-            return None
-        elif shape == _KEY_INT64:
-            request = (query, key, _INTEGER.unpack_from(buffer, end)[0])
-            end += LENGTH_BYTES
-        else:
-            (length,) = _LENGTH.unpack_from(buffer, end)
-            start = end + LENGTH_BYTES
-            end = start + length
-            if length > self._limits.value_bytes or end > size:
-                return None
-            request = (query, key, buffer[start:end])
-        self._position = end
-        if end == size:
-            self._forget_buffer()
-        return request
 
     def _forget_buffer(self) -> None:
         """Let go of what was read: a large request's bytes must not live as long as its connection."""

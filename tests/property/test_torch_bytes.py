@@ -9,7 +9,7 @@ from torch_wire_kit import VALIDATE, MemoryTorchClient, World, blob, number, que
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.messages import Limits
 from asyncdist_server.torch_namespaces import CLAIM_S
-from asyncdist_server.torch_wire import Query
+from asyncdist_server.torch_wire import Query, TorchReader, read_single
 
 LIMITS = Limits(frame_bytes=2 << 20, value_bytes=1024, key_bytes=64, waiters=6, memory_bytes=20_000)
 KEYS = st.sampled_from([b"/k", b"/q", b"/b", b"", b"/torch.rendezvous.a", b"/asyncdist.job.a/x", b"barrier /b"])
@@ -97,3 +97,24 @@ def test_clients_among_each_other(script: list[tuple[int, bytes]]) -> None:
     for who, request in script:
         clients[who].send(request)
     check_unharmed(world, *clients)
+
+
+@given(REQUESTS, st.binary(max_size=3), st.integers(1, 20))
+def test_what_is_read_in_one_step_is_what_is_read_step_by_step(request: bytes, more: bytes, less: int) -> None:
+    reader = TorchReader(LIMITS)
+    reader.feed(VALIDATE + request)
+    reader.next()
+    single = read_single(request, LIMITS)
+    assert single is None or single == reader.next()
+    assert read_single(request[:-less], LIMITS) is None
+    assert not more or read_single(request + more, LIMITS) is None
+    assert read_single(more, LIMITS) is None
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_read_in_one_step_as_step_by_step(data: bytes) -> None:
+    reader = TorchReader(LIMITS)
+    reader.feed(VALIDATE + data)
+    reader.next()
+    single = read_single(data, LIMITS)
+    assert single is None or single == reader.next()
