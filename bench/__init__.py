@@ -13,7 +13,7 @@ other suites do; ``--plot`` draws. How a figure is taken, always:
   median of the rounds' ratios, so a machine that is busy for a second or slows down disturbs all sides alike.
 * Ranks are pinned (rank r on core r mod cores) and free; both are printed. The same processes are measured both ways.
 * Every result is verified outside the timed part; a wrong one is counted in the column ``wrong``, which must be 0.
-  Results above 1 MiB are checked whole at the beginning and the end of a run, and at every thousandth element between.
+  Results above 1 MiB are checked whole at the end of a run, and at every thousandth element before.
 * Processor time is that of the whole process, all threads, within the timed part. The event loop is watched, and memory
   measured, in operations of their own: watching disturbs.
 * The neighbors are optional (extra ``peers``). One that is missing is named in one line and shown as missing, and so is

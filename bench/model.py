@@ -35,7 +35,7 @@ class Profile:
 
 
 FULL = Profile("full", 5, 200, 20, 64 << 20, True, ("pinned", "free"), run_budget_s=1.0)
-PROMISES = Profile("promises", 5, 40, 4, 64 << 20, True, ("pinned", "free"), run_budget_s=0.6)
+PROMISES = Profile("promises", 5, 40, 4, 64 << 20, True, ("pinned", "free"), run_budget_s=0.5)
 """What the promises about collectives and shared memory take: 200 small or 20 large samples of everybody in five
 alternating runs, less where a neighbor needs longer than the budget (gloo with more ranks than cores takes milliseconds
 for four bytes)."""

@@ -20,8 +20,8 @@ from bench.verify import PERIOD, Array
 
 ITEM_BYTES: Final = 4
 FULL_CHECK_BYTES: Final = 1 << 20
-"""Results up to this size are checked whole every time; larger ones whole at the beginning and the end of a run and at
-places in between, because checking 64 MiB takes longer than reducing it."""
+"""Results up to this size are checked whole every time; larger ones whole at the end of a run and at some
+places before, because checking 64 MiB takes longer than reducing it."""
 SPOT_STRIDE: Final = 1009
 """Every so many elements of a large result are checked each time: a prime, so that no power of two hides."""
 

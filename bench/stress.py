@@ -29,8 +29,9 @@ from bench.schedule import Progress
 
 RANKS: Final = 4
 IN_FLIGHT: Final = 64
-MAX_BLOCK: Final = 64
-"""Elements of one rank's block, at most: 256 bytes, so four ranks' make 1 KiB."""
+BLOCKS: Final = (1, 2, 3, 7, 16, 33, 64)
+"""Elements of one rank's block: at most 256 bytes, so four ranks' make 1 KiB. Few, as in any program that repeats
+itself: what is measured is not the planning of new shapes."""
 SEED: Final = 20
 MEAN_PAUSE_S: Final = 0.004
 MEAN_GAP_S: Final = 0.02
@@ -81,13 +82,13 @@ class Mixer:
         self._random = random.Random(SEED)
         self._number = 0
         self._kinds = (self._all_reduce, self._broadcast, self._all_gather, self._reduce_scatter, self._all_to_all)
-        self._base = np.arange(MAX_BLOCK * self._size, dtype=np.float32)
+        self._base = np.arange(BLOCKS[-1] * self._size, dtype=np.float32)
 
     def issue(self) -> tuple[Any, Check]:
         """Start the next operation; return its Work and its check."""
         self._number += 1
         kind = self._random.randrange(len(self._kinds) + 1)
-        block = self._random.randint(1, MAX_BLOCK)
+        block = BLOCKS[self._random.randrange(len(BLOCKS))]
         if kind == len(self._kinds):
             return self._dist.barrier(), lambda: True
         return self._kinds[kind](block, self._number % 1000)

@@ -16,7 +16,13 @@ from click.testing import CliRunner  # noqa: E402
 
 from bench import collectives, concurrency, loop_stall, p2p, stress  # noqa: E402
 from bench.__main__ import main  # noqa: E402
-from bench.candidates import ASYNCDIST_DOORBELL, ASYNCDIST_EMPTY, FLOOR_TCP, MEMCPY, TRANSPORTS  # noqa: E402
+from bench.candidates import (  # noqa: E402
+    ASYNCDIST_DOORBELL,
+    ASYNCDIST_EMPTY,
+    FLOOR_TCP,
+    MEMCPY,
+    TRANSPORTS,
+)
 from bench.cases import Case  # noqa: E402
 from bench.model import SMOKE, Candidate, Cell, Profile, Subject  # noqa: E402
 from bench.operations import OPERATIONS  # noqa: E402
