@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 import click
 
+from asyncdist.cli.store_observe_commands import status_command, waits_command, watch_command
 from asyncdist.errors import DistError
 from asyncdist.launch.config import Endpoint, parse_endpoint
 from asyncdist.store import Store, TCPStore
@@ -34,7 +35,7 @@ class Target:
     token: str | None
     timeout_s: float
 
-    def run(self, work: Callable[[Store], Awaitable[T]]) -> T:
+    def run(self, work: Callable[[TCPStore], Awaitable[T]]) -> T:
         """Connect, do `work` and close; failures end the command with their message."""
 
         async def main() -> T:
@@ -74,7 +75,7 @@ class Target:
 def store_group(
     context: click.Context, where: str | None, namespace: str, token_file: Path | None, timeout: float
 ) -> None:
-    """Read and change the keys of a running store."""
+    """Read and change the keys of a running store, and see who waits for what."""
     try:
         endpoint = parse_endpoint(where or _from_environment())
         token = read_token_file(token_file) if token_file else load_token(os.environ)
@@ -138,6 +139,10 @@ def ls_command(target: Target, prefix: str) -> None:
     """Print the keys that begin with PREFIX, sorted, one a line."""
     for key in sorted(target.run(lambda store: store.list_keys(prefix))):
         click.echo(key)
+
+
+for _command in (watch_command, status_command, waits_command):
+    store_group.add_command(_command)
 
 
 def _from_environment() -> str:

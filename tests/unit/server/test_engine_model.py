@@ -1,7 +1,11 @@
-"""The engine against a model that is a plain dict: any sequence of requests, retries, time-outs and lost clients."""
+"""The engine against a model that is a plain dict: any sequence of requests, retries, time-outs and lost clients.
+
+Leases, and a watcher that reads now and then, are part of it: it must see each change of the model, in order.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from hypothesis import settings
@@ -16,6 +20,7 @@ KEYS = st.sampled_from([b"a", b"b", b"c"])
 VALUES = st.sampled_from([b"", b"1", b"22", b"x"])
 TIMEOUTS = st.none() | st.integers(0, 3000)
 CLIENTS = st.integers(0, 2)
+LEASES = st.integers(1, 3)
 
 
 class Waiting:
@@ -37,12 +42,17 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine = StoreEngine(b"i" * 16)
         self.now = 0.0
         self.next_id = 1
+        self.ttl_s: dict[int, float] = {}
         self.values: dict[bytes, bytes] = {}
         self.queues: dict[bytes, list[bytes]] = {}
         self.waiting: list[Waiting] = []
         self.late: list[list[Reply]] = [[], [], []]
         self.expected: list[list[Reply]] = [[], [], []]
         self.clients = [self._open(number) for number in range(3)]
+        self.leases: dict[int, tuple[float, int | None]] = {}  # when it ends, whose connection it needs; inf: not now
+        self.bound: dict[bytes, int] = {}
+        self.changes: list[tuple[int, bytes, bytes]] = []
+        self.watched = self._value(0, m.WATCH, b"", None, None)[0]
 
     def _open(self, number: int, pending: tuple[int, ...] = ()) -> Any:
         late: list[Reply] = []
@@ -80,9 +90,24 @@ class EngineMachine(RuleBasedStateMachine):
                 self.waiting.remove(waiter)
                 self.expected[waiter.client].append((waiter.request_id, m.OK, self._answer(waiter)))
 
-    def _put(self, key: bytes, value: bytes) -> None:
+    def _put(self, key: bytes, value: bytes, keep_lease: bool = False) -> None:
         self.values[key] = value
+        if not keep_lease:
+            self.bound.pop(key, None)
+        self.changes.append((m.EVENT_SET, key, value))
         self._model_wake()
+
+    def _remove(self, key: bytes, kind: int) -> bool:
+        if self.values.pop(key, None) is None:
+            return False
+        self.bound.pop(key, None)
+        self.changes.append((kind, key, b""))
+        return True
+
+    def _end_lease(self, lease_id: int, kind: int) -> None:
+        del self.leases[lease_id]
+        for key in [key for key, lease in self.bound.items() if lease == lease_id]:
+            self._remove(key, kind)
 
     # ---- requests
 
@@ -94,7 +119,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(number=CLIENTS, key=KEYS, value=VALUES)
     def append(self, number: int, key: bytes, value: bytes) -> None:
         self._value(number, m.APPEND, key, value)
-        self._put(key, self.values.get(key, b"") + value)
+        self._put(key, self.values.get(key, b"") + value, keep_lease=True)
 
     @rule(number=CLIENTS, key=KEYS, amount=st.integers(-5, 5))
     def add(self, number: int, key: bytes, amount: int) -> None:
@@ -111,7 +136,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert reply[1] == m.INVALID
             return
         assert reply[1:] == (m.OK, int(digits) + amount)
-        self._put(key, b"%d" % (int(digits) + amount))
+        self._put(key, b"%d" % (int(digits) + amount), keep_lease=True)
 
     @rule(number=CLIENTS, key=KEYS, expected=VALUES, desired=VALUES)
     def compare_set(self, number: int, key: bytes, expected: bytes, desired: bytes) -> None:
@@ -127,12 +152,14 @@ class EngineMachine(RuleBasedStateMachine):
     def multi_set(self, number: int, keys: list[bytes], data: st.DataObject) -> None:
         values = data.draw(st.lists(VALUES, min_size=len(keys), max_size=len(keys)))
         self._value(number, m.MULTI_SET, tuple(keys), tuple(values))
-        self.values.update(zip(keys, values, strict=True))
-        self._model_wake()
+        pairs = dict(zip(keys, values, strict=True))
+        self.values.update(pairs)
+        for key, value in pairs.items():
+            self._put(key, value)
 
     @rule(number=CLIENTS, key=KEYS)
     def delete(self, number: int, key: bytes) -> None:
-        assert self._value(number, m.DELETE, key) is (self.values.pop(key, None) is not None)
+        assert self._value(number, m.DELETE, key) is self._remove(key, m.EVENT_DELETE)
 
     @rule(number=CLIENTS, keys=st.lists(KEYS, max_size=3))
     def check(self, number: int, keys: list[bytes]) -> None:
@@ -187,12 +214,84 @@ class EngineMachine(RuleBasedStateMachine):
             deadline = None if timeout_ms is None else self.now + timeout_ms / 1000
             self.waiting.append(Waiting(number, request_id, m.QUEUE_POP, (key,), deadline))
 
+    # ---- leases and watching
+
+    @rule(number=CLIENTS, lease_id=LEASES, ttl_ms=st.integers(1, 3000), bound=st.booleans())
+    def grant(self, number: int, lease_id: int, ttl_ms: int, bound: bool) -> None:
+        reply = self._ask(number, m.GRANT, lease_id, ttl_ms, bound)
+        assert reply is not None
+        assert reply[1] == (m.INVALID if lease_id in self.leases else m.OK)
+        if lease_id not in self.leases:
+            self.ttl_s[lease_id] = ttl_ms / 1000
+            self.leases[lease_id] = (math.inf, number) if bound else (self.now + ttl_ms / 1000, None)
+
+    @rule(number=CLIENTS, lease_id=LEASES)
+    def keep_alive(self, number: int, lease_id: int) -> None:
+        assert self._value(number, m.KEEP_ALIVE, (lease_id,)) == ([] if lease_id in self.leases else [lease_id])
+        if lease_id in self.leases and self.leases[lease_id][0] < math.inf:
+            self.leases[lease_id] = (self.now + self.ttl_s[lease_id], self.leases[lease_id][1])
+
+    @rule(number=CLIENTS, lease_id=LEASES)
+    def revoke(self, number: int, lease_id: int) -> None:
+        assert self._value(number, m.REVOKE, lease_id) is (lease_id in self.leases)
+        if lease_id in self.leases:
+            self._end_lease(lease_id, m.EVENT_DELETE)
+
+    @rule(number=CLIENTS, lease_id=LEASES, key=KEYS, value=VALUES)
+    def set_leased(self, number: int, lease_id: int, key: bytes, value: bytes) -> None:
+        reply = self._ask(number, m.SET_LEASED, key, value, lease_id)
+        assert reply is not None
+        assert reply[1] == (m.OK if lease_id in self.leases else m.LEASE_LOST)
+        if lease_id in self.leases:
+            self._put(key, value)
+            self.bound[key] = lease_id
+
+    @rule(number=CLIENTS)
+    def lose_connection(self, number: int) -> None:
+        """The client comes back at once, or leases bound to it run out in `pass_time`."""
+        self.compare_late_replies()
+        self.waiting = [waiter for waiter in self.waiting if waiter.client != number]
+        self.engine.close(self.clients[number], self.now)
+        self.engine.expire(self.now)
+        self.clients[number] = self._open(number)
+
+    @rule(number=CLIENTS, milliseconds=st.integers(0, 4000))
+    def be_away(self, number: int, milliseconds: int) -> None:
+        """The client is away for a time, in which its bound leases may end."""
+        self.compare_late_replies()
+        self.waiting = [waiter for waiter in self.waiting if waiter.client != number]
+        self.engine.close(self.clients[number], self.now)
+        for lease_id, (_, owner) in list(self.leases.items()):
+            if owner == number:
+                self.leases[lease_id] = (self.now + self.ttl_s[lease_id], owner)
+        self.pass_time(milliseconds)
+        self.clients[number] = self._open(number)
+        for lease_id, (_, owner) in self.leases.items():
+            if owner == number:
+                self.leases[lease_id] = (math.inf, owner)
+
+    @rule(number=CLIENTS)
+    def watch(self, number: int) -> None:
+        """Read what the watcher has not seen yet; the order of keys that expire together is the lease's own."""
+        while self.changes:
+            self.watched, events = self._value(number, m.WATCH, b"", self.watched, 0)
+            seen = [event[1:] for event in events]
+            assert sorted(seen) == sorted(self.changes[: len(seen)])
+            assert [event[0] for event in events] == sorted({event[0] for event in events})
+            del self.changes[: len(seen)]
+        reply = self._ask(number, m.WATCH, b"", self.watched, 0)
+        assert reply is not None
+        assert reply[1] == m.TIMEOUT
+
     # ---- what happens to requests
 
     @rule(milliseconds=st.integers(0, 2000))
     def pass_time(self, milliseconds: int) -> None:
         self.now += milliseconds / 1000
         self.engine.expire(self.now)
+        for lease_id, (ends, _) in sorted(self.leases.items(), key=lambda item: item[1][0]):
+            if ends <= self.now:
+                self._end_lease(lease_id, m.EVENT_EXPIRE)
         due = [waiter for waiter in self.waiting if waiter.deadline is not None and waiter.deadline <= self.now]
         for waiter in sorted(due, key=lambda waiter: waiter.deadline or 0.0):
             self.waiting.remove(waiter)
@@ -217,7 +316,7 @@ class EngineMachine(RuleBasedStateMachine):
         first = [self.engine.request(self.clients[number], request, self.now) for request in (append, pop)]
         if frame_sent:
             self.engine.frames_sent(self.clients[number], 1)
-        self.values[key] = self.values.get(key, b"") + b"r"
+        self._put(key, self.values.get(key, b"") + b"r", keep_lease=True)
         if key in self.queues:
             self.queues[key].pop(0)
             if not self.queues[key]:
@@ -245,7 +344,9 @@ class EngineMachine(RuleBasedStateMachine):
         for client in self.clients:
             self.engine.request(client, (self.next_id, m.DELETE_NAMESPACE), self.now)
             self.engine.close(client, self.now)
-        self.engine.expire(self.now + m.CLIENT_LINGER_S)
+        for _ in range(20):
+            self.now = max(self.now, self.engine.next_deadline() or 0.0)
+            self.engine.expire(self.now)
         assert self.engine.memory_bytes == 0
         assert self.engine.waiter_count == 0
         assert self.engine.next_deadline() is None

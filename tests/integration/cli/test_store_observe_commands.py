@@ -1,0 +1,89 @@
+"""`asyncdist store watch|status|waits` against a real daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+from click.testing import CliRunner
+
+from asyncdist.cli.store_commands import store_group
+from asyncdist.store import TCPStore
+from asyncdist_server.threaded import ThreadedServer, serve_in_thread
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadedServer]:
+    with serve_in_thread() as running:
+        yield running
+
+
+def invoke(server: ThreadedServer, *arguments: str) -> str:
+    where = ("--store", f"127.0.0.1:{server.port}", "--namespace", "job")
+    result = CliRunner().invoke(store_group, [*where, *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def asking(server: ThreadedServer, *arguments: str) -> str:
+    """Run a command while a client of rank 5 waits for a key that never comes."""
+    output: list[str] = []
+
+    async def main() -> None:
+        async with TCPStore("127.0.0.1", server.port, namespace="job", rank=5) as store:
+            waiting = asyncio.ensure_future(store.wait(["absent"]))
+            await store.num_keys()
+            await asyncio.to_thread(lambda: output.append(invoke(server, *arguments)))
+            waiting.cancel()
+
+    asyncio.run(main())
+    return output[0]
+
+
+def test_waits_names_the_client_and_the_key(server: ThreadedServer) -> None:
+    assert invoke(server, "waits") == "nobody waits\n"
+    line = asking(server, "waits")
+    assert "wait absent" in line
+    assert "rank 5" in line
+    assert "pid" in line
+    assert "of job" in asking(server, "waits", "--all-namespaces")
+    (found,) = json.loads(asking(server, "waits", "--json"))
+    assert (found["operation"], found["keys"], found["rank"]) == ("wait", ["absent"], 5)
+
+
+def test_status_counts(server: ThreadedServer) -> None:
+    invoke(server, "set", "key", "value")
+    status = json.loads(asking(server, "status", "--json"))
+    assert (status["keys"], status["waiters"], status["connections"]) == (1, 1, 2)
+    assert len(status["incarnation"]) == 32
+    lines = invoke(server, "status")
+    for name in ("uptime", "connections", "keys", "leases", "memory", "incarnation"):
+        assert name in lines
+
+
+def test_watch_prints_what_happens(server: ThreadedServer) -> None:
+    done = threading.Event()
+
+    def write() -> None:
+        async def main() -> None:
+            async with TCPStore("127.0.0.1", server.port, namespace="job") as store:
+                while not done.is_set():  # until the watch has begun and seen enough
+                    await store.set("w/a", "1")
+                    await store.set("v", "1")
+                    await store.delete_key("w/a")
+
+        asyncio.run(main())
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        lines = invoke(server, "watch", "w/", "--count", "4").splitlines()
+        found = [json.loads(line) for line in invoke(server, "watch", "w/", "--count", "2", "--json").splitlines()]
+    finally:
+        done.set()
+        writer.join()
+    assert {line.split(" ", 1)[1] for line in lines} == {"set w/a '1'", "delete w/a"}
+    assert {(event["kind"], event["key"]) for event in found} == {("set", "w/a"), ("delete", "w/a")}
