@@ -360,6 +360,22 @@ def test_a_member_whose_connection_broke_is_not_counted_as_waiting(users: list[U
     assert told(b)[1] == 1
 
 
+def test_a_round_does_not_settle_without_a_member_that_is_away(users: list[User]) -> None:
+    a, b = users[:2]
+    for _ in range(2):
+        for user, name in ((a, b"a"), (b, b"b")):
+            join(user, name, 1, 3, 100)
+        if b.client.namespace.jobs[b"j"].epoch == 0:
+            pass_time(users, 0.1)
+            assert (told(a)[:2], told(b)[:2]) == ((1, 0), (1, 1))
+    b.lose()
+    pass_time(users, 0.9)
+    assert a.take() == []  # it may come back yet
+    pass_time(users, 0.1)  # it does not
+    pass_time(users, 0.1)
+    assert told(a) == (2, 0, [b"a"])
+
+
 def test_more_members_than_there_is_room_for_wait(users: list[User]) -> None:
     a, b, c = users[:3]
     for user, name in ((a, b"z"), (b, b"y"), (c, b"x")):

@@ -239,12 +239,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(number=CLIENTS, lease_id=LEASES, key=KEYS, value=VALUES)
     def set_leased(self, number: int, lease_id: int, key: bytes, value: bytes) -> None:
+        if lease_id not in self.leases:
+            self.grant(number, lease_id, 1000 * lease_id, lease_id == 2)
         reply = self._ask(number, m.SET_LEASED, key, value, lease_id)
         assert reply is not None
-        assert reply[1] == (m.OK if lease_id in self.leases else m.LEASE_LOST)
-        if lease_id in self.leases:
-            self._put(key, value)
-            self.bound[key] = lease_id
+        assert reply[1] == m.OK
+        self._put(key, value)
+        self.bound[key] = lease_id
 
     @rule(number=CLIENTS)
     def lose_connection(self, number: int) -> None:
@@ -255,7 +256,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.expire(self.now)
         self.clients[number] = self._open(number)
 
-    @rule(number=CLIENTS, milliseconds=st.integers(0, 4000))
+    @rule(number=CLIENTS, milliseconds=st.integers(0, 2500))
     def be_away(self, number: int, milliseconds: int) -> None:
         """The client is away for a time, in which its bound leases may end."""
         self.compare_late_replies()
@@ -341,6 +342,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.waiter_count == len(self.waiting)
 
     def teardown(self) -> None:
+        self.watch(0)
         for client in self.clients:
             self.engine.request(client, (self.next_id, m.DELETE_NAMESPACE), self.now)
             self.engine.close(client, self.now)
