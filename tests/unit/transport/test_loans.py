@@ -1,4 +1,4 @@
-"""Messages that are lent instead of sent: the receiver copies them from the sender's memory, all else stays as it was."""
+"""Messages that are lent instead of sent: the receiver copies them from the sender's memory; all else is as ever."""
 
 from __future__ import annotations
 
