@@ -188,6 +188,18 @@ def test_who_gave_up_is_not_counted(leaves: bool) -> None:
     assert third.ask(Query.GET, b"/b") == blob(b"3")
 
 
+def test_who_gave_up_beside_others_is_not_counted() -> None:
+    world = World()
+    clients = [world.client() for _ in range(4)]
+    for client in clients[:2]:
+        client.ask(Query.BARRIER, b"/b", 3)
+    clients[0].leave()
+    assert clients[2].ask(Query.BARRIER, b"/b", 3) == b""
+    assert clients[3].ask(Query.BARRIER, b"/b", 3) == WAITED
+    assert clients[1].heard() + clients[2].heard() == 2 * WAITED
+    assert clients[3].ask(Query.GET, b"/b") == blob(b"4")
+
+
 @pytest.mark.parametrize("world_size", [1, 0, -1])
 def test_a_barrier_of_one_passes(world_size: int) -> None:
     assert World().client().ask(Query.BARRIER, b"/b", world_size) == WAITED
@@ -369,6 +381,16 @@ def test_a_reply_beyond_a_frame_closes_the_connection() -> None:
     assert len(client.ask(Query.MULTI_GET, [b"/k"] * 4 + [b"/nope"])) == 4 * ((1 << 19) + 8) + 8
     assert client.ask(Query.MULTI_GET, [b"/k"] * 4 + [b"/one"]) == b""
     assert client.session.closing
+
+
+def test_a_segment_that_looks_like_a_request_may_be_the_middle_of_another() -> None:
+    client = World().client()
+    inner = query(Query.SET, b"/other", b"1")
+    outer = query(Query.SET, b"/k", inner)
+    assert client.send(outer[: -len(inner)]) == b""
+    assert client.send(inner) == b""
+    assert client.ask(Query.GET, b"/k") == blob(inner)
+    assert client.ask(Query.GETNUMKEYS) == number(1)
 
 
 def test_a_long_turn_is_cut() -> None:

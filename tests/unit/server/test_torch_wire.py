@@ -155,3 +155,13 @@ def test_nothing_is_held_for_who_does_not_begin_with_the_magic_number() -> None:
     reader.feed(bytes([Query.SET]))
     with pytest.raises(ProtocolError, match="must begin"):
         reader.next()
+
+
+def test_the_bytes_of_a_large_request_are_let_go() -> None:
+    reader = begun(TorchReader(Limits()))
+    data = query(Query.SET, b"/k", bytes(100_000))
+    reader.feed(data[:50_000])
+    assert reader.next() is None
+    reader.feed(data[50_000:])
+    assert reader.next() is not None
+    assert len(reader._buffer) == 0
