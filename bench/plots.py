@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from bench import messages
 from bench.cases import format_bytes
 from bench.model import Cell, Mode
+from bench.operations import COLLECTIVES
 
 WIDTH_INCHES: Final = 5.5
 HEIGHT_INCHES: Final = 4.5
@@ -31,7 +33,8 @@ def draw(cells: Sequence[Cell], folder: Path, prefix: str, mode: Mode = "free") 
     matplotlib.use("Agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     modes = {cell.mode for cell in cells}
-    chosen = [cell for cell in cells if cell.case.nbytes and (cell.mode == mode or mode not in modes)]
+    named = COLLECTIVES | messages.OPERATIONS
+    chosen = [cell for cell in cells if cell.case.operation in named and (cell.mode == mode or mode not in modes)]
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for operation in dict.fromkeys(cell.case.operation for cell in chosen):
@@ -39,14 +42,15 @@ def draw(cells: Sequence[Cell], folder: Path, prefix: str, mode: Mode = "free") 
         if len({cell.case.nbytes for cell in mine}) < 2:
             continue
         ranks = sorted({cell.ranks for cell in mine})
+        names = list(dict.fromkeys(name for cell in mine for name, m in cell.measurements.items() if m.runs_s))
         figure, panels = pyplot.subplots(
             1, len(ranks), figsize=(WIDTH_INCHES * len(ranks), HEIGHT_INCHES), squeeze=False, sharey=True
         )
         for panel, number in zip(panels[0], ranks, strict=True):
-            _panel(panel, [cell for cell in mine if cell.ranks == number])
+            _panel(panel, [cell for cell in mine if cell.ranks == number], names)
             panel.set_title(f"{operation}, {number} ranks")
         panels[0][0].set_ylabel("seconds, median")
-        panels[0][-1].legend(fontsize="small")
+        panels[0][0].legend(fontsize="small")
         figure.tight_layout()
         path = folder / f"{prefix}-{operation.replace('_', '-').replace(' ', '-')}.png"
         figure.savefig(path, dpi=DOTS_PER_INCH)
@@ -55,17 +59,18 @@ def draw(cells: Sequence[Cell], folder: Path, prefix: str, mode: Mode = "free") 
     return written
 
 
-def _panel(panel: Any, cells: Sequence[Cell]) -> None:
-    names = dict.fromkeys(name for cell in cells for name, found in cell.measurements.items() if found.runs_s)
+def _panel(panel: Any, cells: Sequence[Cell], names: Sequence[str]) -> None:
+    """Draw one number of ranks; a name looks alike in all panels, and is in the legend even where it was not run."""
     for position, name in enumerate(names):
         points = sorted(
             (cell.case.nbytes, cell.measurements[name].p50_s())
             for cell in cells
             if name in cell.measurements and cell.measurements[name].runs_s
         )
-        sizes, times = zip(*points, strict=True)
+        sizes, times = zip(*points, strict=True) if points else ((), ())
         style = "-" if name.startswith("asyncdist") else "--"
-        panel.plot(sizes, times, style, marker=MARKS[position % len(MARKS)], markersize=4, label=name)
+        mark, color = MARKS[position % len(MARKS)], f"C{position % 10}"
+        panel.plot(sizes, times, style, marker=mark, color=color, markersize=4, label=name)
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     ticks = sorted({cell.case.nbytes for cell in cells})

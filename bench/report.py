@@ -30,6 +30,8 @@ COLUMNS = (
     "asyncdist /",
     "wrong",
 )
+THOUSANDS = 10_000
+"""Operations a second from which they are printed in thousands."""
 LEFT = ("case", "cores", "candidate")
 LEGEND = """\
 n: samples; rate: message bytes (nccl-tests' algbw, 1e9 a second) or operations a second; bus: nccl-tests' busbw;
@@ -80,7 +82,9 @@ def format_rate(cell: Cell, measurement: Measurement) -> str:
     if cell.case.combine == "span":
         return f"server {measurement.extra.get('server_peak_bytes', 0) / (1 << 20):.0f} MiB"
     operations = operations_per_second(cell, measurement)
-    return "" if operations is None else f"{operations / 1e3:.0f}k op/s"
+    if operations is None:
+        return ""
+    return f"{operations / 1e3:.0f}k op/s" if operations >= THOUSANDS else f"{operations:.0f} op/s"
 
 
 def format_stall(measurement: Measurement) -> str:

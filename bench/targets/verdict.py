@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench import bursts
 from bench.model import Cell, Mode
 from bench.report import format_time, gigabytes_per_second, operations_per_second
 
@@ -56,7 +57,7 @@ def beside(cell: Cell, candidate: str = OURS) -> str:
         operations = operations_per_second(cell, measurement)
         if gigabytes is not None and cell.case.operation in ("one_way", "window"):
             text = f"{gigabytes:.2f} GB/s"
-        elif operations is not None and cell.case.combine != "span":
+        elif operations is not None and cell.case.combine != "span" and cell.case.operation not in bursts.OPERATIONS:
             text = f"{operations / 1e3:.0f}k op/s"
         else:
             text = format_time(measurement.p50_s())
