@@ -2,13 +2,14 @@
 PYTHON ?= python3
 ARGS ?=
 SEEDS ?= 2000
+OPERATIONS ?= 1000000
 MUTANTS ?= 40000
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench prove sim multinode clean
+.PHONY: help demo test check bench prove sim soak multinode clean
 
 help:
 	@echo "make demo       train on handwritten digits with 4 ranks"
@@ -17,6 +18,7 @@ help:
 	@echo "make bench      measure beside the neighbors that are installed"
 	@echo "make prove      verify every collective plan symbolically, and plant mistakes in them (MUTANTS=40000)"
 	@echo "make sim        run thousands of random programs on simulated worlds (SEEDS=2000)"
+	@echo "make soak       run random operations on ranks that are stopped at random (OPERATIONS=1000000)"
 	@echo "make multinode  run the demo on 3 nodes in containers (as root; installs Debian's docker when missing)"
 	@echo "make clean      remove .venv and everything else that was built"
 
@@ -40,6 +42,9 @@ prove: $(VENV)/.dev
 
 sim: $(VENV)/.dev
 	ASYNCDIST_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/sim $(ARGS)
+
+soak: $(VENV)/.dev
+	$(BIN)/python tests/soak.py --operations $(OPERATIONS) $(ARGS)
 
 multinode: $(VENV)/.base
 	bash tests/multinode/run.sh $(ARGS)
