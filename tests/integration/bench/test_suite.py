@@ -20,8 +20,11 @@ from bench.candidates import (  # noqa: E402
     ASYNCDIST_DOORBELL,
     ASYNCDIST_EMPTY,
     FLOOR_TCP,
+    GLOO,
     MEMCPY,
+    MPI,
     TRANSPORTS,
+    XOSCAR,
 )
 from bench.cases import Case  # noqa: E402
 from bench.model import SMOKE, Candidate, Cell, Profile, Subject  # noqa: E402
@@ -78,9 +81,23 @@ def test_stress_survives_pauses() -> None:
     assert_right(stress.run_stress(TINY))
 
 
-@pytest.mark.parametrize(
-    ("form", "expected"), [("osu", "# all_reduce: floor, 2 ranks"), ("nccl", "# Avg bus bandwidth")]
-)
+@pytest.mark.peers
+@pytest.mark.parametrize("peer", [GLOO, MPI, XOSCAR], ids=lambda candidate: candidate.name)
+def test_neighbors_do_what_they_are_measured_for(peer: Candidate) -> None:
+    failure = peer.missing()
+    if failure is not None:
+        pytest.skip(failure)
+    offered = [name for name in OPERATIONS if name in peer.operations]
+    subject = dataclasses.replace(
+        collectives.SUBJECT, candidates=(peer,), cases=lambda profile: list(collectives.cases(profile, offered, SIZES))
+    )
+    assert_right(run_subject(subject, dataclasses.replace(TINY, neighbors=True), ranks=[2]))
+
+
+OUTPUTS = [("osu", "# all_reduce: floor, 2 ranks"), ("nccl", "# Avg bus bandwidth")]
+
+
+@pytest.mark.parametrize(("form", "expected"), OUTPUTS)
 def test_command_prints_as_other_suites_do(form: str, expected: str) -> None:
     arguments = ["collectives", "--profile", "smoke", "--ranks", "2", "--operations", "all_reduce", "--sizes", "4,1KiB"]
     result = CliRunner().invoke(main, [*arguments, "--only", "floor", "--format", form])
