@@ -274,6 +274,26 @@ async def joining_says_who_is_missing(open_store: OpenStore) -> None:
         await second.leave()
 
 
+async def a_cancelled_join_leaves_nobody_behind(open_store: OpenStore) -> None:
+    async with clients(open_store, 2) as (a, b):
+        for turns in range(8):
+            waiting = task(a.join("j", 2, name="x"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            expect(waiting.cancelled(), True)
+        await a.num_keys()  # behind whatever was still under way
+        await expect_raises(StoreTimeoutError, lambda: b.join("j", 2, name="x", timeout=SHORT_S))
+        lease = task(a.lease(60.0))
+        await asyncio.sleep(0)
+        lease.cancel()
+        await asyncio.wait([lease])
+        async with await a.lease(60.0) as other:
+            await a.set("k", "v", lease=other)
+        expect(await b.check(["k"]), False)
+
+
 async def wrong_coordination_is_refused_at_the_call(open_store: OpenStore) -> None:
     async with clients(open_store, 1) as (store,):
         a: Any = store
@@ -320,6 +340,7 @@ COORDINATION_CHECKS: Final[tuple[StoreCheck, ...]] = (
     members_get_ranks_and_epochs,
     a_round_settles_before_it_is_full,
     joining_says_who_is_missing,
+    a_cancelled_join_leaves_nobody_behind,
     wrong_coordination_is_refused_at_the_call,
 )
 """Each takes an `OpenStore`, as those of `STORE_CHECKS`."""
