@@ -59,11 +59,13 @@ from asyncdist.errors import (
     DistStoreError,
     GroupAbortedError,
     LaunchError,
+    LeaseLostError,
     PeerLostError,
     QueueEmptyError,
     RemoteProtocolError,
     StoreLimitError,
     StoreTimeoutError,
+    WatchCompactedError,
 )
 from asyncdist.launch.spawn import spawn
 from asyncdist.non_member import NonMember
@@ -91,6 +93,7 @@ __all__ = [
     "GroupMember",
     "HashStore",
     "LaunchError",
+    "LeaseLostError",
     "NonMember",
     "P2POp",
     "Partition",
@@ -105,6 +108,7 @@ __all__ = [
     "StoreTimeoutError",
     "StreamChunk",
     "TCPStore",
+    "WatchCompactedError",
     "Work",
     "all_gather",
     "all_gather_array",

@@ -13,6 +13,8 @@ from asyncdist.blocking.lifting import original
 ONLY_ASYNCHRONOUS = {
     "run",  # there is no event loop to run
     "__version__",
+    # what goes on between two calls: a blocking store has keys, counters and queues
+    *("Lease", "Lock", "MemberEvent", "Membership", "Watch", "WatchEvent"),
 }
 FUNCTIONS = [name for name in blocking.__all__ if inspect.isfunction(getattr(blocking, name))]
 
