@@ -185,6 +185,18 @@ async def test_a_silent_client_is_closed_and_a_validated_one_may_idle() -> None:
         await blocking(work)
 
 
+async def test_a_client_is_heard_again_after_a_long_turn() -> None:
+    async with serve(config()) as server:
+
+        def work() -> None:
+            with SocketTorchClient(server.port) as torch:
+                for _ in range(3):
+                    torch.socket.sendall(query(Query.GETNUMKEYS) * 3000)
+                    assert torch.read(8 * 3000) == number(0) * 3000
+
+        await blocking(work)
+
+
 async def test_clients_that_do_not_read_are_cut_off() -> None:
     async with serve(config(stall_timeout_s=0.2)) as server:
 
