@@ -272,8 +272,8 @@ class TorchSession:
         self.say(WAIT_CANCELED)
 
     def _end_waits(self) -> None:
-        for request_id in list(self._waits):
-            self._end_wait(request_id)
+        while self._waits:  # leaving a barrier sets its key, which may end another of these
+            self._end_wait(next(iter(self._waits)))
 
     def _end_wait(self, request_id: int) -> None:
         """Wait no longer by this id, and say nothing."""

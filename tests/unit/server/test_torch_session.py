@@ -200,6 +200,16 @@ def test_who_gave_up_beside_others_is_not_counted() -> None:
     assert clients[3].ask(Query.GET, b"/b") == blob(b"4")
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_who_gives_up_a_barrier_and_waits_for_its_key_at_once(leaves: bool) -> None:
+    client = World().client()
+    assert client.send(query(Query.BARRIER, b"/b", 2) + query(Query.WAIT, [b"/b"])) == b""
+    if leaves:
+        client.leave()
+    else:
+        assert client.ask(Query.CANCEL_WAIT) == WAITED + CANCELED
+
+
 @pytest.mark.parametrize("world_size", [1, 0, -1])
 def test_a_barrier_of_one_passes(world_size: int) -> None:
     assert World().client().ask(Query.BARRIER, b"/b", world_size) == WAITED
