@@ -187,6 +187,12 @@ class SharedLane:
             self.close()
             self._loop.call_soon(self._on_fault, self._ranks[error.member], error)
 
+    def tell(self) -> None:
+        """Ring for what has changed, in the middle of a turn."""
+        self.changed = False
+        for ringer in self._others:
+            ringer.ring()
+
     def flush(self) -> None:
         """Ring for what has changed since the last time; go on in the loop's next turn if this one was full."""
         self.pumping = False

@@ -18,6 +18,9 @@ __all__ = ["TURN_BYTES", "SharedExecution", "SharedPart", "different"]
 LEND_BYTES: Final = 64 << 10
 """Shortest item that is lent where its memory is shared: copying a shorter one costs less than having it back."""
 
+LENT_NEWS: Final = 16
+"""Lent items after which the others are told, the first at once: all of a large operation go out in one turn."""
+
 TURN_BYTES: Final = 1 << 20
 """Bytes copied and reduced in one turn of the loop: some 0.2 ms, so that no callback holds it for a millisecond."""
 
@@ -187,6 +190,8 @@ class SharedPart:
         if not lane.core.lend(operation, segment, offset, length):
             return False
         lane.changed = True
+        if operation.published % LENT_NEWS == 1:
+            lane.tell()
         if not self._lent:
             self._lent = True
             execution.hold()

@@ -182,7 +182,7 @@ class SharedArrays:
             size = min(size, left)
         try:
             segment = Segment(size, self._fds, "asyncdist-arrays")
-        except (OSError, AttributeError, ValueError) as error:
+        except (OSError, AttributeError, ValueError, OverflowError) as error:
             events.info("no shared memory for an array of %d bytes: %s", nbytes, error)
             return None
         made = _Arena(self._new_number(), segment)
