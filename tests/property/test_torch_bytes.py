@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_wire_kit import VALIDATE, MemoryTorchClient, World, blob, number, query
@@ -118,3 +120,40 @@ def test_any_bytes_are_read_in_one_step_as_step_by_step(data: bytes) -> None:
     reader.next()
     single = read_single(data, LIMITS)
     assert single is None or single == reader.next()
+
+
+def test_a_long_seeded_flood() -> None:
+    """Four clients that come, spoil a third of their requests and go: what builds up over thousands of requests."""
+    generator = random.Random(3)
+    world = new_world()
+    clients = [world.client() for _ in range(4)]
+    keys = [b"/k", b"/q", b"/torch.rendezvous.a", b""]
+
+    def request() -> bytes:
+        kind = Query(generator.randrange(1, 19))
+        key = generator.choice(keys)
+        if kind in (Query.SET, Query.APPEND, Query.QUEUE_PUSH):
+            return query(kind, key, generator.choice([b"1", bytes(20)]))
+        if kind in (Query.GET, Query.DELETE_KEY, Query.QUEUE_POP, Query.QUEUE_LEN):
+            return query(kind, key)
+        if kind in (Query.ADD, Query.BARRIER):
+            return query(kind, key, generator.choice([1, 2, 3]))
+        if kind in (Query.CHECK, Query.WAIT, Query.MULTI_GET):
+            return query(kind, [key] * generator.randrange(3))
+        if kind == Query.COMPARE_SET:
+            return query(kind, key, b"", b"1")
+        return {Query.MULTI_SET: b"\x0b" + number(1) + blob(key) + blob(b"v"), Query.PING: b"\x0dping"}.get(
+            kind, query(kind)
+        )
+
+    for _ in range(30_000):
+        index = generator.randrange(4)
+        client = clients[index]
+        data = bytearray(request())
+        if generator.random() < 0.3:
+            data[generator.randrange(len(data))] = generator.randrange(256)
+        client.send(bytes(data))
+        if client.session.closing or client.session.buffered > 10_000:
+            client.leave()
+            clients[index] = world.client()
+    check_unharmed(world, *clients)
