@@ -125,7 +125,7 @@ def test_any_bytes_are_read_in_one_step_as_step_by_step(data: bytes) -> None:
 def test_a_long_seeded_flood() -> None:
     """Four clients that come, spoil a third of their requests and go: what builds up over thousands of requests."""
     generator = random.Random(3)
-    world = new_world()
+    world = World()
     clients = [world.client() for _ in range(4)]
     keys = [b"/k", b"/q", b"/torch.rendezvous.a", b""]
 

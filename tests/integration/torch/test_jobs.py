@@ -57,7 +57,7 @@ WORKER = """
     dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(os.environ["WORLD_SIZE"]))
     x = torch.ones(1)
     dist.all_reduce(x)
-    print(f"rank {rank} of {os.environ['WORLD_SIZE']}, restart {restarts}: {x.item()}", flush=True)
+    os.write(1, f"rank {rank} of {os.environ['WORLD_SIZE']}, restart {restarts}: {x.item()}\\n".encode())
     dist.destroy_process_group()
 """
 
@@ -77,7 +77,7 @@ def test_torchrun_restarts_its_workers(daemon: Daemon, tmp_path: Path) -> None:
 def test_two_agents_meet_and_their_job_can_be_run_again(daemon: Daemon, jobs: Jobs, tmp_path: Path) -> None:
     """A bystander keeps the port's namespace alive: the second run must not find the state of the first."""
     script = tmp_path / "worker.py"
-    script.write_text("import os; print('WORKER', os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)")
+    script.write_text("import os; os.write(1, f\"WORKER {os.environ['RANK']} {os.environ['WORLD_SIZE']}\\n\".encode())")
     with SocketTorchClient(daemon.port) as bystander:
         for _ in range(2):
             said = jobs.run(
