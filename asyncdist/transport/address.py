@@ -19,6 +19,7 @@ import msgpack
 
 from asyncdist.errors import DistNetworkError, RemoteProtocolError
 from asyncdist.transport.interfaces import is_local_ip, is_loopback_ip, list_interfaces, select_ips
+from asyncdist.transport.socket_dir import directory_id
 
 __all__ = [
     "MAX_ADDRESS_BYTES",
@@ -48,8 +49,8 @@ Endpoint = tuple[str, int]
 class PeerAddress:
     """How to reach one rank's listener.
 
-    `host_id` tells ranks that share a kernel and a network namespace; `endpoints` are TCP addresses in the order to be
-    tried; `unix` is the Unix socket's name (it starts with a zero byte if abstract), empty if there is none.
+    `host_id` tells ranks that share a kernel and a way to each other's sockets; `endpoints` are TCP addresses in the
+    order to be tried; `unix` is the Unix socket's name, which starts with a zero byte if abstract, or empty for none.
     """
 
     host_id: str
@@ -123,15 +124,17 @@ def unix_text(name: bytes) -> str:
     return name.replace(b"\0", b"@", 1).decode(errors="replace")
 
 
-def host_id() -> str:
-    """Name of this kernel's boot and this process's network namespace.
+def host_id(socket_dir: str = "") -> str:
+    """Name of this kernel's boot and this process's network namespace, or of `socket_dir` in place of that.
 
-    Ranks with equal ids can reach each other over loopback and abstract Unix sockets, which are per namespace. On
-    systems without /proc it is the machine's hardware address and node name.
+    Ranks with equal ids can reach each other over loopback and abstract Unix sockets, which are per namespace, or
+    through sockets in that directory. On systems without /proc it is the machine's hardware address and node name.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
+        if socket_dir:
+            return f"{boot}:{directory_id(socket_dir)}"
         namespace = os.stat("/proc/self/ns/net")
         return f"{boot}:{namespace.st_dev}:{namespace.st_ino}"
     except OSError:

@@ -8,6 +8,7 @@ from typing import Final, TypeVar
 
 from asyncdist.deadline import DEFAULT_TIMEOUT_S
 from asyncdist.transport.host_memory import DEFAULT_SHARED_BYTES
+from asyncdist.transport.socket_dir import check_directory
 from asyncdist.transport.spin import DEFAULT_SPIN_US, spin_us_from_environ
 
 __all__ = [
@@ -47,6 +48,7 @@ class TransportConfig:
     backoff_first_s: float = 0.02
     backoff_limit_s: float = 2.0
     max_half_open: int = MAX_HALF_OPEN
+    socket_dir: str = ""
     spin_us: float = DEFAULT_SPIN_US
     shared_bytes: int = DEFAULT_SHARED_BYTES
     arrays_bytes: int | None = None
@@ -72,12 +74,16 @@ class TransportConfig:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> TransportConfig:
-        """Read ASYNCDIST_TRANSPORT; raises ValueError for a word that is not in `TRANSPORTS`."""
+        """Read ASYNCDIST_TRANSPORT and the like; raises ValueError for what cannot be."""
         word = environ.get("ASYNCDIST_TRANSPORT", "").strip().lower() or "auto"
         if word not in TRANSPORTS:
             raise ValueError(f"ASYNCDIST_TRANSPORT={word!r}: use one of {', '.join(TRANSPORTS)}")
+        directory = environ.get("ASYNCDIST_SOCKET_DIR", "").strip() if word != "tcp" else ""
+        if directory:
+            check_directory(directory)
         return cls(
             transport=word,
+            socket_dir=directory,
             spin_us=spin_us_from_environ(environ),
             shared_bytes=_bytes_from_environ(environ, "ASYNCDIST_SHM_BYTES", DEFAULT_SHARED_BYTES),
             arrays_bytes=_bytes_from_environ(environ, "ASYNCDIST_EMPTY_BYTES", None),

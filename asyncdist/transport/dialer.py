@@ -17,6 +17,7 @@ from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.handshake import Handshake
 from asyncdist.transport.hello import CHANNEL_SHARED_MEMORY, CHANNEL_STREAM, DialerHello, Verdict
+from asyncdist.transport.socket_dir import path_of
 from asyncdist.transport.tcp import set_stream_options
 
 __all__ = ["Dialer", "DialerOwner", "Target", "choose_targets"]
@@ -59,8 +60,11 @@ def choose_targets(own_host_id: str, peer: PeerAddress, config: TransportConfig)
     """Sockets to try in turn, and, if there are none, why."""
     same_host = peer.host_id == own_host_id
     targets = []
-    if config.uses_unix and same_host and peer.unix:
-        targets.append(Target(socket.AF_UNIX, peer.unix, f"unix {unix_text(peer.unix)}"))
+    unix = peer.unix if config.uses_unix and same_host else b""
+    if unix and config.socket_dir:
+        unix = path_of(config.socket_dir, unix) or b""
+    if unix:
+        targets.append(Target(socket.AF_UNIX, unix, f"unix {unix_text(unix)}"))
     if config.uses_tcp and (same_host or not peer.loopback):
         for endpoint in peer.endpoints:
             family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from asyncdist import events
 from asyncdist.errors import ClosedError, PeerLostError
@@ -32,6 +31,12 @@ RING_SHARE: Final = 8
 find room, the first eight of them for rings of full length."""
 
 
+class Closable(Protocol):
+    """Touches shared memory unless `closed`."""
+
+    closed: bool
+
+
 class HostMemory:
     """The doorbell of this rank, its segments by the numbers that others know them by, and the connections to those."""
 
@@ -46,6 +51,7 @@ class HostMemory:
         "connections",
         "crowded",
         "fds",
+        "lanes",
         "ranks_here",
         "segments",
     )
@@ -66,6 +72,8 @@ class HostMemory:
         self.fds = fds
         self.arrays = SharedArrays(loop, fds, self._number, self._arena_gone, arrays_bytes)
         self.segments: dict[int, Segment] = {}
+        self.lanes: dict[Closable, None] = {}
+        """What writes into segments of ours."""
         self.connections: dict[int, ShmConnection] = {}
         """By global rank, those through which memory is shared now."""
         self.ranks_here = 0
@@ -80,11 +88,11 @@ class HostMemory:
             self._doorbell = Doorbell(self._loop, self.fds)
         return self._doorbell
 
-    def joined(self, rank: int, connection: ShmConnection, pid: int) -> None:
-        """Rank `rank`, of process `pid`, shares memory with us."""
+    def joined(self, rank: int, connection: ShmConnection, *, crowded: bool) -> None:
+        """Rank `rank` shares memory with us; `crowded` if it lives in this very process."""
         self.connections[rank] = connection
         self.ranks_here = self.ranks_here + 1 if self.ranks_here else 2
-        self.crowded |= pid == os.getpid()
+        self.crowded |= crowded
 
     def parted(self, rank: int) -> None:
         """It does no more."""
@@ -166,6 +174,8 @@ class HostMemory:
         """In a forked child: what the parent shares must neither be written nor waited for here."""
         self.ranks_here = 0
         self.connections.clear()
+        for lane in self.lanes:
+            pass
         if self._doorbell is not None:
             self._doorbell.pollers.clear()
 

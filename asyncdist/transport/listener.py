@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import secrets
@@ -19,6 +20,7 @@ from asyncdist.transport.address import Endpoint, endpoint_text, unix_text
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.handshake import Handshake
 from asyncdist.transport.hello import ListenerHello
+from asyncdist.transport.socket_dir import new_path, publish, sweep
 from asyncdist.transport.tcp import set_stream_options
 
 __all__ = ["Listener"]
@@ -35,7 +37,18 @@ _EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Listener:
     """Listening sockets of one mesh. `on_peer` gets each authenticated hello, still to be answered, and owns it."""
 
-    __slots__ = ("_context", "_directory", "_half_open", "_on_peer", "_paused", "_resume", "_sockets", "refused")
+    __slots__ = (
+        "_context",
+        "_directory",
+        "_half_open",
+        "_on_peer",
+        "_path",
+        "_paused",
+        "_resume",
+        "_sockets",
+        "_unix",
+        "refused",
+    )
 
     def __init__(self, context: MeshContext, on_peer: Callable[[Handshake[ListenerHello]], None]) -> None:
         self._context = context
@@ -43,6 +56,8 @@ class Listener:
         self._sockets: list[socket.socket] = []
         self._half_open: set[Handshake[ListenerHello]] = set()
         self._directory: str | None = None
+        self._path = b""
+        self._unix = b""
         self._paused = False
         self._resume: asyncio.TimerHandle | None = None
         self.refused = 0
@@ -63,16 +78,25 @@ class Listener:
     def open_unix(self) -> bytes:
         """Listen on a Unix socket nobody can guess; returns its name. Raises OSError.
 
-        Abstract on Linux, so that nothing is left behind after kill -9; else in a directory of mode 0700.
+        In ASYNCDIST_SOCKET_DIR, if that is set; else abstract on Linux, so that nothing is left behind after kill -9;
+        else in a directory of mode 0700.
         """
         sock = self._context.sockets.add(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         self._sockets.append(sock)
+        directory = self._context.config.socket_dir
+        if directory:
+            sweep(directory)
+            self._path = new_path(directory)
+            self._listen(sock, self._path)
+            self._path = self._unix = publish(self._path)
+            return self._path
         if sys.platform == "linux":
             name = b"\0asyncdist-" + secrets.token_hex(16).encode()
         else:
             self._directory = tempfile.mkdtemp(prefix="asyncdist-")
             name = os.fsencode(os.path.join(self._directory, "peer"))
         self._listen(sock, name)
+        self._unix = name
         return name
 
     def close(self) -> None:
@@ -91,6 +115,10 @@ class Listener:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
+        if self._path:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            self._path = b""
 
     def _listen(self, sock: socket.socket, address: tuple[str, int] | bytes) -> None:
         try:
@@ -119,14 +147,11 @@ class Listener:
                     self._resume = self._context.loop.call_later(EXHAUSTED_PAUSE_S, self._unpause)
                     return
                 continue  # that connection ended before it was accepted
-            self._begin(self._context.sockets.add(sock), listening, address)
+            self._begin(self._context.sockets.add(sock), address)
 
-    def _begin(self, sock: socket.socket, listening: socket.socket, address: object) -> None:
+    def _begin(self, sock: socket.socket, address: object) -> None:
         sock.setblocking(False)
-        if isinstance(address, tuple):
-            label = f"tcp {endpoint_text(address[:2])}"
-        else:
-            label = f"unix {unix_text(listening.getsockname())}"
+        label = f"tcp {endpoint_text(address[:2])}" if isinstance(address, tuple) else f"unix {unix_text(self._unix)}"
         try:
             set_stream_options(sock)
             itself = sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername()

@@ -61,7 +61,7 @@ class Mesh(BaseMesh):
             Identity(world_id, rank, world_size, secret),
             config,
             sockets,
-            host_id(),
+            host_id(config.socket_dir),
             HostMemory(loop, sockets, config.shared_bytes, config.arrays_bytes if config.shares_memory else 0),
             Neighbors(),
         )

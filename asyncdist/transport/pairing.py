@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import socket
 from collections.abc import Iterable
 
@@ -17,6 +18,8 @@ from asyncdist.transport.shm_ring import RingReader, RingWriter, half_bytes
 
 __all__ = ["Pairing", "close_all"]
 
+_numbers: dict[int, int] = {}
+
 
 class Pairing:
     """One side. `refusal` says why there will be no shared memory; the rest is what is to be used if there will.
@@ -24,13 +27,13 @@ class Pairing:
     Whoever cannot map what the other has offered refuses as well, so that both know before a frame is sent.
     """
 
-    __slots__ = ("_memory", "_peer_half", "half", "peer_pid", "refusal", "ringer")
+    __slots__ = ("_memory", "_peer_half", "half", "peer_process", "refusal", "ringer")
 
     def __init__(self, context: MeshContext) -> None:
         config = context.config
         self.half: Segment | None = None
         self.ringer: Ringer | None = None
-        self.peer_pid = -1  # until its SETUP has come
+        self.peer_process = -1  # until its SETUP has come
         self.refusal = "" if config.shares_memory else f"the transport is {config.transport} here"
         self._memory = context.memory
         self._peer_half: AttachedSegment | None = None
@@ -42,7 +45,7 @@ class Pairing:
             try:
                 self.half = memory.new_ring()
                 fds = (self.half.fd, memory.doorbell.page.fd, memory.doorbell.eventfd)
-                send_parcel(sock, SETUP, os.getpid(), self.half.size, fds)
+                send_parcel(sock, SETUP, _process_number(), self.half.size, fds)
                 return
             except (OSError, AttributeError) as error:  # no descriptors, no memory, or no Linux
                 self.refusal = f"this rank cannot: {error}"
@@ -57,8 +60,8 @@ class Pairing:
         if parcel.kind == REFUSAL:
             self.refusal = self.refusal or "the peer cannot, or was told not to"
             return False
-        if parcel.kind == SETUP and self.peer_pid < 0:
-            self.peer_pid = parcel.number
+        if parcel.kind == SETUP and self.peer_process < 0:
+            self.peer_process = parcel.number
             if self.half is None:  # so we have refused, and the peer says nothing more
                 close_all(parcel.fds)
                 return False
@@ -68,10 +71,15 @@ class Pairing:
                 self.refusal = f"this rank cannot: {error}"
             send_parcel(sock, REFUSAL if self.refusal else READY)
             return None
-        if parcel.kind == READY and self.peer_pid >= 0:
+        if parcel.kind == READY and self.peer_process >= 0:
             return not self.refusal
         close_all(parcel.fds)
         raise RemoteProtocolError(f"a peer sent a parcel of kind {parcel.kind} where it may not")
+
+    @property
+    def peer_is_here(self) -> bool:
+        """Whether the peer lives in this very process."""
+        return self.peer_process == _process_number()
 
     def rings(self) -> tuple[RingReader, RingWriter]:
         """The rings, once both are ready. Our descriptor has done its work then."""
@@ -108,6 +116,15 @@ class Pairing:
             raise
         self._peer_half = half
         self.ringer = Ringer(self._memory.fds, eventfd, page)
+
+
+def _process_number() -> int:
+    """A number of this process that no other has: containers count their processes apart, each from 1."""
+    pid = os.getpid()
+    if pid not in _numbers:  # a forked child is another process
+        _numbers.clear()
+        _numbers[pid] = secrets.randbits(32)
+    return _numbers[pid]
 
 
 def close_all(fds: Iterable[int]) -> None:

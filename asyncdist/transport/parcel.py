@@ -4,7 +4,7 @@
 
 | kind | descriptors | meaning |
 | --- | --- | --- |
-| SETUP | half of a pair, doorbell page, eventfd | let us share memory; `size`: of the half, `number`: our process id |
+| SETUP | half of a pair, doorbell page, eventfd | let us share memory; `size`: of the half, `number`: of our process |
 | READY | | your SETUP is in place here |
 | REFUSAL | | let us not; nothing but the stream follows |
 | SEGMENT | segment | from now on `number` names a segment of `size` bytes in what the sender refers to |

@@ -228,7 +228,7 @@ class ShmConnection:
         self._reader, self._writer = pairing.rings()
         self.ringer = pairing.ringer
         self._memory.doorbell.pollers[self._poll] = None
-        self._memory.joined(self._core.peer_rank, self, pairing.peer_pid)
+        self._memory.joined(self._core.peer_rank, self, crowded=pairing.peer_is_here)
         self._core.open(self._write, self._arm, self.loans)
         if self._leaving and self._sock is not None:
             self._core.goodbye()
