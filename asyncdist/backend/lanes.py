@@ -134,6 +134,7 @@ class Lanes:
             tag.state = _State.APART
             if tag.lane is not None and self._memory is not None:
                 tag.lane.close()
+                self._memory.lanes.pop(tag.lane, None)
                 self._memory.doorbell.pollers.pop(tag.lane.poll, None)
                 tag.lane = None
             self._free(tag)
@@ -227,6 +228,7 @@ class Lanes:
         assert memory is not None
         assert state.lane is not None
         memory.doorbell.pollers[state.lane.poll] = None
+        memory.lanes[state.lane] = None
         self._decided(tag, _State.SHARED)
 
     def _left(self, rank: int, error: PeerLostError) -> None:

@@ -203,15 +203,23 @@ async def main():
             await dist.all_reduce(x)
             await dist.broadcast(y, 0)
         assert x.dtype == np.float32 and x.shape == (1000, 1000) and not x.any() and not y.any()
+        other = dist.zeros(3_000_000)
+        pending = dist.broadcast(other, 0) if group.rank == 0 else None  # lent
+        await asyncio.sleep(0)
         child = os.fork()
         if not child:
             y[5] = 99  # one memory, as the manual says
+            try:
+                group.abort("this is not the parent's business")
+            except dist.DistError:
+                pass
             try:
                 dist.all_reduce(x)
             except dist.ClosedError:
                 os._exit(0)
             os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
+        await (pending or dist.broadcast(other, 0))
         assert y[5] == 99
         y[5] = 0
         await dist.all_reduce(y)
