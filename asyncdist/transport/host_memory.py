@@ -175,7 +175,7 @@ class HostMemory:
         self.ranks_here = 0
         self.connections.clear()
         for lane in self.lanes:
-            pass
+            lane.closed = True
         if self._doorbell is not None:
             self._doorbell.pollers.clear()
 
