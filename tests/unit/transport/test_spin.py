@@ -1,0 +1,163 @@
+"""When a rank looks before it sleeps, for how long, and when it gives up doing so; on a clock of the test's own."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncdist.transport import spin
+from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
+from asyncdist.transport.spin import (
+    CATCH,
+    DEFAULT_SPIN_US,
+    MAX_SKIPPED,
+    MAX_SPIN_US,
+    PATIENCE,
+    TURN_S,
+    Spinner,
+    spin_us_from_environ,
+)
+
+CORES = 4
+LIMIT_US = 20.0
+POLL_S = 1e-6
+
+
+class Work:
+    """Done after so many looks from now."""
+
+    def __init__(self, looks: float = float("inf")) -> None:
+        self._done = False
+        self.looks = looks
+
+
+class World:
+    """A clock that each look moves on by a microsecond, and what there is to look at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks_here: int = 2) -> None:
+        self.now_s = 100.0
+        self.polls = self.awake = 0
+        self.work = Work()
+        monkeypatch.setattr(spin, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(CORES)), raising=False)
+        doorbell = SimpleNamespace(poll=self.poll, stay_awake=self.stay_awake)
+        self.memory: Any = SimpleNamespace(ranks_here=ranks_here, crowded=False, doorbell=doorbell)
+        self.neighbors = Neighbors()
+        self.spinner = Spinner(self.memory, self.neighbors, LIMIT_US)
+
+    def stay_awake(self) -> None:
+        self.awake += 1
+
+    def poll(self) -> bool:
+        self.now_s += POLL_S
+        self.polls += 1
+        self.work.looks -= 1
+        self.work._done = self.work.looks <= 0
+        return False
+
+    def look(self, looks: float = float("inf")) -> bool:
+        """Look for a work that is done after so many looks; how long that took is in `polls`."""
+        self.work = Work(looks)
+        self.polls = 0
+        return self.spinner.look(self.work)
+
+
+def test_it_looks_as_long_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    assert world.look(15)
+    assert world.polls == 15
+    assert not world.look()
+    assert world.polls == pytest.approx(LIMIT_US, abs=1)
+    assert world.awake == 2, "nobody need ring meanwhile"
+
+
+@pytest.mark.parametrize(
+    ("ranks_here", "crowded", "looks"),
+    [(0, False, False), (2, False, True), (CORES, False, True), (CORES + 1, False, False), (2, True, False)],
+)
+def test_where_it_pays(monkeypatch: pytest.MonkeyPatch, ranks_here: int, crowded: bool, looks: bool) -> None:
+    world = World(monkeypatch, ranks_here)
+    world.memory.crowded = crowded
+    assert world.look(1) is looks
+    assert bool(world.polls) is looks
+    world.spinner.turn_due()
+    assert bool(world.awake) is looks
+
+
+@pytest.mark.parametrize("sockets", [1, 2, CORES - 1, CORES])
+def test_sockets_of_this_host_count_as_ranks(monkeypatch: pytest.MonkeyPatch, sockets: int) -> None:
+    world = World(monkeypatch, ranks_here=0)
+    pollers = [lambda index=index: world.poll() for index in range(sockets)]  # type: ignore[misc]
+    for poller in pollers:
+        world.neighbors.add(poller, crowded=False)
+    assert world.look(1) is (1 + sockets <= CORES)
+    for poller in pollers:
+        world.neighbors.remove(poller)
+        world.neighbors.remove(poller)
+    assert not world.look(1)
+    world.neighbors.add(pollers[0], crowded=True)
+    assert not world.look(1)
+
+
+def test_no_more_sockets_than_are_worth_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    monkeypatch.setattr(world.spinner, "_cores", 100)
+    for number in range(MAX_NEIGHBORS):
+        world.neighbors.add(lambda number=number: world.poll(), crowded=False)  # type: ignore[misc]
+    assert world.look(1)
+    world.neighbors.add(lambda: False, crowded=False)
+    assert not world.look(1)
+
+
+def test_in_vain_it_looks_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    looked = []
+    for _ in range(500):
+        world.look()
+        looked.append(world.polls > 0)
+    assert looked[:PATIENCE] == [True] * PATIENCE
+    gaps, last = [], PATIENCE - 1
+    for index in range(PATIENCE, 500):
+        if looked[index]:
+            gaps.append(index - last - 1)
+            last = index
+    assert gaps[:4] == [1, 3, 7, 15]
+    assert max(gaps) == MAX_SKIPPED
+    while not world.look(1):
+        pass
+    assert world.look(1), "once it has helped, it looks at every await again"
+
+
+def test_whoever_is_woken_soon_looks_longer_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    assert not world.look(50)
+    world.now_s += 50e-6
+    world.spinner.woken()
+    assert world.look(50), "two that answer each other meet"
+    assert not world.look(50), "once"
+    world.now_s += CATCH * LIMIT_US * 1e-6
+    world.spinner.woken()
+    assert not world.look(50), "that was too long after"
+
+
+def test_a_task_that_is_always_served_lets_the_loop_turn_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    turns = 0
+    for _ in range(1000):
+        world.now_s += TURN_S / 100
+        turns += world.spinner.turn_due()
+    assert 9 <= turns <= 11
+
+
+@pytest.mark.parametrize(("text", "value"), [("", DEFAULT_SPIN_US), ("0", 0), (" 7.5 ", 7.5), ("1000", MAX_SPIN_US)])
+def test_the_limit_is_read(text: str, value: float) -> None:
+    assert spin_us_from_environ({"ASYNCDIST_SPIN_US": text}) == value
+
+
+@pytest.mark.parametrize("text", ["1000.1", "-1", "nan", "inf", "long"])
+def test_what_is_no_limit_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="ASYNCDIST_SPIN_US"):
+        spin_us_from_environ({"ASYNCDIST_SPIN_US": text})
