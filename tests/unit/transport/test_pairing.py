@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import resource
 import socket
@@ -52,6 +53,7 @@ class Side:
 
 @contextlib.asynccontextmanager
 async def sides(**second: Any) -> AsyncIterator[tuple[Side, Side]]:
+    gc.collect()  # what earlier tests left in cycles must not go meanwhile
     before = open_fds()
     left, right = socket.socketpair()
     pair = Side(left), Side(right, **second)
@@ -213,6 +215,7 @@ async def test_ranks_told_different_things_still_talk(second: str, label: str, d
 async def test_descriptors_a_peer_costs() -> None:
     """What docs/shared-memory.md says: the socket, the peer's eventfd, and before Python 3.13 one for each mapping."""
     mapping = 0 if sys.version_info >= (3, 13) else 1
+    gc.collect()
     async with world(3, "shm") as made:
 
         async def meet(one: int, two: int) -> int:

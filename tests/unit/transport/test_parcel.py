@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import resource
@@ -20,6 +21,7 @@ Pair = tuple[socket.socket, socket.socket]
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
+    gc.collect()
     before = open_fds()
     left, right = socket.socketpair()
     right.setblocking(False)

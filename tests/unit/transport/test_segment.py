@@ -73,6 +73,7 @@ def test_a_segment_that_lacks_a_seal_is_refused(missing: str) -> None:
     fd = os.memfd_create("peer", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, PAGE_BYTES)
     fcntl.fcntl(fd, F_ADD_SEALS, sum(bit for name, bit in SEALS.items() if name != missing))
+    gc.collect()
     before = open_fds()
     with pytest.raises(RemoteProtocolError, match="not sealed"):
         AttachedSegment(fd, PAGE_BYTES)
@@ -127,6 +128,7 @@ def test_no_room_for_a_mapping_is_our_own_trouble(fds: SocketSet, monkeypatch: p
 
 def test_nothing_is_left() -> None:
     fds = SocketSet(lambda: None)
+    gc.collect()
     before = open_fds()
     own = Segment(PAGE_BYTES, fds, "a test of leaks")
     peer = AttachedSegment(os.dup(own.fd), own.size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import tempfile
@@ -141,6 +142,7 @@ def test_the_directory_is_what_a_host_is_known_by(directory: str, tmp_path: Path
 
 
 async def test_ranks_meet_there_share_memory_and_leave_nothing(directory: str) -> None:
+    gc.collect()
     before = open_fds()
     async with world(3, "auto", socket_dir=directory) as made:
         assert len(os.listdir(directory)) == 3
