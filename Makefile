@@ -25,8 +25,14 @@ help:
 demo: $(VENV)/.base
 	$(BIN)/asyncdist run --nproc-per-node 4 examples/train_digits.py --compare $(ARGS)
 
+# What runs in one process goes side by side; what starts processes and watches the clock goes one after the other.
 test: $(VENV)/.dev
+ifeq ($(strip $(ARGS)),)
+	$(BIN)/python -m pytest -q -n 2 --ignore tests/integration tests
+	$(BIN)/python -m pytest -q tests/integration
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -14,8 +14,8 @@ Keys, under `world/<group name>/`:
 | `<epoch>/left`, `<epoch>/left/<rank>` | every rank | counter and flags of clean exits |
 | `<epoch>/gone` | the last to leave | nobody needs the store any more |
 
-Where the store has leases, all of these keys vanish `WORLD_LINGER_S` after the last rank has left, or has been without a
-connection for `HOLD_GRACE_S`.
+Where the store has leases, all of these keys vanish `WORLD_LINGER_S` after the last rank has left, or has been without
+a connection for `HOLD_GRACE_S`.
 
 A rank needs a constant number of requests however large the world is. Each failure is published under `ready`, so
 that every rank raises it and none waits for its own time-out.
