@@ -107,8 +107,16 @@ class SharedLane:
             self._unbegun.append(operation)
             self.soon()
             return
-        for ringer in self._others:
-            ringer.ring()
+        # Who is not the last would only wake the others to find that they have to wait on. Each looks after it has said
+        # that it is here, so at least the last one sees all.
+        try:
+            last = self.core.express_begun(operation.number)
+        except LaneFault as error:
+            self.fault(error)
+            return
+        if last:
+            for ringer in self._others:
+                ringer.ring()
         if self._express[0] is operation:
             self._advance_express()
 
@@ -148,7 +156,7 @@ class SharedLane:
 
     def poll(self) -> bool:
         """Look at what the members have done, and move on; whether anything was done."""
-        if self.closed:
+        if self.closed or not (self._express or self._parts or self._unbegun or self.changed or self.core.waiting):
             return False
         done = False
         self.moved = 0

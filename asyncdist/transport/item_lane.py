@@ -258,6 +258,11 @@ class ItemLane:
             self.news = True
 
     @property
+    def waiting(self) -> bool:
+        """Whether there is anything to look after: operations to retire, or news to tell."""
+        return bool(self._open) or self.news
+
+    @property
     def busy(self) -> bool:
         """Whether there are operations to retire."""
         return bool(self._open)

@@ -1,13 +1,14 @@
 """Spinning: looking at shared memory, and at sockets of this host, for some microseconds before going to sleep.
 
 Being woken costs a rank 10 to 20 microseconds, most of an exchange between two that share a host. So whoever awaits a
-work looks first, for at most ASYNCDIST_SPIN_US (20), and only while that can pay: every rank of the host has a core of
-its own, none of them lives in this process, and looking has helped lately.
+work looks first, for at most ASYNCDIST_SPIN_US (20), and only while that can pay: there are not many more ranks on the
+host than cores, none of them lives in this process, and looking has helped lately.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from time import perf_counter
 from typing import Final, Protocol
@@ -15,7 +16,7 @@ from typing import Final, Protocol
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
 
-__all__ = ["DEFAULT_SPIN_US", "MAX_SPIN_US", "Pending", "Spinner", "spin_us_from_environ"]
+__all__ = ["DEFAULT_SPIN_US", "MAX_SPIN_US", "RANKS_PER_CORE", "Pending", "Spinner", "spin_us_from_environ"]
 
 DEFAULT_SPIN_US: Final = 20.0
 """As long as being woken takes: looking longer could cost more than sleeping at once would have."""
@@ -27,10 +28,17 @@ CATCH: Final = 5
 """How much longer than the limit one look may take after a wait that was over within that time. Two ranks that answer
 each other at once would never meet otherwise: whoever looks for 20 us gives up just before the other, who has to be
 woken first, replies. Once both look, each wait is shorter than the limit."""
+RANKS_PER_CORE: Final = 4
+"""Ranks per core up to which one looks at shared memory. Where cores are shared, whoever finds nothing gives the core
+away before it looks again, so that the rank it waits for runs on it: cheaper than sleeping, which costs both a wake-up.
+Sockets are looked at only while every rank has a core of its own: each look there is a system call."""
 PATIENCE: Final = 4
 """Looks in vain after which one stops looking at every await."""
 MAX_SKIPPED: Final = 64
 """Awaits without a look between two that try again, at most: the others may have begun to answer quickly."""
+
+
+_give_core_away = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Pending(Protocol):
@@ -51,6 +59,7 @@ class Spinner:
         "_memory",
         "_misses",
         "_neighbors",
+        "_shared_cores",
         "_skip",
         "_skipped",
     )
@@ -68,6 +77,7 @@ class Spinner:
         self._catch = False
         self._began_s = 0.0
         self._last_turn_s = 0.0
+        self._shared_cores = False
 
     def look(self, work: Pending) -> bool:
         """Look until `work` is done, for a while; whether it is. If not, `woken` is to be called when it is."""
@@ -89,6 +99,10 @@ class Spinner:
         else:
             poll = next(iter(sockets)) if len(sockets) == 1 else self._poll_sockets
         poll()
+        if self._shared_cores:
+            while not work._done and perf_counter() < until_s:
+                _give_core_away()
+                poll()
         while not work._done and perf_counter() < until_s:
             poll()
         if work._done:
@@ -105,11 +119,13 @@ class Spinner:
             self._catch = True
 
     def _worth_it(self) -> bool:
-        """Whether every rank that we could hear from has a core of its own."""
+        """Whether the ranks that we could hear from have cores to run on while we look."""
         memory, neighbors = self._memory, self._neighbors
         sockets = len(neighbors.pollers)
         ranks = (memory.ranks_here or 1) + sockets
-        return 1 < ranks <= self._cores and sockets <= MAX_NEIGHBORS and not (memory.crowded or neighbors.crowded)
+        self._shared_cores = ranks > self._cores
+        most = self._cores if sockets else RANKS_PER_CORE * self._cores
+        return 1 < ranks <= most and sockets <= MAX_NEIGHBORS and not (memory.crowded or neighbors.crowded)
 
     def _poll_sockets(self) -> bool:
         found = False

@@ -16,6 +16,7 @@ from asyncdist.transport.spin import (
     MAX_SKIPPED,
     MAX_SPIN_US,
     PATIENCE,
+    RANKS_PER_CORE,
     TURN_S,
     Spinner,
     spin_us_from_environ,
@@ -76,7 +77,14 @@ def test_it_looks_as_long_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("ranks_here", "crowded", "looks"),
-    [(0, False, False), (2, False, True), (CORES, False, True), (CORES + 1, False, False), (2, True, False)],
+    [
+        (0, False, False),
+        (2, False, True),
+        (CORES, False, True),
+        (RANKS_PER_CORE * CORES, False, True),
+        (RANKS_PER_CORE * CORES + 1, False, False),
+        (2, True, False),
+    ],
 )
 def test_where_it_pays(monkeypatch: pytest.MonkeyPatch, ranks_here: int, crowded: bool, looks: bool) -> None:
     world = World(monkeypatch, ranks_here)
@@ -85,6 +93,14 @@ def test_where_it_pays(monkeypatch: pytest.MonkeyPatch, ranks_here: int, crowded
     assert bool(world.polls) is looks
     world.spinner.turn_due()
     assert bool(world.awake) is looks
+
+
+@pytest.mark.parametrize(("ranks_here", "yields"), [(CORES, False), (CORES + 1, True)])
+def test_it_gives_shared_cores_away(monkeypatch: pytest.MonkeyPatch, ranks_here: int, yields: bool) -> None:
+    given: list[None] = []
+    monkeypatch.setattr(spin, "_give_core_away", lambda: given.append(None))
+    assert World(monkeypatch, ranks_here).look(5)
+    assert len(given) == (4 if yields else 0)
 
 
 @pytest.mark.parametrize("sockets", [1, 2, CORES - 1, CORES])
