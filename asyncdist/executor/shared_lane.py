@@ -162,7 +162,7 @@ class SharedLane:
         self.moved = 0
         if self._express:
             done = self._advance_express()
-            if not (self._unbegun or self._parts or self.core.busy or self.moved >= TURN_BYTES):
+            if not (self._unbegun or self._parts or self.core.waiting or self.moved >= TURN_BYTES):
                 return done
         self.pumping = True
         try:

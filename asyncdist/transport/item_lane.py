@@ -262,11 +262,6 @@ class ItemLane:
         """Whether there is anything to look after: operations to retire, or news to tell."""
         return bool(self._open) or self.news
 
-    @property
-    def busy(self) -> bool:
-        """Whether there are operations to retire."""
-        return bool(self._open)
-
     def behind(self, number: int) -> list[int]:
         """Members that have not begun operation `number`."""
         return [index for index, peer in self._others if not self._look_for(peer, number)]

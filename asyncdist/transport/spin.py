@@ -25,9 +25,10 @@ MAX_SPIN_US: Final = 1000.0
 TURN_S: Final = 1e-3
 """A task whose works are always done when it looks gives the loop a turn this often, or timers would starve."""
 CATCH: Final = 5
-"""How much longer than the limit one look may take after a wait that was over within that time. Two ranks that answer
-each other at once would never meet otherwise: whoever looks for 20 us gives up just before the other, who has to be
-woken first, replies. Once both look, each wait is shorter than the limit."""
+"""How much longer than the limit one look may take, after a wait or a look that was over within that time. Two ranks
+that answer each other at once would never meet otherwise: whoever looks for 20 us gives up just before the other, who
+has to be woken first, replies. Once both look, a wait is shorter than the limit, unless the work itself is longer.
+"""
 RANKS_PER_CORE: Final = 4
 """Ranks per core up to which one looks at shared memory. Where cores are shared, whoever finds nothing gives the core
 away before it looks again, so that the rank it waits for runs on it: cheaper than sleeping, which costs both a wake-up.
@@ -107,6 +108,7 @@ class Spinner:
             poll()
         if work._done:
             self._misses = self._skip = 0
+            self._catch = perf_counter() - began_s > self._limit_s  # the next may take as long
             return True
         self._misses += 1
         if self._misses >= PATIENCE:

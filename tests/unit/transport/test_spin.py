@@ -153,7 +153,9 @@ def test_whoever_is_woken_soon_looks_longer_the_next_time(monkeypatch: pytest.Mo
     world.now_s += 50e-6
     world.spinner.woken()
     assert world.look(50), "two that answer each other meet"
-    assert not world.look(50), "once"
+    assert world.look(50), "and may take as long again"
+    assert world.look(5)
+    assert not world.look(50), "until they need it no more"
     world.now_s += CATCH * LIMIT_US * 1e-6
     world.spinner.woken()
     assert not world.look(50), "that was too long after"
