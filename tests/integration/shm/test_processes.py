@@ -27,7 +27,7 @@ async def main():
     try:
         while True:
             {operation}
-    except dist.PeerLostError as error:
+    except (dist.PeerLostError, dist.GroupAbortedError) as error:  # the latter where it was noticed between two calls
         died = error
     print(time.time(), died.rank, flush=True)
     try:
