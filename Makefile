@@ -28,8 +28,8 @@ demo: $(VENV)/.base
 # What runs in one process goes side by side; what starts processes and watches the clock goes one after the other.
 test: $(VENV)/.dev
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest -q -n 2 --ignore tests/integration tests
-	$(BIN)/python -m pytest -q tests/integration
+	$(BIN)/python -m pytest -q -n 2 --ignore tests/integration --ignore tests/unit/blocking tests
+	$(BIN)/python -m pytest -q tests/unit/blocking tests/integration
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
