@@ -19,6 +19,7 @@ from typing import Final, Protocol
 from asyncdist import events
 from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.address import PeerAddress
+from asyncdist.transport.connection import Connection
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.dialer import Dialer
 from asyncdist.transport.handshake import Handshake
@@ -95,7 +96,7 @@ class Link:
         self.label = ""
         self._context = context
         self._owner = owner
-        self._connection: StreamConnection | ShmConnection | None = None
+        self._connection: Connection | None = None
         self._dialer: Dialer | None = None
         self._incoming: Handshake[ListenerHello] | None = None
         self._park: asyncio.TimerHandle | None = None
@@ -288,7 +289,7 @@ class Link:
         self._connection = self._stream(sock)
         self._start_connection()
 
-    def _ended(self, _connection: StreamConnection | ShmConnection, error: Exception | None) -> None:
+    def _ended(self, _connection: Connection, error: Exception | None) -> None:
         if error is not None:
             self.break_off(error)
         elif self.core.left:

@@ -15,6 +15,7 @@ from typing import Final
 
 from asyncdist import events
 from asyncdist.errors import ClosedError, RemoteProtocolError
+from asyncdist.transport.connection import MAX_CALL_FRAMES, Connection
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.doorbell import Ringer
 from asyncdist.transport.frame import MAX_CALL_BYTES
@@ -27,45 +28,30 @@ from asyncdist.transport.shm_ring import PART_BYTES, RingReader, RingWriter
 
 __all__ = ["MAX_PEER_SEGMENTS", "ShmConnection"]
 
-MAX_CALL_FRAMES: Final = 256
-"""Frames handled in one callback: at some 3 us each, more would hold the loop for over a millisecond."""
 MAX_PEER_SEGMENTS: Final = 4096
 """Segments of one peer that may be mapped here without having been taken: arrays that live in shared memory."""
 
 
-class ShmConnection:
-    """Moves bytes between shared memory and `core` until either side ends it.
+class ShmConnection(Connection):
+    """A connection whose frames travel in two rings of shared memory.
 
-    `on_end(connection, error)` is called once, from the loop, with everything closed: `error` is None if the peer left
-    (its GOODBYE came) or if we had said goodbye and it hung up. It is not called after `abort`.
-    `on_refused(connection, sock, reason)` is called instead, before any frame, if one side cannot share memory: the
-    socket is the caller's then, for a stream.
+    `on_refused(connection, sock, reason)` is called instead of `on_end`, before any frame, if one side cannot share
+    memory: the socket is the caller's then, for a stream.
     """
 
     __slots__ = (
         "_blocked",
         "_copying",
-        "_core",
-        "_get_buffer",
         "_hung_up",
         "_lacking",
-        "_leaving",
-        "_loop",
         "_memory",
         "_numbers",
-        "_on_end",
         "_on_refused",
         "_pairing",
         "_parcels",
         "_reader",
-        "_shut",
-        "_sock",
-        "_updated",
         "_writer",
         "attached",
-        "bytes_received",
-        "bytes_sent",
-        "label",
         "loans",
         "ringer",
         "socket_label",
@@ -77,22 +63,14 @@ class ShmConnection:
         sock: socket.socket,
         core: PeerCore,
         label: str,
-        on_end: Callable[[ShmConnection, Exception | None], None],
+        on_end: Callable[[Connection, Exception | None], None],
         on_refused: Callable[[ShmConnection, socket.socket, str], None],
     ) -> None:
-        self.label = f"shm beside {label}"
+        super().__init__(context.loop, sock, core, f"shm beside {label}", on_end)
         self.socket_label = label
-        self.bytes_received = 0
-        self.bytes_sent = 0
         self.attached: dict[int, AttachedSegment] = {}
-        self._loop = context.loop
         self._memory = context.memory
-        self._sock: socket.socket | None = sock
-        self._core = core
-        self._on_end = on_end
         self._on_refused = on_refused
-        self._get_buffer = core.get_buffer
-        self._updated = core.buffer_updated
         self._parcels = ParcelReader()
         self._numbers: set[int] = set()
         self._lacking: set[int] = set()
@@ -103,8 +81,6 @@ class ShmConnection:
         self.loans = Loans(self, self._memory.arrays)
         self._copying = False
         self._blocked = False
-        self._leaving = False
-        self._shut = False
         self._hung_up = -1  # else where its stream ends
 
     def start(self) -> None:
@@ -116,18 +92,6 @@ class ShmConnection:
             self._pairing.offer(sock)
         except OSError as error:
             self._loop.call_soon(self._end, error)
-
-    def leave(self) -> None:
-        """Say goodbye behind everything posted, and wait for the peer to hang up; `on_end` follows then."""
-        if self._sock is not None and not self._leaving:
-            self._leaving = True
-            if self._writer is not None:
-                self._core.goodbye()
-                self._shut_when_done()
-
-    def abort(self) -> None:
-        """Close everything now. Idempotent; calls nothing back."""
-        self._release()
 
     def forget(self) -> None:
         """In a forked child: the descriptors are closed already, and the loop must not be touched."""
@@ -231,8 +195,7 @@ class ShmConnection:
         self._memory.joined(self._core.peer_rank, self, crowded=pairing.peer_is_here)
         self._core.open(self._write, self._arm, self.loans)
         if self._leaving and self._sock is not None:
-            self._core.goodbye()
-            self._shut_when_done()
+            self._say_goodbye()
         self._loop.call_soon(self._poll)  # what came before we could be rung for it
 
     def _eof(self) -> None:
@@ -289,14 +252,8 @@ class ShmConnection:
                     self._ring()
             else:
                 self._loop.call_soon(self._poll)
-        except RemoteProtocolError as error:
-            self._end(error)
-            return
         except Exception as error:
-            self._loop.call_exception_handler(
-                {"message": f"a frame from {self.label} could not be handled", "exception": error}
-            )
-            self._end(error)
+            self._fail(error)
             return
         self.bytes_received += received
         if self._sock is None:
@@ -305,10 +262,7 @@ class ShmConnection:
             self._ring()
         if self.loans.copying and not self._copying:
             self._copy()
-        if self._core.left:
-            self._end(None)
-        elif self._leaving:
-            self._shut_when_done()
+        self._took()
 
     def _copy(self) -> None:
         """Copy a part of what the peer has lent; the rest in later turns of the loop."""
@@ -360,18 +314,9 @@ class ShmConnection:
 
     # -- ending
 
-    def _shut_when_done(self) -> None:
-        if self._sock is not None and self._core.goodbye_sent and not self._shut:
-            self._shut = True
-            try:
-                self._sock.shutdown(socket.SHUT_WR)
-            except OSError as error:
-                self._loop.call_soon(self._end, error)
-
-    def _end(self, error: Exception | None) -> None:
-        """Close and tell. After our goodbye it does not matter how the peer hangs up."""
-        if self._release():
-            self._on_end(self, None if self._shut and not isinstance(error, RemoteProtocolError) else error)
+    def _say_goodbye(self) -> None:
+        if self._writer is not None:  # else once there is one
+            super()._say_goodbye()
 
     def _release(self) -> bool:
         sock, self._sock = self._sock, None

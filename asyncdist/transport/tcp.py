@@ -13,15 +13,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from asyncdist.errors import ClosedError, RemoteProtocolError
+from asyncdist.errors import ClosedError
+from asyncdist.transport.connection import MAX_CALL_FRAMES, Connection
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.frame import MAX_CALL_BYTES
 from asyncdist.transport.peer import PeerCore
 
 __all__ = ["StreamConnection", "set_stream_options"]
 
-MAX_CALL_FRAMES: Final = 256
-"""Frames handled in one callback: at some 3 us each, more would hold the loop for over a millisecond."""
 KEEPALIVE_IDLE_S: Final = 15
 KEEPALIVE_INTERVAL_S: Final = 5
 KEEPALIVE_PROBES: Final = 6
@@ -42,33 +41,10 @@ def set_stream_options(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
 
 
-class StreamConnection:
-    """Moves bytes between `sock` and `core` until either side ends it.
+class StreamConnection(Connection):
+    """A connection whose socket carries the frames themselves."""
 
-    `on_end(connection, error)` is called once, from the loop, with the socket closed: `error` is None if the peer left
-    (its GOODBYE came) or if we had said goodbye and it hung up. It is not called after `abort`.
-    """
-
-    __slots__ = (
-        "_armed",
-        "_core",
-        "_fd",
-        "_get_buffer",
-        "_leaving",
-        "_loop",
-        "_on_end",
-        "_recv_into",
-        "_send",
-        "_sendmsg",
-        "_shut",
-        "_sock",
-        "_sockets",
-        "_updated",
-        "_write_error",
-        "bytes_received",
-        "bytes_sent",
-        "label",
-    )
+    __slots__ = ("_armed", "_fd", "_recv_into", "_send", "_sendmsg", "_sockets", "_write_error")
 
     def __init__(
         self,
@@ -77,42 +53,21 @@ class StreamConnection:
         sock: socket.socket,
         core: PeerCore,
         label: str,
-        on_end: Callable[[StreamConnection, Exception | None], None],
+        on_end: Callable[[Connection, Exception | None], None],
     ) -> None:
-        self.label = label
-        self.bytes_received = 0
-        self.bytes_sent = 0
-        self._loop = loop
+        super().__init__(loop, sock, core, label, on_end)
         self._sockets = sockets
-        self._sock: socket.socket | None = sock
         self._fd = sock.fileno()
-        self._core = core
-        self._on_end = on_end
         self._recv_into = sock.recv_into
         self._send = sock.send
         self._sendmsg = sock.sendmsg
-        self._get_buffer = core.get_buffer
-        self._updated = core.buffer_updated
         self._armed = False
-        self._leaving = False
-        self._shut = False
         self._write_error: OSError | None = None
 
     def start(self) -> None:
         """Let bytes flow; what the core has queued goes out at once."""
         self._loop.add_reader(self._fd, self._readable)
         self._core.open(self._write, self._arm)
-
-    def leave(self) -> None:
-        """Flush, say goodbye, shut the sending side and read to the end; `on_end` follows when the peer hangs up."""
-        if self._sock is not None and not self._leaving:
-            self._leaving = True
-            self._core.goodbye()
-            self._shut_when_done()
-
-    def abort(self) -> None:
-        """Close the socket now. Idempotent; calls nothing back."""
-        self._release()
 
     def forget(self) -> None:
         """In a forked child: the descriptor is closed already, and the loop must not be touched."""
@@ -145,24 +100,15 @@ class StreamConnection:
                 return
             try:
                 frames += self._updated(nbytes)
-            except RemoteProtocolError as error:
-                self._end(error)
-                return
             except Exception as error:
-                self._loop.call_exception_handler(
-                    {"message": f"a frame from {self.label} could not be handled", "exception": error}
-                )
-                self._end(error)
+                self._fail(error)
                 return
             received += nbytes
             # A short read has emptied the socket: asking again would only cost a system call.
             if nbytes < len(buffer) or received >= MAX_CALL_BYTES or frames >= MAX_CALL_FRAMES:
                 break
         self.bytes_received += received
-        if self._core.left:
-            self._end(None)
-        elif self._leaving:
-            self._shut_when_done()
+        self._took()
 
     def _eof(self) -> None:
         if self._core.left:
@@ -213,21 +159,6 @@ class StreamConnection:
         if self._armed:
             self._armed = False
             self._loop.remove_writer(self._fd)
-
-    # -- ending
-
-    def _shut_when_done(self) -> None:
-        if self._sock is not None and self._core.goodbye_sent and not self._shut:
-            self._shut = True
-            try:
-                self._sock.shutdown(socket.SHUT_WR)
-            except OSError as error:
-                self._loop.call_soon(self._end, error)
-
-    def _end(self, error: Exception | None) -> None:
-        """Close and tell. After our goodbye it does not matter how the peer hangs up."""
-        if self._release():
-            self._on_end(self, None if self._shut and not isinstance(error, RemoteProtocolError) else error)
 
     def _release(self) -> bool:
         sock, self._sock = self._sock, None
