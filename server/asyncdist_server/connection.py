@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from time import perf_counter
 from typing import TYPE_CHECKING, Final, cast
 
 from asyncdist_server.auth import Refusal
 from asyncdist_server.config import CLOSE_TIMEOUT_S
+from asyncdist_server.counters import count
 from asyncdist_server.messages import FRAME_SLACK_BYTES
 from asyncdist_server.session import Session
 from asyncdist_server.torch_session import TorchSession
@@ -50,6 +52,8 @@ class Connection(asyncio.Protocol):
         self._ending = False
         self._unsent_before = 0
         self._buffered = 0
+        self._began_s = 0.0  # when the oldest requests arrived that are not answered yet, 0 if there are none
+        self._ran = 0  # how many requests of the session were counted
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection, or refuse it when there are too many."""
@@ -74,11 +78,14 @@ class Connection(asyncio.Protocol):
         if not self._recognized:
             self._recognize(data[0])
             session = self._session
+        if not self._began_s or not session.has_output:
+            self._began_s = perf_counter()
         session.receive(data, self._loop.time())
         if self._opening and session.open:
             self._opening = False
             self._cancel_timer()
             self._server.opened(self)
+            count(self._server.engine.counters.opened, "native" if isinstance(session, Session) else "torch")
         if session.buffered != self._buffered:
             self._account()
         self.flush()
@@ -117,6 +124,12 @@ class Connection(asyncio.Protocol):
             transport.write(output[0])
         elif output:
             transport.writelines(output)
+        if self._began_s:
+            if output and session.ran != self._ran:
+                elapsed_s = perf_counter() - self._began_s
+                self._server.engine.counters.latencies[session.operation].observe(elapsed_s, session.ran - self._ran)
+            self._ran = session.ran
+            self._began_s = 0.0
         if session.closing:
             self._end()
         elif session.busy and not self._write_paused:
@@ -139,6 +152,8 @@ class Connection(asyncio.Protocol):
         self._turn_due = False
         if self._transport is None or self._session.closing or self._write_paused:
             return
+        if not self._began_s or not self._session.has_output:
+            self._began_s = perf_counter()
         self._session.resume(self._loop.time())
         self._account()
         self.flush()

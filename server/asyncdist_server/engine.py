@@ -26,6 +26,7 @@ from typing import Any
 
 from asyncdist_server.clients import Client, Reply
 from asyncdist_server.coordination import COORDINATION
+from asyncdist_server.counters import DISCONNECTED, REPLAYED, Counters
 from asyncdist_server.messages import (
     CLIENT_LINGER_S,
     INVALID,
@@ -56,9 +57,13 @@ class StoreEngine:
         self._namespaces: dict[str, Namespace] = {}
         self._connected: dict[bytes, Client] = {}
         self._away: dict[bytes, tuple[float, Client]] = {}  # in the order they are to be forgotten
-        # Entries are (function, length of the request, whether its reply must be remembered for a retry).
         operations = {**OPERATIONS, **COORDINATION}
-        self._operations = {code: (run, size, code in MUTATIONS) for code, (run, size) in operations.items()}
+        self.counters = self._state.counters = Counters(operations)
+        # Entries are (function, length of the request, whether its reply must be remembered for a retry, its results).
+        self._operations = {
+            code: (run, size, code in MUTATIONS, self.counters.results[code])
+            for code, (run, size) in operations.items()
+        }
 
     @property
     def memory_bytes(self) -> int:
@@ -128,6 +133,7 @@ class StoreEngine:
         del self._state.clients[client]
         for waiter in list(client.blocked.values()):
             self._state.unblock(waiter)
+            self.counters.finished(waiter.operation, DISCONNECTED, now - waiter.since)
         if client.namespace.bound:
             self._state.leases.client_went(client, client.leaving or client.client_id is None, now)
         client.namespace.clients -= 1
@@ -173,25 +179,29 @@ class StoreEngine:
         request_id, operation = request[0], request[1]
         if type(request_id) is not int or not 0 < request_id <= MAX_REQUEST_ID:
             raise ProtocolError("a request id must be an integer in 1..2**63-1")
-        entry = self._operations.get(operation) if type(operation) is int else None
-        if entry is None:
+        if type(operation) is not int or operation not in self._operations:
             raise ProtocolError("unknown operation")
-        run, size, remember = entry
+        run, size, remember, results = self._operations[operation]
         if len(request) != size:
             raise malformed(request)
         if remember and client.read_only:
+            results[INVALID] += 1
             return request_id, INVALID, f"clients like this one may only read the namespace {client.namespace.name}"
         self._state.now = now
         if client.careful and remember:
             reply, freed = client.take_replay(request_id)
             self._state.memory_bytes -= freed
             if reply is not None:
+                results[REPLAYED] += 1
                 return reply
             if client.remembered > self.limits.in_flight:
+                results[LIMIT] += 1
                 return request_id, LIMIT, f"more than {self.limits.in_flight} replies were not acknowledged"
         reply = run(self._state, client, request, now)
-        if remember and reply is not None:
-            client.note_reply(reply)
+        if reply is not None:
+            results[reply[1]] += 1
+            if remember:
+                client.note_reply(reply)
         return reply
 
     def next_deadline(self) -> float | None:

@@ -41,6 +41,9 @@ TURN_REQUESTS: Final = 1024
 TURN_BYTES: Final = 1024 * 1024
 """A turn also ends once its replies hold this much, so that a client that asks for much must also read it."""
 
+GOLDEN: Final = 2654435769
+"""The golden ratio's fraction in 32 bits."""
+
 
 class Session:
     """The state of one connection: handshake, hello, requests, closing. See the module's docstring."""
@@ -63,6 +66,9 @@ class Session:
         "address",
         "closing",
         "error",
+        "operation",
+        "ran",
+        "refused",
         "reply_bytes",
     )
 
@@ -89,6 +95,12 @@ class Session:
         """Whether the connection is to be closed once the output is written."""
         self.error = ""
         """Why the session closes, for the log; empty after a goodbye."""
+        self.refused = ""
+        """Why it closes before it is open, in one word, to be counted."""
+        self.ran = 0
+        """Requests run in whole frames."""
+        self.operation = 0
+        """That of one of them, which stands for all."""
 
     @property
     def open(self) -> bool:
@@ -158,6 +170,7 @@ class Session:
         """Tell the client why its connection is closed before it is open: too many of them, or too slow."""
         if self._handshake is not None:
             self._output.append(refusal_message(refusal))
+        self.refused = refusal.name.lower()
         self._stop(refusal.name.lower().replace("_", " "))
 
     def close(self, now: float) -> None:
@@ -172,6 +185,7 @@ class Session:
             self._output.append(handshake.receive(data))
         except AuthenticationError as error:
             self._output.append(error.farewell)
+            self.refused = error.refusal.name.lower()
             self._stop(str(error))
             return None
         if not handshake.done:
@@ -204,27 +218,35 @@ class Session:
         replies = self._replies
         budget = TURN_REQUESTS
         while budget > 0 and self.reply_bytes < TURN_BYTES:
-            index = self._index
-            if index >= len(self._requests):
+            index, requests = self._index, self._requests
+            if index >= len(requests):
+                if index > 1:
+                    # One request of the frame stands for all: fractions of multiples of the golden ratio spread evenly.
+                    self.ran = ran = self.ran + index - 1
+                    self.operation = requests[1 + (ran * GOLDEN >> 32) % (index - 1)][1]
+                    self._requests = ()  # nothing of it is kept while the client is idle
+                    self._index = 0
                 if not self._frames:
                     return
-                self._requests = decode_requests(self._frames.popleft(), self._engine.limits.items)
-                self._engine.acknowledge(client, self._requests[0])
-                self._index = 1
-                continue
-            self._index = index + 1
-            budget -= 1
-            reply = request(client, self._requests[index], now)
-            if reply is not None:
-                replies.append(reply)
-                value = reply[2]
-                if type(value) is bytes:
-                    self.reply_bytes += len(value)
-                elif type(value) is list or type(value) is tuple:
-                    self.reply_bytes += value_bytes(value)
-                if client.leaving:
-                    self._stop("")
-                    return
+                requests = self._requests = decode_requests(self._frames.popleft(), self._engine.limits.items)
+                self._engine.acknowledge(client, requests[0])
+                index = 1
+            first, end = index, min(len(requests), index + budget)
+            while index < end and self.reply_bytes < TURN_BYTES:
+                reply = request(client, requests[index], now)
+                index += 1
+                if reply is not None:
+                    replies.append(reply)
+                    value = reply[2]
+                    if type(value) is bytes:
+                        self.reply_bytes += len(value)
+                    elif type(value) is list or type(value) is tuple:
+                        self.reply_bytes += value_bytes(value)
+                    if client.leaving:
+                        self._stop("")
+                        return
+            self._index = index
+            budget -= index - first
 
     def _deliver(self, reply: Reply) -> None:
         """Take the reply to a request that was blocked."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from asyncdist_server.clients import Client, Reply
+from asyncdist_server.counters import Counters
 from asyncdist_server.history import Recorder
 from asyncdist_server.leases import Leases
 from asyncdist_server.messages import (
@@ -38,6 +39,7 @@ class StoreState:
 
     __slots__ = (
         "clients",
+        "counters",
         "deadlines",
         "describe",
         "leases",
@@ -61,6 +63,7 @@ class StoreState:
         self.leases = Leases(self)
         self.recorder = Recorder(self)
         self.clients: dict[Client, None] = {}
+        self.counters = Counters(())
         self.revision = first_revision  # grows with every change that is recorded, in any namespace, and every lock
         self.now = 0.0  # of the request or expiry under way
         self.describe: Callable[[], dict[str, Any]] = dict
@@ -214,6 +217,7 @@ class StoreState:
             place.give_up(waiter)
         if waiter.operation in TAKING:
             waiter.client.note_reply(reply)
+        self.counters.finished(waiter.operation, reply[1], self.now - waiter.since)
         waiter.client.deliver(reply)
 
     def wake(self, namespace: Namespace, key: bytes) -> None:

@@ -62,6 +62,9 @@ class TorchSession:
         "namespace",
         "now",
         "open",
+        "operation",
+        "ran",
+        "refused",
         "reply_bytes",
         "stored",
     )
@@ -93,6 +96,12 @@ class TorchSession:
         """Bytes received and not yet run."""
         self.reply_bytes = 0
         """Bytes of replies not yet taken."""
+        self.ran = 0
+        """Requests run."""
+        self.operation = 0
+        """The engine's operation that the last of them asked for."""
+        self.refused = ""
+        """Why the connection closes before it is open, in one word, to be counted."""
         self.closing = False
         """Whether the connection is to be closed once the output is written."""
         self.error = ""
@@ -151,6 +160,7 @@ class TorchSession:
 
     def refuse(self, refusal: Refusal) -> None:
         """Close before the client is validated: nothing can be said in this protocol."""
+        self.refused = refusal.name.lower()
         self._stop(refusal.name.lower().replace("_", " "))
 
     def fail_limit(self, message: str) -> None:
@@ -174,6 +184,8 @@ class TorchSession:
     def ask(self, *request: Any) -> Reply:
         """Run one request that does not block and return the engine's reply."""
         self._last_id += 1
+        self.ran += 1
+        self.operation = request[0]
         reply = self.engine.request(self.client, (self._last_id, *request), self.now)
         assert reply is not None
         return reply
