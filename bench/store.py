@@ -116,29 +116,20 @@ class AsyncdistStoreRank:
         return sum(await asyncio.gather(*(one(index) for index in range(IN_FLIGHT))))
 
 
-class TorchStoreRank:
-    """The client of torch's TCPStore."""
+class BlockingRank:
+    """A client whose calls return when the daemon has answered; `_client` has torch's and Redis' `set`."""
+
+    _client: Any = None
 
     def __init__(self, context: RankContext) -> None:
         self._address = context.address
-        self._store: Any = None
-
-    async def open(self) -> None:
-        """Connect."""
-        distributed = importlib.import_module("torch.distributed")
-        host, port = host_and_port(self._address)
-        self._store = distributed.TCPStore(host, port, is_master=False, wait_for_workers=False)
-
-    async def close(self) -> None:
-        """Disconnect."""
-        self._store = None
 
     async def measure(self, case: Case) -> Record:
         """Run one case."""
         operation = {"get": self._get, "check": self._check, "burst": self._burst}[case.operation]
         record = Record()
         for number in range(case.warmup + case.samples):
-            self._store.set(KEY, value_of(number))
+            self._client.set(KEY, value_of(number))
             start_ns = time.perf_counter_ns()
             wrong = operation(number)
             end_ns = time.perf_counter_ns()
@@ -148,63 +139,62 @@ class TorchStoreRank:
         return record
 
     def _get(self, number: int) -> int:
-        return int(self._store.get(KEY) != value_of(number))
+        return int(self._client.get(KEY) != value_of(number))
+
+    def _check(self, number: int) -> int:
+        raise NotImplementedError
+
+    def _burst(self, number: int) -> int:
+        raise NotImplementedError
+
+
+class TorchStoreRank(BlockingRank):
+    """The client of torch's TCPStore."""
+
+    async def open(self) -> None:
+        """Connect."""
+        distributed = importlib.import_module("torch.distributed")
+        host, port = host_and_port(self._address)
+        self._client = distributed.TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+    async def close(self) -> None:
+        """Disconnect."""
+        self._client = None
 
     def _check(self, _number: int) -> int:
-        return int(self._store.check([KEY]) is not True)
+        return int(self._client.check([KEY]) is not True)
 
     def _burst(self, number: int) -> int:
         wrong = 0
         keys = [f"bench/{i}" for i in range(PAIRS)]
         for burst in range(BURSTS):
             value = value_of(number * BURSTS + burst)
-            self._store.multi_set(keys, [value.decode("latin-1")] * PAIRS)
-            wrong += sum(found != value.decode("latin-1").encode() for found in self._store.multi_get(keys))
+            self._client.multi_set(keys, [value.decode("latin-1")] * PAIRS)
+            wrong += sum(found != value.decode("latin-1").encode() for found in self._client.multi_get(keys))
         return wrong
 
 
-class RedisRank:
+class RedisRank(BlockingRank):
     """The client of Redis: redis-py, blocking."""
-
-    def __init__(self, context: RankContext) -> None:
-        self._address = context.address
-        self._redis: Any = None
 
     async def open(self) -> None:
         """Connect."""
         host, port = host_and_port(self._address)
-        self._redis = importlib.import_module("redis").Redis(host, port)
-        self._redis.ping()
+        self._client = importlib.import_module("redis").Redis(host, port)
+        self._client.ping()
 
     async def close(self) -> None:
         """Disconnect."""
-        self._redis.close()
-
-    async def measure(self, case: Case) -> Record:
-        """Run one case."""
-        operation = {"get": self._get, "check": self._check, "burst": self._burst}[case.operation]
-        record = Record()
-        for number in range(case.warmup + case.samples):
-            self._redis.set(KEY, value_of(number))
-            start_ns = time.perf_counter_ns()
-            wrong = operation(number)
-            end_ns = time.perf_counter_ns()
-            record.wrong += wrong
-            if number >= case.warmup:
-                record.add(start_ns, end_ns)
-        return record
-
-    def _get(self, number: int) -> int:
-        return int(self._redis.get(KEY) != value_of(number))
+        self._client.close()
 
     def _check(self, _number: int) -> int:
-        return int(self._redis.exists(KEY) != 1)
+        return int(self._client.exists(KEY) != 1)
 
     def _burst(self, number: int) -> int:
         wrong = 0
         for burst in range(BURSTS):
             value = value_of(number * BURSTS + burst)
-            pipeline = self._redis.pipeline(transaction=False)
+            pipeline = self._client.pipeline(transaction=False)
             for i in range(PAIRS):
                 pipeline.set(f"bench/{i}", value)
             for i in range(PAIRS):

@@ -179,10 +179,6 @@ class HostMemory:
         if self._doorbell is not None:
             self._doorbell.pollers.clear()
 
-    def poll(self) -> bool:
-        """Look at what peers have put into shared memory; whether there was anything."""
-        return self._doorbell is not None and self._doorbell.poll()
-
     def close(self) -> None:
         """Give everything back. Idempotent."""
         for number in list(self.segments):
