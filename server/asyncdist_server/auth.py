@@ -36,6 +36,10 @@ from asyncdist_server.messages import MAX_NAMESPACE_BYTES
 HANDSHAKE_VERSION: Final = 1
 MAGIC: Final = b"\xadDST"
 """Not ASCII, not 0: neither HTTP nor torch's store clients begin like this."""
+TLS_HANDSHAKE_BYTE: Final = 0x16
+"""The first byte of a TLS client, and of a TLS server that goes on with it."""
+TLS_ALERT_BYTE: Final = 0x15
+"""The first byte of a TLS server that refuses what it was sent, plain text for example."""
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 """How long a connection may stay unauthenticated."""
 MAX_HANDSHAKE_BYTES: Final = 1024
@@ -77,6 +81,8 @@ class Refusal(enum.IntEnum):
     TIMEOUT = 6
     TOO_MANY_CONNECTIONS = 7
     NOT_A_STORE = 8  # never sent: the other side does not speak this protocol at all
+    TLS_REQUIRED = 9
+    NO_TLS = 10
 
 
 _REASONS: Final[Mapping[Refusal, str]] = {
@@ -90,6 +96,10 @@ _REASONS: Final[Mapping[Refusal, str]] = {
     Refusal.TIMEOUT: "the handshake was not completed in time",
     Refusal.TOO_MANY_CONNECTIONS: "the server has reached its limit of connections",
     Refusal.NOT_A_STORE: "the other side does not speak asyncdist's store protocol",
+    Refusal.TLS_REQUIRED: "the server requires TLS and the client came without; set ASYNCDIST_TLS_CA to the file with "
+    "the certificate of the authority that signed the server's, or give tls=",
+    Refusal.NO_TLS: "the client came with TLS and the server has none; start the server with --tls-cert and --tls-key, "
+    "or unset ASYNCDIST_TLS_CA on the client",
 }
 
 
@@ -221,9 +231,13 @@ class _Handshake:
     def _take(self, data: bytes) -> None:
         self._buffer += data
         if not MAGIC.startswith(bytes(self._buffer[: len(MAGIC)])):
-            raise AuthenticationError(Refusal.NOT_A_STORE)
+            raise self._stranger(self._buffer[0])
         if len(self._buffer) > MAX_HANDSHAKE_BYTES:
             raise AuthenticationError(Refusal.MALFORMED, detail=f"more than {MAX_HANDSHAKE_BYTES} bytes")
+
+    def _stranger(self, first_byte: int) -> AuthenticationError:
+        """Say what the other side is that begins with such a byte."""
+        return AuthenticationError(Refusal.NOT_A_STORE)
 
     def _header(self, expected: _Kind) -> int | None:
         """Return the detail of the header at the buffer's start, None while it is incomplete."""
@@ -285,6 +299,10 @@ class ClientHandshake(_Handshake):
         answer = _HEADER.pack(MAGIC, HANDSHAKE_VERSION, _Kind.PROOF, 0)
         return answer + proof(self._key, "client", self._hello, nonce)
 
+    def _stranger(self, first_byte: int) -> AuthenticationError:
+        tls = first_byte in (TLS_HANDSHAKE_BYTE, TLS_ALERT_BYTE)  # another server than ours, which says it in words
+        return AuthenticationError(Refusal.TLS_REQUIRED, by_peer=True) if tls else super()._stranger(first_byte)
+
     def _accepted(self) -> bytes:
         if self._header(_Kind.ACCEPTED) is not None:
             del self._buffer[: _HEADER.size]
@@ -313,6 +331,10 @@ class ServerHandshake(_Handshake):
         if self._hello and not self.done:
             answer += self._verdict()
         return answer
+
+    def _stranger(self, first_byte: int) -> AuthenticationError:
+        tls = first_byte == TLS_HANDSHAKE_BYTE
+        return AuthenticationError(Refusal.NO_TLS) if tls else super()._stranger(first_byte)
 
     def _challenge(self) -> bytes:
         detail = self._header(_Kind.HELLO)

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Final
 
 import click
 
@@ -32,6 +33,8 @@ from asyncdist_server.messages import (
 )
 from asyncdist_server.threaded import new_event_loop
 
+_FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+
 
 @click.command(
     context_settings={
@@ -50,10 +53,13 @@ from asyncdist_server.threaded import new_event_loop
 @click.option(
     "--token-file",
     default=None,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=_FILE,
     help="File with the token, else ASYNCDIST_TOKEN, else the file ASYNCDIST_TOKEN_FILE.",
 )
 @click.option("--insecure-no-auth", is_flag=True, help="Listen beyond loopback without a token.")
+@click.option("--tls-cert", default=None, type=_FILE, help="Certificate chain in PEM: clients must use TLS.")
+@click.option("--tls-key", default=None, type=_FILE, help="Its key, unless that is in the same file.")
+@click.option("--tls-ca", default=None, type=_FILE, help="Clients must have a certificate of this authority.")
 @click.option("--torch", is_flag=True, help="Serve torch.distributed's TCPStore clients on the same port.")
 @click.option(
     "--torch-port",
@@ -87,6 +93,9 @@ def main(
     http_port: int | None,
     token_file: Path | None,
     insecure_no_auth: bool,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_ca: Path | None,
     torch: bool,
     torch_ports: tuple[int, ...],
     torch_linger: float,
@@ -112,6 +121,9 @@ def main(
             port=port,
             token=token,
             insecure_no_auth=insecure_no_auth,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_ca=tls_ca,
             torch=torch,
             torch_ports=torch_ports,
             torch_linger_s=torch_linger,
@@ -156,8 +168,20 @@ async def run_until_signalled(config: ServerConfig) -> None:
             server.log.warning("no token: every process that can connect can read and change the store")
         if server.torch_ports:
             _say_torch(server)
+        if config.tls_cert is not None:
+            loop.add_signal_handler(signal.SIGHUP, _renew_certificates, server)
         print(ready, flush=True)
         await stop.wait()
+
+
+def _renew_certificates(server: StoreServer) -> None:
+    """Use renewed certificates from now on, without a restart; those that do not fit change nothing."""
+    try:
+        server.reload_certificates()
+    except ConfigError as error:
+        server.log.error("the certificates stay as they were: %s", error)
+    else:
+        server.log.info("certificates read anew")
 
 
 def _say_torch(server: StoreServer) -> None:

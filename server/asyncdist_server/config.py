@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import ssl
+from pathlib import Path
 from typing import Final
 
 from asyncdist_server.auth import HANDSHAKE_TIMEOUT_S, check_token
 from asyncdist_server.messages import FRAME_SLACK_BYTES, MAX_KEY_BYTES, Limits
+from asyncdist_server.tls import server_context
 
 DEFAULT_PORT: Final = 29500
 """The port torchrun's users expect a rendezvous on."""
@@ -38,6 +41,9 @@ class ServerConfig:
     keys of its own for them. They cannot prove a token: they are served on loopback, elsewhere only with
     `torch_insecure_no_auth`. Their keys are removed `torch_linger_s` after the last client has left.
 
+    With `tls_cert` (a chain in PEM; `tls_key` where the key is in a file of its own) all but torch's clients must use
+    TLS, with `tls_ca` they need a certificate signed by it.
+
     Raises `ConfigError` for a token that is too short, and for limits that do not fit together.
     """
 
@@ -55,6 +61,9 @@ class ServerConfig:
     torch_ports: tuple[int, ...] = ()
     torch_linger_s: float = TORCH_LINGER_S
     torch_insecure_no_auth: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
 
     def __post_init__(self) -> None:
         torch_ports = [("torch port", port) for port in self.torch_ports]
@@ -77,6 +86,19 @@ class ServerConfig:
                 check_token(self.token)
             except ValueError as error:
                 raise ConfigError(str(error)) from None
+        if self.tls_cert is None and (self.tls_key or self.tls_ca):
+            raise ConfigError("TLS needs the daemon's own certificate: give --tls-cert")
+        if self.tls_cert is not None and self.torch:
+            raise ConfigError("torch clients have no TLS: give them a port of their own with --torch-port, not --torch")
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Read the files for TLS, None without TLS; raises `ConfigError` naming the file that is wrong."""
+        if self.tls_cert is None:
+            return None
+        try:
+            return server_context(self.tls_cert, self.tls_key, self.tls_ca)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     def require_token_for(self, addresses: list[str]) -> None:
         """Raise `ConfigError` if one of the numeric `addresses` can be reached from elsewhere and there is no token."""

@@ -65,8 +65,7 @@ class Connection(asyncio.Protocol):
         _set_keepalive(transport.get_extra_info("socket"))
         server = self._server
         if not server.admit(self):
-            self._session.refuse(Refusal.TOO_MANY_CONNECTIONS)
-            self.flush()
+            self.refuse(Refusal.TOO_MANY_CONNECTIONS)
             return
         self._timer = self._loop.call_later(server.config.handshake_timeout_s, self._handshake_expired)
 
@@ -201,7 +200,11 @@ class Connection(asyncio.Protocol):
     # ---- endings
 
     def _handshake_expired(self) -> None:
-        self._session.refuse(Refusal.TIMEOUT)
+        self.refuse(Refusal.TIMEOUT)
+
+    def refuse(self, refusal: Refusal, detail: str = "") -> None:
+        """Close because of what the client is; it is told as far as it can be, `detail` is for the log."""
+        self._session.refuse(refusal, detail)
         self.flush()
 
     def _cancel_timer(self) -> None:

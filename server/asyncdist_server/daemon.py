@@ -10,6 +10,7 @@ import logging
 import random
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Final
@@ -19,6 +20,7 @@ from asyncdist_server.connection import Connection
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.messages import INCARNATION_BYTES, Encoder
 from asyncdist_server.status import describe
+from asyncdist_server.tls_connection import TLSConnection
 from asyncdist_server.torch_namespaces import TorchNamespace, TorchNamespaces
 
 BIND_ATTEMPTS: Final = 16
@@ -56,6 +58,7 @@ class StoreServer:
         self._listeners: list[asyncio.Server] = []
         self._addresses: list[tuple[str, int]] = []
         self._torch_ports: dict[int, None] = {}
+        self._tls: ssl.SSLContext | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0  # uvloop's handle of a timer due at once does not tell
         self._emptied: asyncio.Event | None = None
@@ -85,6 +88,7 @@ class StoreServer:
     async def start(self) -> None:
         """Bind and serve. Raises `ConfigError` for an address that needs a token, `OSError` if it cannot be bound."""
         loop = asyncio.get_running_loop()
+        self._tls = self.config.tls_context()
         sockets = await _bind(self.config, self.config.port)
         try:
             if self.config.torch:
@@ -94,7 +98,7 @@ class StoreServer:
                 sockets += more
                 self._torch_ports[more[0].getsockname()[1]] = None
             for sock in sockets:
-                server = await loop.create_server(lambda: Connection(self), sock=sock, backlog=BACKLOG)
+                server = await loop.create_server(self._accept, sock=sock, backlog=BACKLOG)
                 self._listeners.append(server)
                 self._addresses.append(sock.getsockname()[:2])
         except BaseException:
@@ -102,6 +106,14 @@ class StoreServer:
                 sock.close()
             await self.stop()
             raise
+
+    def _accept(self) -> asyncio.Protocol:
+        connection = Connection(self)
+        return connection if self._tls is None else TLSConnection(connection, self._tls)
+
+    def reload_certificates(self) -> None:
+        """Read the files for TLS anew; they count for new connections. Raises `ConfigError` and keeps the old ones."""
+        self._tls = self.config.tls_context()
 
     def descriptors(self) -> list[int]:
         """Open file descriptors of listeners and clients: a forked child must give its copies up."""
@@ -151,7 +163,8 @@ class StoreServer:
         """Return the namespace of a torch client that connected to `address`, None if it is not to be served there."""
         host, port = address[:2]
         if port not in self._torch_ports:
-            self.log.warning("%s speaks torch's store protocol, which is served with --torch", peer)
+            option = "--torch" if self._tls is None else "--torch-port, as torch has no TLS"
+            self.log.warning("%s speaks torch's store protocol, which is served with %s", peer, option)
         elif not (self.config.torch_insecure_no_auth or ipaddress.ip_address(host.partition("%")[0]).is_loopback):
             self.log.warning(
                 "%s speaks torch's store protocol, which has no authentication and is served beyond loopback with "

@@ -166,12 +166,12 @@ class Session:
             output += frames
         return output
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: Refusal, detail: str = "") -> None:
         """Tell the client why its connection is closed before it is open: too many of them, or too slow."""
         if self._handshake is not None:
             self._output.append(refusal_message(refusal))
         self.refused = refusal.name.lower()
-        self._stop(refusal.name.lower().replace("_", " "))
+        self._stop(detail or refusal.name.lower().replace("_", " "))
 
     def close(self, now: float) -> None:
         """Withdraw the client from the engine; the connection is gone."""
@@ -220,18 +220,15 @@ class Session:
         while budget > 0 and self.reply_bytes < TURN_BYTES:
             index, requests = self._index, self._requests
             if index >= len(requests):
-                if index > 1:
-                    # One request of the frame stands for all: fractions of multiples of the golden ratio spread evenly.
-                    self.ran = ran = self.ran + index - 1
-                    self.operation = requests[1 + (ran * GOLDEN >> 32) % (index - 1)][1]
-                    self._requests = ()  # nothing of it is kept while the client is idle
-                    self._index = 0
+                if index:
+                    self._frame_ran(requests, index - 1)
                 if not self._frames:
                     return
                 requests = self._requests = decode_requests(self._frames.popleft(), self._engine.limits.items)
                 self._engine.acknowledge(client, requests[0])
                 index = 1
-            first, end = index, min(len(requests), index + budget)
+            first = index
+            end = len(requests) if len(requests) - index < budget else index + budget
             while index < end and self.reply_bytes < TURN_BYTES:
                 reply = request(client, requests[index], now)
                 index += 1
@@ -247,6 +244,20 @@ class Session:
                         return
             self._index = index
             budget -= index - first
+
+    def _frame_ran(self, requests: tuple[Any, ...], count: int) -> None:
+        """Keep nothing of a frame while the client is idle, but one request that stands for all.
+
+        Fractions of the multiples of the golden ratio spread evenly over frames, also where all are alike.
+        """
+        self._requests = ()
+        self._index = 0
+        if count == 1:
+            self.ran += 1
+            self.operation = requests[1][1]
+        elif count:
+            self.ran += count
+            self.operation = requests[1 + (self.ran * GOLDEN >> 32) % count][1]
 
     def _deliver(self, reply: Reply) -> None:
         """Take the reply to a request that was blocked."""

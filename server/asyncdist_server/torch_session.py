@@ -158,10 +158,10 @@ class TorchSession:
         self.reply_bytes = 0
         return output
 
-    def refuse(self, refusal: Refusal) -> None:
-        """Close before the client is validated: nothing can be said in this protocol."""
+    def refuse(self, refusal: Refusal, detail: str = "") -> None:
+        """Close before the client is validated: nothing can be said in this protocol, `detail` is for the log."""
         self.refused = refusal.name.lower()
-        self._stop(refusal.name.lower().replace("_", " "))
+        self._stop(detail or refusal.name.lower().replace("_", " "))
 
     def fail_limit(self, message: str) -> None:
         """Close because this connection exceeds a bound of the daemon."""
