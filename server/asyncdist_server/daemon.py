@@ -254,12 +254,13 @@ async def _bind(config: ServerConfig, port: int) -> list[socket.socket]:
 
 
 def _bind_all(addresses: Sequence[tuple[int, str]], port: int) -> list[socket.socket]:
+    new_socket = getattr(asyncio.get_running_loop(), "new_socket", socket.socket)  # a simulated network has its own
     sockets: list[socket.socket] = []
     absent: OSError | None = None
     try:
         for family, address in addresses:
             try:
-                sock = socket.socket(family, socket.SOCK_STREAM)
+                sock = new_socket(family, socket.SOCK_STREAM)
             except OSError as error:
                 absent = error  # a family this host does not have, as ::1 in many containers
                 continue
