@@ -1,0 +1,320 @@
+"""Whether a history of concurrent operations could have come from one object that does one thing at a time.
+
+    report = check_history(history.operations, RegisterModel())
+    assert report.linearizable, report.explanation
+
+A history is linearizable if every operation can be given one instant between its call and its return such that what
+all clients were told is what the object, asked in that order, would have told them. An operation that ended `UNKNOWN`
+may have such an instant at any time after its call, or none.
+
+The search is Wing and Gong's ("Testing and verifying concurrent objects", 1993) with the memory of Lowe ("Testing for
+linearizability", 2017): take any operation that was called before all those not yet taken had returned, see whether
+the model allows its result, go on, and go back where nothing fits; never look twice at the same operations taken with
+the same state left behind. Keys are judged one by one, as linearizability is a property of each object by itself.
+The search is exponential at worst, in the number of operations at a time and of unknown ones. It is therefore bounded:
+a history that is not decided within the bound is not linearizable as far as a test is concerned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from asyncdist.testing.history import UNKNOWN, Operation, shown
+
+__all__ = ["IMPOSSIBLE", "MAX_STEPS", "KeyVerdict", "Model", "Report", "check_history"]
+
+MAX_STEPS: Final = 1_000_000
+"""Most states visited for one key: some ten seconds. A history of a correct object needs about one per operation."""
+QUICK_STEPS: Final = 20_000
+"""Most states visited only to show people how far one can get."""
+SHOWN_OPERATIONS: Final = 12
+"""Most operations of the longest order that an explanation shows: what matters is how it ends."""
+
+
+class _Impossible:
+    """The type of `IMPOSSIBLE`."""
+
+    def __repr__(self) -> str:
+        return "IMPOSSIBLE"
+
+
+IMPOSSIBLE: Final = _Impossible()
+"""What a model answers when an operation cannot have had its result."""
+
+
+Pairs = list[tuple[Operation, Operation]]
+"""Operations of which the first must take effect before the second."""
+
+
+class Model(ABC):
+    """What one object does, asked one thing after the other."""
+
+    initial: Hashable = None
+    """The state before anything was asked."""
+
+    @abstractmethod
+    def apply(self, state: Any, operation: Operation) -> Hashable:
+        """Return the state after `operation`, or `IMPOSSIBLE` if in `state` it cannot have had its result.
+
+        A result of UNKNOWN fits any state in which the operation can take effect. States are never changed in place.
+        """
+
+    def infer(self, operations: list[Operation]) -> tuple[list[Operation], Pairs]:
+        """Return the operations, as what all results together tell about them, and which must come before which.
+
+        It must exclude no order that `apply` allows; what it does exclude, the search need not try. By default nothing.
+        A pair of an operation with itself says that this one fits nowhere.
+        """
+        return operations, []
+
+
+@dataclass(frozen=True, slots=True)
+class KeyVerdict:
+    """What became of one key: `outcome` is "linearizable", "violation" or "undecided"; `explanation` says why."""
+
+    key: Hashable
+    outcome: str
+    operations: int
+    steps: int
+    explanation: str = ""
+
+
+@dataclass(slots=True)
+class Report:
+    """The verdicts on all keys of a history."""
+
+    verdicts: list[KeyVerdict] = field(default_factory=list)
+
+    @property
+    def linearizable(self) -> bool:
+        """Whether every key was shown to be."""
+        return not self.failures
+
+    @property
+    def failures(self) -> list[KeyVerdict]:
+        """The keys that are not, or that could not be decided."""
+        return [verdict for verdict in self.verdicts if verdict.outcome != "linearizable"]
+
+    @property
+    def operations(self) -> int:
+        """How many operations were judged."""
+        return sum(verdict.operations for verdict in self.verdicts)
+
+    @property
+    def undecided(self) -> int:
+        """How many keys the bound of the search left open."""
+        return sum(verdict.outcome == "undecided" for verdict in self.verdicts)
+
+    @property
+    def explanation(self) -> str:
+        """What is wrong, for people; empty if nothing is."""
+        return "\n\n".join(verdict.explanation for verdict in self.failures)
+
+
+def check_history(operations: Iterable[Operation], model: Model, *, max_steps: int = MAX_STEPS) -> Report:
+    """Judge every key of a history by `model`, visiting at most `max_steps` states for each.
+
+    A violation is explained by the shortest prefix of the history that has no order, the longest order that was found
+    for it, and what could come next.
+    """
+    by_key: dict[Hashable, list[Operation]] = {}
+    for operation in operations:
+        by_key.setdefault(operation.key, []).append(operation)
+    return Report([_check_key(key, own, model, max_steps) for key, own in by_key.items()])
+
+
+def _check_key(key: Hashable, operations: list[Operation], model: Model, max_steps: int) -> KeyVerdict:
+    search = _Search(operations, model, max_steps)
+    found = search.run()
+    if found:
+        return KeyVerdict(key, "linearizable", len(operations), search.steps)
+    if found is None:
+        head = (
+            f"key {key!r} was not decided within {max_steps} steps: too many of its {len(operations)} operations are "
+            "concurrent, or unknown. The shortest prefix for which no order was found quickly"
+        )
+    else:
+        head = f"key {key!r} is not linearizable. The shortest prefix that has no order"
+    explanation = _explain(head, operations, model, max_steps if found is False else min(max_steps, QUICK_STEPS))
+    return KeyVerdict(key, "undecided" if found is None else "violation", len(operations), search.steps, explanation)
+
+
+# ---- the search
+
+
+@dataclass(slots=True)
+class _Taken:
+    """One operation of an order, with the state after it and what came before."""
+
+    before: _Taken | None
+    operation: Operation
+    state: Hashable
+    count: int
+
+
+class _Search:
+    """Looks for an order of all operations that have returned, with any of the unknown ones in between.
+
+    Which operations are taken is held as the number of the first one, in the order of calls, that is not, and a set of
+    bits from there on; unknown ones, which may stay behind for ever, have a set of bits of their own. So a long history
+    costs no more per step than a short one.
+    """
+
+    def __init__(self, operations: Iterable[Operation], model: Model, max_steps: int) -> None:
+        self.model = model
+        self.max_steps = max_steps
+        self.steps = 0
+        self.longest: _Taken | None = None
+        inferred, pairs = model.infer(list(operations))
+        ordered = sorted(inferred, key=lambda operation: operation.called_at)
+        self.known = [operation for operation in ordered if operation.result is not UNKNOWN]
+        self.unknown = [operation for operation in ordered if operation.result is UNKNOWN]
+        self.calls = [operation.called_at for operation in self.known]
+        self.returns = [operation.returned_at for operation in self.known]
+        places = {id(operation): index for index, operation in enumerate(self.known)}
+        self.before: dict[int, list[int]] = {}  # what a known operation must wait for besides time
+        self.hopeless = any(first is second for first, second in pairs)
+        for first, second in pairs:
+            if id(first) in places and id(second) in places:
+                self.before.setdefault(places[id(second)], []).append(places[id(first)])
+
+    def candidates(self, base: int, window: int, extra: int) -> list[int]:
+        """Return what can come next, most urgent first: positions in `known`, and ~positions in `unknown`."""
+        calls, returns, known, before = self.calls, self.returns, self.known, self.before
+        found: list[int] = []
+        blocked: set[Hashable] = set()
+        soonest = math.inf  # return of those not taken
+        for index in range(base, len(known)):
+            if calls[index] > soonest:
+                break
+            if window >> (index - base) & 1:
+                continue
+            soonest = min(soonest, returns[index])
+            session = known[index].session
+            if session is not None:
+                if session in blocked:
+                    continue
+                blocked.add(session)
+            if index in before and not all(first < base or window >> (first - base) & 1 for first in before[index]):
+                continue
+            found.append(index)
+        found.sort(key=returns.__getitem__)
+        for index, operation in enumerate(self.unknown):
+            if operation.called_at > soonest:
+                break
+            if not extra >> index & 1:
+                found.append(~index)
+        return found
+
+    def run(self) -> bool | None:
+        """Return whether there is such an order, None if the bound was reached before that was known."""
+        known, unknown, apply = self.known, self.unknown, self.model.apply
+        max_steps = min(self.max_steps, QUICK_STEPS) if self.hopeless else self.max_steps
+        base = window = extra = 0
+        state = self.model.initial
+        taken: _Taken | None = None
+        seen: set[tuple[int, int, int, Hashable]] = set()
+        stack: list[tuple[Iterator[int], int, int, int, Hashable, _Taken | None]] = []
+        choices = iter(self.candidates(0, 0, 0))
+        while base < len(known):
+            for choice in choices:
+                operation = known[choice] if choice >= 0 else unknown[~choice]
+                after = apply(state, operation)
+                if after is IMPOSSIBLE or (choice < 0 and after == state):
+                    continue  # an unknown one without effect is one that never happened
+                next_base, next_window, next_extra = base, window, extra
+                if choice < 0:
+                    next_extra |= 1 << ~choice
+                else:
+                    next_window |= 1 << (choice - base)
+                    filled = (~next_window & (next_window + 1)).bit_length() - 1
+                    next_window >>= filled
+                    next_base += filled
+                place = (next_base, next_window, next_extra, after)
+                if place in seen:
+                    continue
+                seen.add(place)
+                self.steps += 1
+                if self.steps > max_steps:
+                    return False if self.hopeless else None
+                stack.append((choices, base, window, extra, state, taken))
+                taken = _Taken(taken, operation, after, (taken.count if taken else 0) + (choice >= 0))
+                if self.longest is None or taken.count > self.longest.count:
+                    self.longest = taken
+                base, window, extra, state = next_base, next_window, next_extra, after
+                choices = iter(self.candidates(base, window, extra))
+                break
+            else:
+                if not stack:
+                    return False
+                choices, base, window, extra, state, taken = stack.pop()
+        return True
+
+    def rest(self) -> list[Operation]:
+        """Return the known operations that could come next after the longest order."""
+        window = extra = 0
+        ends = {id(operation): index for index, operation in enumerate(self.known)}
+        for operation in _chain(self.longest):
+            index = ends.get(id(operation.operation))
+            if index is not None:
+                window |= 1 << index
+        return [self.known[index] for index in self.candidates(0, window, extra) if index >= 0]
+
+
+# ---- explaining
+
+
+def _chain(last: _Taken | None) -> list[_Taken]:
+    found = []
+    while last is not None:
+        found.append(last)
+        last = last.before
+    return found[::-1]
+
+
+def _prefix(operations: Sequence[Operation], until: float) -> list[Operation]:
+    """Return what had been seen of a history at the time `until`: later returns were not known yet."""
+    return [
+        operation
+        if operation.returned_at <= until
+        else dataclasses.replace(operation, result=UNKNOWN, returned_at=math.inf)
+        for operation in operations
+        if operation.called_at <= until
+    ]
+
+
+def _explain(head: str, operations: list[Operation], model: Model, max_steps: int) -> str:
+    """Find the shortest prefix without an order. A longer one has none either, so halving finds it."""
+    ends = sorted(operation.returned_at for operation in operations if operation.result is not UNKNOWN)
+    low, high = 0, len(ends) - 1  # the prefix until ends[high] fails
+    while low < high:
+        middle = (low + high) // 2
+        if _Search(_prefix(operations, ends[middle]), model, max_steps).run() is not True:
+            high = middle
+        else:
+            low = middle + 1
+    prefix = _prefix(operations, ends[high])
+    search = _Search(prefix, model, max_steps)
+    search.run()
+    last = next(operation for operation in prefix if operation.returned_at == ends[high])
+    start = min(operation.called_at for operation in operations)
+    order = _chain(search.longest)
+    state = order[-1].state if order else model.initial
+    lines = [f"{head} is of {len(prefix)} operations; it ends with", _line(last, start)]
+    lines += [f"The longest order found takes {len(order)} of them. Its end, with the state after each:"]
+    if len(order) > SHOWN_OPERATIONS:
+        lines.append("    ...")
+    lines += [f"{_line(taken.operation, start)}   then {shown(taken.state)}" for taken in order[-SHOWN_OPERATIONS:]]
+    lines += [f"In the state {shown(state)} none of those that must come next can have had its result:"]
+    lines += [_line(operation, start) for operation in search.rest()]
+    return "\n".join(lines)
+
+
+def _line(operation: Operation, start: float) -> str:
+    end = f"{operation.returned_at - start:.6f}" if operation.returned_at < math.inf else "?"
+    return f"    {operation.called_at - start:.6f} to {end:<10} {operation}"

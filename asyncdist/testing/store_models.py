@@ -1,0 +1,155 @@
+"""What a store's keys, queues and locks do, asked one thing after the other: models for `check_history`.
+
+A crash that loses the data can be part of a history: an operation "restart" of any key brings its first state back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable
+from typing import Any, Final
+
+from asyncdist.testing.history import REFUSED, UNKNOWN, Operation
+from asyncdist.testing.linearizability import IMPOSSIBLE, Model, Pairs
+
+__all__ = ["LockModel", "QueueModel", "RegisterModel"]
+
+INT64_MIN: Final = -(2**63)
+INT64_MAX: Final = 2**63 - 1
+
+
+class RegisterModel(Model):
+    """A key: its state is its value (bytes), None while it is missing.
+
+        set(value) -> None                  get() -> bytes, or None: it was missing
+        add(amount) -> int, or REFUSED      append(value) -> None
+        compare_set(expected, desired) -> bytes                 delete() -> bool        check() -> bool
+
+    For a group of keys that are only written and read together, the value may be a tuple of bytes.
+    """
+
+    initial: Hashable = None
+
+    def apply(self, state: Any, operation: Operation) -> Hashable:
+        """See `Model.apply`."""
+        name, arguments, result = operation.name, operation.arguments, operation.result
+        if name == "get":
+            return state if result is UNKNOWN or result == state else IMPOSSIBLE
+        if name == "set":
+            return fitting(result, None, arguments[0])
+        if name == "add":
+            total = sum_of(state, arguments[0])
+            return fitting(result, REFUSED, state) if total is None else fitting(result, total, b"%d" % total)
+        if name == "append":
+            return fitting(result, None, (state or b"") + arguments[0])
+        if name == "compare_set":
+            expected, desired = arguments
+            if state == expected or (state is None and not expected):
+                return fitting(result, desired, desired)
+            return fitting(result, expected if state is None else state, state)
+        if name == "delete":
+            return fitting(result, state is not None, None)
+        if name == "check":
+            return fitting(result, state is not None, state)
+        if name == "restart":
+            return self.initial
+        raise ValueError(f"a register knows nothing of {name}")
+
+
+class QueueModel(Model):
+    """A queue: its state is the tuple of its items, oldest first. No item may be pushed twice.
+
+    push(item) -> None, pop() -> the oldest item, or None: it was empty, len() -> int
+    """
+
+    initial: Hashable = ()
+
+    def apply(self, state: Any, operation: Operation) -> Hashable:
+        """See `Model.apply`."""
+        name, result = operation.name, operation.result
+        if name == "push":
+            return fitting(result, None, (*state, operation.arguments[0]))
+        if name == "pop":
+            return fitting(result, state[0], state[1:]) if state else fitting(result, None, state)
+        if name == "len":
+            return fitting(result, len(state), state)
+        if name == "restart":
+            return self.initial
+        raise ValueError(f"a queue knows nothing of {name}")
+
+    def infer(self, operations: list[Operation]) -> tuple[list[Operation], Pairs]:
+        """Tell the order of pushes from that of pops, which may be known only much later; see `Model.infer`."""
+        pops: dict[Any, Operation] = {}
+        inferred: list[Operation] = []
+        pushes: list[Operation] = []
+        pairs: Pairs = []
+        pushed = {each.arguments[0]: each.called_at for each in operations if each.name == "push"}
+        for each in operations:
+            item = each.result
+            if each.name != "pop" or item is UNKNOWN or item is None:
+                continue
+            if item in pops or pushed.get(item, math.inf) > each.returned_at:
+                pairs.append((each, each))
+            pops[item] = each
+        for each in operations:
+            if each.name == "push":
+                popped = pops.get(each.arguments[0])
+                if each.result is UNKNOWN and popped is not None:  # then it did take effect, before that
+                    each = dataclasses.replace(each, result=None, returned_at=popped.returned_at)
+                pushes.append(each)
+            inferred.append(each)
+        pushes.sort(key=lambda push: push.called_at)
+        for index, first in enumerate(pushes):
+            for second in pushes[index + 1 :]:
+                if second.called_at > first.returned_at:
+                    break
+                one, other = pops.get(first.arguments[0]), pops.get(second.arguments[0])
+                if one is None or other is None:
+                    continue
+                if one.returned_at < other.called_at:
+                    pairs.append((first, second))
+                elif other.returned_at < one.called_at:
+                    pairs.append((second, first))
+        return inferred, pairs
+
+
+class LockModel(Model):
+    """A lock with fencing tokens: its state is who holds it (None: nobody) and the largest token given so far.
+
+        acquire() -> int, larger than all before                release() -> None
+
+    `Operation.client` is the holder. Who acquires again and again under one name should be a new client each time if
+    operations may end UNKNOWN. Tokens grow across a "restart" too.
+    """
+
+    initial: Hashable = (None, 0)
+
+    def apply(self, state: Any, operation: Operation) -> Hashable:
+        """See `Model.apply`."""
+        holder, largest = state
+        if operation.name == "acquire":
+            if holder is not None:
+                return IMPOSSIBLE
+            if operation.result is UNKNOWN:
+                return operation.client, largest
+            return (operation.client, operation.result) if operation.result > largest else IMPOSSIBLE
+        if operation.name == "release":
+            return (None, largest) if holder == operation.client else IMPOSSIBLE
+        if operation.name == "restart":
+            return None, largest
+        raise ValueError(f"a lock knows nothing of {operation.name}")
+
+
+def fitting(result: Any, expected: Any, after: Hashable) -> Hashable:
+    """Return the state `after` if the result is the `expected` one, or was never told."""
+    return after if result is UNKNOWN or result == expected else IMPOSSIBLE
+
+
+def sum_of(state: bytes | None, amount: int) -> int | None:
+    """Return the value of a counter after `amount` is added, None if the store has to refuse."""
+    try:
+        total = int(state or b"0") + amount if state != b"" else None
+    except ValueError:
+        return None
+    return total if total is not None and INT64_MIN <= total <= INT64_MAX else None

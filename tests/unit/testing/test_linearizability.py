@@ -1,0 +1,419 @@
+"""The checker: histories known to be linearizable and known not to be, generated ones, and all orders of small ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncdist.testing.history import REFUSED, UNKNOWN, History, Operation
+from asyncdist.testing.linearizability import IMPOSSIBLE, Model, check_history
+from asyncdist.testing.store_models import LockModel, QueueModel, RegisterModel
+
+
+def op(called_at: float, returned_at: float, name: str, *arguments: Any, to: Any = None, **others: Any) -> Operation:
+    """One operation of key "k"; `to` is its result."""
+    client = others.pop("client", f"c{called_at:g}")
+    end = math.inf if to is UNKNOWN else returned_at
+    return Operation(client, "k", name, arguments, to, called_at, end, **others)
+
+
+def verdict(model: Model, operations: Sequence[Operation]) -> str:
+    [found] = check_history(operations, model).verdicts
+    return found.outcome
+
+
+REGISTER_YES = {
+    "in sequence": [op(0, 1, "set", b"1"), op(2, 3, "get", to=b"1"), op(4, 5, "delete", to=True), op(6, 7, "get")],
+    "a read during a write sees either": [op(0, 1, "set", b"1"), op(2, 9, "set", b"2"), op(3, 4, "get", to=b"1")],
+    "or the other": [op(0, 1, "set", b"1"), op(2, 9, "set", b"2"), op(3, 4, "get", to=b"2")],
+    "an unknown write seen late": [op(0, 1, "set", b"2", to=UNKNOWN), op(5, 6, "get"), op(8, 9, "get", to=b"2")],
+    "an unknown write never seen": [op(0, 1, "set", b"2", to=UNKNOWN), op(5, 6, "get")],
+    "counted": [op(0, 5, "add", 1, to=2), op(0.5, 4, "add", 1, to=1), op(6, 7, "get", to=b"2")],
+    "refused": [op(0, 1, "set", b"x"), op(2, 3, "add", 1, to=REFUSED), op(4, 5, "get", to=b"x")],
+    "an empty value is no number": [op(0, 1, "set", b""), op(2, 3, "add", 1, to=REFUSED)],
+    "beyond int64": [op(0, 1, "add", 2**63 - 1, to=2**63 - 1), op(2, 3, "add", 1, to=REFUSED)],
+    "at the end of int64": [op(0, 1, "add", 2**63 - 2, to=2**63 - 2), op(2, 3, "add", 1, to=2**63 - 1)],
+    "appended": [
+        op(0, 1, "append", b"a"),
+        op(2, 3, "append", b"b"),
+        op(4, 5, "get", to=b"ab"),
+        op(6, 7, "check", to=1),
+    ],
+    "swapped once": [
+        op(0, 9, "compare_set", b"", b"1", to=b"1"),
+        op(0.5, 8, "compare_set", b"", b"2", to=b"1"),
+        op(10, 11, "compare_set", b"0", b"3", to=b"1"),
+    ],
+    "swapped nothing": [op(0, 1, "compare_set", b"0", b"1", to=b"0"), op(2, 3, "get")],
+    "restarted without data": [op(0, 1, "set", b"1"), op(2, 3, "restart"), op(4, 5, "get")],
+    "several keys as one": [op(0, 1, "set", (b"1", b"1")), op(2, 3, "get", to=(b"1", b"1"))],
+}
+REGISTER_NO = {
+    "stale read": [op(0, 1, "set", b"1"), op(2, 3, "set", b"2"), op(4, 5, "get", to=b"1")],
+    "lost write": [op(0, 1, "set", b"1"), op(2, 3, "get")],
+    "value from nowhere": [op(0, 1, "set", b"1"), op(2, 3, "get", to=b"7")],
+    "value from the future": [op(0, 1, "get", to=b"1"), op(2, 3, "set", b"1")],
+    "lost update": [op(0, 5, "add", 1, to=1), op(1, 6, "add", 1, to=1)],
+    "added twice": [op(0, 1, "add", 1, to=1), op(2, 3, "get", to=b"2")],
+    "appended twice": [op(0, 1, "append", b"a"), op(2, 3, "get", to=b"aa")],
+    "unknown write seen twice": [
+        op(0, 1, "append", b"a", to=UNKNOWN),
+        op(2, 3, "get", to=b"a"),
+        op(4, 5, "get", to=b"aa"),
+    ],
+    "old and new swapped": [op(0, 9, "set", b"1"), op(1, 2, "get", to=b"1"), op(3, 4, "get")],
+    "both swaps won": [op(0, 9, "compare_set", b"", b"1", to=b"1"), op(0.5, 8, "compare_set", b"", b"2", to=b"2")],
+    "refused for no reason": [op(0, 1, "add", 1, to=REFUSED)],
+    "deleted what was not there": [op(0, 1, "delete", to=True)],
+    "torn": [op(0, 1, "set", (b"1", b"1")), op(2, 5, "set", (b"2", b"2")), op(3, 4, "get", to=(b"1", b"2"))],
+}
+QUEUE_YES = {
+    "first in first out": [op(0, 1, "push", b"a"), op(2, 3, "push", b"b"), op(4, 5, "pop", to=b"a")],
+    "pushed at once, popped in either order": [
+        op(0, 5, "push", b"a"),
+        op(1, 5, "push", b"b"),
+        op(6, 7, "pop", to=b"b"),
+    ],
+    "popped as soon as pushed": [op(0, 9, "pop", to=b"a"), op(1, 8, "push", b"a"), op(10, 11, "len", to=0)],
+    "empty": [op(0, 1, "pop"), op(2, 3, "push", b"a"), op(4, 5, "len", to=1)],
+    "popped by somebody unknown": [op(0, 1, "push", b"a"), op(2, 3, "pop", to=UNKNOWN), op(4, 5, "pop")],
+    "lost with the data": [op(0, 1, "push", b"a"), op(2, 3, "restart"), op(4, 5, "pop")],
+}
+QUEUE_NO = {
+    "popped twice": [op(0, 1, "push", b"a"), op(2, 3, "pop", to=b"a"), op(4, 5, "pop", to=b"a")],
+    "lost": [op(0, 1, "push", b"a"), op(2, 3, "pop")],
+    "overtaken": [op(0, 1, "push", b"a"), op(2, 3, "push", b"b"), op(4, 5, "pop", to=b"b")],
+}
+LOCK_YES = {
+    "one after the other": [
+        op(0, 1, "acquire", to=5, client="a"),
+        op(2, 4, "release", client="a"),
+        op(3, 6, "acquire", to=9, client="b"),
+    ],
+    "taken unnoticed, and given back": [
+        op(0, 1, "acquire", to=UNKNOWN, client="a"),
+        op(0, 1, "release", to=UNKNOWN, client="a"),
+        op(2, 3, "acquire", to=9, client="b"),
+    ],
+    "lost with the data": [op(0, 1, "acquire", to=5), op(2, 3, "restart"), op(4, 5, "acquire", to=6)],
+}
+LOCK_NO = {
+    "two holders": [
+        op(0, 1, "acquire", to=5, client="a"),
+        op(2, 3, "acquire", to=6, client="b"),
+        op(4, 5, "release", client="a"),
+    ],
+    "token goes back": [
+        op(0, 1, "acquire", to=5, client="a"),
+        op(2, 3, "release", client="a"),
+        op(4, 5, "acquire", to=5, client="b"),
+    ],
+    "token goes back across a restart": [op(0, 1, "acquire", to=5), op(2, 3, "restart"), op(4, 5, "acquire", to=4)],
+    "released what somebody else held": [op(0, 1, "acquire", to=5, client="a"), op(2, 3, "release", client="b")],
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "history"),
+    [
+        pytest.param(model, history, id=name)
+        for model, histories in ((RegisterModel(), REGISTER_YES), (QueueModel(), QUEUE_YES), (LockModel(), LOCK_YES))
+        for name, history in histories.items()
+    ],
+)
+def test_linearizable_histories_pass(model: Model, history: list[Operation]) -> None:
+    assert verdict(model, history) == "linearizable"
+
+
+@pytest.mark.parametrize(
+    ("model", "history"),
+    [
+        pytest.param(model, history, id=name)
+        for model, histories in ((RegisterModel(), REGISTER_NO), (QueueModel(), QUEUE_NO), (LockModel(), LOCK_NO))
+        for name, history in histories.items()
+    ],
+)
+def test_histories_that_are_not_linearizable_fail(model: Model, history: list[Operation]) -> None:
+    assert verdict(model, history) == "violation"
+
+
+@pytest.mark.parametrize("model", [RegisterModel(), QueueModel(), LockModel()], ids=lambda model: type(model).__name__)
+def test_a_model_refuses_what_it_does_not_know(model: Model) -> None:
+    with pytest.raises(ValueError, match="knows nothing of fly"):
+        check_history([op(0, 1, "fly")], model)
+
+
+def test_a_session_keeps_the_order_of_its_calls() -> None:
+    both = [op(0, 9, "add", 1, to=2), op(1, 9, "add", 1, to=1)]
+    assert verdict(RegisterModel(), both) == "linearizable"
+    one_session = [dataclasses.replace(each, session="s") for each in both]
+    assert verdict(RegisterModel(), one_session) == "violation"
+    assert verdict(RegisterModel(), [dataclasses.replace(each, session=each.client) for each in both]) == "linearizable"
+
+
+def test_keys_are_judged_one_by_one() -> None:
+    good, bad = op(0, 1, "set", b"1"), dataclasses.replace(op(0, 1, "get", to=b"1"), key="other")
+    report = check_history([good, bad], RegisterModel())
+    assert not report.linearizable
+    assert (report.operations, report.undecided, [failure.key for failure in report.failures]) == (2, 0, ["other"])
+    assert check_history([], RegisterModel()).linearizable
+
+
+# ---- bounds and explanations
+
+
+def test_a_search_that_ends_at_its_bound_is_no_success() -> None:
+    history = [op(0, 1, "add", 1, to=1), op(2, 3, "add", 1, to=2)]
+    assert check_history(history, RegisterModel(), max_steps=2).linearizable
+    report = check_history(history, RegisterModel(), max_steps=1)
+    assert not report.linearizable
+    assert (report.undecided, [failure.outcome for failure in report.failures]) == (1, ["undecided"])
+    assert "not decided within 1 steps" in report.explanation
+
+
+def test_an_explanation_shows_the_shortest_prefix_that_fails() -> None:
+    before = [op(10.0 * n, 10.0 * n + 5, "add", 1, to=n + 1) for n in range(30)]
+    stale = op(300, 305, "get", to=b"29", client="stale")
+    after = [op(310.0 + 10 * n, 315.0 + 10 * n, "add", 1, to=n + 31) for n in range(30)]
+    text = check_history([*before, stale, *after], RegisterModel()).explanation
+    assert "The shortest prefix that has no order is of 31 operations" in text
+    assert "The longest order found takes 30 of them" in text
+    assert text.count("stale        get() -> b'29'") == 2, "as the end of the prefix, and as what cannot come next"
+    assert "In the state b'30' none" in text
+    assert "add(1) -> 31" not in text, "what came later does not matter"
+    assert text.count("\n") < 25
+
+
+def test_an_explanation_of_the_first_operation() -> None:
+    text = check_history([op(0, 1, "get", to=b"x" * 500)], RegisterModel()).explanation
+    assert "takes 0 of them" in text
+    assert len(text) < 600
+
+
+# ---- generated histories
+
+
+class Atomic:
+    """An object that does one thing at a time, as the model says, asked by clients that know nothing of each other."""
+
+    def __init__(self, model: Model, rng: random.Random) -> None:
+        self.model = model
+        self.state = model.initial
+        self.rng = rng
+
+    def perform(self, operation: Operation) -> Any:
+        """Return the result that fits the state."""
+        name = operation.name
+        if name == "acquire":
+            results = [self.state[1] + self.rng.randint(1, 3)]
+        else:
+            state, first = self.state, operation.arguments[0] if operation.arguments else None
+            items = state if isinstance(state, tuple) else ()
+            results = [None, True, False, REFUSED, state, len(items), *items[:1], *operation.arguments]
+            if isinstance(first, int):
+                results.append(int(state or b"0") + first)
+        for result in results:
+            after = self.model.apply(self.state, dataclasses.replace(operation, result=result))
+            if after is not IMPOSSIBLE:
+                self.state = after
+                return result
+        raise AssertionError(f"nothing fits {operation}")
+
+
+def recorded(model: Model, seed: int, count: int, clients: int, unknown: float) -> list[Operation]:
+    """The history of clients that call, are served and return in a random order; some are never told."""
+    rng = random.Random(seed)
+    ticks = itertools.count()
+    thing, history = Atomic(model, rng), History(lambda: float(next(ticks)))
+    pending: dict[int, tuple[Operation, list[Any]]] = {}
+    holding: set[int] = set()
+    while len(history.operations) < count:
+        client = rng.randrange(clients)
+        if client not in pending:
+            name, *arguments = chosen(model, rng, len(history.operations), client in holding)
+            pending[client] = history.call(f"c{client}", "k", name, *arguments), []
+            continue
+        operation, done = pending[client]
+        if not done:
+            if operation.name == "acquire":
+                if holding:
+                    continue
+                holding.add(client)
+            holding -= {client} if operation.name == "release" else set()
+            done.append(thing.perform(operation))
+        else:
+            if operation.name not in ("acquire", "release") and rng.random() < unknown:
+                done = [UNKNOWN]
+            operation.result = done[0]
+            history.returned(operation)
+            del pending[client]
+    return history.operations
+
+
+def chosen(model: Model, rng: random.Random, number: int, holds: bool) -> tuple[Any, ...]:
+    value = b"%d" % number
+    if isinstance(model, LockModel):
+        return ("release" if holds else "acquire",)
+    if isinstance(model, QueueModel):
+        return rng.choice([("push", value), ("pop",), ("len",)])
+    return rng.choice(
+        [
+            ("set", value),
+            ("get",),
+            ("get",),
+            ("add", 1),
+            ("append", b"7"),
+            ("compare_set", b"%d" % (number - 1), value),
+            ("delete",),
+            ("check",),
+        ]
+    )
+
+
+MODELS = (RegisterModel(), QueueModel(), LockModel())
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize("seed", range(8))
+def test_what_an_atomic_object_does_passes(model: Model, seed: int) -> None:
+    report = check_history(recorded(model, seed, 400, clients=6, unknown=0.02 * (seed % 2)), model)
+    assert report.linearizable, report.explanation
+    assert report.verdicts[0].steps < 40_000
+
+
+def planted(history: list[Operation], rng: random.Random) -> bool:
+    """Change one result to one that an earlier operation of the same kind had, long before; returns whether it could.
+
+    That is what a stale read, a lost update and an item given out twice look like.
+    """
+    late = [operation for operation in history[100:] if operation.name in ("get", "add", "pop", "acquire")]
+    rng.shuffle(late)
+    for operation in late:
+        for earlier in history:
+            other = earlier.result
+            if (
+                earlier.name == operation.name
+                and earlier.returned_at < operation.called_at - 100
+                and isinstance(other, bytes | int)
+                and other != operation.result
+                and operation.result is not UNKNOWN
+                and not any(other == each.result for each in history if each.called_at > earlier.returned_at)
+            ):
+                operation.result = other
+                return True
+    return False
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_planted_mistake_is_found(model: Model, seed: int) -> None:
+    history = recorded(model, seed, 300, clients=4, unknown=0.0)
+    assert planted(history, random.Random(seed))
+    assert verdict(model, history) == "violation"
+
+
+def test_an_add_applied_twice_is_found_when_nobody_was_told_the_first_sum() -> None:
+    """As after a retry that the store took for a new request: later sums are one too large."""
+    history = [op(n, n + 0.5, "add", 1, to=n + 1 if n < 10 else n + 2) for n in range(20)]
+    assert verdict(RegisterModel(), history) == "violation"
+    history.append(op(3, 4, "add", 1, to=UNKNOWN))
+    assert verdict(RegisterModel(), history) == "linearizable", "one that is unknown may be the other"
+
+
+# ---- all orders of small histories
+
+REGISTER_CALLS = (
+    ("set", (b"1",), None),
+    ("set", (b"2",), None),
+    ("get", (), b"1"),
+    ("get", (), b"2"),
+    ("get", (), None),
+    ("add", (1,), 2),
+    ("add", (1,), UNKNOWN),
+    ("set", (b"2",), UNKNOWN),
+    ("delete", (), True),
+    ("compare_set", (b"1", b"2"), b"2"),
+)
+QUEUE_CALLS = (
+    ("push", (), None),
+    ("push", (), None),
+    ("push", (), UNKNOWN),
+    ("pop", (), 0),
+    ("pop", (), 1),
+    ("pop", (), 2),
+    ("pop", (), None),
+    ("pop", (), UNKNOWN),
+    ("len", (), 1),
+)
+
+
+def small(calls: Sequence[Any]) -> st.SearchStrategy[list[Any]]:
+    """A few operations: when called, how long it took, which call and result, in which session."""
+    times = st.integers(0, 12), st.integers(1, 8)
+    return st.lists(
+        st.tuples(*times, st.sampled_from(calls), st.sampled_from([None, None, "s"])), min_size=1, max_size=5
+    )
+
+
+def by_trying_all(operations: list[Operation], model: Model) -> bool:
+    """Whether any order of the known operations and any choice of the unknown ones fits."""
+    known = [operation for operation in operations if operation.result is not UNKNOWN]
+    unknown = [operation for operation in operations if operation.result is UNKNOWN]
+    for count in range(len(unknown) + 1):
+        for chosen_ones in itertools.combinations(unknown, count):
+            for order in itertools.permutations([*known, *chosen_ones]):
+                if fits(order, model):
+                    return True
+    return False
+
+
+def fits(order: tuple[Operation, ...], model: Model) -> bool:
+    for first, second in itertools.combinations(order, 2):
+        in_session = first.session is not None and first.session == second.session
+        known = UNKNOWN not in (first.result, second.result)
+        if second.returned_at < first.called_at or (in_session and known and second.called_at < first.called_at):
+            return False
+    state: Any = model.initial
+    for operation in order:
+        state = model.apply(state, operation)
+        if state is IMPOSSIBLE:
+            return False
+    return True
+
+
+def drawn_history(drawn: list[Any]) -> list[Operation]:
+    """The operations drawn; what is pushed is its number, so that no item is pushed twice."""
+    return [
+        op(
+            called_at + number / 100,
+            called_at + length,
+            name,
+            *((number,) if name == "push" else arguments),
+            to=result,
+            client=number,
+            session=session,
+        )
+        for number, (called_at, length, (name, arguments, result), session) in enumerate(drawn)
+    ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(small(REGISTER_CALLS))
+def test_the_verdict_is_that_of_trying_all_orders(drawn: list[Any]) -> None:
+    operations = drawn_history(drawn)
+    assert check_history(operations, RegisterModel()).linearizable == by_trying_all(operations, RegisterModel())
+
+
+@settings(max_examples=300, deadline=None)
+@given(small(QUEUE_CALLS))
+def test_what_is_inferred_of_a_queue_changes_no_verdict(drawn: list[Any]) -> None:
+    operations = drawn_history(drawn)
+    assert check_history(operations, QueueModel()).linearizable == by_trying_all(operations, QueueModel())
