@@ -14,7 +14,17 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Array", "Flat", "decode_meta", "describe", "encode_meta", "host_array", "human_bytes"]
+__all__ = [
+    "Array",
+    "Flat",
+    "decode_meta",
+    "describe",
+    "dtype_named",
+    "encode_meta",
+    "host_array",
+    "human_bytes",
+    "sendable_dtype",
+]
 
 Array = NDArray[Any]
 
@@ -36,12 +46,25 @@ def host_array(value: object, name: str = "tensor") -> Array:
         array: Array = value
     else:
         array = _foreign_array(value, name)
-    dtype = array.dtype
+    sendable_dtype(array.dtype, name)
+    return array
+
+
+def sendable_dtype(dtype: np.dtype[Any], name: str) -> np.dtype[Any]:
+    """Return `dtype`. Raises TypeError for one whose elements cannot be sent as they are in memory."""
     if dtype.kind not in _SENDABLE_KINDS and not _is_extension(dtype):
         raise TypeError(f"{name} has dtype {dtype}, which cannot be sent: use a bool, integer, float or complex dtype")
     if not dtype.isnative:
         raise TypeError(f"{name} has dtype {dtype} in foreign byte order; convert it with astype({dtype.name!r})")
-    return array
+    return dtype
+
+
+def dtype_named(name: str) -> np.dtype[Any] | None:
+    """numpy's dtype of that name, or ml_dtypes' if that is installed; None if there is none that can be sent."""
+    try:
+        return _dtype_by_name(name.encode("ascii", "replace"))
+    except ValueError:
+        return None
 
 
 def _foreign_array(value: object, name: str) -> Array:
@@ -119,7 +142,7 @@ def _extension_dtype(name: str) -> np.dtype[Any] | None:
 
 
 def _on_a_gpu(value: object, name: str) -> TypeError:
-    return TypeError(f"{name} lives on a GPU ({type(value).__name__}); this group has no backend for GPU arrays")
+    return TypeError(f"{name} lives on a GPU ({type(value).__name__}); this operation takes host arrays")
 
 
 def _is_extension(dtype: np.dtype[Any]) -> bool:
