@@ -72,7 +72,7 @@ class Counters:
         self.results: dict[int, list[int]] = {operation: [0] * RESULTS for operation in operations}
         """By operation, how many requests had each result."""
         self.latencies = {operation: Histogram(LATENCY_BOUNDS_S) for operation in self.results}
-        """By operation, seconds from the arrival of a request to its reply's way out, if it was answered at once."""
+        """By operation, seconds from the arrival of a request to its reply's way out; of samples, see `Connection`."""
         self.blocked = {operation: Histogram(BLOCKED_BOUNDS_S) for operation in self.results}
         """By operation, seconds for which a request that was blocked waited."""
         self.opened: dict[str, int] = {}

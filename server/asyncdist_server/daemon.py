@@ -52,6 +52,7 @@ class StoreServer:
         self.log = logging.getLogger("asyncdist_server")
         self.dirty: list[Connection] = []
         self.inbound_bytes = 0
+        self.timed_at = 0.0  # the loop's clock when a turn was timed last
         self._connections: set[Connection] = set()
         self._half_open: set[Connection] = set()
         self._ending: set[Connection] = set()

@@ -120,7 +120,8 @@ class Session:
     @property
     def buffered(self) -> int:
         """Bytes received and not yet run."""
-        return self._reader.buffered + sum(map(len, self._frames))
+        unfinished = self._reader.buffered
+        return unfinished + sum(map(len, self._frames)) if self._frames else unfinished
 
     def receive(self, data: bytes, now: float) -> None:
         """Take the next bytes from the client and run what they complete; never raises for what they say."""
@@ -220,7 +221,12 @@ class Session:
         while budget > 0 and self.reply_bytes < TURN_BYTES:
             index, requests = self._index, self._requests
             if index >= len(requests):
-                if index:
+                if index == 2:
+                    self.operation = requests[1][1]
+                    self.ran += 1
+                    self._requests = ()
+                    self._index = 0
+                elif index:
                     self._frame_ran(requests, index - 1)
                 if not self._frames:
                     return
@@ -252,10 +258,7 @@ class Session:
         """
         self._requests = ()
         self._index = 0
-        if count == 1:
-            self.ran += 1
-            self.operation = requests[1][1]
-        elif count:
+        if count:
             self.ran += count
             self.operation = requests[1 + (self.ran * GOLDEN >> 32) % count][1]
 
