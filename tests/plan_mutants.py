@@ -261,6 +261,11 @@ def publish_more(steps: list[Step], rng: random.Random, world: int) -> list[Step
     return [*steps, replace(found[-1], item=len(found), after=tuple(range(len(steps))))] if found else None
 
 
+def claim_shield(steps: list[Step], rng: random.Random, world: int) -> list[Step] | None:
+    """An item is called shielded."""
+    return changed(steps, choose(steps, rng, Publish), shielded=True)
+
+
 MISTAKES: tuple[Mistake, ...] = (
     drop_step,
     drop_edge,
@@ -283,6 +288,7 @@ MISTAKES: tuple[Mistake, ...] = (
     wrong_part,
     swap_items,
     publish_more,
+    claim_shield,
 )
 
 CLAIMS: dict[str, Any] = {"symmetry": Symmetry.ROTATION, "block_aligned": True, "ordered": True}

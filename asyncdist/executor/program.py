@@ -6,9 +6,9 @@ name a message on the wire. All of it is worked out once per plan and kept with 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import Final, NamedTuple
 
+from asyncdist.plan.lending import lendable
 from asyncdist.plan.steps import (
     Buffer,
     Copy,
@@ -87,7 +87,7 @@ class Program:
         self.plan = plan
         self.items = sum(isinstance(step, Publish) for step in plan.steps)
         self.needs = _needs(plan)
-        self.lendable = _lendable(plan) if self.items else frozenset()
+        self.lendable = lendable(plan) if self.items else frozenset()
         successors: list[list[int]] = [[] for _ in plan.steps]
         for index, step in enumerate(plan.steps):
             for earlier in step.after:
@@ -163,27 +163,3 @@ def _needs(plan: Plan) -> Needs:
             items = needs.setdefault(step.peer, {})
             items[step.item] = items.get(step.item, 0) + 1
     return {peer: dict(sorted(items.items())) for peer, items in needs.items()}
-
-
-def _lendable(plan: Plan) -> frozenset[int]:
-    """Steps that publish what no later step of the plan overwrites, or only once all have read it (`shielded`)."""
-    starts: dict[Buffer, list[tuple[int, int, int]]] = {}
-    for index, step in enumerate(plan.steps):
-        if not isinstance(step, Send | Publish):
-            starts.setdefault(step.target.buffer, []).append((step.target.offset, step.target.end, index))
-    longest = {}
-    for buffer, places in starts.items():
-        places.sort()
-        longest[buffer] = max(end - start for start, end, _ in places)
-    found = set()
-    for index, step in enumerate(plan.steps):
-        if not isinstance(step, Publish):
-            continue
-        if not step.shielded:
-            places = starts.get(step.source.buffer, [])
-            first = bisect_left(places, (step.source.offset - longest.get(step.source.buffer, 0), 0, 0))
-            last = bisect_left(places, (step.source.end, 0, 0))
-            if any(end > step.source.offset and later > index for _, end, later in places[first:last]):
-                continue
-        found.add(index)
-    return frozenset(found)

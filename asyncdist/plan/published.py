@@ -21,6 +21,8 @@ class Published:
         """By fetching step: the step that publishes what it fetches."""
         self.fetched: list[list[tuple[int, list[int]]]] = []
         """By rank, in order of items: the step that publishes it, and those that fetch of it."""
+        self.fetches: dict[int, list[int]] = {}
+        """By publishing step: those that fetch of its item."""
         self._memory = [plan.outstanding_items for plan in plans]
         fetches: dict[tuple[int, int], list[int]] = {}
         steps: dict[int, Fetch | FetchReduce] = {}
@@ -37,6 +39,7 @@ class Published:
                 found = fetches.pop((rank, published.item), [])
                 _check_covered(rank, published, [steps[fetch] for fetch in found])
                 self.fetched[-1].append((number, found))
+                self.fetches[number] = found
                 self.source.update((fetch, number) for fetch in found)
         if fetches:
             raise PlanError(f"fetched and not published: (rank, item) {sorted(fetches)[:3]}")

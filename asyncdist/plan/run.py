@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from asyncdist.plan.chunks import offsets
+from asyncdist.plan.lending import check_shielded
 from asyncdist.plan.problem import IN_PLACE, Problem
 from asyncdist.plan.published import Published
 from asyncdist.plan.relabel import bases_shift
@@ -62,6 +63,7 @@ class Run:
 
     def execute(self) -> None:
         """Match messages, put the ranks' data where the operation finds it, and take all steps."""
+        check_shielded(self.plans, self.bases, self._published.fetches)
         partners = self._match()
         self._fill()
         waiting, followers = self._order()

@@ -14,7 +14,7 @@
    result has every rank's contribution exactly once (or, for moved blocks, exactly the right elements). Nothing is
    written in vain: it is read before it is overwritten, all of SCRATCH is, and moved elements are written once.
 6. all_reduce: all ranks evaluate the same expression for an element, so results are bit-identical.
-7. A claimed symmetry, block alignment or order of reduction holds.
+7. A claimed symmetry, block alignment or order of reduction holds, and that an item is shielded (`plan.lending`).
 
 `verify_rotated` shows the same of plans that are rotations of each other, from rank 0's alone: it compares every other
 rank's plan with rank 0's renamed (`plan.relabel`), which carries 1, 3 and 7 over to it, and then runs rank 0's plan

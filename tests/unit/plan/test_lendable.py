@@ -6,119 +6,87 @@ from dataclasses import replace
 
 import pytest
 
-from asyncdist.executor.program import Program
+from asyncdist.plan.lending import lendable
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.registry import SHARED_ALGORITHMS, build
-from asyncdist.plan.steps import Buffer, Fetch, FetchReduce, Plan, Publish, Send, Step
+from asyncdist.plan.registry import build
+from asyncdist.plan.steps import Buffer, Plan, Publish
+from asyncdist.plan.verify import PlanError, verify
 
 CHUNK = 3
-SHARED = [(collective, name) for collective, algorithms in SHARED_ALGORITHMS.items() for name in algorithms]
-
-Node = tuple[int, int]
 
 
-def problems(collective: str, world: int) -> list[Problem]:
-    found = []
-    for size in (1, world, 4 * world + 1, 40):
-        counts: int | tuple[int, ...] = size
-        if collective in ("gather", "scatter", "all_gather", "reduce_scatter"):
-            counts = (size,) * world
-        found.append(Problem.of(collective, world, counts, world - 1))
-    return found
+def plans_of(problem: Problem, algorithm: str) -> list[Plan]:
+    return [build(problem, algorithm, rank, CHUNK) for rank in range(problem.world)]
 
 
-def earlier(plans: list[Plan]) -> dict[Node, set[Node]]:
-    """By step of any rank, all steps that are over when it begins."""
-    published = {
-        (rank, step.item): (rank, index)
-        for rank, plan in enumerate(plans)
-        for index, step in enumerate(plan.steps)
-        if isinstance(step, Publish)
-    }
-    found: dict[Node, set[Node]] = {}
-
-    def visit(node: Node) -> set[Node]:
-        if node not in found:
-            rank, index = node
-            step = plans[rank].steps[index]
-            direct = [(rank, before) for before in step.after]
-            if isinstance(step, Fetch | FetchReduce):
-                direct.append(published[step.peer, step.item])
-            found[node] = set(direct).union(*(visit(before) for before in direct))
-        return found[node]
-
-    for rank, plan in enumerate(plans):
-        for index in range(len(plan.steps)):
-            visit((rank, index))
-    return found
+def items(plan: Plan) -> set[int]:
+    return {index for index, step in enumerate(plan.steps) if isinstance(step, Publish)}
 
 
-def writes(step: Step) -> bool:
-    return not isinstance(step, Send | Publish)
+def claiming(plan: Plan, *indices: int) -> Plan:
+    """The plan with some of its items called shielded."""
+    steps = list(plan.steps)
+    for index in indices:
+        steps[index] = replace(steps[index], shielded=True)  # type: ignore[call-arg]
+    return replace(plan, steps=tuple(steps))
 
 
-def overwritten_too_early(plans: list[Plan]) -> list[str]:
-    """Lendable items whose source may change before a rank has read it."""
-    before = earlier(plans)
-    found = []
-    for rank, plan in enumerate(plans):
-        for index in Program(plan).lendable:
-            item = plan.steps[index]
-            assert isinstance(item, Publish)
-            readers = [
-                (other, at)
-                for other, theirs in enumerate(plans)
-                for at, step in enumerate(theirs.steps)
-                if isinstance(step, Fetch | FetchReduce) and (step.peer, step.item) == (rank, item.item)
-            ]
-            for later, step in enumerate(plan.steps[index + 1 :], index + 1):
-                if writes(step) and step.target.overlaps(item.source):  # type: ignore[union-attr]
-                    found += [
-                        f"rank {rank} step {later} overwrites what step {index} put out for {reader}"
-                        for reader in readers
-                        if reader not in before[rank, later]
-                    ]
-    return found
+def shielded(plan: Plan) -> set[int]:
+    return {index for index in items(plan) if plan.steps[index].shielded}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("world", [2, 3, 5])
-@pytest.mark.parametrize(("collective", "algorithm"), SHARED)
-def test_nothing_lendable_is_overwritten_before_all_have_read_it(collective: str, algorithm: str, world: int) -> None:
-    for problem in problems(collective, world):
-        plans = [build(problem, algorithm, rank, CHUNK) for rank in range(world)]
-        assert not overwritten_too_early(plans)
-
-
-def test_what_large_operations_put_out_is_lendable() -> None:
+@pytest.mark.parametrize("size", [1, 3, 13, 40])
+def test_what_large_operations_put_out_is_lendable(size: int) -> None:
     for collective in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):
-        for problem in problems(collective, 3)[2:]:
-            for rank in range(3):
-                plan = build(problem, "shared", rank, CHUNK)
-                puts = {index for index, step in enumerate(plan.steps) if isinstance(step, Publish)}
-                assert Program(plan).lendable == puts, collective
+        counts = (size,) * 3 if collective in ("gather", "scatter", "all_gather", "reduce_scatter") else size
+        for plan in plans_of(Problem.of(collective, 3, counts, 2), "shared"):
+            assert lendable(plan) == items(plan), collective
 
 
 def test_what_is_overwritten_in_place_is_not() -> None:
     plan = build(Problem.of("all_reduce", 3, 10, 0), "shared_direct", 0, CHUNK)
-    assert not Program(plan).lendable
+    assert items(plan)
+    assert not lendable(plan)
 
 
-def test_a_planted_claim_is_found_out() -> None:
-    """All of shared_direct's items are overwritten by the sums: to call them shielded is wrong."""
-    plans = [build(Problem.of("all_reduce", 3, 10, 0), "shared_direct", rank, CHUNK) for rank in range(3)]
-    lying = [
-        replace(
-            plan,
-            steps=tuple(replace(step, shielded=True) if isinstance(step, Publish) else step for step in plan.steps),
-        )
-        for plan in plans
-    ]
-    assert overwritten_too_early(lying)
+@pytest.mark.parametrize("world", [2, 3, 4, 7])
+def test_a_true_claim_is_proven(world: int) -> None:
+    problem = Problem.of("all_reduce", world, 5 * world, 0)
+    plans = plans_of(problem, "shared")
+    assert all(shielded(plan) for plan in plans)
+    verify(problem, plans)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_wrong_claim_is_refused(world: int) -> None:
+    """All of shared_direct's items are overwritten by the sums."""
+    problem = Problem.of("all_reduce", world, 10, 0)
+    plans = plans_of(problem, "shared_direct")
+    verify(problem, plans)
+    for rank in range(world):
+        lying = [claiming(plan, *items(plan)) if plan.rank == rank else plan for plan in plans]
+        with pytest.raises(PlanError, match=rf"rank {rank} says that step \d+ is shielded, but its step \d+"):
+            verify(problem, lying)
+
+
+def test_a_claim_that_a_reader_does_not_keep_is_refused() -> None:
+    """The owner of a part puts its result out before it has read what the next rank has published of that part."""
+    problem = Problem.of("all_reduce", 2, 2, 0)
+    plans = plans_of(problem, "shared")
+    verify(problem, plans)
+    last = max(items(plans[1]))
+    result = replace(plans[1].steps[last], after=())
+    hasty = replace(plans[1], steps=(*plans[1].steps[:last], result, *plans[1].steps[last + 1 :]))
+    with pytest.raises(PlanError):
+        verify(problem, [plans[0], hasty])
 
 
 def test_slices_of_scratch_and_output_are_told_apart() -> None:
     plan = build(Problem.of("reduce", 3, 40, 0), "shared", 1, CHUNK)
-    lendable = Program(plan).lendable
-    for index, step in enumerate(plan.steps):
-        if isinstance(step, Publish) and step.source.buffer == Buffer.INPUT:
-            assert index in lendable
+    inputs = {
+        index
+        for index, step in enumerate(plan.steps)
+        if isinstance(step, Publish) and step.source.buffer == Buffer.INPUT
+    }
+    assert inputs
+    assert inputs <= lendable(plan)
