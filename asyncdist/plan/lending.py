@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeGuard
 
-from asyncdist.plan.steps import Buffer, Plan, Publish, Send
+from asyncdist.plan.steps import Buffer, Plan, Publish, Send, Step
 from asyncdist.plan.symbols import PlanError
 
 __all__ = ["check_shielded", "lendable"]
@@ -49,6 +50,10 @@ def lendable(plan: Plan) -> frozenset[int]:
     )
 
 
+def _claims(step: Step) -> TypeGuard[Publish]:
+    return isinstance(step, Publish) and step.shielded
+
+
 def check_shielded(plans: Sequence[Plan], bases: Sequence[int], fetchers: Mapping[int, Sequence[int]]) -> None:
     """Raise PlanError if a shielded item may be overwritten before all who fetch it have done so.
 
@@ -75,7 +80,7 @@ def check_shielded(plans: Sequence[Plan], bases: Sequence[int], fetchers: Mappin
         plan = plans[rank]
         writes = _Writes(plan)
         for index, step in enumerate(plan.steps):
-            if not (isinstance(step, Publish) and step.shielded):
+            if not _claims(step):
                 continue
             for later in writes.over(index, step):
                 missing = set(fetchers.get(bases[rank] + index, ()))
