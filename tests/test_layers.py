@@ -14,12 +14,12 @@ PACKAGES = {"asyncdist": ROOT / "asyncdist", "asyncdist_server": ROOT / "server"
 # A file imports from its own folder and from layers above it in this list. Modules of one line that lie in the root
 # folder may import each other; folders of one line may not.
 LAYERS = (
-    {"errors", "reduce_op", "deadline", "arrays", "device_array", "dlpack", "objects", "events", "loop"},
+    {"errors", "reduce_op", "deadline", "arrays", "device_array", "dlpack", "objects", "events", "loop", "subgroup"},
     {"store", "plan"},
     {"transport"},
     {"executor"},
     {"backend"},
-    {"rendezvous", "heartbeat", "host_constants", "consistency", "subgroup", "init_method", "world"},
+    {"rendezvous", "heartbeat", "host_constants", "consistency", "init_method", "world"},
     {"overlap", "causes", "expiry", "failures", "pairs", "refusals"},
     {"operations"},
     {"group", "non_member", "context"},

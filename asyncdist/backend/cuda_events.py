@@ -1,0 +1,222 @@
+"""Completions: tells the event loop when work on a GPU has ended, without ever blocking it.
+
+Events of one stream end in the order they were added, so only the oldest of each stream is looked at. What ends within
+POLL_S is found by the loop itself, which looks once a turn. What takes longer is waited for by a thread per stream,
+which sleeps in the driver and wakes the loop once for all that has ended. The driver never calls Python: a callback of
+its own thread that takes Python's lock can deadlock with a thread that holds that lock and waits for the driver's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from asyncdist.cuda.interface import Event
+
+__all__ = ["POLL_S", "Completions"]
+
+POLL_S: Final = 100e-6
+"""How long the loop looks at every turn before a thread waits: about twice what waking it from that thread costs."""
+
+Callback = Callable[[BaseException | None], object]
+
+
+class _Entry:
+    """One operation's end: its last events, whom to tell, and what must not be freed before."""
+
+    __slots__ = ("callback", "events", "keep_alive")
+
+    def __init__(self, events: Sequence[Event], callback: Callback, keep_alive: object) -> None:
+        self.events = events
+        self.callback = callback
+        self.keep_alive = keep_alive
+
+    def done(self) -> bool:
+        return all(event.done() for event in self.events)
+
+    def synchronize(self) -> None:
+        for event in self.events:
+            event.synchronize()
+
+
+class _Line:
+    """The entries of one stream, oldest first."""
+
+    __slots__ = ("entries", "looked_since_s", "waiter", "waiting")
+
+    def __init__(self) -> None:
+        self.entries: deque[_Entry] = deque()
+        self.looked_since_s = 0.0
+        self.waiting = False
+        """Whether the thread waits for the entries, and the loop does not look."""
+        self.waiter: _Waiter | None = None
+        """The thread, once there is one: it stays, as starting one costs as much as several operations."""
+
+
+class Completions:
+    """Of one event loop and one GPU. All methods are called on the loop's thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lines: dict[object, _Line] = {}
+        self._looking = False
+        self._polled: set[object] = set()
+
+    def add(self, line: object, events: Sequence[Event], callback: Callback, keep_alive: object = None) -> None:
+        """Call `callback(None)` on the loop once all `events` are done, or `callback(error)` if asking for it fails.
+
+        `line` names a stream (or several that are used together): entries of a line end in the order of adding.
+        `keep_alive` is referenced until then.
+        """
+        found = self._lines.get(line)
+        if found is None:
+            found = self._lines[line] = _Line()
+        found.entries.append(_Entry(events, callback, keep_alive))
+        if found.waiting:
+            assert found.waiter is not None
+            found.waiter.add(found.entries[-1])
+        elif len(found.entries) == 1:
+            self._look_at(line, found)
+
+    def close(self) -> None:
+        """Forget everything, and let the threads end."""
+        for line in list(self._lines):
+            self.drop(line)
+
+    @property
+    def pending(self) -> int:
+        """Entries that have not ended."""
+        return sum(len(line.entries) for line in self._lines.values())
+
+    def drop(self, line: object) -> list[object]:
+        """Forget a line, telling nobody; returns what it kept alive, to be kept until the GPU is through with it."""
+        found = self._lines.pop(line, None)
+        self._polled.discard(line)
+        if found is None:
+            return []
+        kept: list[object] = [(entry.events, entry.keep_alive) for entry in found.entries]
+        found.entries.clear()
+        if found.waiter is not None:
+            found.waiter.stop()
+        return kept
+
+    # Looking from the loop.
+
+    def _look_at(self, line: object, found: _Line) -> None:
+        found.looked_since_s = time.perf_counter()
+        self._polled.add(line)
+        if not self._looking:
+            self._looking = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        for line in tuple(self._polled):
+            found = self._lines.get(line)
+            if found is None:
+                self._polled.discard(line)
+            else:
+                self._look_once(line, found)
+        if self._polled:
+            self._loop.call_soon(self._look)
+        else:
+            self._looking = False
+
+    def _look_once(self, line: object, found: _Line) -> None:
+        entries = found.entries
+        before = len(entries)
+        while entries and not found.waiting:
+            try:
+                if not entries[0].done():
+                    break
+            except Exception as error:
+                self._end(found, error)
+                continue
+            self._end(found, None)
+        if not entries:
+            self._polled.discard(line)
+            return
+        now_s = time.perf_counter()
+        if len(entries) < before:
+            found.looked_since_s = now_s
+        elif now_s - found.looked_since_s > POLL_S:
+            self._polled.discard(line)
+            found.waiting = True
+            if found.waiter is None:
+                found.waiter = _Waiter(self._loop, lambda ended: self._waited(line, ended))
+            for entry in entries:
+                found.waiter.add(entry)
+
+    def _end(self, found: _Line, error: BaseException | None) -> None:
+        entry = found.entries.popleft()
+        entry.callback(error)
+
+    # Waiting in a thread.
+
+    def _waited(self, line: object, ended: Sequence[tuple[_Entry, BaseException | None]]) -> None:
+        """On the loop: these have ended, in order."""
+        found = self._lines.get(line)
+        if found is None:
+            return  # dropped meanwhile
+        for entry, error in ended:
+            if not found.entries or found.entries[0] is not entry:
+                return  # the line was dropped, by a callback perhaps, and made anew
+            self._end(found, error)
+        if not found.entries:
+            found.waiting = False  # the next operation may be a short one
+
+
+class _Waiter:
+    """A thread that waits for entries, in order; `ended` is called on the loop with those that have."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        ended: Callable[[Sequence[tuple[_Entry, BaseException | None]]], None],
+    ) -> None:
+        self._loop = loop
+        self._ended = ended
+        self._entries: deque[_Entry] = deque()
+        self._wake = threading.Event()
+        self._stopped = False
+        threading.Thread(target=self._run, name="asyncdist gpu waiter", daemon=True).start()
+
+    def add(self, entry: _Entry) -> None:
+        self._entries.append(entry)
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread once it is through with what it waits for; it reports nothing more."""
+        self._stopped = True
+        self._wake.set()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            if not self._entries:
+                self._wake.wait()
+                self._wake.clear()
+                continue
+            ended = [self._wait_for(self._entries.popleft())]
+            while self._entries and _is_done(self._entries[0]):
+                ended.append(self._wait_for(self._entries.popleft()))
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                self._loop.call_soon_threadsafe(self._ended, ended)
+
+    @staticmethod
+    def _wait_for(entry: _Entry) -> tuple[_Entry, BaseException | None]:
+        try:
+            entry.synchronize()
+        except Exception as error:
+            return entry, error
+        return entry, None
+
+
+def _is_done(entry: _Entry) -> bool:
+    try:
+        return entry.done()
+    except Exception:
+        return True  # waiting for it says what is wrong
