@@ -23,6 +23,7 @@ class CuttingProxy:
         self.cuts = 0
         self._target_port = target_port
         self._plan = plan
+        self._spoil = False
 
     async def serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Carry one connection until one side ends it or the plan does."""
@@ -34,7 +35,7 @@ class CuttingProxy:
             writer.transport.abort()
             return
         pumps = [
-            asyncio.ensure_future(self._pump(reader, other_writer, to_server)),
+            asyncio.ensure_future(self._pump(reader, other_writer, to_server, may_spoil=True)),
             asyncio.ensure_future(self._pump(other_reader, writer, to_client)),
         ]
         try:
@@ -49,8 +50,21 @@ class CuttingProxy:
                 with contextlib.suppress(OSError):
                     await each.wait_closed()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limit: int | None) -> None:
+    def spoil_next_chunk_to_server(self) -> None:
+        """Change a bit of the last byte of what a client sends next."""
+        self._spoil = True
+
+    async def _pump(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        limit: int | None,
+        *,
+        may_spoil: bool = False,
+    ) -> None:
         while data := await reader.read(CHUNK_BYTES):
+            if may_spoil and self._spoil:
+                data, self._spoil = data[:-1] + bytes([data[-1] ^ 1]), False
             if limit is not None:
                 data, limit = data[:limit], limit - len(data)
             writer.write(data)

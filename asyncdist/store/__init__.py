@@ -9,6 +9,7 @@ from asyncdist.store.lock import Lock
 from asyncdist.store.member import MemberEvent, Membership
 from asyncdist.store.prefix_store import PrefixStore
 from asyncdist.store.tcp_store import TCPStore
+from asyncdist.store.tls_config import TLSConfig
 from asyncdist.store.watch import Watch, WatchEvent
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "TLSConfig",
     "WaitingClient",
     "Watch",
     "WatchEvent",

@@ -7,6 +7,7 @@ import contextlib
 import math
 import random
 import secrets
+import ssl
 from collections.abc import Callable
 from typing import Any, Final, Self
 
@@ -19,6 +20,7 @@ from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.store.pipeline import Pipeline
 from asyncdist.store.reply import Reply
 from asyncdist.store.store_connection import Connection, StoreRefusedError, client_name, dial
+from asyncdist.store.tls_config import TLSConfig
 from asyncdist_server import messages
 from asyncdist_server.auth import ClientHandshake, store_context
 
@@ -61,6 +63,8 @@ class TCPStore(CoordinatingStore):
     Args:
         host, port: where the daemon listens.
         token: the daemon's token; None for a daemon without one. It is proven, never sent.
+        tls: a TLSConfig or an ssl.SSLContext for a daemon that was started with TLS. The host is checked against the
+            daemon's certificate.
         namespace: the job whose keys this client sees.
         rank: this process's rank in the job, told to the daemon; None for tools.
         timeout: seconds or timedelta, of connecting and of every verb; None for no limit.
@@ -73,6 +77,7 @@ class TCPStore(CoordinatingStore):
         port: int,
         *,
         token: str | None = None,
+        tls: TLSConfig | ssl.SSLContext | None = None,
         namespace: str = "",
         rank: int | None = None,
         timeout: Timeout = DEFAULT_STORE_TIMEOUT_S,
@@ -88,6 +93,9 @@ class TCPStore(CoordinatingStore):
         self.on_incarnation_change = on_incarnation_change
         self._where = f"store {host}:{port}"
         self._token = token
+        self._tls = tls
+        if isinstance(tls, TLSConfig):
+            tls.context()  # what is wrong with the files is said here
         self._context = store_context(namespace, rank)
         self._client_id = secrets.token_bytes(messages.CLIENT_ID_BYTES)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -111,6 +119,7 @@ class TCPStore(CoordinatingStore):
         port: int,
         *,
         token: str | None = None,
+        tls: TLSConfig | ssl.SSLContext | None = None,
         namespace: str = "",
         rank: int | None = None,
         timeout: Timeout = DEFAULT_STORE_TIMEOUT_S,
@@ -121,6 +130,7 @@ class TCPStore(CoordinatingStore):
             host,
             port,
             token=token,
+            tls=tls,
             namespace=namespace,
             rank=rank,
             timeout=timeout,
@@ -292,7 +302,7 @@ class TCPStore(CoordinatingStore):
         assert self._pipeline is not None
         handshake = ClientHandshake(self._token, self._context)
         hello = messages.Hello(self._client_id, self._pipeline.to_retry(), client_name())
-        connected, welcome, reader = await dial(self.host, self.port, handshake, hello)
+        connected, welcome, reader = await dial(self.host, self.port, self._tls, handshake, hello)
         # no await from here on: either all of this happens or none
         self._connection = Connection(
             self._loop, connected, reader, self._pipeline.next_frame, self._on_frame, self._on_lost

@@ -8,6 +8,7 @@ import functools
 import os
 import threading
 import weakref
+from pathlib import Path
 from types import TracebackType
 from typing import Final
 
@@ -133,6 +134,9 @@ def serve_in_thread(
     token: str | None = None,
     insecure_no_auth: bool = False,
     limits: Limits | None = None,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
+    tls_ca: Path | None = None,
 ) -> ThreadedServer:
     """Start a store on a thread of its own and return it once it accepts connections.
 
@@ -140,7 +144,16 @@ def serve_in_thread(
     the few milliseconds that binding takes.
     """
     return ThreadedServer(
-        ServerConfig(host=host, port=port, token=token, insecure_no_auth=insecure_no_auth, limits=limits or Limits())
+        ServerConfig(
+            host=host,
+            port=port,
+            token=token,
+            insecure_no_auth=insecure_no_auth,
+            limits=limits or Limits(),
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_ca=tls_ca,
+        )
     )
 
 

@@ -26,8 +26,8 @@ class _Mode(enum.Enum):
     """Nothing has come yet, so what is written now is a refusal, in the clear: a client knows it by its first byte."""
     PLAIN = enum.auto()
     TLS = enum.auto()
-    BROKEN = enum.auto()
-    """Nothing is read or written any more but the end."""
+    OVER = enum.auto()
+    """The end is written, or TLS has failed: what comes is read only to let the client read that."""
 
 
 class TLSConnection(asyncio.Protocol, asyncio.Transport):
@@ -63,7 +63,7 @@ class TLSConnection(asyncio.Protocol, asyncio.Transport):
             self._tls = TLSStream(self._context, server_side=True)
         elif first_byte == MAGIC[0]:
             self._connection.refuse(Refusal.TLS_REQUIRED)
-            self._mode = _Mode.BROKEN
+            self._mode = _Mode.OVER
         else:
             self._mode = _Mode.PLAIN
 
@@ -72,14 +72,14 @@ class TLSConnection(asyncio.Protocol, asyncio.Transport):
             plain = tls.receive(data)
         except ssl.SSLError as error:
             self._write_raw(tls.take_records())
-            self._mode = _Mode.BROKEN
+            self._mode = _Mode.OVER
             self._connection.refuse(Refusal.MALFORMED, f"TLS failed: {describe_failure(error)}")
             return
         self._write_raw(tls.take_records())
         if plain:
             self._connection.data_received(plain)
-        if tls.ended and not self._connection.eof_received():
-            self._transport.close()
+        if tls.ended and self._mode is _Mode.TLS and not self._connection.eof_received():
+            self.close()
 
     def eof_received(self) -> bool | None:
         """Pass on that nothing more will come."""
@@ -105,7 +105,7 @@ class TLSConnection(asyncio.Protocol, asyncio.Transport):
             # Before the handshake is done there is only one thing to say, a refusal, and no way to say it.
             if self._tls.established:
                 self._write_raw(self._tls.encrypt(data))
-        elif self._mode is not _Mode.BROKEN:
+        elif self._mode is not _Mode.OVER:
             self._transport.write(data)
 
     def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None:
@@ -116,12 +116,14 @@ class TLSConnection(asyncio.Protocol, asyncio.Transport):
         """Say that nothing follows, inside TLS and outside."""
         if self._tls is not None and self._mode is _Mode.TLS:
             self._write_raw(self._tls.close())
+        self._mode = _Mode.OVER
         self._transport.write_eof()
 
     def close(self) -> None:
         """Say that nothing follows and close once that is written."""
         if self._tls is not None and self._mode is _Mode.TLS:
             self._write_raw(self._tls.close())
+        self._mode = _Mode.OVER
         self._transport.close()
 
     def abort(self) -> None:

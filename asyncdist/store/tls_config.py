@@ -1,0 +1,75 @@
+"""TLS to the store daemon: what a client must be given."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from asyncdist_server.tls import client_context
+
+__all__ = ["TLSConfig", "context_and_name", "load_tls"]
+
+SYSTEM: Final = "system"
+"""What ASYNCDIST_TLS_CA says for the authorities that the system trusts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TLSConfig:
+    """Files in PEM for TLS to a store daemon. They are read at every connection, so that renewed ones are found.
+
+    Args:
+        ca_file: the certificates of those who may have signed the daemon's; None for all the system trusts.
+        cert_file: this client's own certificate chain, for a daemon that was started with `--tls-ca`.
+        key_file: its key; None if that is in `cert_file`.
+        server_hostname: the name that the daemon's certificate must be valid for; None for the host connected to. Where
+            that is an address, the certificate needs the address among its alternative names (`IP:10.0.0.7`), or this
+            names one that it has.
+    """
+
+    ca_file: Path | str | None = None
+    cert_file: Path | str | None = None
+    key_file: Path | str | None = None
+    server_hostname: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.key_file is not None and self.cert_file is None:
+            raise ValueError("TLSConfig: key_file is the key of a certificate; give cert_file too")
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context of a client. Raises ValueError naming the file that cannot be read or does not fit."""
+        return client_context(self.ca_file, self.cert_file, self.key_file)
+
+
+def load_tls(environ: Mapping[str, str] = os.environ) -> TLSConfig | None:
+    """Return what ASYNCDIST_TLS_CA, _CERT, _KEY and _SERVER_NAME say, None without ASYNCDIST_TLS_CA.
+
+    Empty variables count as unset; ASYNCDIST_TLS_CA=system means whom the system trusts. Raises ValueError if there are
+    others without ASYNCDIST_TLS_CA: nobody shall believe that TLS is used where it is not.
+    """
+    authority = environ.get("ASYNCDIST_TLS_CA")
+    cert = environ.get("ASYNCDIST_TLS_CERT") or None
+    key = environ.get("ASYNCDIST_TLS_KEY") or None
+    name = environ.get("ASYNCDIST_TLS_SERVER_NAME") or None
+    if not authority:
+        if cert or key or name:
+            raise ValueError(
+                "TLS needs ASYNCDIST_TLS_CA: the file with the certificate of the authority that signed the store's, "
+                f"or {SYSTEM!r} for those that the system trusts"
+            )
+        return None
+    if key and not cert:
+        raise ValueError("ASYNCDIST_TLS_KEY is the key of a certificate; set ASYNCDIST_TLS_CERT too")
+    return TLSConfig(
+        ca_file=None if authority == SYSTEM else authority, cert_file=cert, key_file=key, server_hostname=name
+    )
+
+
+def context_and_name(tls: TLSConfig | ssl.SSLContext, host: str) -> tuple[ssl.SSLContext, str]:
+    """Return the context for a connection to `host`, and whose certificate the daemon must have."""
+    if isinstance(tls, TLSConfig):
+        return tls.context(), tls.server_hostname or host.partition("%")[0]
+    return tls, host.partition("%")[0]
