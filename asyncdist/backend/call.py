@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncdist.arrays import Array, Flat, describe, host_array
+from asyncdist.arrays import Array, Flat, describe
+from asyncdist.device_array import DeviceArray, any_array, device_of, flat_of
 from asyncdist.executor import reduction
 from asyncdist.reduce_op import ReduceOpLike
 
@@ -31,6 +32,7 @@ __all__ = [
     "check_same_dtype",
     "gather",
     "monitored_barrier",
+    "place_of",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",
@@ -70,11 +72,19 @@ class Call:
     """Arrays per rank that have been reduced into its contribution, which AVG counts."""
     algorithm: str | None = None
     """The algorithm the operation needs, whatever is fastest for one of this size; blocks then move in one piece."""
+    device: int | None = None
+    """The GPU that the arrays are on, which are `DeviceFlat`s and `DeviceArray`s then; None for host arrays."""
+    members: Sequence[Call] = ()
+    """On a GPU, the calls that this one consists of, where it is several: they are carried out together. Where they are
+    on different GPUs, they are a rank's shares in one collective of all GPUs of all ranks."""
+    ready: Sequence[Any] = ()
+    """On a GPU, events on the caller's streams that the arrays' use waits for."""
 
     @property
     def recipe_key(self) -> tuple[Any, ...]:
         """What the plan and the fingerprint are made of."""
-        return self.collective, self.counts, self.dtype, self.root, self.op, self.detail
+        detail = self.detail if self.device is None else f"{self.detail or 'arrays'} on GPUs"
+        return self.collective, self.counts, self.dtype, self.root, self.op, detail
 
     @property
     def nbytes(self) -> int:
@@ -87,53 +97,59 @@ class Call:
 
 def all_reduce(tensor: object, op: ReduceOpLike) -> Call:
     """Any shape; in place."""
-    array = host_array(tensor)
+    array = any_array(tensor)
     reduction.validate(op, array.dtype)
-    flat = Flat(array, writable=True)
-    return Call("all_reduce", array.dtype, array.size, NO_BLOCKS, (flat,), tensor, op=op, finishes=True)
+    flat = flat_of(array, writable=True)
+    device = None if type(flat) is Flat else array.device
+    return Call("all_reduce", array.dtype, array.size, NO_BLOCKS, (flat,), tensor, op=op, finishes=True, device=device)
 
 
 def broadcast(tensor: object, root: int, rank: int) -> Call:
     """Any shape; in place on every rank but the root, which only reads."""
-    array = host_array(tensor)
-    flat = Flat(array, writable=rank != root)
-    return Call("broadcast", array.dtype, array.size, NO_BLOCKS, (flat,), tensor, root)
+    array = any_array(tensor)
+    flat = flat_of(array, writable=rank != root)
+    return Call("broadcast", array.dtype, array.size, NO_BLOCKS, (flat,), tensor, root, device=device_of(array))
 
 
 def reduce(tensor: object, root: int, op: ReduceOpLike, rank: int) -> Call:
     """Any shape; in place on the root, untouched elsewhere."""
-    array = host_array(tensor)
+    array = any_array(tensor)
     reduction.validate(op, array.dtype)
-    flat = Flat(array, writable=rank == root)
+    flat = flat_of(array, writable=rank == root)
     outputs = (flat,) if rank == root else NO_BLOCKS
-    return Call("reduce", array.dtype, array.size, (flat,), outputs, tensor, root, op, finishes=rank == root)
+    own = rank == root
+    return Call(
+        "reduce", array.dtype, array.size, (flat,), outputs, tensor, root, op, finishes=own, device=device_of(array)
+    )
 
 
 def all_gather(tensor_list: object, tensor: object, rank: int, size: int) -> Call:
     """`size` arrays of the dtype of `tensor`, the same sizes on all ranks; this rank's is shaped like `tensor`."""
-    array = host_array(tensor)
+    array = any_array(tensor)
     arrays = blocks_of(tensor_list, "tensor_list", size, array, rank)
-    outputs = [Flat(block, writable=True, name=f"tensor_list[{index}]") for index, block in enumerate(arrays)]
+    outputs = [flat_of(block, writable=True, name=f"tensor_list[{index}]") for index, block in enumerate(arrays)]
     even = all(block.size == array.size for block in arrays)
     counts = array.size if even else tuple(block.size for block in arrays)
-    return Call("all_gather", array.dtype, counts, (Flat(array, writable=False),), outputs, tensor_list)
+    inputs = (flat_of(array, writable=False),)
+    return Call("all_gather", array.dtype, counts, inputs, outputs, tensor_list, device=device_of(array))
 
 
 def all_gather_into_tensor(output: object, tensor: object, size: int) -> Call:
     """`output` holds `size` times the elements of `tensor`, concatenated or stacked along the first dimension."""
-    array, target = host_array(tensor, "input_tensor"), host_array(output, "output_tensor")
+    array, target = any_array(tensor, "input_tensor"), any_array(output, "output_tensor")
     check_same_dtype(array, target, "input_tensor", "output_tensor")
     if target.size != size * array.size:
         raise ValueError(
             f"output_tensor must hold {size} times the {array.size} elements of input_tensor, but holds {target.size}"
         )
-    outputs = (Flat(target, writable=True, name="output_tensor"),)
-    return Call("all_gather", array.dtype, array.size, (Flat(array, writable=False),), outputs, output)
+    outputs = (flat_of(target, writable=True, name="output_tensor"),)
+    inputs = (flat_of(array, writable=False),)
+    return Call("all_gather", array.dtype, array.size, inputs, outputs, output, device=device_of(array))
 
 
 def gather(tensor: object, gather_list: object, root: int, rank: int, size: int) -> Call:
     """`gather_list` only on the root: `size` arrays of the shape and dtype of `tensor`."""
-    array = host_array(tensor)
+    array = any_array(tensor)
     outputs: Sequence[Flat] = NO_BLOCKS
     if rank == root:
         if gather_list is None:
@@ -141,12 +157,13 @@ def gather(tensor: object, gather_list: object, root: int, rank: int, size: int)
         outputs = blocks_like(gather_list, "gather_list", size, array, writable=True, hint=_UNEVEN_HINT)
     elif gather_list:
         raise ValueError("gather_list must not be given on ranks other than the destination")
-    return Call("gather", array.dtype, array.size, (Flat(array, writable=False),), outputs, gather_list, root)
+    inputs = (flat_of(array, writable=False),)
+    return Call("gather", array.dtype, array.size, inputs, outputs, gather_list, root, device=device_of(array))
 
 
 def scatter(tensor: object, scatter_list: object, root: int, rank: int, size: int) -> Call:
     """`scatter_list` only on the root: `size` arrays of the shape and dtype of `tensor`."""
-    array = host_array(tensor)
+    array = any_array(tensor)
     inputs: Sequence[Flat] = NO_BLOCKS
     if rank == root:
         if scatter_list is None:
@@ -154,34 +171,46 @@ def scatter(tensor: object, scatter_list: object, root: int, rank: int, size: in
         inputs = blocks_like(scatter_list, "scatter_list", size, array, writable=False, hint=_UNEVEN_HINT)
     elif scatter_list:
         raise ValueError("scatter_list must not be given on ranks other than the source")
-    return Call("scatter", array.dtype, array.size, inputs, (Flat(array, writable=True),), tensor, root)
+    own = (flat_of(array, writable=True),)
+    return Call("scatter", array.dtype, array.size, inputs, own, tensor, root, device=device_of(array))
 
 
 def reduce_scatter(output: object, input_list: object, op: ReduceOpLike, rank: int, size: int) -> Call:
     """`input_list` holds one array per rank, of any sizes; this rank gets the reduction of its own."""
-    target = host_array(output, "output")
+    target = any_array(output, "output")
     reduction.validate(op, target.dtype)
     arrays = arrays_of(input_list, "input_list", size)
     for index, array in enumerate(arrays):
         check_same_dtype(array, target, f"input_list[{index}]", "output")
     if arrays[rank].shape != target.shape:
         raise ValueError(f"output has shape {target.shape}, but input_list[{rank}] has {arrays[rank].shape}")
-    inputs = [Flat(array, writable=False) for array in arrays]
+    inputs = [flat_of(array, writable=False) for array in arrays]
     counts = tuple(array.size for array in arrays)
-    outputs = (Flat(target, writable=True, name="output"),)
-    return Call("reduce_scatter", target.dtype, counts, inputs, outputs, output, op=op, finishes=True)
+    outputs = (flat_of(target, writable=True, name="output"),)
+    device = device_of(target)
+    return Call("reduce_scatter", target.dtype, counts, inputs, outputs, output, op=op, finishes=True, device=device)
 
 
 def reduce_scatter_tensor(output: object, tensor: object, op: ReduceOpLike, size: int) -> Call:
     """`tensor` holds `size` times the elements of `output`."""
-    target, array = host_array(output, "output"), host_array(tensor, "input")
+    target, array = any_array(output, "output"), any_array(tensor, "input")
     reduction.validate(op, target.dtype)
     check_same_dtype(array, target, "input", "output")
     if array.size != size * target.size:
         raise ValueError(f"input must hold {size} times the {target.size} elements of output, but holds {array.size}")
-    inputs = (Flat(array, writable=False),)
-    outputs = (Flat(target, writable=True, name="output"),)
-    return Call("reduce_scatter", target.dtype, target.size, inputs, outputs, output, op=op, finishes=True)
+    inputs = (flat_of(array, writable=False),)
+    outputs = (flat_of(target, writable=True, name="output"),)
+    return Call(
+        "reduce_scatter",
+        target.dtype,
+        target.size,
+        inputs,
+        outputs,
+        output,
+        op=op,
+        finishes=True,
+        device=device_of(target),
+    )
 
 
 def barrier() -> Call:
@@ -200,7 +229,7 @@ def arrays_of(values: object, name: str, size: int | None) -> list[Array]:
         raise TypeError(f"{name} must be a list of arrays, not {type(values).__name__}")
     if size is not None and len(values) != size:
         raise ValueError(f"{name} must hold one array per rank: {size}, but holds {len(values)}")
-    return [host_array(value, f"{name}[{index}]") for index, value in enumerate(values)]
+    return [any_array(value, f"{name}[{index}]") for index, value in enumerate(values)]
 
 
 def blocks_like(values: object, name: str, size: int, like: Array, *, writable: bool, hint: str = "") -> list[Flat]:
@@ -212,7 +241,8 @@ def blocks_like(values: object, name: str, size: int, like: Array, *, writable: 
                 f"{name}[{index}] is {describe(array.dtype, array.shape)}, but tensor is "
                 f"{describe(like.dtype, like.shape)}{hint if array.dtype == like.dtype else ''}"
             )
-    return [Flat(array, writable=writable, name=f"{name}[{index}]") for index, array in enumerate(arrays)]
+        check_same_dtype(array, like, f"{name}[{index}]", "tensor")
+    return [flat_of(array, writable=writable, name=f"{name}[{index}]") for index, array in enumerate(arrays)]
 
 
 def blocks_of(values: object, name: str, size: int, own: Array, rank: int) -> list[Array]:
@@ -228,7 +258,15 @@ def blocks_of(values: object, name: str, size: int, own: Array, rank: int) -> li
     return arrays
 
 
-def check_same_dtype(left: Array, right: Array, left_name: str, right_name: str) -> None:
-    """Raise ValueError unless both have one dtype."""
+def check_same_dtype(left: Any, right: Any, left_name: str, right_name: str) -> None:
+    """Raise ValueError unless both have one dtype and are in one memory, the host's or a GPU's."""
     if left.dtype != right.dtype:
         raise ValueError(f"{left_name} has dtype {left.dtype.name}, but {right_name} has {right.dtype.name}")
+    if (type(left) is DeviceArray or type(right) is DeviceArray) and device_of(left) != device_of(right):
+        raise ValueError(f"{left_name} is on {place_of(left)}, but {right_name} on {place_of(right)}")
+
+
+def place_of(array: Any) -> str:
+    """`cuda:0` or `the host`, for messages."""
+    device = device_of(array)
+    return "the host" if device is None else f"cuda:{device}"

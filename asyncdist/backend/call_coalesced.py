@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncdist.arrays import Array, Flat, describe
+from asyncdist.backend import call
 from asyncdist.backend.call import NO_BLOCKS, Call, arrays_of, check_same_dtype
+from asyncdist.backend.call_members import coalesced
 from asyncdist.backend.packed import Packed, adjacent, packed, room_for
+from asyncdist.device_array import device_of, flat_of
 from asyncdist.executor import reduction
 from asyncdist.reduce_op import ReduceOpLike
 
@@ -30,6 +33,8 @@ def all_reduce_coalesced(tensors: object, op: ReduceOpLike) -> Call:
     """Any shapes; in place."""
     arrays = same_dtype_arrays(tensors, "tensors")
     reduction.validate(op, arrays[0].dtype)
+    if device_of(arrays[0]) is not None:
+        return coalesced([call.all_reduce(array, op) for array in arrays], split_detail(arrays), tensors)
     whole = _in_place(arrays, writable=True)
     return _vector("all_reduce", arrays, (whole,), tensors, op=op, finishes=True)
 
@@ -37,17 +42,22 @@ def all_reduce_coalesced(tensors: object, op: ReduceOpLike) -> Call:
 def broadcast_coalesced(tensors: object, root: int, rank: int) -> Call:
     """Any shapes; in place on every rank but the root, which only reads."""
     arrays = same_dtype_arrays(tensors, "tensors")
+    if device_of(arrays[0]) is not None:
+        return coalesced([call.broadcast(array, root, rank) for array in arrays], split_detail(arrays), tensors)
     return _vector("broadcast", arrays, (_in_place(arrays, writable=rank != root),), tensors, root=root)
 
 
 def all_gather_coalesced(output_tensor_lists: object, input_tensor_list: object, size: int) -> Call:
     """`size` lists, in rank order, of arrays of the shapes and dtype of `input_tensor_list`."""
     arrays = same_dtype_arrays(input_tensor_list, "input_tensor_list")
-    outputs = []
-    for rank, one in enumerate(_lists(output_tensor_lists, "output_tensor_lists", size)):
-        name = f"output_tensor_lists[{rank}]"
-        for index, array in enumerate(arrays_like(one, name, arrays)):
-            outputs.append(Flat(array, writable=True, name=f"{name}[{index}]"))
+    lists = _lists(output_tensor_lists, "output_tensor_lists", size)
+    rows = [arrays_like(one, f"output_tensor_lists[{rank}]", arrays) for rank, one in enumerate(lists)]
+    if device_of(arrays[0]) is not None:
+        members = [call.all_gather([row[index] for row in rows], array, 0, size) for index, array in enumerate(arrays)]
+        return coalesced(members, split_detail(arrays), output_tensor_lists)
+    outputs: list[Flat] = []
+    for rank, row in enumerate(rows):
+        outputs += flats_of(row, f"output_tensor_lists[{rank}]", writable=True)
     places = [flat.elements for flat in outputs]
     whole = Packed(room_for(places), [places], outputs)
     return _blocks("all_gather", arrays, (_read(arrays),), (whole,), output_tensor_lists)
@@ -57,6 +67,10 @@ def all_gather_into_tensor_coalesced(output_tensors: object, input_tensors: obje
     """Each output holds `size` times the elements of the input beside it."""
     arrays = same_dtype_arrays(input_tensors, "input_tensors")
     targets = _times(output_tensors, "output_tensors", arrays, "input_tensors", size)
+    if device_of(arrays[0]) is not None:
+        pairs = zip(targets, arrays, strict=True)
+        members = [call.all_gather_into_tensor(target, array, size) for target, array in pairs]
+        return coalesced(members, split_detail(arrays), output_tensors)
     outputs = flats_of(targets, "output_tensors", writable=True)
     places = by_rank(outputs, arrays, size)
     whole = Packed(room_for(places), [places], outputs)
@@ -67,12 +81,17 @@ def reduce_scatter_tensor_coalesced(outputs: object, inputs: object, op: ReduceO
     """Each input holds `size` times the elements of the output beside it."""
     arrays = same_dtype_arrays(outputs, "outputs")
     reduction.validate(op, arrays[0].dtype)
-    sources = flats_of(_times(inputs, "inputs", arrays, "outputs", size), "inputs", writable=False)
-    whole = Packed(packed(by_rank(sources, arrays, size)))
+    wholes = _times(inputs, "inputs", arrays, "outputs", size)
+    if device_of(arrays[0]) is not None:
+        pairs = zip(arrays, wholes, strict=True)
+        members = [call.reduce_scatter_tensor(array, whole, op, size) for array, whole in pairs]
+        return coalesced(members, split_detail(arrays), outputs)
+    sources = flats_of(wholes, "inputs", writable=False)
+    source = Packed(packed(by_rank(sources, arrays, size)))
     targets = flats_of(arrays, "outputs", writable=True)
     places = [flat.elements for flat in targets]
     result = Packed(room_for(places), [places], targets)
-    return _blocks("reduce_scatter", arrays, (whole,), (result,), outputs, op=op, finishes=True)
+    return _blocks("reduce_scatter", arrays, (source,), (result,), outputs, op=op, finishes=True)
 
 
 def same_dtype_arrays(values: object, name: str) -> list[Array]:
@@ -96,12 +115,13 @@ def arrays_like(values: object, name: str, like: Sequence[Array]) -> list[Array]
                 f"{name}[{index}] is {describe(array.dtype, array.shape)}, but the input at its place is "
                 f"{describe(model.dtype, model.shape)}"
             )
+        check_same_dtype(array, model, f"{name}[{index}]", "the input at its place")
     return arrays
 
 
 def flats_of(arrays: Sequence[Array], name: str, *, writable: bool) -> list[Flat]:
     """Every array as one run of elements."""
-    return [Flat(array, writable=writable, name=f"{name}[{index}]") for index, array in enumerate(arrays)]
+    return [flat_of(array, writable=writable, name=f"{name}[{index}]") for index, array in enumerate(arrays)]
 
 
 def by_rank(flats: Sequence[Flat], like: Sequence[Array], size: int) -> list[Array]:
@@ -142,7 +162,7 @@ def _times(values: object, name: str, like: Sequence[Array], like_name: str, siz
 
 
 def _read(arrays: Sequence[Array]) -> Flat:
-    return Packed(packed([Flat(array, writable=False).elements for array in arrays]))
+    return Packed(packed([flat_of(array, writable=False).elements for array in arrays]))
 
 
 def _in_place(arrays: Sequence[Array], *, writable: bool) -> Flat:

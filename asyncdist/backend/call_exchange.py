@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from operator import index as index_of
 from typing import SupportsIndex
 
-from asyncdist.arrays import Array, Flat, host_array
+from asyncdist.arrays import Array, Flat
 from asyncdist.backend.call import NO_BLOCKS, Call, arrays_of, blocks_of, check_same_dtype
+from asyncdist.device_array import any_array, device_of, flat_of
 from asyncdist.plan.chunks import offsets
 
 __all__ = ["all_to_all", "all_to_all_single", "gather_uneven", "scatter_uneven"]
@@ -41,10 +42,10 @@ def all_to_all_single(
     output: object, input: object, output_splits: object, input_splits: object, rank: int, size: int
 ) -> Call:
     """Rows of the first dimension, `size` equal parts each or as the splits say; one dtype."""
-    source, target = host_array(input, "input"), host_array(output, "output")
+    source, target = any_array(input, "input"), any_array(output, "output")
     check_same_dtype(source, target, "input", "output")
-    flat_input = Flat(source, writable=False, name="input")
-    flat_output = Flat(target, writable=True, name="output")
+    flat_input = flat_of(source, writable=False, name="input")
+    flat_output = flat_of(target, writable=True, name="output")
     even = not (_given(input_splits) or _given(output_splits))
     sent = _lengths(source, input_splits, "input", size)
     received = _lengths(target, output_splits, "output", size)
@@ -53,15 +54,16 @@ def all_to_all_single(
             f"input holds {sent[rank]} elements for this rank itself, but output has room for {received[rank]}"
         )
     if even:
-        return Call("all_to_all", source.dtype, sent[0], (flat_input,), (flat_output,), output)
+        device = device_of(source)
+        return Call("all_to_all", source.dtype, sent[0], (flat_input,), (flat_output,), output, device=device)
     pieces = (_cut(flat_input, sent), _cut(flat_output, received))
     return _exchange((flat_input,), (flat_output,), pieces, output)
 
 
 def gather_uneven(tensor: object, gather_list: object, root: int, rank: int, size: int) -> Call:
     """`gather_list` only on the root: `size` arrays of the dtype of `tensor`; its own is shaped like `tensor`."""
-    array = host_array(tensor)
-    own = Flat(array, writable=False)
+    array = any_array(tensor)
+    own = flat_of(array, writable=False)
     outputs: Sequence[Flat] = NO_BLOCKS
     if rank == root:
         if gather_list is None:
@@ -70,13 +72,14 @@ def gather_uneven(tensor: object, gather_list: object, root: int, rank: int, siz
     elif gather_list:
         raise ValueError("gather_list must not be given on ranks other than the destination")
     pieces = ([own.elements], [flat.elements for flat in outputs])
-    return Call("gather_uneven", array.dtype, (1,) * size, (own,), outputs, gather_list, root, pieces=pieces)
+    counts, device = (1,) * size, device_of(array)
+    return Call("gather_uneven", array.dtype, counts, (own,), outputs, gather_list, root, pieces=pieces, device=device)
 
 
 def scatter_uneven(tensor: object, scatter_list: object, root: int, rank: int, size: int) -> Call:
     """`scatter_list` only on the root: `size` arrays of the dtype of `tensor`; its own is shaped like `tensor`."""
-    array = host_array(tensor)
-    own = Flat(array, writable=True)
+    array = any_array(tensor)
+    own = flat_of(array, writable=True)
     inputs: Sequence[Flat] = NO_BLOCKS
     if rank == root:
         if scatter_list is None:
@@ -85,18 +88,20 @@ def scatter_uneven(tensor: object, scatter_list: object, root: int, rank: int, s
     elif scatter_list:
         raise ValueError("scatter_list must not be given on ranks other than the source")
     pieces = ([flat.elements for flat in inputs], [own.elements])
-    return Call("scatter_uneven", array.dtype, (1,) * size, inputs, (own,), tensor, root, pieces=pieces)
+    counts, device = (1,) * size, device_of(array)
+    return Call("scatter_uneven", array.dtype, counts, inputs, (own,), tensor, root, pieces=pieces, device=device)
 
 
 def _exchange(
     inputs: Sequence[Flat], outputs: Sequence[Flat], pieces: tuple[Sequence[Array], Sequence[Array]], result: object
 ) -> Call:
-    counts = (1,) * 2 * len(pieces[0])
-    return Call("all_to_all_uneven", inputs[0].elements.dtype, counts, inputs, outputs, result, pieces=pieces)
+    counts, own = (1,) * 2 * len(pieces[0]), inputs[0].elements
+    device = device_of(own)
+    return Call("all_to_all_uneven", own.dtype, counts, inputs, outputs, result, pieces=pieces, device=device)
 
 
 def _flats(arrays: Sequence[Array], name: str, *, writable: bool) -> list[Flat]:
-    return [Flat(array, writable=writable, name=f"{name}[{index}]") for index, array in enumerate(arrays)]
+    return [flat_of(array, writable=writable, name=f"{name}[{index}]") for index, array in enumerate(arrays)]
 
 
 def _given(splits: object) -> bool:
