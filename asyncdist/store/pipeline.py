@@ -139,13 +139,18 @@ class Pipeline:
     # ---- replies
 
     def on_replies(self, payload: bytes | memoryview) -> None:
-        """Take a frame of replies. Raises ProtocolError for one that breaks the contract, or that says that we did."""
+        """Take a frame of replies. Raises ProtocolError for one that breaks the contract, or that says that we did.
+
+        Raises ConnectionResetError for the last one of a daemon that stops.
+        """
         replies = messages.decode_replies(payload)
         self._received += 1
         pending = self._pending
         for request_id, code, value in replies:
             reply = pending.pop(request_id, None)
             if reply is None:
+                if request_id == 0 and code == messages.STOPPING:
+                    raise ConnectionResetError(str(value))
                 if request_id == 0:
                     raise messages.ProtocolError(f"it says: {value}")
                 continue

@@ -170,7 +170,7 @@ class Connection:
         try:
             for payload in self._reader.feed(data):
                 self._on_frame(payload)
-        except ProtocolError as error:
+        except (ProtocolError, ConnectionResetError) as error:
             self._lose(error)
             return
         if self._tls is not None and self._tls.ended and self._fd >= 0:

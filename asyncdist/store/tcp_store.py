@@ -106,6 +106,7 @@ class TCPStore(CoordinatingStore):
         self._watch: asyncio.TimerHandle | None = None
         self._watch_at = math.inf
         self._backoff_s = FIRST_BACKOFF_S
+        self._lost = ""  # why the last connection was, for people
         self._closed = False
         self._closing: asyncio.Future[None] | None = None
 
@@ -263,8 +264,7 @@ class TCPStore(CoordinatingStore):
         assert self._loop is not None
         loop = self._loop
         deadline = math.inf if window_s is None else loop.time() + window_s
-        silent_closes = 0
-        problem = ""
+        silent_closes, problem = 0, ""
         if self._backoff_s > FIRST_BACKOFF_S:  # the last connection broke before it was of any use
             await self._pause(deadline)
         while True:
@@ -287,6 +287,7 @@ class TCPStore(CoordinatingStore):
                 emit("store", "dial_failed", where=self._where, problem=problem)
             await self._pause(deadline)
             if loop.time() >= deadline:
+                problem += self._lost
                 return ConnectTimeoutError(f"{self._where}: could not connect within {window_s:g} s: {problem}")
 
     async def _pause(self, deadline: float) -> None:
@@ -321,6 +322,7 @@ class TCPStore(CoordinatingStore):
     def _on_lost(self, error: Exception) -> None:
         assert self._pipeline is not None
         self._connection = None
+        self._lost = f" (before: {error})"
         self._pipeline.on_lost()
         if tracing("store"):
             emit("store", "connection_lost", where=self._where, error=error)

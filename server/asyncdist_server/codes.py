@@ -47,6 +47,7 @@ __all__ = [
     "SET",
     "SET_LEASED",
     "STATUS",
+    "STOPPING",
     "TIMEOUT",
     "UNLOCK",
     "WAIT",
@@ -140,6 +141,7 @@ PROTOCOL: Final = 5  # the bytes broke this contract; the connection is closed
 REFUSED: Final = 6  # this client may not connect now (version, too many connections, superseded)
 COMPACTED: Final = 7  # events from that revision on are no longer all remembered
 LEASE_LOST: Final = 8  # there is no such lease (any more); nothing was applied
+STOPPING: Final = 9  # of id 0: the daemon stops; connect again, here once it is back or to another
 
 # What a watch tells of a key.
 EVENT_SET: Final = 1

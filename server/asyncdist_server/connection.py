@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from time import perf_counter
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from asyncdist_server.auth import Refusal
 from asyncdist_server.config import CLOSE_TIMEOUT_S
@@ -59,7 +59,7 @@ class Connection(asyncio.Protocol):
         """Take the connection, or refuse it when there are too many."""
         self._transport = cast("asyncio.Transport", transport)
         self.descriptor = transport.get_extra_info("socket").fileno()
-        self._peer = str(transport.get_extra_info("peername"))
+        self._peer = format_address(transport.get_extra_info("peername"))
         self._session.address = self._peer
         self._transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
         _set_keepalive(transport.get_extra_info("socket"))
@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol):
     def _time_turn(self, now: float) -> None:
         """See how long the requests take that have arrived, unless earlier ones are being timed.
 
-        Done for one turn in each tick of the loop's clock, a millisecond on uvloop, so that it costs nothing under load.
+        Done for one turn in each tick of the loop's clock, a millisecond on uvloop: it costs nothing under load.
         """
         self._server.timed_at = now
         if not self._began_s or not self._session.has_output:
@@ -225,7 +225,8 @@ class Connection(asyncio.Protocol):
     def _drop(self, reason: str) -> None:
         """Cut the connection without a last word: the client would not read it."""
         if self._transport is not None:
-            self._server.log.warning("closing %s: it %s", self._peer, reason)
+            count(self._server.engine.counters.dropped, "slow")
+            self._tell("connection_dropped", f"it {reason}")
             self._ending = True
             self._cancel_timer()
             self._transport.abort()
@@ -236,8 +237,7 @@ class Connection(asyncio.Protocol):
         if transport is None or self._ending:
             return
         self._ending = True
-        if self._session.error:
-            self._server.log.warning("closing %s: %s", self._peer, self._session.error)
+        self._note_end()
         self._cancel_timer()
         self._session.close(self._loop.time())
         if not self._server.begin_ending(self):
@@ -253,8 +253,20 @@ class Connection(asyncio.Protocol):
             return
         self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, transport.abort)
 
+    def _note_end(self) -> None:
+        """Count and log why the daemon ends the connection, unless the client asked for it."""
+        session, counters = self._session, self._server.engine.counters
+        if session.error:
+            count(counters.refused if self._opening else counters.dropped, session.cause or "protocol")
+            self._tell("connection_refused" if self._opening else "connection_dropped", session.error)
+
+    def _tell(self, event: str, reason: str) -> None:
+        session = self._session
+        self._server.events.warning(event, peer=self._peer, job=session.job or None, rank=session.rank, reason=reason)
+
     def stop(self) -> None:
-        """End the connection because the daemon stops; replies already made are still sent."""
+        """End the connection because the daemon stops; replies already made are still sent, and who waits is told."""
+        self._session.say_stopping()
         self._session.close(self._loop.time())
         if self._transport is not None and not self._transport.get_write_buffer_size() and not self._session.has_output:
             self._ending = True
@@ -281,6 +293,14 @@ class Connection(asyncio.Protocol):
         self._buffered = 0
         self._server.forget(self)
         self._server.settle()
+
+
+def format_address(address: tuple[Any, ...] | None) -> str:
+    """Return a socket's address as host:port, with brackets around an IPv6 address."""
+    if not address:
+        return ""
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _set_keepalive(sock: socket.socket | None) -> None:

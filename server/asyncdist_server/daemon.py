@@ -16,8 +16,9 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
 from asyncdist_server.config import BACKLOG, MAX_HALF_OPEN, ServerConfig
-from asyncdist_server.connection import Connection
+from asyncdist_server.connection import Connection, format_address
 from asyncdist_server.engine import StoreEngine
+from asyncdist_server.logs import EventLog
 from asyncdist_server.messages import INCARNATION_BYTES, Encoder
 from asyncdist_server.status import describe
 from asyncdist_server.tls_connection import TLSConnection
@@ -50,6 +51,9 @@ class StoreServer:
         self.torch = TorchNamespaces(self.engine, config.torch_linger_s)
         self.encoder = Encoder()
         self.log = logging.getLogger("asyncdist_server")
+        self.events = EventLog(self.log, lambda delay_s, call: asyncio.get_running_loop().call_later(delay_s, call))
+        self.not_ready = "starting"
+        """Why clients are not served now, in a word or two; empty while they are."""
         self.dirty: list[Connection] = []
         self.inbound_bytes = 0
         self.timed_at = 0.0  # the loop's clock when a turn was timed last
@@ -73,8 +77,7 @@ class StoreServer:
     @property
     def address(self) -> str:
         """Where clients connect, as host:port with brackets around an IPv6 address."""
-        host, port = self._addresses[0]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return format_address(self._addresses[0]) if self._addresses else ""
 
     @property
     def torch_ports(self) -> tuple[int, ...]:
@@ -107,6 +110,7 @@ class StoreServer:
                 sock.close()
             await self.stop()
             raise
+        self.not_ready = ""
 
     def _accept(self) -> asyncio.Protocol:
         connection = Connection(self)
@@ -124,6 +128,7 @@ class StoreServer:
     async def stop(self) -> None:
         """Stop listening, send what was answered, end every connection, within `drain_timeout_s`. Runs only once."""
         self._stopping = True
+        self.not_ready = "draining"
         for listener in self._listeners:
             listener.close()
         for connection in list(self._connections):
@@ -142,6 +147,12 @@ class StoreServer:
         await self._until_empty()
         for listener in self._listeners:
             await listener.wait_closed()
+        self.events.close()
+
+    def hurry(self) -> None:
+        """Wait for nobody any more: cut every connection. Ends a `stop` that is under way."""
+        for connection in self._connections | self._ending:
+            connection.abort()
 
     async def _until_empty(self) -> None:
         while self._connections or self._ending:
@@ -165,15 +176,15 @@ class StoreServer:
         host, port = address[:2]
         if port not in self._torch_ports:
             option = "--torch" if self._tls is None else "--torch-port, as torch has no TLS"
-            self.log.warning("%s speaks torch's store protocol, which is served with %s", peer, option)
+            reason = f"it speaks torch's store protocol, which is served with {option}"
         elif not (self.config.torch_insecure_no_auth or ipaddress.ip_address(host.partition("%")[0]).is_loopback):
-            self.log.warning(
-                "%s speaks torch's store protocol, which has no authentication and is served beyond loopback with "
-                "--torch-insecure-no-auth only",
-                peer,
+            reason = (
+                "it speaks torch's store protocol, which has no authentication and is served beyond loopback with "
+                "--torch-insecure-no-auth only"
             )
         else:
             return self.torch.of_port(port)
+        self.events.warning("torch_refused", peer=peer, reason=reason)
         return None
 
     def opened(self, connection: Connection) -> None:

@@ -26,6 +26,7 @@ from asyncdist_server.messages import (
     LIMIT,
     PROTOCOL,
     REFUSED,
+    STOPPING,
     Encoder,
     FrameReader,
     HelloRefused,
@@ -43,6 +44,8 @@ TURN_BYTES: Final = 1024 * 1024
 
 GOLDEN: Final = 2654435769
 """The golden ratio's fraction in 32 bits."""
+
+_CAUSES: Final = {PROTOCOL: "protocol", REFUSED: "superseded", LIMIT: "memory"}
 
 
 class Session:
@@ -64,11 +67,11 @@ class Session:
         "_requests",
         "_running",
         "address",
+        "cause",
         "closing",
         "error",
         "operation",
         "ran",
-        "refused",
         "reply_bytes",
     )
 
@@ -95,8 +98,8 @@ class Session:
         """Whether the connection is to be closed once the output is written."""
         self.error = ""
         """Why the session closes, for the log; empty after a goodbye."""
-        self.refused = ""
-        """Why it closes before it is open, in one word, to be counted."""
+        self.cause = ""
+        """Why it closes in one word, to be counted."""
         self.ran = 0
         """Requests run in whole frames."""
         self.operation = 0
@@ -106,6 +109,16 @@ class Session:
     def open(self) -> bool:
         """Whether handshake and hello are done."""
         return self._client is not None
+
+    @property
+    def job(self) -> str:
+        """The namespace that the client has proven to belong to, empty before."""
+        return self._namespace
+
+    @property
+    def rank(self) -> int | None:
+        """The client's rank, if it has one."""
+        return self._rank
 
     @property
     def has_output(self) -> bool:
@@ -151,6 +164,7 @@ class Session:
             self._fail(PROTOCOL, str(error))
         except HelloRefused as refused:
             self._output.append(self._encoder.refusal(refused.code, str(refused)))
+            self.cause = "hello"
             self._stop(str(refused))
         finally:
             self._running = False
@@ -171,8 +185,13 @@ class Session:
         """Tell the client why its connection is closed before it is open: too many of them, or too slow."""
         if self._handshake is not None:
             self._output.append(refusal_message(refusal))
-        self.refused = refusal.name.lower()
+        self.cause = refusal.name.lower()
         self._stop(detail or refusal.name.lower().replace("_", " "))
+
+    def say_stopping(self) -> None:
+        """Tell a client that waits for something that the daemon stops; the others notice when they ask again."""
+        if self._client is not None and self._client.blocked and not self.closing:
+            self._replies.append((0, STOPPING, "the daemon is stopping"))
 
     def close(self, now: float) -> None:
         """Withdraw the client from the engine; the connection is gone."""
@@ -186,7 +205,7 @@ class Session:
             self._output.append(handshake.receive(data))
         except AuthenticationError as error:
             self._output.append(error.farewell)
-            self.refused = error.refusal.name.lower()
+            self.cause = error.refusal.name.lower()
             self._stop(str(error))
             return None
         if not handshake.done:
@@ -279,6 +298,7 @@ class Session:
             self._output.append(self._encoder.refusal(code, message))
         else:
             self._replies.append((0, code, message))
+        self.cause = _CAUSES[code]
         self._stop(message)
 
     def fail_limit(self, message: str) -> None:

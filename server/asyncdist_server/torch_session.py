@@ -55,6 +55,7 @@ class TorchSession:
         "address",
         "buffered",
         "busy",
+        "cause",
         "client",
         "closing",
         "engine",
@@ -64,7 +65,6 @@ class TorchSession:
         "open",
         "operation",
         "ran",
-        "refused",
         "reply_bytes",
         "stored",
     )
@@ -100,12 +100,22 @@ class TorchSession:
         """Requests run."""
         self.operation = 0
         """The engine's operation that the last of them asked for."""
-        self.refused = ""
-        """Why the connection closes before it is open, in one word, to be counted."""
+        self.cause = ""
+        """Why the connection closes in one word, to be counted."""
         self.closing = False
         """Whether the connection is to be closed once the output is written."""
         self.error = ""
         """Why the session closes, for the log."""
+
+    @property
+    def job(self) -> str:
+        """The namespace that the client uses."""
+        return self.namespace.name
+
+    @property
+    def rank(self) -> int | None:
+        """None: torch's protocol does not tell."""
+        return None
 
     @property
     def has_output(self) -> bool:
@@ -160,11 +170,15 @@ class TorchSession:
 
     def refuse(self, refusal: Refusal, detail: str = "") -> None:
         """Close before the client is validated: nothing can be said in this protocol, `detail` is for the log."""
-        self.refused = refusal.name.lower()
+        self.cause = refusal.name.lower()
         self._stop(detail or refusal.name.lower().replace("_", " "))
+
+    def say_stopping(self) -> None:
+        """Nothing: this protocol has no word for it."""
 
     def fail_limit(self, message: str) -> None:
         """Close because this connection exceeds a bound of the daemon."""
+        self.cause = "memory"
         self._stop(message)
 
     def close(self, now: float) -> None:

@@ -97,6 +97,7 @@ def test_a_signal_ends_it_with_code_0_and_tells_blocked_clients(
         assert code == 0, errors
         assert output == ""
         assert "Traceback" not in errors
+        assert client.reply() == (0, m.STOPPING, "the daemon is stopping")
         assert client.closed_by_daemon()
         assert time.monotonic() - began < 3.0
 
