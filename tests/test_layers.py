@@ -16,7 +16,7 @@ PACKAGES = {"asyncdist": ROOT / "asyncdist", "asyncdist_server": ROOT / "server"
 LAYERS = (
     {"errors", "reduce_op", "deadline", "arrays", "device_array", "dlpack", "objects", "events", "loop", "subgroup"},
     {"store", "plan"},
-    {"transport"},
+    {"transport", "cuda"},
     {"executor"},
     {"backend"},
     {"rendezvous", "heartbeat", "host_constants", "consistency", "init_method", "world"},

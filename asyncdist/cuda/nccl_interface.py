@@ -1,0 +1,163 @@
+"""The part of NCCL that asyncdist uses, as abstract classes without any library behind them.
+
+What may block the calling thread, for as long as another rank takes and forever if it died: `open`, `split`, `destroy`,
+leaving `group()` and, outside a group, any operation that has to connect to a peer first. NCCL connects when a
+communicator opens (the provider sets NCCL_RUNTIME_CONNECT=0, unless the environment says otherwise), except for send
+and recv, whose peers are connected by the first of them: call that one in a thread as well. Use a daemon thread of
+your own: an executor's threads are joined when the interpreter exits, and one that waits inside of NCCL never ends.
+
+Once about 1,000 kernels wait on a device, launching one more blocks too: bound what is in flight.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from asyncdist.cuda.interface import Stream
+from asyncdist.reduce_op import PremulSum, ReduceOp
+
+__all__ = ["Communicator", "Nccl"]
+
+
+class Communicator(ABC):
+    """One rank of one communicator, on one device.
+
+    Counts are elements of `dtype`. Operations are queued on `stream` and must be issued in the same order by all ranks;
+    otherwise everybody waits forever, which is NCCL's way and not noticed here. Data movement (`broadcast`,
+    `all_gather`, `send`, `recv`) takes any dtype; reductions those that `Nccl.refusal` has nothing against. After
+    `abort` or `destroy` every operation raises DistBackendError.
+    """
+
+    rank: int
+    size: int
+    device: int
+
+    @abstractmethod
+    def all_reduce(
+        self,
+        source: int,
+        target: int,
+        count: int,
+        dtype: np.dtype[Any],
+        op: ReduceOp | PremulSum,
+        stream: Stream,
+    ) -> None:
+        """`count` elements each; `target` may be `source`."""
+
+    @abstractmethod
+    def reduce(
+        self,
+        source: int,
+        target: int,
+        count: int,
+        dtype: np.dtype[Any],
+        op: ReduceOp | PremulSum,
+        root: int,
+        stream: Stream,
+    ) -> None:
+        """As all_reduce, but only root's `target` is written; it may be 0 elsewhere."""
+
+    @abstractmethod
+    def broadcast(self, source: int, target: int, count: int, dtype: np.dtype[Any], root: int, stream: Stream) -> None:
+        """Root's `source` to every rank's `target`, root's included; `source` may be 0 elsewhere."""
+
+    @abstractmethod
+    def all_gather(self, source: int, target: int, count: int, dtype: np.dtype[Any], stream: Stream) -> None:
+        """`count` elements of each rank to `target` of `size * count`; `source` may be its own place in there."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self,
+        source: int,
+        target: int,
+        count: int,
+        dtype: np.dtype[Any],
+        op: ReduceOp | PremulSum,
+        stream: Stream,
+    ) -> None:
+        """`size * count` elements each, of which rank r gets the reduced r-th `count`; may be its place in `source`."""
+
+    @abstractmethod
+    def send(self, source: int, count: int, dtype: np.dtype[Any], peer: int, stream: Stream) -> None:
+        """Send to `peer`; completes on the device only once it receives. To oneself only inside a group."""
+
+    @abstractmethod
+    def recv(self, target: int, count: int, dtype: np.dtype[Any], peer: int, stream: Stream) -> None:
+        """Receive from `peer`, in the order in which it sent; counts must be equal."""
+
+    @abstractmethod
+    def async_error(self) -> str:
+        """What went wrong on the device or the network since, in NCCL's words; empty if nothing, or once it ended."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End everything that is queued, without its results, and give the communicator up; from any thread.
+
+        Peers are not told. May take seconds. A second abort, or one after destroy, does nothing.
+        """
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """Give the communicator up in order: every rank calls it once its work is complete. Blocks, see above.
+
+        Raises DistBackendError when called twice or after abort.
+        """
+
+    @abstractmethod
+    def split(self, color: int, key: int) -> Communicator | None:
+        """Make communicators of the ranks with equal `color`, ordered by `key`, then rank; None for color -1.
+
+        Collective and blocking; nothing may be in flight. Raises DistBackendError where NCCL or cupy is too old.
+        """
+
+
+class Nccl(ABC):
+    """The library."""
+
+    name: str
+    """For messages: `"NCCL 2.30.4 through cupy 14.2.0"`."""
+
+    can_split: bool
+    """Whether `Communicator.split` works; otherwise open another one with a new unique id."""
+
+    native_premul_sum: bool
+    """Whether reductions take PremulSum; otherwise premultiply a copy (`Runtime.scale`) and use SUM."""
+
+    @abstractmethod
+    def version(self) -> int:
+        """As ncclGetVersion: 23004 is 2.30.4."""
+
+    @abstractmethod
+    def unique_id(self) -> bytes:
+        """A new communicator's id (128 bytes): an address and a secret, to be shown to its ranks only.
+
+        Also starts the thread in this process through which they meet: call it on one of those ranks.
+        """
+
+    @abstractmethod
+    def open(self, size: int, unique_id: bytes, rank: int, device: int) -> Communicator:
+        """Join a new communicator; blocks until all `size` ranks have, and cannot be interrupted.
+
+        Raises DistBackendError, among other things when two ranks use one device (unless NCCL_MULTI_RANK_GPU_ENABLE=1
+        and NCCL is 2.30 or newer).
+        """
+
+    @abstractmethod
+    def group(self) -> AbstractContextManager[None]:
+        """Operations of this thread inside `with` are launched together at its end, none waiting for another.
+
+        Needed for sends and receives that depend on each other, and for several communicators driven by one thread.
+        Left by an exception, what was issued before it is launched all the same: NCCL cannot take it back.
+        """
+
+    @abstractmethod
+    def refusal(self, dtype: np.dtype[Any], op: ReduceOp | PremulSum) -> str:
+        """Why reductions of `dtype` with `op` are refused, ending a sentence; empty if they are not.
+
+        bool is reduced as uint8 (SUM: or, PRODUCT: and), complex as pairs of reals (SUM, AVG and PREMUL_SUM with a real
+        factor). Bitwise operations and `ReduceOp.custom` are always refused.
+        """

@@ -1,0 +1,134 @@
+"""Which CUDA and NCCL this process uses: cupy's where there is a driver, or what a test put in their place.
+
+Nothing is imported or started before somebody asks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from asyncdist.cuda.interface import Runtime
+from asyncdist.cuda.nccl_interface import Nccl
+
+__all__ = ["Provider", "find", "override", "reason", "visible"]
+
+DRIVER_LIBRARY: Final = "libcuda.so.1"
+
+DEVICE_FILES: Final = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")
+"""One of them exists where a device does: servers and desktops, Jetson, Windows' Linux subsystem."""
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """The libraries in use; `nccl` is None where it does not work, and `nccl_reason` says why."""
+
+    runtime: Runtime
+    nccl: Nccl | None
+    nccl_reason: str = ""
+
+
+class _State:
+    """What was found, once; tests replace it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.looked = False
+        self.provider: Provider | None = None
+        self.reason = ""
+
+
+_state: Final = _State()
+
+
+def visible() -> bool:
+    """Whether CUDA arrays can be expected here, told cheaply: cupy is installed and there are a driver and a device.
+
+    Imports and starts nothing (in particular no CUDA context, which a later fork would not survive). `find` may still
+    find that the driver is broken.
+    """
+    if _state.looked:
+        return _state.provider is not None
+    return not _obstacle()
+
+
+def find() -> Provider | None:
+    """The libraries to use, or None: then `reason` says why. Imports cupy the first time; cached. From any thread."""
+    if _state.looked:
+        return _state.provider
+    with _state.lock:
+        if not _state.looked:
+            _state.provider, _state.reason = _look()
+            _state.looked = True
+        return _state.provider
+
+
+def reason() -> str:
+    """Why there is no provider, as a sentence without its end, e.g. "cupy is not installed ..."; empty if there is."""
+    find()
+    return _state.reason
+
+
+@contextmanager
+def override(provider: Provider | None) -> Iterator[None]:
+    """Use `provider` (None: no device) in this process until the end of the `with` block; for tests."""
+    with _state.lock:
+        before = _state.looked, _state.provider, _state.reason
+        _state.looked, _state.provider = True, provider
+        _state.reason = "" if provider else "a test took CUDA away"
+    try:
+        yield
+    finally:
+        with _state.lock:
+            _state.looked, _state.provider, _state.reason = before
+
+
+def _obstacle() -> str:
+    """Why it is not worth importing cupy; empty if it is."""
+    if sys.platform != "linux":
+        return "CUDA arrays are supported on Linux only"
+    if importlib.util.find_spec("cupy") is None:
+        return "cupy is not installed (pip install 'asyncdist[cuda12]' or 'asyncdist[cuda13]')"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "CUDA_VISIBLE_DEVICES hides every device"
+    if not any(Path(file).exists() for file in DEVICE_FILES):
+        return "this machine has no NVIDIA device"
+    return ""
+
+
+def _look() -> tuple[Provider | None, str]:
+    obstacle = _obstacle()
+    if obstacle:
+        return None, obstacle
+    try:
+        ctypes.CDLL(DRIVER_LIBRARY)
+    except OSError as error:
+        return None, f"the NVIDIA driver's library cannot be loaded: {error}"
+    try:
+        from asyncdist.cuda.cupy_runtime import CupyRuntime
+
+        runtime = CupyRuntime()
+        count = runtime.device_count()
+    except Exception as error:  # whatever a broken installation raises: a CPU job must start all the same
+        return None, f"cupy does not work here: {type(error).__name__}: {error}"
+    if not count:
+        return None, "the NVIDIA driver sees no device"
+    return Provider(runtime, *_nccl()), ""
+
+
+def _nccl() -> tuple[Nccl | None, str]:
+    """NCCL through cupy, or None and why: other paths do without."""
+    try:
+        from asyncdist.cuda.cupy_nccl import CupyNccl
+
+        return CupyNccl(), ""
+    except Exception as error:  # as above
+        return None, f"NCCL does not work here: {type(error).__name__}: {error}"
