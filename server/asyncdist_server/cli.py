@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
-import signal
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -16,13 +13,17 @@ import click
 from asyncdist_server.auth import load_token, read_token_file
 from asyncdist_server.config import (
     DEFAULT_PORT,
+    DRAIN_TIMEOUT_S,
     STALL_TIMEOUT_S,
     TORCH_LINGER_S,
     ConfigError,
     ServerConfig,
     limits_for,
 )
-from asyncdist_server.daemon import StoreServer, serve
+from asyncdist_server.durability import parse_durability
+from asyncdist_server.journal import JournalError
+from asyncdist_server.journal_commands import backup, restore, verify
+from asyncdist_server.logs import FORMATS, LEVELS, LogFormat, configure
 from asyncdist_server.messages import (
     MAX_CONNECTIONS,
     MAX_IN_FLIGHT,
@@ -31,12 +32,15 @@ from asyncdist_server.messages import (
     MAX_VALUE_BYTES,
     MAX_WAITERS,
 )
+from asyncdist_server.service import run_until_signalled
 from asyncdist_server.threaded import new_event_loop
 
 _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+_DIRECTORY: Final = click.Path(file_okay=False, path_type=Path)
 
 
-@click.command(
+@click.group(
+    invoke_without_command=True,
     context_settings={
         "auto_envvar_prefix": "ASYNCDIST_SERVER",
         "show_default": True,
@@ -48,7 +52,7 @@ _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--port", default=DEFAULT_PORT, type=click.IntRange(0, 65535), help="Port; 0 picks a free one.")
 @click.option("--http-host", default="127.0.0.1", help="Address of the HTTP port.")
 @click.option(
-    "--http-port", default=None, type=click.IntRange(0, 65535), help="Port for /healthz; none unless given, 0 is free."
+    "--http-port", default=None, type=click.IntRange(0, 65535), help="Port for /readyz and /metrics; none unless given, 0 is free."
 )
 @click.option(
     "--token-file",
@@ -60,11 +64,18 @@ _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--tls-cert", default=None, type=_FILE, help="Certificate chain in PEM: clients must use TLS.")
 @click.option("--tls-key", default=None, type=_FILE, help="Its key, unless that is in the same file.")
 @click.option("--tls-ca", default=None, type=_FILE, help="Clients must have a certificate of this authority.")
+@click.option(
+    "--durability",
+    default="memory",
+    help="What an answer means: memory, durable (the change is on disk), or relaxed:<ms> (it will be that soon).",
+)
+@click.option("--data-dir", default=None, type=_DIRECTORY, help="Where the data is kept, unless in memory.")
 @click.option("--torch", is_flag=True, help="Serve torch.distributed's TCPStore clients on the same port.")
 @click.option(
     "--torch-port",
     "torch_ports",
     multiple=True,
+    envvar="ASYNCDIST_SERVER_TORCH_PORT",
     type=click.IntRange(0, 65535),
     help="One more port for torch clients, with keys of its own; may be given several times.",
 )
@@ -86,6 +97,9 @@ _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
     "--stall-timeout", default=STALL_TIMEOUT_S, help="Seconds after which a client that reads nothing is cut off."
 )
 @click.option("--handshake-timeout", default=5.0, help="Seconds in which a client must prove itself.")
+@click.option("--drain-timeout", default=DRAIN_TIMEOUT_S, help="Seconds a stopping daemon waits for its last readers.")
+@click.option("--log-format", default="text", type=click.Choice(FORMATS), help="How log lines on stderr look.")
+@click.option("--log-level", default="info", type=click.Choice(LEVELS), help="Least important lines to write.")
 def main(
     host: str,
     port: int,
@@ -96,6 +110,8 @@ def main(
     tls_cert: Path | None,
     tls_key: Path | None,
     tls_ca: Path | None,
+    durability: str,
+    data_dir: Path | None,
     torch: bool,
     torch_ports: tuple[int, ...],
     torch_linger: float,
@@ -108,12 +124,17 @@ def main(
     max_in_flight: int,
     stall_timeout: float,
     handshake_timeout: float,
+    drain_timeout: float,
+    log_format: LogFormat,
+    log_level: str,
 ) -> None:
     """Serve a store: the rendezvous of distributed jobs. Stops on SIGTERM or SIGINT.
 
     Every option can also be given as ASYNCDIST_SERVER_<OPTION>, in capitals and with underscores.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    if click.get_current_context().invoked_subcommand is not None:
+        return
+    configure(log_format, log_level)
     try:
         token = read_token_file(token_file) if token_file else load_token(os.environ)
         config = ServerConfig(
@@ -124,6 +145,8 @@ def main(
             tls_cert=tls_cert,
             tls_key=tls_key,
             tls_ca=tls_ca,
+            durability=parse_durability(durability),
+            data_dir=data_dir,
             torch=torch,
             torch_ports=torch_ports,
             torch_linger_s=torch_linger,
@@ -140,6 +163,7 @@ def main(
             ),
             stall_timeout_s=stall_timeout,
             handshake_timeout_s=handshake_timeout,
+            drain_timeout_s=drain_timeout,
         )
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
@@ -147,47 +171,12 @@ def main(
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(run_until_signalled(config))
-    except (ConfigError, OSError) as error:
+    except (ConfigError, JournalError, OSError) as error:
         raise click.ClickException(str(error)) from error
 
 
-async def run_until_signalled(config: ServerConfig) -> None:
-    """Serve until SIGTERM or SIGINT; prints one line once connections are accepted."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signal_number, stop.set)
-    async with contextlib.AsyncExitStack() as stack:
-        server = await stack.enter_async_context(serve(config))
-        ready = f"asyncdist-server ready on {server.address}"
-        if config.http_port is not None:
-            from asyncdist_server.http import serve_http
-
-            ready += f" (http {await stack.enter_async_context(serve_http(server))})"
-        if config.token is None:
-            server.log.warning("no token: every process that can connect can read and change the store")
-        if server.torch_ports:
-            _say_torch(server)
-        if config.tls_cert is not None:
-            loop.add_signal_handler(signal.SIGHUP, _renew_certificates, server)
-        print(ready, flush=True)
-        await stop.wait()
-
-
-def _renew_certificates(server: StoreServer) -> None:
-    """Use renewed certificates from now on, without a restart; those that do not fit change nothing."""
-    try:
-        server.reload_certificates()
-    except ConfigError as error:
-        server.log.error("the certificates stay as they were: %s", error)
-    else:
-        server.log.info("certificates read anew")
-
-
-def _say_torch(server: StoreServer) -> None:
-    ports = ", ".join(map(str, server.torch_ports))
-    reach = "every process that can connect" if server.config.torch_insecure_no_auth else "every process of this host"
-    server.log.warning("torch clients are served without authentication on port %s, to %s", ports, reach)
+for command in (backup, restore, verify):
+    main.add_command(command)
 
 
 def _raise_file_limit() -> None:

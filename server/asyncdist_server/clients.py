@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
+from asyncdist_server.changes import ChangeLog
 from asyncdist_server.messages import Limits, ProtocolError
 from asyncdist_server.namespace import Namespace
 from asyncdist_server.waiters import Waiter
@@ -30,6 +31,7 @@ class Client:
         "address",
         "blocked",
         "careful",
+        "changes",
         "client_id",
         "closed",
         "deliver",
@@ -81,6 +83,7 @@ class Client:
         self.remembered_bytes = 0
         self.replay: dict[int, Reply] = {}
         self.careful = False
+        self.changes: ChangeLog | None = None  # None: nothing of this client is in the journal
 
     @property
     def identity(self) -> bytes | Client:
@@ -93,6 +96,8 @@ class Client:
             self.unsent.append(reply)
             if type(reply[2]) is bytes or type(reply[2]) is tuple:
                 self.unsent_bytes += value_bytes(reply[2])
+            if self.changes is not None and self.client_id is not None:
+                self.changes.reply(self.client_id, reply)
 
     def frames_sent(self, count: int) -> int:
         """Note that all replies so far are in frames given to the client, `count` of them new.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from asyncdist_server.auth import HANDSHAKE_TIMEOUT_S, check_token
+from asyncdist_server.durability import MAX_JOURNALED_VALUE_BYTES, MEMORY, Durability
 from asyncdist_server.messages import FRAME_SLACK_BYTES, MAX_KEY_BYTES, Limits
 from asyncdist_server.tls import server_context
 
@@ -44,6 +45,8 @@ class ServerConfig:
     With `tls_cert` (a chain in PEM; `tls_key` where the key is in a file of its own) all but torch's clients must use
     TLS, with `tls_ca` they need a certificate signed by it.
 
+    With a `durability` other than memory, all but torch's keys are kept in `data_dir`, which one daemon has to itself.
+
     Raises `ConfigError` for a token that is too short, and for limits that do not fit together.
     """
 
@@ -64,6 +67,8 @@ class ServerConfig:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_ca: Path | None = None
+    durability: Durability = MEMORY
+    data_dir: Path | str | None = None
 
     def __post_init__(self) -> None:
         torch_ports = [("torch port", port) for port in self.torch_ports]
@@ -90,6 +95,16 @@ class ServerConfig:
             raise ConfigError("TLS needs the daemon's own certificate: give --tls-cert")
         if self.tls_cert is not None and self.torch:
             raise ConfigError("torch clients have no TLS: give them a port of their own with --torch-port, not --torch")
+
+        self._check_durability()
+
+    def _check_durability(self) -> None:
+        if self.durability.journaled and self.data_dir is None:
+            raise ConfigError(f"with durability {self.durability.name} the data needs a place: give --data-dir")
+        if not self.durability.journaled and self.data_dir is not None:
+            raise ConfigError("with durability memory nothing is kept in a data directory: give --durability durable")
+        if self.durability.journaled and self.limits.value_bytes > MAX_JOURNALED_VALUE_BYTES:
+            raise ConfigError(f"values that are kept on disk may have at most {MAX_JOURNALED_VALUE_BYTES} bytes")
 
     def tls_context(self) -> ssl.SSLContext | None:
         """Read the files for TLS, None without TLS; raises `ConfigError` naming the file that is wrong."""

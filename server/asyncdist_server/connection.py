@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import deque
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -52,6 +53,8 @@ class Connection(asyncio.Protocol):
         self._ending = False
         self._unsent_before = 0
         self._buffered = 0
+        self._held: deque[tuple[int, list[bytes]]] = deque()  # output by the commit it waits for
+        self._held_bytes = 0
         self._began_s = 0.0  # when the requests arrived whose answers are timed, 0 if none are
         self._ran_before = 0  # requests of the session before those
 
@@ -85,7 +88,7 @@ class Connection(asyncio.Protocol):
             self._opening = False
             self._cancel_timer()
             self._server.opened(self)
-            count(self._server.engine.counters.opened, "native" if isinstance(session, Session) else "torch")
+            count(self._server.engine.counters.opened, session.protocol)
         if session.buffered != self._buffered:
             self._account()
         self.flush()
@@ -124,16 +127,17 @@ class Connection(asyncio.Protocol):
         session = self._session
         if transport is None or self._ending:
             return
-        if self._write_paused and not session.closing:
+        if self._paused and not session.closing:
             # Replies wait as references to stored values, bounded like everything a client makes us hold.
             if session.reply_bytes > self._server.config.limits.frame_bytes:
                 self._drop("reads its replies too slowly")
             return
         output = session.take_output()
-        if len(output) == 1:
-            transport.write(output[0])
-        elif output:
-            transport.writelines(output)
+        if output and not self._hold(output):
+            if len(output) == 1:
+                transport.write(output[0])
+            else:
+                transport.writelines(output)
         if self._began_s:
             if output and session.ran != self._ran_before:
                 elapsed_s = perf_counter() - self._began_s
@@ -142,14 +146,54 @@ class Connection(asyncio.Protocol):
                 )
             self._began_s = 0.0
         if session.closing:
-            self._end()
-        elif session.busy and not self._write_paused:
+            if not self._held:
+                self._end()
+        elif session.busy and not self._paused:
             self._schedule_turn()
-        elif session.busy or self._read_paused != self._write_paused:
+        elif session.busy or self._read_paused != self._paused:
             self._update_reading()
 
     def _has_output(self) -> None:
         self._server.dirty.append(self)
+
+    # ---- output that waits for the disk
+
+    def _hold(self, output: list[bytes]) -> bool:
+        """Keep `output` back if it tells of changes that are not on the disk; torch's clients never wait."""
+        gate = self._server.gate
+        session = self._session
+        if gate is None or not session.open or not isinstance(session, Session):
+            return False
+        number = gate.needed()
+        if not number and not self._held:
+            return False
+        number = number or self._held[-1][0]
+        self._held.append((number, output))
+        self._held_bytes += sum(map(len, output))
+        gate.hold(self, number)
+        return True
+
+    def release(self, number: int) -> None:
+        """Write what had to wait for the commits up to `number`."""
+        held = self._held
+        was_paused = self._paused
+        pieces: list[bytes] = []
+        while held and held[0][0] <= number:
+            pieces += held.popleft()[1]
+        self._held_bytes -= sum(map(len, pieces))
+        if self._transport is None or self._ending:
+            return
+        self._transport.writelines(pieces)
+        if self._session.closing:
+            if not held:
+                self._end()
+        elif was_paused and not self._paused:
+            self._schedule_turn()
+
+    @property
+    def _paused(self) -> bool:
+        """Whether more is unsent than a client's further requests may add to."""
+        return self._write_paused or self._held_bytes > WRITE_HIGH_BYTES
 
     # ---- long requests and slow readers
 
@@ -161,7 +205,7 @@ class Connection(asyncio.Protocol):
 
     def _turn(self) -> None:
         self._turn_due = False
-        if self._transport is None or self._session.closing or self._write_paused:
+        if self._transport is None or self._session.closing or self._paused:
             return
         self._session.resume(self._loop.time())
         self._account()
@@ -172,7 +216,7 @@ class Connection(asyncio.Protocol):
         """Read exactly while all that was read has been run and the client reads its replies."""
         if self._transport is None:
             return
-        pause = self._write_paused or self._session.busy
+        pause = self._paused or self._session.busy
         if pause and not self._read_paused:
             self._transport.pause_reading()
         elif self._read_paused and not pause:
@@ -268,7 +312,8 @@ class Connection(asyncio.Protocol):
         """End the connection because the daemon stops; replies already made are still sent, and who waits is told."""
         self._session.say_stopping()
         self._session.close(self._loop.time())
-        if self._transport is not None and not self._transport.get_write_buffer_size() and not self._session.has_output:
+        said_all = not self._held and not self._session.has_output
+        if self._transport is not None and said_all and not self._transport.get_write_buffer_size():
             self._ending = True
             self._cancel_timer()
             self._transport.close()  # there is no last message that a reset could lose
@@ -287,6 +332,10 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Withdraw the client from the engine."""
         self._transport = None
+        if not self._opening:
+            count(self._server.engine.counters.closed, self._session.protocol)
+        self._held.clear()
+        self._held_bytes = 0
         self._cancel_timer()
         self._session.close(self._loop.time())
         self._server.inbound_bytes -= self._buffered

@@ -18,8 +18,10 @@ from typing import Final
 from asyncdist_server.config import BACKLOG, MAX_HALF_OPEN, ServerConfig
 from asyncdist_server.connection import Connection, format_address
 from asyncdist_server.engine import StoreEngine
+from asyncdist_server.group_commit import GroupCommit
 from asyncdist_server.logs import EventLog
 from asyncdist_server.messages import INCARNATION_BYTES, Encoder
+from asyncdist_server.persistence import Persistence
 from asyncdist_server.status import describe
 from asyncdist_server.tls_connection import TLSConnection
 from asyncdist_server.torch_namespaces import TorchNamespace, TorchNamespaces
@@ -41,8 +43,9 @@ class StoreServer:
     letter are also read by `Connection`, which belongs to this class.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, persistence: Persistence | None = None) -> None:
         self.config = config
+        self._persistence = persistence or Persistence(config.durability, config.data_dir)
         # Revisions and fencing tokens of a daemon that lost its state are larger than before: it makes fewer than one
         # in a microsecond.
         self.engine = StoreEngine(secrets.token_bytes(INCARNATION_BYTES), config.limits, time.time_ns() // 1000)
@@ -52,8 +55,14 @@ class StoreServer:
         self.encoder = Encoder()
         self.log = logging.getLogger("asyncdist_server")
         self.events = EventLog(self.log, lambda delay_s, call: asyncio.get_running_loop().call_later(delay_s, call))
+        self.cut_count = 0
+        """Connections that a stop did not wait for to the end."""
         self.not_ready = "starting"
         """Why clients are not served now, in a word or two; empty while they are."""
+        self.gate: GroupCommit | None = None
+        self.failure: Exception | None = None
+        """Why the journal cannot be written any more; nothing is served then."""
+        self.failed = asyncio.Event()
         self.dirty: list[Connection] = []
         self.inbound_bytes = 0
         self.timed_at = 0.0  # the loop's clock when a turn was timed last
@@ -89,12 +98,22 @@ class StoreServer:
         """Connections that are neither refused nor ending."""
         return len(self._connections)
 
+    @property
+    def half_open_count(self) -> int:
+        """Connections that have not proven themselves yet."""
+        return len(self._half_open)
+
     async def start(self) -> None:
-        """Bind and serve. Raises `ConfigError` for an address that needs a token, `OSError` if it cannot be bound."""
+        """Bind and serve. Raises `ConfigError` for an address that needs a token, `OSError` if it cannot be bound.
+
+        With a journal, the store is first brought back from it; raises `JournalError` where that fails.
+        """
         loop = asyncio.get_running_loop()
         self._tls = self.config.tls_context()
-        sockets = await _bind(self.config, self.config.port)
+        self.gate = await self._persistence.open(self.engine, self.settle, self.journal_failed, self.events)
+        sockets: list[socket.socket] = []
         try:
+            sockets += await _bind(self.config, self.config.port)
             if self.config.torch:
                 self._torch_ports[sockets[0].getsockname()[1]] = None
             for port in self.config.torch_ports:
@@ -142,22 +161,35 @@ class StoreServer:
         except TimeoutError:
             pass
         finally:
-            for connection in self._connections | self._ending:
-                connection.abort()
+            self.hurry()
         await self._until_empty()
         for listener in self._listeners:
             await listener.wait_closed()
+        if self.gate is not None:
+            await self.gate.close()
         self.events.close()
 
     def hurry(self) -> None:
         """Wait for nobody any more: cut every connection. Ends a `stop` that is under way."""
-        for connection in self._connections | self._ending:
+        remaining = self._connections | self._ending
+        self.cut_count += len(remaining)
+        for connection in remaining:
             connection.abort()
 
     async def _until_empty(self) -> None:
         while self._connections or self._ending:
             self._emptied = asyncio.Event()
             await self._emptied.wait()
+
+    def journal_failed(self, error: Exception) -> None:
+        """Serve nobody any more: what was not acknowledged by now never will be."""
+        self.failure = error
+        self.not_ready = "the journal failed"
+        self.events.error("journal_failed", reason=str(error))
+        for listener in self._listeners:
+            listener.close()
+        self.hurry()
+        self.failed.set()
 
     # ---- what connections tell
 
@@ -212,6 +244,8 @@ class StoreServer:
             dirty, self.dirty = self.dirty, []
             for connection in dirty:
                 connection.flush()
+        if self.gate is not None:
+            self.gate.settle()
         deadline = self.engine.next_deadline()
         torch_deadline = self.torch.next_deadline()
         if torch_deadline is not None:

@@ -21,9 +21,10 @@ need neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from asyncdist_server.changes import ChangeLog
 from asyncdist_server.clients import Client, Reply
 from asyncdist_server.coordination import COORDINATION
 from asyncdist_server.counters import DISCONNECTED, REPLAYED, Counters
@@ -55,6 +56,7 @@ class StoreEngine:
         self._state.describe = self.status
         self.describe_server: Callable[[], dict[str, Any]] = dict
         self._namespaces: dict[str, Namespace] = {}
+        self._changes: ChangeLog | None = None
         self._connected: dict[bytes, Client] = {}
         self._away: dict[bytes, tuple[float, Client]] = {}  # in the order they are to be forgotten
         operations = {**OPERATIONS, **COORDINATION}
@@ -69,6 +71,16 @@ class StoreEngine:
     def memory_bytes(self) -> int:
         """Bytes charged for keys, values, queues, blocked requests and remembered replies."""
         return self._state.memory_bytes
+
+    @property
+    def state(self) -> StoreState:
+        """What the operations share; for the journal and for what brings a store back from it."""
+        return self._state
+
+    @property
+    def namespaces(self) -> Mapping[str, Namespace]:
+        """All namespaces that hold something or have a client, by name."""
+        return self._namespaces
 
     @property
     def waiter_count(self) -> int:
@@ -95,14 +107,12 @@ class StoreEngine:
         """
         before: Client | None = None
         if client_id is not None:
-            before = self._connected.get(client_id)
-            if before is None and client_id in self._away:
-                before = self._away[client_id][1]
+            before = self.client(client_id)
             if before is not None and before.namespace.name != namespace:
                 raise HelloRefused(REFUSED, "this client id belongs to a client of another namespace")
         home = self._namespaces.get(namespace)
         if home is None:
-            home = self._namespaces[namespace] = Namespace(namespace)
+            home = self._new_namespace(namespace)
         home.clients += 1
         client = Client(home, client_id, deliver, on_superseded, self.limits)
         self._state.clients[client] = None
@@ -117,9 +127,18 @@ class StoreEngine:
             self._forget(client_id)
             self._state.memory_bytes += client.resume(replay)
         self._connected[client_id] = client
+        if home.changes is not None and self._changes is not None:
+            client.changes = self._changes
+            self._changes.client_came(client_id, namespace)
         if home.bound:
             self._state.leases.client_came(client)
         return client
+
+    def _new_namespace(self, name: str) -> Namespace:
+        home = self._namespaces[name] = Namespace(name)
+        if self._changes is not None:
+            home.changes = self._changes.of(name)
+        return home
 
     def close(self, client: Client, now: float) -> None:
         """Withdraw what `client` waits for, without replies. Unless it said goodbye it may come back for a while.
@@ -146,9 +165,36 @@ class StoreEngine:
                 self._forget(client.client_id)
         self._drop_unused(client.namespace)
 
+    def client(self, client_id: bytes) -> Client | None:
+        """Return the client of that id, connected or away, None if it is not known."""
+        found = self._connected.get(client_id)
+        if found is None and client_id in self._away:
+            found = self._away[client_id][1]
+        return found
+
+    def note_changes(self, changes: ChangeLog) -> None:
+        """Note from now on in `changes` what changes. To be called before the first client comes."""
+        self._changes = changes
+        for namespace in self._namespaces.values():
+            namespace.changes = changes.of(namespace.name)
+
+    def restore_namespace(self, name: str) -> Namespace:
+        """Return the namespace of that name, to be filled with what a journal says."""
+        return self._namespaces.get(name) or self._new_namespace(name)
+
+    def restore_client(self, client_id: bytes, namespace: str, replies: dict[int, Reply], now: float) -> None:
+        """Remember a client from before a restart, and the replies it may ask for again, as if it had just gone."""
+        home = self._namespaces.get(namespace) or Namespace(namespace)
+        client = Client(home, client_id, lambda reply: None, None, self.limits)
+        client.closed = True
+        self._state.memory_bytes += client.resume(replies)
+        self._away[client_id] = (now + CLIENT_LINGER_S, client)
+
     def _forget(self, client_id: bytes) -> None:
         _, client = self._away.pop(client_id)
         self._state.memory_bytes -= client.remembered_bytes
+        if self._changes is not None:
+            self._changes.client_forgotten(client_id)
 
     def acknowledge(self, client: Client, received: int) -> None:
         """Note that `client` has read its first `received` reply frames; `ProtocolError` if that cannot be."""
@@ -162,6 +208,8 @@ class StoreEngine:
     def _drop_unused(self, namespace: Namespace) -> None:
         if namespace.unused and self._namespaces.get(namespace.name) is namespace:
             del self._namespaces[namespace.name]
+            if self._changes is not None:
+                self._changes.namespace_dropped(namespace.name)
 
     def clear(self, namespace: str, belongs: Callable[[bytes], bool] | None = None) -> None:
         """Remove all keys and queues of `namespace`, or those for whose name `belongs` is true. Wakes nobody."""
@@ -179,9 +227,12 @@ class StoreEngine:
         request_id, operation = request[0], request[1]
         if type(request_id) is not int or not 0 < request_id <= MAX_REQUEST_ID:
             raise ProtocolError("a request id must be an integer in 1..2**63-1")
-        if type(operation) is not int or operation not in self._operations:
+        try:
+            run, size, remember, results = self._operations[operation]
+        except (KeyError, TypeError):
+            raise ProtocolError("unknown operation") from None
+        if type(operation) is not int:  # what compares equal to one
             raise ProtocolError("unknown operation")
-        run, size, remember, results = self._operations[operation]
         if len(request) != size:
             raise malformed(request)
         if remember and client.read_only:
@@ -232,6 +283,18 @@ class StoreEngine:
         """Give every lease its full time again, after the store was away and has come back with its state."""
         for namespace in self._namespaces.values():
             self._state.leases.renew_all(namespace, now)
+
+    def all_clients(self) -> Iterator[Client]:
+        """Give the clients that are connected, then those that are away for a while; to be looked at only."""
+        yield from self._state.clients
+        for _, client in self._away.values():
+            yield client
+
+    @property
+    def event_bytes(self) -> int:
+        """Bytes charged for what watchers may still ask for."""
+        histories = (namespace.histories.values() for namespace in self._namespaces.values())
+        return sum(history.bytes for several in histories for history in several)
 
     def status(self) -> dict[str, Any]:
         """Return what STATUS answers: how much the store holds, and what the server around it has to say."""

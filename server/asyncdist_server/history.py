@@ -7,6 +7,8 @@ out. Watchers share it: one that is slow holds nothing here, it finds that event
 
 from __future__ import annotations
 
+import bisect
+import operator
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -56,6 +58,8 @@ class Recorder:
             self._histories[history] = None
             namespace.prefix_lengths[len(prefix)] = namespace.prefix_lengths.get(len(prefix), 0) + 1
             self._state.memory_bytes += history.bytes
+            if namespace.changes is not None:
+                namespace.changes.history(prefix)
         history.deadline = self._state.now + HISTORY_LINGER_S
         self._state.timers.arm(history)
         return history
@@ -65,6 +69,8 @@ class Recorder:
         self._state.timers.end(history)
         namespace, length = history.namespace, len(history.prefix)
         del namespace.histories[history.prefix]
+        if namespace.changes is not None:
+            namespace.changes.history(history.prefix)
         del self._histories[history]
         namespace.prefix_lengths[length] -= 1
         if not namespace.prefix_lengths[length]:
@@ -82,6 +88,8 @@ class Recorder:
             if history is None or len(prefix) < length:
                 continue
             history.append(event)
+            if namespace.changes is not None:
+                namespace.changes.event(prefix, event)
             if prefix in namespace.watchers:
                 answer = (event[0] + 1, [event])
                 for waiter in namespace.watchers.take_all(prefix):
@@ -126,8 +134,17 @@ class History:
         revision, _, key, value = self.events.popleft()
         size = EVENT_BYTES + len(key) + len(value)
         self.floor = revision
+        if self.namespace.changes is not None:
+            self.namespace.changes.history(self.prefix)
         self.bytes -= size
         self._state.memory_bytes -= size
+
+    def find(self, revision: int) -> Event | None:
+        """Return the event of that revision, if it is remembered."""
+        position = bisect.bisect_left(self.events, revision, key=operator.itemgetter(0))
+        if position < len(self.events) and self.events[position][0] == revision:
+            return self.events[position]
+        return None
 
     def since(self, revision: int) -> list[Event]:
         """Return the oldest events that are not before `revision`, as many as one answer should hold."""

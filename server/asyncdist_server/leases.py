@@ -87,15 +87,26 @@ class Hold:
     def release(self, lease: Lease, now: float) -> None:
         """Note that `lease` no longer holds the prefix."""
         self.leases.discard(lease)
+        self.changed()
         if not self.leases:
-            self.deadline = now + self.linger_s
-            self._state.timers.arm(self)
+            self.linger(now)
+
+    def linger(self, now: float) -> None:
+        """Let the prefix go when its time to linger is over, from `now` on."""
+        self.deadline = now + self.linger_s
+        self._state.timers.arm(self)
+
+    def changed(self) -> None:
+        """Note for the journal that something here is not as it was."""
+        if self.namespace.changes is not None:
+            self.namespace.changes.hold(self.prefix)
 
     def fire(self, now: float) -> None:
         """Nobody took it up again: remove everything under the prefix."""
         state = self._state
         state.timers.end(self)
         del self.namespace.holds[self.prefix]
+        self.changed()
         state.memory_bytes -= HOLD_BYTES + len(self.prefix)
         if self.job is not None:
             self.job.end()
@@ -126,6 +137,8 @@ class Leases:
             namespace.bound.setdefault(client.identity, {})[lease] = None
         else:
             lease.postpone(now)
+        if namespace.changes is not None:
+            namespace.changes.lease(lease_id)
         return ""
 
     def client_came(self, client: Client) -> None:
@@ -152,6 +165,8 @@ class Leases:
         self.detach(lease.namespace, key)
         leased[key] = lease
         lease.keys[key] = None
+        if lease.namespace.changes is not None:
+            lease.namespace.changes.key(key)
         self._state.memory_bytes += LEASED_KEY_BYTES
 
     def detach(self, namespace: Namespace, key: bytes) -> None:
@@ -159,6 +174,8 @@ class Leases:
         lease = namespace.leased.pop(key, None)
         if lease is not None:
             del lease.keys[key]
+            if namespace.changes is not None:
+                namespace.changes.key(key)
             self._state.memory_bytes -= LEASED_KEY_BYTES
 
     def hold(self, lease: Lease, prefix: bytes, linger_s: float) -> str:
@@ -174,6 +191,7 @@ class Leases:
         hold.linger_s = max(hold.linger_s, linger_s)
         hold.deadline = None
         lease.holds[hold] = None
+        hold.changed()
         return ""
 
     def end(self, lease: Lease, kind: int, now: float) -> None:
@@ -181,6 +199,8 @@ class Leases:
         state, namespace = self._state, lease.namespace
         state.timers.end(lease)
         del namespace.leases[lease.lease_id]
+        if namespace.changes is not None:
+            namespace.changes.lease(lease.lease_id)
         self.count -= 1
         state.memory_bytes -= LEASE_BYTES
         if lease.owner is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from asyncdist_server.waiters import WaitList
 
 if TYPE_CHECKING:
+    from asyncdist_server.changes import NamespaceChanges
     from asyncdist_server.clients import Client
     from asyncdist_server.history import History
     from asyncdist_server.leases import Hold, Lease
@@ -26,6 +27,7 @@ class Namespace:
 
     __slots__ = (
         "bound",
+        "changes",
         "clients",
         "histories",
         "holds",
@@ -58,6 +60,7 @@ class Namespace:
         self.prefix_lengths: dict[int, int] = {}  # how many histories have a prefix of that length
         self.jobs: dict[bytes, Job] = {}
         self.clients = 0
+        self.changes: NamespaceChanges | None = None  # None: not in the journal
 
     @property
     def unused(self) -> bool:
@@ -89,11 +92,15 @@ class Namespace:
             queue.appendleft(item)
         else:
             queue.append(item)
+        if self.changes is not None:
+            self.changes.pushed(key, item, at_head)
 
     def pop_item(self, key: bytes) -> tuple[bytes, int]:
         """Remove and return the oldest item of a queue that has one, and the bytes no longer charged."""
         queue = self.queues[key]
         item = queue.popleft()
+        if self.changes is not None:
+            self.changes.popped(key)
         freed = ITEM_OVERHEAD_BYTES + len(item)
         if not queue:
             del self.queues[key]
@@ -103,9 +110,15 @@ class Namespace:
     def delete_value(self, key: bytes) -> int | None:
         """Remove `key`; returns the bytes no longer charged, None if it was not there."""
         value = self.values.pop(key, None)
-        return None if value is None else KEY_OVERHEAD_BYTES + len(key) + len(value)
+        if value is None:
+            return None
+        if self.changes is not None:
+            self.changes.key(key)
+        return KEY_OVERHEAD_BYTES + len(key) + len(value)
 
     def clear_queue(self, key: bytes) -> int:
         """Remove a queue that exists; returns the bytes no longer charged."""
         queue = self.queues.pop(key)
+        if self.changes is not None:
+            self.changes.cleared(key)
         return QUEUE_OVERHEAD_BYTES + len(key) + sum(ITEM_OVERHEAD_BYTES + len(item) for item in queue)

@@ -183,6 +183,8 @@ def _multi_set(state: StoreState, client: Client, request: Request, now: float) 
     state.memory_bytes += growth
     namespace.values.update(pairs)
     for key, value in pairs.items():
+        if namespace.changes is not None:
+            namespace.changes.key(key)
         if namespace.leased:
             state.leases.detach(namespace, key)
         if namespace.histories:

@@ -116,6 +116,8 @@ class StoreState:
             return refused
         self.memory_bytes += growth
         namespace.values[key] = value
+        if namespace.changes is not None:
+            namespace.changes.key(key)
         if namespace.leased and not keep_lease:
             self.leases.detach(namespace, key)
         if namespace.histories:

@@ -1,0 +1,167 @@
+"""Backups of a running daemon, and backups put in the place of a journal.
+
+Who wants one puts an empty file `request-<id>` into the directory of backups and sends the daemon SIGUSR1; the answer
+is the file `answer-<id>`. So only who may write to the data directory gets one, and nothing but the daemon's one
+connection ever touches its files. A SIGUSR1 without a request makes a backup as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import os
+import secrets
+import shutil
+import signal
+import sqlite3
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from asyncdist_server.data_directory import FILE_MODE, DataDirectory, holder, sync_directory, write_durably
+from asyncdist_server.group_commit import GroupCommit
+from asyncdist_server.journal import JournalError
+from asyncdist_server.messages import INCARNATION_BYTES
+from asyncdist_server.replay import Replay
+from asyncdist_server.sqlite_journal import SqliteJournal, read_file, void_what_clients_know
+
+if TYPE_CHECKING:
+    from asyncdist_server.daemon import StoreServer
+
+POLL_S: Final = 0.05
+"""How often one who asked for a backup looks for the answer."""
+
+
+def backup_name() -> str:
+    """Return a new name that sorts by time."""
+    now = datetime.datetime.now(datetime.UTC)
+    return f"{now:%Y%m%dT%H%M%S.%fZ}.sqlite"
+
+
+class BackupRequests:
+    """Makes backups of a running daemon when it gets the signal. Used on the daemon's loop."""
+
+    def __init__(self, server: StoreServer, gate: GroupCommit, directory: Path) -> None:
+        self._server = server
+        self._gate = gate
+        self._backups = directory.absolute() / "backups"
+        self._task: asyncio.Task[None] | None = None
+        self._again = False
+
+    def notice(self) -> None:
+        """Look for requests, now or after those under way; without one, make a backup all the same."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._answer(), name="backup")
+        else:
+            self._again = True
+
+    def listen(self) -> None:
+        """Begin to take requests."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self.notice)
+        self._gate.journal.announce()
+
+    async def close(self) -> None:
+        """Wait until what was begun is done."""
+        if self._task is not None:
+            await self._task
+
+    async def _answer(self) -> None:
+        while True:
+            self._again = False
+            requests = sorted(self._backups.glob("request-*"))
+            answer = await self._back_up()
+            for request in requests:
+                request.unlink(missing_ok=True)
+                write_durably(request.with_name(request.name.replace("request", "answer")), json.dumps(answer).encode())
+            if not self._again:
+                return
+
+    async def _back_up(self) -> dict[str, str]:
+        path = self._backups / backup_name()
+        try:
+            await self._gate.backup(path)
+        except JournalError as error:
+            self._server.events.error("backup_failed", reason=str(error))
+            return {"error": str(error)}
+        self._server.events.info("backup", path=str(path))
+        return {"path": str(path)}
+
+
+def back_up(directory: Path, timeout_s: float) -> Path:
+    """Make a backup of a data directory, by its daemon if one runs, and return where it is. Raises `JournalError`."""
+    found = holder(directory)
+    if found is not None:
+        return _ask(directory, *found, timeout_s)
+    if not (directory / "identity").exists():
+        raise JournalError(f"there is no journal in {directory}")
+    journal = SqliteJournal(DataDirectory(directory))
+    journal.read(lambda *row: None)
+    path = directory.absolute() / "backups" / backup_name()
+    journal.backup(path, lambda: None)
+    journal.close()
+    return path
+
+
+def _ask(directory: Path, process: int, listens: bool, timeout_s: float) -> Path:
+    if not listens:
+        raise JournalError(f"process {process} uses {directory} and takes no requests for backups, or not yet")
+    name = secrets.token_hex(8)
+    request, answer = (directory / "backups" / f"{kind}-{name}" for kind in ("request", "answer"))
+    os.close(os.open(request, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+    try:
+        os.kill(process, signal.SIGUSR1)
+        deadline = time.monotonic() + timeout_s
+        while not answer.exists():
+            if time.monotonic() > deadline:
+                raise JournalError(f"the daemon, process {process}, made no backup within {timeout_s:g} s")
+            if holder(directory) is None:
+                raise JournalError(f"the daemon, process {process}, stopped before the backup was made")
+            time.sleep(POLL_S)
+        said = json.loads(answer.read_text())
+        answer.unlink()
+    except OSError as error:
+        raise JournalError(f"cannot ask process {process} for a backup: {error}") from error
+    finally:
+        request.unlink(missing_ok=True)
+    if "error" in said:
+        raise JournalError(said["error"])
+    return Path(said["path"])
+
+
+def restore(backup: Path, directory: Path) -> Path | None:
+    """Put a backup in the place of a journal; returns where the old one is now, None if there was none.
+
+    The store is another incarnation then: clients are told that what they did since is gone. Raises `JournalError` if
+    the backup is damaged or a daemon runs.
+    """
+    read_file(backup, Replay().row)
+    place = DataDirectory(directory)
+    try:
+        incarnation = secrets.token_bytes(INCARNATION_BYTES)
+        new = place.path / ".restored.sqlite"
+        new.unlink(missing_ok=True)
+        os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+        shutil.copyfile(backup, new)
+        void_what_clients_know(new, incarnation)
+        old = _put_aside(place)
+        place.identify(incarnation)
+        new.replace(place.journal)
+        sync_directory(place.path)
+    except (OSError, sqlite3.Error) as error:
+        raise JournalError(f"cannot restore {backup} to {directory}: {error}") from error
+    finally:
+        place.close()
+    return old
+
+
+def _put_aside(place: DataDirectory) -> Path | None:
+    files = [path for path in place.path.glob(f"{place.journal.name}*") if path.is_file()]
+    if not files:
+        return None
+    old = place.path / f"replaced-{backup_name().removesuffix('.sqlite')}"
+    old.mkdir(mode=0o700)
+    for path in files:
+        path.replace(old / path.name)
+    sync_directory(old)
+    return old

@@ -1,0 +1,128 @@
+"""The directory in which a daemon keeps its data: one daemon at a time, files that only their owner can read.
+
+lock                 who uses it; locked as long as that process lives
+identity             says that there was a journal, and which
+journal.sqlite       the journal, with a -wal beside it while a daemon runs or after it was killed
+backups/             what `asyncdist-server backup` made
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from asyncdist_server.journal import JournalError
+
+DIRECTORY_MODE: Final = 0o700
+FILE_MODE: Final = 0o600
+"""Values may be secrets: only the daemon's user reads them."""
+
+
+class DataDirectory:
+    """A data directory that this process has to itself until `close`.
+
+    Raises `JournalError` if another process has it, or if it cannot be made or written to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        try:
+            self.path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            self.backups.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        except OSError as error:
+            raise JournalError(f"cannot use the data directory {self.path}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = "".join(os.pread(self._lock, 64, 0).decode(errors="replace").split()[:1])
+            os.close(self._lock)
+            raise JournalError(
+                f"the data directory {self.path} is in use by process {holder or 'unknown'}; every daemon needs one of "
+                "its own"
+            ) from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, b"%d\n" % os.getpid(), 0)
+
+    @property
+    def journal(self) -> Path:
+        """The journal's file."""
+        return self.path / "journal.sqlite"
+
+    @property
+    def backups(self) -> Path:
+        """Where backups are put."""
+        return self.path / "backups"
+
+    @property
+    def identity(self) -> dict[str, Any] | None:
+        """What is known of the journal that was made here, None if none was."""
+        try:
+            found = json.loads((self.path / "identity").read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise JournalError(f"cannot read {self.path / 'identity'}: {error}; restore a backup") from error
+        if not isinstance(found, dict):
+            raise JournalError(f"{self.path / 'identity'} is not what a daemon wrote; restore a backup")
+        return found
+
+    def identify(self, incarnation: bytes) -> None:
+        """Say from now on that there is a journal here, and which."""
+        write_durably(self.path / "identity", json.dumps({"incarnation": incarnation.hex()}).encode())
+
+    def listen(self) -> None:
+        """Say that this process makes backups when it gets SIGUSR1, which would end any other."""
+        os.pwrite(self._lock, b"%d listens\n" % os.getpid(), 0)
+
+    def close(self) -> None:
+        """Let another process use the directory. May be called twice."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def holder(path: Path) -> tuple[int, bool] | None:
+    """Return the process that has the data directory `path` and whether it listens to SIGUSR1; None if none has it."""
+    try:
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        process, *words = os.pread(lock, 64, 0).decode(errors="replace").split() or ["0"]
+        return int(process), "listens" in words
+    finally:
+        os.close(lock)
+    return None
+
+
+def sync_directory(path: Path) -> None:
+    """Have the names in a directory on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, contents: bytes) -> None:
+    """Write a file that is there as a whole or not at all."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(contents)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    sync_directory(path.parent)

@@ -1,0 +1,231 @@
+"""Commits what changes, one batch at a time, and tells connections when what they have to say may be said.
+
+While one batch is being written, changes gather for the next: the more clients wait, the more of them share an fsync.
+`durable`: output that was made while changes were not on the disk waits for the batch that holds them, be it the
+answer to a change or a value that was read meanwhile. `relaxed`: nothing waits, and a batch begins `delay_s` after
+its first change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncdist_server.batch import CLEAN, GAPS, Batch, BatchMaker
+from asyncdist_server.changes import ChangeLog
+from asyncdist_server.counters import COMMIT_BOUNDS_BYTES, COMMIT_BOUNDS_S, Histogram
+from asyncdist_server.durability import Durability
+from asyncdist_server.engine import StoreEngine
+from asyncdist_server.journal import Journal, JournalError
+from asyncdist_server.journal_thread import Outcome
+from asyncdist_server.replay import Replay
+from asyncdist_server.torch_namespaces import TORCH_PREFIX
+
+
+class Runner(Protocol):
+    """What runs the journal's methods; `JournalThread` is the real one."""
+
+    def submit(self, function: Callable[[], Any], outcome: Outcome) -> None:
+        """Have `function` run, and `outcome` be called in the loop with its result or exception."""
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """Return what `function` returns."""
+
+    def run_waiting(self) -> None:
+        """Run what waits now, from within a function that takes long."""
+
+    def close(self) -> None:
+        """End when everything given has been run, and wait for that."""
+
+
+class Waiting(Protocol):
+    """A connection whose output waits for commits."""
+
+    def release(self, number: int) -> None:
+        """Send what had to wait for the commits up to that number."""
+
+
+class CommitStatistics:
+    """How the commits went, for status and metrics."""
+
+    def __init__(self) -> None:
+        self.commits = 0
+        self.durations = Histogram(COMMIT_BOUNDS_S)
+        self.sizes = Histogram(COMMIT_BOUNDS_BYTES)
+
+    def note(self, batch: Batch, seconds: float) -> None:
+        """Count one commit."""
+        self.commits += 1
+        self.durations.observe(seconds)
+        self.sizes.observe(batch.bytes)
+
+
+class GroupCommit:
+    """The journal of one engine on one loop. `await start()` first, `await close()` last.
+
+    `on_failure` is called once, when the journal cannot be written any more: nothing that waits is ever released then.
+    `on_released` is called after connections were released.
+    """
+
+    def __init__(
+        self,
+        engine: StoreEngine,
+        durability: Durability,
+        journal: Journal,
+        runner: Runner,
+        on_released: Callable[[], None],
+        on_failure: Callable[[JournalError], None],
+    ) -> None:
+        self.durability = durability
+        self.statistics = CommitStatistics()
+        self.journal = journal
+        self._engine = engine
+        self._changes = ChangeLog(TORCH_PREFIX)
+        self._maker = BatchMaker(engine, self._changes)
+        self._runner = runner
+        self._on_released = on_released
+        self._on_failure = on_failure
+        self._loop = asyncio.get_running_loop()
+        self._number = 1  # of the batch that gathers
+        self._gathering: dict[Waiting, None] = {}
+        self._committing: dict[Waiting, None] = {}
+        self._under_way = False
+        self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
+        self._idle: asyncio.Future[None] | None = None
+        self._failed = False
+        self._closed = False
+        self._backing_up = asyncio.Lock()
+
+    @property
+    def waiting_count(self) -> int:
+        """Connections whose output waits for a commit."""
+        return len(self._gathering) + len(self._committing)
+
+    @property
+    def journal_bytes(self) -> int:
+        """Bytes of all rows in the journal."""
+        return self._maker.bytes
+
+    # ---- beginning and end
+
+    async def start(self) -> Replay:
+        """Bring the engine back to where the journal ends. Raises `JournalError`."""
+        replay = Replay()
+        try:
+            await self._runner.call(lambda: self.journal.read(replay.row))
+            gaps = self.durability.delay_s is not None and not replay.clean
+            if gaps:
+                replay.forget_histories()  # watchers may have seen what is gone
+            replay.restore(self._engine, self._changes, self._maker, self._loop.time())
+            self._engine.incarnation = self.journal.incarnation
+            if gaps:
+                batch = self._maker.take(GAPS)
+                await self._runner.call(lambda: self.journal.write(batch))
+                self._maker.written(batch)
+        except BaseException:
+            self._runner.close()
+            self.journal.abandon()
+            raise
+        return replay
+
+    async def close(self) -> None:
+        """Write what is left, say that nothing is missing, and close the journal."""
+        try:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            while self._under_way:
+                self._idle = self._loop.create_future()
+                await self._idle
+            async with self._backing_up:
+                self._closed = True
+            if not self._failed:
+                batch = self._maker.take(CLEAN)
+                await self._runner.call(lambda: self.journal.write(batch))
+                await self._runner.call(self.journal.close)
+        except JournalError as error:
+            self._fail(error)
+        finally:
+            self._runner.close()
+
+    async def backup(self, path: Path) -> None:
+        """Write a copy of the journal to the new file `path`, while commits go on. Raises `JournalError`."""
+        async with self._backing_up:
+            if self._failed or self._closed:
+                raise JournalError("the journal is closed")
+            await self._runner.call(lambda: self.journal.backup(path, self._runner.run_waiting))
+
+    # ---- what connections ask
+
+    def needed(self) -> int:
+        """Return the number of the commit that output made now must wait for, 0 if it need not wait."""
+        if self.durability.delay_s is not None and not self._failed:
+            return 0
+        if self._changes.dirty or self._failed:
+            return self._number
+        return self._number - 1 if self._under_way else 0
+
+    def hold(self, connection: Waiting, number: int) -> None:
+        """Release `connection` when the commit of that number, which `needed` returned, is done."""
+        (self._gathering if number == self._number else self._committing)[connection] = None
+
+    def settle(self) -> None:
+        """See to it that what changed is committed. To be called at the end of each turn."""
+        if self._changes.dirty and not self._under_way and self._timer is None and not self._failed:
+            if self.durability.delay_s is None:
+                self._timer = self._loop.call_soon(self._begin)  # after all that has arrived by now
+            else:
+                self._timer = self._loop.call_later(self.durability.delay_s, self._begin)
+
+    # ---- commits
+
+    def _begin(self) -> None:
+        self._timer = None
+        if self._under_way or self._failed:
+            return
+        batch = self._maker.take()
+        self._number += 1
+        self._committing, self._gathering = self._gathering, {}
+        self._under_way = True
+        self._runner.submit(functools.partial(self._write, batch), functools.partial(self._done, batch))
+
+    def _write(self, batch: Batch) -> float:
+        began_s = time.perf_counter()
+        self.journal.write(batch)
+        return time.perf_counter() - began_s
+
+    def _done(self, batch: Batch, seconds: float, error: BaseException | None) -> None:
+        self._under_way = False
+        if error is not None:
+            self._fail(error)
+        else:
+            released, self._committing = self._committing, {}
+            number = self._number - 1
+            self._maker.written(batch)
+            self.statistics.note(batch, seconds)
+            self._runner.submit(self.journal.tidy, self._tidied)
+            if self._changes.dirty and self.durability.delay_s is None:
+                self._begin()  # the disk works while we write
+            for connection in released:
+                connection.release(number)
+            self._on_released()
+        if self._idle is not None and not self._under_way and not self._idle.done():
+            self._idle.set_result(None)
+
+    def _tidied(self, _: None, error: BaseException | None) -> None:
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Stop for good. Whoever waits is not released; a failed write is never tried again."""
+        if self._failed:
+            return
+        self._failed = True
+        self.journal.abandon()
+        self._gathering.clear()
+        self._committing.clear()
+        self._on_failure(error if isinstance(error, JournalError) else JournalError(f"the journal failed: {error!r}"))

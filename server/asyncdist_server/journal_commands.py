@@ -1,0 +1,81 @@
+"""`asyncdist-server backup|restore|verify`: what people do with the data directory of a daemon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import click
+
+from asyncdist_server import backups
+from asyncdist_server.data_directory import DataDirectory
+from asyncdist_server.engine import StoreEngine
+from asyncdist_server.journal import JournalError
+from asyncdist_server.replay import Replay
+from asyncdist_server.sqlite_journal import SqliteJournal, read_file
+
+BACKUP_TIMEOUT_S: Final = 60.0
+"""How long a daemon may take: the largest store it can hold is copied in a fraction of that."""
+
+_data_dir = click.option(
+    "--data-dir",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar="ASYNCDIST_SERVER_DATA_DIR",
+    show_envvar=True,
+    help="The daemon's data directory.",
+)
+
+
+@click.command()
+@_data_dir
+@click.option("--timeout", default=BACKUP_TIMEOUT_S, help="Seconds to wait for a running daemon.")
+def backup(data_dir: Path, timeout: float) -> None:
+    """Copy the data to a new file in DATA_DIR/backups and print its name, while the daemon runs or not."""
+    try:
+        click.echo(str(backups.back_up(data_dir, timeout)))
+    except JournalError as error:
+        raise click.ClickException(str(error)) from error
+
+
+@click.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@_data_dir
+def restore(file: Path, data_dir: Path) -> None:
+    """Put the backup FILE in the place of the data; the daemon must not run. What was there is kept beside it."""
+    try:
+        old = backups.restore(file, data_dir)
+    except JournalError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"restored {file}" + (f"; the old journal is in {old}" if old is not None else ""))
+
+
+@click.command()
+@click.argument("file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--data-dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    envvar="ASYNCDIST_SERVER_DATA_DIR",
+    help="The data of a daemon that does not run, instead of a backup.",
+)
+def verify(file: Path | None, data_dir: Path | None) -> None:
+    """Read all of a backup, or of the data directory of a daemon that does not run, and say what it holds."""
+    replay = Replay()
+    try:
+        if file is not None:
+            read_file(file, replay.row)
+        elif data_dir is not None:
+            journal = SqliteJournal(DataDirectory(data_dir))
+            journal.read(replay.row)
+            journal.close()
+        else:
+            raise click.UsageError("give a FILE or --data-dir")
+    except JournalError as error:
+        raise click.ClickException(str(error)) from error
+    engine = StoreEngine(b"")
+    replay.fill(engine, 0.0)
+    found = engine.statistics()
+    click.echo(
+        f"{file or data_dir}: sound, {found['namespaces']} namespaces, {found['keys']} keys, {found['queues']} queues, "
+        f"{found['leases']} leases, revision {replay.revision}"
+    )

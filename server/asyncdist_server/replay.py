@@ -1,0 +1,232 @@
+"""From the batches of a journal back to a store. No clock and no I/O, the time is passed in.
+
+    replay = Replay()
+    for each row of the journal, oldest first: replay.row(number, size, revision, flags, sections)
+    replay.restore(engine, changes, maker, now)
+
+Later batches overrule earlier ones; nothing is put into the engine before all are read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncdist_server.batch import (
+    CLEAN,
+    CLIENTS,
+    EVENTS,
+    GAPS,
+    HISTORIES,
+    HOLDS,
+    ITEMS,
+    LEASES,
+    QUEUES,
+    REPLIES,
+    ROLLED_BACK,
+    VALUES,
+    BatchMaker,
+    Section,
+    Written,
+)
+from asyncdist_server.changes import ChangeLog
+from asyncdist_server.clients import Reply
+from asyncdist_server.engine import StoreEngine
+from asyncdist_server.history import HISTORY_LINGER_S, Event
+from asyncdist_server.leases import HOLD_BYTES, LEASE_BYTES, Hold, Lease
+from asyncdist_server.membership import Job, find_job
+from asyncdist_server.namespace import Namespace
+from asyncdist_server.state import StoreState
+
+
+class _Stored:
+    """What the rows read so far say of one namespace."""
+
+    def __init__(self) -> None:
+        self.values: dict[bytes, tuple[bytes, int]] = {}
+        self.homes: dict[bytes, int] = {}
+        self.bounds: dict[bytes, tuple[int, int]] = {}
+        self.items: dict[bytes, dict[int, bytes]] = {}
+        self.leases: dict[int, tuple[float, bytes | None]] = {}
+        self.holds: dict[bytes, tuple[float, list[int], Any]] = {}
+        self.floors: dict[bytes, int] = {}
+        self.events: dict[bytes, dict[int, Event]] = {}
+
+
+class Replay:
+    """Reads rows; see the module's docstring."""
+
+    def __init__(self) -> None:
+        self.revision = 0
+        self.clean = True
+        """Whether the store stopped in order after the last batch."""
+        self._batches: list[Written] = []
+        self._namespaces: dict[str, _Stored] = {}
+        self._clients: dict[bytes, str] = {}
+        self._replies: dict[bytes, dict[int, Reply]] = {}
+
+    def row(self, number: int, size: int, revision: int, flags: int, sections: list[Section]) -> None:
+        """Take the next row. Each counts as a batch of its own: that it was written with others matters no more."""
+        self.revision = max(self.revision, revision)
+        self.clean = bool(flags & CLEAN)
+        if flags & ROLLED_BACK:
+            self._clients.clear()
+            self._replies.clear()
+        if flags & (ROLLED_BACK | GAPS):
+            self.forget_histories()
+        subjects: list[Section] = []
+        for kind, name, rows in sections:
+            if kind == CLIENTS:
+                self._take_clients(rows)
+                subjects.append((kind, name, [row[0] for row in rows]))
+            elif kind == REPLIES:
+                for client_id, replies in rows:
+                    known = self._replies.setdefault(client_id, {})
+                    known.update((reply[0], reply) for reply in replies)
+                subjects.append((kind, name, [(client_id, [r[0] for r in replies]) for client_id, replies in rows]))
+            else:
+                self._take(number, kind, self._namespaces.setdefault(name, _Stored()), rows)
+                wide = kind in (ITEMS, EVENTS)
+                subjects.append((kind, name, [(row[0], row[1]) if wide else row[0] for row in rows]))
+        self._batches.append(Written(number, number + 1, size, subjects))
+
+    def forget_histories(self) -> None:
+        """Drop the events that watchers could go on from."""
+        for stored in self._namespaces.values():
+            stored.floors.clear()
+            stored.events.clear()
+
+    def _take_clients(self, rows: list[Any]) -> None:
+        for client_id, namespace in rows:
+            if namespace is None:
+                self._clients.pop(client_id, None)
+                self._replies.pop(client_id, None)
+            else:
+                self._clients[client_id] = namespace
+
+    def _take(self, number: int, kind: int, stored: _Stored, rows: list[Any]) -> None:
+        if kind == VALUES:
+            for key, value, lease_id in rows:
+                if value is None:
+                    stored.values.pop(key, None)
+                    stored.homes.pop(key, None)
+                else:
+                    stored.values[key] = value, lease_id
+                    stored.homes[key] = number
+        elif kind == QUEUES:
+            for key, head, tail in rows:
+                if head < tail:
+                    stored.bounds[key] = head, tail
+                else:
+                    stored.bounds.pop(key, None)
+                    stored.items.pop(key, None)
+        elif kind == ITEMS:
+            for key, position, item in rows:
+                stored.items.setdefault(key, {})[position] = item
+        elif kind == EVENTS:
+            for prefix, *event in rows:
+                stored.events.setdefault(prefix, {})[event[0]] = tuple(event)
+        else:
+            tables: dict[int, dict[Any, Any]] = {LEASES: stored.leases, HOLDS: stored.holds, HISTORIES: stored.floors}
+            for key, *what in rows:
+                if what[0] is None:
+                    tables[kind].pop(key, None)
+                    if kind == HISTORIES:
+                        stored.events.pop(key, None)
+                else:
+                    tables[kind][key] = what[0] if kind == HISTORIES else tuple(what)
+
+    # ---- back into an engine
+
+    def restore(self, engine: StoreEngine, changes: ChangeLog, maker: BatchMaker, now: float) -> None:
+        """Fill an engine without clients, and what is to be known of the journal. Every lease begins anew."""
+        self.fill(engine, now)
+        engine.note_changes(changes)
+        for name, stored in self._namespaces.items():
+            noted = changes.of(name)
+            assert noted is not None
+            noted.homes = stored.homes
+            noted.bounds = stored.bounds
+            for prefix in engine.namespaces[name].histories if name in engine.namespaces else ():
+                if prefix not in stored.floors:
+                    noted.history(prefix)  # a job's, begun anew
+            if name not in engine.namespaces:
+                changes.namespace_dropped(name)
+        for client_id, namespace in self._clients.items():
+            changes.known.add(client_id)
+            engine.restore_client(client_id, namespace, self._replies.get(client_id, {}), now)
+        for written in self._batches:
+            maker.recall(written)
+
+    def fill(self, engine: StoreEngine, now: float) -> None:
+        """Put all that lives in namespaces into an engine."""
+        state = engine.state
+        state.now = now
+        state.revision = max(state.revision, self.revision)
+        for name, stored in self._namespaces.items():
+            self._restore_namespace(engine, name, stored, now)
+        engine.renew_leases(now)
+
+    def _restore_namespace(self, engine: StoreEngine, name: str, stored: _Stored, now: float) -> None:
+        state = engine.state
+        if not (stored.values or stored.bounds or stored.leases or stored.holds or stored.floors):
+            return
+        namespace = engine.restore_namespace(name)
+        for lease_id, (ttl_s, owner) in stored.leases.items():
+            _restore_lease(state, namespace, lease_id, ttl_s, owner)
+        for key, (value, lease_id) in stored.values.items():
+            state.memory_bytes += namespace.growth_by_value(key, value)
+            namespace.values[key] = value
+            if lease_id in namespace.leases:
+                state.leases.attach(namespace.leases[lease_id], key)
+        for key, (head, tail) in stored.bounds.items():
+            items = stored.items[key]
+            for number in range(head, tail):
+                state.memory_bytes += namespace.growth_by_item(key, items[number])
+                namespace.push_item(key, items[number], at_head=False)
+        for prefix, floor in stored.floors.items():
+            _restore_history(state, namespace, prefix, floor, stored.events.get(prefix, {}))
+        for prefix, (linger_s, lease_ids, job) in stored.holds.items():
+            _restore_hold(state, namespace, prefix, linger_s, lease_ids, now)
+            if job is not None:
+                _restore_job(state, namespace, prefix, *job)
+
+
+def _restore_lease(state: StoreState, namespace: Namespace, lease_id: int, ttl_s: float, owner: bytes | None) -> None:
+    lease = Lease(state, namespace, lease_id, ttl_s, owner)
+    namespace.leases[lease_id] = lease
+    state.memory_bytes += LEASE_BYTES
+    state.leases.count += 1
+    if owner is not None:
+        namespace.bound.setdefault(owner, {})[lease] = None
+
+
+def _restore_history(
+    state: StoreState, namespace: Namespace, prefix: bytes, floor: int, events: dict[int, Event]
+) -> None:
+    history = state.recorder.history(namespace, prefix)
+    history.floor = floor
+    history.deadline = state.now + HISTORY_LINGER_S
+    for revision in sorted(events):
+        if revision > floor:
+            history.append(events[revision])
+
+
+def _restore_hold(
+    state: StoreState, namespace: Namespace, prefix: bytes, linger_s: float, lease_ids: list[int], now: float
+) -> None:
+    hold = namespace.holds[prefix] = Hold(state, namespace, prefix)
+    state.memory_bytes += HOLD_BYTES + len(prefix)
+    hold.linger_s = linger_s
+    for lease_id in lease_ids:
+        lease = namespace.leases[lease_id]
+        hold.leases.add(lease)
+        lease.holds[hold] = None
+    if not hold.leases:
+        hold.linger(now)
+
+
+def _restore_job(state: StoreState, namespace: Namespace, prefix: bytes, name: bytes, least: int, most: int) -> None:
+    job = find_job(state, namespace, name)
+    if isinstance(job, Job):  # else there is no room; the next join makes it
+        job.least, job.most = least, most
+        namespace.holds[prefix].job = job

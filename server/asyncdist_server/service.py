@@ -1,0 +1,118 @@
+"""Running the daemon as a service: signals, readiness, the service manager, and an end that leaves nobody guessing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+from asyncdist_server.backups import BackupRequests
+from asyncdist_server.config import ConfigError, ServerConfig
+from asyncdist_server.daemon import StoreServer
+from asyncdist_server.systemd import Notifier
+
+
+async def run_until_signalled(config: ServerConfig) -> None:
+    """Serve until SIGTERM or SIGINT; prints one line once connections are accepted.
+
+    The first signal drains the daemon, the second ends it at once. HTTP is served before the store is and until after
+    it, and says so. Raises what `StoreServer.start` does, and `StoreServer.failure` when that ended it.
+    """
+    loop = asyncio.get_running_loop()
+    server, stop, notifier = StoreServer(config), asyncio.Event(), Notifier(os.environ)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, _on_signal, server, stop, signal_number)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(notifier.close)
+        notifier.watch(loop)
+        http = None
+        if config.http_port is not None:
+            from asyncdist_server.http import serve_http
+
+            http = await stack.enter_async_context(serve_http(server))
+        if not await _start(server, stop):
+            return
+        try:
+            _say_ready(server, http)
+            if config.tls_cert is not None:
+                loop.add_signal_handler(signal.SIGHUP, _renew_certificates, server)
+            if server.gate is not None and config.data_dir is not None:
+                backups = BackupRequests(server, server.gate, Path(config.data_dir))
+                stack.push_async_callback(backups.close)
+                backups.listen()
+            notifier.send("READY=1", f"STATUS=serving on {server.address}")
+            await _until_over(server, stop)
+            notifier.send("STOPPING=1", f"STATUS={server.not_ready}")
+        finally:
+            await _drain(server)
+        if server.failure is not None:
+            raise server.failure
+
+
+def _on_signal(server: StoreServer, stop: asyncio.Event, signal_number: signal.Signals) -> None:
+    server.events.info("signal", signal=signal_number.name, second=stop.is_set() or None)
+    if stop.is_set():
+        server.hurry()
+    server.not_ready = "draining"
+    stop.set()
+
+
+async def _start(server: StoreServer, stop: asyncio.Event) -> bool:
+    """Start serving; false if a signal came first. Raises what `StoreServer.start` does."""
+    start, stopped = asyncio.ensure_future(server.start()), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((start, stopped), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (start, stopped):
+            if not task.done():
+                task.cancel()
+        await asyncio.gather(start, stopped, return_exceptions=True)
+    if start.cancelled():
+        return False
+    start.result()
+    return True
+
+
+async def _until_over(server: StoreServer, stop: asyncio.Event) -> None:
+    """Wait for a signal, or for a journal that cannot be written."""
+    ends = [asyncio.ensure_future(event.wait()) for event in (stop, server.failed)]
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for end in ends:
+            end.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+
+async def _drain(server: StoreServer) -> None:
+    began_s = time.monotonic()
+    server.events.info("draining", connections=server.connection_count, waiters=server.engine.waiter_count)
+    await server.stop()
+    server.events.info("stopped", seconds=round(time.monotonic() - began_s, 3), cut=server.cut_count)
+
+
+def _say_ready(server: StoreServer, http: str | None) -> None:
+    """Say where the daemon serves, on standard output for whoever started it, and in the log with what is not safe."""
+    config = server.config
+    if config.token is None:
+        server.events.warning("no_token", reason="every process that can connect can read and change the store")
+    if server.torch_ports:
+        ports = ",".join(map(str, server.torch_ports))
+        reach = "every process that can connect" if config.torch_insecure_no_auth else "every process of this host"
+        reason = f"torch clients are served without authentication, to {reach}"
+        server.events.warning("torch_unauthenticated", ports=ports, reason=reason)
+    server.events.info("ready", address=server.address, http=http, pid=os.getpid())
+    print(f"asyncdist-server ready on {server.address}" + (f" (http {http})" if http else ""), flush=True)
+
+
+def _renew_certificates(server: StoreServer) -> None:
+    """Use renewed certificates from now on, without a restart; those that do not fit change nothing."""
+    try:
+        server.reload_certificates()
+    except ConfigError as error:
+        server.events.error("certificates_kept", reason=str(error))
+    else:
+        server.events.info("certificates_read")

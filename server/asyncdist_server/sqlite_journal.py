@@ -1,0 +1,279 @@
+"""The journal in an SQLite file: one connection, used by one thread, which keeps everybody else out.
+
+Every batch is one transaction in WAL mode with synchronous=FULL: when COMMIT returns, the write-ahead log is on the
+disk. Rows are numbered without gaps and carry a checksum over number and contents, so that a row that was damaged,
+lost or moved is found when the journal is read. After a failed write or fsync the connection is not touched again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import sqlite3
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+
+from asyncdist_server.batch import CLEAN, ROLLED_BACK, Batch
+from asyncdist_server.data_directory import FILE_MODE, DataDirectory, sync_directory
+from asyncdist_server.failpoints import failpoint
+from asyncdist_server.journal import ROW_OVERHEAD_BYTES, JournalError, RowReader, decode, encode
+from asyncdist_server.messages import INCARNATION_BYTES
+
+APPLICATION_ID: Final = 0x61646A6C
+"""What says in the file's header that it is a journal of this daemon ("adjl")."""
+FORMAT: Final = 1
+CHECKPOINT_BYTES: Final = 16 * 1024 * 1024
+"""After so much the write-ahead log is copied into the main file: so seldom that it costs little."""
+BACKUP_STEP_PAGES: Final = 256
+"""How much of a backup is copied between two looks at what else is to be written: a few milliseconds' worth."""
+
+Connect = Callable[[Path], sqlite3.Connection]
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open an SQLite file, with transactions only where they are asked for."""
+    return sqlite3.connect(path, isolation_level=None, timeout=0.0)
+
+
+class SqliteJournal:
+    """The journal in `directory`; satisfies `journal.Journal`."""
+
+    def __init__(self, directory: DataDirectory, connect: Connect = connect) -> None:
+        self._directory = directory
+        self._path = directory.journal
+        self._connect = connect
+        self._connection: sqlite3.Connection | None = None
+        self._since_checkpoint = 0
+        self.incarnation = b""
+        self.description = f"SQLite {sqlite3.sqlite_version} in {self._path}"
+
+    # ---- opening
+
+    def read(self, row: RowReader) -> None:
+        """Open or make the file, and give every row to `row`, oldest first."""
+        try:
+            self._open()
+            _read_rows(self._db, self._path, row)
+            self._checkpoint("TRUNCATE")
+        except (sqlite3.Error, OSError) as error:
+            raise self._error("read", error) from error
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        assert self._connection is not None
+        return self._connection
+
+    def _open(self) -> None:
+        identity = self._directory.identity
+        if identity is not None and not (self._path.exists() and self._path.stat().st_size):
+            raise JournalError(
+                f"there was a journal in {self._directory.path}, but {self._path} is gone or empty; {_RESTORE}, or "
+                "remove the directory to begin with an empty store"
+            )
+        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+        self._connection = db = self._connect(self._path)
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        if identity is None and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
+            self._create(db)
+        _check_kind(db, self._path)
+        self._set_up(db)
+        self.incarnation = db.execute("SELECT incarnation FROM store").fetchone()[0]
+        if identity is None:
+            self._directory.identify(self.incarnation)
+        elif identity.get("incarnation") != self.incarnation.hex():
+            raise JournalError(
+                f"{self._path} is not the journal that was made in {self._directory.path}; use `asyncdist-server "
+                "restore` to put a backup in its place"
+            )
+
+    def _create(self, db: sqlite3.Connection) -> None:
+        sync_directory(self._path.parent)
+        db.execute("BEGIN")
+        db.execute("CREATE TABLE store (incarnation BLOB NOT NULL)")
+        db.execute("CREATE TABLE log (number INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, contents BLOB NOT NULL)")
+        db.execute("INSERT INTO store VALUES (?)", (secrets.token_bytes(INCARNATION_BYTES),))
+        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        db.execute(f"PRAGMA user_version = {FORMAT}")
+        db.execute("COMMIT")
+
+    def _set_up(self, db: sqlite3.Connection) -> None:
+        mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise JournalError(f"{self._path} cannot have a write-ahead log ({mode}); use a directory on a local disk")
+        for setting in ("synchronous = FULL", "fullfsync = ON", "checkpoint_fullfsync = ON"):
+            db.execute(f"PRAGMA {setting}")
+        db.execute("PRAGMA secure_delete = OFF")  # some builds overwrite what was deleted
+        db.execute("PRAGMA wal_autocheckpoint = 0")  # `tidy` does it, and looks at the result
+
+    # ---- writing
+
+    def write(self, batch: Batch) -> None:
+        """Return once `batch` is on the disk."""
+        try:
+            db = self._db
+            failpoint("begun")
+            db.execute("BEGIN IMMEDIATE")
+            size = 0
+            for number, contents in enumerate(encode(batch), batch.first_row):
+                db.execute("INSERT INTO log VALUES (?, ?, ?)", (number, checksum(number, contents), contents))
+                size += len(contents) + ROW_OVERHEAD_BYTES
+            db.execute("DELETE FROM log WHERE number < ?", (batch.keep_from,))
+            failpoint("written")
+            db.execute("COMMIT")
+        except (sqlite3.Error, OSError) as error:
+            raise self._error("write to", error) from error
+        batch.bytes = size
+        self._since_checkpoint += size
+        failpoint("committed")
+
+    def tidy(self) -> None:
+        """Copy the write-ahead log into the main file when it is long."""
+        if self._since_checkpoint >= CHECKPOINT_BYTES:
+            try:
+                self._checkpoint("PASSIVE")
+            except (sqlite3.Error, OSError) as error:
+                raise self._error("write to", error) from error
+
+    def _checkpoint(self, mode: str) -> None:
+        busy, in_log, copied = self._db.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
+        if busy or in_log != copied:
+            raise JournalError(f"{self._path}: {in_log - copied} pages could not be copied from its write-ahead log")
+        self._since_checkpoint = 0
+        failpoint("checkpointed")
+
+    def announce(self) -> None:
+        """Say that this process makes a backup when it gets SIGUSR1."""
+        self._directory.listen()
+
+    def backup(self, path: Path, between: Callable[[], None]) -> None:
+        """Write a copy to the new file `path`; rows written meanwhile are in it."""
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE))
+            copy = sqlite3.connect(temporary)
+            try:
+                self._db.backup(copy, pages=BACKUP_STEP_PAGES, progress=lambda *_: between())
+                copy.execute("PRAGMA journal_mode = DELETE")  # one file, without a -wal beside it
+            finally:
+                copy.close()
+            failpoint("backed-up")
+            temporary.replace(path)
+            sync_directory(path.parent)
+        except (sqlite3.Error, OSError) as error:
+            temporary.unlink(missing_ok=True)
+            raise JournalError(f"cannot back up {self._path} to {path}: {error}") from error
+
+    # ---- closing
+
+    def close(self) -> None:
+        """Close the file; what its write-ahead log holds is copied into it."""
+        if self._connection is not None:
+            try:
+                self._checkpoint("TRUNCATE")
+                self._connection.close()
+            except (sqlite3.Error, OSError) as error:
+                raise self._error("close", error) from error
+            self._connection = None
+        self._directory.close()
+
+    def abandon(self) -> None:
+        """Leave the file as it is. The directory stays locked as long as this process lives."""
+        if self._connection is not None:
+            # Nobody may close it, not even the end of the interpreter: that would write again.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
+            self._connection = None
+
+    def _error(self, doing: str, error: Exception) -> JournalError:
+        return describe_error(doing, self._path, error)
+
+
+_RESTORE: Final = "restore a backup with `asyncdist-server restore`"
+_CHECK_DISK: Final = "look at the disk and the system's log, then start the daemon again"
+_ADVICE: Final[dict[str, str]] = {
+    "SQLITE_FULL": "make room on the disk, then start the daemon again",
+    "SQLITE_CORRUPT": _RESTORE,
+    "SQLITE_NOTADB": _RESTORE,
+    "SQLITE_BUSY": "another program has it open",
+    "SQLITE_READONLY": "make it writable for this user, then start the daemon again",
+    "SQLITE_CANTOPEN": "make it readable and writable for this user, then start the daemon again",
+}
+
+
+def describe_error(doing: str, path: Path, error: Exception) -> JournalError:
+    """Return the error to raise for one of SQLite or the system: what failed, on which file, what to do."""
+    name = getattr(error, "sqlite_errorname", None)
+    advice = next((text for start, text in _ADVICE.items() if (name or "").startswith(start)), _CHECK_DISK)
+    return JournalError(f"cannot {doing} {path}: {error}{f' ({name})' if name else ''}; {advice}")
+
+
+def read_file(path: Path, row: RowReader) -> None:
+    """Give every row of a backup to `row`, oldest first. Raises `JournalError`."""
+    try:
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        try:
+            _check_kind(db, path)
+            _read_rows(db, path, row)
+        finally:
+            db.close()
+    except sqlite3.Error as error:
+        raise describe_error("read", path, error) from error
+
+
+def void_what_clients_know(path: Path, incarnation: bytes) -> None:
+    """Turn a backup into the journal of a store of its own. Raises `sqlite3.Error`."""
+    db = connect(path)
+    try:
+        last = db.execute("SELECT number, contents FROM log ORDER BY number DESC LIMIT 1").fetchone()
+        number, revision = (last[0] + 1, decode(last[1])[0]) if last else (1, 0)
+        contents = msgpack.packb((revision, ROLLED_BACK | CLEAN, []))
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute("BEGIN")
+        db.execute("UPDATE store SET incarnation = ?", (incarnation,))
+        db.execute("INSERT INTO log VALUES (?, ?, ?)", (number, checksum(number, contents), contents))
+        db.execute("COMMIT")
+    finally:
+        db.close()
+
+
+def _check_kind(db: sqlite3.Connection, path: Path) -> None:
+    kind, version = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
+    if kind != APPLICATION_ID:
+        raise JournalError(f"{path} is not a journal of asyncdist-server")
+    if version != FORMAT:
+        raise JournalError(f"{path} has format {version}, this version of asyncdist-server knows {FORMAT}")
+
+
+def _read_rows(db: sqlite3.Connection, path: Path, row: RowReader) -> None:
+    problem = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if problem != "ok":
+        raise JournalError(f"{path} is damaged ({problem}); {_RESTORE}")
+    expected = None
+    for number, found, contents in db.execute("SELECT number, checksum, contents FROM log ORDER BY number"):
+        if expected is not None and number != expected:
+            raise JournalError(f"{path} is damaged: rows {expected} to {number - 1} are missing; {_RESTORE}")
+        if type(contents) is not bytes or found != checksum(number, contents):
+            raise JournalError(f"{path} is damaged: row {number} has a wrong checksum; {_RESTORE}")
+        try:
+            row(number, len(contents) + ROW_OVERHEAD_BYTES, *decode(contents))
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise JournalError(f"row {number} of {path} makes no sense ({error!r}); {_RESTORE}") from error
+        expected = number + 1
+
+
+def checksum(number: int, contents: bytes) -> int:
+    """Return the checksum of a row."""
+    return zlib.crc32(contents, zlib.crc32(number.to_bytes(8, "big")))
+
+
+def statistics(path: Path) -> dict[str, Any]:
+    """Return how large the files of a journal are, for people."""
+    wal = path.with_name(f"{path.name}-wal")
+    return {
+        "journal_bytes": path.stat().st_size if path.exists() else 0,
+        "wal_bytes": wal.stat().st_size if wal.exists() else 0,
+    }
