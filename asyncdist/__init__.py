@@ -137,6 +137,7 @@ from asyncdist.store import (
     PrefixStore,
     Store,
     TCPStore,
+    TLSConfig,
     Watch,
     WatchEvent,
 )
@@ -183,6 +184,7 @@ __all__ = [
     "StoreTimeoutError",
     "StreamChunk",
     "TCPStore",
+    "TLSConfig",
     "Watch",
     "WatchCompactedError",
     "WatchEvent",

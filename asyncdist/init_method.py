@@ -24,7 +24,8 @@ import asyncdist_server
 from asyncdist import events
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError, DistNetworkError, DistStoreError
-from asyncdist.store import FileStore, Store, TCPStore
+from asyncdist.store import FileStore, Store, TCPStore, TLSConfig
+from asyncdist.store.tls_config import load_tls
 from asyncdist_server.auth import load_token
 
 __all__ = ["InitMethod", "StoreSource", "open_store", "parse_init_method"]
@@ -124,14 +125,15 @@ async def open_store(method: InitMethod, deadline: Deadline, environ: Mapping[st
     if method.path:
         return StoreSource(FileStore(method.path, timeout=_remaining(deadline)), owned=True)
     token = load_token(environ)
+    tls = load_tls(environ)
     server = None
     port = method.port
     if method.may_host and method.rank == 0:
-        server = await _host(method, token)
+        server = await _host(method, token, tls)
         port = method.port if server is None else server.port
     try:
         store = await TCPStore.connect(
-            method.host, port, token=token, namespace=method.namespace, timeout=_remaining(deadline)
+            method.host, port, token=token, tls=tls, namespace=method.namespace, timeout=_remaining(deadline)
         )
     except BaseException as error:
         if server is not None:
@@ -156,10 +158,16 @@ def _unreachable(method: InitMethod, error: DistError, *, hosting: bool) -> str:
     return f"rank {method.rank}: {error}"
 
 
-async def _host(method: InitMethod, token: str | None) -> asyncdist_server.ThreadedServer | None:
+async def _host(method: InitMethod, token: str | None, tls: TLSConfig | None) -> asyncdist_server.ThreadedServer | None:
     """Start the store in a thread of its own; None if the port is taken."""
+    try:
+        cert, key = (None, None) if tls is None else tls.server_files()
+    except ValueError as error:
+        raise DistStoreError(f"rank 0 cannot host the store at {method.host}:{method.port}: {error}") from None
     starting = asyncio.ensure_future(
-        asyncio.to_thread(asyncdist_server.serve_in_thread, method.host, method.port, token=token)
+        asyncio.to_thread(
+            asyncdist_server.serve_in_thread, method.host, method.port, token=token, tls_cert=cert, tls_key=key
+        )
     )
     try:
         server = await asyncio.shield(starting)

@@ -71,6 +71,7 @@ from asyncdist.launch.spawn import spawn
 from asyncdist.non_member import NonMember
 from asyncdist.operations.streams import StreamChunk
 from asyncdist.reduce_op import ReduceOp
+from asyncdist.store import TLSConfig
 
 __all__ = [
     "SHRINK_ABORT",
@@ -108,6 +109,7 @@ __all__ = [
     "StoreTimeoutError",
     "StreamChunk",
     "TCPStore",
+    "TLSConfig",
     "WatchCompactedError",
     "Work",
     "all_gather",

@@ -135,6 +135,7 @@ def _launch(config: LaunchConfig) -> int:
 
 def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> LaunchConfig:
     """Turn options and environment into a checked LaunchConfig; raises click's errors."""
+    from asyncdist.store.tls_config import load_tls
     from asyncdist_server.auth import load_token
 
     environ = os.environ
@@ -155,6 +156,7 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
             store=parse_endpoint(store_text) if store_text else None,
             job_id=options["rdzv_id"],
             token=load_token(environ),
+            tls=load_tls(environ),
             max_restarts=options["max_restarts"],
             grace_s=options["grace"],
             shutdown_timeout_s=options["shutdown_timeout"],

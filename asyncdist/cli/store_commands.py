@@ -15,7 +15,8 @@ import click
 from asyncdist.cli.store_observe_commands import status_command, waits_command, watch_command
 from asyncdist.errors import DistError
 from asyncdist.launch.config import Endpoint, parse_endpoint
-from asyncdist.store import Store, TCPStore
+from asyncdist.store import Store, TCPStore, TLSConfig
+from asyncdist.store.tls_config import load_tls
 from asyncdist_server.auth import load_token, read_token_file
 
 __all__ = ["store_group"]
@@ -33,6 +34,7 @@ class Target:
     endpoint: Endpoint
     namespace: str
     token: str | None
+    tls: TLSConfig | None
     timeout_s: float
 
     def run(self, work: Callable[[TCPStore], Awaitable[T]]) -> T:
@@ -43,6 +45,7 @@ class Target:
                 self.endpoint.host,
                 self.endpoint.port,
                 token=self.token,
+                tls=self.tls,
                 namespace=self.namespace,
                 timeout=self.timeout_s,
             ) as store:
@@ -64,6 +67,10 @@ class Target:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="File with the daemon's token; else ASYNCDIST_TOKEN, else the file ASYNCDIST_TOKEN_FILE.",
 )
+@click.option("--tls-ca", help="TLS: certificates of who signs daemons, or `system`; else ASYNCDIST_TLS_CA.")
+@click.option("--tls-cert", help="TLS: certificate of this client; else ASYNCDIST_TLS_CERT.")
+@click.option("--tls-key", help="TLS: its key; else ASYNCDIST_TLS_KEY.")
+@click.option("--tls-server-name", help="TLS: name in the daemon's certificate; else ASYNCDIST_TLS_SERVER_NAME.")
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0),
@@ -73,15 +80,23 @@ class Target:
 )
 @click.pass_context
 def store_group(
-    context: click.Context, where: str | None, namespace: str, token_file: Path | None, timeout: float
+    context: click.Context,
+    /,
+    where: str | None,
+    namespace: str,
+    token_file: Path | None,
+    timeout: float,
+    **tls_options: str | None,
 ) -> None:
     """Read and change the keys of a running store, and see who waits for what."""
     try:
         endpoint = parse_endpoint(where or _from_environment())
         token = read_token_file(token_file) if token_file else load_token(os.environ)
+        given = {f"ASYNCDIST_{name.upper()}": text for name, text in tls_options.items() if text}
+        tls = load_tls({**os.environ, **given})
     except (ValueError, OSError) as error:
         raise click.UsageError(str(error)) from error
-    context.obj = Target(endpoint, namespace or os.environ.get("ASYNCDIST_JOB_ID", ""), token, timeout)
+    context.obj = Target(endpoint, namespace or os.environ.get("ASYNCDIST_JOB_ID", ""), token, tls, timeout)
 
 
 @store_group.command("get")

@@ -149,6 +149,7 @@ class Agent:
             store=place.endpoint,
             master=self._config.endpoint or place.endpoint,
             token=place.token,
+            tls=place.tls is not None,
         )
 
     async def _run_attempt(self, number: int, place: NodePlace, nodes: Nodes | None, warden: Warden) -> AttemptResult:

@@ -7,7 +7,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from asyncdist.store.tls_config import TLSConfig
 
 __all__ = [
     "DEFAULT_GRACE_S",
@@ -57,7 +60,8 @@ class LaunchConfig:
 
     `command` is a worker's argument vector. `store` is a daemon that already runs (ASYNCDIST_STORE): then nobody hosts.
     `endpoint` is where the nodes meet, and where the first of them hosts the store. Neither: this node is alone and
-    hosts on an ephemeral loopback port. All times are seconds.
+    hosts on an ephemeral loopback port. `tls` holds for every store but one on loopback that is hosted here. All times
+    are seconds.
     """
 
     command: tuple[str, ...]
@@ -68,6 +72,7 @@ class LaunchConfig:
     store: Endpoint | None = None
     job_id: str | None = None
     token: str | None = None
+    tls: TLSConfig | None = None
     max_restarts: int = 0
     grace_s: float = DEFAULT_GRACE_S
     shutdown_timeout_s: float = DEFAULT_SHUTDOWN_TIMEOUT_S

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncdist.launch.config import Endpoint
+from asyncdist.store.tls_config import TLS_VARIABLES
 
 __all__ = ["NodePlace", "worker_environment"]
 
@@ -15,7 +16,8 @@ __all__ = ["NodePlace", "worker_environment"]
 class NodePlace:
     """This node's place in a job: which ranks are its own, and where the store is.
 
-    `master` is what MASTER_ADDR and MASTER_PORT say: the store's address, unless the user named another.
+    `master` is what MASTER_ADDR and MASTER_PORT say: the store's address, unless the user named another. `tls` says
+    whether the store has TLS.
     """
 
     node_rank: int
@@ -27,6 +29,7 @@ class NodePlace:
     store: Endpoint
     master: Endpoint
     token: str | None
+    tls: bool = False
 
 
 def worker_environment(
@@ -42,6 +45,9 @@ def worker_environment(
     environment = dict(base)
     for inherited in ("ASYNCDIST_TOKEN", "ASYNCDIST_TOKEN_FILE", "TORCHELASTIC_USE_AGENT_STORE"):
         environment.pop(inherited, None)
+    if not place.tls:  # what was meant for a daemon does not hold for a store on loopback
+        for name in TLS_VARIABLES:
+            environment.pop(name, None)
     environment.update(
         RANK=str(place.first_rank + local_rank),
         LOCAL_RANK=str(local_rank),

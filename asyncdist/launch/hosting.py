@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from asyncdist.errors import LaunchError
+from asyncdist.errors import DistStoreError, LaunchError
 from asyncdist.launch.config import Endpoint, LaunchConfig
 from asyncdist_server.auth import (
-    MAX_HANDSHAKE_BYTES,
     AuthenticationError,
     ClientHandshake,
     Refusal,
@@ -29,6 +28,7 @@ from asyncdist_server.auth import (
 
 if TYPE_CHECKING:
     from asyncdist.store.base import Store
+    from asyncdist.store.tls_config import TLSConfig
 
 __all__ = ["HostedStore", "StorePlace", "find_or_host", "host_store", "open_store", "probe_store", "run_token"]
 
@@ -58,6 +58,7 @@ class StorePlace:
     endpoint: Endpoint
     token: str | None
     hosted: HostedStore | None
+    tls: TLSConfig | None = None
 
 
 def run_token(config: LaunchConfig) -> str | None:
@@ -81,20 +82,27 @@ async def find_or_host(config: LaunchConfig) -> StorePlace:
     """
     token = run_token(config)
     if config.store is not None:
-        return StorePlace(config.store, await _until_it_answers(config.store, [token], config.join_timeout_s), None)
+        found = await _until_it_answers(config.store, [token], config.tls, config.join_timeout_s)
+        return StorePlace(config.store, found, None, config.tls)
     endpoint = config.endpoint or Endpoint("127.0.0.1", 0)
+    tls = config.tls
+    if tls is not None and _is_loopback(await _bind_address(endpoint, config.nnodes)):
+        tls = None  # the launchers' own store, and what is said never leaves the machine
     if config.node_rank in (None, 0) or config.nnodes == 1:
-        hosted = await _host_if_ours(endpoint, token, config.nnodes)
+        hosted = await _host_if_ours(endpoint, token, tls, config.nnodes)
         if hosted is not None:
-            return StorePlace(Endpoint(endpoint.host, hosted.port), token, hosted)
+            return StorePlace(Endpoint(endpoint.host, hosted.port), token, hosted, tls)
     # Another launcher of this job serves with the run's key, a daemon that was there before with its own.
-    return StorePlace(endpoint, await _until_it_answers(endpoint, [token, config.token], config.join_timeout_s), None)
+    found = await _until_it_answers(endpoint, [token, config.token], tls, config.join_timeout_s)
+    return StorePlace(endpoint, found, None, tls)
 
 
-async def _host_if_ours(endpoint: Endpoint, token: str | None, nnodes: int) -> HostedStore | None:
+async def _host_if_ours(
+    endpoint: Endpoint, token: str | None, tls: TLSConfig | None, nnodes: int
+) -> HostedStore | None:
     """Host at this address; None if it is another machine's, or a store answers there already."""
     address = await _bind_address(endpoint, nnodes)
-    if token is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+    if token is None and not _is_loopback(address):
         if not _is_local(address):
             return None
         raise LaunchError(
@@ -102,7 +110,9 @@ async def _host_if_ours(endpoint: Endpoint, token: str | None, nnodes: int) -> H
             "set ASYNCDIST_TOKEN or ASYNCDIST_TOKEN_FILE on every node (`asyncdist token` makes one)"
         )
     try:
-        return await _host_in_thread(address, endpoint.port, token)
+        return await _host_in_thread(address, endpoint.port, token, tls)
+    except ValueError as error:
+        raise LaunchError(f"cannot host the store on {endpoint}: {error}") from error
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             return None
@@ -116,9 +126,9 @@ async def _host_if_ours(endpoint: Endpoint, token: str | None, nnodes: int) -> H
     )
 
 
-async def _host_in_thread(address: str, port: int, token: str | None) -> HostedStore:
+async def _host_in_thread(address: str, port: int, token: str | None, tls: TLSConfig | None) -> HostedStore:
     """`host_store` off the loop; a store that comes up after a cancellation is closed again."""
-    hosting = asyncio.create_task(asyncio.to_thread(host_store, address, port, token))
+    hosting = asyncio.create_task(asyncio.to_thread(host_store, address, port, token, tls))
     try:
         return await asyncio.shield(hosting)
     except asyncio.CancelledError:
@@ -128,31 +138,34 @@ async def _host_in_thread(address: str, port: int, token: str | None) -> HostedS
         raise
 
 
-def host_store(host: str, port: int, token: str | None) -> HostedStore:
-    """Serve the store in a thread of this process; blocks until it listens. Raises OSError when it cannot bind."""
+def host_store(host: str, port: int, token: str | None, tls: TLSConfig | None = None) -> HostedStore:
+    """Serve the store in a thread of this process; blocks until it listens.
+
+    Raises OSError when it cannot bind, ValueError when `tls` has no certificate to serve with.
+    """
     from asyncdist_server import serve_in_thread
 
-    return serve_in_thread(host=host, port=port, token=token)
+    cert, key = (None, None) if tls is None else tls.server_files()
+    return serve_in_thread(host=host, port=port, token=token, tls_cert=cert, tls_key=key)
 
 
-async def probe_store(endpoint: Endpoint, token: str | None) -> None:
+async def probe_store(endpoint: Endpoint, token: str | None, tls: TLSConfig | None = None) -> None:
     """Prove `token` to the store that answers there, and have it prove its own.
 
-    Raises AuthenticationError: it refuses the token, or is no asyncdist store (`Refusal.NOT_A_STORE`); OSError
-    (TimeoutError included): nothing answers.
+    Raises AuthenticationError: it refuses the token, or is no asyncdist store (`Refusal.NOT_A_STORE`);
+    StoreRefusedError: it is not the one that `tls` means; OSError (TimeoutError included): nothing answers.
     """
+    from asyncdist.store.byte_stream import open_stream, prove
+
     handshake = ClientHandshake(token, store_context(_NAMESPACE))
     async with asyncio.timeout(_PROBE_TIMEOUT_S):
-        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        stream = await open_stream(endpoint.host, endpoint.port, tls)
         try:
-            writer.write(handshake.start())
-            while not handshake.done:
-                data = await reader.read(MAX_HANDSHAKE_BYTES)
-                if not data:
-                    raise AuthenticationError(Refusal.NOT_A_STORE, detail="it closes the connection")
-                writer.write(handshake.receive(data))
+            await prove(stream, handshake)
+        except ConnectionAbortedError as error:
+            raise AuthenticationError(Refusal.NOT_A_STORE, detail="it closes the connection") from error
         finally:
-            writer.close()
+            stream.close()
 
 
 async def _is_store(endpoint: Endpoint) -> bool:
@@ -166,14 +179,16 @@ async def _is_store(endpoint: Endpoint) -> bool:
     return True
 
 
-async def _until_it_answers(endpoint: Endpoint, tokens: Sequence[str | None], timeout_s: float) -> str | None:
+async def _until_it_answers(
+    endpoint: Endpoint, tokens: Sequence[str | None], tls: TLSConfig | None, timeout_s: float
+) -> str | None:
     """Wait for a store there and return the first of `tokens` it takes."""
     last: OSError | None = None
     try:
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
-                    return await _fitting_token(endpoint, tokens)
+                    return await _fitting_token(endpoint, tokens, tls)
                 except OSError as error:
                     last = error
                     await asyncio.sleep(_RETRY_S)
@@ -185,11 +200,13 @@ async def _until_it_answers(endpoint: Endpoint, tokens: Sequence[str | None], ti
         ) from last
 
 
-async def _fitting_token(endpoint: Endpoint, tokens: Sequence[str | None]) -> str | None:
+async def _fitting_token(endpoint: Endpoint, tokens: Sequence[str | None], tls: TLSConfig | None) -> str | None:
     refused: AuthenticationError | None = None
     for token in dict.fromkeys(tokens):
         try:
-            await probe_store(endpoint, token)
+            await probe_store(endpoint, token, tls)
+        except DistStoreError as error:
+            raise LaunchError(f"the store at {endpoint} cannot be used: {error}") from error
         except AuthenticationError as error:
             refused = error
             if error.refusal is Refusal.NOT_A_STORE:
@@ -209,10 +226,14 @@ async def _bind_address(endpoint: Endpoint, nnodes: int) -> str:
     addresses = sorted((str(entry[4][0]) for entry in found), key=lambda address: ":" in address)
     address = addresses[0]
     is_name = endpoint.host not in (*addresses, "localhost")
-    if nnodes > 1 and is_name and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+    if nnodes > 1 and is_name and _is_loopback(address):
         # Debian gives a machine's own name 127.0.1.1 in /etc/hosts; the other nodes resolve it to a real address.
         return "0.0.0.0"
     return address
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _is_local(address: str) -> bool:
@@ -231,4 +252,4 @@ async def open_store(place: StorePlace, timeout_s: float) -> Store:
     from asyncdist.store.tcp_store import TCPStore
 
     host, port = place.endpoint.host, place.endpoint.port
-    return await TCPStore.connect(host, port, token=place.token, namespace=_NAMESPACE, timeout=timeout_s)
+    return await TCPStore.connect(host, port, token=place.token, tls=place.tls, namespace=_NAMESPACE, timeout=timeout_s)

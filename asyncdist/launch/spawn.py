@@ -204,7 +204,8 @@ def _place(nprocs: int) -> tuple[NodePlace, HostedStore | None]:
         token = secrets.token_urlsafe(32)
         hosted = host_store("127.0.0.1", 0, token)
         store = Endpoint("127.0.0.1", hosted.port)
-    return NodePlace(0, 1, 0, nprocs, nprocs, run_id, store, store, token), hosted
+    # Of a daemon the children read for themselves how to reach it.
+    return NodePlace(0, 1, 0, nprocs, nprocs, run_id, store, store, token, tls=hosted is None), hosted
 
 
 def _changed(environment: dict[str, str]) -> dict[str, str | None]:

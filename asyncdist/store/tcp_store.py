@@ -38,7 +38,7 @@ MAX_BACKOFF_S: Final = 2.0
 """Between two tries; jittered by half, so that a thousand clients of a restarted daemon do not come in step."""
 
 MAX_SILENT_CLOSES: Final = 3
-"""A daemon that is going away may close a connection during the handshake; one that does so every time is none."""
+"""A daemon that is going away, or a proxy whose daemon is, may close during the handshake; what always does is none."""
 
 CLOSE_TIMEOUT_S: Final = 2.0
 """How long closing waits for answers to what was issued before."""
@@ -262,6 +262,7 @@ class TCPStore(CoordinatingStore):
     async def _keep_dialling(self, window_s: float | None) -> DistError | None:
         """Connect, trying again until `window_s` is over; return the error if that did not help."""
         assert self._loop is not None
+        assert self._pipeline is not None
         loop = self._loop
         deadline = math.inf if window_s is None else loop.time() + window_s
         silent_closes, problem = 0, ""
@@ -292,10 +293,9 @@ class TCPStore(CoordinatingStore):
 
     async def _pause(self, deadline: float) -> None:
         """Wait before the next try, longer each time, until a connection gave an answer."""
-        assert self._loop is not None
         pause_s = self._backoff_s * random.uniform(0.5, 1.0)
         self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
-        await asyncio.sleep(min(pause_s, deadline - self._loop.time()))
+        await asyncio.sleep(min(pause_s, deadline - asyncio.get_running_loop().time()))
 
     async def _dial(self) -> None:
         """Make one connection and take it into use."""

@@ -11,8 +11,14 @@ from typing import Final
 
 from asyncdist_server.tls import client_context
 
-__all__ = ["TLSConfig", "context_and_name", "load_tls"]
+__all__ = ["TLS_VARIABLES", "TLSConfig", "context_and_name", "load_tls"]
 
+TLS_VARIABLES: Final = (
+    "ASYNCDIST_TLS_CA",
+    "ASYNCDIST_TLS_CERT",
+    "ASYNCDIST_TLS_KEY",
+    "ASYNCDIST_TLS_SERVER_NAME",
+)
 SYSTEM: Final = "system"
 """What ASYNCDIST_TLS_CA says for the authorities that the system trusts."""
 
@@ -43,18 +49,24 @@ class TLSConfig:
         """Return the context of a client. Raises ValueError naming the file that cannot be read or does not fit."""
         return client_context(self.ca_file, self.cert_file, self.key_file)
 
+    def server_files(self) -> tuple[Path | str, Path | str | None]:
+        """Return certificate and key for a store hosted by one of those that use it; ValueError without."""
+        if self.cert_file is None:
+            raise ValueError(
+                "TLS is asked for (ASYNCDIST_TLS_CA), and a store hosted here has no certificate: set "
+                "ASYNCDIST_TLS_CERT and ASYNCDIST_TLS_KEY to one for this host, or let ASYNCDIST_STORE name a daemon"
+            )
+        return self.cert_file, self.key_file
+
 
 def load_tls(environ: Mapping[str, str] = os.environ) -> TLSConfig | None:
-    """Return what ASYNCDIST_TLS_CA, _CERT, _KEY and _SERVER_NAME say, None without ASYNCDIST_TLS_CA.
+    """Return what the variables in `TLS_VARIABLES` say, None without ASYNCDIST_TLS_CA.
 
     Empty variables count as unset; ASYNCDIST_TLS_CA=system means whom the system trusts. Raises ValueError if there are
     others without ASYNCDIST_TLS_CA: nobody shall believe that TLS is used where it is not.
     """
-    authority = environ.get("ASYNCDIST_TLS_CA")
-    cert = environ.get("ASYNCDIST_TLS_CERT") or None
-    key = environ.get("ASYNCDIST_TLS_KEY") or None
-    name = environ.get("ASYNCDIST_TLS_SERVER_NAME") or None
-    if not authority:
+    authority, cert, key, name = (environ.get(variable) or None for variable in TLS_VARIABLES)
+    if authority is None:
         if cert or key or name:
             raise ValueError(
                 "TLS needs ASYNCDIST_TLS_CA: the file with the certificate of the authority that signed the store's, "

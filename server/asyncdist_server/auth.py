@@ -300,8 +300,8 @@ class ClientHandshake(_Handshake):
         return answer + proof(self._key, "client", self._hello, nonce)
 
     def _stranger(self, first_byte: int) -> AuthenticationError:
-        tls = first_byte in (TLS_HANDSHAKE_BYTE, TLS_ALERT_BYTE)  # another server than ours, which says it in words
-        return AuthenticationError(Refusal.TLS_REQUIRED, by_peer=True) if tls else super()._stranger(first_byte)
+        tls = first_byte in (TLS_HANDSHAKE_BYTE, TLS_ALERT_BYTE)  # our own servers say in words that they require it
+        return AuthenticationError(Refusal.NOT_A_STORE, detail="it speaks TLS" if tls else "")
 
     def _accepted(self) -> bytes:
         if self._header(_Kind.ACCEPTED) is not None:

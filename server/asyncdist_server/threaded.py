@@ -134,9 +134,8 @@ def serve_in_thread(
     token: str | None = None,
     insecure_no_auth: bool = False,
     limits: Limits | None = None,
-    tls_cert: Path | None = None,
-    tls_key: Path | None = None,
-    tls_ca: Path | None = None,
+    tls_cert: Path | str | None = None,
+    tls_key: Path | str | None = None,
 ) -> ThreadedServer:
     """Start a store on a thread of its own and return it once it accepts connections.
 
@@ -150,9 +149,8 @@ def serve_in_thread(
             token=token,
             insecure_no_auth=insecure_no_auth,
             limits=limits or Limits(),
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            tls_ca=tls_ca,
+            tls_cert=None if tls_cert is None else Path(tls_cert),
+            tls_key=None if tls_key is None else Path(tls_key),
         )
     )
 

@@ -227,7 +227,7 @@ async def test_a_server_with_tls_that_is_no_store_is_named_to_a_client_without()
         writer.close()
 
     async with await asyncio.start_server(accept, "127.0.0.1", 0) as stranger:
-        assert "requires TLS" in await refused(stranger.sockets[0].getsockname()[1], None)
+        assert "it speaks TLS" in await refused(stranger.sockets[0].getsockname()[1], None)
 
 
 async def test_a_refusal_before_tls_has_begun_is_understood(certificates: Certificates) -> None:
