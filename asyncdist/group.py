@@ -13,8 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
-from asyncdist.backend.aio import AioBackend
-from asyncdist.backend.base import Backend, CollectiveWork, GroupBackend
+from asyncdist.backend.base import Backend, CollectiveWork
 from asyncdist.backend.call import Call
 from asyncdist.causes import CONSEQUENCES, FAILED, abort_cause, aborted_by, explain, first_cause, kind_of
 from asyncdist.consistency import Consistency
@@ -29,6 +28,7 @@ from asyncdist.errors import (
 from asyncdist.executor.work import Work, until_ended
 from asyncdist.expiry import Expiry, timeout_error
 from asyncdist.failures import Failures
+from asyncdist.group_backends import make_host_backend
 from asyncdist.operations.issuer import check_rank
 from asyncdist.operations.operations import Operations
 from asyncdist.overlap import OverlapWatch
@@ -76,7 +76,7 @@ class ProcessGroup(Operations):
         self._loop = world.loop
         self._thread = threading.get_ident()
         self._backend_name = backend
-        self._backend = self._make_backend(backend)
+        self._backend = make_host_backend(world, group_id, ranks, backend)
         self.pairs = Pairs(world, group_id, ranks, self)
         self._overlap = OverlapWatch(self, world.loop)
         self._sequences: dict[int, int] = {}
@@ -102,23 +102,6 @@ class ProcessGroup(Operations):
     def backend_name(self) -> Backend:
         """Name of the backend that carries out collectives."""
         return self._backend_name
-
-    def _make_backend(self, backend: Backend) -> GroupBackend:
-        world = self.world
-        factory = backend.factory
-        if factory is not None:
-            return factory(world.mesh, self.group_id, self.ranks, self.rank)
-        tuning = world.tuning.of_group(self.ranks)
-        return AioBackend(
-            world.mesh,
-            self.group_id,
-            self.ranks,
-            self.rank,
-            loop=world.loop,
-            pool=world.pool,
-            tuning=tuning,
-            lanes=world.options.get("lanes") is True,
-        )
 
     def group_rank_of(self, rank: int, name: str = "rank") -> int:
         """The group rank of global rank `rank`. Raises ValueError if it is not a member, TypeError if it is no int."""

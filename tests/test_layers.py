@@ -22,7 +22,7 @@ LAYERS = (
     {"rendezvous", "heartbeat", "host_constants", "consistency", "init_method", "world"},
     {"overlap", "causes", "expiry", "failures", "pairs", "refusals"},
     {"operations"},
-    {"group", "non_member", "context"},
+    {"group", "group_backends", "non_member", "context"},
     {"api"},
     {"progress"},
     {"initialize", "data_parallel"},
