@@ -13,7 +13,7 @@ from asyncdist.backend.call_stream import StreamCall
 from asyncdist.backend.choice_trace import trace_choice
 from asyncdist.backend.express import ExpressOperation, goes_express
 from asyncdist.backend.item_operation import ItemOperation
-from asyncdist.backend.lanes import RESERVED, Lanes
+from asyncdist.backend.lanes import RESERVED, WITHOUT_LANE, Lanes, TagLane
 from asyncdist.backend.operation import Operation, Recipe
 from asyncdist.backend.stream_operation import StreamOperation
 from asyncdist.errors import CollectiveMismatchError
@@ -41,9 +41,6 @@ RECIPES_KEPT: Final = 256
 class Running(Protocol):
     """An operation under way."""
 
-    def begin(self) -> None:
-        """Start; called once the backend knows it."""
-
     def stop(self) -> None:
         """Read and write no array any more, and report nothing."""
 
@@ -51,7 +48,14 @@ class Running(Protocol):
         """Group ranks it has not heard from."""
 
 
-_OPERATIONS: Final[dict[type[Call], Callable[..., Running]]] = {
+class Beginning(Running, Protocol):
+    """One that is made and then started."""
+
+    def begin(self) -> None:
+        """Start; called once the backend knows it."""
+
+
+_OPERATIONS: Final[dict[type[Call], Callable[..., Beginning]]] = {
     Call: Operation,
     ItemCall: ItemOperation,
     StreamCall: StreamOperation,
@@ -97,31 +101,34 @@ class AioBackend(GroupBackend):
         on_end: Callable[[CollectiveWork, BaseException | None], None],
     ) -> None:
         """Begin `call`, once it is known whether its tag has a lane."""
-        if self._lanes is None or self._lanes.admit(call, work, on_end):
-            self.resume(call, work, on_end)
+        place = WITHOUT_LANE if self._lanes is None else self._lanes.admit(call, work, on_end)
+        if place is not None:
+            self.resume(call, work, on_end, place)
 
     def resume(
         self,
         call: Call,
         work: CollectiveWork,
         on_end: Callable[[CollectiveWork, BaseException | None], None],
+        place: TagLane,
     ) -> None:
         """Begin `call` now, by messages or through the lane of its tag."""
-        lanes = self._lanes
-        lane = None if lanes is None else lanes.lane(work.tag)
-        recipe = self.recipe_for(call, 0 if lanes is None else lanes.pool_bytes(work.tag))
-        if recipe.express and lanes is not None and lane is not None:
-            lanes.take_place(work)
+        recipe = self._recipes.get((call.recipe_key, place.lane_bytes))
+        if recipe is None or not recipe.met:
+            recipe = self.recipe_for(call, place.lane_bytes)
+        lane = place.lane
+        if recipe.express and lane is not None:
+            place.take_place(work.number)
             express = ExpressOperation(self, lane, call, recipe, work, on_end)
             self._operations[work.tag, work.number] = express
-            express.begin()
+            lane.add_express(express)
             return
         operation = _OPERATIONS[type(call)](self, call, recipe, work, on_end)
         self._operations[work.tag, work.number] = operation
-        if lanes is None or lane is None:
+        if lane is None:
             operation.begin()
             return
-        lanes.take_place(work)
+        place.take_place(work.number)
         if recipe.shared and isinstance(operation, Operation):
             operation.share(lane.add(recipe.fingerprint, recipe.program, operation))
         else:

@@ -62,10 +62,6 @@ class ExpressOperation:
         self.payload: memoryview = call.outputs[0].octets if call.outputs else _NOTHING
         self.number = -1
 
-    def begin(self) -> None:
-        """Start."""
-        self._lane.add_express(self)
-
     def ready(self) -> None:
         """All members' operands are there: reduce them, in rank order."""
         kernel = self._kernel
@@ -84,8 +80,9 @@ class ExpressOperation:
 
     def done(self) -> None:
         """Results are in place."""
-        self._backend.forget(self._work)
-        self._on_end(self._work, None)
+        work = self._work
+        self._backend.forget(work)
+        self._on_end(work, None)
 
     def fail(self, error: BaseException) -> None:
         """The operation cannot go on."""

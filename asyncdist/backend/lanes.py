@@ -8,7 +8,6 @@ issued meanwhile waits.
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from asyncdist.backend.aio import AioBackend
     from asyncdist.transport.base_mesh import BaseMesh
 
-__all__ = ["RESERVED", "Lanes", "OnEnd"]
+__all__ = ["RESERVED", "WITHOUT_LANE", "Lanes", "OnEnd", "TagLane"]
 
 OnEnd: TypeAlias = Callable[[CollectiveWork, BaseException | None], None]
 
@@ -44,22 +43,34 @@ RESERVED: Final = range(2**32 - 3, 2**32)
 _GREETING, _OFFER, _MAPPED = RESERVED
 
 
-class _State(enum.Enum):
-    DECIDING = "deciding"
-    SHARED = "shared"
-    APART = "apart"
+class TagLane:
+    """One tag's lane, or that there is none."""
 
+    __slots__ = ("decided", "held", "lane", "lane_bytes", "mapped", "number", "pool_bytes", "segment")
 
-class _Tag:
-    """One tag's lane, or why there is none."""
-
-    def __init__(self) -> None:
-        self.state = _State.DECIDING
-        self.held: deque[tuple[Call, CollectiveWork, OnEnd]] = deque()
+    def __init__(self, *, decided: bool = False) -> None:
+        self.decided = decided
+        """Whether it is known if there is a lane; until then calls wait."""
         self.lane: SharedLane | None = None
-        self.segment = 0
-        self.pool_bytes = 0
+        self.lane_bytes = 0
+        """Memory that every member has for its items in the lane; 0 without one. All know it."""
         self.number = 0
+        self.held: deque[tuple[Call, CollectiveWork, OnEnd]] = deque()
+        self.segment = 0
+        self.mapped: SharedLane | None = None  # the lane to be, if all others can make theirs
+        self.pool_bytes = 0
+
+    def take_place(self, number: int) -> None:
+        """Operation `number` comes next in the lane; those before it that never started here are skipped."""
+        assert self.lane is not None
+        while self.number < number:
+            self.lane.add(SKIPPED)
+            self.number += 1
+        self.number = number + 1
+
+
+WITHOUT_LANE: Final = TagLane(decided=True)
+"""For all that goes by messages."""
 
 
 class Lanes:
@@ -69,47 +80,32 @@ class Lanes:
         self._backend = backend
         self._mesh = mesh
         self._memory = mesh.memory
-        self._tags: dict[int, _Tag] = {}
+        self._tags: dict[int, TagLane] = {}
         if self._memory is not None:
             self._memory.on_left(self._left)
 
-    def admit(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> bool:
-        """Whether `call` may start now; else it is kept, and starts when its tag's lane has been decided on."""
+    def admit(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> TagLane | None:
+        """What `call` may start with now; if None it is kept, and starts when its tag's lane has been decided on."""
         tag = self._tags.get(work.tag)
-        if tag is None:
-            if work.number >= _GREETING:
-                return True
-            tag = self._tags[work.tag] = _Tag()
+        if tag is not None and tag.decided:
+            return tag
+        if work.number >= _GREETING:
+            return WITHOUT_LANE
+        if tag is not None:
             tag.held.append((call, work, on_end))
-            try:
-                self._exchange(work.tag, _GREETING, np.zeros(1, np.uint64), self._greeted)
-            except BaseException:
-                del self._tags[work.tag]
-                raise
-            return False
-        if tag.state is not _State.DECIDING or work.number >= _GREETING:
-            return True
+            return None
+        tag = self._tags[work.tag] = TagLane()
         tag.held.append((call, work, on_end))
-        return False
+        try:
+            self._exchange(work.tag, _GREETING, np.zeros(1, np.uint64), self._greeted)
+        except BaseException:
+            del self._tags[work.tag]
+            raise
+        return None
 
     def lane(self, number: int) -> SharedLane | None:
         """The lane of tag `number`, if it has one."""
-        tag = self._tags.get(number)
-        return None if tag is None or tag.state is not _State.SHARED else tag.lane
-
-    def pool_bytes(self, number: int) -> int:
-        """Memory that every member has for its items in the lane of tag `number`; 0 if it has none. All know it."""
-        tag = self._tags.get(number)
-        return 0 if tag is None or tag.state is not _State.SHARED else tag.pool_bytes
-
-    def take_place(self, work: CollectiveWork) -> None:
-        """The operation of `work` comes next; those before it that never started here are skipped."""
-        tag = self._tags[work.tag]
-        assert tag.lane is not None
-        while tag.number < work.number:
-            tag.lane.add(SKIPPED)
-            tag.number += 1
-        tag.number = work.number + 1
+        return self._tags.get(number, WITHOUT_LANE).lane
 
     def holds(self, tag: int, sequence: int) -> bool:
         """Whether that operation waits for a decision."""
@@ -127,16 +123,17 @@ class Lanes:
         if self._memory is not None:
             self._memory.forget(self._left)
         for number, tag in self._tags.items():
-            if tag.state is _State.DECIDING:
+            if not tag.decided:
                 for exchange in RESERVED:
                     self._backend.drop(number, exchange)
             tag.held.clear()
-            tag.state = _State.APART
+            tag.decided = True
+            tag.mapped = None
             if tag.lane is not None and self._memory is not None:
                 tag.lane.close()
                 self._memory.lanes.pop(tag.lane, None)
-                self._memory.doorbell.pollers.pop(tag.lane.poll, None)
-                tag.lane = None
+                self._memory.doorbell.remove(tag.lane.poll)
+                tag.lane, tag.lane_bytes = None, 0
             self._free(tag)
 
     # -- agreeing
@@ -152,7 +149,7 @@ class Lanes:
 
         def ended(_work: CollectiveWork, error: BaseException | None) -> None:
             state = self._tags[tag]
-            if state.state is not _State.DECIDING:
+            if state.decided:
                 return
             if error is None:
                 try:
@@ -160,7 +157,7 @@ class Lanes:
                 except Exception as failure:
                     error = failure
             if error is not None:
-                self._decided(tag, _State.APART, error)
+                self._decided(tag, error)
 
         backend.start(call, CollectiveWork(backend.loop, "sharing memory", value.nbytes, tag, number, None), ended)
 
@@ -183,14 +180,14 @@ class Lanes:
         if len(able) < len(backend.ranks) or memory is None:
             events.info("group %x tag %d: no shared memory; only ranks %s could", backend.group_id, tag, able)
             self._free(state)
-            self._decided(tag, _State.APART)
+            self._decided(tag)
             return
         problem = self._map(state, [int(number) for _, number in gathered])
         if problem:
             events.info("group %x tag %d: no shared memory: %s", backend.group_id, tag, problem)
         self._exchange(tag, _MAPPED, np.array([not problem], np.uint64), self._mapped)
 
-    def _map(self, state: _Tag, numbers: Sequence[int]) -> str:
+    def _map(self, state: TagLane, numbers: Sequence[int]) -> str:
         """Make our side of a lane of the members' segments; why not, if that cannot be. Raises RemoteProtocolError."""
         backend, memory = self._backend, self._memory
         assert memory is not None
@@ -215,44 +212,45 @@ class Lanes:
         state.pool_bytes = min(map(len, views)) - LANE_HEAD_BYTES
         core = Lane(backend.rank, views, partial(borrow, memory, backend.ranks))
         lend = partial(lend_to, memory, [rank for rank in backend.ranks if rank != self._mesh.rank])
-        state.lane = SharedLane(backend.loop, core, backend.ranks, ringers, self._mesh.break_pair, lend)
+        state.mapped = SharedLane(backend.loop, core, backend.ranks, ringers, self._mesh.break_pair, lend)
         return ""
 
     def _mapped(self, tag: int, gathered: np.ndarray[tuple[int, int], np.dtype[np.uint64]]) -> None:
         state, memory = self._tags[tag], self._memory
         if not gathered.all():
-            state.lane = None
+            state.mapped = None
             self._free(state)
-            self._decided(tag, _State.APART)
+            self._decided(tag)
             return
         assert memory is not None
-        assert state.lane is not None
-        memory.doorbell.pollers[state.lane.poll] = None
+        assert state.mapped is not None
+        state.lane, state.lane_bytes = state.mapped, state.pool_bytes
+        memory.doorbell.add(state.lane.poll, first=True)
         memory.lanes[state.lane] = None
-        self._decided(tag, _State.SHARED)
+        self._decided(tag)
 
     def _left(self, rank: int, error: PeerLostError) -> None:
         """A peer has said goodbye: what it has not begun will never be."""
         if rank in self._backend.ranks:
             member = self._backend.ranks.index(rank)
             for tag in self._tags.values():
-                if tag.lane is not None and tag.state is _State.SHARED:
+                if tag.lane is not None:
                     tag.lane.left(member, error)
 
-    def _free(self, tag: _Tag) -> None:
+    def _free(self, tag: TagLane) -> None:
         if tag.segment and self._memory is not None:
             self._memory.free(tag.segment)
         tag.segment = 0
 
-    def _decided(self, tag: int, outcome: _State, error: BaseException | None = None) -> None:
+    def _decided(self, tag: int, error: BaseException | None = None) -> None:
         state = self._tags[tag]
-        state.state = outcome
+        state.decided = True
         held = list(state.held)
         state.held.clear()
         for call, work, on_end in held:
             try:
                 if error is None:
-                    self._backend.resume(call, work, on_end)
+                    self._backend.resume(call, work, on_end, state)
                     continue
                 failure = error
             except Exception as unable:  # out of memory, or the mesh is gone

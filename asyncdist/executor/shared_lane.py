@@ -116,9 +116,9 @@ class SharedLane:
             return
         if last:
             for ringer in self._others:
-                ringer.ring()
-        if self._express[0] is operation:
-            self._advance_express()
+                ringer.knock()
+            if self._express[0] is operation:
+                self._advance_express()
 
     def drop_express(self, operation: Express) -> None:
         """Forget an operation."""
@@ -162,7 +162,8 @@ class SharedLane:
         self.moved = 0
         if self._express:
             done = self._advance_express()
-            if not (self._unbegun or self._parts or self.core.waiting or self.moved >= TURN_BYTES):
+            # That these have ended is news only to who is far ahead: the next look that finds nothing tells it.
+            if not (self._unbegun or self._parts or self.core.unretired or (self.core.news and not done)):
                 return done
         self.pumping = True
         try:

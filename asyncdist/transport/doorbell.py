@@ -11,31 +11,38 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from asyncdist.transport.fence import RECHECK_S, fence
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.segment import PAGE_BYTES, AttachedSegment, Segment
 
-__all__ = ["Doorbell", "Ringer"]
+__all__ = ["Doorbell", "Pending", "Ringer"]
 
 _ASLEEP: Final = 0
 
 
+class Pending(Protocol):
+    """What is awaited."""
+
+    _done: bool
+
+
 class Doorbell:
-    """Ours: what peers ring. `pollers` are called, in turn, whenever there may be something to see.
+    """Ours: what peers ring. Pollers are called, in turn, whenever there may be something to see.
 
     A poller takes what is there, returns whether there was anything, and must not raise.
     """
 
-    __slots__ = ("_awake", "_fds", "_handle", "_loop", "_words", "eventfd", "page", "pollers", "rings")
+    __slots__ = ("_fds", "_handle", "_loop", "_pollers", "_words", "awake", "eventfd", "page", "rings")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fds: SocketSet) -> None:
         self._loop = loop
         self._fds = fds
         self.rings = 0
-        self._awake = False
-        self.pollers: dict[Callable[[], bool], None] = {}
+        self._pollers: tuple[Callable[[], bool], ...] = ()
+        self.awake = False
+        """Whether nobody need ring until the loop turns."""
         self.page = Segment(PAGE_BYTES, fds, "asyncdist-doorbell")
         self.eventfd = fds.add_fd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self._words = self.page.view.cast("Q")
@@ -43,23 +50,41 @@ class Doorbell:
         loop.add_reader(self.eventfd, self._rung)
         self._handle = loop.call_later(RECHECK_S, self._recheck)
 
+    def add(self, poller: Callable[[], bool], *, first: bool = False) -> None:
+        """Call `poller` from now on, before all others if it is to be `first`."""
+        self._pollers = (poller, *self._pollers) if first else (*self._pollers, poller)
+
+    def remove(self, poller: Callable[[], bool]) -> None:
+        """Call `poller` no more, after the round of calls that may be under way."""
+        self._pollers = tuple(other for other in self._pollers if other != poller)
+
+    def silence(self) -> None:
+        """Call no poller any more."""
+        self._pollers = ()
+
     def poll(self) -> bool:
         """Take what is there; whether there was anything."""
         found = False
-        for poller in list(self.pollers):
+        for poller in self._pollers:
             found |= poller()
         return found
 
+    def poll_for(self, work: Pending) -> None:
+        """Take what is there, until `work` is done."""
+        for poller in self._pollers:
+            if poller() and work._done:
+                return
+
     def stay_awake(self) -> None:
         """Nobody need ring until the loop turns, as this task looks by itself, now and with its next operations."""
-        if not self._awake:
-            self._awake = True
+        if not self.awake:
+            self.awake = True
             self._words[_ASLEEP] = 0
             self._loop.call_soon(self._fall_asleep)  # before the loop can go to sleep
 
     def _fall_asleep(self) -> None:
         """From now on peers ring. What came just before is taken here, so that it is not slept upon."""
-        self._awake = False
+        self.awake = False
         if self.eventfd >= 0:
             self._words[_ASLEEP] = 1
             fence()
@@ -68,7 +93,7 @@ class Doorbell:
     def close(self) -> None:
         """Listen no more. Idempotent."""
         self._handle.cancel()
-        self.pollers.clear()
+        self.silence()
         if self.eventfd >= 0:
             self._loop.remove_reader(self.eventfd)
             self._fds.close_fd(self.eventfd)
@@ -103,6 +128,10 @@ class Ringer:
     def ring(self) -> None:
         """Wake the peer if it sleeps; what it is to see must be in place."""
         fence()  # that, before this look: either we see it asleep, or it sees what is there
+        self.knock()
+
+    def knock(self) -> None:
+        """As `ring`, when a fence lies behind what the peer is to see."""
         if self._eventfd >= 0 and self._words[_ASLEEP]:
             with contextlib.suppress(BlockingIOError):  # its counter is full, so it is rung enough
                 os.eventfd_write(self._eventfd, 1)

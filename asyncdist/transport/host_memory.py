@@ -177,7 +177,7 @@ class HostMemory:
         for lane in self.lanes:
             lane.closed = True
         if self._doorbell is not None:
-            self._doorbell.pollers.clear()
+            self._doorbell.silence()
 
     def close(self) -> None:
         """Give everything back. Idempotent."""

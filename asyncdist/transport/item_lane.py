@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from asyncdist.transport.fence import fence
+from asyncdist.transport.fence import WEAK, fence
 from asyncdist.transport.item_pool import ItemPool
 from asyncdist.transport.lane_layout import (
     ABSENT,
@@ -130,7 +130,8 @@ class ItemLane:
         self._open[number] = operation
         if item_count:
             self._queue.append(operation)
-        fence()  # the record before its count
+        if WEAK:  # the record before its count
+            fence()
         self._issued = self._own_words[ISSUED] = number + 1
         return operation
 
@@ -163,7 +164,8 @@ class ItemLane:
             if published != peer.published:
                 if not peer.published < published < 1 << 63:
                     raise LaneFault(member, f"{published} items were put out after {peer.published}")
-                fence()  # the count before what it counts
+                if WEAK:  # the count before what it counts
+                    fence()
                 peer.published = published
         return min(max(peer.published - first, 0), count)
 
@@ -223,7 +225,8 @@ class ItemLane:
             for missing in range(max(self._published, self._consumed_seen), upto):
                 at = DESCRIPTORS_AT + missing % DESCRIPTORS * DESCRIPTOR.size
                 DESCRIPTOR.pack_into(self._own, at, missing, 0, ABSENT, 0)
-            fence()
+            if WEAK:
+                fence()
             self._published = self._own_words[PUBLISHED] = max(upto, self._published)
             if upto < end:
                 return
@@ -253,9 +256,15 @@ class ItemLane:
         if oldest > self.finished:
             for number in range(self.finished, oldest):
                 self._open.pop(number, None)
-            fence()  # read before we say so
+            if WEAK:  # read before we say so
+                fence()
             self.finished = self._own_words[FINISHED] = oldest
             self.news = True
+
+    @property
+    def unretired(self) -> bool:
+        """Whether operations are to be retired yet."""
+        return bool(self._open)
 
     @property
     def waiting(self) -> bool:
@@ -302,7 +311,8 @@ class ItemLane:
         number = self._published
         place = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR.size
         DESCRIPTOR.pack_into(self._own, place, number, at, length, segment)
-        fence()  # the bytes and where they are before their count
+        if WEAK:  # the bytes and where they are before their count
+            fence()
         self._published = self._own_words[PUBLISHED] = number + 1
         operation.published += 1
         if operation.published == operation.item_count:
@@ -337,7 +347,8 @@ class ItemLane:
         if number >= peer.issued:
             if not self._look_for(peer, number):
                 return None
-            fence()  # the count before the record
+            if WEAK:  # the count before the record
+                fence()
         at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
         theirs, _fingerprint, first, count = RECORD.unpack_from(peer.segment, at)
         if theirs != number or count > MAX_LANE_ITEMS or first >= 1 << 62:
@@ -348,7 +359,8 @@ class ItemLane:
     def _consume(self, peer: Member, upto: int) -> None:
         if upto > peer.consumed:
             peer.consumed = upto
-            fence()  # read before we say so
+            if WEAK:  # read before we say so
+                fence()
             self._own_words[CONSUMED + 8 * peer.index] = upto
             self.news = True
 

@@ -5,7 +5,7 @@ Nothing here waits or wakes anybody.
 
 from __future__ import annotations
 
-from asyncdist.transport.fence import fence
+from asyncdist.transport.fence import WEAK, fence
 from asyncdist.transport.lane_layout import (
     CONSUMED,
     EXPRESS_AT,
@@ -55,21 +55,26 @@ class Lane(LendingLane):
             own[at : at + length] = payload
         if self._open:
             self._open[number] = LaneOperation(number, fingerprint, self._next_item, 0, {})
-        fence()  # the record before its count
+        if WEAK:  # the record before its count
+            fence()
         self._issued = self._own_words[ISSUED] = number + 1
         return number
 
     def express_begun(self, number: int) -> bool:
-        """Whether all members have begun operation `number`, which we have begun before this call."""
+        """Whether all members have begun operation `number`, which we have begun before this call. Fences."""
         fence()  # our count before the others': of all who look, the last sees everyone
-        return all(peer.issued > number or self._look_for(peer, number) for _, peer in self._others)
+        for _, peer in self._others:  # noqa: SIM110 - a generator would cost as much as all of this
+            if peer.issued <= number and not self._look_for(peer, number):
+                return False
+        return True
 
     def express_ready(self, number: int, fingerprint: int) -> bool:
         """Whether all members have begun operation `number`. Raises Differs if one runs something else there."""
         for _, peer in self._others:
             if peer.issued <= number and not self._look_for(peer, number):
                 return False
-        fence()  # the counts before the records
+        if WEAK:  # the counts before the records
+            fence()
         at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
         for _, peer in self._others:
             theirs, other, _first, _count = RECORD.unpack_from(peer.segment, at)
@@ -100,7 +105,8 @@ class Lane(LendingLane):
                 return
         for _, peer in self._others:
             peer.retired = number + 1
-        fence()  # read before we say so
+        if WEAK:  # read before we say so
+            fence()
         self.finished = self._own_words[FINISHED] = number + 1
         self.news = True
         if self._open:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from asyncdist.transport.fence import fence
+from asyncdist.transport.fence import WEAK, fence
 from asyncdist.transport.item_lane import ItemLane
 from asyncdist.transport.lane_layout import (
     ABSENT,
@@ -70,7 +70,8 @@ class LendingLane(ItemLane):
         peer = self._members[member]
         assert peer is not None
         number = peer.records[operation.number][0] + item
-        fence()  # its bytes before this look
+        if WEAK:  # its bytes before this look
+            fence()
         at = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR.size
         found, _offset, size, _segment = DESCRIPTOR.unpack_from(peer.segment, at)
         still: bool = found == number and size != ABSENT
@@ -94,7 +95,8 @@ class LendingLane(ItemLane):
             at = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR.size
             if DESCRIPTOR.unpack_from(self._own, at)[3]:
                 DESCRIPTOR.pack_into(self._own, at, number, 0, ABSENT, 0)
-        fence()  # before anything is written to what was lent
+        if WEAK:  # before anything is written to what was lent
+            fence()
 
     def _lent_item(self, member: int, segment: int, offset: int, length: int) -> memoryview | None:
         if self._borrow is None:

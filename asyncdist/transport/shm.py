@@ -191,7 +191,7 @@ class ShmConnection(Connection):
         pairing = self._pairing
         self._reader, self._writer = pairing.rings()
         self.ringer = pairing.ringer
-        self._memory.doorbell.pollers[self._poll] = None
+        self._memory.doorbell.add(self._poll)
         self._memory.joined(self._core.peer_rank, self, crowded=pairing.peer_is_here)
         self._core.open(self._write, self._arm, self.loans)
         if self._leaving and self._sock is not None:
@@ -331,7 +331,7 @@ class ShmConnection(Connection):
         self._parcels.close()
         self._pairing.close()
         if self._writer is not None:
-            self._memory.doorbell.pollers.pop(self._poll, None)
+            self._memory.doorbell.remove(self._poll)
             self._memory.parted(self._core.peer_rank)
         self._reader = self._writer = self.ringer = None
         self.attached.clear()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.transport.fence import fence
+from asyncdist.transport.fence import WEAK, fence
 
 __all__ = ["HALF_CONTROL_BYTES", "PART_BYTES", "RingReader", "RingWriter", "half_bytes"]
 
@@ -78,11 +78,13 @@ class RingWriter:
             if not room:
                 break
             if sent - self._sent >= PART_BYTES:
-                fence()
+                if WEAK:
+                    fence()
                 self._sent = self._own[_SENT] = sent
                 tell()
         if sent != self._sent:
-            fence()  # the bytes before their count
+            if WEAK:  # the bytes before their count
+                fence()
             self._sent = self._own[_SENT] = sent
         return sent - start
 
@@ -151,7 +153,8 @@ class RingReader:
                 return 0
             if not 0 < length <= self._size:
                 raise RemoteProtocolError(f"a peer sent {sent} bytes of which {taken} were taken: the ring is smaller")
-            fence()  # the count before the bytes
+            if WEAK:  # the count before the bytes
+                fence()
             self._sent = sent
         if length > len(buffer):
             length = len(buffer)
@@ -163,7 +166,8 @@ class RingReader:
             cut = self._size - at
             buffer[:cut] = self._ring[at:]
             buffer[cut:length] = self._ring[: end - self._size]
-        fence()  # read before we say so
+        if WEAK:  # read before we say so
+            fence()
         self._taken = self._own[_TAKEN] = taken + length
         return length
 

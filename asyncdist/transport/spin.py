@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from time import perf_counter
-from typing import Final, Protocol
+from typing import Final
 
+from asyncdist.transport.doorbell import Pending
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
 
@@ -40,12 +42,6 @@ MAX_SKIPPED: Final = 64
 
 
 _give_core_away = getattr(os, "sched_yield", lambda: time.sleep(0))
-
-
-class Pending(Protocol):
-    """What is awaited."""
-
-    _done: bool
 
 
 class Spinner:
@@ -93,10 +89,11 @@ class Spinner:
         until_s = began_s + (CATCH * self._limit_s if self._catch else self._limit_s)
         self._catch = False
         sockets = self._neighbors.pollers
+        poll: Callable[[], object]
         if self._memory.ranks_here:
             doorbell = self._memory.doorbell
             doorbell.stay_awake()
-            poll = self._poll_all if sockets else doorbell.poll
+            poll = self._poll_all if sockets else partial(doorbell.poll_for, work)
         else:
             poll = next(iter(sockets)) if len(sockets) == 1 else self._poll_sockets
         poll()
@@ -129,22 +126,22 @@ class Spinner:
         most = self._cores if sockets else RANKS_PER_CORE * self._cores
         return 1 < ranks <= most and sockets <= MAX_NEIGHBORS and not (memory.crowded or neighbors.crowded)
 
-    def _poll_sockets(self) -> bool:
-        found = False
+    def _poll_sockets(self) -> None:
         for poller in list(self._neighbors.pollers):
-            found |= poller()
-        return found
+            poller()
 
-    def _poll_all(self) -> bool:
-        return self._memory.doorbell.poll() | self._poll_sockets()
+    def _poll_all(self) -> None:
+        self._memory.doorbell.poll()
+        self._poll_sockets()
 
     def turn_due(self) -> bool:
         """Whether the task that has just been served should let the loop turn before it goes on.
 
         It will look again, so until then nobody need ring.
         """
-        if self._memory.ranks_here and self._worth_it():
-            self._memory.doorbell.stay_awake()
+        memory = self._memory
+        if memory.ranks_here and not memory.doorbell.awake and self._worth_it():
+            memory.doorbell.stay_awake()
         now_s = perf_counter()
         if now_s - self._last_turn_s < TURN_S:
             return False

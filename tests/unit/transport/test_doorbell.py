@@ -26,7 +26,7 @@ class Bell:
         self.ringer = Ringer(self.fds, os.dup(self.doorbell.eventfd), page)
         self.looks = 0
         self.there = False
-        self.doorbell.pollers[self.look] = None
+        self.doorbell.add(self.look)
 
     def look(self) -> bool:
         self.looks += 1
@@ -89,14 +89,45 @@ async def test_a_counter_at_its_limit_is_ring_enough(bell: Bell) -> None:
 
 async def test_pollers_may_go_while_others_are_asked(bell: Bell) -> None:
     def leave() -> bool:
-        bell.doorbell.pollers.clear()
+        bell.doorbell.silence()
         return False
 
-    bell.doorbell.pollers.clear()
-    bell.doorbell.pollers[leave] = None
-    bell.doorbell.pollers[bell.look] = None
-    assert not bell.doorbell.poll()
-    assert not bell.doorbell.pollers
+    bell.doorbell.silence()
+    bell.doorbell.add(leave)
+    bell.doorbell.add(bell.look)
+    bell.doorbell.poll()
+    looks = bell.looks
+    bell.doorbell.poll()
+    assert bell.looks == looks, "nobody is asked any more"
+
+
+async def test_who_is_added_first_is_asked_first_and_may_end_the_round(bell: Bell) -> None:
+    class Work:
+        _done = False
+
+    asked: list[str] = []
+
+    def serve() -> bool:
+        asked.append("first")
+        Work._done = len(asked) > 3
+        return Work._done
+
+    def others() -> bool:
+        asked.append("other")
+        return False
+
+    bell.doorbell.silence()
+    bell.doorbell.add(others)
+    bell.doorbell.add(serve, first=True)
+    bell.doorbell.poll_for(Work())
+    assert asked == ["first", "other"]
+    bell.doorbell.poll_for(Work())
+    assert asked == ["first", "other", "first", "other"]
+    bell.doorbell.poll_for(Work())
+    assert asked[4:] == ["first"], "the work is done, so nobody else need be asked now"
+    bell.doorbell.remove(serve)
+    bell.doorbell.poll()
+    assert asked[5:] == ["other"]
 
 
 async def test_a_peer_that_writes_into_the_page_reaches_nothing(bell: Bell) -> None:

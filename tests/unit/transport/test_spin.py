@@ -44,7 +44,9 @@ class World:
         self.work = Work()
         monkeypatch.setattr(spin, "perf_counter", lambda: self.now_s)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(CORES)), raising=False)
-        doorbell = SimpleNamespace(poll=self.poll, stay_awake=self.stay_awake)
+        doorbell = SimpleNamespace(
+            poll=self.poll, poll_for=lambda _work: self.poll(), stay_awake=self.stay_awake, awake=False
+        )
         self.memory: Any = SimpleNamespace(ranks_here=ranks_here, crowded=False, doorbell=doorbell)
         self.neighbors = Neighbors()
         self.spinner = Spinner(self.memory, self.neighbors, LIMIT_US)
