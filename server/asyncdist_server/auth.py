@@ -239,8 +239,8 @@ class _Handshake:
         """Say what the other side is that begins with such a byte."""
         return AuthenticationError(Refusal.NOT_A_STORE)
 
-    def _header(self, expected: _Kind) -> int | None:
-        """Return the detail of the header at the buffer's start, None while it is incomplete."""
+    def _header(self, expected: _Kind, most: int = 0) -> int | None:
+        """Return the detail, at most `most`, of the header at the buffer's start, None while it is incomplete."""
         if len(self._buffer) < _HEADER.size:
             return None
         _, version, kind, detail = _HEADER.unpack_from(self._buffer)
@@ -253,6 +253,8 @@ class _Handshake:
             )
         if kind != expected:
             raise AuthenticationError(Refusal.MALFORMED, detail=f"message kind {kind} instead of {int(expected)}")
+        if detail > most:
+            raise AuthenticationError(Refusal.MALFORMED, detail=f"detail {detail} of message kind {kind}")
         return int(detail)
 
 
@@ -282,7 +284,7 @@ class ClientHandshake(_Handshake):
         self._take(data)
         if self._proven:
             return self._accepted()
-        detail = self._header(_Kind.CHALLENGE)
+        detail = self._header(_Kind.CHALLENGE, most=1)
         if detail is None:
             return b""
         if bool(detail) != self._has_token:
@@ -337,7 +339,7 @@ class ServerHandshake(_Handshake):
         return AuthenticationError(Refusal.NO_TLS) if tls else super()._stranger(first_byte)
 
     def _challenge(self) -> bytes:
-        detail = self._header(_Kind.HELLO)
+        detail = self._header(_Kind.HELLO, most=1)
         if detail is None:
             return b""
         if bool(detail) != self._has_token:

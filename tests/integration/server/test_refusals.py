@@ -1,0 +1,183 @@
+"""A daemon with a token and those who have none: refused at once, in time, in number, and before anything is parsed."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+from server_kit import SocketClient
+
+from asyncdist_server import ServerConfig, serve, session
+from asyncdist_server import messages as m
+from asyncdist_server.auth import (
+    HANDSHAKE_TIMEOUT_S,
+    AuthenticationError,
+    ClientHandshake,
+    Refusal,
+    refusal_message,
+    store_context,
+)
+from asyncdist_server.engine import StoreEngine
+from asyncdist_server.messages import Encoder, FrameReader, Hello
+
+TOKEN = "t" * 43
+OTHER_TOKEN = "u" * 43
+DEADLINE_S = 10.0
+AT_ONCE_S = 0.05
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of whatever looks at what a client says, in the order of their calls."""
+    calls: list[str] = []
+
+    def spy(owner: Any, name: str) -> None:
+        genuine = getattr(owner, name)
+
+        def noted(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            return genuine(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for name in ("parse_store_context", "decode_hello", "decode_requests"):
+        spy(session, name)
+    spy(FrameReader, "feed")
+    spy(StoreEngine, "open")
+    spy(StoreEngine, "request")
+    spy(msgpack, "unpackb")
+    return calls
+
+
+def behind_the_handshake() -> bytes:
+    """A hello and requests, as a client sends them that expects to be let in."""
+    encoder = Encoder()
+    return encoder.hello(Hello(b"c" * 16)) + encoder.requests(0, [(1, m.SET, b"k", b"v"), (2, m.PING)])
+
+
+FORGED = b"\xadDST\0\x01\x03\0" + bytes(32)
+"""A proof that is none."""
+
+
+def no_token(port: int) -> bytes:
+    """Say that there is no token, and all the rest at once."""
+    hello = ClientHandshake(None, store_context("job", 1)).start()
+    return talk(port, hello + FORGED + behind_the_handshake())
+
+
+def wrong_token(port: int) -> bytes:
+    """Have a token, another one, and not care that the server's proof is wrong."""
+    hello = ClientHandshake(OTHER_TOKEN, store_context("job", 1)).start()
+    with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as connection:
+        connection.sendall(hello)
+        connection.recv(4096)
+        connection.sendall(FORGED + behind_the_handshake())
+        return rest(connection)
+
+
+def lying_about_having_one(port: int) -> bytes:
+    """The flag of a client that has a token, the key of one that has none."""
+    hello = bytearray(ClientHandshake(None, store_context("job", 1)).start())
+    hello[7] = 1
+    with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as connection:
+        connection.sendall(bytes(hello))
+        connection.recv(4096)
+        connection.sendall(FORGED + behind_the_handshake())
+        return rest(connection)
+
+
+def talk(port: int, data: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as connection:
+        connection.sendall(data)
+        return rest(connection)
+
+
+def rest(connection: socket.socket) -> bytes:
+    """All that comes until the daemon closes."""
+    said = b""
+    try:
+        while more := connection.recv(4096):
+            said += more
+    except ConnectionResetError:
+        pass
+    return said
+
+
+@pytest.mark.parametrize(
+    ("attempt", "refusal"),
+    [
+        (no_token, Refusal.TOKEN_REQUIRED),
+        (wrong_token, Refusal.WRONG_TOKEN),
+        (lying_about_having_one, Refusal.WRONG_TOKEN),
+    ],
+)
+async def test_who_has_not_the_token_is_refused_at_once_and_nothing_is_parsed(
+    parsed: list[str], attempt: Callable[[int], bytes], refusal: Refusal
+) -> None:
+    async with serve(ServerConfig(port=0, token=TOKEN)) as server:
+
+        def timed() -> tuple[float, bytes]:
+            began = time.perf_counter()
+            said = attempt(server.port)
+            return time.perf_counter() - began, said
+
+        tries = [await asyncio.to_thread(timed) for _ in range(5)]  # the best of five: other processes want the cores
+    assert all(said == refusal_message(refusal) for _, said in tries)
+    assert min(seconds for seconds, _ in tries) < AT_ONCE_S
+    assert parsed == []
+
+
+async def test_the_spy_sees_what_is_parsed_of_a_client_that_has_it(parsed: list[str]) -> None:
+    """That the test above can fail."""
+    async with serve(ServerConfig(port=0, token=TOKEN)) as server:
+        with await asyncio.to_thread(SocketClient, server.port, TOKEN) as client:
+            await asyncio.to_thread(client.ask, m.PING)
+    order = list(dict.fromkeys(parsed))
+    assert order[0] == "parse_store_context"
+    assert {"feed", "decode_hello", "open", "decode_requests", "request", "unpackb"} <= set(order)
+
+
+async def test_a_client_that_proves_itself_in_time_stays_and_one_that_does_not_goes() -> None:
+    """At the limit and past it: the time ends the one handshake, and never a session."""
+    assert ServerConfig().handshake_timeout_s == HANDSHAKE_TIMEOUT_S == 5.0
+    limit_s = 0.3
+    async with serve(ServerConfig(port=0, token=TOKEN, handshake_timeout_s=limit_s)) as server:
+
+        def work() -> float:
+            with SocketClient(server.port, TOKEN) as prompt:
+                began = time.monotonic()
+                with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as late:
+                    late.sendall(ClientHandshake(TOKEN, b"/").start())
+                    said = rest(late)
+                waited_s = time.monotonic() - began
+                assert said.endswith(refusal_message(Refusal.TIMEOUT))
+                assert prompt.ask(m.PING) is None
+                return waited_s
+
+        assert await asyncio.to_thread(work) >= limit_s - 0.01
+
+
+async def test_half_open_connections_at_the_limit_and_one_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncdist_server.daemon.MAX_HALF_OPEN", 3)
+    async with serve(ServerConfig(port=0, token=TOKEN)) as server:
+
+        def work() -> None:
+            silent = [socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) for _ in range(2)]
+            try:
+                with SocketClient(server.port, TOKEN) as third:  # proven, so no longer half open
+                    silent.append(socket.create_connection(("127.0.0.1", server.port), DEADLINE_S))
+                    with pytest.raises((AuthenticationError, OSError)) as refused:
+                        SocketClient(server.port, TOKEN)
+                    if isinstance(refused.value, AuthenticationError):
+                        assert refused.value.refusal is Refusal.TOO_MANY_CONNECTIONS
+                    assert third.ask(m.PING) is None
+            finally:
+                for connection in silent:
+                    connection.close()
+
+        await asyncio.to_thread(work)
