@@ -39,7 +39,8 @@ class DeviceArray:
     """An array in a GPU's memory. `owner` keeps that memory; `stream` is where its producer works on it, if it says.
 
     `pointer` is an address on GPU number `device`, the sizes are as numpy's. It can be cut like a one-dimensional
-    array, if it is one, and is never read or written here.
+    array, if it is one, and is never read or written here. With `ordered`, `stream` is all that its users must wait
+    for: the current stream of the library it is from.
     """
 
     __slots__ = (
@@ -49,6 +50,7 @@ class DeviceArray:
         "itemsize",
         "nbytes",
         "ndim",
+        "ordered",
         "owner",
         "pointer",
         "shape",
@@ -68,6 +70,7 @@ class DeviceArray:
         writable: bool = True,
         owner: object = None,
         stream: int | None = None,
+        ordered: bool = False,
     ) -> None:
         self.pointer = pointer
         self.shape = shape
@@ -77,6 +80,7 @@ class DeviceArray:
         self.writable = writable
         self.owner = owner
         self.stream = stream
+        self.ordered = ordered
         self.ndim = len(shape)
         self.size = math.prod(shape)
         self.itemsize = dtype.itemsize
@@ -97,7 +101,14 @@ class DeviceArray:
 
     def _run(self, pointer: int, size: int) -> DeviceArray:
         return DeviceArray(
-            pointer, (size,), self.dtype, self.device, writable=self.writable, owner=self.owner, stream=self.stream
+            pointer,
+            (size,),
+            self.dtype,
+            self.device,
+            writable=self.writable,
+            owner=self.owner,
+            stream=self.stream,
+            ordered=self.ordered,
         )
 
     def __repr__(self) -> str:
@@ -220,6 +231,7 @@ def _from_torch(torch: Any, value: Any, name: str) -> DeviceArray:
         contiguous=value.is_contiguous(),
         owner=value,
         stream=torch.cuda.current_stream(value.device).cuda_stream or LEGACY_STREAM,
+        ordered=True,
     )
 
 

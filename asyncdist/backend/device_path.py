@@ -17,11 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
+import numpy as np
+
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.call import Call
 from asyncdist.backend.cuda_events import Completions
+from asyncdist.backend.device_streams import EventPool
 from asyncdist.backend.host_exchange import HostExchange
-from asyncdist.cuda.interface import Nccl, Runtime
+from asyncdist.cuda import Nccl, Provider, Runtime
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.plan.tuning import Tuning
 from asyncdist.reduce_op import ReduceOpLike
@@ -62,6 +65,8 @@ class Surroundings:
     """The GPU of this rank's arrays; calls on others are refused before they come here, but for multi-device ones."""
     members: tuple[Member, ...]
     completions: Completions
+    events: EventPool
+    """Give the events of `Call.ready` back here once the operation has ended."""
     exchange: HostExchange
     """Small messages among the group, and host collectives (`host_backend`) that no operation of the group meets."""
     timeout_s: float | None
@@ -82,9 +87,13 @@ class DevicePath(ABC):
         Raises DistError when it cannot be, which aborts the group. Cancelling leaves nothing behind.
         """
 
+    @classmethod
     @abstractmethod
-    def refusal(self, collective: str, dtype: Any, op: ReduceOpLike | None) -> str:
-        """Why this path cannot carry out a collective, for a TypeError; empty if it can. The same on all ranks."""
+    def refusal(cls, provider: Provider, collective: str, dtype: np.dtype[Any], op: ReduceOpLike | None) -> str:
+        """Why this path cannot carry out a collective, for a TypeError; empty if it can.
+
+        Asked at the call, before the path is open too, so it must say the same on all ranks.
+        """
 
     @abstractmethod
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
@@ -92,7 +101,7 @@ class DevicePath(ABC):
 
         It must not block the loop for a millisecond. `on_end` may be called before this returns, and is not called
         for operations forgotten by `drop` and `abort`. Arrays and events are kept until then. Where results will be on
-        a stream before the host knows, `work.device_event` is set to an event recorded there, for `wait_stream`.
+        a stream before the host knows, `work.on_device.queued(events)` is told the events recorded after them.
         """
 
     @abstractmethod
@@ -109,7 +118,7 @@ class DevicePath(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """The group is closed, no operation is under way: give back what outlives them. Idempotent, also after abort."""
+        """The group is closed, nothing is under way: give back what outlives that. Idempotent, also after abort."""
 
     async def wait_closed(self) -> None:
         """Wait, bounded, until threads of `abort` and `close` have ended; called after one of them."""

@@ -15,7 +15,7 @@ from asyncdist.arrays import human_bytes
 from asyncdist.deadline import timeout_seconds
 from asyncdist.transport.spin import Spinner
 
-__all__ = ["Listener", "Work", "until_ended"]
+__all__ = ["DeviceTail", "Listener", "Work", "until_ended"]
 
 T = TypeVar("T")
 
@@ -25,6 +25,16 @@ class Listener(Protocol):
 
     def work_ended(self) -> None:
         """The Work has ended; called at that moment, from wherever it did. Must not raise."""
+
+
+class DeviceTail(Protocol):
+    """The end of an operation on the GPU."""
+
+    def wait(self, stream: Any) -> None:
+        """See `Work.wait_stream`."""
+
+    def when_queued(self, callback: Callable[[], object]) -> None:
+        """Call it on the loop once there is something on the GPU to wait for; now, if there is."""
 
 
 class Work(Generic[T]):
@@ -48,6 +58,7 @@ class Work(Generic[T]):
         "_spinner",
         "_waiters",
         "nbytes",
+        "on_device",
         "operation",
         "sequence",
     )
@@ -68,6 +79,8 @@ class Work(Generic[T]):
         self._waiters: list[asyncio.Future[None]] | None = None
         self._callbacks: list[Callable[[Work[T]], object]] | None = None
         self._listener: Listener | None = None
+        self.on_device: DeviceTail | None = None
+        """Of an operation on GPU arrays: where it ends on its stream."""
 
     def done(self) -> bool:
         """Whether the operation has ended, well or not."""
@@ -165,6 +178,29 @@ class Work(Generic[T]):
             raise TimeoutError(f"{self!r} did not end within {timeout_s:g} s (the operation goes on)") from None
         self.result()
         return True
+
+    def wait_stream(self, stream: Any = None) -> None:
+        """Let what is queued on `stream` from now on wait for an operation on GPU arrays; the CPU does not wait.
+
+        `stream` is a stream of cupy or torch, or a CUDA handle; by default the caller's current one (of torch for
+        torch's tensors: name it there). Raises what went wrong if the operation has failed; asyncio.InvalidStateError
+        if it is not queued on the GPU yet: `await work.enqueued()` first; RuntimeError for operations on host arrays,
+        and on paths through the host's memory, whose results are on no stream before they are complete.
+        """
+        if self._done:
+            self.result()
+        elif self.on_device is None:
+            raise RuntimeError(f"{self!r} is no operation on GPU arrays: await it")
+        else:
+            self.on_device.wait(stream)
+
+    async def enqueued(self) -> None:
+        """Wait until the operation is queued on the GPU, or has ended; it may be pending there. Never raises for it."""
+        if not self._done and self.on_device is not None:
+            queued = asyncio.Event()
+            self.add_done_callback(lambda _work: queued.set())
+            self.on_device.when_queued(queued.set)
+            await queued.wait()
 
     def _abandoned(self) -> None:
         """The last waiter was cancelled; receives that may be withdrawn override this."""

@@ -1,0 +1,65 @@
+"""Threads for calls into GPU libraries that may block: opening, aborting and destroying communicators.
+
+They are daemons of their own, not an executor's: one that never returns from a library must not keep the process alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+__all__ = ["Helpers", "in_thread"]
+
+T = TypeVar("T")
+
+
+def in_thread(loop: asyncio.AbstractEventLoop, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+    """Call `function(*arguments)` in a thread of its own; a future of its result. Cancelling that ends the waiting."""
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)  # type: ignore[arg-type]
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = function(*arguments)
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name=f"asyncdist gpu {getattr(function, '__name__', '')}", daemon=True).start()
+    return future
+
+
+class Helpers:
+    """Calls under way of which only the end matters, and what they need kept alive."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._futures: set[asyncio.Future[Any]] = set()
+
+    def start(self, function: Callable[..., object], *arguments: Any, keep_alive: object = None) -> None:
+        """Call it in a thread. What it raises is not heard of: there is nobody left who could do anything about it."""
+        future = in_thread(self._loop, function, *arguments)
+        self._futures.add(future)
+        future.add_done_callback(lambda ended, _kept=keep_alive: self._ended(ended))  # type: ignore[misc]
+
+    def _ended(self, future: asyncio.Future[Any]) -> None:
+        self._futures.discard(future)
+        if not future.cancelled():
+            future.exception()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until all have ended, at most `timeout_s`."""
+        if self._futures:
+            await asyncio.wait(set(self._futures), timeout=timeout_s)

@@ -1,0 +1,268 @@
+"""NcclChannel: the communicators of one tag, one stream for each GPU, and the operations that go through them in order.
+
+NCCL demands one order per communicator on all ranks, and tags are what has an order of its own here: so each tag has a
+communicator. An ordinary channel has one communicator per rank; that of a multi-device form one per GPU of each rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from asyncdist.backend.base import CollectiveWork
+from asyncdist.backend.call import Call
+from asyncdist.backend.device_path import OnEnd, Surroundings
+from asyncdist.backend.device_tail import tail_of
+from asyncdist.backend.device_threads import Helpers, in_thread
+from asyncdist.backend.nccl_calls import Place, issue, talks_to
+from asyncdist.cuda import Communicator, Event, Memory, Nccl, Stream
+from asyncdist.errors import DistBackendError
+
+__all__ = ["MAX_LAUNCHED", "NcclChannel", "NcclOperation"]
+
+_SINGLE: Final = frozenset({"all_reduce", "broadcast", "reduce"})
+"""Collectives that are always one operation of NCCL's, which needs no group."""
+
+MAX_LAUNCHED: Final = 128
+"""Operations of a channel that are queued on the GPU at once: enough that it never waits for the next, and, with three
+entries each and a few channels, below the thousand from which a launch blocks. The others wait here."""
+
+
+class NcclOperation:
+    """A call under way."""
+
+    __slots__ = ("call", "done", "launched", "on_end", "work")
+
+    def __init__(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
+        self.call = call
+        self.work = work
+        self.on_end = on_end
+        self.launched = False
+        self.done: tuple[Event, ...] = ()
+
+
+class NcclChannel:
+    """See the module. `first` is the sequence number from which on operations come here."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        nccl: Nccl,
+        tag: int,
+        first: int,
+        devices: tuple[int, ...],
+        ended: Callable[[NcclChannel, NcclOperation, BaseException | None], None],
+    ) -> None:
+        self.tag = tag
+        self.first = first
+        self.devices = devices
+        self.limit: int | None = None
+        """Once an operation was refused, its number: that and later ones never come here."""
+        self.operations: dict[int, NcclOperation] = {}
+        """Under way, by sequence number, oldest first."""
+        self._around = around
+        self._nccl = nccl
+        self._ended = ended
+        self._queue: deque[NcclOperation] = deque()
+        self._launched = 0
+        self._launching: asyncio.Task[None] | None = None
+        self._met: set[int] = set()
+        self._streams: tuple[Stream, ...] = ()
+        self._places: tuple[Place, ...] = ()
+        self._communicators: tuple[Communicator, ...] = ()
+        self._memory: list[Memory] = []
+        self._left_behind: list[NcclOperation] = []
+        self._gone = False
+
+    # Opening.
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are communicators."""
+        return bool(self._communicators)
+
+    async def open(self, unique_id: bytes) -> None:
+        """Join the communicators; blocks threads, not the loop. Cancelling leaves them to a thread to be aborted."""
+        around, nccl = self._around, self._nccl
+        each = len(self.devices)
+        size, first = len(around.ranks) * each, around.rank * each
+        futures = [
+            in_thread(around.loop, nccl.open, size, unique_id, first + index, device)
+            for index, device in enumerate(self.devices)
+        ]
+        try:
+            found = await asyncio.gather(*futures)
+        except BaseException:
+            for future in futures:
+                future.add_done_callback(_abort_late)
+            raise
+        runtime = around.runtime
+        self._streams = tuple(runtime.new_stream(device) for device in self.devices)
+        self._places = tuple(
+            Place(nccl, runtime, communicator, stream, _Scratch(self, device))
+            for communicator, stream, device in zip(found, self._streams, self.devices, strict=True)
+        )
+        self._communicators = tuple(found)
+        self._go_on()
+
+    # Operations.
+
+    def add(self, operation: NcclOperation) -> None:
+        """Queue an operation behind the others."""
+        self.operations[operation.work.number] = operation
+        self._queue.append(operation)
+        if self._communicators:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Launch what may be launched now."""
+        while self._queue and self._launching is None and self._launched < MAX_LAUNCHED and not self._gone:
+            operation = self._queue.popleft()
+            operation.launched = True
+            call = operation.call
+            new = frozenset[int]()
+            for member in call.members or (call,):
+                new |= talks_to(member, self._communicators[0])
+            if new <= self._met:
+                self._launch_here(operation)
+            else:  # connecting to a peer blocks until it does the same
+                self._met |= new
+                self._launching = self._around.loop.create_task(self._launch_there(operation), name="launch in NCCL")
+
+    def _launch_here(self, operation: NcclOperation) -> None:
+        try:
+            self._launch(operation)
+        except Exception as error:
+            self._failed(operation, error)
+        else:
+            self._is_launched(operation)
+
+    async def _launch_there(self, operation: NcclOperation) -> None:
+        try:
+            await in_thread(self._around.loop, self._launch, operation)
+        except Exception as error:
+            self._launching = None
+            self._failed(operation, error)
+        else:
+            self._launching = None
+            self._is_launched(operation)
+        self._go_on()
+
+    def _launch(self, operation: NcclOperation) -> None:
+        """Queue everything on the GPU; in the loop's thread or one of its own."""
+        call, streams = operation.call, self._streams
+        for event in call.ready:
+            for stream in streams:
+                stream.wait_event(event)
+        issued = [issue(member, self._places[self._place_of(member)]) for member in (call.members or (call,))]
+        parts = [part for part in issued if part is not None]
+        if len(parts) == 1 and call.collective in _SINGLE:
+            parts[0]()
+        elif parts:
+            with self._nccl.group():
+                for part in parts:
+                    part()
+        events = []
+        for stream, device in zip(streams, self.devices, strict=True):
+            event = self._around.events.take(device)
+            event.record(stream)
+            events.append(event)
+        operation.done = tuple(events)
+
+    def _place_of(self, member: Call) -> int:
+        return self.devices.index(member.device) if len(self.devices) > 1 else 0  # type: ignore[arg-type]
+
+    def _is_launched(self, operation: NcclOperation) -> None:
+        if self._gone:
+            return
+        self._launched += 1
+        tail_of(operation.work).queued(operation.done)
+        self._around.completions.add(self, operation.done, lambda error: self._complete(operation, error), operation)
+
+    def _complete(self, operation: NcclOperation, error: BaseException | None) -> None:
+        self._launched -= 1
+        self._finish(operation, error)
+        self._around.events.give(operation.done)
+        self._around.events.give(operation.call.ready)
+        self._go_on()
+
+    def _failed(self, operation: NcclOperation, error: BaseException) -> None:
+        failure = error if isinstance(error, DistBackendError) else DistBackendError(f"{error}")
+        if failure is not error:
+            failure.__cause__ = error
+        self._finish(operation, failure)
+
+    def _finish(self, operation: NcclOperation, error: BaseException | None) -> None:
+        if self.operations.pop(operation.work.number, None) is not None:
+            self._ended(self, operation, error)
+
+    def forget(self, number: int) -> NcclOperation | None:
+        """Forget an operation; if it is on the GPU it stays there, and its arrays are kept until the channel ends."""
+        operation = self.operations.pop(number, None)
+        if operation is not None:
+            if operation.launched:
+                self._left_behind.append(operation)
+            else:
+                self._queue.remove(operation)
+        return operation
+
+    def scratch(self, nbytes: int, device: int) -> Memory:
+        """More temporary memory, given back when the channel is."""
+        memory = self._around.runtime.allocate(max(nbytes, 1), device)
+        self._memory.append(memory)
+        return memory
+
+    # The end.
+
+    def async_error(self) -> str:
+        """What the library says has gone wrong meanwhile."""
+        return next(filter(None, (communicator.async_error() for communicator in self._communicators)), "")
+
+    def end(self, helpers: Helpers, *, in_order: bool) -> None:
+        """Give everything up, in a thread; what the GPU may still use is kept until it does not. Idempotent.
+
+        `in_order`: every rank does so, and nothing is under way; else what runs is aborted.
+        """
+        if self._gone:
+            return
+        self._gone = True
+        kept = self._around.completions.drop(self), list(self.operations.values()), self._left_behind
+        self.operations.clear()
+        self._queue.clear()
+        if self._communicators:
+            helpers.start(self._end_there, in_order, keep_alive=kept)
+
+    def _end_there(self, in_order: bool) -> None:
+        for communicator in self._communicators:
+            if in_order:
+                communicator.destroy()
+            else:
+                communicator.abort()
+        for stream in self._streams:
+            stream.synchronize()
+            stream.close()
+        for memory in self._memory:
+            memory.close()
+
+
+class _Scratch:
+    """Temporary memory in the order of one stream: each call may use it from its start, as those before have ended."""
+
+    def __init__(self, channel: NcclChannel, device: int) -> None:
+        self._channel = channel
+        self._device = device
+        self._memory: Memory | None = None
+
+    def __call__(self, nbytes: int) -> int:
+        if self._memory is None or self._memory.nbytes < nbytes:
+            self._memory = self._channel.scratch(nbytes, self._device)
+        return self._memory.pointer
+
+
+def _abort_late(future: asyncio.Future[Communicator]) -> None:
+    """A communicator that opened after nobody wanted it any more."""
+    if not future.cancelled() and future.exception() is None:
+        communicator = future.result()
+        in_thread(future.get_loop(), communicator.abort).add_done_callback(lambda done: done.exception())
