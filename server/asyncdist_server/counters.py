@@ -45,6 +45,10 @@ LATENCY_BOUNDS_S: Final = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10
 """From one request alone on a quiet machine to a disk that makes everybody wait."""
 BLOCKED_BOUNDS_S: Final = (1e-3, 10e-3, 100e-3, 1.0, 10.0, 60.0, 300.0, 1800.0)
 """From a race between two ranks to the default time-out of a collective."""
+COMMIT_BOUNDS_S: Final = (250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 100e-3, 500e-3, 2.5)
+"""From a disk with a memory of its own to one that makes everybody wait."""
+COMMIT_BOUNDS_BYTES: Final = (1024.0, 8192.0, 65536.0, 524288.0, 4194304.0, 33554432.0)
+"""From one small change alone to a burst of large ones."""
 
 
 class Histogram:
@@ -66,7 +70,7 @@ class Histogram:
 class Counters:
     """The counts of one engine and of the connections to it; all of them only grow."""
 
-    __slots__ = ("blocked", "dropped", "latencies", "opened", "refused", "results")
+    __slots__ = ("blocked", "closed", "dropped", "latencies", "opened", "refused", "results")
 
     def __init__(self, operations: Iterable[int]) -> None:
         self.results: dict[int, list[int]] = {operation: [0] * RESULTS for operation in operations}
@@ -77,6 +81,8 @@ class Counters:
         """By operation, seconds for which a request that was blocked waited."""
         self.opened: dict[str, int] = {}
         """By protocol, connections that have proven themselves."""
+        self.closed: dict[str, int] = {}
+        """By protocol, those of them that are gone."""
         self.refused: dict[str, int] = {}
         """By reason, connections refused before that."""
         self.dropped: dict[str, int] = {}

@@ -1,38 +1,163 @@
-"""The daemon's HTTP port: /healthz. The only file that needs aiohttp (extra `server`), which is imported when used."""
+"""The daemon's HTTP port, to be read only: /healthz, /readyz, /metrics.
+
+The only file that needs aiohttp and prometheus-client (extra `server`), which are imported when used. Nothing here asks
+who the reader is: the port is for this host unless it is told otherwise, and a browser of this host that was led here
+by a page of another site is turned away (`Host` must name this host).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import ipaddress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final
 
 from asyncdist_server.config import ConfigError
+from asyncdist_server.connection import format_address
 from asyncdist_server.daemon import StoreServer
+from asyncdist_server.metrics import PREFIX, Metric, Samples, collect
 
-MISSING: str = "the HTTP port needs aiohttp: pip install 'asyncdist[server]', or start without --http-port"
+if TYPE_CHECKING:
+    from aiohttp import web
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import Metric as Family
+
+MISSING: Final = (
+    "the HTTP port needs aiohttp and prometheus-client: pip install 'asyncdist[server]', or start without --http-port"
+)
+MAX_HTTP_CONNECTIONS: Final = 64
+"""HTTP connections at a time; a few readers need a few. What is beyond is closed, so that the store keeps its files."""
+MAX_REQUEST_BYTES: Final = 1024
+"""Longest body of a request; nothing here has one."""
+METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @contextlib.asynccontextmanager
 async def serve_http(server: StoreServer) -> AsyncIterator[str]:
     """Serve HTTP for `server` while the block runs; gives the address as host:port.
 
-    Raises `ConfigError` when aiohttp is missing, `OSError` if the address cannot be bound.
+    Raises `ConfigError` when a library is missing, `OSError` if the address cannot be bound.
     """
     try:
         from aiohttp import web
+        from prometheus_client import generate_latest
     except ImportError as error:
         raise ConfigError(MISSING) from error
+
+    registry = _registry(server)
+    config = server.config
 
     async def healthz(request: web.Request) -> web.Response:
         """200 while the loop serves: an answer at all is the news, the numbers are for people."""
         return web.json_response({"status": "ok", "connections": server.connection_count, **server.engine.statistics()})
 
-    application = web.Application()
-    application.router.add_get("/healthz", healthz)
+    async def readyz(request: web.Request) -> web.Response:
+        """200 while clients are served, else 503 and why not."""
+        if server.not_ready:
+            return web.json_response({"status": server.not_ready}, status=503)
+        return web.json_response({"status": "ready"})
+
+    async def metrics(request: web.Request) -> web.Response:
+        """Everything `metrics` knows, and the process."""
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": METRICS_TYPE})
+
+    @web.middleware
+    async def this_host_only(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if not names_this_host(request.host, request.transport):
+            return web.Response(status=421, text="this port is for the host it is on: use localhost or an address\n")
+        return await handler(request)
+
+    application = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[this_host_only])
+    for path, handler in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
+        application.router.add_get(path, handler)
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     try:
-        await web.TCPSite(runner, server.config.http_host, server.config.http_port).start()
-        host, port = runner.addresses[0][:2]
-        yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        protocols = _Bounded(runner.server)
+        listener = await asyncio.get_running_loop().create_server(protocols, config.http_host, config.http_port)
+        try:
+            yield format_address(listener.sockets[0].getsockname())
+        finally:
+            listener.close()
     finally:
         await runner.cleanup()
+
+
+class _Bounded:
+    """Makes the protocols of HTTP connections, those beyond the limit such that close at once."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def __call__(self) -> asyncio.Protocol:
+        if len(self._server.connections) >= MAX_HTTP_CONNECTIONS:
+            return _Closing()
+        protocol: asyncio.Protocol = self._server()
+        return protocol
+
+
+class _Closing(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+def names_this_host(host: str, transport: asyncio.BaseTransport | None) -> bool:
+    """Whether a request that came over loopback was meant for it: by address or as localhost, see the module.
+
+    A page of another site can make a browser of this host send requests here under a name of its own; what comes from
+    elsewhere is asked for by whatever name this host has there.
+    """
+    local = transport.get_extra_info("sockname") if transport is not None else None
+    if not local or not ipaddress.ip_address(local[0].partition("%")[0]).is_loopback:
+        return True
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _registry(server: StoreServer) -> CollectorRegistry:
+    """Return a registry of this daemon's own: several may run in one process."""
+    from prometheus_client import CollectorRegistry, ProcessCollector
+
+    class Collector:
+        """Looks everything up when it is asked for."""
+
+        def collect(self) -> Iterator[Family]:
+            now = asyncio.get_running_loop().time()
+            return (_family(metric, samples) for metric, samples in collect(server, now))
+
+        def describe(self) -> list[Family]:
+            return []  # else `collect` is called when it is registered
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collector())
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def _family(metric: Metric, samples: Samples) -> Family:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    name = PREFIX + metric.name
+    if metric.kind == "histogram":
+        histograms = HistogramMetricFamily(name, metric.about, labels=metric.labels)
+        for labels, value in samples:
+            assert not isinstance(value, float | int)
+            bounds = [*map(str, value.bounds), "+Inf"]
+            histograms.add_metric(labels, list(zip(bounds, accumulate(value.counts), strict=True)), value.sum)
+        return histograms
+    family = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
+        name, metric.about, labels=metric.labels
+    )
+    for labels, value in samples:
+        assert isinstance(value, float | int)
+        family.add_metric(labels, value)
+    return family

@@ -51,6 +51,9 @@ _CAUSES: Final = {PROTOCOL: "protocol", REFUSED: "superseded", LIMIT: "memory"}
 class Session:
     """The state of one connection: handshake, hello, requests, closing. See the module's docstring."""
 
+    protocol: Final = "native"
+    """The name of what this speaks, for metrics."""
+
     __slots__ = (
         "_client",
         "_encoder",

@@ -42,6 +42,9 @@ SMALL_BYTES: Final = 4096
 class TorchSession:
     """The state of one torch client's connection. See the module's docstring."""
 
+    protocol: Final = "torch"
+    """The name of what this speaks, for metrics."""
+
     __slots__ = (
         "_between",
         "_claim",
