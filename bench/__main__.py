@@ -90,7 +90,7 @@ def main(
     """Measure SUBJECTS (all by default), or with --targets what is promised.
 
     p2p, all_reduce (TCP), collectives (every one, every transport), concurrency, stall (the event loop and memory
-    during 256 MiB), store, torch-store, rendezvous, overlap, stress; floors: the bare sockets alone.
+    during 256 MiB), store, torch-store, many-connections, rendezvous, overlap, stress; floors: the bare sockets alone.
     """
     console, errors = Console(), Console(stderr=True)
     if not console.is_terminal:

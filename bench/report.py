@@ -79,6 +79,8 @@ def format_rate(cell: Cell, measurement: Measurement) -> str:
     gigabytes = gigabytes_per_second(cell, measurement)
     if gigabytes is not None:
         return f"{gigabytes:.2f} GB/s"
+    if "connection_bytes" in measurement.extra:
+        return f"{measurement.extra['connection_bytes'] / 1024:.1f} KiB each"
     if cell.case.combine == "span":
         return f"server {measurement.extra.get('server_peak_bytes', 0) / (1 << 20):.0f} MiB"
     operations = operations_per_second(cell, measurement)

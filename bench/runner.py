@@ -61,17 +61,19 @@ class Session:
         listener.listen(self._world_size)
         listener.settimeout(0.2)
         address = f"127.0.0.1:{unused_port()}"
+        options = dict(self._candidate.options)
         if self._candidate.server is not None:
             self._server = self._candidate.server(None)
             self._stack.callback(self._server.close)
             address = self._server.address
+            options["server_pid"] = self._server.child.pid
         description = {
             "entry": self._candidate.entry,
             "control": control,
             "directory": directory,
             "address": address,
             "world_size": self._world_size,
-            "options": dict(self._candidate.options),
+            "options": options,
         }
         for command in self._commands(description):
             child = Child(command, environment={**self._candidate.environment, "PYTHONPATH": str(ROOT)})

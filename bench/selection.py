@@ -6,7 +6,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bench import all_reduce, collectives, concurrency, loop_stall, overlap, p2p, rendezvous, store, stress, torch_store
+from bench import (
+    all_reduce,
+    collectives,
+    concurrency,
+    loop_stall,
+    many_connections,
+    overlap,
+    p2p,
+    rendezvous,
+    store,
+    stress,
+    torch_store,
+)
 from bench.candidates import PEERS
 from bench.cases import Case
 from bench.model import Candidate, Profile, Subject
@@ -22,6 +34,7 @@ SUBJECTS: Mapping[str, Subject] = {
         loop_stall.SUBJECT,
         store.SUBJECT,
         torch_store.SUBJECT,
+        many_connections.SUBJECT,
         rendezvous.SUBJECT,
         overlap.SUBJECT,
         stress.SUBJECT,

@@ -55,12 +55,13 @@ def torch_store_server(core: int | None) -> ServerProcess:
     return ServerProcess(child, f"{LOCALHOST}:{line}")
 
 
-def redis_server(core: int | None) -> ServerProcess:
+def redis_server(core: int | None, *arguments: str) -> ServerProcess:
     """Start redis-server without persistence."""
     program = shutil.which("redis-server")
     assert program is not None
     port = unused_port()
-    child = Child([program, "--bind", LOCALHOST, "--port", str(port), "--save", "", "--appendonly", "no"], core=core)
+    command = [program, "--bind", LOCALHOST, "--port", str(port), "--save", "", "--appendonly", "no", *arguments]
+    child = Child(command, core=core)
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s and child.process.poll() is None:
         try:
