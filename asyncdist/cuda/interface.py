@@ -17,14 +17,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
 from asyncdist.arrays import Array
 from asyncdist.reduce_op import ReduceOp
 
-__all__ = ["Event", "Memory", "Pinned", "Resource", "Runtime", "Stream"]
+__all__ = ["MAX_SOURCES", "Event", "Memory", "Pinned", "Resource", "Runtime", "Stream"]
+
+MAX_SOURCES: Final = 64
+"""Of one `Runtime.reduce`: more ranks never share a device, and their pointers are arguments of one kernel."""
 
 
 class Resource(ABC):

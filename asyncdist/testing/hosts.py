@@ -36,6 +36,13 @@ class SimulatedProcess:
         self.context = contextvars.Context()
         self.context.run(PROCESS.set, self)
         self._deferred: list[asyncio.Handle] = []
+        self._paused_at = 0.0
+        self._stopped_s = 0.0
+
+    @property
+    def stopped_s(self) -> float:
+        """Seconds in which it was paused, in all."""
+        return self._stopped_s + (self.host.network.loop.time() - self._paused_at if self.paused else 0.0)
 
     def may_run(self, handle: asyncio.Handle) -> bool:
         """Return whether `handle` is to run now; one that is to run later is kept."""
@@ -46,12 +53,18 @@ class SimulatedProcess:
 
     def pause(self) -> None:
         """Stop it as SIGSTOP does: nothing of it runs, its kernel goes on."""
-        self.paused = True
+        if not self.paused:
+            self.host.network.trace("pause", self.host.name)
+            self._paused_at = self.host.network.loop.time()
+            self.paused = True
 
     def resume(self) -> None:
         """Let it go on: what has become due meanwhile runs now."""
-        self.paused = False
+        self._stopped_s, self.paused = self.stopped_s, False
+        self.host.network.trace("resume", self.host.name)
         deferred, self._deferred = self._deferred, []
+        # As after a real stop: the loop looks at its sockets first, then at its timers.
+        deferred.sort(key=lambda handle: isinstance(handle, asyncio.TimerHandle))
         for handle in deferred:
             self.host.network.loop.run_again(handle)
 

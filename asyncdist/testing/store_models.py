@@ -58,22 +58,33 @@ class RegisterModel(Model):
 
 
 class QueueModel(Model):
-    """A queue: its state is the tuple of its items, oldest first. No item may be pushed twice.
+    """A queue: its state is the tuple of its items, oldest first, and what pops that nobody was told of have taken.
 
-    push(item) -> None, pop() -> the oldest item, or None: it was empty, len() -> int
+        push(item) -> None          pop() -> the oldest item, or None: it was empty         len() -> int
+
+    No item may be pushed twice. A pop that ends UNKNOWN takes an item, or nothing. If it may also give that back, as
+    the clients of a store do for who gave up waiting, let a "return" of the same client follow, UNKNOWN too, and let
+    that client do nothing else: it brings the item back to the head.
     """
 
-    initial: Hashable = ()
+    initial: Hashable = ((), ())
 
     def apply(self, state: Any, operation: Operation) -> Hashable:
         """See `Model.apply`."""
         name, result = operation.name, operation.result
+        items, taken = state
         if name == "push":
-            return fitting(result, None, (*state, operation.arguments[0]))
+            return fitting(result, None, ((*items, operation.arguments[0]), taken))
         if name == "pop":
-            return fitting(result, state[0], state[1:]) if state else fitting(result, None, state)
+            if result is UNKNOWN and items:
+                return items[1:], (*taken, (operation.client, items[0]))
+            return fitting(result, items[0], (items[1:], taken)) if items else fitting(result, None, state)
         if name == "len":
-            return fitting(result, len(state), state)
+            return fitting(result, len(items), state)
+        if name == "return":
+            mine = [(client, item) for client, item in taken if client == operation.client]
+            others = tuple((client, item) for client, item in taken if client != operation.client)
+            return ((mine[0][1], *items), others) if mine else IMPOSSIBLE
         if name == "restart":
             return self.initial
         raise ValueError(f"a queue knows nothing of {name}")
@@ -96,22 +107,30 @@ class QueueModel(Model):
             if each.name == "push":
                 popped = pops.get(each.arguments[0])
                 if each.result is UNKNOWN and popped is not None:  # then it did take effect, before that
-                    each = dataclasses.replace(each, result=None, returned_at=popped.returned_at)
+                    each = dataclasses.replace(each, result=None, returned_at=popped.returned_at, session=None)
                 pushes.append(each)
             inferred.append(each)
+        # What went out and came back was overtaken: from then on the order of pops is not that of pushes.
+        orderly_until = min((each.called_at for each in operations if each.name == "return"), default=math.inf)
         pushes.sort(key=lambda push: push.called_at)
         for index, first in enumerate(pushes):
             for second in pushes[index + 1 :]:
                 if second.called_at > first.returned_at:
                     break
-                one, other = pops.get(first.arguments[0]), pops.get(second.arguments[0])
-                if one is None or other is None:
-                    continue
-                if one.returned_at < other.called_at:
-                    pairs.append((first, second))
-                elif other.returned_at < one.called_at:
-                    pairs.append((second, first))
+                pairs += in_order_of_pops(first, second, pops, orderly_until)
         return inferred, pairs
+
+
+def in_order_of_pops(first: Operation, second: Operation, pops: dict[Any, Operation], until: float) -> Pairs:
+    """Return two pushes in the order in which their items were popped, one after the other before `until`."""
+    one, other = pops.get(first.arguments[0]), pops.get(second.arguments[0])
+    if one is None or other is None:
+        return []
+    if one.returned_at < min(other.called_at, until):
+        return [(first, second)]
+    if other.returned_at < min(one.called_at, until):
+        return [(second, first)]
+    return []
 
 
 class LockModel(Model):

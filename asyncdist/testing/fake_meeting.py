@@ -1,0 +1,245 @@
+"""Where the ranks of a fake communicator meet: in one process directly, or through one process's Unix socket.
+
+What they bring is collected per slot (an operation's place in the order) and handed to all of them once everybody who
+takes part has come and said the same. As with NCCL, whoever says something else lets everybody wait forever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+
+__all__ = ["LocalMeeting", "Meeting", "RemoteMeeting", "Slot", "serve"]
+
+DUPLICATE: Final = "ncclInvalidUsage: Duplicate GPU detected : ranks {} and {} both on CUDA device {}"
+
+
+@dataclass(slots=True)
+class Slot:
+    """One operation's contributions by rank."""
+
+    expected: tuple[int, ...]
+    words: dict[int, str] = field(default_factory=dict)
+    contributions: dict[int, bytes] = field(default_factory=dict)
+    taken: set[int] = field(default_factory=set)
+
+    @property
+    def agreed(self) -> bool:
+        """Whether everybody has come and said the same."""
+        return len(self.words) == len(self.expected) and len(set(self.words.values())) == 1
+
+
+class Meeting(ABC):
+    """One communicator, as its ranks see it."""
+
+    size: int
+    failure: str = ""
+    """Why it cannot be used by anybody."""
+
+    violations: list[str]
+
+    @abstractmethod
+    def join(self, rank: int, device_id: str) -> None:
+        """Come; `complete` once all have."""
+
+    @property
+    @abstractmethod
+    def complete(self) -> bool:
+        """Whether all ranks have joined."""
+
+    @abstractmethod
+    def bring(self, slot: str, rank: int, expected: Sequence[int], words: str, contribution: bytes) -> None:
+        """Say `words` and give `contribution` in a slot in which `expected` take part.
+
+        Here and in `take` a rank that receives a message is `size` higher: it may be the one that sends it, too.
+        """
+
+    @abstractmethod
+    def take(self, slot: str, rank: int) -> dict[int, bytes] | None:
+        """All contributions of a slot, once; None until they are there."""
+
+    def leave(self) -> None:  # noqa: B027 - nothing to do where there is no connection
+        """Give up what the meeting holds for this rank."""
+
+
+class LocalMeeting(Meeting):
+    """All ranks are in this process. `changed` is called when something may have become ready."""
+
+    def __init__(self, size: int, changed: Callable[[], None], *, multi_rank_gpu: bool = False) -> None:
+        self.size = size
+        self.violations = []
+        self._changed = changed
+        self._multi_rank_gpu = multi_rank_gpu
+        self._devices: dict[int, str] = {}
+        self._slots: dict[str, Slot] = {}
+        self._lock = threading.Lock()
+
+    def join(self, rank: int, device_id: str) -> None:
+        """See Meeting."""
+        with self._lock:
+            if rank in self._devices:
+                self.failure = f"ncclInvalidArgument: rank {rank} joined twice"
+            for other, device in self._devices.items():
+                if device == device_id and not self._multi_rank_gpu and not self.failure:
+                    self.failure = DUPLICATE.format(other, rank, device_id)
+            self._devices[rank] = device_id
+        self._changed()
+
+    @property
+    def complete(self) -> bool:
+        """See Meeting."""
+        return len(self._devices) == self.size
+
+    def bring(self, slot: str, rank: int, expected: Sequence[int], words: str, contribution: bytes) -> None:
+        """See Meeting."""
+        with self._lock:
+            place = self._slots.setdefault(slot, Slot(tuple(expected)))
+            place.words[rank] = words
+            place.contributions[rank] = contribution
+            if len(set(place.words.values())) > 1:
+                said = ", ".join(f"rank {who}: {what}" for who, what in sorted(place.words.items()))
+                self.violations.append(f"operation {slot}: {said}")
+
+    def take(self, slot: str, rank: int) -> dict[int, bytes] | None:
+        """See Meeting."""
+        with self._lock:
+            place = self._slots.get(slot)
+            if place is None or not place.agreed or not self.complete or self.failure:
+                return None
+            place.taken.add(rank)
+            if len(place.taken) == len(place.expected):
+                del self._slots[slot]
+            return place.contributions
+
+
+class RemoteMeeting(Meeting):
+    """The ranks are in several processes; one of them serves (see `serve`), to which this one is connected."""
+
+    def __init__(self, address: Path, size: int, changed: Callable[[], None]) -> None:
+        self.size = size
+        self.violations = []
+        self._changed = changed
+        self._complete = False
+        self._results: dict[tuple[str, int], dict[int, bytes]] = {}
+        self._connection: Connection[Any, Any] = Client(str(address), "AF_UNIX")
+        self._lock = threading.Lock()
+        self._send("size", size)
+        threading.Thread(target=self._listen, name="fake NCCL", daemon=True).start()
+
+    def join(self, rank: int, device_id: str) -> None:
+        """See Meeting."""
+        self._send("join", rank, device_id)
+
+    @property
+    def complete(self) -> bool:
+        """See Meeting."""
+        return self._complete
+
+    def bring(self, slot: str, rank: int, expected: Sequence[int], words: str, contribution: bytes) -> None:
+        """See Meeting."""
+        self._send("bring", slot, rank, list(expected), words, contribution)
+
+    def take(self, slot: str, rank: int) -> dict[int, bytes] | None:
+        """See Meeting."""
+        return self._results.pop((slot, rank), None)
+
+    def leave(self) -> None:
+        """See Meeting."""
+        # Closing it is for the thread that reads from it.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def _send(self, *message: Any) -> None:
+        with self._lock, contextlib.suppress(OSError):  # who served is dead: nothing happens any more
+            self._connection.send_bytes(msgpack.packb(message))
+
+    def _listen(self) -> None:
+        with self._connection, contextlib.suppress(OSError, EOFError):
+            while True:
+                kind, *fields = msgpack.unpackb(self._connection.recv_bytes(), strict_map_key=False)
+                if kind == "complete":
+                    self._complete = True
+                elif kind == "failure":
+                    self.failure = fields[0]
+                elif kind == "violation":
+                    self.violations.append(fields[0])
+                else:
+                    self._results[fields[0], fields[1]] = fields[2]
+                self._changed()
+
+
+def serve(address: Path, *, multi_rank_gpu: bool = False) -> None:
+    """Let the ranks of one communicator meet at `address` from now on, in threads of this process."""
+    listener = Listener(str(address), "AF_UNIX", backlog=128)
+    threading.Thread(target=_Server(listener, multi_rank_gpu).accept, name="fake NCCL", daemon=True).start()
+
+
+class _Server:
+    """Plays the meeting for all connections."""
+
+    def __init__(self, listener: Listener, multi_rank_gpu: bool) -> None:
+        self._listener = listener
+        self._multi_rank_gpu = multi_rank_gpu
+        self._meeting: LocalMeeting | None = None
+        self._lock = threading.Lock()
+        self._connections: dict[int, Connection[Any, Any]] = {}
+        self._told: set[str] = set()
+
+    def accept(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while self._meeting is None or len(self._connections) < self._meeting.size:
+                connection = self._listener.accept()
+                threading.Thread(target=self._listen, args=(connection,), name="fake NCCL", daemon=True).start()
+
+    def _listen(self, connection: Connection[Any, Any]) -> None:
+        with connection, contextlib.suppress(OSError, EOFError):
+            while True:
+                kind, *fields = msgpack.unpackb(connection.recv_bytes())
+                with self._lock:
+                    if kind == "size":
+                        if self._meeting is None:
+                            self._meeting = LocalMeeting(fields[0], lambda: None, multi_rank_gpu=self._multi_rank_gpu)
+                    elif self._meeting is not None:
+                        if kind == "join":
+                            self._connections[fields[0]] = connection
+                            self._meeting.join(*fields)
+                        else:
+                            self._meeting.bring(*fields)
+                            self._hand_out(fields[0], fields[2])
+                        self._tell()
+
+    def _hand_out(self, slot: str, expected: Sequence[int]) -> None:
+        assert self._meeting is not None
+        results = [(rank, self._meeting.take(slot, rank)) for rank in dict.fromkeys(expected)]
+        for rank, contributions in results:
+            if contributions is not None:
+                self._send(rank % self._meeting.size, "result", slot, rank, contributions)
+
+    def _tell(self) -> None:
+        """What concerns everybody, once."""
+        meeting = self._meeting
+        assert meeting is not None
+        news = [("violation", text) for text in meeting.violations]
+        news += [("failure", meeting.failure)] if meeting.failure else []
+        news += [("complete", "")] if meeting.complete else []
+        for kind, text in news:
+            if kind + text not in self._told:
+                self._told.add(kind + text)
+                for rank in self._connections:
+                    self._send(rank, kind, text)
+
+    def _send(self, rank: int, *message: Any) -> None:
+        connection = self._connections.get(rank)
+        if connection is not None:
+            with contextlib.suppress(OSError):  # a dead rank
+                connection.send_bytes(msgpack.packb(message))

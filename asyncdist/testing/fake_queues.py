@@ -1,0 +1,341 @@
+"""Streams and events of the fake CUDA: queues of work, and who runs it when.
+
+In mode "inline" work runs as soon as everything before it has, in the thread that made that true: nothing depends on
+time, and virtual time works. In mode "threads" one thread runs all streams, and work takes the time it takes. In mode
+"manual" nothing runs until the test calls `step` or `run_all`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+
+from asyncdist.arrays import Array
+from asyncdist.cuda.interface import Event, Stream
+from asyncdist.errors import DistBackendError
+
+__all__ = ["Delay", "FakeEvent", "FakeStream", "Gate", "Mode", "Queue", "Scheduler", "Span", "Step"]
+
+Mode: TypeAlias = Literal["inline", "threads", "manual"]
+Span: TypeAlias = tuple[int, int]
+"""Pointer and length in bytes."""
+
+SYNCHRONIZE_LIMIT_S: Final = 60.0
+"""A real synchronize would wait forever; a test that waits this long has failed."""
+
+POLL_S: Final = 0.0005
+"""How often work of other processes is looked at, which cannot wake this one."""
+
+
+class Step:
+    """One thing in a queue; `ready` and `run` are called by one thread at a time."""
+
+    polled = False
+    """Whether nobody says when it becomes ready."""
+
+    def __init__(self, spans: Sequence[Span] = (), body: Callable[[], None] | None = None) -> None:
+        self.spans = spans
+        self._body = body
+
+    def ready(self) -> bool:
+        """Whether it may run now. Called under the scheduler's lock once it is at the head of its queue."""
+        return True
+
+    def run(self) -> None:
+        """Do it, without the lock."""
+        if self._body is not None:
+            self._body()
+
+
+class Queue:
+    """What a cudaStream_t stands for."""
+
+    def __init__(self, handle: int, device: int) -> None:
+        self.handle = handle
+        self.device = device
+        self.steps: deque[Step] = deque()
+        self.running: Step | None = None
+        self.closed = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was queued has happened."""
+        return not self.steps and self.running is None
+
+    def pending(self) -> list[Step]:
+        """What has not happened yet."""
+        return [*([self.running] if self.running is not None else []), *self.steps]
+
+
+class Scheduler:
+    """All queues of one fake runtime. The first failure of a step is kept and raised by every later call."""
+
+    def __init__(self, mode: Mode) -> None:
+        if mode not in ("inline", "threads", "manual"):
+            raise ValueError(f"mode must be 'inline', 'threads' or 'manual', not {mode!r}")
+        self.mode = mode
+        self.changed = threading.Condition(threading.Lock())
+        self.queues: list[Queue] = []
+        self.failure = ""
+        self.news = 0  # counts what may have made other steps ready
+        self._closed = False
+        self._worker: threading.Thread | None = None
+
+    def add(self, queue: Queue) -> None:
+        """Take care of a new queue."""
+        with self.changed:
+            self.queues.append(queue)
+
+    def submit(self, queue: Queue, step: Step) -> None:
+        """Queue `step`."""
+        self.check()
+        if queue.closed:
+            raise DistBackendError("invalid resource handle: the stream was closed")
+        with self.changed:
+            if self._closed:
+                raise DistBackendError("the fake runtime was closed")
+            queue.steps.append(step)
+            if self.mode == "threads" and self._worker is None:
+                self._worker = threading.Thread(target=self._work, name="fake CUDA", daemon=True)
+                self._worker.start()
+        self.stir()
+
+    def stir(self) -> None:
+        """Something may have become ready: run it, or wake who does."""
+        with self.changed:
+            if self.mode == "inline":
+                self._run_ready(None)
+            self.changed.notify_all()
+
+    def step(self) -> bool:
+        """Run one step that is ready; False if there is none. For mode "manual"."""
+        with self.changed:
+            ran = self._run_ready(1)
+            self.changed.notify_all()
+        return ran
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Block until `condition`, which is about steps having run."""
+        deadline = time.monotonic() + SYNCHRONIZE_LIMIT_S
+        with self.changed:
+            while not condition() and not self.failure and not self._closed:
+                if self.mode == "inline":
+                    self._run_ready(None)  # something of another process may be ready by now
+                    if condition():
+                        break
+                if not self.changed.wait(POLL_S if self._polled() else 0.1) and time.monotonic() > deadline:
+                    raise DistBackendError(f"{what} waited {SYNCHRONIZE_LIMIT_S:g} s for work that does not end")
+        self.check()
+
+    def in_use(self, span: Span) -> bool:
+        """Whether queued work touches any of these bytes. Under the lock."""
+        first, last = span[0], span[0] + span[1]
+        return any(
+            pointer < last and first < pointer + nbytes
+            for queue in self.queues
+            for step in queue.pending()
+            for pointer, nbytes in step.spans
+        )
+
+    def check(self) -> None:
+        """Raise what earlier work failed with, if it did."""
+        if self.failure:
+            raise DistBackendError(self.failure)
+
+    def close(self) -> None:
+        """Drop what is queued and end the thread."""
+        with self.changed:
+            self._closed = True
+            for queue in self.queues:
+                queue.steps.clear()
+            self.changed.notify_all()
+        worker = self._worker
+        if worker is not None and worker is not threading.current_thread():
+            worker.join(SYNCHRONIZE_LIMIT_S)
+
+    def _work(self) -> None:
+        with self.changed:
+            while not self._closed:
+                if not self._run_ready(None):
+                    self.changed.wait(POLL_S if self._polled() else None)
+
+    def _polled(self) -> bool:
+        return any(queue.steps and queue.steps[0].polled for queue in self.queues)
+
+    def _run_ready(self, limit: int | None) -> bool:
+        """Run what is at the head of a queue and ready, `limit` steps at most; the lock is released meanwhile."""
+        ran = 0
+        seen = -1
+        while seen != self.news and ran != limit:
+            seen = self.news
+            for queue in list(self.queues):
+                if queue.running is None and queue.steps and ran != limit and self._ready(queue):
+                    self._run(queue)
+                    self.news += 1
+                    ran += 1
+        self.queues = [queue for queue in self.queues if not (queue.closed and queue.idle)]
+        return bool(ran)
+
+    def _ready(self, queue: Queue) -> bool:
+        try:
+            return queue.steps[0].ready()
+        except Exception as error:
+            self._fail(error)
+            queue.steps.clear()
+            return False
+
+    def _fail(self, error: Exception) -> None:
+        """Keep the first failure: a real device fails asynchronously, too."""
+        self.failure = self.failure or f"an earlier operation failed: {error}"
+        self.changed.notify_all()
+
+    def _run(self, queue: Queue) -> None:
+        step = queue.running = queue.steps.popleft()
+        failure: Exception | None = None
+        self.changed.release()
+        try:
+            step.run()
+        except Exception as error:
+            failure = error
+        finally:
+            self.changed.acquire()
+            queue.running = None
+            self.changed.notify_all()
+        if failure is not None:
+            self._fail(failure)
+
+
+class FakeStream(Stream):
+    """A way to queue work; closing one that we made gives its queue up once it is empty."""
+
+    def __init__(self, scheduler: Scheduler, queue: Queue, *, owned: bool) -> None:
+        self._scheduler = scheduler
+        self.queue = queue
+        self._owned = owned
+        self.handle = queue.handle
+        self.device = queue.device
+
+    def wait_event(self, event: Event) -> None:
+        """See Stream."""
+        if not isinstance(event, FakeEvent):
+            raise TypeError(f"expected an event of the fake runtime, got {event!r}")
+        event.check_open()
+        self._scheduler.submit(self.queue, _Waiting(event))
+
+    def synchronize(self) -> None:
+        """See Stream."""
+        self._scheduler.wait(lambda: self.queue.idle, "synchronizing a stream")
+
+    def close(self) -> None:
+        """See Stream."""
+        if self._owned:
+            self.queue.closed = True
+
+
+class FakeEvent(Event):
+    """Counts how often it was recorded and how many of those happened; both in shared memory if it is interprocess."""
+
+    def __init__(
+        self, scheduler: Scheduler, device: int, counts: Array | None = None, *, foreign: bool = False
+    ) -> None:
+        self._scheduler = scheduler
+        self.device = device
+        self.handle = id(self)
+        self.counts: Array = np.zeros(2, np.uint64) if counts is None else counts
+        self.foreign = foreign
+        self.key = ""
+        self._closed = False
+
+    def record(self, stream: Stream) -> None:
+        """See Event."""
+        self.check_open()
+        if self.foreign:
+            raise DistBackendError("invalid resource handle: only its own process records an interprocess event")
+        if not isinstance(stream, FakeStream):
+            raise TypeError(f"expected a stream of the fake runtime, got {stream!r}")
+        if stream.device != self.device:
+            raise DistBackendError(
+                f"invalid resource handle: an event of device {self.device}, a stream of device {stream.device}"
+            )
+        self.counts[0] += 1
+        number = int(self.counts[0])
+        self._scheduler.submit(stream.queue, Step(body=lambda: self._happen(number)))
+
+    def done(self) -> bool:
+        """See Event."""
+        self.check_open()
+        self._scheduler.check()
+        return self.reached(int(self.counts[0]))
+
+    def synchronize(self) -> None:
+        """See Event."""
+        self.check_open()
+        self._scheduler.wait(lambda: self.reached(int(self.counts[0])), "synchronizing an event")
+
+    def reached(self, number: int) -> bool:
+        """Whether its `number`-th recording has happened."""
+        return int(self.counts[1]) >= number
+
+    def check_open(self) -> None:
+        """Raise if it was closed."""
+        if self._closed:
+            raise DistBackendError("invalid resource handle: the event was closed")
+
+    def close(self) -> None:
+        """See Event. What waits for it goes on waiting."""
+        self._closed = True
+
+    def _happen(self, number: int) -> None:
+        self.counts[1] = max(int(self.counts[1]), number)
+
+
+class _Waiting(Step):
+    def __init__(self, event: FakeEvent) -> None:
+        super().__init__()
+        self._event = event
+        self._number = int(event.counts[0])
+        self.polled = event.foreign
+
+    def ready(self) -> bool:
+        return self._event.reached(self._number)
+
+
+class Gate(Step):
+    """Work that ends when the test says so."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+        self._opened = False
+
+    def ready(self) -> bool:
+        """Whether it was opened."""
+        return self._opened
+
+    def open(self) -> None:
+        """Let the stream go on."""
+        self._opened = True
+        self._scheduler.stir()
+
+
+class Delay(Step):
+    """Work that takes time, except in modes where time does not pass."""
+
+    polled = True
+
+    def __init__(self, seconds: float, spans: Sequence[Span] = ()) -> None:
+        super().__init__(spans)
+        self._seconds = seconds
+        self._end: float | None = None
+
+    def ready(self) -> bool:
+        """Whether it has been at the head of its queue for long enough."""
+        now = time.monotonic()
+        if self._end is None:
+            self._end = now + self._seconds
+        return now >= self._end
