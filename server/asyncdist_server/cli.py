@@ -45,14 +45,17 @@ _DIRECTORY: Final = click.Path(file_okay=False, path_type=Path)
         "auto_envvar_prefix": "ASYNCDIST_SERVER",
         "show_default": True,
         "help_option_names": ["-h", "--help"],
-    }
+    },
 )
 @click.version_option(package_name="asyncdist", prog_name="asyncdist-server")
 @click.option("--host", default="127.0.0.1", help="Address to listen on; any but loopback needs a token.")
 @click.option("--port", default=DEFAULT_PORT, type=click.IntRange(0, 65535), help="Port; 0 picks a free one.")
 @click.option("--http-host", default="127.0.0.1", help="Address of the HTTP port.")
 @click.option(
-    "--http-port", default=None, type=click.IntRange(0, 65535), help="Port for /readyz and /metrics; none unless given, 0 is free."
+    "--http-port",
+    default=None,
+    type=click.IntRange(0, 65535),
+    help="Port for /readyz and /metrics; none unless given, 0 is free.",
 )
 @click.option(
     "--token-file",
