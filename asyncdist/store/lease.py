@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, Self
 
-from asyncdist.errors import DistError, LeaseLostError
+from asyncdist.errors import ClosedError, DistError, LeaseLostError
 from asyncdist_server import messages
 
 __all__ = ["DEFAULT_GRACE_S", "Lease", "LeaseKeeper"]
@@ -217,7 +217,10 @@ class LeaseKeeper:
             self._schedule()
 
         if asked:
-            self._asked = self._ask(messages.KEEP_ALIVE, (tuple(lease.id for lease in asked),), None)
+            try:
+                self._asked = self._ask(messages.KEEP_ALIVE, (tuple(lease.id for lease in asked),), None)
+            except ClosedError:
+                return  # the store takes leave of the daemon, and `close` follows
             self._asked.add_done_callback(answered)
 
 

@@ -30,6 +30,9 @@ KEEPALIVE_IDLE_S: Final = 60
 KEEPALIVE_INTERVAL_S: Final = 15
 KEEPALIVE_PROBES: Final = 4
 """A host that vanished is noticed after two minutes of silence: idle connections may live for days otherwise."""
+UNACKNOWLEDGED_MS: Final = 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_PROBES)
+"""And as soon when something was sent to it, of which keepalive knows nothing: Linux would try for 15 minutes, in which
+what is bound to that connection would seem to be in use."""
 
 
 class Connection(asyncio.Protocol):
@@ -360,7 +363,8 @@ def _set_keepalive(sock: socket.socket | None) -> None:
         ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),
         ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S),
         ("TCP_KEEPCNT", KEEPALIVE_PROBES),
+        ("TCP_USER_TIMEOUT", UNACKNOWLEDGED_MS),
         ("TCP_NODELAY", 1),
     ):
-        if hasattr(socket, name):  # macOS lacks TCP_KEEPIDLE
+        if hasattr(socket, name):  # macOS lacks TCP_KEEPIDLE and TCP_USER_TIMEOUT
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
