@@ -32,8 +32,8 @@ that answer each other at once would never meet otherwise: whoever looks for 20 
 has to be woken first, replies. Once both look, a wait is shorter than the limit, unless the work itself is longer.
 """
 RANKS_PER_CORE: Final = 4
-"""Ranks per core up to which one looks at shared memory. Where cores are shared, whoever finds nothing gives the core
-away before it looks again, so that the rank it waits for runs on it: cheaper than sleeping, which costs both a wake-up.
+"""Ranks per core up to which one looks at shared memory. Where cores are shared, one gives the core away before each
+look, so that the rank one waits for runs on it: cheaper than sleeping, which costs both a wake-up.
 Sockets are looked at only while every rank has a core of its own: each look there is a system call."""
 PATIENCE: Final = 4
 """Looks in vain after which one stops looking at every await."""
@@ -96,13 +96,12 @@ class Spinner:
             poll = self._poll_all if sockets else partial(doorbell.poll_for, work)
         else:
             poll = next(iter(sockets)) if len(sockets) == 1 else self._poll_sockets
-        poll()
         if self._shared_cores:
-            while not work._done and perf_counter() < until_s:
-                _give_core_away()
-                poll()
-        while not work._done and perf_counter() < until_s:
+            self._take_turns(work, poll, until_s)
+        else:
             poll()
+            while not work._done and perf_counter() < until_s:
+                poll()
         if work._done:
             self._misses = self._skip = 0
             self._catch = perf_counter() - began_s > self._limit_s  # the next may take as long
@@ -111,6 +110,17 @@ class Spinner:
         if self._misses >= PATIENCE:
             self._skip = min(2 * self._skip + 1, MAX_SKIPPED)
         return False
+
+    def _take_turns(self, work: Pending, poll: Callable[[], object], until_s: float) -> None:
+        """Give the core away before each look. What others use it for meanwhile is not counted, within bounds."""
+        away_s, longest_s = 0.0, (CATCH - 1) * self._limit_s
+        while True:
+            left_s = perf_counter()
+            _give_core_away()
+            away_s += perf_counter() - left_s
+            poll()
+            if work._done or perf_counter() >= until_s + min(away_s, longest_s):
+                return
 
     def woken(self) -> None:
         """The work of the last look came when we had given up: was that worth waiting for?"""
@@ -140,8 +150,9 @@ class Spinner:
         It will look again, so until then nobody need ring.
         """
         memory = self._memory
-        if memory.ranks_here and not memory.doorbell.awake and self._worth_it():
-            memory.doorbell.stay_awake()
+        if memory.ranks_here:
+            if not memory.doorbell.awake and self._worth_it():
+                memory.doorbell.stay_awake()
         now_s = perf_counter()
         if now_s - self._last_turn_s < TURN_S:
             return False

@@ -102,7 +102,22 @@ def test_it_gives_shared_cores_away(monkeypatch: pytest.MonkeyPatch, ranks_here:
     given: list[None] = []
     monkeypatch.setattr(spin, "_give_core_away", lambda: given.append(None))
     assert World(monkeypatch, ranks_here).look(5)
-    assert len(given) == (4 if yields else 0)
+    assert len(given) == (5 if yields else 0)
+
+
+@pytest.mark.parametrize(("away_us", "looks"), [(0, 20), (1, 20), (4, 20), (9, 10), (1000, 1)])
+def test_time_in_which_others_had_the_core_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch, away_us: float, looks: int
+) -> None:
+    """Within bounds: five times the limit, or the loop's other work would wait too long."""
+    world = World(monkeypatch, CORES + 1)
+
+    def give_away() -> None:
+        world.now_s += away_us * 1e-6
+
+    monkeypatch.setattr(spin, "_give_core_away", give_away)
+    assert not world.look()
+    assert world.polls == pytest.approx(looks, abs=1)
 
 
 @pytest.mark.parametrize("sockets", [1, 2, CORES - 1, CORES])
