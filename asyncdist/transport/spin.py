@@ -150,9 +150,8 @@ class Spinner:
         It will look again, so until then nobody need ring.
         """
         memory = self._memory
-        if memory.ranks_here:
-            if not memory.doorbell.awake and self._worth_it():
-                memory.doorbell.stay_awake()
+        if memory.ranks_here and not memory.doorbell.awake and self._worth_it():
+            memory.doorbell.stay_awake()
         now_s = perf_counter()
         if now_s - self._last_turn_s < TURN_S:
             return False
