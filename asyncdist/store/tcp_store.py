@@ -281,7 +281,7 @@ class TCPStore(CoordinatingStore):
             except OSError as error:
                 refused = isinstance(error, ConnectionRefusedError)
                 problem = "nothing listens there" if refused else str(error) or type(error).__name__
-                silent_closes += isinstance(error, ConnectionAbortedError)
+                silent_closes += isinstance(error, ConnectionAbortedError) and not self._pipeline.was_welcomed
                 if silent_closes >= MAX_SILENT_CLOSES:
                     return DistStoreError(f"{self._where}: {problem} every time; this is not an asyncdist store")
             if tracing("store"):

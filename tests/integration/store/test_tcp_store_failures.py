@@ -8,14 +8,16 @@ import random
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 
 import pytest
 from store_proxy import cutting_proxy
 
 from asyncdist.errors import ClosedError, DistStoreError, StoreLimitError, StoreTimeoutError
-from asyncdist.store import TCPStore
+from asyncdist.store import TCPStore, tcp_store
 from asyncdist.testing.store_check_tools import expect_pending, task
+from asyncdist_server.config import ServerConfig
+from asyncdist_server.daemon import serve
 from asyncdist_server.messages import Limits
 from asyncdist_server.threaded import ThreadedServer, serve_in_thread
 
@@ -64,6 +66,35 @@ async def test_cut_connections_apply_everything_exactly_once(
         assert await store.multi_get(["loga", "logb"]) == [expected, expected]
         assert popped == [str(index).encode() for index in range(count // 4)]
         assert proxy.cuts > 200
+
+
+async def test_a_proxy_that_closes_while_the_daemon_is_away_is_no_stranger(namespace: str) -> None:
+    """What listens in front of a restarting daemon takes connections and closes them without a word."""
+    closed = 0
+    enough = asyncio.Event()
+
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal closed
+        await reader.read(1)
+        writer.close()
+        closed += 1
+        if closed == 2 * tcp_store.MAX_SILENT_CLOSES:
+            enough.set()
+
+    async with AsyncExitStack() as stack:
+        async with serve(ServerConfig(port=0)) as daemon:
+            port = daemon.port
+            store = await stack.enter_async_context(TCPStore("127.0.0.1", port, namespace=namespace))
+            waiting = task(store.get("k"))
+            await store.set("other", "1")
+        async with await asyncio.start_server(close, "127.0.0.1", port, reuse_address=True):
+            await asyncio.wait([task(enough.wait()), waiting], return_when=asyncio.FIRST_COMPLETED)
+            assert enough.is_set(), "it gave up"
+        await stack.enter_async_context(serve(ServerConfig(port=port)))
+        async with TCPStore("127.0.0.1", port, namespace=namespace) as other:
+            await other.set("k", "v")
+        assert await waiting == b"v"
+        await store.close()
 
 
 async def test_waits_survive_a_cut(server: ThreadedServer, namespace: str) -> None:

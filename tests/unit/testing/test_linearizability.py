@@ -86,10 +86,34 @@ QUEUE_YES = {
     "empty": [op(0, 1, "pop"), op(2, 3, "push", b"a"), op(4, 5, "len", to=1)],
     "popped by somebody unknown": [op(0, 1, "push", b"a"), op(2, 3, "pop", to=UNKNOWN), op(4, 5, "pop")],
     "lost with the data": [op(0, 1, "push", b"a"), op(2, 3, "restart"), op(4, 5, "pop")],
+    "given back to the head": [
+        op(0, 1, "push", b"a"),
+        op(2, 3, "push", b"b"),
+        op(4, 5, "pop", to=UNKNOWN, client="gone"),
+        op(4, 5, "return", to=UNKNOWN, client="gone"),
+        op(6, 7, "len", to=1),
+        op(8, 9, "len", to=2),
+        op(10, 11, "pop", to=b"a"),
+    ],
+    "overtaken while it was away": [
+        op(0, 5, "push", b"a"),
+        op(1, 5, "push", b"b"),
+        op(6, 7, "pop", to=UNKNOWN, client="gone"),
+        op(6, 7, "return", to=UNKNOWN, client="gone"),
+        op(8, 9, "pop", to=b"a"),
+        op(10, 11, "pop", to=b"b"),
+    ],
 }
 QUEUE_NO = {
     "popped twice": [op(0, 1, "push", b"a"), op(2, 3, "pop", to=b"a"), op(4, 5, "pop", to=b"a")],
     "lost": [op(0, 1, "push", b"a"), op(2, 3, "pop")],
+    "given back twice": [
+        op(0, 1, "push", b"a"),
+        op(4, 5, "pop", to=UNKNOWN, client="gone"),
+        op(4, 5, "return", to=UNKNOWN, client="gone"),
+        op(6, 7, "pop", to=b"a"),
+        op(8, 9, "len", to=1),
+    ],
     "overtaken": [op(0, 1, "push", b"a"), op(2, 3, "push", b"b"), op(4, 5, "pop", to=b"b")],
 }
 LOCK_YES = {
@@ -216,7 +240,7 @@ class Atomic:
             results = [self.state[1] + self.rng.randint(1, 3)]
         else:
             state, first = self.state, operation.arguments[0] if operation.arguments else None
-            items = state if isinstance(state, tuple) else ()
+            items = state[0] if isinstance(state, tuple) else ()
             results = [None, True, False, REFUSED, state, len(items), *items[:1], *operation.arguments]
             if isinstance(first, int):
                 results.append(int(state or b"0") + first)
@@ -351,6 +375,7 @@ QUEUE_CALLS = (
     ("pop", (), 2),
     ("pop", (), None),
     ("pop", (), UNKNOWN),
+    ("return", (), UNKNOWN),
     ("len", (), 1),
 )
 
@@ -398,7 +423,7 @@ def drawn_history(drawn: list[Any]) -> list[Operation]:
             name,
             *((number,) if name == "push" else arguments),
             to=result,
-            client=number,
+            client="gone" if result is UNKNOWN else number,
             session=session,
         )
         for number, (called_at, length, (name, arguments, result), session) in enumerate(drawn)
