@@ -60,6 +60,7 @@ class Connection(asyncio.Protocol):
         self._held_bytes = 0
         self._began_s = 0.0  # when the requests arrived whose answers are timed, 0 if none are
         self._ran_before = 0  # requests of the session before those
+        self._timed: tuple[int, int, int] | None = None  # their operation, how many, and the commit they wait for
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection, or refuse it when there are too many."""
@@ -111,9 +112,17 @@ class Connection(asyncio.Protocol):
         Done for one turn in each tick of the loop's clock, a millisecond on uvloop: it costs nothing under load.
         """
         self._server.timed_at = now
-        if not self._began_s or not self._session.has_output:
+        if self._timed is None and (not self._began_s or not self._session.has_output):
             self._began_s = perf_counter()
             self._ran_before = self._session.ran
+
+    def _note_latency(self) -> None:
+        """Note how long the requests took that were timed: their answers are on their way now."""
+        assert self._timed is not None
+        operation, requests, _ = self._timed
+        self._server.engine.counters.latencies[operation].observe(perf_counter() - self._began_s, requests)
+        self._timed = None
+        self._began_s = 0.0
 
     def _account(self) -> None:
         """Keep the server's sum of unprocessed bytes, and close if that is what exceeds its memory."""
@@ -141,13 +150,17 @@ class Connection(asyncio.Protocol):
                 transport.write(output[0])
             else:
                 transport.writelines(output)
-        if self._began_s:
-            if output and session.ran != self._ran_before:
-                elapsed_s = perf_counter() - self._began_s
-                self._server.engine.counters.latencies[session.operation].observe(
-                    elapsed_s, session.ran - self._ran_before
+        if self._began_s and self._timed is None:
+            if not output or session.ran == self._ran_before:
+                self._began_s = 0.0
+            else:
+                self._timed = (
+                    session.operation,
+                    session.ran - self._ran_before,
+                    self._held[-1][0] if self._held else 0,
                 )
-            self._began_s = 0.0
+                if not self._held:
+                    self._note_latency()
         if session.closing:
             if not self._held:
                 self._end()
@@ -187,6 +200,8 @@ class Connection(asyncio.Protocol):
         if self._transport is None or self._ending:
             return
         self._transport.writelines(pieces)
+        if self._timed is not None and self._timed[2] <= number:
+            self._note_latency()
         if self._session.closing:
             if not held:
                 self._end()
