@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
-from asyncdist.backend.base import Backend, CollectiveWork
+from asyncdist.backend.base import Backend, Backends, CollectiveWork
 from asyncdist.backend.call import Call
 from asyncdist.causes import CONSEQUENCES, FAILED, abort_cause, aborted_by, explain, first_cause, kind_of
 from asyncdist.consistency import Consistency
@@ -28,7 +28,7 @@ from asyncdist.errors import (
 from asyncdist.executor.work import Work, until_ended
 from asyncdist.expiry import Expiry, timeout_error
 from asyncdist.failures import Failures
-from asyncdist.group_backends import make_host_backend
+from asyncdist.group_backends import GroupBackends
 from asyncdist.operations.issuer import check_rank
 from asyncdist.operations.operations import Operations
 from asyncdist.overlap import OverlapWatch
@@ -60,7 +60,7 @@ class ProcessGroup(Operations):
         ranks: tuple[int, ...],
         timeout_s: float | None,
         name: str,
-        backend: Backend,
+        backends: Backends,
         *,
         is_world: bool = False,
     ) -> None:
@@ -75,17 +75,17 @@ class ProcessGroup(Operations):
         self.timeout_s = timeout_s
         self._loop = world.loop
         self._thread = threading.get_ident()
-        self._backend_name = backend
-        self._backend = make_host_backend(world, group_id, ranks, backend)
+        self._backends = GroupBackends(world, group_id, ranks, backends, self)
+        self._backend = self._backends.host  # asked without a detour: small operations count nanoseconds
         self.pairs = Pairs(world, group_id, ranks, self)
         self._overlap = OverlapWatch(self, world.loop)
         self._sequences: dict[int, int] = {}
         self._works: dict[tuple[int, int], CollectiveWork] = {}
         self._expiry = Expiry(world, group_id, ranks, self._works, self._expired)
         self._failures = Failures()
-        self._consistency = Consistency(world, group_id, ranks, self._backend, self._works, self._differ)
+        self._consistency = Consistency(world, group_id, ranks, self._backends, self._works, self._differ)
         self._refusals = Refusals(
-            world, group_id, ranks, self._backend, self._works, self._sequences, self._fail_refused, self._abort
+            world, group_id, ranks, self._backends, self._works, self._sequences, self._fail_refused, self._abort
         )
         self._subgroups = SubgroupNames(group_id, name)
         self._aborted: BaseException | None = None
@@ -96,12 +96,17 @@ class ProcessGroup(Operations):
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "aborted" if self._aborted is not None else "open"
-        return f"<ProcessGroup {self.name} rank {self.rank} of {self.size} backend {self._backend_name} {state}>"
+        return f"<ProcessGroup {self.name} rank {self.rank} of {self.size} backend {self._backends.describe()} {state}>"
 
     @property
     def backend_name(self) -> Backend:
-        """Name of the backend that carries out collectives."""
-        return self._backend_name
+        """Name of the backend that carries out collectives on host arrays, or on GPU arrays if on those alone."""
+        return self._backends.names.main
+
+    @property
+    def backends(self) -> Backends:
+        """The backend of each kind of array."""
+        return self._backends.names
 
     def group_rank_of(self, rank: int, name: str = "rank") -> int:
         """The group rank of global rank `rank`. Raises ValueError if it is not a member, TypeError if it is no int."""
@@ -140,6 +145,7 @@ class ProcessGroup(Operations):
         try:
             timeout_s = self.timeout_s if timeout is INHERIT else timeout_seconds(timeout, self.timeout_s)
             call = prepare(*arguments)
+            backend = self._backend if call.device is None else self._backends.of_call(call)
         except Exception as error:  # wrong, as a rule; or a function of the user's fails, or memory is short
             self._refusals.tell(tag, sequence, error)
             raise
@@ -154,7 +160,7 @@ class ProcessGroup(Operations):
         self._works[key] = work
         self._consistency.issued(key, operation, call)
         try:
-            self._backend.start(call, work, self._ended)
+            backend.start(call, work, self._ended)
         except BaseException as error:  # out of memory, or the mesh is gone: nobody else may wait for us either
             del self._works[key]
             self._refusals.tell(tag, sequence, error)
@@ -184,7 +190,7 @@ class ProcessGroup(Operations):
         if work is None:
             self._abort(error, "mismatch", str(error))
         else:
-            self._backend.drop(*key)
+            self._backends.drop(*key)
             self._ended_badly(work, error)
 
     def _ended_badly(self, work: CollectiveWork, error: BaseException) -> None:
@@ -213,7 +219,7 @@ class ProcessGroup(Operations):
         return error
 
     def _expired(self, work: CollectiveWork, missing: list[int]) -> None:
-        missing = missing or list(self._backend.waiting_for(work.tag, work.number))
+        missing = missing or list(self._backends.waiting_for(work.tag, work.number))
         error = timeout_error(work, self.world.rank, missing)
         self._abort(error, "timeout", str(error), missing=missing)
 
@@ -245,6 +251,17 @@ class ProcessGroup(Operations):
             self._consistency.reported(sender, *message[2:])
         else:
             self._expiry.answered(sender, *message[2:])
+
+    def give_up(self, tag: int, sequence: int, why: str) -> None:
+        """A collective under way cannot be carried out any more: it fails here and on all others; the group goes on."""
+        error = CollectiveMismatchError(f"rank {self.world.rank} gave the operation up: {why}", self.world.rank)
+        self._refusals.tell(tag, sequence, error)
+        if (tag, sequence) in self._works:
+            self._fail_refused((tag, sequence), error)
+
+    def ask(self, tag: int, sequence: int, rank: int) -> None:
+        """Ask `rank` what it runs in a place of the order; a difference fails the operation on all ranks."""
+        self.world.tell((rank,), ["probe", self.group_id, tag, sequence], dial=True)
 
     def _fail_refused(self, key: tuple[int, int], error: CollectiveMismatchError) -> None:
         work = self._works.pop(key)
@@ -278,7 +295,7 @@ class ProcessGroup(Operations):
             differences = self._consistency.stop()
             if isinstance(error, CollectiveMismatchError):
                 differences.clear()  # who says so knows as much
-            self._backend.abort(error)
+            self._backends.abort(error)
             works = dict(self._works)
             self._works.clear()
             for key, work in works.items():
@@ -310,7 +327,7 @@ class ProcessGroup(Operations):
 
     async def _close(self) -> None:
         self.pairs.withdraw_receives()
-        self._backend.closing()
+        self._backends.closing()
         try:
             failures = await asyncio.gather(*(group.close() for group in self._inner()), return_exceptions=True)
             await until_ended(self._works.values())
@@ -335,7 +352,8 @@ class ProcessGroup(Operations):
         self.closed = True
         self._expiry.stop()
         self._consistency.stop()
-        self._backend.close()
+        self._backends.close()
+        await self._backends.wait_closed()
         if self._is_world:
             await self.world.close()
         self.world.unregister(self.group_id, self._sequences)
@@ -367,7 +385,7 @@ class ProcessGroup(Operations):
         ranks: Sequence[int],
         timeout_s: float | None,
         name: str | None,
-        backend: Backend | None = None,
+        backends: Backends | None = None,
         *,
         members_only: bool = False,
     ) -> ProcessGroup | None:
@@ -378,5 +396,4 @@ class ProcessGroup(Operations):
         group_id, label = self._subgroups.next(ranks, members_only=members_only)
         if self.world.rank not in ranks:
             return None
-        backend = backend or self._backend_name
-        return ProcessGroup(self.world, group_id, tuple(ranks), timeout_s, name or label, backend)
+        return ProcessGroup(self.world, group_id, tuple(ranks), timeout_s, name or label, backends or self.backends)

@@ -1,27 +1,193 @@
-"""GroupBackends: what carries out the operations of one group."""
+"""GroupBackends: what carries out the operations of one group, by where their arrays are."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
+
 from asyncdist.backend.aio import AioBackend
-from asyncdist.backend.base import Backend, GroupBackend
+from asyncdist.backend.base import Backends, CollectiveWork, GroupBackend
+from asyncdist.backend.call import Call
+from asyncdist.backend.call_items import ItemCall
+from asyncdist.cuda import provider
 from asyncdist.world import World
 
-__all__ = ["make_host_backend"]
+if TYPE_CHECKING:
+    from asyncdist.backend.device import DeviceBackend
+
+__all__ = ["GroupBackends", "make_host_backend"]
+
+OnEnd = Callable[[CollectiveWork, BaseException | None], None]
+
+PATH_VARIABLE: Final = "ASYNCDIST_CUDA_PATH"
+"""Asks for a path (see backend.device) whatever is the best one; the same on all ranks."""
 
 
-def make_host_backend(world: World, group_id: int, ranks: tuple[int, ...], name: Backend) -> GroupBackend:
-    """The backend `name` for the host arrays of a group that this rank is a member of."""
+class _Owner(Protocol):
+    """The group; see `backend.device.DeviceOwner`."""
+
+    timeout_s: float | None
+
+    def give_up(self, tag: int, sequence: int, why: str) -> None: ...
+
+    def ask(self, tag: int, sequence: int, rank: int) -> None: ...
+
+
+class GroupBackends(GroupBackend):
+    """The backend of host arrays, and that of GPU arrays from the first of them on.
+
+    Together they are one backend: what is dropped or aborted is so in both. `host` starts calls on host arrays itself.
+    """
+
+    name: ClassVar[str] = "all"
+
+    def __init__(
+        self,
+        world: World,
+        group_id: int,
+        ranks: tuple[int, ...],
+        names: Backends,
+        owner: _Owner,
+    ) -> None:
+        super().__init__(world.mesh, group_id, ranks, ranks.index(world.rank))
+        self.names = names
+        self.host: GroupBackend = make_host_backend(world, group_id, ranks, names, self)
+        self.devices: DeviceBackend | None = None
+        self._world = world
+        self._owner = owner
+
+    def describe(self) -> str:
+        """`aio`, or `cpu:aio,cuda:nccl path nccl` once GPU arrays have come, for the group's repr."""
+        if self.devices is None:
+            return str(self.names.cpu) if self.names.cpu is not None else self.names.describe()
+        return self.names.describe() + self.devices.describe()
+
+    def of_call(self, call: Call) -> GroupBackend:
+        """What carries out a call on GPU arrays. Raises TypeError and ValueError where nothing can."""
+        devices = self.on_gpus()
+        devices.check(call)
+        return devices
+
+    def on_gpus(self) -> DeviceBackend:
+        """The backend of GPU arrays. Raises TypeError where there is none."""
+        if self.devices is None:
+            from asyncdist.backend.device import DeviceBackend, DeviceSettings  # for programs with GPUs only
+
+            found = provider.find()
+            if found is None:
+                raise TypeError(f"arrays on a GPU cannot be used here: {provider.reason()}")
+            world = self._world
+            settings = DeviceSettings(
+                loop=world.loop,
+                pool=world.pool,
+                tuning=world.tuning.of_group(self.ranks),
+                host=world.host,
+                backend=self.names.on_gpus,
+                path=os.environ.get(PATH_VARIABLE, "").strip().lower(),
+                timeout_s=self._owner.timeout_s,
+            )
+            self.devices = DeviceBackend(
+                world.mesh,
+                self.group_id,
+                self.ranks,
+                self.rank,
+                provider=found,
+                settings=settings,
+                owner=self._owner,
+            )
+        return self.devices
+
+    def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
+        """Begin `call` where its arrays are."""
+        if call.device is None:
+            self.host.start(call, work, on_end)
+        else:
+            self.of_call(call).start(call, work, on_end)
+
+    # Both.
+
+    def algorithm_of(self, recipe_key: tuple[Any, ...]) -> str:
+        """See GroupBackend."""
+        return self.host.algorithm_of(recipe_key)
+
+    def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
+        """See GroupBackend."""
+        found = self.host.waiting_for(tag, sequence)
+        return found if found or self.devices is None else self.devices.waiting_for(tag, sequence)
+
+    def drop(self, tag: int, sequence: int) -> None:
+        """See GroupBackend."""
+        self.host.drop(tag, sequence)
+        if self.devices is not None:
+            self.devices.drop(tag, sequence)
+
+    def closing(self) -> None:
+        """See GroupBackend."""
+        self.host.closing()
+
+    def close(self) -> None:
+        """See GroupBackend."""
+        self.host.close()
+        if self.devices is not None:
+            self.devices.close()
+
+    def abort(self, error: BaseException) -> None:
+        """See GroupBackend."""
+        self.host.abort(error)
+        if self.devices is not None:
+            self.devices.abort(error)
+
+    async def wait_closed(self) -> None:
+        """See GroupBackend."""
+        await self.host.wait_closed()
+        if self.devices is not None:
+            await self.devices.wait_closed()
+
+
+class _ControlBackend(AioBackend):
+    """The host side of a group for GPU arrays only: objects and barriers, but no arrays.
+
+    A barrier there means that what was issued before is complete, as with NCCL in torch.
+    """
+
+    def __init__(self, backends: GroupBackends, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._backends = backends
+
+    def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
+        """Begin `call`; a barrier once everything on the GPU that was issued before it has ended."""
+        if call.collective == "barrier":
+            devices = self._backends.devices
+            if devices is None:
+                super().start(call, work, on_end)
+            else:
+                devices.when_idle(lambda: self._start_late(call, work, on_end))
+        elif isinstance(call, ItemCall):
+            super().start(call, work, on_end)
+        else:
+            raise TypeError(
+                f"{work.operation} got a host array, but this group is for GPU arrays only (backend "
+                f"{self._backends.names.describe()}): use a GPU array, or 'cpu:aio,cuda:nccl' as backend"
+            )
+
+    def _start_late(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
+        if not work.done():
+            super().start(call, work, on_end)
+
+
+def make_host_backend(
+    world: World, group_id: int, ranks: tuple[int, ...], names: Backends, backends: GroupBackends
+) -> GroupBackend:
+    """The backend for the host arrays of a group that this rank is a member of."""
     rank = ranks.index(world.rank)
-    factory = name.factory
+    factory = None if names.cpu is None else names.cpu.factory
     if factory is not None:
         return factory(world.mesh, group_id, ranks, rank)
-    return AioBackend(
-        world.mesh,
-        group_id,
-        ranks,
-        rank,
-        loop=world.loop,
-        pool=world.pool,
-        tuning=world.tuning.of_group(ranks),
-        lanes=world.options.get("lanes") is True,
-    )
+    tuning = world.tuning.of_group(ranks)
+    lanes = world.options.get("lanes") is True
+    if names.cpu is None:
+        return _ControlBackend(
+            backends, world.mesh, group_id, ranks, rank, loop=world.loop, pool=world.pool, tuning=tuning
+        )
+    return AioBackend(world.mesh, group_id, ranks, rank, loop=world.loop, pool=world.pool, tuning=tuning, lanes=lanes)

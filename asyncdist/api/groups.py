@@ -57,7 +57,7 @@ def new_group(
             raise ValueError(f"rank {rank} is not in group {parent.name}: its ranks are {_spell(parent.ranks)}")
     if len(set(chosen)) != len(chosen):
         raise ValueError("ranks must not contain a rank twice")
-    named = None if backend is None else parse_backend(backend)["cpu"]
+    named = None if backend is None else parse_backend(backend)
     members = sorted(chosen) if sort_ranks else chosen
     timeout_s = timeout_seconds(timeout, parent.timeout_s)
     made = parent.make_subgroup(members, timeout_s, group_desc, named, members_only=use_local_synchronization)

@@ -50,7 +50,7 @@ class ThreadedGroup(ProcessGroup):
         self._thread = caller
         self._is_world = inner._is_world
         self._group_rank = inner._group_rank
-        self._backend_name = inner._backend_name
+        self._backends = inner._backends
         self.world = inner.world
         self.group_id = inner.group_id
         self.ranks = inner.ranks

@@ -18,13 +18,15 @@ def test_backends_have_names_and_can_be_registered() -> None:
     from asyncdist.backend.aio import AioBackend
     from asyncdist.backend.base import GroupBackend, parse_backend
 
-    assert parse_backend(None) == parse_backend("Gloo") == parse_backend("cpu:aio") == {"cpu": "aio"}
+    assert parse_backend(None) == parse_backend("cpu:aio") == ("aio", None)
+    assert parse_backend("Gloo") == parse_backend("cpu:gloo,cuda:aio") == ("aio", "aio")
+    assert parse_backend("cuda:aio") == (None, "aio")
     for text, message in {
         "foo": "unknown or unavailable backend 'foo'",
-        "nccl": "unavailable",
+        "nccl": "'nccl' is not available: .*",
+        "cpu:aio,tpu:aio": "malformed",
         "cpu:": "malformed",
         "cpu:aio,cpu:aio": "malformed",
-        "cuda:aio": "none for the cpu",
     }.items():
         with pytest.raises(ValueError, match=message):
             parse_backend(text)

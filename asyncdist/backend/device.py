@@ -1,0 +1,362 @@
+"""DeviceBackend: a group's collectives on GPU arrays, by the path that all its ranks can take.
+
+| path | where |
+| --- | --- |
+| `nccl` | every rank has NCCL, and no two use the same GPU |
+| `ipc` | all ranks are on one host, and some share a GPU, which NCCL refuses |
+| `staged` | anything else, and groups whose backend says `cuda:aio`: through the host's memory |
+
+Which one is found out with the first operation: the ranks tell each other, over their own connections, what GPU they
+use and what is installed, and each draws the same conclusion. Operations wait meanwhile, in order. While any is under
+way the backend asks a few times a second whether the library has failed, and a neighbor whether it runs the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Protocol
+
+import msgpack
+
+from asyncdist.backend.base import Backend, CollectiveWork, GroupBackend
+from asyncdist.backend.call import Call
+from asyncdist.backend.cuda_events import Completions
+from asyncdist.backend.device_path import DevicePath, Member, OnEnd, Surroundings, have_own_devices
+from asyncdist.backend.device_paths import PATHS
+from asyncdist.backend.device_streams import EventPool, arrays_of_call, ready_after
+from asyncdist.backend.device_tail import Tail
+from asyncdist.backend.host_exchange import HostExchange
+from asyncdist.cuda import Provider
+from asyncdist.errors import DistBackendError, DistError, RemoteProtocolError
+from asyncdist.executor.scratch import ScratchPool
+from asyncdist.plan.tuning import Tuning
+from asyncdist.transport.base_mesh import BaseMesh
+
+__all__ = ["DeviceBackend", "DeviceOwner", "DeviceSettings", "choose_path"]
+
+WATCH_S: Final = 0.1
+"""How often a library is asked for errors while operations are under way, as NCCL reports none by itself."""
+
+ASK_AFTER_S: Final = 0.25
+"""How old an operation gets before a neighbor is asked what it runs in its place: a difference shows within a second,
+and a step of training seldom asks."""
+
+ASK_GROWTH: Final = 2.0
+"""By how much the next question about the same operation comes later: who is merely late is asked a few times."""
+
+NEGOTIATION: Final = "path"
+"""Name of the exchange in which the path is chosen."""
+
+Key = tuple[int, int]
+
+
+class DeviceOwner(Protocol):
+    """What the group does for its operations on GPU arrays."""
+
+    def give_up(self, tag: int, sequence: int, why: str) -> None:
+        """Fail an operation under way, here and on all other ranks; the group goes on."""
+
+    def ask(self, tag: int, sequence: int, rank: int) -> None:
+        """Ask global rank `rank` what it runs there; a difference fails the operation on all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSettings:
+    """What is fixed when a group is made."""
+
+    loop: asyncio.AbstractEventLoop
+    pool: ScratchPool
+    tuning: Tuning
+    host: str
+    backend: Backend
+    """`nccl`, or `aio`: through the host."""
+    path: str
+    """The path asked for by ASYNCDIST_CUDA_PATH; empty for the best."""
+    timeout_s: float | None
+
+
+class DeviceBackend(GroupBackend):
+    """See the module."""
+
+    name: ClassVar[str] = "cuda"
+
+    def __init__(
+        self,
+        mesh: BaseMesh,
+        group_id: int,
+        ranks: tuple[int, ...],
+        rank: int,
+        *,
+        provider: Provider,
+        settings: DeviceSettings,
+        owner: DeviceOwner,
+    ) -> None:
+        super().__init__(mesh, group_id, ranks, rank)
+        self.provider = provider
+        self.device: int | None = None
+        """The GPU of this rank, once an array has said it."""
+        self._mesh = mesh
+        self._settings = settings
+        self._owner = owner
+        self._loop = settings.loop
+        self._exchange = HostExchange(
+            mesh, group_id, ranks, rank, loop=settings.loop, pool=settings.pool, tuning=settings.tuning
+        )
+        self._completions = Completions(settings.loop)
+        self._events = EventPool(provider.runtime)
+        self._path: DevicePath | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._waiting: dict[Key, tuple[Call, CollectiveWork, OnEnd]] = {}
+        self._under_way: dict[Key, tuple[float, OnEnd, CollectiveWork]] = {}
+        self._idle: list[Callable[[], object]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._asked: dict[Key, float] = {}
+        self._error: BaseException | None = None
+
+    def describe(self) -> str:
+        """` path nccl`, for the group's repr; empty until it is known."""
+        return "" if self._path is None else f" path {self._path.describe()}"
+
+    # Operations.
+
+    def mark_ready(self, call: Call) -> None:
+        """Have `call` wait for what is queued now; called, from any thread, where the caller's streams are current."""
+        if not call.ready:
+            call.ready = ready_after(self.provider.runtime, self._events, arrays_of_call(call))
+
+    def check(self, call: Call) -> None:
+        """Raise TypeError or ValueError for a call on GPU arrays that cannot be carried out."""
+        device, devices = call.device, _devices(call)
+        assert device is not None
+        count = self.provider.runtime.device_count()
+        for number in devices:
+            if not 0 <= number < count:
+                raise ValueError(f"an array is on cuda:{number}, but there are {count} GPUs here")
+        if len(devices) == 1 and self.device is not None and device != self.device:
+            raise ValueError(
+                f"an array is on cuda:{device}, but this rank has used cuda:{self.device} in the group so far: a rank "
+                "uses one GPU in a group, except in the *_multigpu operations"
+            )
+        path = self._path or PATHS[self._likely_path()]
+        for one in call.members or (call,):
+            why = path.refusal(self.provider, one.collective, one.dtype, one.op)
+            if why:
+                raise TypeError(why)
+
+    def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
+        """Begin `call`, at once if the path is known."""
+        devices = _devices(call)
+        if self.device is None and len(devices) == 1:
+            self.device = call.device
+        self.mark_ready(call)
+        work.on_device = Tail(self.provider.runtime, f"{work.operation} #{work.number}")
+        key = (work.tag, work.number)
+        self._under_way[key] = (self._loop.time(), on_end, work)
+        self._watch()
+        if self._path is not None:
+            self._path.start(call, work, self._ended)
+            return
+        self._waiting[key] = (call, work, on_end)
+        if self._opening is None:
+            self._opening = self._loop.create_task(self._open(devices), name="open a path for GPU arrays")
+
+    def when_idle(self, callback: Callable[[], object]) -> None:
+        """Call `callback` once nothing that has been issued so far is under way; now, if nothing is."""
+        if self._under_way:
+            self._idle.append(callback)
+        else:
+            callback()
+
+    def _ended(self, work: CollectiveWork, error: BaseException | None) -> None:
+        entry = self._under_way.pop((work.tag, work.number), None)
+        if entry is not None:
+            self._asked.pop((work.tag, work.number), None)
+            entry[1](work, error)
+            self._became_idle()
+
+    def _became_idle(self) -> None:
+        if not self._under_way and self._idle:
+            idle, self._idle = self._idle, []
+            for callback in idle:
+                callback()
+
+    # Opening.
+
+    async def _open(self, devices: tuple[int, ...]) -> None:
+        try:
+            path = await self._negotiate(devices)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            failure = error if isinstance(error, DistError) else DistBackendError(f"no path for GPU arrays: {error}")
+            failure.__cause__ = failure.__cause__ or error.__cause__
+            for _call, work, _on_end in list(self._waiting.values()):
+                self._ended(work, failure)
+            self._waiting.clear()
+            return
+        self._path = path
+        waiting, self._waiting = self._waiting, {}
+        for key, (call, work, _on_end) in waiting.items():
+            if key not in self._under_way:
+                continue
+            try:
+                self._path.start(call, work, self._ended)
+            except Exception as error:
+                self._ended(work, error)
+
+    async def _negotiate(self, devices: tuple[int, ...]) -> DevicePath:
+        provider, settings = self.provider, self._settings
+        ids = tuple(provider.runtime.device_id(device) for device in devices)
+        version = provider.nccl.version() if provider.nccl is not None else 0
+        wish = settings.path or ("staged" if settings.backend == Backend.AIO else "")
+        own = Member(settings.host, ids, version, wish)
+        told = await self._exchange.all_gather(NEGOTIATION, 0, 0, msgpack.packb(own))
+        members = tuple(_member(rank, message) for rank, message in zip(self.ranks, told, strict=True))
+        around = Surroundings(
+            loop=self._loop,
+            mesh=self._mesh,
+            group_id=self.group_id,
+            ranks=self.ranks,
+            rank=self.rank,
+            pool=settings.pool,
+            tuning=settings.tuning,
+            runtime=provider.runtime,
+            nccl=provider.nccl,
+            device=devices[0],
+            members=members,
+            completions=self._completions,
+            events=self._events,
+            exchange=self._exchange,
+            timeout_s=settings.timeout_s,
+            give_up=self._owner.give_up,
+        )
+        return await PATHS[choose_path(members, self.ranks)].open(around)
+
+    def _likely_path(self) -> str:
+        """What arguments are checked for until the path is known, alike on all ranks of one kind."""
+        settings = self._settings
+        if settings.path:
+            return settings.path
+        return "staged" if settings.backend == Backend.AIO or self.provider.nccl is None else "nccl"
+
+    # What may go wrong.
+
+    def _watch(self) -> None:
+        if self._timer is None and self._under_way:
+            self._timer = self._loop.call_later(WATCH_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if not self._under_way:
+            return
+        failure = "" if self._path is None else self._path.failure()
+        if failure:
+            _, _, work = next(iter(self._under_way.values()))
+            self._ended(work, DistBackendError(failure))
+        self._ask_neighbor()
+        self._watch()
+
+    def _ask_neighbor(self) -> None:
+        """Ask about the oldest operation of each tag: those behind it wait for it."""
+        if len(self.ranks) == 1:
+            return
+        now_s, seen = self._loop.time(), set()
+        for key, (started_s, _, _) in list(self._under_way.items()):
+            if key[0] in seen:
+                continue
+            seen.add(key[0])
+            due_s = self._asked.get(key, ASK_AFTER_S)
+            if now_s - started_s >= due_s and key in self._under_way:
+                self._asked[key] = due_s * ASK_GROWTH
+                self._owner.ask(*key, self.ranks[(self.rank + 1) % len(self.ranks)])
+
+    # The rest of a backend.
+
+    def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
+        """Global ranks an operation under way has not heard from."""
+        if self._path is None:
+            return self._exchange.waiting_for(NEGOTIATION, 0, 0)
+        return self._path.waiting_for(tag, sequence)
+
+    def drop(self, tag: int, sequence: int) -> None:
+        """Forget one operation, or one never to come."""
+        self._waiting.pop((tag, sequence), None)
+        self._under_way.pop((tag, sequence), None)
+        self._asked.pop((tag, sequence), None)
+        if self._path is not None:
+            self._path.drop(tag, sequence)
+        self._became_idle()
+
+    def abort(self, error: BaseException) -> None:
+        """Forget every operation; what runs on the GPU is ended from a thread, and arrays are kept until it has."""
+        self._error = error
+        self._waiting.clear()
+        self._under_way.clear()
+        self._asked.clear()
+        self._idle.clear()
+        if self._opening is not None:
+            self._opening.cancel()
+        self._exchange.abort(error)
+        if self._path is not None:
+            self._path.abort(error)
+        self._stop()
+
+    def close(self) -> None:
+        """Give back what outlives operations."""
+        if self._opening is not None and not self._opening.done():
+            self._opening.cancel()
+        if self._path is not None:
+            self._path.close()
+        self._exchange.close()
+        self._stop()
+
+    async def wait_closed(self) -> None:
+        """Wait, bounded, for the threads that end what ran on the GPU."""
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+        if self._path is not None:
+            await self._path.wait_closed()
+        self._completions.close()
+        self._events.close()
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def choose_path(members: tuple[Member, ...], ranks: tuple[int, ...]) -> str:
+    """The name of the path that these ranks take. Raises DistBackendError where they ask for different ones."""
+    wishes = {member.wish: rank for member, rank in zip(members, ranks, strict=True)}
+    if len(wishes) > 1:
+        asked = ", ".join(f"rank {rank} {wish or 'the best'}" for wish, rank in wishes.items())
+        raise DistBackendError(f"ranks ask for different paths for GPU arrays: {asked}")
+    wish = members[0].wish
+    if wish:
+        if wish == "nccl" and not all(member.nccl for member in members):
+            without = [rank for member, rank in zip(members, ranks, strict=True) if not member.nccl]
+            raise DistBackendError(f"path nccl was asked for, but rank {', '.join(map(str, without))} has no NCCL")
+        return wish
+    if have_own_devices(members):
+        return "nccl" if all(member.nccl for member in members) else "staged"
+    one_host = len({member.host for member in members}) == 1
+    return "ipc" if one_host and all(len(member.device_ids) == 1 for member in members) else "staged"
+
+
+def _member(rank: int, message: bytes) -> Member:
+    try:
+        host, ids, version, wish = msgpack.unpackb(message)
+        if not (isinstance(host, str) and isinstance(version, int) and wish in ("", *PATHS)):
+            raise ValueError("unexpected types")
+        return Member(host, tuple(map(str, ids)), version, wish)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise RemoteProtocolError(f"rank {rank} says of its GPU what cannot be understood: {error}") from error
+
+
+def _devices(call: Call) -> tuple[Any, ...]:
+    """The GPUs of a call's arrays: one, but for the multi-device forms."""
+    if not call.members:
+        return (call.device,)
+    return tuple(dict.fromkeys(member.device for member in call.members))

@@ -1,0 +1,315 @@
+"""What goes wrong with collectives on GPU arrays: nobody hangs, and every error names what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, until
+
+import asyncdist as dist
+from asyncdist.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DistBackendError,
+    DistError,
+    GroupAbortedError,
+    PeerLostError,
+)
+from asyncdist.reduce_op import ReduceOp
+
+SOON_S = 1.5
+"""When a difference between ranks must have been found, on a busy machine."""
+
+
+def run_failing(size: int, main: Any, **options: Any) -> list[Any]:
+    """As run_gpu, in a group of its own, so that its failure is not the world's."""
+
+    async def in_a_subgroup(at: GpuRank) -> Any:
+        at.group = dist.new_group(timeout=options.get("group_timeout_s", 60.0))
+        return await main(at)
+
+    return run_gpu(size, in_a_subgroup, **{k: v for k, v in options.items() if k != "group_timeout_s"})
+
+
+DIFFERENT = {
+    "shape": lambda at: dist.all_reduce(at.zeros(4 + at.rank), group=at.group),
+    "dtype": lambda at: dist.all_reduce(at.zeros(4, ["float32", "int32"][at.rank]), group=at.group),
+    "op": lambda at: dist.all_reduce(at.zeros(4), [ReduceOp.SUM, ReduceOp.MAX][at.rank], at.group),
+    "collective": lambda at: (
+        dist.all_reduce(at.zeros(4), group=at.group) if at.rank else dist.broadcast(at.zeros(4), 0, at.group)
+    ),
+    "root": lambda at: dist.broadcast(at.zeros(4), at.rank, at.group),
+    "kind": lambda at: dist.all_reduce(at.zeros(4) if at.rank else np.zeros(4, np.float32), group=at.group),
+    "kind the other way": lambda at: dist.all_reduce(
+        np.zeros(4, np.float32) if at.rank else at.zeros(4), group=at.group
+    ),
+    "coalesced": lambda at: dist.all_reduce_coalesced(
+        [at.zeros(4)] if at.rank else [at.zeros(2), at.zeros(2)], group=at.group
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize("warm", [False, True])
+def test_ranks_that_differ(what: str, warm: bool) -> None:
+    async def main(at: GpuRank) -> None:
+        if warm:
+            await dist.all_reduce(at.zeros(2), group=at.group)
+        began = time.monotonic()
+        error = await failure_of(DIFFERENT[what](at))
+        assert isinstance(error, CollectiveMismatchError), repr(error)
+        if what.startswith("kind"):
+            assert "on GPUs" in str(error), error
+        assert time.monotonic() - began < SOON_S
+
+    run_failing(2, main)
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_refused_operation_leaves_the_group_usable(ahead: int) -> None:
+    """Rank 0 refuses one; the others have it, and perhaps some behind it, on the GPU already."""
+
+    async def main(at: GpuRank) -> None:
+        group = at.group
+        await dist.all_reduce(at.zeros(2), group=group)
+        before = dist.all_reduce(at.array(np.ones(2, np.float32)), group=group)
+        if at.rank == 0:
+            await at.world.store.wait(["go"])  # the others are far ahead
+            with pytest.raises(TypeError):
+                dist.all_reduce(at.zeros(3), "sum", group)
+        else:
+            work = dist.all_reduce(at.zeros(3), group=group)
+        behind = [dist.all_reduce(at.array(np.ones(2, np.float32)), group=group) for _ in range(ahead)]
+        await work.enqueued() if at.rank else None
+        if at.rank == 1:
+            await asyncio.sleep(0.01)
+            await at.world.store.set("go", b"")
+        if at.rank:
+            error = await failure_of(work)
+            assert isinstance(error, CollectiveMismatchError)
+            assert "refused" in str(error)
+        outcomes = await asyncio.gather(*(outcome(one) for one in behind))
+        assert len(set(outcomes)) <= 1, outcomes
+        assert all(one in ("done", "CollectiveMismatchError") for one in outcomes)
+        await before
+        for _ in range(3):
+            x = at.array(np.ones(2, np.float32))
+            await dist.all_reduce(x, group=group)
+            assert equal(x, [3, 3])
+
+    async def outcome(work: Any) -> str:
+        try:
+            await work
+        except DistError as error:
+            return type(error).__name__
+        return "done"
+
+    run_failing(3, main)
+
+
+def test_many_refusals_in_a_row() -> None:
+    async def main(at: GpuRank) -> None:
+        for round_number in range(6):
+            if at.rank == round_number % 3:
+                with pytest.raises(TypeError):
+                    dist.all_reduce(at.zeros(3), ReduceOp.BAND, at.group)
+            else:
+                error = await failure_of(dist.all_reduce(at.zeros(3), group=at.group))
+                assert isinstance(error, CollectiveMismatchError)
+            x = at.array(np.ones(2, np.float32))
+            await dist.all_reduce(x, group=at.group)
+            assert equal(x, [3, 3])
+
+    run_failing(3, main)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_rank_that_does_not_come_is_named(warm: bool) -> None:
+    async def main(at: GpuRank) -> None:
+        if warm:
+            await dist.all_reduce(at.zeros(2), group=at.group)
+        if at.rank == 2:
+            await at.world.store.wait(["over"])
+            return
+        error = await failure_of(dist.all_reduce(at.zeros(2), group=at.group, timeout=0.3))
+        assert isinstance(error, CollectiveTimeoutError), repr(error)
+        assert error.missing == (2,)
+        later = await failure_of(async_call(lambda: dist.all_reduce(at.zeros(2), group=at.group)))
+        assert isinstance(later, GroupAbortedError)
+        await at.world.store.set("over", b"")
+
+    run_failing(3, main)
+
+
+async def async_call(function: Any) -> Any:
+    return await function()
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_lost_peer_ends_what_is_on_the_gpu(warm: bool) -> None:
+    async def main(at: GpuRank) -> None:
+        if warm:
+            await dist.all_reduce(at.zeros(2), group=at.group)
+        await dist.barrier(at.group)
+        if at.rank == 1:
+            await asyncio.sleep(0.02)
+            at.world.kill(1)
+            return
+        work = dist.all_reduce(at.zeros(2), group=at.group)
+        error = await failure_of(work)
+        assert isinstance(error, PeerLostError)
+        assert error.rank == 1
+        left = dist.shrink_group([1], at.group)
+        x = at.array(np.ones(2, np.float32))
+        await dist.all_reduce(x, group=left)
+        assert equal(x, [2, 2])
+        assert at.cuda.nccl is not None
+        await until(lambda: all(one.state != "open" for one in old(at)) or not warm)
+
+    def old(at: GpuRank) -> list[Any]:
+        assert at.cuda.nccl is not None
+        return [one for one in at.cuda.nccl.communicators if one.size == 3 and one.rank == at.rank]
+
+    with pytest.raises(DistError):  # rank 1's, which is dead
+        run_failing(3, main)
+
+
+def test_what_the_library_reports_ends_the_group_everywhere() -> None:
+    async def main(at: GpuRank) -> None:
+        await dist.all_reduce(at.zeros(2), group=at.group)
+        if at.rank == 1:
+            assert at.cuda.nccl is not None
+            for one in at.cuda.nccl.communicators:
+                if one.rank == 1:
+                    one.fail("the network is gone")
+            work = dist.all_reduce(at.zeros(2), group=at.group)
+            error = await failure_of(work)
+            assert isinstance(error, DistError)
+            assert "the network is gone" in str(error)
+        else:
+            gate = at.cuda.runtime.hold(at.cuda.runtime.current_stream(at.device))
+            error = await failure_of(dist.all_reduce(at.zeros(2), group=at.group))
+            assert "the network is gone" in str(error)
+            gate.open()
+
+    run_failing(2, main)
+
+
+def test_abort_while_communicators_open() -> None:
+    async def main(at: GpuRank) -> None:
+        if at.rank == 0:
+            work = dist.all_reduce(at.zeros(2), group=at.group)
+            at.world_loop = asyncio.get_running_loop()
+            await asyncio.sleep(0.01)
+            at.group.abort("enough")
+            error = await failure_of(work)
+        else:
+            await until(lambda: at.group._aborted is not None)
+            error = await failure_of(async_call(lambda: dist.all_reduce(at.zeros(2), group=at.group)))
+        assert isinstance(error, GroupAbortedError)
+        assert "enough" in str(error)
+
+    run_failing(2, main)
+
+
+def test_opening_that_fails_says_why() -> None:
+    async def main(at: GpuRank) -> None:
+        error = await failure_of(dist.all_reduce(at.cuda.runtime.array(np.zeros(2), 0), group=at.group))
+        assert isinstance(error, DistBackendError | DistError)
+        assert "same GPU" in str(error)
+
+    import os
+
+    os.environ["ASYNCDIST_CUDA_PATH"] = "nccl"
+    try:
+        run_failing(2, main, devices=2)
+    finally:
+        del os.environ["ASYNCDIST_CUDA_PATH"]
+
+
+REFUSED = {
+    "BAND": (lambda at: dist.all_reduce(at.zeros(2, "int32"), ReduceOp.BAND, at.group), TypeError, "BAND"),
+    "custom": (lambda at: dist.all_reduce(at.zeros(2), ReduceOp.custom(np.add), at.group), TypeError, "of one's own"),
+    "int16": (lambda at: dist.all_reduce(at.zeros(2, "int16"), group=at.group), TypeError, "int16"),
+    "complex product": (
+        lambda at: dist.all_reduce(at.zeros(2, "complex64"), ReduceOp.PRODUCT, at.group),
+        TypeError,
+        "PRODUCT",
+    ),
+    "strided": (lambda at: dist.all_reduce(at.zeros((4, 4))[:, ::2], group=at.group), ValueError, "C-contiguous"),
+    "list with a host array": (
+        lambda at: dist.all_gather([np.zeros(2, np.float32), at.zeros(2)], at.zeros(2), at.group),
+        ValueError,
+        "is on the host, but tensor on cuda",
+    ),
+    "two GPUs": (
+        lambda at: dist.all_gather_into_tensor(
+            at.cuda.runtime.array(np.zeros(4, np.float32), 1 - at.device), at.zeros(2), at.group
+        ),
+        ValueError,
+        "cuda:",
+    ),
+    "another GPU than before": (
+        lambda at: dist.all_reduce(at.cuda.runtime.array(np.zeros(2), 1 - at.device), group=at.group),
+        ValueError,
+        "a rank uses one GPU in a group",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_wrong_arguments_raise_at_the_call(what: str) -> None:
+    call, kind, text = REFUSED[what]
+
+    async def main(at: GpuRank) -> None:
+        await dist.all_reduce(at.zeros(2), group=at.group)
+        with pytest.raises(kind, match=re.escape(text)):
+            call(at)
+        x = at.array(np.ones(2, np.float32))
+        await dist.all_reduce(x, group=at.group)
+        assert equal(x, [2, 2])
+
+    run_failing(2, main)
+
+
+def test_more_tags_than_communicators() -> None:
+    from asyncdist.backend.nccl import MAX_TAGS
+
+    async def main(at: GpuRank) -> None:
+        for tag in range(MAX_TAGS):
+            await at.group.all_reduce(at.zeros(2), tag=tag)
+        with pytest.raises(DistBackendError, match=f"more than {MAX_TAGS} tags"):
+            at.group.all_reduce(at.zeros(2), tag=MAX_TAGS)
+        await at.group.all_reduce(at.zeros(2), tag=3)
+
+    run_failing(2, main)
+
+
+def test_a_group_for_gpu_arrays_alone_refuses_host_arrays() -> None:
+    async def main(at: GpuRank) -> None:
+        with pytest.raises(TypeError, match="for GPU arrays only"):
+            dist.all_reduce(np.zeros(2), group=at.group)
+        objects: list[Any] = [None, None]
+        await dist.all_gather_object(objects, at.rank, group=at.group)
+        assert objects == [0, 1]
+        await dist.barrier(at.group)
+
+    run_gpu(2, main, backend="nccl")
+
+
+def test_without_a_gpu_arrays_on_one_are_refused() -> None:
+    from asyncdist.cuda import override
+
+    async def main(at: GpuRank) -> None:
+        with override(None):
+            with pytest.raises(TypeError, match="cannot be used here: a test took CUDA away"):
+                dist.all_reduce(at.zeros(2), group=at.group)
+            with pytest.raises(ValueError, match="took CUDA away"):
+                dist.new_group(backend="nccl")
+
+    run_gpu(1, main)
