@@ -1,0 +1,167 @@
+"""Paths for arrays on a GPU, on a fake one: all ranks in one loop, each with a path of its own, opened directly."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import asyncdist as dist
+from asyncdist.backend.base import CollectiveWork
+from asyncdist.backend.call import Call
+from asyncdist.backend.cuda_events import Completions
+from asyncdist.backend.device_path import DevicePath, Member, Surroundings
+from asyncdist.backend.device_streams import EventPool, arrays_of_call, ready_after
+from asyncdist.backend.host_exchange import HostExchange
+from asyncdist.testing import run_world
+from asyncdist.testing.fake_cuda import FakeRuntime
+
+PATIENCE_S = 20.0
+"""Far more than anything here takes; a test that waits this long has failed."""
+
+
+class PathRank:
+    """One rank: what a `DeviceBackend` does around its path, without choosing one."""
+
+    def __init__(self, group: dist.ProcessGroup, world: Any, runtime: FakeRuntime, path: type[DevicePath]) -> None:
+        self.group = group
+        self.world = world
+        self.runtime = runtime
+        self.rank, self.size = group.rank, group.size
+        self.loop = asyncio.get_running_loop()
+        self.events = EventPool(runtime)
+        self.completions = Completions(self.loop)
+        tuning, pool = group.world.tuning, group.world.pool
+        exchange = HostExchange(
+            group.world.mesh, group.group_id, group.ranks, group.rank, loop=self.loop, pool=pool, tuning=tuning
+        )
+        self.around = Surroundings(
+            loop=self.loop,
+            mesh=group.world.mesh,
+            group_id=group.group_id,
+            ranks=group.ranks,
+            rank=group.rank,
+            pool=pool,
+            tuning=tuning,
+            runtime=runtime,
+            nccl=None,
+            device=0,
+            members=tuple(Member("host", (runtime.device_id(0),), 0, "") for _ in group.ranks),
+            completions=self.completions,
+            events=self.events,
+            exchange=exchange,
+            timeout_s=None,
+            give_up=lambda tag, sequence, why: None,
+        )
+        self._kind = path
+        self.path: Any = None
+        self._numbers: dict[int, int] = {}
+
+    async def open(self) -> PathRank:
+        self.path = await self._kind.open(self.around)
+        return self
+
+    def array(self, values: Any) -> Any:
+        """An array whose values are there once the caller's stream has come so far."""
+        made = self.runtime.array(np.full_like(values, 77))
+        made.set(values)
+        return made
+
+    def skip(self, tag: int = 0) -> int:
+        """Take a place in the order, as an operation that is refused here."""
+        number = self._numbers.get(tag, 0)
+        self._numbers[tag] = number + 1
+        return number
+
+    def start(self, call: Call, tag: int = 0) -> asyncio.Future[None]:
+        """Issue `call`; a future of its end."""
+        ended: asyncio.Future[None] = self.loop.create_future()
+        call.ready = ready_after(self.runtime, self.events, arrays_of_call(call))
+        work = CollectiveWork(self.loop, call.collective, call.nbytes, tag, self.skip(tag), call.result)
+
+        def on_end(_work: CollectiveWork, error: BaseException | None) -> None:
+            assert not ended.done(), "an operation ends once"
+            if error is None:
+                ended.set_result(None)
+            else:
+                ended.set_exception(error)
+                ended.exception()  # not every test asks
+
+        self.path.start(call, work, on_end)
+        return ended
+
+    async def run(self, call: Call, tag: int = 0) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await self.start(call, tag)
+
+    async def close(self) -> None:
+        """As a group does that is closed."""
+        self.path.close()
+        await self._leave()
+
+    async def abort(self, error: BaseException) -> None:
+        """As a group does that is aborted."""
+        self.around.exchange.abort(error)
+        self.path.abort(error)
+        self.path.close()
+        await self._leave()
+
+    async def _leave(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await self.path.wait_closed()
+        self.completions.close()
+        self.events.close()
+
+
+def run_ranks(
+    size: int,
+    path: type[DevicePath],
+    main: Callable[[PathRank], Awaitable[Any]],
+    runtime: FakeRuntime,
+    *,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+) -> list[Any]:
+    """Run `main` on `size` ranks that all use device 0 of `runtime`, and close their paths."""
+
+    async def rank_main(group: dist.ProcessGroup, world: Any) -> Any:
+        rank = await PathRank(group, world, runtime, path).open()
+        result = await main(rank)
+        await rank.close()
+        return result
+
+    results = run_world(size, rank_main, loop_factory=loop_factory, pass_world=True)
+    assert not runtime.failure, runtime.failure
+    return results
+
+
+class Driver:
+    """Runs the work queued on a fake GPU in mode "manual": one step of a randomly chosen stream per turn of the loop."""
+
+    def __init__(self, runtime: FakeRuntime, seed: int) -> None:
+        self._runtime = runtime
+        self._random = random.Random(seed)
+        self._stopped = False
+        asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        if not self._stopped:
+            for _ in range(self._random.randrange(3)):
+                self._random.shuffle(self._runtime.scheduler.queues)
+                self._runtime.step()
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def stop(self) -> None:
+        self._stopped = True
+
+
+def values(rank: int, count: int, dtype: Any = np.float32, salt: int = 0) -> np.ndarray:
+    """Small whole numbers, whose sums and products are exact in every dtype."""
+    numbers = np.random.default_rng([salt, rank, count]).integers(0, 3, count)
+    return numbers.astype(dtype)
+
+
+def everybody(size: int, count: int, dtype: Any = np.float32, salt: int = 0) -> Sequence[np.ndarray]:
+    return [values(rank, count, dtype, salt) for rank in range(size)]
