@@ -89,11 +89,11 @@ async def test_renewed_certificates_are_read_on_a_signal(certificates: Certifica
             await TCPStore.connect("127.0.0.1", port, token=TOKEN, tls=tls)
         install(certificates.server)
         process.send_signal(signal.SIGHUP)
-        await heard(process, "certificates read anew")
+        await heard(process, "certificates_read")
         async with TCPStore("127.0.0.1", port, token=TOKEN, tls=tls) as store:
             own.key.write_text("junk")
             process.send_signal(signal.SIGHUP)
-            await heard(process, "the certificates stay as they were")
+            await heard(process, "certificates_kept")
             assert await store.check([])
         async with TCPStore("127.0.0.1", port, token=TOKEN, tls=tls) as store:
             assert await store.check([])
