@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from asyncdist.backend.call import Call
+from asyncdist.cuda import provider
 from asyncdist.executor.work import Work
 
 if TYPE_CHECKING:
     from asyncdist.transport.base_mesh import BaseMesh
 
-__all__ = ["Backend", "CollectiveWork", "GroupBackend", "parse_backend"]
+__all__ = ["Backend", "Backends", "CollectiveWork", "GroupBackend", "parse_backend"]
 
 
 class Backend(str):
     """A backend's name, compared without regard to case: `Backend("AIO") == "aio"`.
 
-    `gloo` is accepted as an alias of `aio`, so that scripts written for torch.distributed run.
+    `gloo` is accepted as an alias of `aio`, so that scripts written for torch.distributed run. `nccl` is known where
+    cupy, a GPU and NCCL are.
     """
 
     __slots__ = ()
@@ -33,12 +35,16 @@ class Backend(str):
     _factories: ClassVar[dict[str, Callable[..., GroupBackend]]] = {}
 
     def __new__(cls, name: str) -> Backend:
-        """Raises TypeError unless `name` is a str, ValueError for a name nobody registered."""
+        """Raises TypeError unless `name` is a str, ValueError for a name nobody registered, or what is not there."""
         if not isinstance(name, str):
             raise TypeError(f"a backend's name is a str, not {type(name).__name__}")
         lower = name.lower()
         known = {cls.AIO, cls.GLOO, *cls._factories}
-        if lower not in known:
+        if lower == cls.NCCL and lower not in known:
+            why = _nccl_missing()
+            if why:
+                raise ValueError(f"backend 'nccl' is not available: {why}")
+        elif lower not in known:
             raise ValueError(f"unknown or unavailable backend {name!r}: available are {', '.join(sorted(known))}")
         return super().__new__(cls, cls.AIO if lower == cls.GLOO else lower)
 
@@ -56,29 +62,76 @@ class Backend(str):
         Raises ValueError if the name is taken.
         """
         lower = name.lower()
-        if lower in (cls.AIO, cls.GLOO, *cls._factories):
+        if lower in (cls.AIO, cls.GLOO, cls.NCCL, *cls._factories):
             raise ValueError(f"backend {name!r} is registered already")
         cls._factories[lower] = factory
         setattr(cls, lower.upper(), lower)
 
 
-def parse_backend(backend: str | None) -> dict[str, Backend]:
-    """Return the backend per device: `None` and `"aio"` mean cpu; `"cpu:aio,cuda:nccl"` names each.
+def _nccl_missing() -> str:
+    """Why there is no NCCL here; empty if there is."""
+    found = provider.find()
+    if found is None:
+        return provider.reason()
+    return "" if found.nccl is not None else found.nccl_reason
 
-    Raises ValueError for malformed text and for backends that are not there.
+
+class Backends(NamedTuple):
+    """The backends of a group by the kind of array: `cpu` for those on the host, `cuda` for those on a GPU.
+
+    `cpu` is None where host arrays are refused (objects, barriers and the group's own messages still go there).
     """
-    if backend is None or ":" not in backend:
-        return {"cpu": Backend(Backend.AIO if backend is None else backend)}
-    text = backend
-    pairs = {}
-    for pair in text.split(","):
+
+    cpu: Backend | None
+    cuda: Backend | None
+    """None: `nccl` where it is available, else `aio`, found out when the first such array comes."""
+
+    @property
+    def main(self) -> Backend:
+        """What `get_backend` names: the host's, if there is one."""
+        return self.cpu or self.on_gpus
+
+    @property
+    def on_gpus(self) -> Backend:
+        """What carries GPU arrays, or would. Imports cupy if there is a GPU and nobody has said what to use."""
+        if self.cuda is not None:
+            return self.cuda
+        found = provider.find()
+        return Backend(Backend.AIO if found is None or found.nccl is None else Backend.NCCL)
+
+    def describe(self) -> str:
+        """`cpu:aio,cuda:nccl`, or `cpu:aio` where there is no GPU."""
+        parts = [] if self.cpu is None else [f"cpu:{self.cpu}"]
+        if self.cpu is None or provider.visible():
+            parts.append(f"cuda:{self.on_gpus}")
+        return ",".join(parts)
+
+
+def parse_backend(backend: str | None) -> Backends:
+    """Return the backend of each kind of array.
+
+    None is `aio` for host arrays, `nccl` for GPU arrays where it is available; `"aio"` (and `"gloo"`) is for both,
+    `"nccl"` for GPU arrays alone, `"cpu:aio,cuda:nccl"` names each. Raises TypeError for what is no str, ValueError for
+    malformed text and for backends that are not there.
+    """
+    if backend is None:
+        return Backends(Backend(Backend.AIO), None)
+    if ":" not in backend:
+        named = Backend(backend)
+        if named == Backend.NCCL:
+            return Backends(None, named)
+        return Backends(named, named if named == Backend.AIO else None)
+    pairs: dict[str, Backend] = {}
+    for pair in backend.split(","):
         device, colon, name = pair.strip().partition(":")
-        if not colon or not device or not name or device in pairs:
-            raise ValueError(f"backend {text!r} is malformed: write device:name pairs, e.g. 'cpu:aio,cuda:nccl'")
+        if not colon or device not in ("cpu", "cuda") or not name or device in pairs:
+            raise ValueError(f"backend {backend!r} is malformed: write device:name pairs, e.g. 'cpu:aio,cuda:nccl'")
         pairs[device] = Backend(name)
-    if "cpu" not in pairs:
-        raise ValueError(f"backend {text!r} names none for the cpu device")
-    return pairs
+    if pairs.get("cpu") == Backend.NCCL:
+        raise ValueError(f"backend {backend!r}: nccl has no form for host arrays")
+    if pairs.get("cuda") not in (None, Backend.NCCL, Backend.AIO):
+        raise ValueError(f"backend {backend!r}: GPU arrays are carried by nccl or aio")
+    return Backends(pairs.get("cpu"), pairs.get("cuda"))
 
 
 class CollectiveWork(Work[Any]):
@@ -142,6 +195,10 @@ class GroupBackend(ABC):
 
     def closing(self) -> None:
         """The group is being closed, and waits for what is under way: nothing may wait for its user any longer."""
+        return
+
+    async def wait_closed(self) -> None:
+        """Wait, bounded, for what `close` or `abort` has left to threads; called once, after one of them."""
         return
 
     @abstractmethod

@@ -93,9 +93,7 @@ def test_a_refused_operation_leaves_the_group_usable(ahead: int) -> None:
             error = await failure_of(work)
             assert isinstance(error, CollectiveMismatchError)
             assert "refused" in str(error)
-        outcomes = await asyncio.gather(*(outcome(one) for one in behind))
-        assert len(set(outcomes)) <= 1, outcomes
-        assert all(one in ("done", "CollectiveMismatchError") for one in outcomes)
+        assert await asyncio.gather(*map(outcome, behind)) == ["CollectiveMismatchError"] * ahead
         await before
         for _ in range(3):
             x = at.array(np.ones(2, np.float32))
@@ -175,8 +173,7 @@ def test_a_lost_peer_ends_what_is_on_the_gpu(warm: bool) -> None:
         assert at.cuda.nccl is not None
         return [one for one in at.cuda.nccl.communicators if one.size == 3 and one.rank == at.rank]
 
-    with pytest.raises(DistError):  # rank 1's, which is dead
-        run_failing(3, main)
+    run_failing(3, main)
 
 
 def test_what_the_library_reports_ends_the_group_everywhere() -> None:
