@@ -308,5 +308,5 @@ def weight(request: tuple[Any, ...]) -> int:
         if isinstance(argument, bytes):
             total += len(argument)
         elif isinstance(argument, tuple):
-            total += sum(map(len, argument))
+            total += sum(len(each) for each in argument if isinstance(each, bytes))
     return total

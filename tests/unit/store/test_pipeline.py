@@ -12,7 +12,19 @@ from asyncdist.errors import DistStoreError, StoreLimitError, StoreTimeoutError
 from asyncdist.store.pipeline import EXPIRY_GRACE_S, FRAME_REQUESTS, Pipeline
 from asyncdist.store.reply import Reply
 from asyncdist_server import messages
-from asyncdist_server.messages import ADD, CANCEL, GET, NUM_KEYS, OK, QUEUE_POP, QUEUE_RETURN, SET, Limits, Welcome
+from asyncdist_server.messages import (
+    ADD,
+    CANCEL,
+    GET,
+    KEEP_ALIVE,
+    NUM_KEYS,
+    OK,
+    QUEUE_POP,
+    QUEUE_RETURN,
+    SET,
+    Limits,
+    Welcome,
+)
 
 LIMITS = Limits()
 FIRST, SECOND = b"1" * 16, b"2" * 16
@@ -204,3 +216,14 @@ async def test_complaint_of_the_daemon_is_a_protocol_error(pipeline: Pipeline) -
 async def test_reply_to_nothing_is_ignored(pipeline: Pipeline) -> None:
     answer(pipeline, (7, OK, None))
     assert pipeline.idle
+
+
+async def test_leases_are_kept_alive_across_a_reconnect(pipeline: Pipeline) -> None:
+    """Their numbers are no data: to weigh a request is not to trip over them, in a new connection or a long batch."""
+    reply = submit(pipeline, KEEP_ALIVE, (1, 2**62))
+    submit(pipeline, SET, b"k", bytes(messages.FRAME_TARGET_BYTES))
+    assert [len(frame) for frame in sent(pipeline)] == [1, 1]
+    reconnect(pipeline, FIRST, resumed=True)
+    assert sent(pipeline)[0] == [(1, KEEP_ALIVE, (1, 2**62))]
+    answer(pipeline, (1, OK, ()))
+    assert await reply == ()
