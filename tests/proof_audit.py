@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from proof_load import Recorded
@@ -63,10 +63,13 @@ def judge(recorded: Recorded) -> Findings:
 
 
 def _check(
-    findings: Findings, name: str, operations: list[Operation], model: Model, restarts: Iterable[tuple[float, float]]
+    findings: Findings, name: str, operations: list[Operation], model: Model, restarts: Sequence[tuple[float, float]]
 ) -> None:
     told = [each for each in operations if each.result is not UNKNOWN or each.name not in READS]
     findings.unknown += sum(each.result is UNKNOWN for each in told)
+    for each in told:
+        if each.result is UNKNOWN:  # a store that lost its data gets no request again that was meant for them
+            each.returned_at = next((served_at for _, served_at in restarts if served_at >= each.called_at), math.inf)
     keys = {each.key for each in told}
     told += [
         Operation("daemon", key, "restart", result=None, called_at=killed_at, returned_at=served_at)

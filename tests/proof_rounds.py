@@ -155,18 +155,22 @@ class Round:
             if rng.random() < 0.15:
                 daemon.stop()  # what is on its way meanwhile dies with it
                 await asyncio.sleep(rng.uniform(0.0, 0.1))
-            killed_at = time.monotonic()
-            self.recorded.kills.append(killed_at)
-            await daemon.kill()
-            await daemon.spawn()
+            await self._kill_once()
             if rng.random() < 0.2:  # while it reads what it has kept, if it does
                 await asyncio.sleep(rng.uniform(0.1, 0.6))
-                self.recorded.kills.append(time.monotonic())
-                await daemon.kill()
-                await daemon.spawn()
+                self._note_restart()  # it may have begun to serve
+                await self._kill_once()
             await daemon.ready()
-            if self.mode.forgets:
-                self.recorded.restarts.append((killed_at, daemon.ready_at))
+            self._note_restart()
+
+    async def _kill_once(self) -> None:
+        self.recorded.kills.append(time.monotonic())
+        await self.daemon.kill()
+        await self.daemon.spawn()
+
+    def _note_restart(self) -> None:
+        if self.mode.forgets:
+            self.recorded.restarts.append((self.recorded.kills[-1], time.monotonic()))
 
     async def _pause(self) -> None:
         while self.recorded.answered < ROUND_ANSWERS:

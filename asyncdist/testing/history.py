@@ -20,7 +20,7 @@ class Outcome(enum.Enum):
 
 
 UNKNOWN: Final = Outcome.UNKNOWN
-"""Nobody was told what became of it: it may take effect at any time after the call, or never."""
+"""Nobody was told what became of it: it may take effect at any time from the call on, or never."""
 REFUSED: Final = Outcome.REFUSED
 """The object said no, and changed nothing."""
 
@@ -37,7 +37,8 @@ class Operation:
         key: which object was asked. Histories are judged key by key.
         name, arguments: what was asked, as the model of the object understands it.
         result: what the client was told, `REFUSED`, or `UNKNOWN`.
-        called_at, returned_at: when, on one clock that never goes back; any unit. No return: infinity.
+        called_at, returned_at: when, on one clock that never goes back; any unit. No return: infinity. The return of an
+            UNKNOWN operation is the time after which it cannot take effect any more, for who knows one.
         session: operations of one session take effect in the order of their calls, as those of one connection do even
             if they are issued at once; None: nothing of that kind was promised.
     """

@@ -5,7 +5,7 @@
 
 A history is linearizable if every operation can be given one instant between its call and its return such that what
 all clients were told is what the object, asked in that order, would have told them. An operation that ended `UNKNOWN`
-may have such an instant at any time after its call, or none.
+may have such an instant at any time after its call (before its return, if it has one), or none.
 
 The search is Wing and Gong's ("Testing and verifying concurrent objects", 1993) with the memory of Lowe ("Testing for
 linearizability", 2017): take any operation that was called before all those not yet taken had returned, see whether
@@ -204,10 +204,15 @@ class _Search:
                 continue
             found.append(index)
         found.sort(key=returns.__getitem__)
+        now = -math.inf  # it is no earlier than the latest call among those taken
+        if base or window:
+            now = calls[base + window.bit_length() - 1]
+        if extra:
+            now = max(now, self.unknown[extra.bit_length() - 1].called_at)
         for index, operation in enumerate(self.unknown):
             if operation.called_at > soonest:
                 break
-            if not extra >> index & 1:
+            if operation.returned_at >= now and not extra >> index & 1:
                 found.append(~index)
         return found
 

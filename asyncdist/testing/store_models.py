@@ -107,7 +107,8 @@ class QueueModel(Model):
             if each.name == "push":
                 popped = pops.get(each.arguments[0])
                 if each.result is UNKNOWN and popped is not None:  # then it did take effect, before that
-                    each = dataclasses.replace(each, result=None, returned_at=popped.returned_at, session=None)
+                    by_then = min(each.returned_at, popped.returned_at)
+                    each = dataclasses.replace(each, result=None, returned_at=by_then, session=None)
                 pushes.append(each)
             inferred.append(each)
         # What went out and came back was overtaken: from then on the order of pops is not that of pushes.

@@ -21,7 +21,7 @@ from asyncdist.testing.store_models import LockModel, QueueModel, RegisterModel
 def op(called_at: float, returned_at: float, name: str, *arguments: Any, to: Any = None, **others: Any) -> Operation:
     """One operation of key "k"; `to` is its result."""
     client = others.pop("client", f"c{called_at:g}")
-    end = math.inf if to is UNKNOWN else returned_at
+    end = returned_at if others.pop("until", False) or to is not UNKNOWN else math.inf
     return Operation(client, "k", name, arguments, to, called_at, end, **others)
 
 
@@ -36,6 +36,7 @@ REGISTER_YES = {
     "or the other": [op(0, 1, "set", b"1"), op(2, 9, "set", b"2"), op(3, 4, "get", to=b"2")],
     "an unknown write seen late": [op(0, 1, "set", b"2", to=UNKNOWN), op(5, 6, "get"), op(8, 9, "get", to=b"2")],
     "an unknown write never seen": [op(0, 1, "set", b"2", to=UNKNOWN), op(5, 6, "get")],
+    "an unknown write in its time": [op(0, 4, "set", b"2", to=UNKNOWN, until=True), op(3, 5, "get", to=b"2")],
     "counted": [op(0, 5, "add", 1, to=2), op(0.5, 4, "add", 1, to=1), op(6, 7, "get", to=b"2")],
     "refused": [op(0, 1, "set", b"x"), op(2, 3, "add", 1, to=REFUSED), op(4, 5, "get", to=b"x")],
     "an empty value is no number": [op(0, 1, "set", b""), op(2, 3, "add", 1, to=REFUSED)],
@@ -68,6 +69,11 @@ REGISTER_NO = {
         op(0, 1, "append", b"a", to=UNKNOWN),
         op(2, 3, "get", to=b"a"),
         op(4, 5, "get", to=b"aa"),
+    ],
+    "an unknown write seen after its time": [
+        op(0, 4, "set", b"2", to=UNKNOWN, until=True),
+        op(5, 6, "get"),
+        op(7, 8, "get", to=b"2"),
     ],
     "old and new swapped": [op(0, 9, "set", b"1"), op(1, 2, "get", to=b"1"), op(3, 4, "get")],
     "both swaps won": [op(0, 9, "compare_set", b"", b"1", to=b"1"), op(0.5, 8, "compare_set", b"", b"2", to=b"2")],
@@ -424,6 +430,7 @@ def drawn_history(drawn: list[Any]) -> list[Operation]:
             *((number,) if name == "push" else arguments),
             to=result,
             client="gone" if result is UNKNOWN else number,
+            until=length < 5,
             session=session,
         )
         for number, (called_at, length, (name, arguments, result), session) in enumerate(drawn)
