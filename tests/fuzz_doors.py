@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import click
 from fuzz_frames import HandshakeFrames, NativeFrames, TorchFrames
+from jobs import free_port
 from torch_wire_kit import VALIDATE, blob, number
 
 from asyncdist.store import TCPStore
@@ -49,6 +50,8 @@ HANDSHAKES_SHARE: Final = 0.03
 """Frames that take the place of a message of the handshake; each needs a connection of its own."""
 CLIENT_IDS: Final = 5000
 """Clients that the connections take turns to be: each is remembered for two minutes, as it might reconnect."""
+MAX_GROWTH_BYTES: Final = 24 * 1024 * 1024
+"""What the daemon may grow after its first rounds: fragments, and the clients it remembers."""
 STUCK_S: Final = 30.0
 """A connection that the daemon neither answers nor closes for so long is a fault."""
 PAUSE_S: Final = 0.002
@@ -91,9 +94,9 @@ class Fuzzed:
 class Daemon:
     """The process under test: native clients and torch's on ports of their own."""
 
-    def __init__(self, process: asyncio.subprocess.Process, errors: Any, port: int, torch_ports: list[int]) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, errors: Any, torch_ports: list[int]) -> None:
         self.process = process
-        self.port = port
+        self.port = 0
         self.fuzzed_torch_port, self.healthy_torch_port = torch_ports
         self._errors = errors
 
@@ -105,7 +108,7 @@ class Daemon:
         return 1024 * int(found[1])
 
     def said(self) -> str:
-        """What it logged: warnings of torch ports, and errors."""
+        """The errors it logged."""
         self._errors.seek(0)
         text: str = self._errors.read().decode(errors="replace")
         return text
@@ -114,20 +117,22 @@ class Daemon:
 @contextlib.asynccontextmanager
 async def running_daemon() -> AsyncIterator[Daemon]:
     """A daemon, which must end by itself with code 0 and without having logged an error."""
-    torch_ports = free_ports(2)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCDIST_")}
-    options = ["--log-level", "error", *(f"--torch-port={port}" for port in torch_ports)]
+    torch_ports = [free_port(), free_port()]
+    options = ["--port", "0", "--log-level", "error", *(f"--torch-port={port}" for port in torch_ports)]
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "asyncdist_server", "--port", "0", *options),
+            *(sys.executable, "-m", "asyncdist_server", *options),
             env={**clean, "ASYNCDIST_TOKEN": TOKEN},
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
         )
+        daemon = Daemon(process, errors, torch_ports)
         try:
             assert process.stdout is not None
             line = (await process.stdout.readline()).decode()
-            daemon = Daemon(process, errors, int(line.split()[-1].rpartition(":")[2]), torch_ports)
+            assert " ready on " in line, daemon.said()
+            daemon.port = int(line.split()[-1].rpartition(":")[2])
             yield daemon
             assert process.returncode is None, f"the daemon ended with {process.returncode}:\n{daemon.said()}"
             process.send_signal(signal.SIGTERM)
@@ -139,17 +144,6 @@ async def running_daemon() -> AsyncIterator[Daemon]:
             if process.returncode is None:
                 process.kill()
             await process.communicate()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    import socket
-
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 # ---- connections
@@ -501,9 +495,6 @@ def main(frames: int, door: str, seed: int) -> None:
         if result.growth_bytes > MAX_GROWTH_BYTES:
             raise click.ClickException(f"the daemon grew by {result.growth_bytes / 2**20:.1f} MiB")
 
-
-MAX_GROWTH_BYTES: Final = 24 * 1024 * 1024
-"""What the daemon may grow after its first rounds: fragments, and the clients it remembers."""
 
 if __name__ == "__main__":
     main()
