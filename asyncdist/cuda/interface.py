@@ -222,6 +222,12 @@ class Runtime(ABC):
         `executor.reduction.validate` refuses, ValueError for more than `MAX_SOURCES` sources or none.
         """
 
+    def prepare_reduce(self, op: ReduceOp, dtype: np.dtype[Any], sources: int, device: int) -> None:  # noqa: B027
+        """Compile what `reduce` with so many sources will launch, which takes part of a second: not on an event loop.
+
+        Compiled kernels are kept, on disk as well. Raises TypeError and ValueError as `reduce`.
+        """
+
     @abstractmethod
     def scale(
         self, dtype: np.dtype[Any], target: int, source: int, factor: float | complex, count: int, stream: Stream

@@ -1,0 +1,213 @@
+"""NCCL through cupy's binding.
+
+What cupy's binding does, as read in versions 13 and 14, and what is made of it here:
+
+- `check_async_error` raises, NcclError or, for codes that it does not know, KeyError. `async_error` returns the words.
+- `abort` frees the communicator first and forgets it afterwards, so another thread must not ask it anything meanwhile:
+  a lock and our own state keep `async_error` away. Operations in flight in other threads are what an abort is for.
+- Collecting a communicator as garbage destroys it, which waits for the other ranks. Those that were neither destroyed
+  nor aborted are kept until the process ends.
+- Unique ids are bytes since 14.0, a tuple of signed characters before.
+- All calls release the GIL. None takes a time-out, and none of NCCL's non-blocking mode, PREMUL_SUM, shrink or grow is
+  there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import cupy
+import numpy as np
+
+from asyncdist.cuda.cupy_driver import on_device, translated
+from asyncdist.cuda.interface import Stream
+from asyncdist.cuda.nccl_interface import Communicator, Nccl
+from asyncdist.cuda.nccl_types import NcclType, reduction, refusal
+from asyncdist.errors import DistBackendError
+from asyncdist.reduce_op import PremulSum, ReduceOp
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # where NCCL is missing cupy warns, and we say so once it is asked for
+    from cupy.cuda import nccl as binding
+
+__all__ = ["CupyNccl"]
+
+SPLIT_VERSION: Final = 21801
+"""The first NCCL with ncclCommSplit."""
+
+EAGER_CONNECT: Final = "NCCL_RUNTIME_CONNECT"
+"""0 lets a communicator connect when it is opened rather than in the first collective, which would block its caller."""
+
+_abandoned: Final[set[Any]] = set()
+"""Communicators that were not given up in order: see above."""
+
+
+def _words(unique_id: bytes) -> Any:
+    """A unique id as this cupy wants it."""
+    if int(cupy.__version__.split(".")[0]) >= 14:
+        return unique_id
+    return tuple(octet - 256 if octet > 127 else octet for octet in unique_id)
+
+
+class _Communicator(Communicator):
+    def __init__(self, raw: Any, rank: int, size: int, device: int, version: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._raw = raw
+        self._version = version
+        self._state = "open"
+        self._lock = threading.Lock()
+        _abandoned.add(raw)
+
+    def all_reduce(
+        self, source: int, target: int, count: int, dtype: np.dtype[Any], op: ReduceOp | PremulSum, stream: Stream
+    ) -> None:
+        kind, operation, factor = self._reduction(dtype, op)
+        with self._issuing("ncclAllReduce"):
+            self._raw.allReduce(source, target, count * factor, kind, operation, stream.handle)
+
+    def reduce(
+        self,
+        source: int,
+        target: int,
+        count: int,
+        dtype: np.dtype[Any],
+        op: ReduceOp | PremulSum,
+        root: int,
+        stream: Stream,
+    ) -> None:
+        kind, operation, factor = self._reduction(dtype, op)
+        with self._issuing("ncclReduce"):
+            self._raw.reduce(source, target, count * factor, kind, operation, root, stream.handle)
+
+    def broadcast(self, source: int, target: int, count: int, dtype: np.dtype[Any], root: int, stream: Stream) -> None:
+        with self._issuing("ncclBroadcast"):
+            self._raw.broadcast(
+                source or target, target, count * dtype.itemsize, int(NcclType.UINT8), root, stream.handle
+            )
+
+    def all_gather(self, source: int, target: int, count: int, dtype: np.dtype[Any], stream: Stream) -> None:
+        with self._issuing("ncclAllGather"):
+            self._raw.allGather(source, target, count * dtype.itemsize, int(NcclType.UINT8), stream.handle)
+
+    def reduce_scatter(
+        self, source: int, target: int, count: int, dtype: np.dtype[Any], op: ReduceOp | PremulSum, stream: Stream
+    ) -> None:
+        kind, operation, factor = self._reduction(dtype, op)
+        with self._issuing("ncclReduceScatter"):
+            self._raw.reduceScatter(source, target, count * factor, kind, operation, stream.handle)
+
+    def send(self, source: int, count: int, dtype: np.dtype[Any], peer: int, stream: Stream) -> None:
+        with self._issuing("ncclSend"):
+            self._raw.send(source, count * dtype.itemsize, int(NcclType.UINT8), peer, stream.handle)
+
+    def recv(self, target: int, count: int, dtype: np.dtype[Any], peer: int, stream: Stream) -> None:
+        with self._issuing("ncclRecv"):
+            self._raw.recv(target, count * dtype.itemsize, int(NcclType.UINT8), peer, stream.handle)
+
+    def async_error(self) -> str:
+        with self._lock:
+            if self._state != "open":
+                return ""
+            try:
+                self._raw.check_async_error()
+            except Exception as error:  # see above
+                return str(error)
+            return ""
+
+    def abort(self) -> None:
+        with self._lock:
+            if self._state != "open":
+                return
+            self._state = "aborted"
+        with translated("ncclCommAbort"), on_device(self.device):
+            self._raw.abort()
+        _abandoned.discard(self._raw)
+
+    def destroy(self) -> None:
+        with self._lock:
+            self._check()
+            self._state = "destroyed"
+        with translated("ncclCommDestroy"), on_device(self.device):
+            self._raw.destroy()
+        _abandoned.discard(self._raw)
+
+    def split(self, color: int, key: int) -> Communicator | None:
+        self._check()
+        with translated("ncclCommSplit"), on_device(self.device):
+            raw = self._raw.commSplit(color, key)
+            if raw is None:
+                return None
+            return _Communicator(raw, raw.rank_id(), raw.size(), self.device, self._version)
+
+    def _reduction(self, dtype: np.dtype[Any], op: ReduceOp | PremulSum) -> tuple[int, int, int]:
+        reason = refusal(dtype, op, self._version)
+        if reason:
+            raise DistBackendError(reason)
+        if isinstance(op, PremulSum):
+            raise DistBackendError("cupy's NCCL has no PREMUL_SUM: scale first")
+        kind, operation, factor = reduction(dtype, op)
+        return int(kind), int(operation), factor
+
+    @contextmanager
+    def _issuing(self, function: str) -> Iterator[None]:
+        """NCCL launches on the thread's current device, which must be the communicator's."""
+        self._check()
+        with translated(function), on_device(self.device):
+            yield
+
+    def _check(self) -> None:
+        if self._state != "open":
+            raise DistBackendError(f"the NCCL communicator of rank {self.rank} was {self._state}")
+
+
+class CupyNccl(Nccl):
+    """See Nccl."""
+
+    native_premul_sum = False
+
+    def __init__(self) -> None:
+        if not binding.available:
+            raise DistBackendError("NCCL is not installed (pip install nvidia-nccl-cu12 or nvidia-nccl-cu13)")
+        self._version = int(binding.get_version())
+        self.can_split = self._version >= SPLIT_VERSION and hasattr(binding.NcclCommunicator, "commSplit")
+        major, minor, patch = self._version // 10000, self._version // 100 % 100, self._version % 100
+        self.name = f"NCCL {major}.{minor}.{patch} through cupy {cupy.__version__}"
+
+    def version(self) -> int:
+        """See Nccl."""
+        return self._version
+
+    def unique_id(self) -> bytes:
+        """See Nccl."""
+        with translated("ncclGetUniqueId"):
+            made = binding.get_unique_id()
+        return bytes(made) if isinstance(made, bytes) else bytes(octet & 0xFF for octet in made)
+
+    def open(self, size: int, unique_id: bytes, rank: int, device: int) -> Communicator:
+        """See Nccl."""
+        os.environ.setdefault(EAGER_CONNECT, "0")
+        with translated(f"ncclCommInitRank of rank {rank} of {size} on device {device}"), on_device(device):
+            raw = binding.NcclCommunicator(size, _words(unique_id), rank)
+        return _Communicator(raw, rank, size, device, self._version)
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """See Nccl."""
+        with translated("ncclGroupStart"):
+            binding.groupStart()
+        try:
+            yield
+        finally:
+            with translated("ncclGroupEnd"):
+                binding.groupEnd()
+
+    def refusal(self, dtype: np.dtype[Any], op: ReduceOp | PremulSum) -> str:
+        """See Nccl."""
+        return refusal(dtype, op, self._version)

@@ -1,0 +1,310 @@
+"""CUDA's runtime through cupy.
+
+Streams and events are raw handles, not cupy's objects: `cupy.cuda.Event.done` takes a device's failure for "not yet",
+`ExternalStream` is deprecated, and a cupy stream would be destroyed by whichever thread collects garbage.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from asyncdist.cuda.cupy_driver import address_range, device_uuid, on_device, translated
+from asyncdist.cuda.interface import MAX_SOURCES, Event, Memory, Pinned, Runtime, Stream
+from asyncdist.cuda.kernels import OPTIONS, PACK_BYTES, reduce_source, scale_source
+from asyncdist.errors import DistBackendError
+from asyncdist.reduce_op import ReduceOp
+
+__all__ = ["CupyRuntime"]
+
+NOT_READY: Final = 600
+"""cudaErrorNotReady, which cudaEventQuery returns rather than fails with."""
+
+DEVICE_MEMORY: Final = (2, 3)
+"""cudaMemoryTypeDevice and cudaMemoryTypeManaged."""
+
+BLOCK_THREADS: Final = 512
+BLOCKS_PER_MULTIPROCESSOR: Final = 4
+"""Enough to keep the memory of any device busy: 2,048 threads are all that a multiprocessor holds."""
+
+
+class _Stream(Stream):
+    """`ptr` is what cupy's kernels look for in a stream."""
+
+    def __init__(self, handle: int, device: int, *, owned: bool) -> None:
+        self.handle = self.ptr = handle
+        self.device = device
+        self._owned = owned
+
+    def wait_event(self, event: Event) -> None:
+        with translated("cudaStreamWaitEvent"), on_device(self.device):
+            runtime.streamWaitEvent(self.handle, event.handle)
+
+    def synchronize(self) -> None:
+        with translated("cudaStreamSynchronize"), on_device(self.device):
+            runtime.streamSynchronize(self.handle)
+
+    def close(self) -> None:
+        if self._owned:
+            self._owned = False
+            with translated("cudaStreamDestroy"), on_device(self.device):
+                runtime.streamDestroy(self.handle)
+
+
+class _Event(Event):
+    def __init__(self, handle: int, device: int) -> None:
+        self.handle = handle
+        self.device = device
+
+    def record(self, stream: Stream) -> None:
+        with translated("cudaEventRecord"), on_device(self.device):
+            runtime.eventRecord(self.handle, stream.handle)
+
+    def done(self) -> bool:
+        status = runtime.eventQuery(self.handle)  # for a device's failure it returns, rather than raises
+        if status not in (0, NOT_READY):
+            with translated("work on the device"):
+                raise runtime.CUDARuntimeError(status)
+        return bool(status == 0)
+
+    def synchronize(self) -> None:
+        with translated("work on the device"):
+            runtime.eventSynchronize(self.handle)
+
+    def close(self) -> None:
+        handle, self.handle = self.handle, 0
+        if handle:
+            with translated("cudaEventDestroy"), on_device(self.device):
+                runtime.eventDestroy(handle)
+
+
+class _Pinned(Pinned):
+    def __init__(self, nbytes: int) -> None:
+        with translated("cudaHostAlloc"):
+            self.pointer = runtime.hostAlloc(max(nbytes, 1), runtime.hostAllocPortable)
+        self.nbytes = nbytes
+        self.array = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(self.pointer), np.uint8)
+
+    def close(self) -> None:
+        pointer, self.pointer = self.pointer, 0
+        if pointer:
+            self.array = np.empty(0, np.uint8)
+            with translated("cudaFreeHost"):
+                runtime.freeHost(pointer)
+
+
+class _Memory(Memory):
+    def __init__(self, nbytes: int, device: int) -> None:
+        with translated(f"allocating {nbytes} bytes on device {device}"), on_device(device):
+            self.pointer = runtime.malloc(nbytes)
+        self.nbytes = nbytes
+        self.device = device
+
+    def close(self) -> None:
+        pointer, self.pointer = self.pointer, 0
+        if pointer:
+            with translated("cudaFree"), on_device(self.device):
+                runtime.free(pointer)
+
+
+class CupyRuntime(Runtime):
+    """See Runtime."""
+
+    def __init__(self) -> None:
+        cuda, minor = divmod(runtime.runtimeGetVersion() // 10, 100)
+        self.name = f"cupy {cupy.__version__} (CUDA {cuda}.{minor})"
+        self._lock = threading.Lock()
+        self._opened: dict[tuple[bytes, int], list[int]] = {}
+
+    def device_count(self) -> int:
+        """See Runtime."""
+        with translated("cudaGetDeviceCount"):
+            return int(runtime.getDeviceCount())
+
+    def current_device(self) -> int:
+        """See Runtime."""
+        with translated("cudaGetDevice"):
+            return int(runtime.getDevice())
+
+    def set_device(self, device: int) -> None:
+        """See Runtime."""
+        with translated("cudaSetDevice"):
+            runtime.setDevice(device)
+
+    def device_id(self, device: int) -> str:
+        """See Runtime."""
+        return device_uuid(device)
+
+    def peer_access(self, device: int, other_id: str) -> bool:
+        """See Runtime."""
+        if other_id == self.device_id(device):
+            return True
+        with translated("cudaDeviceCanAccessPeer"):
+            others = [other for other in range(runtime.getDeviceCount()) if device_uuid(other) == other_id]
+            return any(runtime.deviceCanAccessPeer(device, other) for other in others)
+
+    def pointer_device(self, pointer: int) -> int | None:
+        """See Runtime."""
+        with translated("cudaPointerGetAttributes"):
+            attributes = runtime.pointerGetAttributes(pointer)
+        return int(attributes.device) if attributes.type in DEVICE_MEMORY else None
+
+    def new_stream(self, device: int) -> Stream:
+        """See Runtime."""
+        with translated("cudaStreamCreate"), on_device(device):
+            return _Stream(runtime.streamCreateWithFlags(runtime.streamNonBlocking), device, owned=True)
+
+    def current_stream(self, device: int) -> Stream:
+        """See Runtime."""
+        with translated("cupy.cuda.get_current_stream"), on_device(device):
+            return _Stream(cupy.cuda.get_current_stream().ptr, device, owned=False)
+
+    def external_stream(self, handle: int, device: int) -> Stream:
+        """See Runtime."""
+        return _Stream(handle, device, owned=False)
+
+    def new_event(self, device: int, *, interprocess: bool = False) -> Event:
+        """See Runtime."""
+        flags = runtime.eventBlockingSync | runtime.eventDisableTiming
+        if interprocess:
+            flags |= runtime.eventInterprocess
+        with translated("cudaEventCreate"), on_device(device):
+            return _Event(runtime.eventCreateWithFlags(flags), device)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
+        """See Runtime."""
+        if nbytes:
+            with translated("cudaMemcpyAsync"), on_device(stream.device):
+                runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream.handle)
+
+    def fill(self, pointer: int, nbytes: int, byte: int, stream: Stream) -> None:
+        """See Runtime."""
+        if nbytes:
+            with translated("cudaMemsetAsync"), on_device(stream.device):
+                runtime.memsetAsync(pointer, byte, nbytes, stream.handle)
+
+    def pinned(self, nbytes: int) -> Pinned:
+        """See Runtime."""
+        return _Pinned(nbytes)
+
+    def allocate(self, nbytes: int, device: int) -> Memory:
+        """See Runtime."""
+        if nbytes <= 0:
+            raise ValueError(f"nbytes must be positive, not {nbytes}")
+        return _Memory(nbytes, device)
+
+    def memory_range(self, pointer: int) -> tuple[int, int]:
+        """See Runtime."""
+        device = self.pointer_device(pointer)
+        if device is None:
+            raise DistBackendError(f"{pointer:#x} is no device memory")
+        with translated("cuMemGetAddressRange"), on_device(device):
+            runtime.memGetInfo()  # binds the device's context to this thread, which the driver's functions need
+            return address_range(pointer)
+
+    def ipc_handle(self, pointer: int) -> bytes:
+        """See Runtime."""
+        base, _ = self.memory_range(pointer)
+        with translated("cudaIpcGetMemHandle"), on_device(self.pointer_device(pointer) or 0):
+            return bytes(runtime.ipcGetMemHandle(base))
+
+    def ipc_open(self, handle: bytes, device: int) -> int:
+        """See Runtime. CUDA counts openings of one handle only since 11; counted here, closing is plain."""
+        with self._lock:
+            opened = self._opened.get((handle, device))
+            if opened is None:
+                with translated("cudaIpcOpenMemHandle"), on_device(device):
+                    opened = [int(runtime.ipcOpenMemHandle(handle)), 0]
+                self._opened[handle, device] = opened
+            opened[1] += 1
+            return opened[0]
+
+    def ipc_close(self, pointer: int) -> None:
+        """See Runtime."""
+        with self._lock:
+            key = next((key for key, (base, _) in self._opened.items() if base == pointer), None)
+            if key is None:
+                raise DistBackendError(f"{pointer:#x} was not opened by ipc_open")
+            self._opened[key][1] -= 1
+            if self._opened[key][1]:
+                return
+            del self._opened[key]
+        with translated("cudaIpcCloseMemHandle"), on_device(key[1]):
+            runtime.ipcCloseMemHandle(pointer)
+
+    def ipc_event_handle(self, event: Event) -> bytes:
+        """See Runtime."""
+        with translated("cudaIpcGetEventHandle"), on_device(event.device):
+            return bytes(runtime.ipcGetEventHandle(event.handle))
+
+    def ipc_event_open(self, handle: bytes, device: int) -> Event:
+        """See Runtime."""
+        with translated("cudaIpcOpenEventHandle"), on_device(device):
+            return _Event(int(runtime.ipcOpenEventHandle(handle)), device)
+
+    def reduce(
+        self, op: ReduceOp, dtype: np.dtype[Any], target: int, sources: Sequence[int], count: int, stream: Stream
+    ) -> None:
+        """See Runtime."""
+        kernel = _reduce_kernel(op, dtype, len(sources))
+        if not count:
+            return
+        aligned = all(pointer % PACK_BYTES == 0 for pointer in (target, *sources))
+        packs = count * dtype.itemsize // PACK_BYTES if aligned else 0
+        numbers = (target, *sources, count, packs)
+        self._launch(kernel, max(packs, count - packs * PACK_BYTES // dtype.itemsize), _words(numbers), stream)
+
+    def scale(
+        self, dtype: np.dtype[Any], target: int, source: int, factor: float | complex, count: int, stream: Stream
+    ) -> None:
+        """See Runtime."""
+        kernel = _scale_kernel(dtype)
+        if count:
+            parts = np.float64(complex(factor).real), np.float64(complex(factor).imag)
+            self._launch(kernel, count, (*_words((target, source, count)), *parts), stream)
+
+    def prepare_reduce(self, op: ReduceOp, dtype: np.dtype[Any], sources: int, device: int) -> None:
+        """See Runtime."""
+        with translated("compiling a kernel"), on_device(device):
+            _ = _reduce_kernel(op, dtype, sources).kernel
+
+    def _launch(self, kernel: Any, threads: int, arguments: tuple[Any, ...], stream: Stream) -> None:
+        """One thread for each of `threads`, or as many as the device runs at a time."""
+        device = stream.device
+        blocks = min(-(-threads // BLOCK_THREADS), _multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
+        with translated("launching a kernel"), on_device(device):
+            kernel((max(blocks, 1),), (BLOCK_THREADS,), arguments, stream=stream)
+
+
+def _words(numbers: Sequence[int]) -> tuple[np.uint64, ...]:
+    """Pointers and counts as cupy passes 64-bit arguments."""
+    return tuple(np.uint64(number) for number in numbers)
+
+
+@lru_cache(maxsize=256)
+def _reduce_kernel(op: ReduceOp, dtype: np.dtype[Any], sources: int) -> Any:
+    if not 1 <= sources <= MAX_SOURCES:
+        raise ValueError(f"1 to {MAX_SOURCES} sources, not {sources}")
+    try:
+        return cupy.RawKernel(reduce_source(op, dtype, sources), "reduce", OPTIONS)
+    except KeyError:
+        raise TypeError(f"{op!r} is not defined for arrays of dtype {dtype} on a device") from None
+
+
+@lru_cache(maxsize=32)
+def _scale_kernel(dtype: np.dtype[Any]) -> Any:
+    if dtype.kind in "biu":
+        raise TypeError(f"arrays of dtype {dtype} cannot be scaled")
+    return cupy.RawKernel(scale_source(dtype), "scale", OPTIONS)
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: int) -> int:
+    return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device))

@@ -1,0 +1,217 @@
+"""The CUDA C++ source of the kernels that reduce and scale, for every dtype and operation that the CPU reduces.
+
+Needs no headers, so that it compiles wherever NVRTC is. Narrow floating point is held as bits, computed in float and
+rounded to nearest even after every step, which gives the CPU's results bit by bit: float has more than twice the bits
+that are kept, plus two. `-fmad=false` goes with it, lest products be fused with sums.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+
+from asyncdist.reduce_op import ReduceOp
+
+__all__ = ["OPTIONS", "PACK_BYTES", "reduce_source", "scale_source"]
+
+OPTIONS: Final = ("--fmad=false",)
+
+PACK_BYTES: Final = 16
+"""The widest load a thread can do; used where all addresses are multiples of it."""
+
+_HALF: Final = """
+typedef unsigned short T;
+__device__ float up(T bits) { float wide; asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(bits)); return wide; }
+__device__ T down(float wide) { T bits; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(wide)); return bits; }
+"""
+
+_BFLOAT: Final = """
+typedef unsigned short T;
+__device__ float up(T bits) { return __uint_as_float((unsigned int)bits << 16); }
+__device__ T down(float wide) {
+  unsigned int bits = __float_as_uint(wide);
+  if (wide != wide) return (T)(bits >> 16 | 0x40u);
+  return (T)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+"""
+
+_FLOAT8: Final = """
+typedef unsigned char T;
+#define MANTISSA {mantissa}
+#define BIAS {bias}
+#define LARGEST {largest}u  /* finite */
+#define BEYOND {beyond}u    /* what a number that is too large becomes */
+#define NOT_A_NUMBER {nan}u
+__device__ float up(T bits) {{
+  unsigned int magnitude = bits & 0x7fu;
+  float wide;
+  if (magnitude > {infinity}u) wide = __uint_as_float(0x7fc00000u);
+  else if (magnitude > LARGEST) wide = __uint_as_float(0x7f800000u);
+  else if (magnitude >> MANTISSA)
+    wide = __uint_as_float((magnitude << (23 - MANTISSA)) + ((127u - BIAS) << 23));
+  else wide = (float)magnitude * __uint_as_float((128u - BIAS - MANTISSA) << 23);
+  return bits & 0x80u ? -wide : wide;
+}}
+__device__ T down(float wide) {{
+  unsigned int bits = __float_as_uint(wide), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu, result;
+  if (magnitude > 0x7f800000u) return (T)(sign | NOT_A_NUMBER);
+  if (magnitude < (128u - BIAS) << 23) {{  /* subnormal: adding this lets the unit round it */
+    float shifter = __uint_as_float((128u - BIAS + 23u - MANTISSA) << 23);
+    result = __float_as_uint(__uint_as_float(magnitude) + shifter) - __float_as_uint(shifter);
+  }} else {{
+    magnitude += (1u << (22 - MANTISSA)) - 1u + (magnitude >> (23 - MANTISSA) & 1u);
+    magnitude -= (127u - BIAS) << 23;
+    result = magnitude >> (23 - MANTISSA);
+    if (result > LARGEST) result = BEYOND;
+  }}
+  return (T)(sign | result);
+}}
+"""
+
+_E4M3: Final = _FLOAT8.format(mantissa=3, bias=7, largest=0x7E, infinity=0x7E, beyond=0x7F, nan=0x7F)
+_E5M2: Final = _FLOAT8.format(mantissa=2, bias=15, largest=0x7B, infinity=0x7C, beyond=0x7C, nan=0x7E)
+
+_NARROW: Final = {"float16": _HALF, "bfloat16": _BFLOAT, "float8_e4m3fn": _E4M3, "float8_e5m2": _E5M2}
+
+_WIDE: Final = {
+    "int8": ("signed char", "unsigned char"),
+    "uint8": ("unsigned char", "unsigned char"),
+    "int16": ("short", "unsigned short"),
+    "uint16": ("unsigned short", "unsigned short"),
+    "int32": ("int", "unsigned int"),
+    "uint32": ("unsigned int", "unsigned int"),
+    "int64": ("long long", "unsigned long long"),
+    "uint64": ("unsigned long long", "unsigned long long"),
+    "float32": ("float", "float"),
+    "float64": ("double", "double"),
+}
+"""The type of an element, and the one in which sums and products wrap."""
+
+_COMPLEX: Final = {"complex64": ("float", 8), "complex128": ("double", 16)}
+
+_BOOL: Final = {
+    ReduceOp.SUM: "a | b",
+    ReduceOp.PRODUCT: "a & b",
+    ReduceOp.MIN: "a & b",
+    ReduceOp.MAX: "a | b",
+    ReduceOp.BAND: "a & b",
+    ReduceOp.BOR: "a | b",
+    ReduceOp.BXOR: "a ^ b",
+}
+
+_NUMBERS: Final = {
+    ReduceOp.SUM: "(C)a + (C)b",
+    ReduceOp.AVG: "(C)a + (C)b",
+    ReduceOp.PRODUCT: "(C)a * (C)b",
+    ReduceOp.MIN: "a < b || a != a ? a : b",
+    ReduceOp.MAX: "a > b || a != a ? a : b",
+    ReduceOp.BAND: "a & b",
+    ReduceOp.BOR: "a | b",
+    ReduceOp.BXOR: "a ^ b",
+}
+
+_COMPLEX_NUMBERS: Final = {
+    ReduceOp.SUM: "c.re = a.re + b.re; c.im = a.im + b.im;",
+    ReduceOp.AVG: "c.re = a.re + b.re; c.im = a.im + b.im;",
+    ReduceOp.PRODUCT: "c.re = a.re * b.re - a.im * b.im; c.im = a.re * b.im + a.im * b.re;",
+}
+
+
+@lru_cache(maxsize=256)
+def reduce_source(op: ReduceOp, dtype: np.dtype[Any], sources: int) -> str:
+    """Source of `reduce(target, source 0, ..., count, packs)`; all three last are unsigned 64-bit values.
+
+    The first `packs` runs of 16 bytes are loaded at once, the rest one by one. Raises KeyError for an op and dtype that
+    `executor.reduction.validate` refuses.
+    """
+    names = [f"s{number}" for number in range(sources)]
+    steps = "".join(f" value = combine(value, {name}[i]);" for name in names[1:])
+    loads = " ".join(f"const Pack p{number} = ((const Pack*){name})[i];" for number, name in enumerate(names))
+    pack_steps = "".join(f" value = combine(value, p{number}.lane[lane]);" for number in range(1, sources))
+    return f"""{_element(dtype)}
+{_combine(op, dtype)}
+{_finish(op, dtype, sources)}
+struct __align__({PACK_BYTES}) Pack {{ T lane[{PACK_BYTES} / sizeof(T)]; }};
+extern "C" __global__ void reduce(
+    T* target, {", ".join(f"const T* {name}" for name in names)}, unsigned long long count, unsigned long long packs) {{
+  const unsigned long long first = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x;
+  const unsigned long long stride = gridDim.x * (unsigned long long)blockDim.x;
+  for (unsigned long long i = first; i < packs; i += stride) {{
+    {loads}
+    Pack result;
+    #pragma unroll
+    for (int lane = 0; lane < {PACK_BYTES} / (int)sizeof(T); ++lane) {{
+      T value = p0.lane[lane];{pack_steps}
+      result.lane[lane] = finish(value);
+    }}
+    ((Pack*)target)[i] = result;
+  }}
+  for (unsigned long long i = packs * ({PACK_BYTES} / sizeof(T)) + first; i < count; i += stride) {{
+    T value = s0[i];{steps}
+    target[i] = finish(value);
+  }}
+}}
+"""
+
+
+@lru_cache(maxsize=32)
+def scale_source(dtype: np.dtype[Any]) -> str:
+    """Source of `scale(target, source, count, real part, imaginary part)` with both parts of the factor as doubles."""
+    if dtype.name in _COMPLEX:
+        body = "T c; c.re = a.re * (R)re - a.im * (R)im; c.im = a.re * (R)im + a.im * (R)re; target[i] = c;"
+    elif dtype.name in _NARROW:
+        body = "target[i] = down(up(a) * (float)re);"
+    else:
+        body = "target[i] = a * (T)re;"
+    return f"""{_element(dtype)}
+extern "C" __global__ void scale(T* target, const T* source, unsigned long long count, double re, double im) {{
+  const unsigned long long stride = gridDim.x * (unsigned long long)blockDim.x;
+  for (unsigned long long i = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x; i < count; i += stride) {{
+    const T a = source[i];
+    {body}
+  }}
+}}
+"""
+
+
+def _element(dtype: np.dtype[Any]) -> str:
+    """T, what is computed in, and how to get there and back."""
+    name = dtype.name
+    if name in _NARROW:
+        return _NARROW[name]
+    if name in _COMPLEX:
+        real, nbytes = _COMPLEX[name]
+        return f"typedef {real} R;\nstruct __align__({nbytes}) T {{ R re, im; }};"
+    kind, wrapping = ("unsigned char", "unsigned char") if name == "bool" else _WIDE[name]
+    return f"typedef {kind} T;\ntypedef {wrapping} C;"
+
+
+def _combine(op: ReduceOp, dtype: np.dtype[Any]) -> str:
+    name = dtype.name
+    if name in _COMPLEX:
+        return f"__device__ T combine(T a, T b) {{ T c; {_COMPLEX_NUMBERS[op]} return c; }}"
+    if name in _NARROW:
+        return (
+            f"typedef float C;\n__device__ float step(float a, float b) {{ return {_NUMBERS[op]}; }}\n"
+            "__device__ T combine(T a, T b) { return down(step(up(a), up(b))); }"
+        )
+    return f"__device__ T combine(T a, T b) {{ return (T)({(_BOOL if name == 'bool' else _NUMBERS)[op]}); }}"
+
+
+def _finish(op: ReduceOp, dtype: np.dtype[Any], sources: int) -> str:
+    quotient = "a"
+    if op is ReduceOp.AVG:
+        if dtype.name in _COMPLEX:  # numpy multiplies by the reciprocal here
+            scaled = f"const R s = (R)1 / (R){sources}; T c; c.re = a.re * s; c.im = a.im * s; return c;"
+            return f"__device__ T finish(T a) {{ {scaled} }}"
+        if dtype.name in _NARROW:
+            quotient = f"down(up(a) / {sources}.0f)"
+        elif dtype.kind == "f":
+            quotient = f"a / (T){sources}"
+        else:  # C++ truncates toward zero, too
+            quotient = (
+                f"(T)((unsigned long long)a / {sources}ull)" if dtype.kind == "u" else f"(T)((long long)a / {sources})"
+            )
+    return f"__device__ T finish(T a) {{ return {quotient}; }}"
