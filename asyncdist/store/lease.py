@@ -139,7 +139,9 @@ class LeaseKeeper:
     async def revoke(self, lease: Lease) -> None:
         """End `lease` here and at the daemon."""
         self._end(lease, "it was revoked")
-        await asyncio.shield(self._ask(messages.REVOKE, (lease.id,), None))
+        reply = self._ask(messages.REVOKE, (lease.id,), None)
+        reply.add_done_callback(_ignore)  # it may fail after whoever waits was cancelled
+        await asyncio.shield(reply)
 
     def abandon(self, lease: Lease) -> None:
         """Revoke `lease` without waiting for the answer."""
