@@ -138,7 +138,7 @@ def run_ranks(
 
 
 class Driver:
-    """Runs the work queued on a fake GPU in mode "manual": one step of a randomly chosen stream per turn of the loop."""
+    """Runs what is queued on a fake GPU in mode "manual": a few steps of any streams at each turn of the loop."""
 
     def __init__(self, runtime: FakeRuntime, seed: int) -> None:
         self._runtime = runtime

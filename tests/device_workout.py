@@ -132,6 +132,22 @@ async def coalesced(rank: PathRank, count: int, dtype: Any, op: str) -> None:
         same(array, reduced(op, everybody(rank.size, length, dtype), dtype), op)
 
 
+async def in_place(rank: PathRank, count: int, dtype: Any, op: str) -> None:
+    size, me = rank.size, rank.rank
+    whole = rank.array(values(me, size * count, dtype))
+    own = whole[me * count : (me + 1) * count]
+    await rank.run(calls.all_gather_into_tensor(whole, own, size))
+    parts = [values(other, size * count, dtype)[other * count : (other + 1) * count] for other in range(size)]
+    same(whole, np.concatenate(parts))
+    whole = rank.array(values(me, size * count, dtype))
+    await rank.run(calls.reduce_scatter_tensor(whole[me * count : (me + 1) * count], whole, ReduceOp[op], size))
+    total = reduced(op, everybody(size, size * count, dtype), dtype)
+    same(whole[me * count : (me + 1) * count], total[me * count : (me + 1) * count], op)
+    whole = rank.array(values(me, size * count, dtype))
+    await rank.run(call_exchange.all_to_all_single(whole, whole, None, None, me, size))
+    same(whole, np.concatenate([values(other, size * count, dtype)[me * count :][:count] for other in range(size)]))
+
+
 CHECKS: tuple[Check, ...] = (
     all_reduce,
     reduce,
@@ -143,4 +159,5 @@ CHECKS: tuple[Check, ...] = (
     all_to_all,
     uneven,
     coalesced,
+    in_place,
 )

@@ -21,6 +21,7 @@ from asyncdist.backend.device_threads import Helpers
 from asyncdist.backend.ipc_channel import IpcChannel
 from asyncdist.backend.ipc_plan import PLANNED
 from asyncdist.backend.ipc_scratch import open_scratch
+from asyncdist.backend.private_inputs import PrivateInputs
 from asyncdist.backend.staged import StagedPath
 from asyncdist.cuda import Provider
 from asyncdist.cuda.interface import MAX_SOURCES
@@ -58,6 +59,7 @@ class CudaIpcPath(DevicePath):
         self._staged = staged
         self._tags: dict[int, _Tag] = {}
         self._helpers = Helpers(around.loop)
+        self._private = PrivateInputs(around, self._helpers)
 
     @classmethod
     async def open(cls, around: Surroundings) -> Self:
@@ -80,6 +82,7 @@ class CudaIpcPath(DevicePath):
             first = len(self._tags) == 1
             tag.opening = self._around.loop.create_task(self._open(work.tag, tag, first), name="open device memory")
         if tag.channel is not None:
+            call, on_end = self._private.of(call, on_end)
             tag.channel.start(call, work, on_end, self._fingerprint(call))
         elif tag.staged:
             self._staged.start(call, work, on_end)
@@ -176,6 +179,7 @@ class CudaIpcPath(DevicePath):
             await asyncio.wait(opening)
         await asyncio.gather(*(self._close_tag(tag) for tag in self._tags.values()))
         self._tags.clear()
+        self._private.close()
         await self._staged.wait_closed()
         await self._helpers.wait(ABORT_LIMIT_S)
 

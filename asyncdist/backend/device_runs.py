@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from asyncdist.backend.call import Call
 
-__all__ = ["NOTHING", "Run", "input_blocks", "output_blocks", "overlap"]
+__all__ = ["NOTHING", "Run", "clash", "input_blocks", "output_blocks", "overlap"]
 
 
 class Run(NamedTuple):
@@ -64,6 +64,20 @@ _ONE_PER_RANK = {
 
 def _run(elements: Any) -> Run:
     return Run(elements.pointer, elements.nbytes)
+
+
+def clash(call: Call, rank: int, size: int) -> bool:
+    """Whether outputs share memory with inputs in any other way than that a rank's own block stays where it is."""
+    for part in call.members or (call,):
+        inputs, outputs = list(input_blocks(part, size)), list(output_blocks(part, size))
+        if not inputs or not outputs:
+            continue
+        own_input, own_output = (rank if len(runs) > 1 else 0 for runs in (inputs, outputs))
+        if inputs[own_input] == outputs[own_output]:
+            inputs[own_input] = NOTHING
+        if overlap(inputs, outputs):
+            return True
+    return False
 
 
 def overlap(inputs: Sequence[Run], outputs: Sequence[Run]) -> bool:

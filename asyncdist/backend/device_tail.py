@@ -10,7 +10,7 @@ from asyncdist.backend.device_streams import callers_stream
 from asyncdist.cuda import Event, Runtime
 from asyncdist.executor.work import Work
 
-__all__ = ["Tail", "tail_of"]
+__all__ = ["Tail", "tail_of", "tell_queued"]
 
 
 class Tail:
@@ -54,3 +54,9 @@ def tail_of(work: Work[Any]) -> Tail:
     tail = work.on_device
     assert isinstance(tail, Tail), "every operation on GPU arrays has one"
     return tail
+
+
+def tell_queued(work: Work[Any], *events: Event) -> None:
+    """All of an operation is on the GPU's queues now, if anybody wants to know."""
+    if isinstance(work.on_device, Tail):
+        work.on_device.queued(events)

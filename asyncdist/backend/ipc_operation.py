@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.call import Call
 from asyncdist.backend.device_path import OnEnd
+from asyncdist.backend.device_tail import tell_queued
 from asyncdist.backend.ipc_plan import Chunk, Move, Stage, chunks
 from asyncdist.backend.ipc_scratch import LARGE_SLOTS, SMALL_SLOTS
 from asyncdist.backend.signals import Record
@@ -46,6 +47,11 @@ class _Running:
         self.slot = slot
         self.at = 0
         self.busy = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all of it is on the stream."""
+        return self.busy and self.at == len(self.chunk.stages) - 1
 
 
 class IpcOperation:
@@ -121,6 +127,8 @@ class IpcOperation:
         error = self._channel.lost_among(self.waiting_for)
         if error is not None:
             self.fail(error)
+        elif self.last_event is not None and self._exhausted and all(one.is_last for one in self._running):
+            tell_queued(self.work, self.last_event)
 
     def _fill(self) -> bool:
         """Take up further chunks, as many as there are slots; whether any."""

@@ -14,6 +14,7 @@ from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.call import Call
 from asyncdist.backend.device_path import DevicePath, OnEnd, Surroundings
 from asyncdist.backend.device_threads import Helpers
+from asyncdist.backend.private_inputs import PrivateInputs
 from asyncdist.backend.staged_line import StagedLine
 from asyncdist.cuda import Provider
 from asyncdist.reduce_op import ReduceOpLike
@@ -33,6 +34,7 @@ class StagedPath(DevicePath):
         self._around = around
         self._lines: dict[int, StagedLine] = {}
         self._helpers = Helpers(around.loop)
+        self._private = PrivateInputs(around, self._helpers)
 
     @classmethod
     async def open(cls, around: Surroundings) -> Self:
@@ -53,6 +55,7 @@ class StagedPath(DevicePath):
         line = self._lines.get(work.tag)
         if line is None:
             line = self._lines[work.tag] = StagedLine(self._around, work.tag, self._helpers)
+        call, on_end = self._private.of(call, on_end)
         line.start(call, work, on_end)
 
     def drop(self, tag: int, sequence: int) -> None:
@@ -78,4 +81,5 @@ class StagedPath(DevicePath):
         """Wait, bounded, for copies under way, and give buffers back."""
         await asyncio.gather(*(line.shut(CLOSE_LIMIT_S) for line in self._lines.values()))
         self._lines.clear()
+        self._private.close()
         await self._helpers.wait(CLOSE_LIMIT_S)

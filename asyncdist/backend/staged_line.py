@@ -21,6 +21,7 @@ from asyncdist.backend import call as calls
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.call import Call
 from asyncdist.backend.device_path import OnEnd, Surroundings
+from asyncdist.backend.device_tail import tell_queued
 from asyncdist.backend.device_threads import Helpers
 from asyncdist.backend.pinned_slots import PinnedSlots
 from asyncdist.backend.staged_plan import Portion, host_call, portions, rounds_of
@@ -46,7 +47,7 @@ _IN: Final = 2
 class _Portion:
     """A portion under way."""
 
-    __slots__ = ("buffer", "number", "plan", "slots", "step")
+    __slots__ = ("buffer", "number", "plan", "queued", "slots", "step")
 
     def __init__(self, plan: Portion, number: int, buffer: Pinned, slots: PinnedSlots) -> None:
         self.plan = plan
@@ -54,6 +55,7 @@ class _Portion:
         self.buffer = buffer
         self.slots = slots
         self.step = _OUT
+        self.queued = False  # the copy of its results
 
 
 class _Operation:
@@ -231,6 +233,9 @@ class StagedLine:
             self._look()
 
         self._around.completions.add(stream, (event,), ended, (event, operation.call, portion.buffer))
+        portion.queued = stream is self._in
+        if operation.exhausted and all(one.queued for one in operation.live) and not operation.stopped:
+            tell_queued(operation.work, event)
 
     def _exchange(self, operation: _Operation, portion: _Portion) -> None:
         """What goes out is in the buffer: run the host collective."""
