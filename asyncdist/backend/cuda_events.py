@@ -205,6 +205,7 @@ class _Waiter:
                 ended.append(self._wait_for(self._entries.popleft()))
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
                 self._loop.call_soon_threadsafe(self._ended, ended)
+            del ended  # what they keep alive must not live until the next ones come
 
     @staticmethod
     def _wait_for(entry: _Entry) -> tuple[_Entry, BaseException | None]:
