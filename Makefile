@@ -3,6 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 SEEDS ?= 2000
 OPERATIONS ?= 1000000
+FRAMES ?= 1000000
 MUTANTS ?= 40000
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,6 +20,7 @@ help:
 	@echo "make prove      verify every collective plan symbolically, and plant mistakes in them (MUTANTS=40000)"
 	@echo "make sim        run thousands of random programs on simulated worlds (SEEDS=2000)"
 	@echo "make soak       run random operations on ranks that are stopped at random (OPERATIONS=1000000)"
+	@echo "                and fuzz both doors of the store daemon (FRAMES=1000000 at each)"
 	@echo "make multinode  run the demo on 3 nodes in containers (as root; installs Debian's docker when missing)"
 	@echo "make clean      remove .venv and everything else that was built"
 
@@ -51,6 +53,7 @@ sim: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	$(BIN)/python tests/soak.py --operations $(OPERATIONS) $(ARGS)
+	$(BIN)/python tests/fuzz_doors.py --frames $(FRAMES)
 
 multinode: $(VENV)/.base
 	bash tests/multinode/run.sh $(ARGS)
