@@ -144,6 +144,8 @@ class Endpoint:
         self.user: EndpointUser | None = None
         self.error: OSError | None = None
         self.closed = False
+        self.fuse = 0
+        """After how many more pieces from the peer the connection breaks; 0: not for that reason."""
         self._finished = False
         self._heard_at = network.loop.time()
         self._watch: asyncio.TimerHandle | None = None
@@ -229,6 +231,10 @@ class Endpoint:
             self.incoming.arrived += piece
             if self.user is not None:
                 self.user.on_readable()
+            if self.fuse:
+                self.fuse -= 1
+                if not self.fuse:
+                    self._network.call_later(0.0, self._network.break_connection, self)  # once that was read
 
     def fail(self, error: OSError) -> None:
         """Break the connection on this side."""

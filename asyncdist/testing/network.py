@@ -49,13 +49,13 @@ TRACE_BYTES: Final = 64
 
 
 class SimulatedNetwork:
-    """See the module. `keep_trace` keeps every line of the trace in `lines`; else only its hash is known."""
+    """See the module. Every line of the trace is added to `lines`, if given; else only its hash is known."""
 
-    def __init__(self, seed: int | str, *, keep_trace: bool = False) -> None:
+    def __init__(self, seed: int | str, *, lines: list[str] | None = None) -> None:
         self.dice = random.Random(f"network {seed}")
         self.loop = SimulatedLoop(self)
         self.dead: list[SimulatedProcess] = []
-        self.lines: list[str] | None = [] if keep_trace else None
+        self._lines = lines
         self.counts: Counter[str] = Counter()
         """How often what happened, by the kind that `trace` was given."""
         self.typical_latency_s = self.dice.choice(LATENCIES_S)
@@ -100,10 +100,14 @@ class SimulatedNetwork:
         self.trace("reset", one.name, other.name)
         ends = [end for end in one.process.endpoints if end.peer.host is other]
         for end in ends:
-            for side in (end, end.peer):
-                side.incoming.drop()
-                side.fail(ConnectionResetError(errno.ECONNRESET, "the connection was reset"))
+            self.break_connection(end)
         return len(ends)
+
+    def break_connection(self, end: Endpoint) -> None:
+        """Break the connection that `end` is one of; what is under way is lost."""
+        for side in (end, end.peer):
+            side.incoming.drop()
+            side.fail(ConnectionResetError(errno.ECONNRESET, "the connection was reset"))
 
     def blocked(self, source: SimulatedHost, target: SimulatedHost) -> bool:
         """Return whether what `source` sends to `target` is lost now."""
@@ -230,9 +234,9 @@ class SimulatedNetwork:
         self.counts[kind] += 1
         line = f"{self.loop.time():.9f} {kind} {details}"
         self._hash.update(line.encode())
-        if self.lines is not None:
+        if self._lines is not None:
             shown = [each[:TRACE_BYTES] if isinstance(each, bytes) else each for each in details]
-            self.lines.append(f"{self.loop.time():12.6f} {kind} {' '.join(map(str, shown))}")
+            self._lines.append(f"{self.loop.time():12.6f} {kind} {' '.join(map(str, shown))}")
 
     @property
     def trace_hash(self) -> str:

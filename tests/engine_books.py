@@ -1,0 +1,69 @@
+"""What an engine ought to have on its books: memory and waiters counted afresh from all it holds."""
+
+from __future__ import annotations
+
+from asyncdist_server.clients import REPLY_BYTES, Client, value_bytes
+from asyncdist_server.engine import StoreEngine
+from asyncdist_server.history import EVENT_BYTES, HISTORY_OVERHEAD_BYTES
+from asyncdist_server.leases import HOLD_BYTES, LEASE_BYTES, LEASED_KEY_BYTES
+from asyncdist_server.membership import JOB_BYTES
+from asyncdist_server.namespace import ITEM_OVERHEAD_BYTES, KEY_OVERHEAD_BYTES, QUEUE_OVERHEAD_BYTES, Namespace
+from asyncdist_server.waiters import WAITER_BYTES
+
+__all__ = ["memory_bytes", "problems"]
+
+
+def namespace_bytes(space: Namespace) -> int:
+    """Bytes of everything in one namespace but its clients."""
+    total = sum(KEY_OVERHEAD_BYTES + len(key) + len(value) for key, value in space.values.items())
+    for key, queue in space.queues.items():
+        total += QUEUE_OVERHEAD_BYTES + len(key) + sum(ITEM_OVERHEAD_BYTES + len(item) for item in queue)
+    total += LEASE_BYTES * len(space.leases) + LEASED_KEY_BYTES * len(space.leased)
+    total += sum(HOLD_BYTES + len(prefix) for prefix in space.holds)
+    for prefix, history in space.histories.items():
+        total += HISTORY_OVERHEAD_BYTES + len(prefix)
+        total += sum(EVENT_BYTES + len(key) + len(value) for _, _, key, value in history.events)
+    return total + JOB_BYTES * len(space.jobs)
+
+
+def client_bytes(client: Client) -> int:
+    """Bytes of a client's blocked requests and of its replies that may be asked for again."""
+    total = sum(WAITER_BYTES + sum(map(len, waiter.keys)) + 48 * len(waiter.keys) for waiter in client.blocked.values())
+    for _, _, framed in client._frames:
+        # Texts and lists in these are short and few, and not looked at before somebody comes back for them.
+        total += sum(REPLY_BYTES + value_bytes(value) * (type(value) in (bytes, tuple)) for _, _, value in framed)
+    return total + sum(REPLY_BYTES + value_bytes(value) for _, _, value in client.replay.values())
+
+
+def memory_bytes(engine: StoreEngine) -> int:
+    """What `engine.memory_bytes` should say."""
+    clients = [*engine._state.clients, *(client for _, client in engine._away.values())]
+    return sum(map(namespace_bytes, engine._namespaces.values())) + sum(map(client_bytes, clients))
+
+
+def problems(engine: StoreEngine) -> list[str]:
+    """Everything on the books that is not so."""
+    found = []
+    if engine.memory_bytes != (counted := memory_bytes(engine)):
+        found.append(f"memory_bytes is {engine.memory_bytes}, counted are {counted}")
+    blocked = sum(len(client.blocked) for client in engine._state.clients)
+    if engine.waiter_count != blocked:
+        found.append(f"waiter_count is {engine.waiter_count}, blocked are {blocked}")
+    leases = sum(len(space.leases) for space in engine._namespaces.values())
+    if engine._state.leases.count != leases:
+        found.append(f"the count of leases is {engine._state.leases.count}, there are {leases}")
+    for space in engine._namespaces.values():
+        waiting = sum(
+            len(waiters)
+            for places in (space.readers, space.poppers, space.watchers, space.lockers)
+            for waiters in places._waiters.values()
+        ) + sum(len(job.waiting) for job in space.jobs.values())
+        own = sum(len(client.blocked) for client in engine._state.clients if client.namespace is space)
+        if waiting != own:
+            found.append(f"{waiting} wait in {space.name!r}, its clients have {own} blocked requests")
+        for key, lease in space.leased.items():
+            if key not in space.values or key not in lease.keys or space.leases.get(lease.lease_id) is not lease:
+                found.append(f"{key!r} is bound to the lease {lease.lease_id}, which does not know of it")
+        if any(not queue for queue in space.queues.values()):
+            found.append("an empty queue is kept")
+    return found

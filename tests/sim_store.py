@@ -1,0 +1,410 @@
+"""Runs a `StoreScenario`: the daemon and its clients, unchanged, on a simulated network and in virtual time.
+
+`run_store_scenario` raises AssertionError with all that was wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+from unittest import mock
+
+import engine_books
+from sim_store_client import PORT, TOKEN, SimulatedClient
+from sim_store_ledger import Ledger
+from sim_store_scenario import Fault, StoreScenario
+
+from asyncdist.errors import QueueEmptyError
+from asyncdist.store import TCPStore
+from asyncdist.testing.hosts import SimulatedHost
+from asyncdist.testing.loop import DeadlockError
+from asyncdist.testing.network import SimulatedNetwork, run_simulated
+from asyncdist_server.config import ServerConfig
+from asyncdist_server.daemon import StoreServer
+from asyncdist_server.engine import StoreEngine
+
+__all__ = ["Outcome", "run_store_scenario"]
+
+END_S: Final = 250.0
+"""How long after the last fault everything must have ended: a silent connection, a reconnect, a time-out."""
+GONE_S: Final = 135.0
+"""How long a client that vanished may seem to be there: keepalive takes two minutes."""
+LONGEST_TTL_S: Final = 20.0
+LINGER_S: Final = 125.0
+"""How long a client that went away is remembered, and a history that nobody reads."""
+BLIND_S: Final = 60.0
+"""How long after it was cut off without knowing a client may believe in a lock that is no longer its own."""
+
+
+@dataclass
+class Outcome:
+    """What a run came to."""
+
+    trace_hash: str
+    virtual_s: float
+    verbs: Counter[str]
+    outcomes: Counter[str]
+    faults: Counter[str]
+    network: Counter[str]
+    undecided: int
+
+
+class SimulatedDaemon:
+    """The daemon's host, and the daemon that runs on it."""
+
+    def __init__(self, network: SimulatedNetwork, scenario: StoreScenario) -> None:
+        self.network = network
+        self.host = network.host("daemon")
+        self.config = ServerConfig(self.host.address, PORT, token=TOKEN, limits=scenario.limits)
+        self.server: StoreServer | None = None
+        self.started_at = 0.0
+
+    @property
+    def up(self) -> bool:
+        """Whether the daemon runs, or is paused."""
+        return self.server is not None and self.host.process.alive
+
+    @property
+    def engine(self) -> StoreEngine:
+        """Its engine; only while it is up."""
+        assert self.server is not None
+        return self.server.engine
+
+    @property
+    def incarnation(self) -> str:
+        """As clients show it."""
+        return self.engine.incarnation.hex()[:8]
+
+    async def start(self) -> None:
+        """Start it, unless it runs."""
+        if not self.up:
+            self.host.restart()
+            self.server = self.host.run(StoreServer, self.config)
+            self.started_at = self.network.loop.time()
+            await self.network.outcome(self.host.spawn(self.server.start(), "daemon starts"))
+
+    async def stop(self) -> None:
+        """Stop it as SIGTERM does."""
+        if self.up:
+            server, self.server = self.server, None
+            assert server is not None
+            await self.network.outcome(self.host.spawn(server.stop(), "daemon stops"))
+
+    def end(self, host_too: bool) -> None:
+        """Kill it, or cut its host's power."""
+        if self.up:
+            self.server = None
+            if host_too:
+                self.host.vanish()
+            else:
+                self.host.kill()
+
+
+class StoreWorld:
+    """One run."""
+
+    def __init__(self, network: SimulatedNetwork, scenario: StoreScenario) -> None:
+        self.network = network
+        self.scenario = scenario
+        self.ledger = Ledger(network.loop.time)
+        self.ledger.on_problem = lambda text: network.trace("PROBLEM", text)
+        self.dice = random.Random(f"world {scenario.seed}")
+        self.daemon = SimulatedDaemon(network, scenario)
+        self.clients: list[SimulatedClient] = []
+        self.faults: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """From the daemon's start to its end."""
+        await self.daemon.start()
+        for index in range(self.scenario.clients):
+            self.add_client(index)
+        audit = asyncio.create_task(self.audit(), name="audit")
+        faults = [asyncio.create_task(self.strike(fault), name=fault.kind) for fault in self.scenario.faults]
+        await asyncio.sleep(self.scenario.duration_s)
+        for task in faults:
+            task.cancel()
+        await asyncio.gather(*faults, return_exceptions=True)
+        await self.daemon.start()
+        await self.until_done(END_S)
+        audit.cancel()
+        await asyncio.gather(audit, return_exceptions=True)
+        if not self.ledger.problems:
+            await self.finish()
+
+    def add_client(self, index: int) -> None:
+        """Start one more client."""
+        host = self.network.host(f"c{len(self.clients)}")
+        client = SimulatedClient(index, host, self.daemon.host.address, self.scenario, self.ledger, self.locked)
+        self.clients.append(client)
+        host.spawn(client.main(), f"{client.name} main")
+
+    async def until_done(self, within_s: float) -> None:
+        """Wait until all clients that live have ended."""
+        until = self.network.loop.time() + within_s
+        while waiting := [client for client in self.clients if client.alive and not client.done]:
+            if self.network.loop.time() > until:
+                for client in waiting:
+                    stuck = [f"{kind} {task.get_stack()}" for task, kind in client.tasks.items() if not task.done()]
+                    self.ledger.problem(f"{client.name} hangs: {'; '.join(stuck) or 'closing'}")
+                return
+            await asyncio.sleep(0.5)
+
+    # ---- what goes wrong
+
+    async def strike(self, fault: Fault) -> None:
+        """Wait for the time of a fault, let it happen, and undo it where it ends by itself."""
+        await asyncio.sleep(fault.at_s)
+        living = [client for client in self.clients if client.alive]
+        if not living:
+            return
+        client = living[fault.client % len(living)]
+        struck = await self._strike(fault, client, self.network, self.daemon.host)
+        if struck:
+            self.faults[fault.kind] += 1
+
+    async def _strike(
+        self, fault: Fault, client: SimulatedClient, network: SimulatedNetwork, daemon: SimulatedHost
+    ) -> bool:
+        kind = fault.kind
+        if kind == "reset":
+            return bool(network.reset(client.host, daemon))
+        if kind == "reset in the handshake":
+            network.reset(client.host, daemon)
+            for _ in range(8):
+                await asyncio.sleep(self.dice.random() * 4 * max(network.typical_latency_s, 0.01))
+                network.reset(client.host, daemon)
+        elif kind == "lose answers":
+            for _ in range(12):
+                for end in client.process.endpoints:
+                    end.peer.fuse = self.dice.choice((1, 1, 2, 5))
+                await asyncio.sleep(self.dice.random() * self.scenario.pace_s)
+        elif kind.startswith("cut"):
+            sides = (daemon, client.host) if kind == "cut to the client" else (client.host, daemon)
+            network.cut(*sides, both_ways=kind == "cut")
+            try:
+                await asyncio.sleep(fault.length_s)
+            finally:
+                network.heal(*sides)
+        elif kind == "pause client":
+            client.process.pause()
+            try:
+                await asyncio.sleep(fault.length_s)
+            finally:
+                if client.alive:
+                    client.resumed_at = network.loop.time()
+                    client.process.resume()
+        elif kind in ("kill client", "vanish client"):
+            (client.host.kill if kind == "kill client" else client.host.vanish)()
+            self.add_client(client.index)
+        else:
+            return await self._strike_daemon(fault, network, daemon)
+        return True
+
+    async def _strike_daemon(self, fault: Fault, network: SimulatedNetwork, daemon: SimulatedHost) -> bool:
+        if not self.daemon.up:
+            return False
+        if fault.kind in ("kill daemon", "vanish daemon", "stop daemon"):
+            if fault.kind == "stop daemon":
+                await self.daemon.stop()
+            else:
+                self.daemon.end(host_too=fault.kind == "vanish daemon")
+            await asyncio.sleep(fault.length_s)
+            await self.daemon.start()
+        elif fault.kind == "pause daemon":
+            process = daemon.process
+            process.pause()
+            try:
+                await asyncio.sleep(fault.length_s)
+            finally:
+                if process.alive:
+                    process.resume()
+        elif fault.kind == "refuse":
+            daemon.refusing = True
+            for client in self.clients:
+                network.reset(client.host, daemon)
+            try:
+                await asyncio.sleep(fault.length_s)
+            finally:
+                daemon.refusing = False
+        else:
+            network.slow_factor = 60.0
+            try:
+                await asyncio.sleep(fault.length_s)
+            finally:
+                network.slow_factor = 1.0
+        return True
+
+    # ---- what must be true all the time
+
+    async def audit(self) -> None:
+        """Look at everything now and then."""
+        while True:
+            await asyncio.sleep(self.scenario.duration_s / 300 * self.dice.random())
+            for client in self.clients:
+                self.look_at(client)
+            if self.daemon.up:
+                for problem in engine_books.problems(self.daemon.engine):
+                    self.ledger.problem(f"the engine's books are wrong: {problem}")
+                    return
+
+    def look_at(self, client: SimulatedClient) -> None:
+        """Note whether a client is cut off, and compare what it believes with the truth."""
+        now = self.network.loop.time()
+        if self.blind(client):
+            client.blind_at = now
+        if not client.alive or client.process.paused or now - client.resumed_at < 0.01 or not self.daemon.up:
+            return
+        space = self.daemon.engine._namespaces.get("job")
+        for lease, incarnation, bound in client.leases:
+            excused = bound and (client.closing or now - client.blind_at < BLIND_S)  # a goodbye ends bound ones
+            if lease.lost or lease._valid_until < now + 1e-6 or excused:
+                continue
+            if incarnation == self.daemon.incarnation:
+                if space is None or lease.id not in space.leases:
+                    self.ledger.problem(f"{client.name} keeps {lease!r}, bound {bound}, which ended too early")
+            elif not bound and now > self.daemon.started_at + lease.ttl + 0.01:
+                self.ledger.problem(f"{client.name} still believes in {lease!r} of a daemon that is gone")
+
+    def blind(self, client: SimulatedClient) -> bool:
+        """Whether a client is cut off from the daemon and cannot know."""
+        if not client.alive or client.process.paused:
+            return True
+        if self.daemon.host.process.paused or not self.network.reach_each_other(client.host, self.daemon.host):
+            return True
+        return any(
+            end.error is None and (end.peer.closed or end.peer.error is not None) for end in client.process.endpoints
+        )
+
+    def locked(self, client: SimulatedClient, name: str) -> None:
+        """Compare a lock that `client` was given now with what the others believe."""
+        now = self.network.loop.time()
+        for other in self.clients:
+            if other is client or not other.alive or other.process.paused or name not in other.locks:
+                continue
+            lock, incarnation = other.locks[name]
+            if lock.lost or self.blind(other) or now - other.blind_at < BLIND_S or now - other.resumed_at < BLIND_S:
+                continue
+            if other.store._connection is None and incarnation != client.incarnation:
+                continue  # the daemon lost its data, and the other has not connected again; its token is smaller
+            self.ledger.problem(f"{client.name} was given the lock {name}, which {other.name} holds")
+
+    # ---- what must be true at the end
+
+    async def finish(self) -> None:
+        """Read everything, judge, and see that all goes away."""
+        host = self.network.host("checker")
+        self.ledger.outcomes["final reads"] += 1
+        incarnation = self.daemon.incarnation
+        final, items = await self.network.outcome(host.spawn(self.read_all(incarnation), "checker"))
+        for client in self.clients:
+            if client.alive and client.clean:
+                self.ledger.lost_pops.subtract(client.unsure_pops)
+        self.ledger.judge(incarnation, final, items)
+        await self.settles("clients", GONE_S)
+        await self.settles("leases", LONGEST_TTL_S + 1)
+        await self.settles("waiters", 0.1)
+        await asyncio.sleep(LINGER_S)
+        await self.settles("clients_away", 1)
+        for problem in engine_books.problems(self.daemon.engine):
+            self.ledger.problem(f"the engine's books are wrong at the end: {problem}")
+        began = self.network.loop.time()
+        await self.daemon.stop()
+        if self.network.loop.time() - began > 0.1:
+            self.ledger.problem("a daemon without clients took time to stop")
+
+    async def read_all(self, incarnation: str) -> tuple[dict[str, bytes], list[str]]:
+        """Return all keys and all items that are left."""
+        async with TCPStore(self.daemon.host.address, PORT, token=TOKEN, namespace="job", timeout=60) as store:
+            final = {}
+            for key in await store.list_keys():
+                with contextlib.suppress(TimeoutError):  # a lease may have ended it
+                    final[key] = await store.get(key, timeout=0)
+            for key in ("r0", "r1"):
+                operation = self.ledger.history.call("checker", (incarnation, key), "get")
+                operation.result = final.get(key)
+                self.ledger.history.returned(operation)
+            items = []
+            with contextlib.suppress(QueueEmptyError):
+                while True:
+                    items.append((await store.queue_pop("queue", block=False)).decode())
+        return final, items
+
+    async def settles(self, what: str, within_s: float) -> None:
+        """Wait until the daemon has none of something."""
+        until = self.network.loop.time() + within_s
+        while count := self.daemon.engine.statistics()[what]:
+            if self.network.loop.time() > until:
+                self.ledger.problem(f"{count} {what} are left after {within_s} s")
+                return
+            await asyncio.sleep(1.0)
+
+
+def run_store_scenario(scenario: StoreScenario, *, keep_trace: list[str] | None = None) -> Outcome:
+    """Run it, with its trace in `keep_trace`. Raises AssertionError."""
+    network = SimulatedNetwork(scenario.seed, lines=keep_trace)
+    world: list[StoreWorld] = []
+    unhandled: list[str] = []
+
+    def on_unhandled(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not of_the_dead(context, world):
+            unhandled.append(f"unhandled in the loop: {context}")
+
+    async def main(network: SimulatedNetwork) -> None:
+        world.append(StoreWorld(network, scenario))
+        await world[0].run()
+        dead = {task for process in network.dead for task in process.tasks}
+        left = asyncio.all_tasks() - dead - {asyncio.current_task()}
+        world[0].ledger.problems.extend(f"task left: {task!r}" for task in left if not world[0].ledger.problems)
+
+    network.loop.set_exception_handler(on_unhandled)
+    with quiet(scenario):
+        try:
+            run_simulated(main, scenario.seed, network=network)
+        except DeadlockError as error:
+            unhandled.append(str(error))
+    ledger = world[0].ledger
+    problems = unhandled + ledger.problems
+    if problems:
+        described = "\n  ".join(problems[:12])
+        raise AssertionError(f"seed {scenario.seed} ({scenario.mode}), {len(problems)} problems:\n  {described}")
+    return Outcome(
+        network.trace_hash,
+        network.loop.time(),
+        ledger.verbs,
+        ledger.outcomes,
+        world[0].faults,
+        network.counts,
+        ledger.undecided,
+    )
+
+
+def of_the_dead(context: dict[str, Any], world: list[StoreWorld]) -> bool:
+    """Whether something nobody looked at belonged to a process that was killed: nobody could look."""
+    future = context.get("future") or context.get("task")
+    owner = getattr(future, "owner", None)
+    if owner is None or not world:
+        return future is not None and any(future in process.tasks for process in world[0].network.dead)
+    return any(
+        client.store is not None and client.store._pipeline is owner for client in world[0].clients if not client.alive
+    )
+
+
+@contextlib.contextmanager
+def quiet(scenario: StoreScenario) -> Iterator[None]:
+    """Log nothing, and remember few events where the scenario says so."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.ExitStack() as stack:
+            if scenario.remembered_events is not None:
+                few = mock.patch("asyncdist_server.history.HISTORY_EVENTS", scenario.remembered_events)
+                stack.enter_context(few)
+            yield
+    finally:
+        logging.disable(level)
