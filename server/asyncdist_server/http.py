@@ -12,7 +12,7 @@ import contextlib
 import ipaddress
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from asyncdist_server.config import ConfigError
 from asyncdist_server.connection import format_address
@@ -77,6 +77,7 @@ async def serve_http(server: StoreServer) -> AsyncIterator[str]:
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     try:
+        assert runner.server is not None
         protocols = _Bounded(runner.server)
         listener = await asyncio.get_running_loop().create_server(protocols, config.http_host, config.http_port)
         try:
@@ -88,21 +89,50 @@ async def serve_http(server: StoreServer) -> AsyncIterator[str]:
 
 
 class _Bounded:
-    """Makes the protocols of HTTP connections, those beyond the limit such that close at once."""
+    """Makes the protocols of HTTP connections, and knows how many there are."""
 
-    def __init__(self, server: Any) -> None:
-        self._server = server
+    def __init__(self, server: Callable[[], asyncio.Protocol]) -> None:
+        self.new_handler = server
+        self.count = 0
 
     def __call__(self) -> asyncio.Protocol:
-        if len(self._server.connections) >= MAX_HTTP_CONNECTIONS:
-            return _Closing()
-        protocol: asyncio.Protocol = self._server()
-        return protocol
+        return _Connection(self)
 
 
-class _Closing(asyncio.Protocol):
+class _Connection(asyncio.Protocol):
+    """aiohttp's protocol, or one that closes at once if there are too many."""
+
+    def __init__(self, bounded: _Bounded) -> None:
+        self._bounded = bounded
+        self._handler: asyncio.Protocol | None = None
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
+        if self._bounded.count >= MAX_HTTP_CONNECTIONS:
+            transport.close()
+            return
+        self._bounded.count += 1
+        self._handler = self._bounded.new_handler()
+        self._handler.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._handler is not None:
+            self._handler.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._handler.eof_received() if self._handler is not None else None
+
+    def pause_writing(self) -> None:
+        if self._handler is not None:
+            self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._handler is not None:
+            self._handler.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._handler is not None:
+            self._bounded.count -= 1
+            self._handler.connection_lost(exc)
 
 
 def names_this_host(host: str, transport: asyncio.BaseTransport | None) -> bool:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import select
 import signal
 import socket
 import subprocess
@@ -16,45 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from daemon_kit import DEADLINE_S, Daemon, environment
 from server_kit import SocketClient
 
 from asyncdist_server import messages as m
 from asyncdist_server.auth import new_token
-
-DEADLINE_S = 20.0
-READY = re.compile(r"asyncdist-server ready on 127\.0\.0\.1:(\d+)(?: \(http 127\.0\.0\.1:(\d+)\))?\n")
-
-
-def environment(**changes: str) -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCDIST_")}
-    return {**clean, **changes}
-
-
-class Daemon:
-    """A daemon process that has said it is ready."""
-
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "asyncdist_server", "--port", "0", *arguments],
-            env=env or environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], DEADLINE_S)
-        line = self.process.stdout.readline() if ready else ""
-        match = READY.fullmatch(line)
-        if match is None:
-            self.process.kill()
-            raise AssertionError(f"no ready line but {line!r}, {self.process.communicate()}")
-        self.port = int(match[1])
-        self.http_port = int(match[2]) if match[2] else None
-
-    def end(self, signal_number: int = signal.SIGTERM) -> tuple[int, str, str]:
-        self.process.send_signal(signal_number)
-        output, errors = self.process.communicate(timeout=DEADLINE_S)
-        return self.process.returncode, output, errors
 
 
 @pytest.fixture
