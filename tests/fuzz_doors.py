@@ -46,6 +46,8 @@ BATCH_FRAMES: Final = 16
 """Frames on one connection, if it lives that long."""
 ROUND_FRAMES: Final = 25_000
 """After so many frames all keys of the fuzzed jobs are removed: the limits on what is stored are tested elsewhere."""
+REPORT_ROUNDS: Final = 4
+"""How often progress is reported, in rounds."""
 HANDSHAKES_SHARE: Final = 0.03
 """Frames that take the place of a message of the handshake; each needs a connection of its own."""
 CLIENT_IDS: Final = 5000
@@ -485,8 +487,9 @@ def main(frames: int, door: str, seed: int) -> None:
     """Fuzz a store daemon with frames of both protocols while healthy clients use it."""
 
     def progress(result: Fuzzed) -> None:
-        if sys.stderr.isatty():
-            click.echo(f"{result.frames} frames, {result.resident_bytes[-1] / 2**20:.1f} MiB\r", nl=False, err=True)
+        if len(result.resident_bytes) % REPORT_ROUNDS == 0:
+            resident = result.resident_bytes[-1] / 2**20
+            click.echo(f"{result.door}: {result.frames} frames, resident {resident:.1f} MiB", err=True)
 
     for each in DOORS if door == "both" else [door]:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzz_frames import HandshakeFrames
 from server_kit import SocketClient
 from store_proxy import cutting_proxy
 from tls_kit import OPENSSL, WHY_NOT, Certificates, make_certificates
@@ -20,9 +21,10 @@ from tls_kit import OPENSSL, WHY_NOT, Certificates, make_certificates
 from asyncdist.errors import ConnectTimeoutError, DistStoreError
 from asyncdist.store import TCPStore, TLSConfig
 from asyncdist_server import ServerConfig, StoreServer, serve
-from asyncdist_server.auth import AuthenticationError, Refusal, new_token, refusal_message
+from asyncdist_server import messages as m
+from asyncdist_server.auth import AuthenticationError, ClientHandshake, Refusal, new_token, refusal_message
 from asyncdist_server.config import ConfigError
-from asyncdist_server.tls import CHUNK_BYTES, MAX_TLS_HANDSHAKE_BYTES
+from asyncdist_server.tls import CHUNK_BYTES, MAX_TLS_HANDSHAKE_BYTES, TLSStream
 
 pytestmark = pytest.mark.skipif(OPENSSL is None, reason=WHY_NOT)
 DEADLINE_S = 10.0
@@ -298,6 +300,69 @@ async def test_garbage_costs_only_its_connection(certificates: Certificates, jun
     async with daemon(certificates) as server, TCPStore("127.0.0.1", server.port, tls=tls) as witness:
         await answer_to(server.port, junk)
         assert await witness.add("n", 1) == 1
+
+
+@pytest.mark.parametrize("flight", ["hello", "finished", "request"])
+async def test_spoiled_tls_costs_only_its_connection(certificates: Certificates, flight: str) -> None:
+    """Wrong bytes instead of the first or second flight of the handshake, or behind it: closed, never served."""
+    config = certificates.client_config()
+    spoiler = HandshakeFrames(5)
+
+    async def attack() -> None:
+        async with connection(server.port) as (reader, writer), asyncio.timeout(DEADLINE_S):
+            tls = TLSStream(config.context(), server_side=False, server_hostname="localhost")
+            hello = tls.start()
+            writer.write(spoiler.spoil(hello) if flight == "hello" else hello)
+            if flight != "hello":
+                while not tls.established:
+                    tls.receive(await reader.read(65536))
+                records = tls.take_records()
+                writer.write(spoiler.spoil(records) if flight == "finished" else records)
+            if flight == "request":
+                writer.write(spoiler.spoil(tls.encrypt(ClientHandshake(None, b"/").start())))
+            writer.write_eof()
+            with contextlib.suppress(ConnectionResetError):
+                await reader.read()
+
+    async with daemon(certificates) as server, TCPStore("127.0.0.1", server.port, tls=config) as witness:
+        for _ in range(5):
+            await asyncio.gather(*(attack() for _ in range(20)))
+            assert await witness.check([])
+        await until(lambda: server.connection_count == 1)
+
+
+async def test_a_slow_client_gets_everything(certificates: Certificates) -> None:
+    """Replies pile up until the client reads: reading from it pauses, and goes on."""
+    context = certificates.client_config().context()
+    value = bytes(range(256)) * 4096
+
+    def work(port: int) -> None:
+        with TLSSocketClient(port, context) as client:
+            client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 * 1024)
+            assert client.ask(m.SET, b"k", value) is None
+            client.send(*[(m.GET, b"k", None)] * 30, (m.PING,))
+            for number in range(30):
+                assert client.reply() == (2 + number, m.OK, value)
+            assert client.reply()[1] == m.OK
+
+    async with daemon(certificates) as server:
+        await asyncio.to_thread(work, server.port)
+
+
+async def test_a_client_that_never_reads_is_cut_off_with_bounded_memory(certificates: Certificates) -> None:
+    context = certificates.client_config().context()
+
+    def work(port: int) -> None:
+        with TLSSocketClient(port, context) as lazy:
+            assert lazy.ask(m.SET, b"k", bytes(1 << 20)) is None
+            with contextlib.suppress(ConnectionError, ssl.SSLError):
+                while True:
+                    lazy.send(*[(m.GET, b"k", None)] * 1000)
+                    assert server.inbound_bytes < 1 << 20
+
+    async with daemon(certificates, stall_timeout_s=0.3) as server:
+        await asyncio.to_thread(work, server.port)
+        await until(lambda: server.connection_count == 0)
 
 
 async def test_a_changed_byte_inside_tls_ends_the_connection_and_nothing_is_run(certificates: Certificates) -> None:
