@@ -9,7 +9,8 @@ The protocol between ranks, and why nothing can hang on the device:
 2. A rank writes a slot again only when all others have said that they are through with what was there: READ of that
    chunk within one operation, DONE of the operation between two. They say so when their own event has ended.
 3. Every rank says DONE of every operation once, to all others: at its end, or when it was dropped, here or elsewhere,
-   and nothing of it runs on its device any more.
+   and nothing of it runs on its device any more. Signals carry the operation's fingerprint, so that ranks that run
+   different ones hear of it.
 4. Signals about operations that have not begun here are kept; their number is bounded by 2, as nobody gets further
    ahead of us than there are slots. Signals about ones that are over are ignored.
 """
@@ -102,7 +103,7 @@ class IpcChannel:
         operation = self._operations.pop(sequence, None)
         if operation is not None:
             operation.stop()
-        self._say_done(sequence, operation)
+        self._say_done(sequence, operation, 0 if operation is None else operation.fingerprint)
         self._admit()
 
     def waiting_for(self, sequence: int) -> tuple[int, ...]:
@@ -161,7 +162,7 @@ class IpcChannel:
         """It has failed here."""
         self._operations.pop(operation.sequence, None)
         self._dropped.append(operation.sequence)
-        self._say_done(operation.sequence, operation)
+        self._say_done(operation.sequence, operation, operation.fingerprint)
 
     def _admit(self) -> None:
         while self._held and len(self._operations) < SMALL_SLOTS and not self.closed:
@@ -182,7 +183,7 @@ class IpcChannel:
                     self._apply(member, record)
             operation.pump()
 
-    def _say_done(self, sequence: int, operation: IpcOperation | None, fingerprint: int = 0) -> None:
+    def _say_done(self, sequence: int, operation: IpcOperation | None, fingerprint: int) -> None:
         """Once nothing of the operation is on the device any more, which is now unless it was dropped under way."""
         if operation is None or operation.last_event is None:
             self._signals.tell(self._others, Record(DONE, sequence=sequence, fingerprint=fingerprint))
@@ -191,7 +192,7 @@ class IpcChannel:
         event.record(operation.stream)
 
         def over(_error: BaseException | None) -> None:
-            self._signals.tell(self._others, Record(DONE, sequence=sequence))
+            self._signals.tell(self._others, Record(DONE, sequence=sequence, fingerprint=fingerprint))
 
         self.watch(operation.stream, event, over, None)
 
