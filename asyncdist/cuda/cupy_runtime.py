@@ -90,7 +90,7 @@ class _Pinned(Pinned):
         with translated("cudaHostAlloc"):
             self.pointer = runtime.hostAlloc(max(nbytes, 1), runtime.hostAllocPortable)
         self.nbytes = nbytes
-        self.array = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(self.pointer), np.uint8)
+        self.array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.pointer))
 
     def close(self) -> None:
         pointer, self.pointer = self.pointer, 0

@@ -108,6 +108,8 @@ class ChaosProxy:
                 if rng.random() < chaos.delayed:
                     await asyncio.sleep(rng.uniform(0.0, chaos.delay))
                 size = min(len(data), rng.randint(1, chaos.piece))
+                if writer.transport.is_closing():
+                    return False
                 writer.write(data[: int(min(size, budget))])
                 budget -= size
                 data = data[size:]

@@ -178,17 +178,23 @@ class RemoteMeeting(Meeting):
                 self._changed()
 
 
-def serve(address: Path, *, multi_rank_gpu: bool = False) -> None:
-    """Let the ranks of one communicator meet at `address` from now on, in threads of this process."""
-    listener = Listener(str(address), "AF_UNIX", backlog=128)
-    threading.Thread(target=_Server(listener, multi_rank_gpu).accept, name="fake NCCL", daemon=True).start()
+def serve(address: Path, *, multi_rank_gpu: bool = False) -> Callable[[], None]:
+    """Let the ranks of one communicator meet at `address` from now on, in threads of this process.
+
+    Returns a function that lets nobody come any more.
+    """
+    server = _Server(Listener(str(address), "AF_UNIX", backlog=128), address, multi_rank_gpu)
+    threading.Thread(target=server.accept, name="fake NCCL", daemon=True).start()
+    return server.close
 
 
 class _Server:
     """Plays the meeting for all connections."""
 
-    def __init__(self, listener: Listener, multi_rank_gpu: bool) -> None:
+    def __init__(self, listener: Listener, address: Path, multi_rank_gpu: bool) -> None:
         self._listener = listener
+        self._address = address
+        self._closed = False
         self._multi_rank_gpu = multi_rank_gpu
         self._meeting: LocalMeeting | None = None
         self._lock = threading.Lock()
@@ -196,10 +202,15 @@ class _Server:
         self._told: set[str] = set()
 
     def accept(self) -> None:
-        with contextlib.suppress(OSError, EOFError):
-            while self._meeting is None or len(self._connections) < self._meeting.size:
+        with self._listener, contextlib.suppress(OSError, EOFError):
+            while not self._closed and (self._meeting is None or len(self._connections) < self._meeting.size):
                 connection = self._listener.accept()
                 threading.Thread(target=self._listen, args=(connection,), name="fake NCCL", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError), Client(str(self._address), "AF_UNIX"):
+            pass  # wakes the thread
 
     def _listen(self, connection: Connection[Any, Any]) -> None:
         with connection, contextlib.suppress(OSError, EOFError):

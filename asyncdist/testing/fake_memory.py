@@ -136,7 +136,7 @@ class MemoryMap:
                 raise DistBackendError("illegal memory access: the memory was freed while work that uses it was queued")
         if not pointer:
             raise DistBackendError("illegal memory access: null pointer")
-        return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(pointer), np.uint8)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(pointer))
 
     def device_of(self, pointer: int) -> int | None:
         """The device of the block at `pointer`; None for host memory."""

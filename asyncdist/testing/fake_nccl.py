@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -57,6 +57,7 @@ class FakeNccl(Nccl):
         self._version = version
         self._multi_rank_gpu = multi_rank_gpu
         self._meetings: dict[bytes, Meeting] = {}
+        self._servers: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._thread = threading.local()
 
@@ -65,6 +66,11 @@ class FakeNccl(Nccl):
         """What ranks disagreed about so far."""
         meetings = {id(communicator.meeting): communicator.meeting for communicator in self.communicators}
         return [text for meeting in meetings.values() for text in meeting.violations]
+
+    def close(self) -> None:
+        """Let nobody meet any more; communicators stay as they are."""
+        while self._servers:
+            self._servers.pop()()
 
     def version(self) -> int:
         """See Nccl."""
@@ -75,7 +81,7 @@ class FakeNccl(Nccl):
         unique_id = secrets.token_bytes(UNIQUE_ID_BYTES)
         folder = self.runtime.folder
         if folder is not None:
-            serve(folder / _socket_name(unique_id), multi_rank_gpu=self._multi_rank_gpu)
+            self._servers.append(serve(folder / _socket_name(unique_id), multi_rank_gpu=self._multi_rank_gpu))
         return unique_id
 
     def open(self, size: int, unique_id: bytes, rank: int, device: int) -> Communicator:

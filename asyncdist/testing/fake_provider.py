@@ -48,4 +48,5 @@ def fake_cuda(
         with override(Provider(runtime, fake.nccl, reason)):
             yield fake
     finally:
+        library.close()
         runtime.close()

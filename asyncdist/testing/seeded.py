@@ -46,6 +46,7 @@ def seeded(seed: int | str, clock_s: Callable[[], float]) -> Iterator[None]:
         (time, "time_ns", lambda: EPOCH_NS + round(clock_s() * 1e9)),
         (time, "time", lambda: EPOCH_NS / 1e9 + clock_s()),
         (time, "monotonic", clock_s),
+        (time, "perf_counter", clock_s),
         (os, "getpid", process_pid),
         (socket, "gethostname", process_host),
     )
