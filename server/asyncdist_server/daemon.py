@@ -110,6 +110,8 @@ class StoreServer:
         """
         loop = asyncio.get_running_loop()
         self._tls = self.config.tls_context()
+        if self.config.durability.journaled:
+            self.not_ready = "recovering"
         self.gate = await self._persistence.open(self.engine, self.settle, self.journal_failed, self.events)
         sockets: list[socket.socket] = []
         try:
@@ -150,7 +152,7 @@ class StoreServer:
         self.not_ready = "draining"
         for listener in self._listeners:
             listener.close()
-        for connection in list(self._connections):
+        for connection in in_order(self._connections):
             connection.stop()
         if self._timer is not None:
             self._timer.cancel()
@@ -173,7 +175,7 @@ class StoreServer:
         """Wait for nobody any more: cut every connection. Ends a `stop` that is under way."""
         remaining = self._connections | self._ending
         self.cut_count += len(remaining)
-        for connection in remaining:
+        for connection in in_order(remaining):
             connection.abort()
 
     async def _until_empty(self) -> None:
@@ -277,6 +279,11 @@ async def serve(config: ServerConfig) -> AsyncIterator[StoreServer]:
         yield server
     finally:
         await server.stop()
+
+
+def in_order(connections: set[Connection]) -> list[Connection]:
+    """Return them in an order that a simulated run can repeat."""
+    return sorted(connections, key=lambda connection: connection.descriptor)
 
 
 async def _bind(config: ServerConfig, port: int) -> list[socket.socket]:
