@@ -176,7 +176,7 @@ async def open_world(
     """
     world = await _join(source, method, name, deadline, environ, make_mesh, allow_pickle, tuning)
     ranks = tuple(range(world.world_size))
-    named = parse_backend(backend)["cpu"]
+    named = parse_backend(backend)
     group = ProcessGroup(world, derive_group_id(world.world_id), ranks, timeout_s, name, named, is_world=True)
     context.register_world(group)
     return group
@@ -210,6 +210,7 @@ async def _join(
     met = await rendezvous.join(host, reachable.loopback, options, deadline, allow_pickle=allow_pickle)
     agreed = _agreed_tuning(method.rank, met, overrides)
     world = World(loop, method.rank, method.world_size, source, rendezvous, met)
+    world.host = host
     secret = derive_key(load_token(environ), "peer", met.world_id)
     mesh = make_mesh(method.rank, method.world_size, met.world_id, secret, rendezvous.addresses, world, config)
     world.tuning = agreed

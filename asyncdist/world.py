@@ -82,6 +82,8 @@ class World:
         self.tuning = DEFAULT_TUNING
         """What the choice of algorithms depends on: rank 0's, once it is known."""
         self.allow_pickle = met.allow_pickle
+        self.host = ""
+        """What the ranks of this host, and no others, have in common."""
         self.pool = ScratchPool()
         self.groups: dict[int, GroupListener] = {}
         self.lost: dict[int, PeerLostError] = {}

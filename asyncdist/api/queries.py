@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from typing import Any
 
@@ -10,7 +9,8 @@ import numpy as np
 
 from asyncdist import context
 from asyncdist.api.resolve import Group, resolve
-from asyncdist.backend.base import Backend
+from asyncdist.backend.base import Backend, parse_backend
+from asyncdist.cuda import provider
 from asyncdist.executor import reduction
 from asyncdist.group import ProcessGroup
 from asyncdist.non_member import NonMember
@@ -58,8 +58,8 @@ def get_backend(group: Group = None) -> str:
 
 
 def get_backend_config(group: Group = None) -> str:
-    """The backend of each device, as `cpu:aio`. Raises ValueError if this process is not a member."""
-    return f"cpu:{get_backend(group)}"
+    """The backend of each device, as `cpu:aio,cuda:nccl`. Raises ValueError if this process is not a member."""
+    return resolve(group)._backends.names.describe()
 
 
 def get_default_backend_for_device(device: object) -> str:
@@ -68,9 +68,12 @@ def get_default_backend_for_device(device: object) -> str:
     Raises ValueError for a device that has none.
     """
     kind = str(device).partition(":")[0]
+    backends = parse_backend(None)
+    if kind == "cuda" and provider.visible():
+        return backends.on_gpus
     if kind != "cpu":
         raise ValueError(f"there is no backend for device {device}")
-    return Backend(Backend.AIO)
+    return backends.main
 
 
 def get_pg_count() -> int:
@@ -143,8 +146,8 @@ def is_gloo_available() -> bool:
 
 
 def is_nccl_available() -> bool:
-    """Whether the `nccl` backend can be used."""
-    return is_backend_available(Backend.NCCL) and importlib.util.find_spec("cupy") is not None
+    """Whether the `nccl` backend can be used: cupy, a GPU and NCCL are here. Imports cupy where there is a GPU."""
+    return is_backend_available(Backend.NCCL)
 
 
 def is_mpi_available() -> bool:
