@@ -194,6 +194,6 @@ def _described(constants: Constants) -> str:
     memory = constants.shared
     lines.append(
         f"shared memory {show_seconds(memory.wake_s)} to wake up, {show_seconds(memory.step_s)} per step, "
-        f"copies {1e-9 / memory.copy_s:.3g} GB/s"
+        f"copies {1e-9 / memory.copy_s:.3g} GB/s, reduction {1e-9 / memory.reduce_s:.3g} GB/s"
     )
     return "; ".join(lines)

@@ -46,18 +46,20 @@ class SharedMemory:
     """What it costs to publish items in memory that all ranks of a host share, and to fetch them."""
 
     wake_s: float
-    """From the moment an item is there until a rank goes on that had nothing to do."""
+    """From the moment an item is there until a rank goes on that had nothing to do, and has a core of its own."""
     step_s: float
     """CPU time to publish, fetch or reduce an item, without its bytes."""
     operand_s: float
     """CPU time to look at, and fold, what a rank has put into its record: small vectors and barriers need no items."""
     copy_s: float
-    """CPU time per byte copied in or out; a byte that is reduced where it lies costs `Constants.gamma_s` instead."""
+    """CPU time per byte copied in or out."""
+    reduce_s: float
+    """CPU time per byte reduced where it lies."""
 
 
-SHARED_MEMORY: Final = SharedMemory(wake_s=12e-6, step_s=3e-6, operand_s=0.5e-6, copy_s=1 / 15e9)
+SHARED_MEMORY: Final = SharedMemory(wake_s=12e-6, step_s=6e-6, operand_s=0.5e-6, copy_s=1 / 22e9, reduce_s=1 / 18e9)
 """Python event loops that look at shared memory, woken by an eventfd; chunks that stay in the processor's cache. With
-these, ranks of a small host all reduce whole vectors up to some tens of kilobytes, and share the work beyond."""
+these, ranks of a small host all reduce whole vectors up to some hundreds of kilobytes, and share the work beyond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ class Constants:
     def __post_init__(self) -> None:
         values = [self.alpha_s, self.beta_s, self.gamma_s, self.overhead_s, self.copy_s, float(self.cores)]
         values += [self.between.alpha_s, self.between.beta_s] if self.between else []
-        values += [self.shared.wake_s, self.shared.step_s, self.shared.operand_s, self.shared.copy_s]
+        values += [self.shared.wake_s, self.shared.step_s, self.shared.operand_s]
+        values += [self.shared.copy_s, self.shared.reduce_s]
         if not all(value >= 0 for value in values):  # written so that NaN is refused as well
             raise ValueError(f"constants must not be negative: {self}")
 
@@ -97,6 +100,13 @@ class Constants:
     def latency_s(self) -> float:
         """Time on the way inside a host: alpha_s without the CPU time at both ends."""
         return max(0.0, self.alpha_s - 2 * self.overhead_s)
+
+    def waking_s(self, ranks: int) -> float:
+        """`shared.wake_s` where a host has `ranks` ranks.
+
+        With fewer cores, whoever waits gives its core away, and has it again after all others that share it.
+        """
+        return self.shared.wake_s * (ranks / self.cores if 0 < self.cores < ranks else 1)
 
     @property
     def between_latency_s(self) -> float:

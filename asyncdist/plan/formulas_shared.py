@@ -38,7 +38,7 @@ class Toil(NamedTuple):
     def seconds(self, constants: Constants) -> float:
         """Return what one processor takes."""
         shared = constants.shared
-        moved_s = self.copied * shared.copy_s + self.worked * constants.gamma_s
+        moved_s = self.copied * shared.copy_s + self.worked * shared.reduce_s
         return self.steps * shared.step_s + self.operands * shared.operand_s + moved_s
 
 
@@ -62,7 +62,7 @@ SharedFormula: TypeAlias = Callable[[Shape], SharedLoad]
 
 def shared_seconds(load: SharedLoad, world: int, constants: Constants) -> float:
     """Predict a load's time on one host, which has `constants.cores` for all `world` ranks."""
-    waits_s = load.rounds * constants.shared.wake_s
+    waits_s = load.rounds * constants.waking_s(world)
     path_s = waits_s + load.path.seconds(constants)
     if not 0 < constants.cores < world:
         return path_s

@@ -112,11 +112,14 @@ class _Cost(NamedTuple):
 class _Costs:
     """Costs of steps, worked out once for all that are alike."""
 
-    def __init__(self, constants: Constants, itemsize: int) -> None:
+    def __init__(self, constants: Constants, itemsize: int, ranks_per_host: int, *, shared: bool) -> None:
         self._constants = constants
         self._itemsize = itemsize
         self._known: dict[tuple[type[Step], int, bool], _Cost] = {}
         self.overhead_fs = round(constants.overhead_s * TICKS)
+        self._wake_fs = round(constants.waking_s(ranks_per_host) * TICKS)
+        self._reduce_s = constants.shared.reduce_s if shared else constants.gamma_s
+        self._copy_s = constants.shared.copy_s if shared else constants.gamma_s * COPY_SHARE
 
     def of(self, step: Step, *, remote: bool) -> _Cost:
         """Return the cost of a step, a message to another host if `remote`."""
@@ -129,20 +132,18 @@ class _Costs:
 
     def _cost(self, step: Step, nbytes: int, remote: bool) -> _Cost:
         constants = self._constants
-        work_fs = round(nbytes * constants.gamma_s * TICKS)
+        reduces = isinstance(step, Reduce | FetchReduce | RecvReduce)
+        work_fs = round(nbytes * (self._reduce_s if reduces else self._copy_s) * TICKS)
         if isinstance(step, Copy | Reduce):
-            return _Cost(LOCAL, round(work_fs * COPY_SHARE) if isinstance(step, Copy) else work_fs, 0, 0, 0)
+            return _Cost(LOCAL, work_fs, 0, 0, 0)
         if isinstance(step, Publish | Fetch | FetchReduce):
-            shared = constants.shared
-            if not isinstance(step, FetchReduce):
-                work_fs = round(nbytes * shared.copy_s * TICKS)
             kind = PUBLISHES if isinstance(step, Publish) else FETCHES
-            return _Cost(kind, round(shared.step_s * TICKS) + work_fs, 0, 0, round(shared.wake_s * TICKS))
+            return _Cost(kind, round(constants.shared.step_s * TICKS) + work_fs, 0, 0, self._wake_fs)
         beta_s, latency_s = constants.beta_s, constants.latency_s
         if remote and constants.between is not None:
             beta_s, latency_s = constants.between.beta_s, constants.between_latency_s
         wire_fs, copy_fs = round(nbytes * beta_s * TICKS), round(nbytes * constants.copy_s * TICKS)
-        cpu_fs = self.overhead_fs + copy_fs + (work_fs if isinstance(step, RecvReduce) else 0)
+        cpu_fs = self.overhead_fs + copy_fs + (work_fs if reduces else 0)
         kind = SENDS if isinstance(step, Send) else RECEIVES
         return _Cost(kind, cpu_fs, min(copy_fs, wire_fs), wire_fs, round(latency_s * TICKS))
 
@@ -152,7 +153,8 @@ class _Simulation:
 
     def __init__(self, plans: Sequence[Plan], feeds: Feeds, itemsize: int, hosts: Hosts) -> None:
         constants = hosts.constants
-        costs = _Costs(constants, itemsize)
+        shared = any(isinstance(step, Publish | Fetch | FetchReduce) for plan in plans for step in plan.steps)
+        costs = _Costs(constants, itemsize, hosts.ranks_per_host, shared=shared)
         self._feeds = feeds
         self._overhead_fs = costs.overhead_fs
         self._events: list[tuple[int, int]] = []
