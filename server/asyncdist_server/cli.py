@@ -76,9 +76,7 @@ _DIRECTORY: Final = click.Path(file_okay=False, path_type=Path)
 @click.option("--torch", is_flag=True, help="Serve torch.distributed's TCPStore clients on the same port.")
 @click.option(
     "--torch-port",
-    "torch_ports",
     multiple=True,
-    envvar="ASYNCDIST_SERVER_TORCH_PORT",
     type=click.IntRange(0, 65535),
     help="One more port for torch clients, with keys of its own; may be given several times.",
 )
@@ -116,7 +114,7 @@ def main(
     durability: str,
     data_dir: Path | None,
     torch: bool,
-    torch_ports: tuple[int, ...],
+    torch_port: tuple[int, ...],
     torch_linger: float,
     torch_insecure_no_auth: bool,
     max_key_bytes: int,
@@ -151,7 +149,7 @@ def main(
             durability=parse_durability(durability),
             data_dir=data_dir,
             torch=torch,
-            torch_ports=torch_ports,
+            torch_ports=torch_port,
             torch_linger_s=torch_linger,
             torch_insecure_no_auth=torch_insecure_no_auth,
             http_host=http_host,

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from torch_wire_kit import SocketTorchClient
 from asyncdist_server import ServerConfig, StoreServer, serve
 from asyncdist_server import messages as m
 from asyncdist_server.auth import AuthenticationError
+from asyncdist_server.durability import parse_durability
+from asyncdist_server.group_commit import GroupCommit
 from asyncdist_server.http import MAX_HTTP_CONNECTIONS, names_this_host, serve_http
 from asyncdist_server.metrics import METRICS, PREFIX
 from asyncdist_server.torch_wire import Query
@@ -77,6 +80,22 @@ async def test_a_daemon_is_ready_from_its_start_to_its_stop() -> None:
             await server.stop()
         assert await ask(address, "/readyz") == (503, '{"status": "draining"}')
         assert (await ask(address, "/healthz"))[0] == 200
+
+
+async def test_a_daemon_that_reads_its_journal_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = StoreServer(ServerConfig(port=0, http_port=0, durability=parse_durability("durable"), data_dir=tmp_path))
+    answers = []
+    read = GroupCommit.start
+
+    async def asked_meanwhile(gate: GroupCommit) -> Any:
+        answers.append(await ask(address, "/readyz"))
+        return await read(gate)
+
+    monkeypatch.setattr(GroupCommit, "start", asked_meanwhile)
+    async with serve_http(server) as address:
+        await server.start()
+        await server.stop()
+    assert answers == [(503, '{"status": "recovering"}')]
 
 
 async def test_requests_connections_and_contents_are_counted() -> None:
@@ -223,9 +242,7 @@ async def test_every_metric_has_its_type_and_help() -> None:
         assert f"# HELP {name} {metric.about}\n# TYPE {name} {metric.kind}\n" in text
 
 
-async def test_a_journal_is_measured(tmp_path: Any) -> None:
-    from asyncdist_server.durability import parse_durability
-
+async def test_a_journal_is_measured(tmp_path: Path) -> None:
     async with daemon(durability=parse_durability("durable"), data_dir=tmp_path / "data") as (server, address):
 
         def work() -> None:
