@@ -1,0 +1,173 @@
+"""Several ranks on one GPU, and ranks without NCCL: the paths a group finds by itself, used as its users do."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, until, values_of
+
+import asyncdist as dist
+from asyncdist.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupAbortedError, PeerLostError
+from asyncdist.reduce_op import ReduceOp
+
+
+def on_one(at: GpuRank, values: Any) -> Any:
+    """An array on the GPU that all ranks share."""
+    return at.cuda.runtime.array(values, 0)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_more_ranks_than_gpus_take_ipc(size: int, loop: str) -> None:
+    async def main(at: GpuRank) -> str:
+        for count in (1, 1000, 300_000):
+            parts = [values_of(rank, count, np.float32) for rank in range(size)]
+            x = on_one(at, parts[at.rank])
+            assert await dist.all_reduce(x) is x
+            assert equal(x, sum(parts))
+        y = on_one(at, np.zeros((size, 3), np.int64))
+        await dist.all_gather_into_tensor(y, on_one(at, np.full(3, at.rank)))
+        assert equal(y, np.arange(size)[:, None] * np.ones(3))
+        return repr(at.group)
+
+    assert all(text.find(" path ipc") > 0 for text in run_gpu(size, main, devices=1, loop=loop))
+
+
+@pytest.mark.parametrize("how", ["no nccl", "backend", "variable"])
+def test_paths_through_the_host(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "variable":
+        monkeypatch.setenv("ASYNCDIST_CUDA_PATH", "staged")
+
+    async def main(at: GpuRank) -> str:
+        x = at.array(np.full((2, 3), at.rank + 1.0))
+        await dist.all_reduce(x, group=at.group)
+        assert equal(x, np.full((2, 3), 6.0))
+        return repr(at.group)
+
+    found = run_gpu(3, main, nccl=how != "no nccl", backend="cpu:aio,cuda:aio" if how == "backend" else None)
+    assert all(text.find(" path staged") > 0 for text in found)
+
+
+@pytest.mark.parametrize("path", ["ipc", "staged"])
+def test_what_only_the_host_can(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes and functions of the user's go through the host whatever the path."""
+    monkeypatch.setenv("ASYNCDIST_CUDA_PATH", path)
+
+    async def main(at: GpuRank) -> None:
+        x = on_one(at, np.full(5, at.rank + 1))
+        await dist.scan(x)
+        assert equal(x, np.full(5, (at.rank + 1) * (at.rank + 2) // 2))
+        x = on_one(at, np.full(70_000, at.rank + 1.0))
+        await dist.all_reduce(x, HYPOT)
+        assert equal(x, np.full(70_000, 3.0))
+
+    def larger(left: Any, right: Any) -> Any:
+        return np.maximum(left, right)
+
+    HYPOT = ReduceOp.custom(larger)
+    run_gpu(3, main, devices=1)
+
+
+class Foreign:
+    """An array that is known by `__cuda_array_interface__` only, and by its device."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self.device = array.device
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        return self._array.__cuda_array_interface__
+
+
+@pytest.mark.parametrize("path", ["nccl", "ipc", "staged"])
+def test_foreign_arrays(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place; 0-d, without elements, and refused where they are not contiguous."""
+    monkeypatch.setenv("ASYNCDIST_CUDA_PATH", path)
+
+    def make(at: GpuRank, values: Any) -> Any:
+        return at.array(values) if path == "nccl" else on_one(at, values)
+
+    async def main(at: GpuRank) -> None:
+        x = make(at, np.full((3, 4), at.rank + 1.0))
+        await dist.all_reduce(Foreign(x))
+        assert equal(x, np.full((3, 4), 3.0))
+        scalar = make(at, np.array(at.rank + 2, np.int32))
+        await dist.all_reduce(scalar, ReduceOp.PRODUCT)
+        assert scalar.shape == ()
+        assert equal(scalar, np.array(6, np.int32))
+        empty = make(at, np.zeros((0, 7), np.float16))
+        await dist.all_reduce(empty)
+        await dist.broadcast(empty, 1)
+        with pytest.raises(ValueError, match="contiguous"):
+            dist.all_reduce(make(at, np.zeros((4, 6)))[:, ::2])
+        await asyncio.sleep(0)
+        await dist.barrier()
+
+    run_gpu(2, main, devices=2 if path == "nccl" else 1)
+
+
+@pytest.mark.parametrize("path", ["ipc", "staged"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_numpy_array_on_one_rank_is_a_mismatch(path: str, warm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCDIST_CUDA_PATH", path)
+
+    async def main(at: GpuRank) -> None:
+        if warm:
+            await dist.all_reduce(on_one(at, np.ones(3)))
+        x = np.ones(300) if at.rank else on_one(at, np.ones(300))
+        assert isinstance(await failure_of(dist.all_reduce(x)), CollectiveMismatchError)
+
+    run_gpu(2, main, devices=1)
+
+
+@pytest.mark.parametrize("path", ["ipc", "staged"])
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("how", ["late", "killed", "aborted"])
+def test_a_rank_that_does_not_come(path: str, warm: bool, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the CPU, whether device memory is shared already or not."""
+    monkeypatch.setenv("ASYNCDIST_CUDA_PATH", path)
+
+    async def main(at: GpuRank) -> None:
+        if warm:
+            await dist.all_reduce(on_one(at, np.ones(3)))
+        if at.rank == 2:
+            if how == "killed":
+                at.world.kill(2)
+            elif how == "aborted":
+                at.group.abort("enough")
+            await until(lambda: "aborted" in repr(at.group) or how != "late")
+            return
+        timeout = 0.3 if how == "late" else None
+        error = await failure_of(dist.all_reduce(on_one(at, np.ones(100_000)), timeout=timeout))
+        expected = {"late": CollectiveTimeoutError, "killed": PeerLostError, "aborted": GroupAbortedError}[how]
+        left = how == "aborted" and not warm and isinstance(error, PeerLostError)  # it leaves before it is connected
+        assert isinstance(error, expected) or left, repr(error)
+        if how == "late":
+            assert error.missing == (2,)
+
+    try:
+        run_gpu(3, main, devices=1)
+    except dist.DistError:
+        assert how == "killed"  # the rank that was killed cannot leave well
+
+
+@pytest.mark.parametrize("path", ["ipc", "staged"])
+def test_streams_can_wait_for_what_is_queued(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCDIST_CUDA_PATH", path)
+
+    async def main(at: GpuRank) -> None:
+        for count in (10, 400_000):
+            x = on_one(at, np.full(count, at.rank + 1))
+            work = dist.all_reduce(x)
+            await work.enqueued()
+            stream = at.cuda.runtime.new_stream(0)
+            work.wait_stream(stream)
+            stream.synchronize()
+            assert (x._array == 3).all()
+            await work
+
+    run_gpu(2, main, devices=1)
