@@ -13,7 +13,9 @@ NEW = 23004
 NUMBERS = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG)
 
 
-@pytest.mark.parametrize("name", "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64".split())
+@pytest.mark.parametrize(
+    "name", ["int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
+)
 @pytest.mark.parametrize("op", NUMBERS)
 def test_numbers_are_themselves(name: str, op: ReduceOp) -> None:
     dtype = np.dtype(name)
