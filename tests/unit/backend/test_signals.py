@@ -1,0 +1,96 @@
+"""Records between ranks, and what a channel makes of those it does not expect."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from device_paths_kit import PathRank, run_ranks, values
+
+from asyncdist.backend import call as calls
+from asyncdist.backend import ipc_scratch
+from asyncdist.backend.cuda_ipc import CudaIpcPath
+from asyncdist.backend.ipc_channel import MAX_EARLY
+from asyncdist.backend.ipc_operation import TOLD
+from asyncdist.backend.signals import Record, Signals
+from asyncdist.errors import PeerLostError, RemoteProtocolError
+from asyncdist.reduce_op import ReduceOp
+from asyncdist.testing import run_world
+from asyncdist.testing.fake_cuda import FakeRuntime
+
+
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc_scratch, "LARGE_BYTES", 1 << 12)
+
+
+def test_records_come_in_order_and_a_loss_is_told_once() -> None:
+    async def main(group: Any, world: Any) -> None:
+        heard: list[tuple[int, Record]] = []
+        lost: list[tuple[int, BaseException]] = []
+        signals = Signals(
+            group.world.mesh,
+            group.group_id,
+            group.ranks,
+            group.rank,
+            7,
+            lambda *entry: heard.append(entry),
+            lambda *entry: lost.append(entry),
+        )
+        sent = [Record(3, 1, number, 2, 0xFFFF_FFFF, 2**40) for number in range(100)]
+        for record in sent[:50]:
+            signals.tell(range(3), record)  # before the others listen
+        signals.open()
+        for record in sent[50:]:
+            signals.tell(range(3), record)
+        while len(heard) < 200:  # noqa: ASYNC110 - of what callbacks do there is no event
+            await asyncio.sleep(0.001)
+        for other in {0, 1, 2} - {group.rank}:
+            assert [record for member, record in heard if member == other] == sent
+        if group.rank == 2:
+            await asyncio.sleep(0.01)
+            world.kill(2)
+            return
+        while not lost:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        signals.tell((2,), sent[0])
+        signals.hush(1 - group.rank)
+        await asyncio.sleep(0.01)
+        assert [(member, type(error)) for member, error in lost] == [(2, PeerLostError)]
+
+    run_world(3, main, pass_world=True)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_signals_about_operations_to_come_are_bounded(more: int) -> None:
+    runtime = FakeRuntime()
+
+    async def main(rank: PathRank) -> None:
+        await rank.run(calls.all_reduce(rank.array(values(rank.rank, 5)), ReduceOp.SUM))
+        channel = rank.path._tags[0].channel
+        record = Record(TOLD, 0, 1000, 0, 1)
+        for _ in range(MAX_EARLY):
+            channel._hear(1 - rank.rank, record)
+        if more:
+            with pytest.raises(RemoteProtocolError):
+                channel._hear(1 - rank.rank, record)
+        await rank.run(calls.all_reduce(rank.array(np.ones(5)), ReduceOp.SUM))
+
+    run_ranks(2, CudaIpcPath, main, runtime)
+    runtime.close()
+
+
+def test_a_signal_of_no_kind_is_no_protocol() -> None:
+    runtime = FakeRuntime()
+
+    async def main(rank: PathRank) -> None:
+        await rank.run(calls.all_reduce(rank.array(values(rank.rank, 5)), ReduceOp.SUM))
+        channel = rank.path._tags[0].channel
+        with pytest.raises(RemoteProtocolError, match="kind 9"):
+            channel._hear(1 - rank.rank, Record(9))
+        channel._hear(1 - rank.rank, Record(TOLD, 2, 0, 5, 1))  # of an operation that is over
+
+    run_ranks(2, CudaIpcPath, main, runtime)
+    runtime.close()
