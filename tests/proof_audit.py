@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -157,19 +158,19 @@ def count_lost_of_relaxed(recorded: Recorded, findings: Findings, bound_s: float
     if twice := [token for token, times in there.items() if times > 1]:
         findings.twice += len(twice)
         findings.problems.append(f"there twice: {twice[:9]}")
-    lost_in: dict[float, list[Operation]] = {}
-    left_in: dict[float, list[Operation]] = {}
+    lost_in: dict[int, list[Operation]] = {}
+    left_in: dict[int, list[Operation]] = {}
     for append in appends:
         if append.result is UNKNOWN:
             continue
-        kill = next((at for at in recorded.kills if at >= append.returned_at), math.inf)
-        (left_in if there[append.arguments[0][:-1]] else lost_in).setdefault(kill, []).append(append)
-    for kill, lost in lost_in.items():
+        number = bisect.bisect_left(recorded.gone, append.returned_at)
+        (left_in if there[append.arguments[0][:-1]] else lost_in).setdefault(number, []).append(append)
+    for number, lost in lost_in.items():
         findings.lost += len(lost)
-        age_s = kill - lost[0].returned_at
+        age_s = (recorded.kills[number] if number < len(recorded.kills) else math.inf) - lost[0].returned_at
         findings.oldest_lost_s = max(findings.oldest_lost_s, age_s)
         if age_s > bound_s:
             findings.problems.append(f"{lost[0]} was lost {age_s:.3f} s after it was acknowledged")
-        later = [each for each in left_in.get(kill, ()) if each.called_at > lost[0].returned_at]
+        later = [each for each in left_in.get(number, ()) if each.called_at > lost[0].returned_at]
         if later:
             findings.problems.append(f"{lost[0]} was lost, but {later[0]}, asked after it, was not")

@@ -42,6 +42,8 @@ class Recorded:
     restarts: list[tuple[float, float]] = field(default_factory=list)
     """From the kill to when the daemon that had lost the data was known to serve."""
     kills: list[float] = field(default_factory=list)
+    gone: list[float] = field(default_factory=list)
+    """For each kill a time at which all that the killed daemon had said was read, and the next one had said nothing."""
     errors: list[str] = field(default_factory=list)
     """What failed, in words, whether or not it was to be expected."""
     answered: int = 0

@@ -24,7 +24,8 @@ CLIENTS = 8
 HASTY_TIMEOUT_S = 0.25
 """One client gives up soon, so that nobody knows what became of its requests."""
 CHAOS = Chaos(cut_after=8_000, early=0.1, delayed=0.02, delay=0.02, piece=3_000, stall=0.1)
-LEASE_S = 10.0
+LEASE_S = 30.0
+"""Time to live of leases that must never end: meeting a daemon that is killed every second may take many tries."""
 MORTAL_S = 1.0
 """Time to live of a lease that nobody keeps alive."""
 RELAXED_MS = 50
@@ -167,6 +168,7 @@ class Round:
         self.recorded.kills.append(time.monotonic())
         await self.daemon.kill()
         await self.daemon.spawn()
+        self.recorded.gone.append(time.monotonic())
 
     def _note_restart(self) -> None:
         if self.mode.forgets:

@@ -10,9 +10,10 @@ may have such an instant at any time after its call (before its return, if it ha
 The search is Wing and Gong's ("Testing and verifying concurrent objects", 1993) with the memory of Lowe ("Testing for
 linearizability", 2017): take any operation that was called before all those not yet taken had returned, see whether
 the model allows its result, go on, and go back where nothing fits; never look twice at the same operations taken with
-the same state left behind. Keys are judged one by one, as linearizability is a property of each object by itself.
-The search is exponential at worst, in the number of operations at a time and of unknown ones. It is therefore bounded:
-a history that is not decided within the bound is not linearizable as far as a test is concerned.
+the same state left behind. What only reads is taken as soon as it fits, with no way back. Keys are judged one by one,
+as linearizability is a property of each object by itself. The search is exponential at worst, in the number of
+operations at a time and of unknown ones. It is therefore bounded: a history that is not decided within the bound is not
+linearizable as far as a test is concerned.
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ class Model(ABC):
 
         A result of UNKNOWN fits any state in which the operation can take effect. States are never changed in place.
         """
+
+    def only_reads(self, operation: Operation) -> bool:
+        """Return whether `operation`, with its result, changes nothing in any state that it fits. By default not."""
+        return False
 
     def infer(self, operations: list[Operation]) -> tuple[list[Operation], Pairs]:
         """Return the operations, as what all results together tell about them, and which must come before which.
@@ -176,6 +181,7 @@ class _Search:
         self.unknown = [operation for operation in ordered if operation.result is UNKNOWN]
         self.calls = [operation.called_at for operation in self.known]
         self.returns = [operation.returned_at for operation in self.known]
+        self.reads = [model.only_reads(operation) for operation in self.known]
         places = {id(operation): index for index, operation in enumerate(self.known)}
         self.before: dict[int, list[int]] = {}  # what a known operation must wait for besides time
         self.hopeless = any(first is second for first, second in pairs)
@@ -216,22 +222,33 @@ class _Search:
                 found.append(~index)
         return found
 
+    def options(self, base: int, window: int, extra: int, state: Hashable) -> list[tuple[int, Hashable]]:
+        """Return what can come next and has its result in `state`, with the state after it.
+
+        One that only reads is the only one: if it comes later in some order, that order is as good with it here.
+        """
+        found: list[tuple[int, Hashable]] = []
+        for choice in self.candidates(base, window, extra):
+            after = self.model.apply(state, self.known[choice] if choice >= 0 else self.unknown[~choice])
+            if after is IMPOSSIBLE:
+                continue
+            if choice >= 0 and self.reads[choice]:
+                return [(choice, after)]
+            if choice >= 0 or after != state:  # an unknown one without effect is one that never happened
+                found.append((choice, after))
+        return found
+
     def run(self) -> bool | None:
         """Return whether there is such an order, None if the bound was reached before that was known."""
-        known, unknown, apply = self.known, self.unknown, self.model.apply
+        known, unknown = self.known, self.unknown
         max_steps = min(self.max_steps, QUICK_STEPS) if self.hopeless else self.max_steps
         base = window = extra = 0
-        state = self.model.initial
         taken: _Taken | None = None
         seen: set[tuple[int, int, int, Hashable]] = set()
-        stack: list[tuple[Iterator[int], int, int, int, Hashable, _Taken | None]] = []
-        choices = iter(self.candidates(0, 0, 0))
+        stack: list[tuple[Iterator[tuple[int, Hashable]], int, int, int, _Taken | None]] = []
+        options = iter(self.options(base, window, extra, self.model.initial))
         while base < len(known):
-            for choice in choices:
-                operation = known[choice] if choice >= 0 else unknown[~choice]
-                after = apply(state, operation)
-                if after is IMPOSSIBLE or (choice < 0 and after == state):
-                    continue  # an unknown one without effect is one that never happened
+            for choice, after in options:
                 next_base, next_window, next_extra = base, window, extra
                 if choice < 0:
                     next_extra |= 1 << ~choice
@@ -247,17 +264,18 @@ class _Search:
                 self.steps += 1
                 if self.steps > max_steps:
                     return False if self.hopeless else None
-                stack.append((choices, base, window, extra, state, taken))
+                stack.append((options, base, window, extra, taken))
+                operation = known[choice] if choice >= 0 else unknown[~choice]
                 taken = _Taken(taken, operation, after, (taken.count if taken else 0) + (choice >= 0))
                 if self.longest is None or taken.count > self.longest.count:
                     self.longest = taken
-                base, window, extra, state = next_base, next_window, next_extra, after
-                choices = iter(self.candidates(base, window, extra))
+                base, window, extra = next_base, next_window, next_extra
+                options = iter(self.options(base, window, extra, after))
                 break
             else:
                 if not stack:
                     return False
-                choices, base, window, extra, state, taken = stack.pop()
+                options, base, window, extra, taken = stack.pop()
         return True
 
     def rest(self) -> list[Operation]:

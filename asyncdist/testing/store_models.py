@@ -17,6 +17,7 @@ __all__ = ["LockModel", "QueueModel", "RegisterModel"]
 
 INT64_MIN: Final = -(2**63)
 INT64_MAX: Final = 2**63 - 1
+_NOTHING_DONE: Final = (("delete", False), ("add", REFUSED))
 
 
 class RegisterModel(Model):
@@ -56,6 +57,12 @@ class RegisterModel(Model):
             return self.initial
         raise ValueError(f"a register knows nothing of {name}")
 
+    def only_reads(self, operation: Operation) -> bool:
+        """See `Model.only_reads`."""
+        if operation.name == "compare_set":
+            return bool(operation.result != operation.arguments[1])
+        return operation.name in ("get", "check") or (operation.name, operation.result) in _NOTHING_DONE
+
 
 class QueueModel(Model):
     """A queue: its state is the tuple of its items, oldest first, and what pops that nobody was told of have taken.
@@ -88,6 +95,10 @@ class QueueModel(Model):
         if name == "restart":
             return self.initial
         raise ValueError(f"a queue knows nothing of {name}")
+
+    def only_reads(self, operation: Operation) -> bool:
+        """See `Model.only_reads`."""
+        return operation.name == "len" or (operation.name == "pop" and operation.result is None)
 
     def infer(self, operations: list[Operation]) -> tuple[list[Operation], Pairs]:
         """Tell the order of pushes from that of pops, which may be known only much later; see `Model.infer`."""

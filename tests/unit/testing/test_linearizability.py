@@ -370,6 +370,8 @@ REGISTER_CALLS = (
     ("add", (1,), UNKNOWN),
     ("set", (b"2",), UNKNOWN),
     ("delete", (), True),
+    ("delete", (), False),
+    ("compare_set", (b"1", b"2"), b"1"),
     ("compare_set", (b"1", b"2"), b"2"),
 )
 QUEUE_CALLS = (
