@@ -77,7 +77,7 @@ class ProcessGroup(Operations):
         self._thread = threading.get_ident()
         self._backends = GroupBackends(world, group_id, ranks, backends, self)
         self._backend = self._backends.host  # asked without a detour: small operations count nanoseconds
-        self.pairs = Pairs(world, group_id, ranks, self)
+        self.pairs = Pairs(world, group_id, ranks, self, self._backends.gpu_pairs)
         self._overlap = OverlapWatch(self, world.loop)
         self._sequences: dict[int, int] = {}
         self._works: dict[tuple[int, int], CollectiveWork] = {}
@@ -102,11 +102,6 @@ class ProcessGroup(Operations):
     def backend_name(self) -> Backend:
         """Name of the backend that carries out collectives on host arrays, or on GPU arrays if on those alone."""
         return self._backends.names.main
-
-    @property
-    def backends(self) -> Backends:
-        """The backend of each kind of array."""
-        return self._backends.names
 
     def group_rank_of(self, rank: int, name: str = "rank") -> int:
         """The group rank of global rank `rank`. Raises ValueError if it is not a member, TypeError if it is no int."""
@@ -227,6 +222,7 @@ class ProcessGroup(Operations):
 
     def peer_lost(self, rank: int, error: PeerLostError) -> None:
         """A member is gone: collectives fail and the group is aborted; point-to-point between survivors goes on."""
+        self.pairs.peer_lost(rank, error)
         self._abort(error, "lost", str(error), rank)
 
     def control(self, sender: int, message: list[Any]) -> None:
@@ -353,6 +349,7 @@ class ProcessGroup(Operations):
         self._expiry.stop()
         self._consistency.stop()
         self._backends.close()
+        await self.pairs.close()
         await self._backends.wait_closed()
         if self._is_world:
             await self.world.close()
@@ -396,4 +393,6 @@ class ProcessGroup(Operations):
         group_id, label = self._subgroups.next(ranks, members_only=members_only)
         if self.world.rank not in ranks:
             return None
-        return ProcessGroup(self.world, group_id, tuple(ranks), timeout_s, name or label, backends or self.backends)
+        return ProcessGroup(
+            self.world, group_id, tuple(ranks), timeout_s, name or label, backends or self._backends.names
+        )

@@ -15,6 +15,7 @@ from asyncdist.world import World
 
 if TYPE_CHECKING:
     from asyncdist.backend.device import DeviceBackend
+    from asyncdist.backend.device_pairs import DevicePairs
 
 __all__ = ["GroupBackends", "make_host_backend"]
 
@@ -97,6 +98,13 @@ class GroupBackends(GroupBackend):
                 owner=self._owner,
             )
         return self.devices
+
+    def gpu_pairs(self) -> DevicePairs:
+        """What moves messages of GPU arrays, made anew. Raises TypeError where there is no GPU."""
+        from asyncdist.backend.device_pairs import DevicePairs
+
+        devices = self.on_gpus()
+        return DevicePairs(devices.surroundings(), self._world.host, devices.wish)
 
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
         """Begin `call` where its arrays are."""

@@ -31,10 +31,13 @@ import numpy as np
 from asyncdist.arrays import Array, decode_meta, encode_meta, host_array
 from asyncdist.errors import RemoteProtocolError
 
-__all__ = ["ALIGNMENT", "MAX_DEPTH", "OBJECT_META", "decode", "encode"]
+__all__ = ["ALIGNMENT", "GPU_META", "MAX_DEPTH", "OBJECT_META", "decode", "encode"]
 
 OBJECT_META: Final = b"\0object"
 """What travels before the bytes of an object, where a dtype and a shape travel before those of an array."""
+
+GPU_META: Final = b"\0gpu"
+"""How what travels instead begins where a message announces an array on a GPU."""
 
 ALIGNMENT: Final = 64
 """Of arrays in the bytes: a cache line, and the widest vector register."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Protocol
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, Protocol
 
-from asyncdist.arrays import host_array
 from asyncdist.backend.object_messages import RecvObjectsWork, SendObjectsWork
 from asyncdist.backend.point_to_point import ANY_SOURCE, PairWork, RecvArrayWork, RecvWork, SendWork
 from asyncdist.causes import explain
 from asyncdist.deadline import Timeout, timeout_seconds
+from asyncdist.device_array import DeviceArray, any_array
 from asyncdist.errors import DistError, GroupAbortedError
 from asyncdist.executor.work import Work
 from asyncdist.transport.frame import pack_key
 from asyncdist.world import World
+
+if TYPE_CHECKING:
+    from asyncdist.backend.device_messages import DeviceSendWork
+    from asyncdist.backend.device_pairs import DevicePairs
 
 __all__ = ["MAX_TAG", "PairOwner", "Pairs", "check_tag"]
 
@@ -45,11 +50,22 @@ class PairOwner(Protocol):
 class Pairs:
     """Sends and receives under way. Ranks in arguments are group ranks that were checked."""
 
-    def __init__(self, world: World, group_id: int, ranks: tuple[int, ...], owner: PairOwner) -> None:
+    def __init__(
+        self,
+        world: World,
+        group_id: int,
+        ranks: tuple[int, ...],
+        owner: PairOwner,
+        gpu_pairs: Callable[[], DevicePairs],
+    ) -> None:
+        """`gpu_pairs()` makes what moves GPU arrays; TypeError where there is no GPU."""
         self.mesh = world.mesh
         self._loop = world.loop
         self._allow_pickle = world.allow_pickle
+        self._group_id = group_id
         self._id = group_id ^ POINT_TO_POINT_MARK
+        self._make_gpu_pairs = gpu_pairs
+        self._gpu_pairs: DevicePairs | None = None
         self._ranks = ranks
         self._group_rank = {rank: index for index, rank in enumerate(ranks)}
         self._owner = owner
@@ -57,13 +73,14 @@ class Pairs:
         self._keys: dict[int, bytes] = {}
         self._aborted: BaseException | None = None
 
-    def send(self, tensor: object, dst: int, tag: int, timeout: Timeout) -> SendWork:
+    def send(self, tensor: object, dst: int, tag: int, timeout: Timeout) -> PairWork:
         """Issue a send of `tensor` to group rank `dst`."""
         self._check("isend")
         timeout_s = None if timeout is None else timeout_seconds(timeout, None)
-        return self._post_send(
-            SendWork(self._loop, host_array(tensor), self._key(tag), self, self._ranks[dst]), timeout_s
-        )
+        array = any_array(tensor)
+        if type(array) is DeviceArray:
+            return self._post_announcement(self._gpu().send(array, self._key(tag), self, self._ranks[dst]), timeout_s)
+        return self._post_send(SendWork(self._loop, array, self._key(tag), self, self._ranks[dst]), timeout_s)
 
     def send_objects(self, values: Sequence[object], dst: int, tag: int, timeout: Timeout) -> SendWork:
         """Issue a send of a list of objects to group rank `dst`."""
@@ -91,7 +108,12 @@ class Pairs:
         timeout_s = None if timeout is None else timeout_seconds(timeout, None)
         number = None if in_global_ranks else self._group_rank.__getitem__
         peer = ANY_SOURCE if src is None else self._ranks[src]
-        work = RecvWork(self._loop, name, host_array(tensor), self._key(tag), self, peer, number, abandon)
+        array = any_array(tensor)
+        work: RecvWork
+        if type(array) is DeviceArray:
+            work = self._gpu().receive(name, array, self._key(tag), self, peer, number, abandon)
+        else:
+            work = RecvWork(self._loop, name, array, self._key(tag), self, peer, number, abandon)
         self._post(work, timeout_s)
         return work
 
@@ -150,6 +172,8 @@ class Pairs:
         if self._aborted is None:
             self._aborted = error
             self.mesh.drop_group(self._key(0)[:8], error)
+            if self._gpu_pairs is not None:
+                self._gpu_pairs.abort(error)
             for work in self.pending():
                 work._fail(explain(work.where, error))
 
@@ -164,6 +188,29 @@ class Pairs:
         if work._error is not None:
             self._owner.remember_failure(work)
 
+    def refuse_gpu_array(self, source: int, meta: bytes) -> None:
+        """A receive that takes none has met the announcement of an array on a GPU: tell its sender."""
+        from asyncdist.backend.device_messages import Announcement, refuse_message
+
+        with contextlib.suppress(ValueError):  # malformed: nobody waits for an answer
+            number = Announcement.decode(meta).number
+            refuse_message(self.mesh, self._group_id, source, number, "it is received on the host")
+
+    def peer_lost(self, rank: int, error: BaseException) -> None:
+        """A rank is gone; the transport knows what it has to do, but GPUs do not."""
+        if self._gpu_pairs is not None:
+            self._gpu_pairs.peer_lost(rank, error)
+
+    async def close(self) -> None:
+        """Give back what the messages of GPU arrays went through; nothing is under way."""
+        if self._gpu_pairs is not None:
+            await self._gpu_pairs.close()
+
+    def _gpu(self) -> DevicePairs:
+        if self._gpu_pairs is None:
+            self._gpu_pairs = self._make_gpu_pairs()
+        return self._gpu_pairs
+
     def _check(self, operation: str) -> None:
         self._owner.check_usable(operation)
         if self._aborted is not None:
@@ -177,6 +224,17 @@ class Pairs:
             return work
         if complete:
             work._done = True  # nobody can be waiting for it yet
+        else:
+            self._started(work, timeout_s)
+        return work
+
+    def _post_announcement(self, work: DeviceSendWork, timeout_s: float | None) -> DeviceSendWork:
+        self._works.add(work)
+        try:
+            self.mesh.post_receive(work.peer, work.reply)
+            self.mesh.post_send(work.peer, work.message)
+        except DistError as error:
+            work.message_failed(None, error)
         else:
             self._started(work, timeout_s)
         return work

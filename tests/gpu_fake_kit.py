@@ -82,7 +82,7 @@ def run_gpu(
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for `condition`, looking at every turn of the loop."""
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - of what threads do there is no event
             await asyncio.sleep(0.001)
 
 

@@ -210,11 +210,22 @@ class DeviceBackend(GroupBackend):
         provider, settings = self.provider, self._settings
         ids = tuple(provider.runtime.device_id(device) for device in devices)
         version = provider.nccl.version() if provider.nccl is not None else 0
-        wish = settings.path or ("staged" if settings.backend == Backend.AIO else "")
-        own = Member(settings.host, ids, version, wish)
+        own = Member(settings.host, ids, version, self.wish)
         told = await self._exchange.all_gather(NEGOTIATION, 0, 0, msgpack.packb(own))
         members = tuple(_member(rank, message) for rank, message in zip(self.ranks, told, strict=True))
-        around = Surroundings(
+        around = self.surroundings(devices[0], members)
+        return await PATHS[choose_path(members, self.ranks)].open(around)
+
+    @property
+    def wish(self) -> str:
+        """The path that this rank asks for; empty for the best."""
+        settings = self._settings
+        return settings.path or ("staged" if settings.backend == Backend.AIO else "")
+
+    def surroundings(self, device: int = 0, members: tuple[Member, ...] = ()) -> Surroundings:
+        """What paths and messages work with."""
+        settings = self._settings
+        return Surroundings(
             loop=self._loop,
             mesh=self._mesh,
             group_id=self.group_id,
@@ -222,9 +233,9 @@ class DeviceBackend(GroupBackend):
             rank=self.rank,
             pool=settings.pool,
             tuning=settings.tuning,
-            runtime=provider.runtime,
-            nccl=provider.nccl,
-            device=devices[0],
+            runtime=self.provider.runtime,
+            nccl=self.provider.nccl,
+            device=device,
             members=members,
             completions=self._completions,
             events=self._events,
@@ -232,7 +243,6 @@ class DeviceBackend(GroupBackend):
             timeout_s=settings.timeout_s,
             give_up=self._owner.give_up,
         )
-        return await PATHS[choose_path(members, self.ranks)].open(around)
 
     def _likely_path(self) -> str:
         """What arguments are checked for until the path is known, alike on all ranks of one kind."""

@@ -12,7 +12,7 @@ from asyncdist.arrays import Flat, human_bytes
 from asyncdist.backend.call_items import decode_object
 from asyncdist.backend.point_to_point import PairWork, PairWorkOwner, RecvArrayWork, SendWork
 from asyncdist.errors import CollectiveMismatchError, RemoteProtocolError
-from asyncdist.objects import OBJECT_META, encode
+from asyncdist.objects import GPU_META, OBJECT_META, encode
 from asyncdist.transport.matching import Receive, SendOp
 
 __all__ = ["RecvObjectsWork", "SendObjectsWork"]
@@ -67,6 +67,8 @@ class RecvObjectsWork(RecvArrayWork):
         what = ""
         if meta != OBJECT_META:
             what = "an array, not objects"
+            if meta.startswith(GPU_META):
+                self._owner.refuse_gpu_array(source, meta)
         elif nbytes > self._max_bytes:
             what = f"objects of {human_bytes(nbytes)}, above max_bytes={human_bytes(self._max_bytes)}"
         if what:

@@ -11,7 +11,7 @@ import numpy as np
 from asyncdist.arrays import Array, Flat, decode_meta, describe, encode_meta, human_bytes
 from asyncdist.errors import ClosedError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from asyncdist.executor.work import Work
-from asyncdist.objects import OBJECT_META
+from asyncdist.objects import GPU_META, OBJECT_META
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.matching import Receive, SendOp
 
@@ -30,6 +30,9 @@ class PairWorkOwner(Protocol):
 
     def ended(self, work: PairWork) -> None:
         """The Work has ended, well or not."""
+
+    def refuse_gpu_array(self, source: int, meta: bytes) -> None:
+        """A receive that takes none has met the announcement of an array on a GPU: tell its sender."""
 
 
 class PairWork(Work[Any]):
@@ -170,6 +173,12 @@ class RecvWork(PairWork):
         try:
             dtype, shape = decode_meta(meta)
         except ValueError as error:
+            if meta.startswith(GPU_META):
+                self._owner.refuse_gpu_array(source, meta)
+                raise CollectiveMismatchError(
+                    f"{self.where}: rank {source} sent an array on a GPU, but it is received on the host; the message "
+                    "is dropped, the pair stays usable"
+                ) from None
             if meta == OBJECT_META:
                 raise CollectiveMismatchError(
                     f"{self.where}: rank {source} sent objects, which recv_object_list receives; the message is "
