@@ -38,7 +38,7 @@ def client_bytes(client: Client) -> int:
 def memory_bytes(engine: StoreEngine) -> int:
     """What `engine.memory_bytes` should say."""
     clients = [*engine._state.clients, *(client for _, client in engine._away.values())]
-    return sum(map(namespace_bytes, engine._namespaces.values())) + sum(map(client_bytes, clients))
+    return sum(map(namespace_bytes, engine.namespaces.values())) + sum(map(client_bytes, clients))
 
 
 def problems(engine: StoreEngine) -> list[str]:
@@ -49,10 +49,10 @@ def problems(engine: StoreEngine) -> list[str]:
     blocked = sum(len(client.blocked) for client in engine._state.clients)
     if engine.waiter_count != blocked:
         found.append(f"waiter_count is {engine.waiter_count}, blocked are {blocked}")
-    leases = sum(len(space.leases) for space in engine._namespaces.values())
+    leases = sum(len(space.leases) for space in engine.namespaces.values())
     if engine._state.leases.count != leases:
         found.append(f"the count of leases is {engine._state.leases.count}, there are {leases}")
-    for space in engine._namespaces.values():
+    for space in engine.namespaces.values():
         waiting = sum(
             len(waiters)
             for places in (space.readers, space.poppers, space.watchers, space.lockers)

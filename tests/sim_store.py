@@ -17,6 +17,7 @@ from unittest import mock
 
 import engine_books
 from sim_store_client import PORT, TOKEN, SimulatedClient
+from sim_store_daemon import SimulatedDaemon
 from sim_store_ledger import Ledger
 from sim_store_scenario import Fault, StoreScenario
 
@@ -25,9 +26,6 @@ from asyncdist.store import TCPStore
 from asyncdist.testing.hosts import SimulatedHost
 from asyncdist.testing.loop import DeadlockError
 from asyncdist.testing.network import SimulatedNetwork, run_simulated
-from asyncdist_server.config import ServerConfig
-from asyncdist_server.daemon import StoreServer
-from asyncdist_server.engine import StoreEngine
 
 __all__ = ["Outcome", "run_store_scenario"]
 
@@ -53,57 +51,6 @@ class Outcome:
     faults: Counter[str]
     network: Counter[str]
     undecided: int
-
-
-class SimulatedDaemon:
-    """The daemon's host, and the daemon that runs on it."""
-
-    def __init__(self, network: SimulatedNetwork, scenario: StoreScenario) -> None:
-        self.network = network
-        self.host = network.host("daemon")
-        self.config = ServerConfig(self.host.address, PORT, token=TOKEN, limits=scenario.limits)
-        self.server: StoreServer | None = None
-        self.started_at = 0.0
-
-    @property
-    def up(self) -> bool:
-        """Whether the daemon runs, or is paused."""
-        return self.server is not None and self.host.process.alive
-
-    @property
-    def engine(self) -> StoreEngine:
-        """Its engine; only while it is up."""
-        assert self.server is not None
-        return self.server.engine
-
-    @property
-    def incarnation(self) -> str:
-        """As clients show it."""
-        return self.engine.incarnation.hex()[:8]
-
-    async def start(self) -> None:
-        """Start it, unless it runs."""
-        if not self.up:
-            self.host.restart()
-            self.server = self.host.run(StoreServer, self.config)
-            self.started_at = self.network.loop.time()
-            await self.network.outcome(self.host.spawn(self.server.start(), "daemon starts"))
-
-    async def stop(self) -> None:
-        """Stop it as SIGTERM does."""
-        if self.up:
-            server, self.server = self.server, None
-            assert server is not None
-            await self.network.outcome(self.host.spawn(server.stop(), "daemon stops"))
-
-    def end(self, host_too: bool) -> None:
-        """Kill it, or cut its host's power."""
-        if self.up:
-            self.server = None
-            if host_too:
-                self.host.vanish()
-            else:
-                self.host.kill()
 
 
 class StoreWorld:
@@ -132,6 +79,9 @@ class StoreWorld:
         await asyncio.gather(*faults, return_exceptions=True)
         await self.daemon.start()
         await self.until_done(END_S)
+        if self.daemon.disk is not None and self.dice.random() < 0.5:
+            self.daemon.end(host_too=False)
+            await self.daemon.start()
         audit.cancel()
         await asyncio.gather(audit, return_exceptions=True)
         if not self.ledger.problems:
@@ -224,6 +174,8 @@ class StoreWorld:
             finally:
                 if process.alive:
                     process.resume()
+        elif fault.kind in ("slow disk", "disk error"):
+            return await self._strike_disk(fault)
         elif fault.kind == "refuse":
             daemon.refusing = True
             for client in self.clients:
@@ -238,6 +190,31 @@ class StoreWorld:
                 await asyncio.sleep(fault.length_s)
             finally:
                 network.slow_factor = 1.0
+        return True
+
+    async def _strike_disk(self, fault: Fault) -> bool:
+        disk, server = self.daemon.disk, self.daemon.server
+        if disk is None or server is None:
+            return False
+        if fault.kind == "slow disk":
+            disk.slow = True
+            try:
+                await asyncio.sleep(fault.length_s)
+            finally:
+                disk.slow = False
+            return True
+        disk.fail_next = True
+        try:
+            async with asyncio.timeout(30):
+                await server.failed.wait()
+        except TimeoutError:
+            return False
+        finally:
+            disk.fail_next = False
+        if self.daemon.server is server:
+            self.daemon.end(host_too=False)
+        await asyncio.sleep(fault.length_s)
+        await self.daemon.start()
         return True
 
     # ---- what must be true all the time
@@ -260,7 +237,7 @@ class StoreWorld:
             client.blind_at = now
         if not client.alive or client.process.paused or now - client.resumed_at < 0.01 or not self.daemon.up:
             return
-        space = self.daemon.engine._namespaces.get("job")
+        space = self.daemon.engine.namespaces.get("job")
         for lease, incarnation, bound in client.leases:
             excused = bound and (client.closing or now - client.blind_at < BLIND_S)  # a goodbye ends bound ones
             if lease.lost or lease._valid_until < now + 1e-6 or excused:
@@ -315,7 +292,7 @@ class StoreWorld:
             self.ledger.problem(f"the engine's books are wrong at the end: {problem}")
         began = self.network.loop.time()
         await self.daemon.stop()
-        if self.network.loop.time() - began > 0.1:
+        if self.network.loop.time() - began > 0.5:
             self.ledger.problem("a daemon without clients took time to stop")
 
     async def read_all(self, incarnation: str) -> tuple[dict[str, bytes], list[str]]:
@@ -405,6 +382,9 @@ def quiet(scenario: StoreScenario) -> Iterator[None]:
             if scenario.remembered_events is not None:
                 few = mock.patch("asyncdist_server.history.HISTORY_EVENTS", scenario.remembered_events)
                 stack.enter_context(few)
+            if scenario.mode == "durable" and scenario.seed % 2:  # clean the journal all the time
+                stack.enter_context(mock.patch("asyncdist_server.batch.SLACK_BYTES", 0))
+                stack.enter_context(mock.patch("asyncdist_server.batch.CLEAN_AT_ONCE_BYTES", 300))
             yield
     finally:
         logging.disable(level)

@@ -24,7 +24,7 @@ from asyncdist.store.lease import Lease
 from asyncdist.store.lock import Lock
 from asyncdist.store.pipeline import EXPIRY_GRACE_S
 from asyncdist.testing.hosts import SimulatedHost
-from asyncdist_server.messages import Welcome
+from asyncdist_server.messages import MAX_MEMORY_BYTES, MUTATIONS, Welcome
 
 __all__ = ["PORT", "TOKEN", "Asked", "SimulatedClient"]
 
@@ -32,6 +32,9 @@ PORT: Final = 29_500
 TOKEN: Final = "a token for simulated daemons, long enough"
 SLACK_S: Final = 0.01
 """How much later than promised an operation may end."""
+
+FORGETTING_S: Final = 70.0
+"""A client that was away for less is known to the store, even if the store noticed before the client."""
 
 UNANSWERED: Final = "did not answer in time"
 """How the client, not the daemon, says that the time is over."""
@@ -215,7 +218,8 @@ class SimulatedClient:
                 self.ledger.problem(f"{self.name}: {self.tasks[task]} raised {error!r}")
         self.closing = True
         started, stopped = self.now(), self.process.stopped_s
-        self.clean = self.clean and self.store._connection is not None
+        full = self.scenario.limits.memory_bytes < MAX_MEMORY_BYTES  # there may be no room for what it gives back
+        self.clean = self.clean and self.store._connection is not None and not (full and self.unsure_pops)
         await self.store.close()
         took_s = self.now() - started - (self.process.stopped_s - stopped)
         if took_s > 2.0 + SLACK_S:
@@ -228,7 +232,12 @@ class SimulatedClient:
         """Have it noted when the client drops requests nobody waits for any more, which may have taken items."""
         pipeline = self.store._pipeline
         assert pipeline is not None
-        fail_all, on_welcome = pipeline.fail_all, pipeline.on_welcome
+        fail_all, on_welcome, on_lost = pipeline.fail_all, pipeline.on_welcome, pipeline.on_lost
+        lost_at = [self.now()]
+
+        def lost() -> None:
+            lost_at[0] = self.now()
+            on_lost()
 
         def failing(why: str) -> None:
             self.clean = False
@@ -236,10 +245,16 @@ class SimulatedClient:
 
         def welcome(told: Welcome) -> bool:
             self.clean = self.clean and told.resumed
+            sent = [each for number, each in pipeline._pending.items() if number <= pipeline._last_ever_sent]
+            changes = [each.request for each in sent if each.request[1] in MUTATIONS and not each.done()]
+            same = pipeline._incarnation == told.incarnation
+            if same and changes and not told.resumed and self.now() - lost_at[0] < FORGETTING_S:
+                self.ledger.problem(f"{self.name} was forgotten, and with it {changes[:3]}")
             self.ledger.outcomes["resumed" if told.resumed else "not resumed"] += 1
             changed = on_welcome(told)
             self.ledger.outcomes["new incarnations"] += changed
             return changed
 
+        pipeline.on_lost = lost  # type: ignore[method-assign]
         pipeline.fail_all = failing  # type: ignore[method-assign]
         pipeline.on_welcome = welcome  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ import random
 from asyncdist_server.config import limits_for
 from asyncdist_server.messages import Limits
 
-__all__ = ["CLIENT_FAULTS", "DAEMON_FAULTS", "TRACKS", "Fault", "StoreScenario", "store_scenario"]
+__all__ = ["CLIENT_FAULTS", "DAEMON_FAULTS", "DISK_FAULTS", "TRACKS", "Fault", "StoreScenario", "store_scenario"]
 
 TRACKS = (
     "registers",
@@ -36,6 +36,8 @@ CLIENT_FAULTS = (
     "kill client",
     "vanish client",
 )
+DISK_FAULTS = ("slow disk", "disk error")
+"""Only with a disk."""
 DAEMON_FAULTS = ("kill daemon", "vanish daemon", "stop daemon", "pause daemon", "refuse", "slow")
 LENGTHS_S = (0.01, 0.3, 3.0, 15.0, 50.0, 130.0)
 """How long a fault lasts: shorter and longer than latencies, leases, keepalive, and what a daemon remembers."""
@@ -77,6 +79,8 @@ def store_scenario(seed: int, mode: str = "memory") -> StoreScenario:
     tracks = tuple(tuple(dice.choices(focus, k=dice.randrange(2, 6))) for _ in range(clients))
     faults = []
     kinds = CLIENT_FAULTS + (DAEMON_FAULTS if dice.random() < 0.85 else ())
+    if mode == "durable":
+        kinds += (*DISK_FAULTS, "kill daemon", "kill daemon")
     for _ in range(dice.choice((0, 1, 3, 6, 10))):
         at_s = dice.random() * duration_s
         faults.append(Fault(at_s, dice.choice(kinds), dice.randrange(clients), dice.choice(LENGTHS_S)))
@@ -92,6 +96,6 @@ def store_scenario(seed: int, mode: str = "memory") -> StoreScenario:
         tracks,
         tuple(faults),
         limits,
-        dice.choice((None, None, 8)),
+        dice.choice((None, 8, 2)),
         mode,
     )

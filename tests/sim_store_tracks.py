@@ -231,7 +231,7 @@ async def locks(client: SimulatedClient) -> None:
 async def watch(client: SimulatedClient) -> None:
     """Watch a prefix for a while; set keys of it; see every change."""
     if client.dice.random() < 0.6:
-        await set_watched(client)
+        await asyncio.gather(*(set_watched(client) for _ in range(client.dice.choice((1, 1, 6)))))
         return
     watching = client.store.watch(WATCHED)
     entered = await client.ask("watch", watching.__aenter__, limit_s=None, cancel=0)

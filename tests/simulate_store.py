@@ -45,7 +45,7 @@ def main(first: int, seeds: int, mode: str, jobs: int, trace: bool) -> None:
                 click.echo(failure)
     click.echo(f"{mode}: {totals.report()}")
     click.echo(f"{time.perf_counter() - began:.0f} s, {jobs} processes")
-    untested = totals.untested() if seeds >= ENOUGH else []
+    untested = totals.untested(mode) if seeds >= ENOUGH else []
     if untested:
         click.echo(f"never happened: {', '.join(untested)}")
     sys.exit(bool(totals.failures or untested))

@@ -21,6 +21,9 @@ __all__ = ["EXPIRY_GRACE_S", "Pipeline"]
 EXPIRY_GRACE_S: Final = 1.0
 """The daemon ends a wait on time and says which keys are missing; this long after, the client ends it by itself."""
 
+GIVE_BACK_PAUSE_S: Final = 0.5
+"""Before an item that nobody wants any more is offered again to a store that was full."""
+
 FRAME_REQUESTS: Final = 4096
 """Most requests in a frame: with keys of the longest kind, half of the longest frame."""
 
@@ -48,6 +51,7 @@ class Pipeline:
         self._in_flight = 0
         self._received = 0  # reply frames on this connection
         self._drained: asyncio.Future[None] | None = None
+        self._closed = False
 
     # ---- requests
 
@@ -169,10 +173,17 @@ class Pipeline:
 
     def give_back(self, request: tuple[Any, ...], value: Any) -> None:
         """Undo what `request` took for a caller that has gone: a popped item goes back to the head of its queue."""
+        if self._closed:
+            return
         operation, *arguments = undoing(request, value)
         reply = self.submit(operation, tuple(arguments), None, len(value) if isinstance(value, bytes) else 0, Reply)
-        reply.add_done_callback(lambda done: done.cancelled() or done.exception())  # if it fails, the queue is gone too
+        reply.add_done_callback(lambda done: self._on_given_back(done, request, value))
         self._on_unsent()
+
+    def _on_given_back(self, reply: asyncio.Future[Any], request: tuple[Any, ...], value: Any) -> None:
+        """Try again if the store was full; if it failed otherwise, the queue is gone too."""
+        if not reply.cancelled() and isinstance(reply.exception(), StoreLimitError) and not self._closed:
+            self._loop.call_later(GIVE_BACK_PAUSE_S, self.give_back, request, value)
 
     def expire(self, now: float) -> float:
         """End the requests that nobody answered in time; return when to call again, infinity for never."""
@@ -282,6 +293,7 @@ class Pipeline:
 
     def close_all(self, error: Callable[[], Exception]) -> None:
         """End everything pending with `error()`, for good."""
+        self._closed = True
         pending, self._pending = self._pending, {}
         self._outbox = []
         for reply in pending.values():

@@ -140,6 +140,7 @@ class Endpoint:
         self.process = process
         self.host: SimulatedHost = process.host
         self.name = name
+        self.number = network.next_descriptor()
         self.options = options
         self.user: EndpointUser | None = None
         self.error: OSError | None = None

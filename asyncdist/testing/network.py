@@ -160,6 +160,11 @@ class SimulatedNetwork:
         self._last_pid += 1
         return self._last_pid
 
+    def next_descriptor(self) -> int:
+        """Return a number that no socket has."""
+        self._last_descriptor += 1
+        return self._last_descriptor
+
     def new_socket(self, family: int, kind: int, proto: int = 0) -> SimulatedSocket:
         """Return a socket of the process that runs now."""
         process = PROCESS.get()
@@ -167,8 +172,8 @@ class SimulatedNetwork:
             if self._local is None:
                 self._local = self.host("local").process
             process = self._local
-        self._last_descriptor += 1
-        made = self._sockets[self._last_descriptor] = SimulatedSocket(self, process, self._last_descriptor, family)
+        number = self.next_descriptor()
+        made = self._sockets[number] = SimulatedSocket(self, process, number, family)
         return made
 
     def socket_of(self, descriptor: int) -> SimulatedSocket | None:

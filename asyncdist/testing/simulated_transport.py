@@ -50,7 +50,7 @@ class SimulatedTransport(asyncio.Transport):
         info = {
             "peername": peer,
             "sockname": listener.getsockname(),
-            "socket": _AcceptedSocket(endpoint, listener.fileno()),
+            "socket": _AcceptedSocket(endpoint, endpoint.number),
         }
         super().__init__(info)
         self._loop = loop

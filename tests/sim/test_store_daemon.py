@@ -25,6 +25,8 @@ from asyncdist.store.lease import Lease as ClientLease
 from asyncdist.store.pipeline import Pipeline
 from asyncdist.store.tcp_store import TCPStore
 from asyncdist_server.clients import Client
+from asyncdist_server.engine import StoreEngine
+from asyncdist_server.group_commit import GroupCommit
 from asyncdist_server.history import History
 from asyncdist_server.leases import Lease
 from asyncdist_server.messages import Welcome
@@ -36,15 +38,17 @@ PINNED = [
     (3, "the client's timer for leases fired while it took leave, and raised in the event loop"),
     (14, "a client that vanished was noticed after 15 minutes if something had been sent to it"),
     (26, "the same"),
+    (601, "an item given back while the store was full was lost"),
     (20, "the answer to a revocation whose caller was cancelled was looked at by nobody"),
 ]
 CANARY_SEEDS = 60
 
 
-def test_every_promise_is_kept() -> None:
-    totals = run_seeds(range(SEEDS))
+@pytest.mark.parametrize("mode", ["memory", "durable"])
+def test_every_promise_is_kept(mode: str) -> None:
+    totals = run_seeds(range(SEEDS), mode)
     assert not totals.failures, "\n".join(totals.failures)
-    assert not totals.untested(), f"never happened: {totals.untested()}\n{totals.report()}"
+    assert not totals.untested(mode), f"never happened: {totals.untested(mode)}\n{totals.report()}"
 
 
 @pytest.mark.parametrize("seed", [seed for seed, _ in PINNED])
@@ -52,17 +56,18 @@ def test_seeds_that_found_something(seed: int) -> None:
     run_store_scenario(store_scenario(seed))
 
 
-def test_a_seed_is_one_run() -> None:
+@pytest.mark.parametrize("mode", ["memory", "durable"])
+def test_a_seed_is_one_run(mode: str) -> None:
     """Also in another process, where sets and dicts of bytes have another order."""
-    hashes = [run_store_scenario(store_scenario(5)).trace_hash for _ in range(2)]
+    hashes = [run_store_scenario(store_scenario(5, mode)).trace_hash for _ in range(2)]
     program = (
         "from sim_store import run_store_scenario; from sim_store_scenario import store_scenario; "
-        "print(run_store_scenario(store_scenario(5)).trace_hash)"
+        f"print(run_store_scenario(store_scenario(5, {mode!r})).trace_hash)"
     )
     environ = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent)])}
     told = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
     assert {*hashes, told.stdout.strip()} == {hashes[0]}
-    assert run_store_scenario(store_scenario(6)).trace_hash != hashes[0]
+    assert run_store_scenario(store_scenario(6, mode)).trace_hash != hashes[0]
 
 
 # The simulation must notice what it is there for.
@@ -169,6 +174,26 @@ def never_gives_up() -> Patches:
     return [(TCPStore, "_on_watch", lambda self: None)]
 
 
+def tells_before_it_is_on_the_disk() -> Patches:
+    return [(GroupCommit, "needed", lambda self: 0)]
+
+
+def forgets_clients() -> Patches:
+    """What was told before a restart is not known after it."""
+    return [(StoreEngine, "restore_client", lambda self, *arguments: None)]
+
+
+@pytest.mark.parametrize(
+    ("plant", "noticed"),
+    [
+        (tells_before_it_is_on_the_disk, "acknowledged|linearizable|which .* holds"),
+        (forgets_clients, "was forgotten"),
+    ],
+)
+def test_a_planted_fault_of_the_journal_is_noticed(plant: Callable[[], Patches], noticed: str) -> None:
+    expect_noticed(plant, noticed, "durable")
+
+
 @pytest.mark.parametrize(
     ("plant", "noticed"),
     [
@@ -187,9 +212,13 @@ def never_gives_up() -> Patches:
     ],
 )
 def test_a_planted_fault_is_noticed(plant: Callable[[], Patches], noticed: str) -> None:
+    expect_noticed(plant, noticed, "memory")
+
+
+def expect_noticed(plant: Callable[[], Patches], noticed: str, mode: str) -> None:
     with contextlib.ExitStack() as stack:
         for patch in plant():
             stack.enter_context(mock.patch.object(*patch))
-        totals = run_seeds(range(CANARY_SEEDS), most_failures=1)
+        totals = run_seeds(range(CANARY_SEEDS), mode, most_failures=1)
     assert totals.failures, f"{CANARY_SEEDS} seeds noticed nothing"
     assert re.search(noticed, totals.failures[0]), totals.failures[0]
