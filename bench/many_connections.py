@@ -47,9 +47,13 @@ class WaitingRank:
         self._run = 0
 
     async def open(self) -> None:
-        """Look how large the server is while nobody is connected."""
+        """Look how large the server is while nobody is connected; the first process connects to set the key later."""
         raise_file_limit()
         self._bytes_before = resident_bytes(self._server_pid)
+        if self._context.rank == 0:
+            self._setter = await self._connect(fleet := Fleet(1))
+            if not await fleet.until("opened", 1, STEP_TIMEOUT_S):
+                raise ConnectionError("the server lets nobody in")
 
     async def close(self) -> None:
         """End all connections."""
@@ -73,9 +77,6 @@ class WaitingRank:
             chunk = [self._connect(self._fleet) for _ in range(min(OPENING, count - first))]
             self._clients += await asyncio.gather(*chunk)
             await self._fleet.until("opened", len(self._clients), STEP_TIMEOUT_S)
-        if self._context.rank == 0:
-            self._setter = await self._connect(setter_fleet := Fleet(1))
-            await setter_fleet.until("opened", 1, STEP_TIMEOUT_S)
         return time.perf_counter() - began_s
 
     async def _connect(self, fleet: Fleet) -> WaitingClient:
@@ -87,7 +88,8 @@ class WaitingRank:
         fleet = self._fleet
         fleet.armed = fleet.woken = 0
         for client in self._clients:
-            client.arm(key.encode())
+            if not client.gone:
+                client.arm(key.encode())
         await fleet.until("armed", fleet.size, STEP_TIMEOUT_S)
         await self._meet(key)
         start_ns = time.perf_counter_ns()

@@ -12,7 +12,7 @@ import time
 from typing import Final, cast
 
 from asyncdist_server import messages
-from asyncdist_server.auth import ClientHandshake, store_context
+from asyncdist_server.auth import AuthenticationError, ClientHandshake, store_context
 from asyncdist_server.torch_wire import FIRST_BYTE, VALIDATE_MAGIC, Query
 
 PING_NONCE: Final = 0x01020304
@@ -48,18 +48,18 @@ class Fleet:
     def note_lost(self) -> None:
         """Count a connection that the server ended."""
         self.lost += 1
-        self.changed.set()
+        self._note()
 
     def _note(self) -> None:
-        if getattr(self, self._wanted) >= self._enough:
+        if getattr(self, self._wanted) + self.lost >= self._enough:
             self.changed.set()
 
     async def until(self, name: str, count: int, timeout_s: float) -> bool:
-        """Wait until so many connections are `name`; false if one was lost or it took too long."""
+        """Wait until so many connections are `name` or lost; false if one is lost or it took too long."""
         self._wanted, self._enough = name, count
         try:
             async with asyncio.timeout(timeout_s):
-                while getattr(self, name) < count and not self.lost:
+                while getattr(self, name) + self.lost < count:
                     self.changed.clear()
                     await self.changed.wait()
         except TimeoutError:
@@ -73,7 +73,8 @@ class WaitingClient(asyncio.Protocol):
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.transport: asyncio.Transport
-        self._closing = False
+        self.gone = False
+        """Whether nothing can be said any more."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to open."""
@@ -82,13 +83,15 @@ class WaitingClient(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Count it, unless it was closed here."""
-        if not self._closing:
+        if not self.gone:
+            self.gone = True
             self.fleet.note_lost()
 
     def close(self) -> None:
         """End the connection."""
-        self._closing = True
-        self.transport.abort()
+        if not self.gone:
+            self.gone = True
+            self.transport.abort()
 
     def begin(self) -> None:
         """Say what comes first."""
@@ -118,7 +121,11 @@ class NativeClient(WaitingClient):
     def data_received(self, data: bytes) -> None:
         """Go on with what has come."""
         if self._handshake is not None:
-            self.transport.write(self._handshake.receive(data))
+            try:
+                self.transport.write(self._handshake.receive(data))
+            except AuthenticationError:
+                self.transport.abort()  # refused
+                return
             if not self._handshake.done:
                 return
             data = self._handshake.leftover

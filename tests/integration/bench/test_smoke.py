@@ -15,18 +15,26 @@ sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the pac
 
 from click.testing import CliRunner  # noqa: E402
 
-from bench import all_reduce, overlap, p2p, rendezvous, store, targets  # noqa: E402
+from bench import all_reduce, many_connections, overlap, p2p, rendezvous, store, targets  # noqa: E402
 from bench.__main__ import main  # noqa: E402
 from bench.cases import Case, Record, combine, format_bytes  # noqa: E402
 from bench.model import FULL, SMOKE, Candidate, Cell, Measurement, Subject  # noqa: E402
 from bench.schedule import run_subject  # noqa: E402
+from bench.servers import ServerProcess, asyncdist_server  # noqa: E402
 from bench.targets import main_job  # noqa: E402
 from bench.targets.document import document  # noqa: E402
 from bench.verify import MessagePattern, SumPattern  # noqa: E402
 
 SUBJECTS = {
     subject.name: subject
-    for subject in (p2p.PROMISED, all_reduce.SUBJECT, store.SUBJECT, rendezvous.SUBJECT, overlap.SUBJECT)
+    for subject in (
+        p2p.PROMISED,
+        all_reduce.SUBJECT,
+        store.SUBJECT,
+        rendezvous.SUBJECT,
+        overlap.SUBJECT,
+        many_connections.SUBJECT,
+    )
 }
 
 
@@ -45,6 +53,20 @@ def assert_measured(cells: list[Cell]) -> None:
 def test_subject_runs_and_verifies(name: str) -> None:
     subject = dataclasses.replace(SUBJECTS[name], ranks=SUBJECTS[name].ranks[:1])
     assert_measured(run_subject(subject, SMOKE))
+
+
+def test_a_connection_that_is_not_woken_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon with room for fewer connections than come: those refused are neither forgotten nor waited for."""
+
+    def small(core: int | None) -> ServerProcess:
+        room = many_connections.SMOKE_CONNECTIONS - 3
+        return asyncdist_server(core, "--max-connections", str(room + 1))  # one sets the key
+
+    candidate = dataclasses.replace(many_connections.ASYNCDIST, server=small)
+    monkeypatch.setattr(many_connections, "SAMPLES", 1)
+    (cell,) = run_subject(dataclasses.replace(many_connections.SUBJECT, candidates=(candidate,)), SMOKE)
+    assert cell.measurements["asyncdist"].failure is None
+    assert cell.measurements["asyncdist"].wrong == 3
 
 
 def test_all_reduce_floor_with_four_ranks_pinned() -> None:

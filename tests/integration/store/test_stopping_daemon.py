@@ -1,0 +1,42 @@
+"""A daemon that is stopped says so to clients that wait: they connect again, or fail with those words."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+
+from asyncdist.errors import DistStoreError
+from asyncdist.store import TCPStore
+from asyncdist.testing.store_check_tools import expect_pending, task
+from asyncdist_server import ServerConfig, StoreServer, serve
+
+
+async def test_a_waiting_client_goes_on_with_the_next_daemon(unused_tcp_port: int) -> None:
+    returned = asyncio.Event()
+    first = StoreServer(ServerConfig(port=unused_tcp_port))
+    await first.start()
+    async with TCPStore("127.0.0.1", unused_tcp_port, on_incarnation_change=returned.set) as store:
+        waiting = task(store.get("later"))
+        await expect_pending(waiting, store)
+        await first.stop()
+        async with serve(ServerConfig(port=unused_tcp_port)), asyncio.timeout(10):
+            await returned.wait()
+            await store.set("later", "value")
+            assert await waiting == b"value"
+
+
+async def test_a_call_that_is_given_up_says_that_the_daemon_was_stopped(
+    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncdist.store.tcp_store.RECONNECT_TIMEOUT_S", 0.2)
+    server = StoreServer(ServerConfig(port=unused_tcp_port))
+    await server.start()
+    async with TCPStore("127.0.0.1", unused_tcp_port) as store:
+        waiting = task(store.get("later"))
+        await expect_pending(waiting, store)
+        await server.stop()
+        said = re.escape("nothing listens there (before: the daemon is stopping)")
+        with pytest.raises(DistStoreError, match=said):
+            await waiting
