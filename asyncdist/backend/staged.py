@@ -15,7 +15,7 @@ from asyncdist.backend.call import Call
 from asyncdist.backend.device_path import DevicePath, OnEnd, Surroundings
 from asyncdist.backend.device_threads import Helpers
 from asyncdist.backend.private_inputs import PrivateInputs
-from asyncdist.backend.staged_line import StagedLine
+from asyncdist.backend.staged_line import StagedLine, backend_name, drop_unbegun
 from asyncdist.cuda import Provider
 from asyncdist.reduce_op import ReduceOpLike
 
@@ -61,7 +61,9 @@ class StagedPath(DevicePath):
     def drop(self, tag: int, sequence: int) -> None:
         """See DevicePath."""
         line = self._lines.get(tag)
-        if line is not None:
+        if line is None:
+            drop_unbegun(self._around.exchange.host_backend(backend_name(tag)), sequence)
+        else:
             line.drop(sequence)
 
     def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 
 from asyncdist.backend import call as calls
+from asyncdist.backend.aio import AioBackend
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.call import Call
 from asyncdist.backend.device_path import OnEnd, Surroundings
@@ -28,7 +29,15 @@ from asyncdist.backend.staged_plan import Portion, host_call, portions, rounds_o
 from asyncdist.cuda.interface import Pinned, Stream
 from asyncdist.reduce_op import ReduceOp
 
-__all__ = ["BUFFERS", "BUFFER_BYTES", "SMALL_BUFFERS", "SMALL_BUFFER_BYTES", "StagedLine"]
+__all__ = [
+    "BUFFERS",
+    "BUFFER_BYTES",
+    "SMALL_BUFFERS",
+    "SMALL_BUFFER_BYTES",
+    "StagedLine",
+    "backend_name",
+    "drop_unbegun",
+]
 
 BUFFER_BYTES: Final = 4 << 20
 """A pinned buffer: PCIe moves it in about 100 us, ten times what starting a copy and hearing of its end take."""
@@ -82,7 +91,7 @@ class StagedLine:
     def __init__(self, around: Surroundings, tag: int, helpers: Helpers) -> None:
         self._around = around
         self._size = len(around.ranks)
-        self._backend = around.exchange.host_backend(f"staged {tag}")
+        self._backend = around.exchange.host_backend(backend_name(tag))
         runtime = around.runtime
         self._out = runtime.new_stream(around.device)
         self._in = runtime.new_stream(around.device)
@@ -110,8 +119,7 @@ class StagedLine:
             self._stop(operation)
             self._pump()
             return
-        for number in range(BUFFERS + 1):  # what others may have begun of it
-            self._backend.drop(sequence, number)
+        drop_unbegun(self._backend, sequence)
 
     def waiting_for(self, sequence: int) -> tuple[int, ...]:
         """Global ranks."""
@@ -325,3 +333,14 @@ def _is_small(call: Call, size: int) -> bool:
     """Whether it fits a small buffer whole; all ranks say the same."""
     parts: Iterable[Call] = call.members or (call,)
     return call.pieces is None and all(2 * size * part.nbytes <= SMALL_BUFFER_BYTES for part in parts)
+
+
+def backend_name(tag: int) -> str:
+    """The name of the exchange's host collectives that carry a tag; their tag is our sequence number."""
+    return f"staged {tag}"
+
+
+def drop_unbegun(backend: AioBackend, sequence: int) -> None:
+    """Forget an operation that was not begun here, and what others may have begun of it."""
+    for number in range(BUFFERS + 1):
+        backend.drop(sequence, number)
