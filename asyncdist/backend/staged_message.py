@@ -6,7 +6,8 @@ A chunk travels while the next is copied. Each transfer is a task of its own, wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Final
 
 from asyncdist.backend.device_messages import DeviceRecvWork, DeviceSendWork
@@ -23,12 +24,17 @@ __all__ = ["STAGE_BYTES", "StagedMessages"]
 STAGE_BYTES: Final = 4 << 20
 """Bytes of a chunk: long enough that copies run at full speed, short enough that they overlap with what travels."""
 
+TRANSFERS: Final = 2
+"""Messages to, or from, one rank whose data is under way at once: one is copied while the other travels. Both ends take
+them in the order of the answers, so that neither waits for one that the other has not begun."""
+
 STAGES_KEPT: Final = 8
 """Buffers kept for later messages: 32 MiB of page-locked memory at most."""
 
 _CHANNEL: Final = 0
 
 AnyWork = DeviceSendWork | DeviceRecvWork
+Transfer = Callable[[], Coroutine[Any, Any, None]]
 
 
 class StagedMessages:
@@ -40,17 +46,18 @@ class StagedMessages:
         self._helpers = helpers
         self._free: list[Pinned] = []
         self._streams: dict[tuple[int, bool], Stream] = {}
+        self._turns: dict[tuple[int, bool], asyncio.Semaphore] = {}
         self._tasks: dict[AnyWork, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def send(self, work: DeviceSendWork) -> None:
         """Send the data of a message that was answered."""
-        self._run(work, self._send(work))
+        self._run(work, partial(self._send, work), work.peer, sending=True)
 
     def receive(self, work: DeviceRecvWork, number: int, nbytes: int, source: int) -> None:
         """Receive the data of message `number` of global rank `source`."""
-        self._run(work, self._receive(work, number, nbytes, source))
+        self._run(work, partial(self._receive, work, number, nbytes, source), source, sending=False)
 
     def forget(self, work: AnyWork) -> None:
         """A work has ended."""
@@ -58,15 +65,17 @@ class StagedMessages:
         if task is not None and not task.done() and asyncio.current_task(self._around.loop) is not task:
             task.cancel()
 
-    def _run(self, work: AnyWork, transfer: Coroutine[Any, Any, None]) -> None:
-        task = self._around.loop.create_task(self._until_ended(work, transfer), name="GPU message")
+    def _run(self, work: AnyWork, transfer: Transfer, peer: int, *, sending: bool) -> None:
+        turn = self._turns.setdefault((peer, sending), asyncio.Semaphore(TRANSFERS))
+        task = self._around.loop.create_task(self._until_ended(work, transfer, turn), name="GPU message")
         self._tasks[work] = task
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _until_ended(self, work: AnyWork, transfer: Coroutine[Any, Any, None]) -> None:
+    async def _until_ended(self, work: AnyWork, transfer: Transfer, turn: asyncio.Semaphore) -> None:
         try:
-            await transfer
+            async with turn:
+                await transfer()
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -144,7 +153,7 @@ class StagedMessages:
 
     def _post(self, peer: int, number: int, index: int, buffer: Pinned, nbytes: int) -> asyncio.Future[None]:
         sink = _Sink(self._around.loop)
-        payload = memoryview(buffer.array)[:nbytes]
+        payload = buffer.array.data[:nbytes]
         key = pack_key(self._id, 1 + index, number, 0, _CHANNEL)
         if self._around.mesh.post_send(peer, SendOp(key, payload, b"", sink, None)):
             sink.message_sent(None)
@@ -153,7 +162,7 @@ class StagedMessages:
     async def _fetch(self, source: int, number: int, index: int, buffer: Pinned, nbytes: int) -> None:
         sink = _Sink(self._around.loop)
         key = pack_key(self._id, 1 + index, number, 0, _CHANNEL)
-        receive = Receive(key, memoryview(buffer.array)[:nbytes], sink, None)
+        receive = Receive(key, buffer.array.data[:nbytes], sink, None)
         if not self._around.mesh.post_receive(source, receive):
             await sink.ended
 
