@@ -33,7 +33,7 @@ from torch_wire_kit import VALIDATE, blob, number
 
 from asyncdist.store import TCPStore
 from asyncdist_server import messages as m
-from asyncdist_server.auth import AuthenticationError, ClientHandshake, store_context
+from asyncdist_server.auth import AuthenticationError, ClientHandshake, Refusal, store_context
 from asyncdist_server.messages import Encoder, FrameReader, Hello, ProtocolError, decode_replies
 from asyncdist_server.threaded import new_event_loop
 from asyncdist_server.torch_wire import Query
@@ -192,6 +192,8 @@ class _NativeDoor(_Door):
     ) -> None:
         super().__init__()
         self.answered: set[int] = set()
+        self.late = False
+        """Whether it was refused because this side was too slow: other processes want the cores."""
         self._batch = batch
         self._last_probe = last_probe
         self._last = last
@@ -235,8 +237,9 @@ class _NativeDoor(_Door):
                 self._welcomed = True
             if self._last_probe in self.answered and not self.finished:
                 self.finish(self._last)
-        except AuthenticationError:
-            assert self._spoil is not None
+        except AuthenticationError as error:
+            self.late = error.refusal is Refusal.TIMEOUT
+            assert self.late or self._spoil is not None, error
         except ProtocolError as error:
             raise AssertionError(f"the daemon breaks its own protocol: {error}") from error
 
@@ -283,6 +286,9 @@ class Fuzzer:
                 continue
             batch = [self._unread.popleft() if self._unread else self.make() for _ in range(BATCH_FRAMES)]
             answered = await self.batch(batch)
+            if answered is None:
+                self._unread.extend(batch)
+                continue
             read = min(answered + 1, len(batch))  # the one behind the last answer was read as well: it was the end
             self.result.ended += answered < len(batch)
             self.result.frames += read
@@ -305,8 +311,8 @@ class Fuzzer:
         """Have something wrong read before the first frame."""
         raise NotImplementedError
 
-    async def batch(self, frames: list[bytes]) -> int:
-        """Send frames on one connection; returns how many probes behind them were answered."""
+    async def batch(self, frames: list[bytes]) -> int | None:
+        """Send frames on one connection; returns how many probes behind them were answered, None if it did not open."""
         raise NotImplementedError
 
     async def clean_up(self) -> None:
@@ -333,11 +339,13 @@ class NativeFuzzer(Fuzzer):
         spoil = (self._random.randrange(3), self._handshakes)
         await self.connect(self.daemon.port, lambda: _NativeDoor(self._client_id(), spoil=spoil))
 
-    async def batch(self, frames: list[bytes]) -> int:
+    async def batch(self, frames: list[bytes]) -> int | None:
         probes = [self._frames.probe() for _ in frames]
         data = b"".join(frame + probe for frame, (probe, _) in zip(frames, probes, strict=True))
         last = self._frames.lie()
         door = await self.connect(self.daemon.port, lambda: _NativeDoor(self._client_id(), data, probes[-1][1], last))
+        if door.late:
+            return None
         answered = [request_id in door.answered for _, request_id in probes]
         if all(answered):
             self.result.frames += 1  # the last one
