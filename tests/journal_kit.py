@@ -24,7 +24,7 @@ from asyncdist_server.replay import Replay
 
 
 class MemoryJournal:
-    """Satisfies `journal.Journal`; its rows survive whoever wrote them. `before_write` gets the number of each write."""
+    """Satisfies `journal.Journal`; its rows survive whoever wrote them. `before_write` gets each write's number."""
 
     incarnation = b"incarnation-0123"
     description = "memory"

@@ -25,7 +25,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from asyncdist_server.changes import ChangeLog, NamespaceChanges
+from asyncdist_server.clients import value_bytes
 from asyncdist_server.engine import StoreEngine
+from asyncdist_server.messages import MAX_KEY_BYTES
 from asyncdist_server.namespace import Namespace
 
 CLIENTS: Final = 1
@@ -305,6 +307,8 @@ def _history_row(namespace: Namespace, prefix: bytes) -> tuple[bytes, int | None
 
 def _cut(sections: list[Section]) -> list[list[Section]]:
     """Return `sections` in parts that are about as large as a row should be; at least one, perhaps an empty one."""
+    if sum(_rough_weight(kind, rows) for kind, _, rows in sections) <= PART_BYTES:
+        return [sections]
     parts: list[list[Section]] = [[]]
     size = 0
     for kind, name, rows in sections:
@@ -324,6 +328,15 @@ def _cut(sections: list[Section]) -> list[list[Section]]:
             size += weight
         parts[-1].append((kind, name, rows[start:]))
     return parts
+
+
+def _rough_weight(kind: int, rows: list[Any]) -> int:
+    """Return quickly about how many bytes a section needs, or more."""
+    if kind == VALUES:
+        return sum([len(value) + MAX_KEY_BYTES if value is not None else MAX_KEY_BYTES for _, value, _ in rows])
+    if kind == REPLIES:
+        return sum([value_bytes(reply[2]) + 100 for _, replies in rows for reply in replies])
+    return sum(map(_weight, rows))
 
 
 def _weight(row: object) -> int:

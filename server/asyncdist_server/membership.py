@@ -159,9 +159,7 @@ class Job:
                 state.remove(self.namespace, key)
                 return request_id, LIMIT, refused
             state.leases.attach(lease, key)
-            hold = self.namespace.holds[self.prefix]
-            hold.job = self
-            hold.changed()
+            self.namespace.holds[self.prefix].job = self
             self.leases[name] = lease
             lease.jobs[self] = name
         reply = state.block(client, request_id, JOIN, (self.name,), 0, timeout_ms, now, self, name)

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def describe(server: StoreServer) -> dict[str, Any]:
-    """Return the server's address, process, age, connections and memory."""
+    """Return the server's address, process, age, connections, memory and journal."""
+    gate = server.gate
     return {
         "address": server.address,
         "pid": os.getpid(),
@@ -19,6 +20,8 @@ def describe(server: StoreServer) -> dict[str, Any]:
         "connections": server.connection_count,
         "connection_limit": server.config.limits.connections,
         "process_bytes": resident_bytes(),
+        "durability": server.config.durability.name,
+        **({} if gate is None else {"journal_bytes": gate.journal_bytes, "commits": gate.statistics.commits}),
     }
 
 

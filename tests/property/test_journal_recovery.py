@@ -1,4 +1,4 @@
-"""Whatever is done to a store, what its journal brings back is what it held: random programs with commits and crashes."""
+"""Whatever is done to a store, what its journal brings back is what it held: random programs that crash."""
 
 from __future__ import annotations
 

@@ -1,0 +1,192 @@
+"""What leaves a daemon when: nothing that depends on a change before that is committed, and nothing after a failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from journal_kit import MemoryJournal
+
+from asyncdist.store import TCPStore
+from asyncdist_server.config import ServerConfig
+from asyncdist_server.daemon import StoreServer
+from asyncdist_server.durability import DURABLE, Durability, parse_durability
+from asyncdist_server.journal import Journal, JournalError
+from asyncdist_server.journal_thread import Outcome
+from asyncdist_server.persistence import Persistence
+
+
+class SlowDisk:
+    """Runs the journal's methods in the loop; satisfies `group_commit.Runner`. Writes wait while it is `slow`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.slow = False
+        self.waiting: list[tuple[Callable[[], Any], Outcome]] = []
+        self.came = asyncio.Event()
+
+    def submit(self, function: Callable[[], Any], outcome: Outcome) -> None:
+        self.waiting.append((function, outcome))
+        self.came.set()
+        if not self.slow:
+            self.loop.call_soon(self.run_waiting)
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def run_waiting(self) -> None:
+        self.came.clear()
+        waiting, self.waiting = self.waiting, []
+        for function, outcome in waiting:
+            try:
+                result = function()
+            except JournalError as error:
+                outcome(None, error)
+            else:
+                outcome(result, None)
+
+    def close(self) -> None:
+        pass
+
+
+class World:
+    """A daemon in this loop with a journal in memory and a disk that waits when told to."""
+
+    def __init__(self, durability: Durability) -> None:
+        self.journal = MemoryJournal()
+        self.disks: list[SlowDisk] = []
+        config = ServerConfig(port=0, durability=durability, data_dir="/nowhere", torch=True)
+        self.server = StoreServer(config, Persistence(durability, config.data_dir, self._new_journal, self._new_disk))
+
+    def _new_journal(self, path: Path) -> Journal:
+        return self.journal
+
+    def _new_disk(self, loop: asyncio.AbstractEventLoop) -> SlowDisk:
+        self.disks.append(SlowDisk(loop))
+        return self.disks[0]
+
+    @property
+    def disk(self) -> SlowDisk:
+        return self.disks[0]
+
+    def store(self, namespace: str = "job") -> TCPStore:
+        return TCPStore("127.0.0.1", self.server.port, namespace=namespace)
+
+
+@asynccontextmanager
+async def world(durability: Durability = DURABLE) -> AsyncIterator[World]:
+    made = World(durability)
+    await made.server.start()
+    try:
+        yield made
+    finally:
+        made.disk.slow = False
+        made.disk.run_waiting()
+        await made.server.stop()
+
+
+async def turns() -> None:
+    """Let everything happen that can happen without the disk: a round trip of each layer takes a few turns."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def test_an_answer_waits_for_its_commit() -> None:
+    async with world() as made, made.store() as store:
+        await store.set("key", "old")
+        made.disk.slow = True
+        write = asyncio.ensure_future(store.set("key", "new"))
+        await made.disk.came.wait()
+        await turns()
+        assert not write.done()
+        assert made.server.gate is not None
+        assert made.server.gate.waiting_count == 1
+        made.disk.slow = False
+        made.disk.run_waiting()
+        await write
+
+
+async def test_a_read_of_an_uncommitted_value_waits_too() -> None:
+    async with world() as made, made.store() as writer, made.store() as reader, made.store("other") as stranger:
+        await asyncio.gather(writer.set("key", "old"), reader.check(["key"]), stranger.check(["key"]))
+        made.disk.slow = True
+        write = asyncio.ensure_future(writer.set("key", "new"))
+        await made.disk.came.wait()
+        reads: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(reader.get("key")),
+            asyncio.ensure_future(stranger.check(["key"])),
+        ]
+        await turns()
+        assert not any(read.done() for read in reads)
+        made.disk.slow = False
+        made.disk.run_waiting()
+        assert await asyncio.gather(*reads) == [b"new", False]
+        await write
+
+
+async def test_a_read_of_committed_values_waits_for_nothing() -> None:
+    async with world() as made, made.store() as store:
+        await store.set("key", "value")
+        made.disk.slow = True
+        assert await store.get("key") == b"value"
+
+
+async def test_changes_that_gather_share_a_commit() -> None:
+    async with world() as made, made.store() as one, made.store() as two:
+        await asyncio.gather(one.set("a", ""), two.set("a", ""))
+        before = made.journal.writes
+        made.disk.slow = True
+        first = asyncio.ensure_future(one.set("a", "1"))
+        await made.disk.came.wait()
+        more: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(store.set(key, "2")) for store in (one, two) for key in "abc"
+        ]
+        await turns()
+        made.disk.run_waiting()
+        await first
+        assert not any(write.done() for write in more)
+        await turns()
+        made.disk.slow = False
+        made.disk.run_waiting()
+        await asyncio.gather(*more)
+        assert made.journal.writes - before == 2
+
+
+async def test_relaxed_answers_at_once_and_commits_after_its_delay() -> None:
+    async with world(parse_durability("relaxed:1")) as made, made.store() as store:
+        made.disk.slow = True
+        await store.set("key", "value")
+        await made.disk.came.wait()
+        assert await store.get("key") == b"value"
+
+
+async def test_after_a_failed_write_nothing_leaves_and_nothing_is_written() -> None:
+    async with world() as made, made.store() as store:
+        await store.set("key", "old")
+
+        def fail(number: int) -> None:
+            raise JournalError("cannot write to here: no")
+
+        made.journal.before_write = fail
+        write = asyncio.ensure_future(store.set("key", "new"))
+        await made.server.failed.wait()
+        read = asyncio.ensure_future(store.get("key"))
+        await turns()
+        assert str(made.server.failure) == "cannot write to here: no"
+        assert made.server.connection_count == 0
+        assert not write.done()
+        assert not read.done()
+        await made.server.stop()
+        assert made.journal.calls[-2:] == ["write", "abandon"]
+        assert not write.done()
+        write.cancel()
+        read.cancel()
+
+
+async def test_the_end_says_that_nothing_is_missing() -> None:
+    async with world() as made, made.store() as store:
+        await store.set("key", "value")
+    assert made.journal.calls[-2:] == ["write", "close"]

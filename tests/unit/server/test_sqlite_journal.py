@@ -1,0 +1,333 @@
+"""The journal's file: what was committed is read back, damage is told, and no failed write is tried again."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncdist_server.batch import VALUES, Batch
+from asyncdist_server.data_directory import DataDirectory, holder
+from asyncdist_server.journal import JournalError
+from asyncdist_server.sqlite_journal import CHECKPOINT_BYTES, SqliteJournal, connect
+
+Rows = list[tuple[int, int, int, int, Any]]
+
+
+def batch(first_row: int, *values: bytes, keep_from: int = 1) -> Batch:
+    parts: list[Any] = [[(VALUES, "job", [(b"key", value, 0)])] for value in values]
+    return Batch(first_row, 40 + first_row, 0, keep_from, parts)
+
+
+def opened(path: Path, connect: Callable[[Path], Any] = connect) -> tuple[SqliteJournal, Rows]:
+    journal, rows = SqliteJournal(DataDirectory(path), connect), []
+
+    def row(*found: Any) -> None:
+        rows.append(found)
+
+    journal.read(row)
+    return journal, rows
+
+
+def written(path: Path, count: int = 5, close: bool = True) -> None:
+    """Leave a journal with `count` rows, in its write-ahead log if it is not closed."""
+    program = (
+        "import sys, os; from pathlib import Path\n"
+        "from test_sqlite_journal import batch, opened\n"
+        "journal, _ = opened(Path(sys.argv[1]))\n"
+        f"for number in range(1, {count} + 1): journal.write(batch(number, b'v%d' % number * 400))\n"
+        f"journal.close() if {close} else None\n"
+        "os._exit(0)"
+    )
+    here = str(Path(__file__).parent)
+    subprocess.run([sys.executable, "-c", program, str(path)], check=True, env={"PYTHONPATH": here}, timeout=20)
+
+
+def values(rows: Rows) -> list[bytes]:
+    return [row[4][0][2][0][1] for row in rows]
+
+
+def test_rows_come_back(tmp_path: Path) -> None:
+    journal, rows = opened(tmp_path)
+    assert rows == []
+    journal.write(batch(1, b"a", b"b"))
+    journal.write(batch(3, b"c"))
+    incarnation = journal.incarnation
+    journal.close()
+    journal, rows = opened(tmp_path)
+    assert values(rows) == [b"a", b"b", b"c"]
+    assert [row[0] for row in rows] == [1, 2, 3]
+    assert rows[2][2] == 43
+    assert journal.incarnation == incarnation
+    journal.write(batch(4, b"d", keep_from=3))
+    journal.close()
+    journal, rows = opened(tmp_path)
+    assert values(rows) == [b"c", b"d"]
+    journal.close()
+
+
+def test_only_its_owner_reads_it(tmp_path: Path) -> None:
+    journal, _ = opened(tmp_path / "data")
+    journal.write(batch(1, b"a"))
+    files = [path for path in (tmp_path / "data").iterdir() if path.is_file()]
+    assert {path.name for path in files} == {"lock", "identity", "journal.sqlite", "journal.sqlite-wal"}
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
+    journal.close()
+
+
+def test_a_second_daemon_is_refused(tmp_path: Path) -> None:
+    journal, _ = opened(tmp_path)
+    with pytest.raises(JournalError, match=r"in use by process \d+; every daemon needs one of its own"):
+        DataDirectory(tmp_path)
+    assert holder(tmp_path) is not None
+    journal.close()
+    assert holder(tmp_path) is None
+    DataDirectory(tmp_path).close()
+
+
+def test_another_program_is_kept_out(tmp_path: Path) -> None:
+    journal, _ = opened(tmp_path)
+    journal.write(batch(1, b"a"))
+    program = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0).execute('SELECT * FROM log')"
+    command = [sys.executable, "-c", program, str(tmp_path / "journal.sqlite")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert "database is locked" in found.stderr
+    journal.close()
+
+
+# ---- damaged files
+
+
+def test_a_lost_tail_of_the_write_ahead_log_loses_only_what_was_in_it(tmp_path: Path) -> None:
+    """Cut at every length: the rows that are whole come back, in order, and nothing else."""
+    written(tmp_path / "data", close=False)
+    wal = (tmp_path / "data" / "journal.sqlite-wal").read_bytes()
+    counts = []
+    for cut in range(0, len(wal), 997):
+        copy = tmp_path / f"cut-{cut}"
+        shutil.copytree(tmp_path / "data", copy)
+        (copy / "journal.sqlite-wal").write_bytes(wal[:cut])
+        (copy / "identity").unlink()  # a crash before the journal was there is a crash before anybody was served
+        journal, rows = opened(copy)
+        assert values(rows) == [b"v%d" % number * 400 for number in range(1, len(rows) + 1)]
+        counts.append(len(rows))
+        journal.close()
+    assert counts == sorted(counts)
+    assert counts[0] == 0
+    assert counts[-1] >= 4
+
+
+def damage(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x40
+    path.write_bytes(data)
+
+
+def test_every_damaged_byte_is_found_or_harmless(tmp_path: Path) -> None:
+    written(tmp_path / "data")
+    size = (tmp_path / "data" / "journal.sqlite").stat().st_size
+    found = 0
+    for offset in range(0, size, 131):
+        copy = tmp_path / f"damaged-{offset}"
+        shutil.copytree(tmp_path / "data", copy)
+        damage(copy / "journal.sqlite", offset)
+        try:
+            journal, rows = opened(copy)
+        except JournalError:
+            found += 1
+            continue
+        assert values(rows) == [b"v%d" % number * 400 for number in range(1, 6)]
+        journal.close()
+    assert found > size // 131 // 8  # much of a small file is unused
+
+
+def test_a_changed_value_is_named_by_its_row(tmp_path: Path) -> None:
+    written(tmp_path)
+    path = tmp_path / "journal.sqlite"
+    path.write_bytes(path.read_bytes().replace(b"v3v3v3", b"v3v4v3"))
+    with pytest.raises(JournalError, match=r"row 3 has a wrong checksum; restore a backup"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("DELETE FROM log WHERE number = 3", "rows 3 to 3 are missing"),
+        ("UPDATE log SET contents = (SELECT contents FROM log WHERE number = 2) WHERE number = 3", "row 3 has a wrong"),
+        ("UPDATE log SET contents = 'text' WHERE number = 1", "row 1 has a wrong checksum"),
+        ("UPDATE store SET incarnation = x'00'", "is not the journal that was made in"),
+        ("PRAGMA user_version = 2", "has format 2, this version of asyncdist-server knows 1"),
+        ("PRAGMA application_id = 1", "is not a journal of asyncdist-server"),
+        ("DROP TABLE log", "no such table"),
+    ],
+)
+def test_a_changed_file_is_refused(tmp_path: Path, change: str, complaint: str) -> None:
+    written(tmp_path)
+    db = sqlite3.connect(tmp_path / "journal.sqlite")
+    db.execute(change)
+    db.commit()
+    db.close()
+    with pytest.raises(JournalError, match=complaint):
+        opened(tmp_path)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    written(tmp_path, 50)
+    path = tmp_path / "journal.sqlite"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(JournalError, match="restore a backup"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_journal_that_is_gone_is_not_an_empty_store(tmp_path: Path, empty: bool) -> None:
+    written(tmp_path)
+    path = tmp_path / "journal.sqlite"
+    if empty:
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+    with pytest.raises(JournalError, match=r"gone or empty; restore a backup .*, or remove the directory"):
+        opened(tmp_path)
+
+
+def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "journal.sqlite").write_bytes(b"notes\n" * 200)
+    with pytest.raises(JournalError, match="file is not a database"):
+        opened(tmp_path)
+
+
+# ---- writes that fail
+
+
+class Faulty:
+    """A connection whose `fail`-th COMMIT fails, and that counts what is asked of it after."""
+
+    def __init__(self, path: Path, fail: int, error: Exception) -> None:
+        self._real = connect(path)
+        self._left = fail
+        self._error = error
+        self.after_failure: list[str] = []
+        self.failed = False
+
+    def execute(self, statement: str, *parameters: Any) -> Any:
+        if self.failed:
+            self.after_failure.append(statement)
+        if statement == "COMMIT":
+            self._left -= 1
+            if not self._left:
+                self.failed = True
+                raise self._error
+        return self._real.execute(statement, *parameters)
+
+
+def sqlite_error(name: str) -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError("it went wrong")
+    error.sqlite_errorname = name
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (sqlite_error("SQLITE_FULL"), "make room on the disk"),
+        (sqlite_error("SQLITE_IOERR_FSYNC"), "look at the disk and the system's log"),
+        (sqlite_error("SQLITE_READONLY"), "make it writable"),
+        (OSError(5, "Input/output error"), "look at the disk"),
+    ],
+)
+def test_a_failed_commit_is_told_and_never_tried_again(tmp_path: Path, error: Exception, advice: str) -> None:
+    connections: list[Faulty] = []
+
+    def faulty(path: Path) -> Any:
+        connections.append(Faulty(path, 4, error))  # the first one makes the tables
+        return connections[0]
+
+    journal, _ = opened(tmp_path, faulty)
+    journal.write(batch(1, b"a"))
+    journal.write(batch(2, b"b"))
+    with pytest.raises(JournalError, match=f"cannot write to {tmp_path}/journal.sqlite: .*{advice}"):
+        journal.write(batch(3, b"c"))
+    journal.abandon()
+    journal.abandon()
+    assert connections[0].after_failure == []
+
+
+def fill(journal: SqliteJournal) -> None:
+    for number in range(1, 200):
+        journal.write(batch(number, b"x" * 2000))
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    def small(path: Path) -> sqlite3.Connection:
+        db = connect(path)
+        db.execute("PRAGMA max_page_count = 20")
+        return db
+
+    journal, _ = opened(tmp_path, small)
+    with pytest.raises(JournalError, match=r"database or disk is full \(SQLITE_FULL\); make room"):
+        fill(journal)
+    journal.abandon()
+
+
+def test_a_limit_of_the_system_is_told(tmp_path: Path) -> None:
+    journal, _ = opened(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(JournalError, match="cannot write to"):
+            fill(journal)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    journal.abandon()
+
+
+def test_the_write_ahead_log_is_emptied_now_and_then(tmp_path: Path) -> None:
+    journal, _ = opened(tmp_path)
+    journal.write(batch(1, b"x" * (CHECKPOINT_BYTES - 100_000)))
+    journal.tidy()
+    assert (tmp_path / "journal.sqlite").stat().st_size < 100_000
+    journal.write(batch(2, b"x" * 100_000))
+    journal.tidy()
+    assert (tmp_path / "journal.sqlite").stat().st_size > CHECKPOINT_BYTES
+    journal.close()
+    assert not (tmp_path / "journal.sqlite-wal").exists()
+
+
+def test_a_backup_holds_what_is_written_while_it_is_made(tmp_path: Path) -> None:
+    journal, _ = opened(tmp_path)
+    for number in range(1, 400):
+        journal.write(batch(number, b"x" * 8000))
+    more = iter(range(400, 410))
+
+    def between() -> None:
+        number = next(more, None)
+        if number is not None:
+            journal.write(batch(number, b"new"))
+
+    journal.backup(tmp_path / "backups" / "one.sqlite", between)
+    written_meanwhile = next(more, 410) - 400
+    assert written_meanwhile > 1
+    journal.close()
+    (tmp_path / "copy").mkdir()
+    shutil.copy(tmp_path / "backups" / "one.sqlite", tmp_path / "copy" / "journal.sqlite")
+    copy, rows = opened(tmp_path / "copy")
+    assert 0 <= 399 + written_meanwhile - len(rows) <= 1  # the last one may come when all is copied
+    copy.close()
+    assert [path.name for path in (tmp_path / "backups").iterdir()] == ["one.sqlite"]
+
+
+def test_a_backup_that_fails_leaves_nothing_and_the_journal_as_it_is(tmp_path: Path) -> None:
+    journal, _ = opened(tmp_path)
+    with pytest.raises(JournalError, match="cannot back up"):
+        journal.backup(tmp_path / "nowhere" / "one.sqlite", lambda: None)
+    journal.write(batch(1, b"a"))
+    journal.close()
