@@ -9,6 +9,7 @@ import pytest
 from fuzz_doors import MAX_GROWTH_BYTES, Daemon, Fuzzed, Fuzzer, TorchFuzzer, fuzz
 from fuzz_frames import NativeFrames, TorchFrames
 
+from asyncdist_server.messages import decode_hello
 from asyncdist_server.threaded import new_event_loop
 
 FRAMES = 3000
@@ -63,3 +64,13 @@ def test_a_seed_makes_the_same_frames() -> None:
         assert frames == [same.frame() for _ in range(300)]
         assert frames != [other.frame() for _ in range(300)]
         assert len(set(frames)) > 200
+
+
+@pytest.mark.parametrize("problem", ["breaks its own protocol", "refuses a client that does no wrong"])
+def test_a_daemon_that_is_wrong_itself_is_a_failure(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "protocol" in problem:
+        monkeypatch.setattr(fuzz_doors, "decode_replies", decode_hello)  # which no reply is
+    else:
+        monkeypatch.setattr(fuzz_doors._NativeDoor, "token", "another token than the daemon's")
+    with pytest.raises(AssertionError, match=problem):
+        run("native", 200)
