@@ -136,12 +136,13 @@ class LeaseKeeper:
             raise
         return lease
 
-    async def revoke(self, lease: Lease) -> None:
-        """End `lease` here and at the daemon."""
+    async def revoke(self, lease: Lease) -> bool:
+        """End `lease` here and at the daemon; return whether it was still there."""
         self._end(lease, "it was revoked")
         reply = self._ask(messages.REVOKE, (lease.id,), None)
         reply.add_done_callback(_ignore)  # it may fail after whoever waits was cancelled
-        await asyncio.shield(reply)
+        there: bool = await asyncio.shield(reply)
+        return there
 
     def abandon(self, lease: Lease) -> None:
         """Revoke `lease` without waiting for the answer."""

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from asyncdist.deadline import Timeout, timeout_seconds
-from asyncdist.errors import ClosedError
+from asyncdist.errors import ClosedError, LeaseLostError
 from asyncdist.store.arguments import checked_key
 from asyncdist.store.lease import Lease
 from asyncdist_server import messages
@@ -78,7 +78,8 @@ class Lock:
         if lease is None:
             raise RuntimeError(f"{self!r} was not acquired")
         lease.raise_if_lost()
-        await lease.revoke()
+        if not await self._store.lease_keeper.revoke(lease):
+            raise LeaseLostError(f"{self!r} was lost before it was released: its lease had ended")
 
     async def __aenter__(self) -> int:
         return await self.acquire()

@@ -11,7 +11,7 @@ from store_proxy import CuttingProxy, cutting_proxy
 
 from asyncdist.errors import DistStoreError, LeaseLostError, WatchCompactedError
 from asyncdist.store import TCPStore
-from asyncdist_server import ServerConfig
+from asyncdist_server import ServerConfig, messages
 from asyncdist_server.daemon import StoreServer, serve
 
 DEADLINE_S = 30.0
@@ -141,6 +141,23 @@ async def restarted(server: StoreServer) -> StoreServer:
     fresh = StoreServer(ServerConfig(port=port))
     await fresh.start()
     return fresh
+
+
+async def test_a_lock_lost_unnoticed_is_not_released_as_if_it_were_held() -> None:
+    """The first that the holder hears of it is the answer to its release."""
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        serve(ServerConfig(port=0)) as server,
+        TCPStore("127.0.0.1", server.port) as store,
+        TCPStore("127.0.0.1", server.port) as other,
+    ):
+        lock = store.lock("l")
+        await lock.acquire()
+        assert lock._lease is not None
+        assert await other.ask(messages.REVOKE, (lock._lease.id,), DEADLINE_S) is True
+        assert not lock.lost
+        with pytest.raises(LeaseLostError, match="before it was released"):
+            await lock.release()
 
 
 async def test_a_restart_without_data_is_said_to_everyone() -> None:
