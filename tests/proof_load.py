@@ -231,7 +231,7 @@ class LoadClient:
         store, rng, history = self.store, self.rng, self.recorded.queues
         while not self.stopping:
             key, item = f"q{rng.randrange(QUEUES)}", b"%d" % self.unique()
-            name = rng.choice(("push", "push", "push", "pop", "pop", "look", "len"))
+            name = rng.choice(("push", "push", "push", "pop", "pop", "len"))
             if name == "push":
                 asked = self.begin(history, key, name, item, ask=lambda k, i=item: store.queue_push(k, i), write=True)
             elif name == "len":
@@ -239,9 +239,8 @@ class LoadClient:
             elif self.hasty:
                 continue
             else:
-                timeout_s = 0.0 if name == "look" else POP_TIMEOUT_S
                 asked = self.begin(
-                    history, key, "pop", ask=lambda k, t=timeout_s: store.queue_pop(k, timeout=t), write=True
+                    history, key, name, ask=lambda k: store.queue_pop(k, timeout=POP_TIMEOUT_S), write=True
                 )
             await asyncio.wait([asked])
             await self._pause()

@@ -114,12 +114,15 @@ class QueueModel(Model):
             if item in pops or pushed.get(item, math.inf) > each.returned_at:
                 pairs.append((each, each))
             pops[item] = each
+        drained = emptied_at_the_end(operations)
         for each in operations:
             if each.name == "push":
                 popped = pops.get(each.arguments[0])
                 if each.result is UNKNOWN and popped is not None:  # then it did take effect, before that
                     by_then = min(each.returned_at, popped.returned_at)
                     each = dataclasses.replace(each, result=None, returned_at=by_then, session=None)
+                elif each.result is UNKNOWN and drained:  # had it taken effect, somebody would have the item
+                    continue
                 pushes.append(each)
             inferred.append(each)
         # What went out and came back was overtaken: from then on the order of pops is not that of pushes.
@@ -131,6 +134,16 @@ class QueueModel(Model):
                     break
                 pairs += in_order_of_pops(first, second, pops, orderly_until)
         return inferred, pairs
+
+
+def emptied_at_the_end(operations: list[Operation]) -> bool:
+    """Return whether the last thing known of a queue is that it was empty, and every item ever taken is known."""
+    if any(each.name == "restart" or (each.name == "pop" and each.result is UNKNOWN) for each in operations):
+        return False
+    known = [each for each in operations if each.result is not UNKNOWN]
+    last = max(known, key=lambda each: each.called_at, default=None)
+    others_end = max((each.returned_at for each in known if each is not last), default=-math.inf)
+    return last is not None and last.name == "pop" and last.result is None and others_end < last.called_at
 
 
 def in_order_of_pops(first: Operation, second: Operation, pops: dict[Any, Operation], until: float) -> Pairs:
