@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,7 +114,9 @@ def _look() -> tuple[Provider | None, str]:
     except OSError as error:
         return None, f"the NVIDIA driver's library cannot be loaded: {error}"
     try:
-        from asyncdist.cuda.cupy_runtime import CupyRuntime
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of cupy about its surroundings: where they are errors, it would not load
+            from asyncdist.cuda.cupy_runtime import CupyRuntime
 
         runtime = CupyRuntime()
         count = runtime.device_count()
