@@ -73,6 +73,14 @@ class Expiry:
         if self._timer is None or at_s < self._timer.when():
             self._restart(at_s)
 
+    def ask(self, rank: int, tag: int, sequence: int) -> None:
+        """Ask one member, whatever the deadline; it also says what it runs there, if it has issued anything."""
+        self._world.tell((rank,), ["probe", self._group_id, tag, sequence], dial=True)
+
+    def tell(self, rank: int, tag: int, sequence: int, issued: bool) -> None:
+        """Answer a member's question."""
+        self._world.tell((rank,), ["status", self._group_id, tag, sequence, issued], dial=False)
+
     def answered(self, sender: int, tag: int, sequence: int, issued: bool) -> None:
         """A member answered a probe."""
         probe = self._probes.get((tag, sequence))

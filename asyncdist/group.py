@@ -238,9 +238,8 @@ class ProcessGroup(Operations):
             self._refusals.heard(*message[2:])
         elif kind == "probe":
             tag, sequence = message[2:]
-            issued = self._sequences.get(tag, 0) > sequence
             self._consistency.tell(sender, tag, sequence)
-            self.world.tell((sender,), ["status", self.group_id, tag, sequence, issued], dial=False)
+            self._expiry.tell(sender, tag, sequence, self._sequences.get(tag, 0) > sequence)
         elif kind == "mismatch":
             self._consistency.heard(sender, *message[2:])
         elif kind == "check":
@@ -248,20 +247,24 @@ class ProcessGroup(Operations):
         else:
             self._expiry.answered(sender, *message[2:])
 
+    def bind_device(self, device: int | None) -> None:
+        """Open communicators for arrays on that GPU at once, if all ranks do; None does nothing."""
+        self._backends.bind(device)
+
     def give_up(self, tag: int, sequence: int, why: str) -> None:
         """A collective under way cannot be carried out any more: it fails here and on all others; the group goes on."""
         error = CollectiveMismatchError(f"rank {self.world.rank} gave the operation up: {why}", self.world.rank)
         self._refusals.tell(tag, sequence, error)
-        if (tag, sequence) in self._works:
-            self._fail_refused((tag, sequence), error)
+        self._fail_refused((tag, sequence), error)
 
     def ask(self, tag: int, sequence: int, rank: int) -> None:
         """Ask `rank` what it runs in a place of the order; a difference fails the operation on all ranks."""
-        self.world.tell((rank,), ["probe", self.group_id, tag, sequence], dial=True)
+        self._expiry.ask(rank, tag, sequence)
 
     def _fail_refused(self, key: tuple[int, int], error: CollectiveMismatchError) -> None:
-        work = self._works.pop(key)
-        self._fail(work, explain(self.where(work.operation, work.sequence), error))
+        work = self._works.pop(key, None)
+        if work is not None:
+            self._fail(work, explain(self.where(work.operation, work.sequence), error))
 
     # The end.
 
@@ -393,6 +396,5 @@ class ProcessGroup(Operations):
         group_id, label = self._subgroups.next(ranks, members_only=members_only)
         if self.world.rank not in ranks:
             return None
-        return ProcessGroup(
-            self.world, group_id, tuple(ranks), timeout_s, name or label, backends or self._backends.names
-        )
+        backends = backends or self._backends.names
+        return ProcessGroup(self.world, group_id, tuple(ranks), timeout_s, name or label, backends)

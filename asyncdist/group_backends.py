@@ -99,6 +99,11 @@ class GroupBackends(GroupBackend):
             )
         return self.devices
 
+    def bind(self, device: int | None) -> None:
+        """See ProcessGroup.bind_device."""
+        if device is not None:
+            self.on_gpus().bind(device)
+
     def gpu_pairs(self) -> DevicePairs:
         """What moves messages of GPU arrays, made anew. Raises TypeError where there is no GPU."""
         from asyncdist.backend.device_pairs import DevicePairs

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from asyncdist import context, events
 from asyncdist.backend.base import parse_backend
+from asyncdist.backend.device_choice import chosen_device
 from asyncdist.consistency import parse_check
 from asyncdist.deadline import DEFAULT_TIMEOUT_S, INHERIT, Deadline, Timeout, timeout_seconds
 from asyncdist.errors import DistError
@@ -61,8 +62,9 @@ def init_process_group(
     With `progress="thread"` transport and reductions run in the process's communication thread, so that peers do not
     wait while a coroutine here computes; everything else is the same. Not under virtual time (ValueError).
     `allow_pickle`: whether objects that cannot be sent otherwise may be pickled, which lets any rank run code on all
-    others; it holds only if every rank gives it. `pg_options` and `device_id` are accepted for torch's sake and not
-    used.
+    others; it holds only if every rank gives it. With `device_id` (a number, `"cuda:1"`, a device of torch or cupy;
+    `"cuda"` is LOCAL_RANK's) communicators for GPU arrays are opened at once, in the background, if all ranks give it;
+    without, by the first operation on such arrays. `pg_options` is accepted for torch's sake and not used.
 
     The group becomes the default group of the current context. Raises ValueError for missing or contradictory
     arguments, at the call; DistError, ConnectTimeoutError (naming the ranks that did not come) or DistStoreError when
@@ -82,7 +84,8 @@ def init_process_group(
     if progress not in ("loop", "thread"):
         raise ValueError(f'progress must be "loop" or "thread", not {progress!r}')
     method = parse_init_method(init_method, rank, world_size, has_store=store is not None)
-    return GroupOpening(method, store, timeout_s, group_name, backend, progress, allow_pickle)
+    device = chosen_device(device_id)
+    return GroupOpening(method, store, timeout_s, group_name, backend, progress, allow_pickle, device)
 
 
 class GroupOpening:
@@ -97,6 +100,7 @@ class GroupOpening:
         backend: str | None,
         progress: str = "loop",
         allow_pickle: bool = False,
+        device: int | None = None,
     ) -> None:
         self._method = method
         self._store = store
@@ -105,6 +109,7 @@ class GroupOpening:
         self._backend = backend
         self._progress = progress
         self._allow_pickle = allow_pickle
+        self._device = device
         self._group: ProcessGroup | None = None
 
     def __await__(self) -> Generator[Any, None, ProcessGroup]:
@@ -147,6 +152,7 @@ class GroupOpening:
                 deadline,
                 backend=self._backend,
                 allow_pickle=self._allow_pickle,
+                device=self._device,
             )
         except Exception:
             await asyncio.shield(source.close_after_failure())
@@ -165,6 +171,7 @@ async def open_world(
     *,
     backend: str | None = None,
     allow_pickle: bool = False,
+    device: int | None = None,
     environ: Mapping[str, str] = os.environ,
     make_mesh: MeshFactory = Mesh,
     tuning: Tuning | None = None,
@@ -178,6 +185,7 @@ async def open_world(
     ranks = tuple(range(world.world_size))
     named = parse_backend(backend)
     group = ProcessGroup(world, derive_group_id(world.world_id), ranks, timeout_s, name, named, is_world=True)
+    group.bind_device(device)
     context.register_world(group)
     return group
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncdist.api.resolve import Group, resolve
 from asyncdist.backend.base import parse_backend
+from asyncdist.backend.device_choice import chosen_device
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.group import WORLD, ProcessGroup
 from asyncdist.non_member import NonMember
@@ -42,8 +43,8 @@ def new_group(
     is no member gets a `NonMember`, whose operations raise. With `use_local_synchronization` only members call it;
     those of the same ranks in the same order, whatever other groups there are. The time-out is the parent's unless one
     is given. Group ranks follow global ranks, or, with `sort_ranks=False`, the order given. Raises ValueError for ranks
-    that are empty, repeated or not in the parent. `pg_options` and `device_id` are accepted for torch's sake and not
-    used.
+    that are empty, repeated or not in the parent. `device_id` is as in `init_process_group`; `pg_options` is
+    accepted for torch's sake and not used.
     """
     parent = resolve(group)
     parent.check_usable("new_group")
@@ -60,8 +61,12 @@ def new_group(
     named = None if backend is None else parse_backend(backend)
     members = sorted(chosen) if sort_ranks else chosen
     timeout_s = timeout_seconds(timeout, parent.timeout_s)
+    device = chosen_device(device_id)
     made = parent.make_subgroup(members, timeout_s, group_desc, named, members_only=use_local_synchronization)
-    return NonMember(group_desc or f"ranks {_spell(members)}", parent.world.rank) if made is None else made
+    if made is None:
+        return NonMember(group_desc or f"ranks {_spell(members)}", parent.world.rank)
+    made.bind_device(device)
+    return made
 
 
 def _spell(ranks: Sequence[int]) -> str:

@@ -113,7 +113,9 @@ class DeviceBackend(GroupBackend):
         self._idle: list[Callable[[], object]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._asked: dict[Key, float] = {}
-        self._error: BaseException | None = None
+        self._bound = False
+        self._failure: DistError | None = None
+        """Why there is no path, where nobody has been told."""
 
     def describe(self) -> str:
         """` path nccl`, for the group's repr; empty until it is known."""
@@ -145,6 +147,12 @@ class DeviceBackend(GroupBackend):
             if why:
                 raise TypeError(why)
 
+    def bind(self, device: int) -> None:
+        """Use this GPU, and open what its first operation needs; nothing is said about the operation."""
+        self.device = device
+        self._bound = True
+        self._opening = self._loop.create_task(self._open((device,)), name="open a path for GPU arrays")
+
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
         """Begin `call`, at once if the path is known."""
         devices = _devices(call)
@@ -157,6 +165,9 @@ class DeviceBackend(GroupBackend):
         self._watch()
         if self._path is not None:
             self._path.start(call, work, self._ended)
+            return
+        if self._failure is not None:
+            self._ended(work, self._failure)
             return
         self._waiting[key] = (call, work, on_end)
         if self._opening is None:
@@ -192,6 +203,7 @@ class DeviceBackend(GroupBackend):
         except Exception as error:
             failure = error if isinstance(error, DistError) else DistBackendError(f"no path for GPU arrays: {error}")
             failure.__cause__ = failure.__cause__ or error.__cause__
+            self._failure = failure
             for _call, work, _on_end in list(self._waiting.values()):
                 self._ended(work, failure)
             self._waiting.clear()
@@ -210,11 +222,14 @@ class DeviceBackend(GroupBackend):
         provider, settings = self.provider, self._settings
         ids = tuple(provider.runtime.device_id(device) for device in devices)
         version = provider.nccl.version() if provider.nccl is not None else 0
-        own = Member(settings.host, ids, version, self.wish)
+        own = Member(settings.host, ids, version, self.wish, self._bound)
         told = await self._exchange.all_gather(NEGOTIATION, 0, 0, msgpack.packb(own))
         members = tuple(_member(rank, message) for rank, message in zip(self.ranks, told, strict=True))
         around = self.surroundings(devices[0], members)
-        return await PATHS[choose_path(members, self.ranks)].open(around)
+        path = await PATHS[choose_path(members, self.ranks)].open(around)
+        if all(member.bound for member in members):
+            path.warm_up()
+        return path
 
     @property
     def wish(self) -> str:
@@ -247,7 +262,7 @@ class DeviceBackend(GroupBackend):
     def _likely_path(self) -> str:
         """What arguments are checked for until the path is known, alike on all ranks of one kind."""
         settings = self._settings
-        if settings.path:
+        if settings.path in PATHS:
             return settings.path
         return "staged" if settings.backend == Backend.AIO or self.provider.nccl is None else "nccl"
 
@@ -301,7 +316,6 @@ class DeviceBackend(GroupBackend):
 
     def abort(self, error: BaseException) -> None:
         """Forget every operation; what runs on the GPU is ended from a thread, and arrays are kept until it has."""
-        self._error = error
         self._waiting.clear()
         self._under_way.clear()
         self._asked.clear()
@@ -357,10 +371,10 @@ def choose_path(members: tuple[Member, ...], ranks: tuple[int, ...]) -> str:
 
 def _member(rank: int, message: bytes) -> Member:
     try:
-        host, ids, version, wish = msgpack.unpackb(message)
+        host, ids, version, wish, bound = msgpack.unpackb(message)
         if not (isinstance(host, str) and isinstance(version, int) and wish in ("", *PATHS)):
             raise ValueError("unexpected types")
-        return Member(host, tuple(map(str, ids)), version, wish)
+        return Member(host, tuple(map(str, ids)), version, wish, bound is True)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise RemoteProtocolError(f"rank {rank} says of its GPU what cannot be understood: {error}") from error
 

@@ -46,6 +46,8 @@ class Member(NamedTuple):
     """NCCL's version there, 0 without."""
     wish: str
     """The path it wants, empty if it has none: what its backend or ASYNCDIST_CUDA_PATH says."""
+    bound: bool = False
+    """Whether it was bound to its GPU when the group was made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,10 @@ class DevicePath(ABC):
 
         Raises DistError when it cannot be, which aborts the group. Cancelling leaves nothing behind.
         """
+
+    def warm_up(self) -> None:
+        """Make what the first operation needs before there is one: all ranks are bound to their GPUs."""
+        return
 
     @classmethod
     @abstractmethod

@@ -12,6 +12,7 @@ what was queued behind on this rank fails on all ranks, and what comes later goe
 from __future__ import annotations
 
 import asyncio
+import os
 from bisect import insort
 from typing import Any, ClassVar, Final, Self
 
@@ -40,6 +41,9 @@ ENDING_S: Final = 10.0
 """How long a closing group waits for NCCL to give communicators back: aborting may take it seconds."""
 
 EXCHANGE: Final = "nccl"
+
+SHARED_GPUS: Final = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""NCCL's own variable, from 2.30 on: several ranks may use one GPU."""
 
 
 class NcclPath(DevicePath):
@@ -76,9 +80,10 @@ class NcclPath(DevicePath):
         why = "" if provider.nccl is None else provider.nccl.refusal(dtype, op)
         return why and f"{collective} with {op!r} of {dtype.name} arrays on a GPU: {why}"
 
-    def describe(self) -> str:
-        """The name and NCCL's."""
-        return self.name
+    def warm_up(self) -> None:
+        """Open the communicator of tag 0."""
+        if not self._channels.get(0):
+            self._channel(0, 0, (self._around.device,))
 
     # Operations.
 
@@ -142,7 +147,7 @@ class NcclPath(DevicePath):
                     f"this rank gave arrays on {len(ids)} GPUs, but rank {rank} on {len(theirs)}", rank
                 )
             for device in theirs:
-                if used.setdefault((host, device), rank) != rank:
+                if used.setdefault((host, device), rank) != rank and os.environ.get(SHARED_GPUS) != "1":
                     raise DistBackendError(f"rank {used[host, device]} and rank {rank} use the same GPU {device}")
         await channel.open(joined[0][2])
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from asyncdist.backend.call import Call
-from asyncdist.backend.device_runs import NOTHING, Run, input_blocks, output_blocks
+from asyncdist.backend.device_runs import NOTHING, Run, input_blocks, output_blocks, overlap
 from asyncdist.cuda import Communicator, Nccl, Runtime, Stream
 from asyncdist.device_array import DeviceArray
 from asyncdist.reduce_op import PremulSum, ReduceOp
@@ -107,7 +107,7 @@ def _all_gather(call: Call, place: Place) -> Callable[[], None] | None:
     if not any(block.nbytes for block in blocks):
         return None
     mine = blocks[communicator.rank]
-    if own.pointer != mine.pointer and _overlap([own], blocks):
+    if own.pointer != mine.pointer and overlap([own], blocks):
         own = _copied(own, place)
     if _in_a_row(blocks):
         return lambda: communicator.all_gather(own.pointer, blocks[0].pointer, own.nbytes, _BYTES, place.stream)
@@ -125,7 +125,7 @@ def _reduce_scatter(call: Call, place: Place) -> Callable[[], None] | None:
     op = call.op
     premultiply = isinstance(op, PremulSum) and not place.nccl.native_premul_sum
     own = blocks[communicator.rank]
-    shared = own.pointer != target.pointer and _overlap(blocks, [Run(target.pointer, target.nbytes)])
+    shared = own.pointer != target.pointer and overlap(blocks, [Run(target.pointer, target.nbytes)])
     if premultiply or shared:
         copies = _room_for(blocks, place)
         for block, copy in zip(blocks, copies, strict=True):
@@ -158,7 +158,7 @@ def _move(call: Call, place: Place) -> Callable[[], None] | None:
     communicator, root = place.communicator, call.root
     rank, size = communicator.rank, communicator.size
     sent, received = input_blocks(call, size), output_blocks(call, size)
-    if _overlap(sent, received) and not _same_place(sent, received, rank, call):
+    if overlap(sent, received) and not _same_place(sent, received, rank, call):
         sent = _copies(sent, place)
     if call.collective.startswith("gather"):
         sent = tuple(sent[0] if peer == root else NOTHING for peer in range(size))
@@ -180,7 +180,7 @@ def _same_place(sent: Sequence[Run], received: Sequence[Run], rank: int, call: C
     own, others = (sent, received) if len(sent) == 1 else (received, sent)
     if len(others) <= rank or own[0].pointer != others[rank].pointer:
         return False
-    return not _overlap(own, [block for index, block in enumerate(others) if index != rank])
+    return not overlap(own, [block for index, block in enumerate(others) if index != rank])
 
 
 def _exchange(place: Place, sent: Sequence[Run], received: Sequence[Run]) -> None:
@@ -193,17 +193,6 @@ def _exchange(place: Place, sent: Sequence[Run], received: Sequence[Run]) -> Non
             communicator.send(sent[peer].pointer, sent[peer].nbytes, _BYTES, peer, stream)
         if received[peer].nbytes:
             communicator.recv(received[peer].pointer, received[peer].nbytes, _BYTES, peer, stream)
-
-
-def _overlap(inputs: Sequence[Run], outputs: Sequence[Run]) -> bool:
-    """Whether some input shares memory with some output."""
-    ends = sorted((run.pointer, run.pointer + run.nbytes, side) for side in (0, 1) for run in (inputs, outputs)[side])
-    last = [0, 0]
-    for first, end, side in ends:
-        if first < end and first < last[not side]:
-            return True
-        last[side] = max(last[side], end)
-    return False
 
 
 def _elements(flat: Any) -> DeviceArray:
