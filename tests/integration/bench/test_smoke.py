@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the pac
 
 from click.testing import CliRunner  # noqa: E402
 
-from bench import all_reduce, many_connections, overlap, p2p, rendezvous, store, targets  # noqa: E402
+from bench import all_reduce, durable, many_connections, overlap, p2p, rendezvous, store, targets  # noqa: E402
 from bench.__main__ import main  # noqa: E402
 from bench.cases import Case, Record, combine, format_bytes  # noqa: E402
 from bench.model import FULL, SMOKE, Candidate, Cell, Measurement, Subject  # noqa: E402
@@ -31,6 +31,7 @@ SUBJECTS = {
         p2p.PROMISED,
         all_reduce.SUBJECT,
         store.SUBJECT,
+        durable.SUBJECT,
         rendezvous.SUBJECT,
         overlap.SUBJECT,
         many_connections.SUBJECT,

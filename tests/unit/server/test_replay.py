@@ -141,6 +141,11 @@ def test_a_journal_stays_in_proportion_to_what_the_store_holds() -> None:
     store = Store()
     for number in range(600):
         store.ask(SET, b"static/%d" % number, b"x" * 1000)
+    store.ask(GRANT, 1, 10**6, False)
+    store.ask(HOLD, b"held/", 1, 1000)
+    store.ask(QUEUE_PUSH, b"queue", b"item")
+    store.ask(WATCH, b"watched/", None, 0)
+    store.ask(SET, b"watched/key", b"event")
     store.store.commit()
     for number in range(4000):
         store.ask(SET, b"hot/%d" % (number % 7), b"%d" % number * 1000)
@@ -151,6 +156,7 @@ def test_a_journal_stays_in_proportion_to_what_the_store_holds() -> None:
     assert store.journal.writes == 4001
     size = sum(map(len, store.journal.rows.values()))
     assert size < 2 * store.store.engine.memory_bytes + SLACK_BYTES
+    assert min(store.journal.rows) > 1000  # what was said at the beginning was said again
     before = contents(store.store.engine)
     store.restart()
     assert contents(store.store.engine) == before

@@ -1,0 +1,219 @@
+"""Subject durable: 64 concurrent writers of a store that has every acknowledged write on its disk.
+
+Each writer sets its own key, and the next value once the last one was acknowledged; a sample is ten sets of each,
+read back and compared afterwards. ``asyncdist``: tasks that share one client, as the tasks of a process do; ``64
+connections``: a client each. Redis runs with ``appendfsync always``, redis-py's asyncio client has a connection for
+each task; redis-benchmark is Redis' own C client with 64 connections, it verifies nothing. ``memory``: asyncdist
+without a disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from bench.cases import Case, RankContext, Record
+from bench.model import Candidate, Profile, Subject
+from bench.process import Child
+from bench.servers import ServerProcess, asyncdist_server, redis_server
+from bench.store import (
+    REDIS_BENCHMARK_TIMEOUT_S,
+    asyncdist_run,
+    host_and_port,
+    missing_redis,
+    missing_redis_benchmark,
+    missing_store,
+    value_of,
+)
+
+WRITERS = 64
+SETS = 10
+"""Sets of each writer in a sample."""
+OPERATION = "durable set"
+
+
+class ServerWithDirectory:
+    """A server process and the directory of its data, which goes with it."""
+
+    def __init__(self, server: ServerProcess, directory: tempfile.TemporaryDirectory[str]) -> None:
+        self._server = server
+        self._directory = directory
+        self.address = server.address
+        self.child: Child = server.child
+
+    def close(self) -> None:
+        """End the process and remove its data."""
+        self._server.close()
+        self._directory.cleanup()
+
+
+def durable_server(core: int | None) -> ServerWithDirectory:
+    """Start asyncdist's daemon in durable mode, its data where temporary files are."""
+    directory = tempfile.TemporaryDirectory(prefix="bench-durable-", ignore_cleanup_errors=True)
+    return ServerWithDirectory(
+        asyncdist_server(core, "--durability", "durable", "--data-dir", directory.name), directory
+    )
+
+
+def durable_redis(core: int | None) -> ServerWithDirectory:
+    """Start Redis so that it acknowledges what is on its disk."""
+    directory = tempfile.TemporaryDirectory(prefix="bench-durable-", ignore_cleanup_errors=True)
+    durable = ("--appendonly", "yes", "--appendfsync", "always", "--dir", directory.name)
+    return ServerWithDirectory(redis_server(core, *durable), directory)
+
+
+class WritersRank:
+    """What the two kinds of client share: 64 tasks, and reading back."""
+
+    async def measure(self, case: Case) -> Record:
+        """Run one case."""
+        record = Record()
+        for number in range(case.warmup + case.samples):
+            start_ns = time.perf_counter_ns()
+            await asyncio.gather(*(self._write(writer, number) for writer in range(WRITERS)))
+            end_ns = time.perf_counter_ns()
+            last = value_of(number * SETS + SETS - 1)
+            record.wrong += sum(value != last for value in await self.read())
+            if number >= case.warmup:
+                record.add(start_ns, end_ns)
+        return record
+
+    async def _write(self, writer: int, number: int) -> None:
+        for count in range(SETS):
+            await self.set(writer, value_of(number * SETS + count))
+
+    async def set(self, writer: int, value: bytes) -> None:
+        """Set the key of a writer."""
+        raise NotImplementedError
+
+    async def read(self) -> list[bytes]:
+        """Return what all writers' keys hold."""
+        raise NotImplementedError
+
+
+class AsyncdistRank(WritersRank):
+    """asyncdist's client; option ``connections`` says how many of them there are."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._address = context.address
+        self._connections = int(context.options["connections"])
+        self._stores: list[Any] = []
+        self.run = asyncdist_run()
+
+    async def open(self) -> None:
+        """Connect."""
+        store_class: Any = importlib.import_module("asyncdist.store").TCPStore
+        self._stores = [store_class(*host_and_port(self._address)) for _ in range(self._connections)]
+        await asyncio.gather(*(store.check([]) for store in self._stores))
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await asyncio.gather(*(store.close() for store in self._stores))
+
+    async def set(self, writer: int, value: bytes) -> None:
+        """Set the key of a writer."""
+        await self._stores[writer % self._connections].set(f"writer/{writer}", value)
+
+    async def read(self) -> list[bytes]:
+        """Return what all writers' keys hold."""
+        values: list[bytes] = await self._stores[0].multi_get([f"writer/{writer}" for writer in range(WRITERS)])
+        return values
+
+
+class RedisRank(WritersRank):
+    """redis-py with asyncio: a connection for each task that waits."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._address = context.address
+        self._redis: Any = None
+
+    async def open(self) -> None:
+        """Connect."""
+        host, port = host_and_port(self._address)
+        self._redis = importlib.import_module("redis.asyncio").Redis(host=host, port=port)
+        await self._redis.ping()
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._redis.aclose()
+
+    async def set(self, writer: int, value: bytes) -> None:
+        """Set the key of a writer."""
+        await self._redis.set(f"writer/{writer}", value)
+
+    async def read(self) -> list[bytes]:
+        """Return what all writers' keys hold."""
+        values: list[bytes] = await self._redis.mget([f"writer/{writer}" for writer in range(WRITERS)])
+        return values
+
+
+class RedisBenchmarkRank:
+    """redis-benchmark with 64 connections. One run gives one rate; it verifies nothing."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._port = str(host_and_port(context.address)[1])
+
+    async def open(self) -> None:
+        """Nothing to connect: the program connects for each run."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def measure(self, case: Case) -> Record:
+        """Set; every sample is the run's mean time for ``case.operations``."""
+        count = str(case.operations * case.samples)
+        command = ["redis-benchmark", "-p", self._port, "-c", str(WRITERS), "-n", count, "-d", "8", "-r", str(WRITERS)]
+        output = subprocess.run(  # noqa: ASYNC221 - nothing else runs in this process
+            [*command, "-t", "set", "--csv"], capture_output=True, check=True, timeout=REDIS_BENCHMARK_TIMEOUT_S
+        ).stdout.decode()
+        rate = next(float(line.split(",")[1].strip('"')) for line in output.splitlines() if line.startswith('"S'))
+        record = Record()
+        for _ in range(case.samples):
+            record.add(0, int(case.operations * 1e9 / rate))
+        return record
+
+
+def cases(profile: Profile) -> Sequence[Case]:
+    """Return the cells of a profile."""
+    samples, warmup = profile.samples(large=False)
+    title = f"durable set 8 B, {WRITERS} writers"
+    return [Case(OPERATION, 8, samples, warmup, operations=WRITERS * SETS, title=title)]
+
+
+def _ours(name: str, connections: int, server: Any) -> Candidate:
+    return Candidate(
+        name,
+        "bench.durable:AsyncdistRank",
+        frozenset({OPERATION}),
+        missing=missing_store,
+        server=server,
+        options={"connections": connections},
+        own=True,
+    )
+
+
+CANDIDATES = (
+    _ours("asyncdist", 1, durable_server),
+    _ours(f"asyncdist, {WRITERS} connections", WRITERS, durable_server),
+    _ours("asyncdist, memory", 1, asyncdist_server),
+    Candidate(
+        "redis asyncio",
+        "bench.durable:RedisRank",
+        frozenset({OPERATION}),
+        missing=missing_redis,
+        server=durable_redis,
+    ),
+    Candidate(
+        "redis-benchmark",
+        "bench.durable:RedisBenchmarkRank",
+        frozenset({OPERATION}),
+        missing=missing_redis_benchmark,
+        server=durable_redis,
+    ),
+)
+SUBJECT = Subject("durable", "Writes that are on disk when acknowledged", (1,), cases, CANDIDATES)
