@@ -17,6 +17,7 @@ from asyncdist.arrays import Array, Flat, dtype_named, host_array, sendable_dtyp
 from asyncdist.dlpack import CUDA_DEVICES, read_capsule
 
 __all__ = [
+    "LEGACY_STREAM",
     "AnyArray",
     "AnyFlat",
     "DeviceArray",

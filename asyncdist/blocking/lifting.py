@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, ParamSpec, TypeVar
 
+from asyncdist.backend.crossing import carried
 from asyncdist.blocking.group import ProcessGroup, inner_of
 from asyncdist.blocking.session import Session, current_session, refuse_loop
 from asyncdist.blocking.work import Work
@@ -110,4 +111,9 @@ def _session(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session | None:
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(map(inner_of, args)), {name: inner_of(value) for name, value in kwargs.items()}
+    return tuple(map(_there, args)), {name: _there(value) for name, value in kwargs.items()}
+
+
+def _there(value: Any) -> Any:
+    """What stands for an argument in the communication thread."""
+    return inner_of(carried(value))

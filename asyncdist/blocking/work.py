@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -121,6 +122,20 @@ class Work(Generic[T]):
     def cancel(self) -> bool:
         """Withdraw a receive that no message has matched; True if it was withdrawn. False for all else."""
         return not self._done and self._session.thread.call(self._inner.cancel)
+
+    def wait_stream(self, stream: Any = None) -> None:
+        """Let what is queued on a CUDA stream from now on wait for an operation on GPU arrays, as torch's `wait` does.
+
+        By default the stream is this thread's current one of cupy. Waits until the operation is queued on the GPU, not
+        for its end. Raises what went wrong if it has failed; RuntimeError for operations on host arrays.
+        """
+        inner = self._inner
+        if not self._done and inner.on_device is not None:
+            queued = threading.Event()
+            self._session.thread.call(inner.on_device.when_queued, queued.set)
+            while not (queued.wait(LIVENESS_S / 100) or self._done):
+                self._session.thread.check()
+        inner.wait_stream(stream)
 
     def __repr__(self) -> str:
         return repr(self._inner)

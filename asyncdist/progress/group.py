@@ -20,6 +20,7 @@ from typing import Any, Final, cast
 
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.call import Call
+from asyncdist.backend.crossing import carried
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import ClosedError
 from asyncdist.executor.work import Work
@@ -93,6 +94,10 @@ class ThreadedGroup(ProcessGroup):
         try:
             timeout_s = INHERIT if timeout is INHERIT else timeout_seconds(timeout, None)
             call = prepare(*arguments)
+            if call.device is not None:
+                devices = self._communication.call(inner._backends.on_gpus)
+                devices.check(call)
+                devices.mark_ready(call)  # the current streams are this thread's
         except (TypeError, ValueError) as error:
             self._communication.submit(_quietly, inner.refuse, operation, tag, error)
             raise
@@ -119,11 +124,8 @@ class ThreadedGroup(ProcessGroup):
 
     def forward(self, target: object, name: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of `target` in the communication thread and bring its result here."""
-
-        def there() -> Any:
-            return self._adopt(getattr(target, name)(*map(_inner_of, arguments), **options))
-
-        return self._communication.call(there)
+        there = tuple(map(_inner_of, arguments)), {key: _inner_of(value) for key, value in options.items()}
+        return self._communication.call(lambda: self._adopt(getattr(target, name)(*there[0], **there[1])))
 
     def _adopt(self, result: Any) -> Any:
         """What stands here for `result`; called in the communication thread."""
@@ -215,7 +217,7 @@ def _quietly(function: Callable[..., object], *arguments: Any) -> None:
 
 
 def _inner_of(value: Any) -> Any:
-    return value._inner_group if isinstance(value, ThreadedGroup) else value
+    return value._inner_group if isinstance(value, ThreadedGroup) else carried(value)
 
 
 def _forwarding(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -144,6 +144,31 @@ class ThreadWork(Work[T]):
             self.deliver()
         return withdrawn
 
+    def wait_stream(self, stream: Any = None) -> None:
+        """See `Work.wait_stream`; the current stream is this thread's."""
+        if self._inner is None:
+            self._courier.thread.call(_nothing)  # what was issued before has come there then
+        if not self._done and self._inner is not None:
+            self.on_device = self._inner.on_device
+        super().wait_stream(stream)
+
+    async def enqueued(self) -> None:
+        """See `Work.enqueued`."""
+        queued = asyncio.Event()
+        self.add_done_callback(lambda _work: queued.set())
+        loop = self._courier.loop
+
+        def ask() -> None:
+            tail = None if self._inner is None else self._inner.on_device
+            if tail is None:
+                loop.call_soon_threadsafe(queued.set)
+            else:
+                tail.when_queued(lambda: loop.call_soon_threadsafe(queued.set))
+
+        if not self._done:
+            self._courier.thread.call(ask)
+            await queued.wait()
+
     def _abandoned(self) -> None:
         inner = self._inner
         if inner is None or type(inner)._abandoned is Work._abandoned:
@@ -152,3 +177,7 @@ class ThreadWork(Work[T]):
             self._courier.thread.call(self._give_up)
         if inner._done:
             self.deliver()
+
+
+def _nothing() -> None:
+    return
