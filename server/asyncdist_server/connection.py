@@ -199,7 +199,10 @@ class Connection(asyncio.Protocol):
         self._held_bytes -= sum(map(len, pieces))
         if self._transport is None or self._ending:
             return
-        self._transport.writelines(pieces)
+        if len(pieces) == 1:
+            self._transport.write(pieces[0])
+        else:
+            self._transport.writelines(pieces)
         if self._timed is not None and self._timed[2] <= number:
             self._note_latency()
         if self._session.closing:
