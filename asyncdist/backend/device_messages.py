@@ -28,6 +28,7 @@ from asyncdist.transport.frame import pack_key
 from asyncdist.transport.matching import Receive, SendOp
 
 __all__ = [
+    "IPC",
     "MAX_ANSWER_BYTES",
     "NCCL",
     "REFUSED",
@@ -43,6 +44,8 @@ __all__ = [
 
 STAGED: Final = b"s"
 """How the data is to come: through the host."""
+IPC: Final = b"i"
+"""Through device memory that both ends can read."""
 NCCL: Final = b"n"
 """Through NCCL; the unique id follows."""
 REFUSED: Final = b"r"

@@ -1,9 +1,10 @@
-"""DevicePairs: moves the data of messages of GPU arrays, through NCCL or through the host's memory.
+"""DevicePairs: moves the data of messages of GPU arrays: through NCCL, shared device memory, or the host's memory.
 
 NCCL where both ends have it and are on different GPUs: each direction of a pair has a communicator of its own, made by
 its first message, in which a message is a broadcast from one end to the other. So both ends need the same order, which
-is that of the receiver's answers, and opposite directions do not wait for each other. Otherwise the sender copies to
-page-locked memory, chunk by chunk, and the receiver from there.
+is that of the receiver's answers, and opposite directions do not wait for each other. Between ranks on one GPU data
+goes through memory there (`ipc_messages`). Otherwise the sender copies to page-locked memory, chunk by chunk, and the
+receiver from there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.call import NO_BLOCKS, Call
 from asyncdist.backend.device_messages import (
+    IPC,
     NCCL,
     REFUSED,
     STAGED,
@@ -33,6 +35,7 @@ from asyncdist.backend.device_path import Surroundings
 from asyncdist.backend.device_streams import ready_after
 from asyncdist.backend.device_tail import tail_of
 from asyncdist.backend.device_threads import Helpers, in_thread
+from asyncdist.backend.ipc_messages import IpcLine
 from asyncdist.backend.nccl_channel import NcclChannel, NcclOperation
 from asyncdist.backend.point_to_point import PairWorkOwner
 from asyncdist.backend.staged_message import StagedMessages
@@ -62,7 +65,10 @@ class DevicePairs:
         self._nccl = around.nccl if path in ("", "nccl") else None
         self._id = messages_id(around.group_id)
         self._numbers: dict[int, int] = {}
+        self._shares_memory = path in ("", "ipc")
         self._lines: dict[tuple[int, bool], _Line] = {}
+        self._shared: dict[tuple[int, bool], IpcLine] = {}
+        self._numbers_here: dict[AnyWork, int] = {}
         self._helpers = Helpers(around.loop)
         self._staged = StagedMessages(around, self._id, self._helpers)
         self._works: dict[AnyWork, int] = {}
@@ -118,8 +124,31 @@ class DevicePairs:
             if line.fits(work.array.device, announcement.device_id):
                 line.receive(work, announcement)
                 return
+        if self._shares_memory and not apart and announcement.nbytes and source != self._around.mesh.rank:
+            shared = self._shared_line(source, sending=False)
+            if not shared.broken:
+                self._numbers_here[work] = announcement.number
+                self._answer(source, announcement.number, IPC)
+                shared.add(work, work.array[: announcement.nbytes // work.array.itemsize])
+                return
         self._answer(source, announcement.number, STAGED)
         self._staged.receive(work, announcement.number, announcement.nbytes, source)
+
+    def _shared_line(self, peer: int, *, sending: bool) -> IpcLine:
+        line = self._shared.get((peer, sending))
+        if line is None:
+            ends = (self._around.mesh.rank, peer)
+            sender, receiver = ends if sending else ends[::-1]
+            line = IpcLine(self._around, sender, receiver, self._helpers, self._stage)
+            self._shared[peer, sending] = line
+        return line
+
+    def _stage(self, work: AnyWork) -> None:
+        """Move a message through the host that was to go through device memory."""
+        if isinstance(work, DeviceSendWork):
+            self._staged.send(work)
+        else:
+            self._staged.receive(work, self._numbers_here[work], work.nbytes, work.peer)
 
     def _answer(self, source: int, number: int, answer: bytes) -> None:
         answer_message(self._around.mesh, self._around.group_id, source, number, answer)
@@ -133,6 +162,8 @@ class DevicePairs:
         how = answer[:1]
         if how == STAGED:
             self._staged.send(work)
+        elif how == IPC and self._shares_memory:
+            self._shared_line(work.peer, sending=True).add(work, work.array.flat())
         elif how == NCCL and self._nccl is not None:
             line = self._lines.get((work.peer, True))
             if line is None:
@@ -151,6 +182,7 @@ class DevicePairs:
     def ended(self, work: AnyWork) -> None:
         """See DeviceMessages."""
         self._works.pop(work, None)
+        self._numbers_here.pop(work, None)
         self._staged.forget(work)
 
     def _watch(self) -> None:
@@ -172,6 +204,9 @@ class DevicePairs:
         """A rank is gone: nothing that it had under way with us will end by itself."""
         for key in [key for key in self._lines if key[0] == rank]:
             self._lines.pop(key).end(in_order=False)
+        for (peer, _), shared in self._shared.items():
+            if peer == rank:
+                shared.end(error)
         for work in [work for work, peer in self._works.items() if peer == rank]:
             work.complete(error)
 
@@ -187,6 +222,9 @@ class DevicePairs:
         lines, self._lines = self._lines, {}
         for line in lines.values():
             line.end(in_order=in_order)
+        if not in_order:
+            for shared in self._shared.values():
+                shared.end(DistBackendError("the group's messages were aborted"))
         self._staged.close()
 
     async def close(self) -> None:
@@ -194,6 +232,7 @@ class DevicePairs:
         if not self._closed:
             self._closed = True
             self._end(in_order=True)
+            await asyncio.gather(*(shared.close() for shared in self._shared.values()))
             await self._staged.wait_closed()
             await self._helpers.wait(ENDING_S)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -171,3 +172,66 @@ def test_streams_can_wait_for_what_is_queued(path: str, monkeypatch: pytest.Monk
             await work
 
     run_gpu(2, main, devices=1)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_messages_between_ranks_on_one_gpu(loop: str) -> None:
+    """Both directions at once, of all sizes, in order and from any source."""
+
+    async def main(at: GpuRank) -> None:
+        other = 1 - at.rank
+        sizes = (0, 1, 1000, 300_000, 3_000_000)
+        sent = [on_one(at, values_of(at.rank, size, np.uint8, size)) for size in sizes]
+        into = [on_one(at, np.zeros(size, np.uint8)) for size in sizes]
+        works = [dist.isend(array, other) for array in sent] + [dist.irecv(array, None) for array in into]
+        await asyncio.gather(*works)
+        for array, size in zip(into, sizes, strict=True):
+            assert equal(array, values_of(other, size, np.uint8, size))
+        assert (other, False) in shared_lines(at)
+        x = on_one(at, np.full(5, at.rank))
+        await asyncio.gather(dist.isend(x, at.rank, tag=3), dist.irecv(x, at.rank, tag=3))  # oneself
+        await dist.all_reduce(x)
+        assert equal(x, np.ones(5))
+
+    run_gpu(2, main, devices=1, loop=loop)
+
+
+def shared_lines(at: GpuRank) -> Any:
+    return at.group.pairs._gpu()._shared
+
+
+def test_messages_take_the_host_where_memory_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object) -> int:
+        raise dist.DistError("not here")
+
+    async def main(at: GpuRank) -> None:
+        monkeypatch.setattr(at.cuda.runtime, "ipc_open", refuse)
+        for turn in range(2):
+            arrays = [on_one(at, np.full(100, 10 * turn + index)) for index in range(5)]
+            if at.rank:
+                await asyncio.gather(*(dist.isend(array, 0) for array in arrays))
+            else:
+                into = [on_one(at, np.zeros(100, np.int64)) for _ in range(5)]
+                await asyncio.gather(*(dist.irecv(array, 1) for array in into))
+                assert [int(array.get()[0]) for array in into] == [10 * turn + index for index in range(5)]
+            assert all(line.broken for line in shared_lines(at).values())
+
+    run_gpu(2, main, devices=1)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_lost_peer_ends_messages(warm: bool) -> None:
+    async def main(at: GpuRank) -> None:
+        if warm:
+            x = on_one(at, np.ones(9))
+            await (dist.send(x, 0) if at.rank else dist.recv(x, 1))
+        if at.rank:
+            work = dist.isend(on_one(at, np.ones(2_000_000)), 0)
+            await asyncio.sleep(0.01)
+            at.world.kill(1)
+            assert isinstance(await failure_of(work), dist.DistError)
+            return
+        assert isinstance(await failure_of(dist.irecv(on_one(at, np.ones(2_000_001)), 1, tag=1)), PeerLostError)
+
+    with contextlib.suppress(dist.DistError):  # the rank that was killed cannot leave well
+        run_gpu(2, main, devices=1)
