@@ -137,6 +137,8 @@ class Completions:
                 self._end(found, error)
                 continue
             self._end(found, None)
+        if self._lines.get(line) is not found:
+            return  # a callback dropped it, and perhaps made it anew
         if not entries:
             self._polled.discard(line)
             return
