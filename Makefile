@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench prove sim soak multinode clean
+.PHONY: help demo test check bench prove sim soak multinode gpu clean
 
 help:
 	@echo "make demo       train on handwritten digits with 4 ranks"
@@ -22,6 +22,7 @@ help:
 	@echo "make soak       run random operations on ranks that are stopped at random (OPERATIONS=1000000)"
 	@echo "                and fuzz both doors of the store daemon (FRAMES=1000000 at each)"
 	@echo "make multinode  run the demo on 3 nodes in containers (as root; installs Debian's docker when missing)"
+	@echo "make gpu        test and measure on this machine's GPU, and write docs/benchmarks/gpu.md"
 	@echo "make clean      remove .venv and everything else that was built"
 
 demo: $(VENV)/.base
@@ -58,6 +59,18 @@ soak: $(VENV)/.dev
 multinode: $(VENV)/.base
 	bash tests/multinode/run.sh $(ARGS)
 
+# Without a GPU this says so and fails. Without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=folder make gpu
+gpu:
+	@extra=$$($(PYTHON) bench/cuda_extra.py) && $(MAKE) --no-print-directory gpu-with-$$extra
+
+.PRECIOUS: $(VENV)/.gpu-%
+gpu-with-%: $(VENV)/.gpu-%
+	@rm -f $(VENV)/gpu-facts
+	@status=0; \
+	ASYNCDIST_GPU_REPORT=$(abspath $(VENV))/gpu-facts $(BIN)/python -m pytest -q tests/gpu $(ARGS) || status=1; \
+	$(BIN)/python -m bench.nccl --write --facts $(VENV)/gpu-facts || status=1; \
+	exit $$status
+
 clean:
 	rm -rf $(VENV) .multinode dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
@@ -70,6 +83,15 @@ $(VENV)/.base: pyproject.toml | $(BIN)/pip
 $(VENV)/.dev: pyproject.toml | $(BIN)/pip
 	@echo "installing asyncdist and its development tools into $(VENV)"
 	@$(PIP) install --editable ".[dev]"
+	@touch $@
+
+# torch is a neighbor: where it cannot be had its column stays empty. It asks for an NCCL of its own, older than what
+# lets two ranks share a GPU, so NCCL comes last.
+$(VENV)/.gpu-%: pyproject.toml | $(VENV)/.dev
+	@echo "installing asyncdist's extra $* into $(VENV)"
+	@$(PIP) install --editable ".[dev,$*]"
+	@$(PIP) install torch || echo "make gpu: no torch to compare with"
+	@$(PIP) install --upgrade --no-deps "nvidia-nccl-$(subst cuda,cu,$*)"
 	@touch $@
 
 $(BIN)/pip:
