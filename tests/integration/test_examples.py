@@ -210,3 +210,14 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     done = launch(4, script)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(re.findall(r"received \((\d+),\)", done.stdout)) == ["10", "20", "30"]
+
+
+@pytest.mark.parametrize("arrays", ["numpy", "fake"])
+def test_weights_from_one_gpu_to_others(arrays: str) -> None:
+    done = launch(3, EXAMPLES / "gpu_weight_update.py", "--arrays", arrays, "--updates", "3", "--megabytes", "4")
+    assert done.returncode == 0, done.stderr
+    for version in (1, 2, 3):
+        assert f"[rank 0] version {version} sent in" in done.stdout
+    for rank in (1, 2):
+        assert re.search(rf"\[rank {rank}\] \d+ requests, the last from version 3", done.stdout)
+    assert ("path nccl" in done.stdout) == (arrays == "fake")
