@@ -1,0 +1,458 @@
+"""The engine against a model in dicts and lists: any requests of several clients, leases, locks, members, lost clients.
+
+Every reply is compared, at once or late, and every change that a watcher is told; after each step the books of the
+engine are counted afresh. ASYNCDIST_MODEL_EXAMPLES asks for more than some seconds' worth: `make sim` does.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import engine_books
+from engine_model import JobModel, LeaseModel, StoreModel, Waiting
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncdist_server import messages as m
+from asyncdist_server.clients import Reply
+from asyncdist_server.config import limits_for
+from asyncdist_server.engine import StoreEngine
+from asyncdist_server.membership import JOB_LINGER_S
+from asyncdist_server.messages import Limits
+
+EXAMPLES = int(os.environ.get("ASYNCDIST_MODEL_EXAMPLES", "50"))
+TICK_S = 1e-4 * math.sqrt(2)
+"""Between two requests, so that nothing ever is due at the same instant as something else."""
+
+KEYS = st.sampled_from([b"a", b"b", b"held/c"])
+VALUES = st.sampled_from([b"", b"1", b"22", b"x", b" -7y", b"9223372036854775807", b"v" * 40])
+TIMEOUTS = st.none() | st.integers(0, 3000)
+CLIENTS = st.integers(0, 2)
+LEASES = st.integers(1, 4)
+NAMES = st.sampled_from([b"m1", b"m2", b"m3"])
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Each rule runs a request on both sides."""
+
+    limits = Limits()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = StoreEngine(b"i" * 16, self.limits)
+        self.next_id = 1
+        self.late: list[list[Reply]] = [[], [], []]
+        self.last_token = 0
+
+    @initialize(least=st.integers(1, 2), more=st.integers(0, 1), settle_ms=st.sampled_from([0, 700]))
+    def begin(self, least: int, more: int, settle_ms: int) -> None:
+        """Draw the bounds of the job, connect, and watch everything."""
+        self.model = StoreModel(JobModel(least, least + more, settle_ms / 1000))
+        self.model.token = self._token_told
+        self.clients = [self._open(number) for number in range(3)]
+        self.watched: int = self._ok(0, m.WATCH, b"", None, None)[0]
+
+    def _open(self, number: int, pending: tuple[int, ...] = ()) -> Any:
+        client_id = None if number == 2 else bytes([number]) * 16  # the third never comes back
+        self.model.client_came(number)
+        self.late[number] = late = []
+        return self.engine.open("job", late.append, client_id=client_id, pending=pending, now=self.model.now)
+
+    def _token_told(self, request_id: int) -> int:
+        """Look up what the engine told a request that waited for a lock."""
+        [token] = [reply[2] for late in self.late for reply in late if reply[0] == request_id]
+        return self._checked(token)
+
+    def _checked(self, token: int) -> int:
+        assert token > self.last_token, "a fencing token went back"
+        self.last_token = token
+        return token
+
+    def _ask(self, number: int, operation: int, *arguments: Any) -> Reply | None:
+        self.model.now += TICK_S
+        self._expire()
+        request_id = self.next_id
+        self.next_id += 1
+        reply = self.engine.request(self.clients[number], (request_id, operation, *arguments), self.model.now)
+        self.engine.frames_sent(self.clients[number], 1)
+        assert reply is None or reply[0] == request_id
+        return reply
+
+    def _outcome(self, number: int, operation: int, *arguments: Any) -> tuple[int, Any]:
+        """Return code and value of a reply that comes at once."""
+        reply = self._ask(number, operation, *arguments)
+        assert reply is not None
+        return reply[1], reply[2]
+
+    def _ok(self, number: int, operation: int, *arguments: Any) -> Any:
+        code, value = self._outcome(number, operation, *arguments)
+        assert code == m.OK, value
+        return value
+
+    def _done(self, number: int, operation: int, *arguments: Any) -> bool:
+        """Run what returns nothing; false if a limit did not let it."""
+        code, value = self._outcome(number, operation, *arguments)
+        assert code == m.OK or self._refusable(code), value
+        return code == m.OK
+
+    def _refusable(self, code: int) -> bool:
+        return code == m.LIMIT and self.limits != Limits()
+
+    def _expire(self) -> None:
+        self.engine.expire(self.model.now)
+        self.model.expire()
+
+    def _waits(
+        self, number: int, operation: int, keys: tuple[bytes, ...], timeout_ms: int | None, **more: Any
+    ) -> Waiting:
+        now = self.model.now + TICK_S
+        deadline = math.inf if timeout_ms is None else now + timeout_ms / 1000
+        return Waiting(number, self.next_id, operation, keys, deadline, **more)
+
+    # ---- keys
+
+    @rule(number=CLIENTS, key=KEYS, value=VALUES)
+    def set(self, number: int, key: bytes, value: bytes) -> None:
+        if self._done(number, m.SET, key, value):
+            self.model.put(key, value)
+
+    @rule(number=CLIENTS, key=KEYS, value=VALUES)
+    def append(self, number: int, key: bytes, value: bytes) -> None:
+        if self._done(number, m.APPEND, key, value):
+            self.model.put(key, self.model.values.get(key, b"") + value, keep=True)
+
+    @rule(number=CLIENTS, key=KEYS, amount=st.integers(-5, 5) | st.sampled_from([2**63 - 1, -(2**63)]))
+    def add(self, number: int, key: bytes, amount: int) -> None:
+        code, value = self._outcome(number, m.ADD, key, amount)
+        if not self._refusable(code):
+            total = self.model.add(key, amount)
+            assert (code, value if code == m.OK else None) == (m.INVALID if total is None else m.OK, total)
+
+    @rule(number=CLIENTS, key=KEYS, expected=VALUES, desired=VALUES)
+    def compare_set(self, number: int, key: bytes, expected: bytes, desired: bytes) -> None:
+        code, value = self._outcome(number, m.COMPARE_SET, key, expected, desired)
+        if not self._refusable(code):
+            assert (code, value) == (m.OK, self.model.compare_set(key, expected, desired))
+
+    @rule(number=CLIENTS, pairs=st.lists(st.tuples(KEYS, VALUES), max_size=3))
+    def multi_set(self, number: int, pairs: list[tuple[bytes, bytes]]) -> None:
+        arguments = tuple(zip(*pairs, strict=True)) or ((), ())
+        if self._done(number, m.MULTI_SET, *arguments):
+            self.model.values.update(pairs)  # all at one moment
+            for key, value in dict(pairs).items():
+                self.model.put(key, value)
+
+    @rule(number=CLIENTS, key=KEYS)
+    def delete(self, number: int, key: bytes) -> None:
+        deleted = self._ok(number, m.DELETE, key)
+        assert deleted is self.model.remove(key)
+
+    @rule(number=CLIENTS, keys=st.lists(KEYS, max_size=3))
+    def look(self, number: int, keys: list[bytes]) -> None:
+        model = self.model
+        assert self._ok(number, m.CHECK, tuple(keys)) is all(model.present(m.WAIT, key) for key in keys)
+        assert sorted(self._ok(number, m.LIST_KEYS, b"")) == sorted(model.values)
+        assert sorted(self._ok(number, m.LIST_KEYS, b"held/")) == [key for key in model.values if key[:5] == b"held/"]
+        assert self._ok(number, m.NUM_KEYS) == len(model.values)
+        assert self._ok(number, m.QUEUE_LEN, b"a") == len(model.queues.get(b"a", ()))
+        assert self._ok(number, m.PING) is None
+        assert self._ok(number, m.WAITS, False)[0] == len(model.waiting)
+        assert self._ok(number, m.STATUS)["leases"] == len(model.leases)
+
+    @rule(
+        number=CLIENTS,
+        operation=st.sampled_from([m.GET, m.WAIT, m.MULTI_GET]),
+        keys=st.lists(KEYS, min_size=1, max_size=3),
+        timeout_ms=TIMEOUTS,
+    )
+    def read(self, number: int, operation: int, keys: list[bytes], timeout_ms: int | None) -> None:
+        wanted = tuple(keys[:1] if operation == m.GET else keys)
+        waiter = self._waits(number, operation, wanted, timeout_ms)
+        reply = self._ask(number, operation, wanted[0] if operation == m.GET else wanted, timeout_ms)
+        missing = self.model.missing(waiter)
+        if not missing:
+            assert reply is not None
+            assert reply[1:] == (m.OK, self.model.read(operation, wanted))
+        elif timeout_ms == 0:
+            assert reply is not None
+            assert reply[1:] == (m.TIMEOUT, missing)
+        else:
+            self._begins_to_wait(waiter, reply)
+
+    def _begins_to_wait(self, waiter: Waiting, reply: Reply | None) -> None:
+        if reply is None:
+            self.model.waiting.append(waiter)
+        else:
+            assert self._refusable(reply[1]), reply
+
+    @rule(number=CLIENTS, key=KEYS, item=VALUES, at_head=st.booleans())
+    def push(self, number: int, key: bytes, item: bytes, at_head: bool) -> None:
+        if self._done(number, m.QUEUE_RETURN if at_head else m.QUEUE_PUSH, key, item):
+            self.model.push(key, item, at_head)
+
+    @rule(number=CLIENTS, key=KEYS, timeout_ms=TIMEOUTS)
+    def pop(self, number: int, key: bytes, timeout_ms: int | None) -> None:
+        waiter = self._waits(number, m.QUEUE_POP, (key,), timeout_ms)
+        reply = self._ask(number, m.QUEUE_POP, key, timeout_ms)
+        item = self.model.pop(key)
+        if item is not None or timeout_ms == 0:
+            assert reply is not None
+            assert reply[1:] == ((m.TIMEOUT, [key]) if item is None else (m.OK, item))
+        else:
+            self._begins_to_wait(waiter, reply)
+
+    @rule(number=CLIENTS)
+    def delete_namespace(self, number: int) -> None:
+        assert self._ok(number, m.DELETE_NAMESPACE) == self.model.clear()
+
+    # ---- leases, locks
+
+    @rule(number=CLIENTS, lease=LEASES, ttl_ms=st.integers(1, 3000), bound=st.booleans())
+    def grant(self, number: int, lease: int, ttl_ms: int, bound: bool) -> None:
+        code, _ = self._outcome(number, m.GRANT, lease, ttl_ms, bound)
+        if lease in self.model.leases:
+            assert code == m.INVALID
+        elif not self._refusable(code):
+            assert code == m.OK
+            ends = math.inf if bound else self.model.now + ttl_ms / 1000
+            self.model.leases[lease] = LeaseModel(ttl_ms / 1000, ends, number if bound else None)
+
+    @rule(number=CLIENTS, lease=LEASES)
+    def keep_alive(self, number: int, lease: int) -> None:
+        unknown = self._ok(number, m.KEEP_ALIVE, (lease,))
+        known = self.model.leases.get(lease)
+        assert unknown == ([] if known else [lease])
+        if known and known.ends < math.inf:
+            known.ends = self.model.now + known.ttl_s
+
+    @rule(number=CLIENTS, lease=LEASES)
+    def revoke(self, number: int, lease: int) -> None:
+        assert self._ok(number, m.REVOKE, lease) is (lease in self.model.leases)
+        if lease in self.model.leases:
+            self.model.end_lease(lease, m.EVENT_DELETE)
+
+    def _under_lease(self, lease: int, outcome: tuple[int, Any]) -> bool:
+        """Whether something was done that needs a lease."""
+        if lease not in self.model.leases:
+            assert outcome[0] == m.LEASE_LOST
+            return False
+        assert outcome[0] == m.OK or self._refusable(outcome[0]), outcome
+        return outcome[0] == m.OK
+
+    @rule(number=CLIENTS, lease=LEASES, key=KEYS, value=VALUES)
+    def set_leased(self, number: int, lease: int, key: bytes, value: bytes) -> None:
+        if self._under_lease(lease, self._outcome(number, m.SET_LEASED, key, value, lease)):
+            self.model.put(key, value, lease)
+
+    @rule(number=CLIENTS, lease=LEASES, linger_ms=st.integers(0, 1500))
+    def hold(self, number: int, lease: int, linger_ms: int) -> None:
+        if self._under_lease(lease, self._outcome(number, m.HOLD, b"held/", lease, linger_ms)):
+            self.model.hold(b"held/", lease, linger_ms / 1000)
+
+    @rule(number=CLIENTS, lease=LEASES, key=KEYS, timeout_ms=TIMEOUTS)
+    def lock(self, number: int, lease: int, key: bytes, timeout_ms: int | None) -> None:
+        waiter = self._waits(number, m.LOCK, (key,), timeout_ms, lease=lease)
+        reply = self._ask(number, m.LOCK, key, lease, timeout_ms)
+        if lease not in self.model.leases:
+            assert reply is not None
+            assert reply[1] == m.LEASE_LOST
+        elif key not in self.model.values:
+            assert reply is not None
+            if not self._refusable(reply[1]):
+                self.model.put(key, b"%d" % self._checked(reply[2]), lease)
+        elif timeout_ms == 0:
+            assert reply is not None
+            assert reply[1:] == (m.TIMEOUT, [key])
+        else:
+            self._begins_to_wait(waiter, reply)
+
+    @rule(number=CLIENTS, key=KEYS, wrong=st.booleans())
+    def unlock(self, number: int, key: bytes, wrong: bool) -> None:
+        value = self.model.values.get(key, b"")
+        token = int(value) + wrong if value.isdigit() and len(value) < 19 and value == b"%d" % int(value) else 0
+        held = value == b"%d" % token
+        assert self._ok(number, m.UNLOCK, key, token) is held
+        if held:
+            self.model.remove(key)
+
+    # ---- members
+
+    @rule(number=CLIENTS, name=NAMES, lease=LEASES, timeout_ms=st.none() | st.integers(1, 3000))
+    def join(self, number: int, name: bytes, lease: int, timeout_ms: int | None) -> None:
+        job = self.model.job
+        waiter = self._waits(number, m.JOIN, (b"j",), timeout_ms, lease=lease, member=name)
+        settle_ms = round(job.settle_s * 1000)
+        revision = self.engine.state.revision
+        reply = self._ask(number, m.JOIN, b"j", name, job.least, job.most, settle_ms, lease, timeout_ms)
+        if lease not in self.model.leases:
+            assert reply is not None
+            assert reply[1] == m.LEASE_LOST
+        elif reply is not None and self._refusable(reply[1]):
+            self._could_not_wait(waiter, came=self.engine.state.revision > revision)
+        elif self.model.join(waiter):
+            assert reply is not None
+            assert reply[1] == m.INVALID
+        else:
+            assert reply is None
+
+    def _could_not_wait(self, waiter: Waiting, came: bool) -> None:
+        """A member that was let in, or in already, and then met a limit, has left."""
+        model, name = self.model, waiter.member
+        if came and name not in model.job.members:
+            model.put(model.PREFIX + b"members/" + name, b"", waiter.lease)
+            if model.PREFIX not in self.engine.namespaces["job"].holds:
+                model.remove(model.PREFIX + b"members/" + name)
+                return
+            model.hold(model.PREFIX, waiter.lease, JOB_LINGER_S)
+            model.job.members[name] = waiter.lease
+        if model.job.members.get(name) == waiter.lease:
+            model.lose(name, m.EVENT_DELETE)
+
+    @rule(number=CLIENTS, lease=LEASES)
+    def leave(self, number: int, lease: int) -> None:
+        names = [name for name, number in self.model.job.members.items() if number == lease]
+        assert self._ok(number, m.LEAVE, b"j", lease) is bool(names)
+        for name in names:
+            self.model.lose(name, m.EVENT_DELETE)
+
+    # ---- watching
+
+    @rule(number=CLIENTS)
+    def watch(self, number: int) -> None:
+        """Read what the watcher has not seen yet; what goes with one lease or hold has the order of its keys."""
+        while self.model.changes:
+            code, value = self._outcome(number, m.WATCH, b"", self.watched, 0)
+            if code == m.COMPACTED and self.limits != Limits():  # events make room for what happens
+                self.watched = self._ok(number, m.WATCH, b"", None, None)[0]
+                self.model.changes.clear()
+                break
+            assert code == m.OK, value
+            self.watched, events = value
+            seen = [event[1:] for event in events]
+            assert sorted(seen) == sorted(self.model.changes[: len(seen)])
+            assert [event[0] for event in events] == sorted({event[0] for event in events})
+            del self.model.changes[: len(seen)]
+        code, _ = self._outcome(number, m.WATCH, b"", self.watched, 0)
+        assert code == m.TIMEOUT or (code == m.COMPACTED and self.limits != Limits())
+
+    # ---- what happens to clients and requests
+
+    @rule(milliseconds=st.integers(0, 2500) | st.sampled_from([40_000]))
+    def pass_time(self, milliseconds: int) -> None:
+        """Stop at each instant at which something is due."""
+        self.watch(0)  # or nobody would remember the changes
+        until = self.model.now + milliseconds / 1000
+        while (due := self.engine.next_deadline()) is not None and due <= until:
+            self.model.now = max(self.model.now, due)
+            self._expire()
+        self.model.now = until
+        self._expire()
+
+    @precondition(lambda self: self.model.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        waiter = data.draw(st.sampled_from(self.model.waiting))
+        cancelled = self._ok(waiter.client, m.CANCEL, waiter.request_id)
+        assert cancelled is (waiter in self.model.waiting)
+        if cancelled:
+            self.model.finish(waiter, m.CANCELLED, "withdrawn by the client")
+            if waiter.operation == m.JOIN:
+                self.model.lose(waiter.member, m.EVENT_DELETE)
+
+    @rule(number=CLIENTS, away_ms=st.sampled_from([0, 0, 100, 2000]), goodbye=st.booleans())
+    def lose_connection(self, number: int, away_ms: int, goodbye: bool) -> None:
+        if goodbye:
+            self._ok(number, m.GOODBYE)
+        self.engine.close(self.clients[number], self.model.now)
+        self.model.client_went(number, goodbye or number == 2)
+        self.compare()
+        self.pass_time(away_ms)
+        self.compare()
+        self.clients[number] = self._open(number)
+
+    @rule(number=st.integers(0, 1), key=KEYS, framed=st.booleans())
+    def retry(self, number: int, key: bytes, framed: bool) -> None:
+        """An append and a pop whose replies are lost with the connection are applied once."""
+        requests = [(self.next_id, m.APPEND, key, b"r"), (self.next_id + 1, m.QUEUE_POP, key, 0)]
+        self.next_id += 2
+        first = [self.engine.request(self.clients[number], request, self.model.now) for request in requests]
+        if framed:
+            self.engine.frames_sent(self.clients[number], 1)
+        assert first[0] is not None
+        if first[0][1] == m.OK:
+            self.model.put(key, self.model.values.get(key, b"") + b"r", keep=True)
+        item = self.model.pop(key)
+        assert first[1] is not None
+        assert first[1][1:] == ((m.TIMEOUT, [key]) if item is None else (m.OK, item))
+        self.compare()
+        self.engine.close(self.clients[number], self.model.now)
+        self.model.client_went(number, for_good=False)
+        self.compare()
+        self.clients[number] = self._open(number, (requests[0][0], requests[1][0]))
+        assert self.clients[number].resumed
+        assert [self.engine.request(self.clients[number], request, self.model.now) for request in requests] == first
+
+    # ---- what is always true
+
+    @invariant()
+    def compare(self) -> None:
+        """Late replies, everything that is held, and the books."""
+        for number in range(3):
+            told = [reply[:2] if self._of_round(reply) else reply for reply in self.late[number]]
+            expected = [
+                reply[:2] if self._of_round(reply) else reply for who, reply in self.model.late if who == number
+            ]
+            assert sorted(told, key=repr) == sorted(expected, key=repr)
+            self.late[number].clear()
+        self.model.late.clear()
+        space = self.engine.namespaces.get("job")
+        assert space is not None
+        assert space.values == self.model.values
+        assert {key: list(queue) for key, queue in space.queues.items()} == self.model.queues
+        assert {key: lease.lease_id for key, lease in space.leased.items()} == self.model.bound
+        assert space.leases.keys() == self.model.leases.keys()
+        assert space.holds.keys() == self.model.holds.keys()
+        assert self.engine.waiter_count == len(self.model.waiting)
+        assert not engine_books.problems(self.engine)
+        assert self.engine.memory_bytes <= self.limits.memory_bytes + REPLIES_BYTES
+
+    def _of_round(self, reply: tuple[Any, ...]) -> bool:
+        """Whether it is the answer to a join: the model says who, not at which revision."""
+        return type(reply[2]) is tuple or (reply[1] == m.TIMEOUT and reply[2] is None)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "clients"):
+            return
+        self.watch(0)
+        for client in self.clients:
+            self.engine.request(client, (self.next_id, m.DELETE_NAMESPACE), self.model.now)
+            self.engine.request(client, (self.next_id + 1, m.GOODBYE), self.model.now)
+            self.engine.close(client, self.model.now)
+        for _ in range(60):
+            self.model.now = max(self.model.now, self.engine.next_deadline() or 0.0)
+            self.engine.expire(self.model.now)
+        assert self.engine.memory_bytes == 0
+        assert self.engine.waiter_count == 0
+        assert self.engine.next_deadline() is None
+
+
+REPLIES_BYTES = 40_000
+"""Remembered replies are charged, and bounded by their number, when the request has long been let in."""
+
+
+class SmallEngineMachine(EngineMachine):
+    """The same within limits that are reached all the time: what is refused changes nothing."""
+
+    limits = limits_for(45, memory_bytes=9_000, waiters=3, in_flight=40, items=3)
+
+
+SETTINGS = settings(
+    max_examples=EXAMPLES, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+EngineMachine.TestCase.settings = SETTINGS
+SmallEngineMachine.TestCase.settings = SETTINGS
+TestEngineModel = EngineMachine.TestCase
+TestSmallEngineModel = SmallEngineMachine.TestCase
