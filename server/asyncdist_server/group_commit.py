@@ -13,7 +13,7 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from asyncdist_server.batch import CLEAN, GAPS, Batch, BatchMaker
 from asyncdist_server.changes import ChangeLog
@@ -24,6 +24,9 @@ from asyncdist_server.journal import Journal, JournalError
 from asyncdist_server.journal_thread import Outcome
 from asyncdist_server.replay import Replay
 from asyncdist_server.torch_namespaces import TORCH_PREFIX
+
+TIDY_BYTES: Final = 1024 * 1024
+"""How much is written between two looks at whether the journal has something to tidy up."""
 
 
 class Runner(Protocol):
@@ -94,6 +97,7 @@ class GroupCommit:
         self._gathering: dict[Waiting, None] = {}
         self._committing: dict[Waiting, None] = {}
         self._under_way = False
+        self._untidy_bytes = 0
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
         self._idle: asyncio.Future[None] | None = None
         self._failed = False
@@ -207,7 +211,10 @@ class GroupCommit:
             number = self._number - 1
             self._maker.written(batch)
             self.statistics.note(batch, seconds)
-            self._runner.submit(self.journal.tidy, self._tidied)
+            self._untidy_bytes += batch.bytes
+            if self._untidy_bytes > TIDY_BYTES:
+                self._untidy_bytes = 0
+                self._runner.submit(self.journal.tidy, self._tidied)
             if self._changes.dirty and self.durability.delay_s is None:
                 self._begin()  # the disk works while we write
             for connection in released:

@@ -29,6 +29,9 @@ APPLICATION_ID: Final = 0x61646A6C
 FORMAT: Final = 1
 CHECKPOINT_BYTES: Final = 16 * 1024 * 1024
 """After so much the write-ahead log is copied into the main file: so seldom that it costs little."""
+PAGE_BYTES: Final = 4096
+PAGES_OF_A_COMMIT: Final = 3
+"""Pages that a commit writes beside those of its rows (measured)."""
 BACKUP_STEP_PAGES: Final = 256
 """How much of a backup is copied between two looks at what else is to be written: a few milliseconds' worth."""
 
@@ -128,7 +131,7 @@ class SqliteJournal:
         except (sqlite3.Error, OSError) as error:
             raise self._error("write to", error) from error
         batch.bytes = size
-        self._since_checkpoint += size
+        self._since_checkpoint += (size // PAGE_BYTES + PAGES_OF_A_COMMIT) * PAGE_BYTES
         failpoint("committed")
 
     def tidy(self) -> None:

@@ -14,6 +14,7 @@ from asyncdist.store import TCPStore
 from asyncdist_server.config import ServerConfig
 from asyncdist_server.daemon import StoreServer
 from asyncdist_server.durability import DURABLE, Durability, parse_durability
+from asyncdist_server.group_commit import TIDY_BYTES
 from asyncdist_server.journal import Journal, JournalError
 from asyncdist_server.journal_thread import Outcome
 from asyncdist_server.persistence import Persistence
@@ -184,6 +185,14 @@ async def test_after_a_failed_write_nothing_leaves_and_nothing_is_written() -> N
         assert not write.done()
         write.cancel()
         read.cancel()
+
+
+async def test_the_journal_is_tidied_now_and_then() -> None:
+    async with world() as made, made.store() as store:
+        for _ in range(3):
+            await store.set("key", b"x" * (TIDY_BYTES // 2))
+        await store.set("key", "small")
+        assert made.journal.calls.count("tidy") == 1
 
 
 async def test_the_end_says_that_nothing_is_missing() -> None:
