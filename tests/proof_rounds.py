@@ -12,7 +12,7 @@ from pathlib import Path
 
 from daemon_process import DaemonProcess
 from proof_audit import Findings, count_lost_and_twice, count_lost_of_relaxed, judge
-from proof_load import COUNTERS, LOGS, QUEUES, REGISTERS, LoadClient, Recorded
+from proof_load import COUNTERS, LOGS, QUEUES, REGISTERS, STUCK_S, LoadClient, Recorded
 from proof_watch import SENTINEL, Watcher, problems_of
 
 from asyncdist.errors import QueueEmptyError
@@ -24,6 +24,8 @@ CLIENTS = 8
 HASTY_TIMEOUT_S = 0.25
 """One client gives up soon, so that nobody knows what became of its requests."""
 CHAOS = Chaos(cut_after=8_000, early=0.1, delayed=0.02, delay=0.02, piece=3_000, stall=0.1)
+GENTLE = Chaos(cut_after=200_000, stall=0.1)
+"""For watches: one answer may hold thousands of events, and it comes whole or not at all."""
 LEASE_S = 30.0
 """Time to live of leases that must never end: meeting a daemon that is killed every second may take many tries."""
 MORTAL_S = 1.0
@@ -86,10 +88,8 @@ class Round:
     async def run(self, kills: int) -> Findings:
         """Let the clients work while the faults happen, read what is left, and judge."""
         async with self._stack:
-            proxy = await self._stack.enter_async_context(
-                chaos_proxy("127.0.0.1", self.daemon.port, CHAOS, seed=self.rng.getrandbits(32))
-            )
-            await self._open(proxy)
+            proxy, gentle = await self._proxy(CHAOS), await self._proxy(GENTLE)
+            await self._open(proxy, gentle)
             final = LoadClient("c0", await self._connect(self.daemon.port), self.recorded, self.seed)
             leases = await self._lease(final.store, proxy)
             async with asyncio.TaskGroup() as tasks:
@@ -101,17 +101,17 @@ class Round:
                 for client in self.clients:
                     client.stopping = True
                 feeding = tasks.create_task(final.feed())
-                await asyncio.wait(working)
+                await _all_ended(working, "clients")
                 final.stopping = True
                 await feeding
                 await self._read_all(final)
                 await self._check_leases(final.store, leases)
                 await final.store.set(self.recorded.prefix + SENTINEL, b"")
-                await asyncio.wait(watching)
+                await _all_ended(watching, "watchers")
             for lease in leases:
                 if not lease.lost:
                     await lease.revoke()
-            self.findings.cuts = proxy.cuts
+            self.findings.cuts = proxy.cuts + gentle.cuts
         return self._judge()
 
     # ---- before
@@ -119,7 +119,11 @@ class Round:
     async def _connect(self, port: int) -> TCPStore:
         return await self._stack.enter_async_context(TCPStore("127.0.0.1", port, namespace="proof"))
 
-    async def _open(self, proxy: ChaosProxy) -> None:
+    async def _proxy(self, chaos: Chaos) -> ChaosProxy:
+        seed = self.rng.getrandbits(32)
+        return await self._stack.enter_async_context(chaos_proxy("127.0.0.1", self.daemon.port, chaos, seed=seed))
+
+    async def _open(self, proxy: ChaosProxy, gentle: ChaosProxy) -> None:
         for number in range(1, CLIENTS + 1):
             proxied = number > CLIENTS - self.mode.proxied
             store = await self._connect(proxy.port if proxied else self.daemon.port)
@@ -128,7 +132,7 @@ class Round:
                 store.set_timeout(HASTY_TIMEOUT_S)
             name = f"c{number}"
             self.clients.append(LoadClient(name, store, self.recorded, f"{self.seed} {name}", hasty=hasty))
-        for port in (self.daemon.port, proxy.port):
+        for port in (self.daemon.port, gentle.port):
             self.watchers.append(Watcher(await self._connect(port), self.recorded.prefix))
 
     async def _lease(self, store: TCPStore, proxy: ChaosProxy) -> list[Lease]:
@@ -241,6 +245,12 @@ class Round:
                         findings.problems.append(f"{event} came {received_at - self._mortal_at:.3f} s after the lease")
         findings.problems = [f"round {self.seed}: {problem}" for problem in findings.problems]
         return findings
+
+
+async def _all_ended(tasks: list[asyncio.Task[None]], what: str) -> None:
+    _, hanging = await asyncio.wait(tasks, timeout=2 * STUCK_S)
+    if hanging:
+        raise TimeoutError(f"{what} hang: {hanging}")
 
 
 async def _ended(asked: asyncio.Future[object]) -> object:
