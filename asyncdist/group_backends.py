@@ -74,18 +74,22 @@ class GroupBackends(GroupBackend):
         """The backend of GPU arrays. Raises TypeError where there is none."""
         if self.devices is None:
             from asyncdist.backend.device import DeviceBackend, DeviceSettings  # for programs with GPUs only
+            from asyncdist.backend.device_paths import PATHS
 
             found = provider.find()
             if found is None:
                 raise TypeError(f"arrays on a GPU cannot be used here: {provider.reason()}")
             world = self._world
+            path = os.environ.get(PATH_VARIABLE, "").strip().lower()
+            if path not in ("", *PATHS):
+                raise ValueError(f"{PATH_VARIABLE}={path!r}: use {', '.join(PATHS)}")
             settings = DeviceSettings(
                 loop=world.loop,
                 pool=world.pool,
                 tuning=world.tuning.of_group(self.ranks),
                 host=world.host,
                 backend=self.names.on_gpus,
-                path=os.environ.get(PATH_VARIABLE, "").strip().lower(),
+                path=path,
                 timeout_s=self._owner.timeout_s,
             )
             self.devices = DeviceBackend(

@@ -105,3 +105,13 @@ async def test_a_world_can_be_bound() -> None:
             assert dist.get_default_backend_for_device("cuda:0") == "nccl"
     with pytest.raises(ValueError, match="device_id=0"):
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, device_id=0)
+
+
+def test_a_path_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCDIST_CUDA_PATH", "teleport")
+
+    async def main(at: GpuRank) -> None:
+        with pytest.raises(ValueError, match="ASYNCDIST_CUDA_PATH='teleport': use nccl, ipc, staged"):
+            dist.all_reduce(at.zeros(2))
+
+    run_gpu(1, main)
