@@ -231,7 +231,8 @@ class Job:
         members = old + sorted(new, key=name_order)
         self.epoch += 1
         self.ranks = {name: rank for rank, name in enumerate(members)}
-        state.put(self.namespace, self.prefix + b"epoch", msgpack.packb((self.epoch, members)))
+        # Even if the store is full: an epoch that is not among the keys would be given again after a restart.
+        state.put(self.namespace, self.prefix + b"epoch", msgpack.packb((self.epoch, members)), always=True)
         for rank, name in enumerate(members):
             waiter = self.waiting[name]
             state.finish(waiter, (waiter.request_id, OK, (self.epoch, rank, members, state.revision)))

@@ -102,17 +102,23 @@ class StoreState:
 
     # ---- values
 
-    def put(self, namespace: Namespace, key: bytes, value: bytes, keep_lease: bool = False) -> str:
+    def put(
+        self, namespace: Namespace, key: bytes, value: bytes, keep_lease: bool = False, always: bool = False
+    ) -> str:
         """Store `value` and wake who waits for `key`, or change nothing and return why.
 
-        A lease that the key is bound to lets go of it unless `keep_lease`.
+        A lease that the key is bound to lets go of it unless `keep_lease`. With `always` no limit refuses it.
         """
         growth = namespace.growth_by_value(key, value)
         if (
-            len(key) > self.limits.key_bytes
-            or len(value) > self.limits.value_bytes
-            or (growth > 0 and self.memory_bytes + growth > self.limits.memory_bytes)
-        ) and (refused := self.refuse_key(key) or self.refuse_value(value) or self.refuse_growth(growth)):
+            (
+                len(key) > self.limits.key_bytes
+                or len(value) > self.limits.value_bytes
+                or (growth > 0 and self.memory_bytes + growth > self.limits.memory_bytes)
+            )
+            and not always
+            and (refused := self.refuse_key(key) or self.refuse_value(value) or self.refuse_growth(growth))
+        ):
             return refused
         self.memory_bytes += growth
         namespace.values[key] = value
