@@ -46,6 +46,10 @@ from asyncdist_server.state import StoreState
 __all__ = ["Client", "Reply", "Request", "StoreEngine"]
 
 
+def _deliver_to_nobody(reply: Reply) -> None:
+    """Stand for the connection of a client that has none."""
+
+
 class StoreEngine:
     """All namespaces, clients and blocked requests of one store; see the module's docstring for how it is driven."""
 
@@ -148,6 +152,8 @@ class StoreEngine:
         if client.closed:
             return
         client.closed = True
+        # Who is remembered must not keep the connection alive, with all that it has read and not run.
+        client.deliver, client.on_superseded = _deliver_to_nobody, None
         self._state.now = now
         del self._state.clients[client]
         for waiter in list(client.blocked.values()):
@@ -185,7 +191,7 @@ class StoreEngine:
     def restore_client(self, client_id: bytes, namespace: str, replies: dict[int, Reply], now: float) -> None:
         """Remember a client from before a restart, and the replies it may ask for again, as if it had just gone."""
         home = self._namespaces.get(namespace) or Namespace(namespace)
-        client = Client(home, client_id, lambda reply: None, None, self.limits)
+        client = Client(home, client_id, _deliver_to_nobody, None, self.limits)
         client.closed = True
         self._state.memory_bytes += client.resume(replies)
         self._away[client_id] = (now + CLIENT_LINGER_S, client)
