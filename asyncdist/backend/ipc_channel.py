@@ -20,7 +20,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
 
 from asyncdist import events
 from asyncdist.backend.base import CollectiveWork
@@ -33,6 +35,7 @@ from asyncdist.backend.ipc_scratch import SMALL_SLOTS, IpcScratch
 from asyncdist.backend.signals import Record, Signals
 from asyncdist.cuda.interface import Event, Stream
 from asyncdist.errors import RemoteProtocolError
+from asyncdist.reduce_op import PremulSum, ReduceOp
 
 __all__ = ["MAX_EARLY", "IpcChannel"]
 
@@ -76,6 +79,8 @@ class IpcChannel:
         self._early: list[tuple[int, Record]] = []
         self._dropped: deque[int] = deque(maxlen=DROPS_KEPT)
         self._lost: dict[int, BaseException] = {}
+        self._compiled: set[tuple[ReduceOp, np.dtype[Any]]] = set()
+        self._compiling: asyncio.Future[None] | None = None
         self._watched = 0
         self._not_closed = set(self._others)
         self._quiet: asyncio.Future[None] | None = None
@@ -166,6 +171,8 @@ class IpcChannel:
 
     def _admit(self) -> None:
         while self._held and len(self._operations) < SMALL_SLOTS and not self.closed:
+            if not self._is_compiled(self._held[0][0]):
+                return
             call, work, on_end, fingerprint = self._held.popleft()
             stream = self._streams[work.number % STREAMS]
             operation = IpcOperation(self, call, work, on_end, fingerprint, stream)
@@ -182,6 +189,31 @@ class IpcChannel:
                 elif record.sequence == sequence:
                     self._apply(member, record)
             operation.pump()
+
+    def _is_compiled(self, call: Call) -> bool:
+        """Whether the kernels of a call are; else they will be, in a thread, and the operations behind it wait too."""
+        op = ReduceOp.PREMUL_SUM if isinstance(call.op, PremulSum) else call.op
+        if not isinstance(op, ReduceOp) or (op, call.dtype) in self._compiled:
+            return True
+        if self._compiling is None:
+            key = (op, call.dtype)
+            self._compiling = in_thread(self._around.loop, self._compile, *key)
+
+            def compiled(future: asyncio.Future[None]) -> None:
+                self._compiling = None
+                if not future.cancelled():
+                    future.exception()  # if it cannot be compiled, launching it says so
+                    self._compiled.add(key)
+                    self._admit()
+
+            self._compiling.add_done_callback(compiled)
+        return False
+
+    def _compile(self, op: ReduceOp, dtype: np.dtype[Any]) -> None:
+        if op is ReduceOp.PREMUL_SUM:
+            self.runtime.prepare_scale(dtype, self.device)
+            op = ReduceOp.SUM
+        self.runtime.prepare_reduce(op, dtype, self.size, self.device)
 
     def _say_done(self, sequence: int, operation: IpcOperation | None, fingerprint: int) -> None:
         """Once nothing of the operation is on the device any more, which is now unless it was dropped under way."""

@@ -30,6 +30,9 @@ NOT_READY: Final = 600
 DEVICE_MEMORY: Final = (2, 3)
 """cudaMemoryTypeDevice and cudaMemoryTypeManaged."""
 
+BLOCK_BYTES: Final = 2 << 20
+"""What is smaller CUDA cuts from blocks of this size, and opening an IPC handle gives the others the whole block."""
+
 BLOCK_THREADS: Final = 512
 BLOCKS_PER_MULTIPROCESSOR: Final = 4
 """Enough to keep the memory of any device busy: 2,048 threads are all that a multiprocessor holds."""
@@ -103,7 +106,7 @@ class _Pinned(Pinned):
 class _Memory(Memory):
     def __init__(self, nbytes: int, device: int) -> None:
         with translated(f"allocating {nbytes} bytes on device {device}"), on_device(device):
-            self.pointer = runtime.malloc(nbytes)
+            self.pointer = runtime.malloc(-(-nbytes // BLOCK_BYTES) * BLOCK_BYTES)
         self.nbytes = nbytes
         self.device = device
 
@@ -266,6 +269,8 @@ class CupyRuntime(Runtime):
     ) -> None:
         """See Runtime."""
         kernel = _scale_kernel(dtype)
+        if isinstance(factor, complex) and dtype.kind != "c":
+            raise TypeError(f"the factor {factor!r} is complex, arrays of dtype {dtype} are not")
         if count:
             parts = np.float64(complex(factor).real), np.float64(complex(factor).imag)
             self._launch(kernel, count, (*_words((target, source, count)), *parts), stream)
@@ -274,6 +279,11 @@ class CupyRuntime(Runtime):
         """See Runtime."""
         with translated("compiling a kernel"), on_device(device):
             _ = _reduce_kernel(op, dtype, sources).kernel
+
+    def prepare_scale(self, dtype: np.dtype[Any], device: int) -> None:
+        """See Runtime."""
+        with translated("compiling a kernel"), on_device(device):
+            _ = _scale_kernel(dtype).kernel
 
     def _launch(self, kernel: Any, threads: int, arguments: tuple[Any, ...], stream: Stream) -> None:
         """One thread for each of `threads`, or as many as the device runs at a time."""

@@ -228,6 +228,9 @@ class Runtime(ABC):
         Compiled kernels are kept, on disk as well. Raises TypeError and ValueError as `reduce`.
         """
 
+    def prepare_scale(self, dtype: np.dtype[Any], device: int) -> None:  # noqa: B027
+        """Compile what `scale` will launch, as `prepare_reduce`. Raises TypeError as `scale`."""
+
     @abstractmethod
     def scale(
         self, dtype: np.dtype[Any], target: int, source: int, factor: float | complex, count: int, stream: Stream

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_paths_kit import PathRank, everybody, run_ranks, values
+from device_paths_kit import PATIENCE_S, PathRank, everybody, run_ranks, values
 
 from asyncdist.backend import call as calls
 from asyncdist.backend import staged_line
@@ -43,9 +43,13 @@ def test_copies_and_communication_overlap(runtime: FakeRuntime, monkeypatch: pyt
         stream = runtime.current_stream(0)
         gate = runtime.hold(stream) if rank.rank else None  # rank 1 comes late
         x = rank.array(values(rank.rank, count, np.int64))
-        if gate is not None:
-            asyncio.get_running_loop().call_later(0.05, gate.open)
-        await rank.run(calls.all_reduce(x, ReduceOp.SUM))
+        work = rank.start(calls.all_reduce(x, ReduceOp.SUM))
+        async with asyncio.timeout(PATIENCE_S):
+            while len(trace) < 2 * BUFFERS:  # noqa: ASYNC110 - of what threads do there is no event
+                await asyncio.sleep(0.001)
+            if gate is not None:
+                gate.open()
+            await work
         np.testing.assert_array_equal(x._array, sum(everybody(2, count, np.int64)))
 
     run_ranks(2, StagedPath, main, runtime)
