@@ -46,6 +46,9 @@ and a step of training seldom asks."""
 ASK_GROWTH: Final = 2.0
 """By how much the next question about the same operation comes later: who is merely late is asked a few times."""
 
+CARRIED_KEPT: Final = 1024
+"""Kinds of calls remembered as good, by path, collective, dtype and reduction: a program has a few."""
+
 NEGOTIATION: Final = "path"
 """Name of the exchange in which the path is chosen."""
 
@@ -95,6 +98,7 @@ class DeviceBackend(GroupBackend):
     ) -> None:
         super().__init__(mesh, group_id, ranks, rank)
         self.provider = provider
+        self._count = provider.runtime.device_count()
         self.device: int | None = None
         """The GPU of this rank, once an array has said it."""
         self._mesh = mesh
@@ -113,6 +117,8 @@ class DeviceBackend(GroupBackend):
         self._idle: list[Callable[[], object]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._asked: dict[Key, float] = {}
+        self._carried: set[tuple[object, ...]] = set()
+        """Kinds of calls that the path does not refuse."""
         self._bound = False
         self._failure: DistError | None = None
         """Why there is no path, where nobody has been told."""
@@ -132,10 +138,9 @@ class DeviceBackend(GroupBackend):
         """Raise TypeError or ValueError for a call on GPU arrays that cannot be carried out."""
         device, devices = call.device, _devices(call)
         assert device is not None
-        count = self.provider.runtime.device_count()
         for number in devices:
-            if not 0 <= number < count:
-                raise ValueError(f"an array is on cuda:{number}, but there are {count} GPUs here")
+            if not 0 <= number < self._count:
+                raise ValueError(f"an array is on cuda:{number}, but there are {self._count} GPUs here")
         if len(devices) == 1 and self.device is not None and device != self.device:
             raise ValueError(
                 f"an array is on cuda:{device}, but this rank has used cuda:{self.device} in the group so far: a rank "
@@ -143,9 +148,14 @@ class DeviceBackend(GroupBackend):
             )
         path = self._path or PATHS[self._likely_path()]
         for one in call.members or (call,):
+            known = (path.name, one.collective, one.dtype, one.op)
+            if known in self._carried:
+                continue
             why = path.refusal(self.provider, one.collective, one.dtype, one.op)
             if why:
                 raise TypeError(why)
+            if len(self._carried) < CARRIED_KEPT:
+                self._carried.add(known)
 
     def bind(self, device: int) -> None:
         """Use this GPU, and open what its first operation needs; nothing is said about the operation."""

@@ -91,9 +91,13 @@ class NcclPath(DevicePath):
         """Queue it in the channel of its tag, making one if there is none."""
         devices = _devices(call, self._around.device)
         self._issued[work.tag] = work.number
-        for spent in list(self._channels.get(work.tag, ())):
-            self._retire(spent)
-        channel = self._channel(work.tag, work.number, devices)
+        channels = self._channels.get(work.tag)
+        if channels and len(channels) == 1 and channels[0].limit is None and channels[0].devices == devices:
+            channel = channels[0]
+        else:
+            for spent in list(channels or ()):
+                self._retire(spent)
+            channel = self._channel(work.tag, work.number, devices)
         channel.add(NcclOperation(call, work, on_end))
 
     def _channel(self, tag: int, number: int, devices: tuple[int, ...]) -> NcclChannel:
@@ -153,7 +157,8 @@ class NcclPath(DevicePath):
 
     def _ended(self, channel: NcclChannel, operation: NcclOperation, error: BaseException | None) -> None:
         operation.on_end(operation.work, error)
-        self._retire(channel)
+        if channel.limit is not None:
+            self._retire(channel)
 
     # Refused operations.
 
@@ -244,6 +249,8 @@ class NcclPath(DevicePath):
 
 
 def _devices(call: Call, device: int) -> tuple[int, ...]:
+    if not call.members:
+        return (device if call.device is None else call.device,)
     found = tuple(dict.fromkeys(member.device for member in call.members if member.device is not None))
     return found if len(found) > 1 else (call.device if call.device is not None else device,)
 

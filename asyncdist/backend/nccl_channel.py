@@ -25,6 +25,8 @@ __all__ = ["MAX_LAUNCHED", "NcclChannel", "NcclOperation"]
 _SINGLE: Final = frozenset({"all_reduce", "broadcast", "reduce"})
 """Collectives that are always one operation of NCCL's, which needs no group."""
 
+_NOBODY: Final[frozenset[int]] = frozenset()
+
 MAX_LAUNCHED: Final = 128
 """Operations of a channel that are queued on the GPU at once: enough that it never waits for the next, and, with three
 entries each and a few channels, below the thousand from which a launch blocks. The others wait here."""
@@ -121,15 +123,19 @@ class NcclChannel:
         while self._queue and self._launching is None and self._launched < MAX_LAUNCHED and not self._gone:
             operation = self._queue.popleft()
             operation.launched = True
-            call = operation.call
-            new = frozenset[int]()
-            for member in call.members or (call,):
-                new |= talks_to(member, self._communicators[0])
-            if new <= self._met:
+            new = self._not_met(operation.call)
+            if not new:
                 self._launch_here(operation)
             else:  # connecting to a peer blocks until it does the same
                 self._met |= new
                 self._launching = self._around.loop.create_task(self._launch_there(operation), name="launch in NCCL")
+
+    def _not_met(self, call: Call) -> frozenset[int]:
+        """Ranks that `call` sends to or receives from for the first time."""
+        if call.collective in _SINGLE:
+            return _NOBODY
+        peers = [talks_to(member, self._communicators[0]) for member in call.members or (call,)]
+        return _NOBODY.union(*peers) - self._met
 
     def _launch_here(self, operation: NcclOperation) -> None:
         try:
@@ -156,7 +162,10 @@ class NcclChannel:
         for event in call.ready:
             for stream in streams:
                 stream.wait_event(event)
-        issued = [issue(member, self._places[self._place_of(member)]) for member in (call.members or (call,))]
+        if call.members:
+            issued = [issue(member, self._places[self._place_of(member)]) for member in call.members]
+        else:
+            issued = [issue(call, self._places[0])]
         parts = [part for part in issued if part is not None]
         if len(parts) == 1 and call.collective in _SINGLE:
             parts[0]()
