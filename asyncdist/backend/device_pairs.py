@@ -324,5 +324,6 @@ class _Line:
         """Give the communicator up."""
         if self._opening is not None:
             self._opening.cancel()
+            self._pairs._helpers.keep(self._opening)
         if self._channel is not None:
             self._channel.end(self._pairs._helpers, in_order=in_order)

@@ -54,12 +54,19 @@ class Helpers:
         self._futures.add(future)
         future.add_done_callback(lambda ended, _kept=keep_alive: self._ended(ended))  # type: ignore[misc]
 
+    def keep(self, future: asyncio.Future[Any]) -> None:
+        """Wait for this, too; its failure is not heard of either."""
+        self._futures.add(future)
+        future.add_done_callback(self._ended)
+
     def _ended(self, future: asyncio.Future[Any]) -> None:
         self._futures.discard(future)
         if not future.cancelled():
             future.exception()
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until all have ended, at most `timeout_s`."""
+        """Wait until all have ended, at most `timeout_s`; what waits for the others is then cancelled."""
         if self._futures:
-            await asyncio.wait(set(self._futures), timeout=timeout_s)
+            _, late = await asyncio.wait(set(self._futures), timeout=timeout_s)
+            for future in late:
+                future.cancel()

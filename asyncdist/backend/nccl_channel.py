@@ -7,6 +7,7 @@ communicator. An ordinary channel has one communicator per rank; that of a multi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -95,7 +96,7 @@ class NcclChannel:
             for index, device in enumerate(self.devices)
         ]
         try:
-            found = await asyncio.gather(*futures)
+            found = await asyncio.gather(*map(asyncio.shield, futures))  # a thread cannot be cancelled
         except BaseException:
             for future in futures:
                 future.add_done_callback(_abort_late)
@@ -181,7 +182,7 @@ class NcclChannel:
         operation.done = tuple(events)
 
     def _place_of(self, member: Call) -> int:
-        return self.devices.index(member.device) if len(self.devices) > 1 else 0  # type: ignore[arg-type]
+        return self.devices.index(member.device) if len(self.devices) > 1 else 0
 
     def _is_launched(self, operation: NcclOperation) -> None:
         if self._gone:
@@ -240,15 +241,18 @@ class NcclChannel:
         kept = self._around.completions.drop(self), list(self.operations.values()), self._left_behind
         self.operations.clear()
         self._queue.clear()
+        if self._launching is not None:
+            helpers.keep(self._launching)
         if self._communicators:
             helpers.start(self._end_there, in_order, keep_alive=kept)
 
     def _end_there(self, in_order: bool) -> None:
         for communicator in self._communicators:
             if in_order:
-                communicator.destroy()
-            else:
-                communicator.abort()
+                with contextlib.suppress(DistBackendError):  # then it is aborted
+                    communicator.destroy()
+                    continue
+            communicator.abort()
         for stream in self._streams:
             stream.synchronize()
             stream.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
 from typing import Any
 
@@ -21,6 +22,7 @@ from asyncdist.errors import (
     PeerLostError,
 )
 from asyncdist.reduce_op import ReduceOp
+from asyncdist.testing.fake_nccl import FakeCommunicator, FakeNccl
 
 SOON_S = 1.5
 """When a difference between ranks must have been found, on a busy machine."""
@@ -280,8 +282,8 @@ def test_more_tags_than_communicators() -> None:
     async def main(at: GpuRank) -> None:
         for tag in range(MAX_TAGS):
             await at.group.all_reduce(at.zeros(2), tag=tag)
-        with pytest.raises(DistBackendError, match=f"more than {MAX_TAGS} tags"):
-            at.group.all_reduce(at.zeros(2), tag=MAX_TAGS)
+        error = await failure_of(async_call(lambda: at.group.all_reduce(at.zeros(2), tag=MAX_TAGS)))
+        assert f"more than {MAX_TAGS} tags" in str(error)  # here, or refused by the rank that came first
         await at.group.all_reduce(at.zeros(2), tag=3)
 
     run_failing(2, main)
@@ -310,3 +312,55 @@ def test_without_a_gpu_arrays_on_one_are_refused() -> None:
                 dist.new_group(backend="nccl")
 
     run_gpu(1, main)
+
+
+def test_a_thread_that_nccl_keeps_does_not_keep_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening blocks on one rank: the time-out comes all the same, and what opens too late is aborted."""
+    blocked, genuine = threading.Event(), FakeNccl.open
+
+    def slow(self: FakeNccl, size: int, unique_id: bytes, rank: int, device: int) -> Any:
+        if rank == 1:
+            blocked.wait(20)
+        return genuine(self, size, unique_id, rank, device)
+
+    monkeypatch.setattr(FakeNccl, "open", slow)
+
+    async def main(at: GpuRank) -> None:
+        began = time.monotonic()
+        error = await failure_of(dist.all_reduce(at.zeros(2), group=at.group, timeout=0.2))
+        assert isinstance(error, CollectiveTimeoutError)
+        assert time.monotonic() - began < 5
+        blocked.set()
+        assert at.cuda.nccl is not None
+        await until(lambda: [one.state for one in at.cuda.nccl.communicators] == ["aborted"] * 2)  # type: ignore[union-attr]
+
+    run_failing(2, main)
+
+
+def test_a_launch_that_blocks_is_ended_by_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first send of a pair connects, and blocks for as long as the other rank does not."""
+    genuine = FakeCommunicator.send
+
+    def blocking(self: FakeCommunicator, *arguments: Any) -> None:
+        deadline = time.monotonic() + 20
+        while self.state == "open" and time.monotonic() < deadline:
+            time.sleep(0.001)
+        genuine(self, *arguments)
+
+    monkeypatch.setattr(FakeCommunicator, "send", blocking)
+
+    async def main(at: GpuRank) -> None:
+        began = time.monotonic()
+        lists = [at.zeros(1), at.zeros(1)]
+        work = dist.all_to_all(lists, [at.zeros(1), at.zeros(1)], at.group)
+        behind = dist.all_reduce(at.zeros(1), group=at.group)
+        await asyncio.sleep(0.05)
+        assert not work.done()
+        if at.rank == 0:
+            at.group.abort("enough")
+        for one in (work, behind):
+            assert isinstance(await failure_of(one), GroupAbortedError)
+        await at.group.close()
+        assert time.monotonic() - began < 5
+
+    run_failing(2, main)
