@@ -21,6 +21,7 @@ from asyncdist_server.torch_wire import FIRST_BYTE
 
 if TYPE_CHECKING:
     from asyncdist_server.daemon import StoreServer
+    from asyncdist_server.group_commit import GroupCommit
 
 WRITE_HIGH_BYTES: Final = 1024 * 1024
 """With more than this unsent, a client's further requests wait: it must read first."""
@@ -48,7 +49,8 @@ class Connection(asyncio.Protocol):
         self.descriptor = -1
         self._timer: asyncio.TimerHandle | None = None  # handshake, stall or close, whichever runs
         self._peer = ""
-        self._write_paused = False
+        self._write_paused = False  # by the transport
+        self._paused = False  # by that, or by what waits for the disk
         self._read_paused = False
         self._turn_due = False
         self._opening = True
@@ -145,7 +147,7 @@ class Connection(asyncio.Protocol):
                 self._drop("reads its replies too slowly")
             return
         output = session.take_output()
-        if output and not self._hold(output):
+        if output and (self._server.gate is None or not self._hold(self._server.gate, output)):
             if len(output) == 1:
                 transport.write(output[0])
             else:
@@ -174,11 +176,10 @@ class Connection(asyncio.Protocol):
 
     # ---- output that waits for the disk
 
-    def _hold(self, output: list[bytes]) -> bool:
+    def _hold(self, gate: GroupCommit, output: list[bytes]) -> bool:
         """Keep `output` back if it tells of changes that are not on the disk; torch's clients never wait."""
-        gate = self._server.gate
         session = self._session
-        if gate is None or not session.open or not isinstance(session, Session):
+        if not session.open or not isinstance(session, Session):
             return False
         number = gate.needed()
         if not number and not self._held:
@@ -186,6 +187,7 @@ class Connection(asyncio.Protocol):
         number = number or self._held[-1][0]
         self._held.append((number, output))
         self._held_bytes += sum(map(len, output))
+        self._paused |= self._held_bytes > WRITE_HIGH_BYTES
         gate.hold(self, number)
         return True
 
@@ -197,6 +199,7 @@ class Connection(asyncio.Protocol):
         while held and held[0][0] <= number:
             pieces += held.popleft()[1]
         self._held_bytes -= sum(map(len, pieces))
+        self._paused = self._write_paused or self._held_bytes > WRITE_HIGH_BYTES
         if self._transport is None or self._ending:
             return
         if len(pieces) == 1:
@@ -210,11 +213,6 @@ class Connection(asyncio.Protocol):
                 self._end()
         elif was_paused and not self._paused:
             self._schedule_turn()
-
-    @property
-    def _paused(self) -> bool:
-        """Whether more is unsent than a client's further requests may add to."""
-        return self._write_paused or self._held_bytes > WRITE_HIGH_BYTES
 
     # ---- long requests and slow readers
 
@@ -246,7 +244,7 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The client reads more slowly than it asks: run nothing more for it, and watch that it reads at all."""
-        self._write_paused = True
+        self._write_paused = self._paused = True
         self._update_reading()
         if not self._opening and not self._ending:
             self._watch_stall()
@@ -254,6 +252,7 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """The client has caught up."""
         self._write_paused = False
+        self._paused = self._held_bytes > WRITE_HIGH_BYTES
         if not self._opening and not self._ending:
             self._cancel_timer()
             self._schedule_turn()

@@ -16,6 +16,7 @@ from asyncdist.store import TCPStore
 FILE_BYTES = 200_000
 
 
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of other processes are set on Linux only")
 async def test_a_full_disk_ends_the_daemon_and_loses_nothing_acknowledged(tmp_path: Path) -> None:
     """The file size limit of the process stands in for the disk: SQLite gets the same error from the same call."""
     acknowledged = []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from journal_kit import JournaledEngine, MemoryJournal, contents
 
-from asyncdist_server import batch
+from asyncdist_server import batch, history
 from asyncdist_server.batch import CLEAN, GAPS, ROLLED_BACK, SLACK_BYTES
 from asyncdist_server.engine import Client
 from asyncdist_server.messages import (
@@ -158,6 +158,19 @@ def test_a_journal_stays_in_proportion_to_what_the_store_holds() -> None:
     assert size < 2 * store.store.engine.memory_bytes + SLACK_BYTES
     assert min(store.journal.rows) > 1000  # what was said at the beginning was said again
     before = contents(store.store.engine)
+    store.restart()
+    assert contents(store.store.engine) == before
+
+
+def test_events_that_were_dropped_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "HISTORY_EVENTS", 3)
+    store = Store()
+    store.ask(WATCH, b"", None, 0)
+    for number in range(10):
+        store.ask(SET, b"key", b"%d" % number)
+        store.store.commit()
+    before = contents(store.store.engine)
+    assert len(before["job"]["histories"][b""][1]) == 3
     store.restart()
     assert contents(store.store.engine) == before
 
