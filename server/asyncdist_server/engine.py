@@ -124,9 +124,10 @@ class StoreEngine:
             return client
         if before is not None:
             if client_id in self._connected:
+                tell = before.on_superseded  # closing lets go of it
                 self.close(before, now)
-                if before.on_superseded is not None:
-                    before.on_superseded()
+                if tell is not None:
+                    tell()
             replay = before.replies_to_resume(pending)
             self._forget(client_id)
             self._state.memory_bytes += client.resume(replay)

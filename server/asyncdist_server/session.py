@@ -311,6 +311,7 @@ class Session:
     def _stop(self, reason: str) -> None:
         self.closing = True
         self.error = reason
+        self._reader = FrameReader(self._engine.limits.frame_bytes)  # the old one may hold most of a frame
         self._frames.clear()
         self._requests = ()
         self._index = 0

@@ -367,4 +367,6 @@ class TorchSession:
     def _stop(self, reason: str) -> None:
         self.closing = True
         self.busy = self._between = False
+        self._reader = TorchReader(self.engine.limits)  # the old one may hold most of a request
+        self.buffered = 0
         self.error = reason

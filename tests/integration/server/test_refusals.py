@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import msgpack
 import pytest
 from server_kit import SocketClient
+from torch_wire_kit import VALIDATE, blob, number
 
 from asyncdist_server import ServerConfig, serve, session
 from asyncdist_server import messages as m
@@ -24,6 +27,7 @@ from asyncdist_server.auth import (
 )
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.messages import Encoder, FrameReader, Hello
+from asyncdist_server.torch_wire import Query
 
 TOKEN = "t" * 43
 OTHER_TOKEN = "u" * 43
@@ -181,3 +185,43 @@ async def test_half_open_connections_at_the_limit_and_one_past_it(monkeypatch: p
                     connection.close()
 
         await asyncio.to_thread(work)
+
+
+@pytest.mark.parametrize("torch", [False, True], ids=["native", "torch"])
+async def test_what_a_client_did_not_finish_is_gone_with_its_connection(torch: bool) -> None:
+    """Although the client is remembered for a while. Buffers are freed at once, not when garbage is collected."""
+    size = 8 * 1024 * 1024
+    async with serve(ServerConfig(port=0, torch=torch)) as server:
+
+        def work() -> None:
+            if torch:
+                with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as connection:
+                    connection.sendall(VALIDATE + bytes([Query.SET]) + blob(b"k") + number(2 * size) + bytes(size))
+                    wait_until(lambda: server.inbound_bytes > size)
+            else:
+                with SocketClient(server.port) as client:
+                    client.socket.sendall((2 * size).to_bytes(4, "big") + bytes(size))
+                    wait_until(lambda: server.inbound_bytes > size)
+            wait_until(lambda: server.connection_count == 0)
+
+        gc.disable()
+        try:
+            tracemalloc.start()
+            for _ in range(3):
+                await asyncio.to_thread(work)
+            held_bytes, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+        assert peak_bytes > size  # it was held
+        assert held_bytes < size
+        assert server.inbound_bytes == 0
+        assert torch or server.engine.statistics()["clients_away"] == 1
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for what the daemon's loop, another thread's, brings about."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
