@@ -6,6 +6,7 @@ With ASYNCDIST_TEST_FAKE_CUDA=1 (a number of devices) they run on fake devices, 
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +15,12 @@ import pytest
 from jobs import Ended, finish, start_ranks
 
 from asyncdist import cuda
-from bench.gpu import FAKE_VARIABLE, FOLDER_VARIABLE
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the packages
+
+from bench.gpu import FAKE_VARIABLE, FOLDER_VARIABLE  # noqa: E402
+
 FAKE = os.environ.get(FAKE_VARIABLE, "")
 LIMIT_S = 120.0
 """Of any job of several processes: libraries may hang, tests may not."""

@@ -6,7 +6,7 @@ What cupy's binding does, as read in versions 13 and 14, and what is made of it 
 - `abort` frees the communicator first and forgets it afterwards, so another thread must not ask it anything meanwhile:
   a lock and our own state keep `async_error` away. Operations in flight in other threads are what an abort is for.
 - Collecting a communicator as garbage destroys it, which waits for the other ranks. Those that were neither destroyed
-  nor aborted are kept until the process ends.
+  nor aborted are never collected, not when the interpreter ends either: they keep a reference that nobody holds.
 - Unique ids are bytes since 14.0, a tuple of signed characters before.
 - All calls release the GIL. None takes a time-out, and none of NCCL's non-blocking mode, PREMUL_SUM, shrink or grow is
   there.
@@ -14,6 +14,7 @@ What cupy's binding does, as read in versions 13 and 14, and what is made of it 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import warnings
@@ -43,8 +44,15 @@ SPLIT_VERSION: Final = 21801
 EAGER_CONNECT: Final = "NCCL_RUNTIME_CONNECT"
 """0 lets a communicator connect when it is opened rather than in the first collective, which would block its caller."""
 
-_abandoned: Final[set[Any]] = set()
-"""Communicators that were not given up in order: see above."""
+
+def _keep(raw: Any) -> None:
+    """Never collect a communicator, until `_release`."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))
+
+
+def _release(raw: Any) -> None:
+    """It was given up: collecting it does nothing any more."""
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(raw))
 
 
 def _words(unique_id: bytes) -> Any:
@@ -63,7 +71,7 @@ class _Communicator(Communicator):
         self._version = version
         self._state = "open"
         self._lock = threading.Lock()
-        _abandoned.add(raw)
+        _keep(raw)
 
     def all_reduce(
         self, source: int, target: int, count: int, dtype: np.dtype[Any], op: ReduceOp | PremulSum, stream: Stream
@@ -128,7 +136,7 @@ class _Communicator(Communicator):
             self._state = "aborted"
         with translated("ncclCommAbort"), on_device(self.device):
             self._raw.abort()
-        _abandoned.discard(self._raw)
+        _release(self._raw)
 
     def destroy(self) -> None:
         with self._lock:
@@ -136,7 +144,7 @@ class _Communicator(Communicator):
             self._state = "destroyed"
         with translated("ncclCommDestroy"), on_device(self.device):
             self._raw.destroy()
-        _abandoned.discard(self._raw)
+        _release(self._raw)
 
     def split(self, color: int, key: int) -> Communicator | None:
         self._check()

@@ -107,10 +107,9 @@ _NUMBERS: Final = {
     ReduceOp.PRODUCT: "(C)a * (C)b",
     ReduceOp.MIN: "a < b || a != a ? a : b",
     ReduceOp.MAX: "a > b || a != a ? a : b",
-    ReduceOp.BAND: "a & b",
-    ReduceOp.BOR: "a | b",
-    ReduceOp.BXOR: "a ^ b",
 }
+
+_INTEGERS: Final = _NUMBERS | {ReduceOp.BAND: "a & b", ReduceOp.BOR: "a | b", ReduceOp.BXOR: "a ^ b"}
 
 _COMPLEX_NUMBERS: Final = {
     ReduceOp.SUM: "c.re = a.re + b.re; c.im = a.im + b.im;",
@@ -197,7 +196,8 @@ def _combine(op: ReduceOp, dtype: np.dtype[Any]) -> str:
             f"typedef float C;\n__device__ float step(float a, float b) {{ return {_NUMBERS[op]}; }}\n"
             "__device__ T combine(T a, T b) { return down(step(up(a), up(b))); }"
         )
-    return f"__device__ T combine(T a, T b) {{ return (T)({(_BOOL if name == 'bool' else _NUMBERS)[op]}); }}"
+    table = _BOOL if name == "bool" else _INTEGERS if dtype.kind in "iu" else _NUMBERS
+    return f"__device__ T combine(T a, T b) {{ return (T)({table[op]}); }}"
 
 
 def _finish(op: ReduceOp, dtype: np.dtype[Any], sources: int) -> str:

@@ -113,6 +113,14 @@ def test_scale(library: ctypes.CDLL, dtype: np.dtype[Any]) -> None:
     assert equal(result, expected)
 
 
+@pytest.mark.parametrize("dtype", every_dtype(), ids=str)
+def test_what_the_cpu_refuses_has_no_kernel(dtype: np.dtype[Any]) -> None:
+    for op in ReduceOp:
+        if not defined(op, dtype):
+            with pytest.raises(KeyError):
+                reduce_source(op, dtype, SOURCES)
+
+
 def align(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """A copy that begins where packs may."""
     space = np.zeros(array.nbytes + 16, np.uint8)
