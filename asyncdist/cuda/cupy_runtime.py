@@ -277,13 +277,15 @@ class CupyRuntime(Runtime):
 
     def prepare_reduce(self, op: ReduceOp, dtype: np.dtype[Any], sources: int, device: int) -> None:
         """See Runtime."""
+        kernel = _reduce_kernel(op, dtype, sources)
         with translated("compiling a kernel"), on_device(device):
-            _ = _reduce_kernel(op, dtype, sources).kernel
+            _ = kernel.kernel
 
     def prepare_scale(self, dtype: np.dtype[Any], device: int) -> None:
         """See Runtime."""
+        kernel = _scale_kernel(dtype)
         with translated("compiling a kernel"), on_device(device):
-            _ = _scale_kernel(dtype).kernel
+            _ = kernel.kernel
 
     def _launch(self, kernel: Any, threads: int, arguments: tuple[Any, ...], stream: Stream) -> None:
         """One thread for each of `threads`, or as many as the device runs at a time."""

@@ -1,0 +1,304 @@
+"""What is made of cupy's bindings, with bindings that answer as cupy 13's and 14's were read to."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncdist.errors import DistBackendError
+from asyncdist.reduce_op import PremulSum, ReduceOp
+
+FLOAT = np.dtype(np.float32)
+NOT_READY, ILLEGAL_ADDRESS = 600, 700
+
+
+class Bindings:
+    """cupy's modules, as far as they are used; `calls` is what was called, with the device that was current."""
+
+    def __init__(self, version: str = "14.2.0") -> None:
+        self.version = version
+        self.calls: list[tuple[Any, ...]] = []
+        self.event_status = 0
+        self.async_error: Exception | None = None
+        self.device = threading.local()
+        self.current_stream = 0
+        self.pointers = {0x1000: (2, 1), 0x2000: (0, -2)}
+
+    def getDevice(self) -> int:
+        return getattr(self.device, "number", 0)
+
+    def setDevice(self, device: int) -> None:
+        self.device.number = device
+
+    def record(self, name: str, result: Any = None) -> Any:
+        def call(*arguments: Any) -> Any:
+            self.calls.append((name, self.getDevice(), *arguments))
+            return result
+
+        return call
+
+    def names(self) -> list[str]:
+        return [call[0] for call in self.calls]
+
+    def runtime(self) -> ModuleType:
+        module = ModuleType("cupy.cuda.runtime")
+        module.__dict__.update(
+            getDevice=self.getDevice,
+            setDevice=self.setDevice,
+            getDeviceCount=lambda: 2,
+            runtimeGetVersion=lambda: 12090,
+            streamNonBlocking=1,
+            eventBlockingSync=1,
+            eventDisableTiming=2,
+            eventInterprocess=4,
+            hostAllocPortable=1,
+            memcpyDefault=4,
+            CUDARuntimeError=lambda status: RuntimeError(f"CUDA error {status}"),
+            eventQuery=lambda handle: self.event_status,
+            pointerGetAttributes=lambda p: SimpleNamespace(type=self.pointers[p][0], device=self.pointers[p][1]),
+            **{name: self.record(name, 77) for name in ("streamCreateWithFlags", "eventCreateWithFlags", "malloc")},
+            **{name: self.record(name, 0x5000) for name in ("ipcOpenMemHandle", "ipcOpenEventHandle")},
+            **{
+                name: self.record(name)
+                for name in (
+                    *("streamDestroy", "streamWaitEvent", "streamSynchronize", "eventDestroy", "eventRecord"),
+                    *("eventSynchronize", "memcpyAsync", "memsetAsync", "free", "ipcCloseMemHandle"),
+                )
+            },
+        )
+        return module
+
+    def nccl(self) -> ModuleType:
+        bindings = self
+
+        class NcclCommunicator:
+            def __init__(self, size: int, unique_id: Any, rank: int) -> None:
+                bindings.calls.append(("init", bindings.getDevice(), size, unique_id, rank))
+
+            def check_async_error(self) -> None:
+                if bindings.async_error is not None:
+                    raise bindings.async_error
+
+            def commSplit(self, color: int, key: int) -> Any:
+                return None
+
+            def __getattr__(self, name: str) -> Any:
+                return bindings.record(name)
+
+        old = int(self.version.split(".")[0]) < 14
+        module = ModuleType("cupy.cuda.nccl")
+        module.__dict__.update(
+            available=True,
+            get_version=lambda: 23203,
+            get_unique_id=lambda: tuple(range(-64, 64)) if old else bytes(range(128)),
+            groupStart=self.record("groupStart"),
+            groupEnd=self.record("groupEnd"),
+            NcclCommunicator=NcclCommunicator,
+        )
+        return module
+
+
+def install(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import our modules anew, on these bindings."""
+    cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
+    runtime, nccl = bindings.runtime(), bindings.nccl()
+    cuda.__dict__.update(
+        runtime=runtime, nccl=nccl, get_current_stream=lambda: SimpleNamespace(ptr=bindings.current_stream)
+    )
+    cupy.__dict__.update(cuda=cuda, __version__=bindings.version, RawKernel=lambda source, name, options: None)
+    modules = {"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.runtime": runtime, "cupy.cuda.nccl": nccl}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delenv("NCCL_RUNTIME_CONNECT", raising=False)
+    ours = ["asyncdist.cuda.cupy_driver", "asyncdist.cuda.cupy_runtime", "asyncdist.cuda.cupy_nccl"]
+    for name in ours:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    imported = [importlib.import_module(name) for name in ours]
+    return SimpleNamespace(runtime=imported[1].CupyRuntime(), nccl=imported[2].CupyNccl())
+
+
+@pytest.fixture
+def bindings() -> Bindings:
+    return Bindings()
+
+
+@pytest.fixture
+def cuda(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    yield install(bindings, monkeypatch)
+    for name in ("cupy_driver", "cupy_runtime", "cupy_nccl"):
+        sys.modules.pop(f"asyncdist.cuda.{name}", None)
+
+
+def test_names_and_versions(cuda: Any) -> None:
+    assert cuda.runtime.name == "cupy 14.2.0 (CUDA 12.9)"
+    assert cuda.nccl.name == "NCCL 2.32.3 through cupy 14.2.0"
+    assert cuda.nccl.can_split
+
+
+def test_calls_are_made_on_the_streams_device_and_leave_the_callers(bindings: Bindings, cuda: Any) -> None:
+    stream, event = cuda.runtime.new_stream(1), cuda.runtime.new_event(1, interprocess=True)
+    event.record(stream)
+    cuda.runtime.copy(1, 2, 3, stream)
+    cuda.runtime.copy(1, 2, 0, stream)
+    cuda.runtime.fill(1, 3, 255, stream)
+    stream.wait_event(event)
+    event.close()
+    event.close()
+    stream.close()
+    stream.close()
+    assert bindings.calls == [
+        ("streamCreateWithFlags", 1, 1),
+        ("eventCreateWithFlags", 1, 7),
+        ("eventRecord", 1, 77, 77),
+        ("memcpyAsync", 1, 1, 2, 3, 4, 77),
+        ("memsetAsync", 1, 1, 255, 3, 77),
+        ("streamWaitEvent", 1, 77, 77),
+        ("eventDestroy", 1, 77),
+        ("streamDestroy", 1, 77),
+    ]
+    assert cuda.runtime.current_device() == 0
+
+
+def test_a_failed_kernel_is_no_event_that_is_not_done(bindings: Bindings, cuda: Any) -> None:
+    event = cuda.runtime.new_event(0)
+    assert event.done()
+    bindings.event_status = NOT_READY
+    assert not event.done()
+    bindings.event_status = ILLEGAL_ADDRESS
+    with pytest.raises(DistBackendError, match="work on the device failed: CUDA error 700"):
+        event.done()
+
+
+def test_streams_of_others_are_left_alone(bindings: Bindings, cuda: Any) -> None:
+    bindings.current_stream = 5
+    assert cuda.runtime.current_stream(0).handle == 5
+    cuda.runtime.current_stream(0).close()
+    cuda.runtime.external_stream(9, 1).close()
+    assert "streamDestroy" not in bindings.names()
+
+
+def test_pointers(cuda: Any) -> None:
+    assert cuda.runtime.pointer_device(0x1000) == 1
+    assert cuda.runtime.pointer_device(0x2000) is None
+    with pytest.raises(DistBackendError, match="no device memory"):
+        cuda.runtime.memory_range(0x2000)
+
+
+def test_memory_comes_in_whole_blocks(bindings: Bindings, cuda: Any) -> None:
+    memory = cuda.runtime.allocate((2 << 20) + 1, 1)
+    assert memory.nbytes == (2 << 20) + 1
+    memory.close()
+    memory.close()
+    assert bindings.calls == [("malloc", 1, 4 << 20), ("free", 1, 77)]
+
+
+def test_handles_are_opened_once_and_closed_with_the_last(bindings: Bindings, cuda: Any) -> None:
+    pointers = [cuda.runtime.ipc_open(b"h" * 64, 1) for _ in range(2)]
+    assert pointers == [0x5000, 0x5000]
+    cuda.runtime.ipc_close(0x5000)
+    assert bindings.names() == ["ipcOpenMemHandle"]
+    cuda.runtime.ipc_close(0x5000)
+    assert bindings.names() == ["ipcOpenMemHandle", "ipcCloseMemHandle"]
+    with pytest.raises(DistBackendError, match="not opened"):
+        cuda.runtime.ipc_close(0x5000)
+
+
+def test_what_cannot_be_reduced_or_scaled(cuda: Any) -> None:
+    stream = cuda.runtime.external_stream(0, 0)
+    with pytest.raises(TypeError, match="not defined"):
+        cuda.runtime.prepare_reduce(ReduceOp.BAND, FLOAT, 2, 0)
+    with pytest.raises(TypeError, match="cannot be scaled"):
+        cuda.runtime.prepare_scale(np.dtype(np.int32), 0)
+    with pytest.raises(TypeError, match="complex"):
+        cuda.runtime.scale(FLOAT, 1, 2, 0.5j, 4, stream)
+    with pytest.raises(ValueError, match="sources"):
+        cuda.runtime.reduce(ReduceOp.SUM, FLOAT, 1, [2] * 65, 4, stream)
+    with pytest.raises(TypeError, match="cannot be scaled"):
+        cuda.runtime.scale(np.dtype(np.int32), 1, 2, 0.5, 4, stream)
+
+
+@pytest.mark.parametrize("version", ["13.6.0", "14.2.0"])
+def test_unique_ids_are_bytes_with_every_cupy(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bindings = Bindings(version)
+    nccl = install(bindings, monkeypatch).nccl
+    unique_id = nccl.unique_id()
+    assert isinstance(unique_id, bytes)
+    assert len(unique_id) == 128
+    nccl.open(2, unique_id, 1, 1).abort()
+    passed = bindings.calls[0][3]
+    assert bindings.calls[0] == ("init", 1, 2, passed, 1)
+    assert passed == (tuple(range(-64, 64)) if version < "14" else unique_id)
+    assert os.environ["NCCL_RUNTIME_CONNECT"] == "0"
+
+
+def test_collectives_are_translated(bindings: Bindings, cuda: Any) -> None:
+    communicator = cuda.nccl.open(2, bytes(128), 0, 1)
+    stream = cuda.runtime.external_stream(9, 1)
+    complex64, int16 = np.dtype(np.complex64), np.dtype(np.int16)
+    bindings.calls.clear()
+    communicator.all_reduce(1, 2, 10, FLOAT, ReduceOp.AVG, stream)
+    communicator.all_reduce(1, 2, 10, complex64, ReduceOp.SUM, stream)
+    communicator.reduce(1, 0, 10, np.dtype(np.bool_), ReduceOp.SUM, 1, stream)
+    communicator.reduce_scatter(1, 2, 10, FLOAT, ReduceOp.MIN, stream)
+    communicator.broadcast(0, 2, 10, int16, 1, stream)
+    communicator.all_gather(1, 2, 10, int16, stream)
+    with cuda.nccl.group():
+        communicator.send(1, 10, int16, 1, stream)
+        communicator.recv(2, 10, int16, 1, stream)
+    assert bindings.calls == [
+        ("allReduce", 1, 1, 2, 10, 7, 4, 9),
+        ("allReduce", 1, 1, 2, 20, 7, 0, 9),
+        ("reduce", 1, 1, 0, 10, 1, 2, 1, 9),
+        ("reduceScatter", 1, 1, 2, 10, 7, 3, 9),
+        ("broadcast", 1, 2, 2, 20, 1, 1, 9),
+        ("allGather", 1, 1, 2, 20, 1, 9),
+        ("groupStart", 0),
+        ("send", 1, 1, 20, 1, 1, 9),
+        ("recv", 1, 2, 20, 1, 1, 9),
+        ("groupEnd", 0),
+    ]
+    communicator.abort()
+
+
+def test_refusals(cuda: Any) -> None:
+    communicator = cuda.nccl.open(1, bytes(128), 0, 0)
+    stream = cuda.runtime.external_stream(0, 0)
+    for dtype, op in ((np.dtype(np.int16), ReduceOp.SUM), (FLOAT, PremulSum(2.0))):
+        with pytest.raises(DistBackendError):
+            communicator.all_reduce(1, 2, 4, dtype, op, stream)
+    communicator.destroy()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("NCCL_ERROR_REMOTE_ERROR: remote process exited"), KeyError(7)])
+def test_asynchronous_errors_are_words(bindings: Bindings, cuda: Any, error: Exception) -> None:
+    communicator = cuda.nccl.open(1, bytes(128), 0, 0)
+    assert communicator.async_error() == ""
+    bindings.async_error = error
+    assert communicator.async_error() == str(error)
+    communicator.abort()
+    assert communicator.async_error() == ""
+
+
+def test_communicators_end_once_and_are_not_collected_before(bindings: Bindings, cuda: Any) -> None:
+    aborted, destroyed = (cuda.nccl.open(1, bytes(128), 0, 1) for _ in range(2))
+    kept = sys.getrefcount(aborted._raw)
+    aborted.abort()
+    aborted.abort()
+    left = sys.getrefcount(aborted._raw)
+    assert left == kept - 1
+    destroyed.destroy()
+    with pytest.raises(DistBackendError, match="was destroyed"):
+        destroyed.destroy()
+    with pytest.raises(DistBackendError, match="was aborted"):
+        aborted.destroy()
+    with pytest.raises(DistBackendError, match="was aborted"):
+        aborted.split(0, 0)
+    assert [call for call in bindings.calls if call[0] in ("abort", "destroy")] == [("abort", 1), ("destroy", 1)]
