@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import socket
@@ -95,4 +94,4 @@ async def _rank(sizes: list[int], samples: int) -> dict[int, float]:
 
 if __name__ == "__main__":
     _sizes, _samples = json.loads(sys.argv[1])
-    print(json.dumps(asyncio.run(_rank(_sizes, _samples))), flush=True)
+    print(json.dumps(dist.run(_rank(_sizes, _samples))), flush=True)
