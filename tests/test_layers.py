@@ -14,7 +14,8 @@ PACKAGES = {"asyncdist": ROOT / "asyncdist", "asyncdist_server": ROOT / "server"
 # A file imports from its own folder and from layers above it in this list. Modules of one line that lie in the root
 # folder may import each other; folders of one line may not.
 LAYERS = (
-    {"errors", "reduce_op", "deadline", "arrays", "device_array", "dlpack", "objects", "events", "loop", "subgroup"},
+    {"errors", "reduce_op", "deadline", "arrays", "device_array", "dlpack", "objects", "events", "loop", "subgroup"}
+    | {"spinning"},
     {"store", "plan"},
     {"transport", "cuda"},
     {"executor"},

@@ -163,7 +163,7 @@ class SharedLane:
         if self._express:
             done = self._advance_express()
             # That these have ended is news only to who is far ahead: the next look that finds nothing tells it.
-            if not (self._unbegun or self._parts or self.core.unretired or (self.core.news and not done)):
+            if not (self._unbegun or self._parts or (self.core.waiting and not done)):
                 return done
         self.pumping = True
         try:

@@ -10,7 +10,7 @@ import secrets
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from asyncdist.deadline import Timeout
 from asyncdist.errors import ClosedError, DistStoreError, StoreTimeoutError
@@ -58,6 +58,8 @@ class FileStore(RequestStore):
     writable, if the file is something else, or if a process that joined it is gone without leaving it: a new run must
     not read the keys of an old one. Changes of other processes are noticed by polling, within about 20 ms.
     """
+
+    lookout: ClassVar[None] = None
 
     def __init__(
         self, path: str | os.PathLike[str], world_size: int = -1, *, timeout: Timeout = DEFAULT_STORE_TIMEOUT_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from asyncdist.deadline import Timeout
 from asyncdist.errors import ClosedError
@@ -24,6 +24,8 @@ class HashStore(CoordinatingStore):
     `clone()` gives further clients of the same data, each with its own time-out and `close`. The data lives as long as
     one of them. All of them belong to the event loop that uses the first one.
     """
+
+    lookout: ClassVar[None] = None
 
     def __init__(self, *, timeout: Timeout = DEFAULT_STORE_TIMEOUT_S) -> None:
         super().__init__(timeout)

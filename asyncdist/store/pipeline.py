@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import Callable
 from typing import Any, Final
 
 from asyncdist.errors import DistStoreError, StoreLimitError, StoreTimeoutError
+from asyncdist.spinning import spin_us_from_environ
+from asyncdist.store.lookout import Lookout
 from asyncdist.store.reply import TAKING, WAITING, Reply, describe, end_quietly, settle, timeout_ms, undoing
 from asyncdist_server import messages
 
@@ -35,6 +38,7 @@ class Pipeline:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, where: str, on_unsent: Callable[[], None]) -> None:
+        self.lookout = Lookout(loop, spin_us_from_environ(os.environ), lambda: len(self._outbox) == 1)
         self._loop = loop
         self._on_unsent = on_unsent
         self._where = where
@@ -210,6 +214,7 @@ class Pipeline:
         self._connected = False
         self._in_flight = 0
         self._received = 0
+        self.lookout.lost()
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, ClassVar, Final, Protocol
 
 from asyncdist.errors import (
@@ -15,6 +15,7 @@ from asyncdist.errors import (
     StoreTimeoutError,
     WatchCompactedError,
 )
+from asyncdist.store.lookout import Lookout
 from asyncdist_server import messages
 
 __all__ = [
@@ -52,6 +53,10 @@ CONVERSIONS: Final[Mapping[int, Callable[[Any], Any]]] = {
 class ReplyOwner(Protocol):
     """Whoever will settle a reply."""
 
+    @property
+    def lookout(self) -> Lookout | None:
+        """Who looks for a reply that is awaited, if anybody does."""
+
     def withdraw(self, reply: Reply) -> None:
         """Take notice that nobody waits for `reply` any more, and make sure that it takes nothing from a queue."""
 
@@ -69,6 +74,12 @@ class Reply(asyncio.Future[Any]):
     deadline: float
     owner: ReplyOwner
     request: tuple[Any, ...]
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        lookout = self.owner.lookout
+        if lookout is not None and not self.done() and lookout.seek(self):
+            yield
+        return (yield from super().__await__())
 
     def cancel(self, msg: Any | None = None) -> bool:
         """Cancel the waiting and withdraw the request where that is possible."""

@@ -149,6 +149,12 @@ class Connection:
             self._loop.remove_writer(self._fd)
             self.send()
 
+    def poll(self) -> bool:
+        """Take what has come, without waiting to be told; false once the connection is gone."""
+        if self._fd >= 0:
+            self._on_readable()
+        return self._fd >= 0
+
     def _on_readable(self) -> None:
         try:
             count = self._socket.recv_into(self._buffer)

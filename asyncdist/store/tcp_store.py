@@ -300,24 +300,24 @@ class TCPStore(CoordinatingStore):
     async def _dial(self) -> None:
         """Make one connection and take it into use."""
         assert self._loop is not None
-        assert self._pipeline is not None
+        pipeline = self._pipeline
+        assert pipeline is not None
         handshake = ClientHandshake(self._token, self._context)
-        hello = messages.Hello(self._client_id, self._pipeline.to_retry(), client_name())
-        connected, welcome, reader = await dial(self.host, self.port, self._tls, handshake, hello)
-        # no await from here on: either all of this happens or none
-        self._connection = Connection(
-            self._loop, connected, reader, self._pipeline.next_frame, self._on_frame, self._on_lost
-        )
+        hello = messages.Hello(self._client_id, pipeline.to_retry(), client_name())
+        connected, welcome, reader = await dial(self.host, self.port, self._tls, handshake, hello)  # the last await
+        next_frame = pipeline.next_frame
+        self._connection = Connection(self._loop, connected, reader, next_frame, self._on_frame, self._on_lost)
+        pipeline.lookout.connected(self._connection, connected.socket)
         self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)  # until it gives its first answer
-        changed = self._pipeline.on_welcome(welcome)
+        changed = pipeline.on_welcome(welcome)
         if tracing("store"):
             emit("store", "connected", where=self._where, resumed=welcome.resumed, changed=changed)
         self.lease_keeper.connected()
         self._connection.send()
         if changed:
             info("%s: it came back without its data", self._where)
-        if changed and self.on_incarnation_change is not None:
-            self._loop.call_soon(self.on_incarnation_change)
+            if self.on_incarnation_change is not None:
+                self._loop.call_soon(self.on_incarnation_change)
 
     def _on_lost(self, error: Exception) -> None:
         assert self._pipeline is not None

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from asyncdist.deadline import DEFAULT_TIMEOUT_S
+from asyncdist.spinning import DEFAULT_SPIN_US, spin_us_from_environ
 from asyncdist.transport.host_memory import DEFAULT_SHARED_BYTES
 from asyncdist.transport.socket_dir import check_directory
-from asyncdist.transport.spin import DEFAULT_SPIN_US, spin_us_from_environ
 
 __all__ = [
     "CONNECT_TIMEOUT_S",

@@ -11,7 +11,7 @@ two sees the other: else the reader sleeps beside a message nobody rings for |
 
 x86 keeps stores in order, loads in order, and a store behind an earlier load (TSO), so the first holds by itself; only
 a store followed by a load of another word may change places, which the second forbids. ARM promises none of it. So the
-first is fenced `if WEAK` only, the second always.
+first needs `order`, which costs nothing there, the second `fence`.
 
 CPython has no fence of its own, but a lock has: taking and giving back an uncontended lock is an atomic
 read-modify-write with acquire order and a store with release order. On x86 the first is a locked instruction, a full
@@ -29,7 +29,7 @@ import platform
 import threading
 from typing import Final
 
-__all__ = ["RECHECK_S", "WEAK", "fence"]
+__all__ = ["RECHECK_S", "fence", "order"]
 
 RECHECK_S: Final = 0.25
 """A sleeper looks at shared memory this often by itself: a wake-up that got lost costs this much instead of a hang."""
@@ -52,10 +52,17 @@ def _two_pairs() -> None:
     _release()
 
 
-WEAK: Final = platform.machine() not in ("x86_64", "AMD64", "i686")
-"""Whether this machine may let stores, or loads, change places with each other."""
+def _nothing() -> None:
+    """Order that the machine keeps by itself."""
 
-fence = _two_pairs if WEAK else _one_pair
+
+_ORDERED: Final = platform.machine() in ("x86_64", "AMD64", "i686")
+
+order = _nothing if _ORDERED else _two_pairs
+"""Everything this thread read before it comes before everything it reads or writes after it, and everything it wrote
+before it comes before everything it writes after it."""
+
+fence = _one_pair if _ORDERED else _two_pairs
 """Everything this thread read or wrote before it comes before everything it reads or writes after it.
 
 Only for the thread of one event loop at a time: held for two bytecodes, the lock would be contended otherwise, which

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from asyncdist.transport.fence import WEAK, fence
+from asyncdist.transport.fence import fence, order
 from asyncdist.transport.item_pool import ItemPool
 from asyncdist.transport.lane_layout import (
     ABSENT,
@@ -130,8 +130,7 @@ class ItemLane:
         self._open[number] = operation
         if item_count:
             self._queue.append(operation)
-        if WEAK:  # the record before its count
-            fence()
+        order()  # the record before its count
         self._issued = self._own_words[ISSUED] = number + 1
         return operation
 
@@ -164,8 +163,7 @@ class ItemLane:
             if published != peer.published:
                 if not peer.published < published < 1 << 63:
                     raise LaneFault(member, f"{published} items were put out after {peer.published}")
-                if WEAK:  # the count before what it counts
-                    fence()
+                order()  # the count before what it counts
                 peer.published = published
         return min(max(peer.published - first, 0), count)
 
@@ -225,8 +223,7 @@ class ItemLane:
             for missing in range(max(self._published, self._consumed_seen), upto):
                 at = DESCRIPTORS_AT + missing % DESCRIPTORS * DESCRIPTOR.size
                 DESCRIPTOR.pack_into(self._own, at, missing, 0, ABSENT, 0)
-            if WEAK:
-                fence()
+            order()
             self._published = self._own_words[PUBLISHED] = max(upto, self._published)
             if upto < end:
                 return
@@ -256,15 +253,9 @@ class ItemLane:
         if oldest > self.finished:
             for number in range(self.finished, oldest):
                 self._open.pop(number, None)
-            if WEAK:  # read before we say so
-                fence()
+            order()  # read before we say so
             self.finished = self._own_words[FINISHED] = oldest
             self.news = True
-
-    @property
-    def unretired(self) -> bool:
-        """Whether operations are to be retired yet."""
-        return bool(self._open)
 
     @property
     def waiting(self) -> bool:
@@ -311,8 +302,7 @@ class ItemLane:
         number = self._published
         place = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR.size
         DESCRIPTOR.pack_into(self._own, place, number, at, length, segment)
-        if WEAK:  # the bytes and where they are before their count
-            fence()
+        order()  # the bytes and where they are before their count
         self._published = self._own_words[PUBLISHED] = number + 1
         operation.published += 1
         if operation.published == operation.item_count:
@@ -347,8 +337,7 @@ class ItemLane:
         if number >= peer.issued:
             if not self._look_for(peer, number):
                 return None
-            if WEAK:  # the count before the record
-                fence()
+            order()  # the count before the record
         at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
         theirs, _fingerprint, first, count = RECORD.unpack_from(peer.segment, at)
         if theirs != number or count > MAX_LANE_ITEMS or first >= 1 << 62:
@@ -359,8 +348,7 @@ class ItemLane:
     def _consume(self, peer: Member, upto: int) -> None:
         if upto > peer.consumed:
             peer.consumed = upto
-            if WEAK:  # read before we say so
-                fence()
+            order()  # read before we say so
             self._own_words[CONSUMED + 8 * peer.index] = upto
             self.news = True
 

@@ -5,7 +5,7 @@ Nothing here waits or wakes anybody.
 
 from __future__ import annotations
 
-from asyncdist.transport.fence import WEAK, fence
+from asyncdist.transport.fence import fence, order
 from asyncdist.transport.lane_layout import (
     CONSUMED,
     EXPRESS_AT,
@@ -55,8 +55,7 @@ class Lane(LendingLane):
             own[at : at + length] = payload
         if self._open:
             self._open[number] = LaneOperation(number, fingerprint, self._next_item, 0, {})
-        if WEAK:  # the record before its count
-            fence()
+        order()  # the record before its count
         self._issued = self._own_words[ISSUED] = number + 1
         return number
 
@@ -73,8 +72,7 @@ class Lane(LendingLane):
         for _, peer in self._others:
             if peer.issued <= number and not self._look_for(peer, number):
                 return False
-        if WEAK:  # the counts before the records
-            fence()
+        order()  # the counts before the records
         at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
         for _, peer in self._others:
             theirs, other, _first, _count = RECORD.unpack_from(peer.segment, at)
@@ -105,8 +103,7 @@ class Lane(LendingLane):
                 return
         for _, peer in self._others:
             peer.retired = number + 1
-        if WEAK:  # read before we say so
-            fence()
+        order()  # read before we say so
         self.finished = self._own_words[FINISHED] = number + 1
         self.news = True
         if self._open:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from asyncdist.transport.fence import WEAK, fence
+from asyncdist.transport.fence import order
 from asyncdist.transport.item_lane import ItemLane
 from asyncdist.transport.lane_layout import (
     ABSENT,
@@ -70,8 +70,7 @@ class LendingLane(ItemLane):
         peer = self._members[member]
         assert peer is not None
         number = peer.records[operation.number][0] + item
-        if WEAK:  # its bytes before this look
-            fence()
+        order()  # its bytes before this look
         at = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR.size
         found, _offset, size, _segment = DESCRIPTOR.unpack_from(peer.segment, at)
         still: bool = found == number and size != ABSENT
@@ -95,8 +94,7 @@ class LendingLane(ItemLane):
             at = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR.size
             if DESCRIPTOR.unpack_from(self._own, at)[3]:
                 DESCRIPTOR.pack_into(self._own, at, number, 0, ABSENT, 0)
-        if WEAK:  # before anything is written to what was lent
-            fence()
+        order()  # before anything is written to what was lent
 
     def _lent_item(self, member: int, segment: int, offset: int, length: int) -> memoryview | None:
         if self._borrow is None:

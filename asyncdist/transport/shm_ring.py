@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.transport.fence import WEAK, fence
+from asyncdist.transport.fence import fence, order
 
 __all__ = ["HALF_CONTROL_BYTES", "PART_BYTES", "RingReader", "RingWriter", "half_bytes"]
 
@@ -78,13 +78,11 @@ class RingWriter:
             if not room:
                 break
             if sent - self._sent >= PART_BYTES:
-                if WEAK:
-                    fence()
+                order()
                 self._sent = self._own[_SENT] = sent
                 tell()
         if sent != self._sent:
-            if WEAK:  # the bytes before their count
-                fence()
+            order()  # the bytes before their count
             self._sent = self._own[_SENT] = sent
         return sent - start
 
@@ -153,8 +151,7 @@ class RingReader:
                 return 0
             if not 0 < length <= self._size:
                 raise RemoteProtocolError(f"a peer sent {sent} bytes of which {taken} were taken: the ring is smaller")
-            if WEAK:  # the count before the bytes
-                fence()
+            order()  # the count before the bytes
             self._sent = sent
         if length > len(buffer):
             length = len(buffer)
@@ -166,8 +163,7 @@ class RingReader:
             cut = self._size - at
             buffer[:cut] = self._ring[at:]
             buffer[cut:length] = self._ring[: end - self._size]
-        if WEAK:  # read before we say so
-            fence()
+        order()  # read before we say so
         self._taken = self._own[_TAKEN] = taken + length
         return length
 

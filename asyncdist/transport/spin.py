@@ -9,36 +9,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import Final
 
+from asyncdist.spinning import CATCH, MAX_SKIPPED, PATIENCE, TURN_S
 from asyncdist.transport.doorbell import Pending
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
 
-__all__ = ["DEFAULT_SPIN_US", "MAX_SPIN_US", "RANKS_PER_CORE", "Pending", "Spinner", "spin_us_from_environ"]
+__all__ = ["RANKS_PER_CORE", "Pending", "Spinner"]
 
-DEFAULT_SPIN_US: Final = 20.0
-"""As long as being woken takes: looking longer could cost more than sleeping at once would have."""
-MAX_SPIN_US: Final = 1000.0
-"""Longest look that may be asked for: timers and other connections of the loop wait meanwhile."""
-TURN_S: Final = 1e-3
-"""A task whose works are always done when it looks gives the loop a turn this often, or timers would starve."""
-CATCH: Final = 5
-"""How much longer than the limit one look may take, after a wait or a look that was over within that time. Two ranks
-that answer each other at once would never meet otherwise: whoever looks for 20 us gives up just before the other, who
-has to be woken first, replies. Once both look, a wait is shorter than the limit, unless the work itself is longer.
-"""
 RANKS_PER_CORE: Final = 4
 """Ranks per core up to which one looks at shared memory. Where cores are shared, one gives the core away before each
 look, so that the rank one waits for runs on it: cheaper than sleeping, which costs both a wake-up.
 Sockets are looked at only while every rank has a core of its own: each look there is a system call."""
-PATIENCE: Final = 4
-"""Looks in vain after which one stops looking at every await."""
-MAX_SKIPPED: Final = 64
-"""Awaits without a look between two that try again, at most: the others may have begun to answer quickly."""
 
 
 _give_core_away = getattr(os, "sched_yield", lambda: time.sleep(0))
@@ -157,17 +143,3 @@ class Spinner:
             return False
         self._last_turn_s = now_s
         return True
-
-
-def spin_us_from_environ(environ: Mapping[str, str]) -> float:
-    """Read ASYNCDIST_SPIN_US: microseconds, 0 to never spin. Raises ValueError."""
-    text = environ.get("ASYNCDIST_SPIN_US", "").strip()
-    if not text:
-        return DEFAULT_SPIN_US
-    try:
-        limit_us = float(text)
-    except ValueError:
-        limit_us = -1.0
-    if not 0 <= limit_us <= MAX_SPIN_US:
-        raise ValueError(f"ASYNCDIST_SPIN_US={text!r}: give microseconds from 0 (never spin) to {MAX_SPIN_US:g}")
-    return limit_us

@@ -127,6 +127,11 @@ def _after_fork() -> None:
     _running.clear()
 
 
+def served_here(port: int) -> bool:
+    """Whether a thread of this process serves that port: looking for its answers would keep it from giving them."""
+    return any(server.port == port for server in list(_running))
+
+
 def serve_in_thread(
     host: str = "127.0.0.1",
     port: int = 0,

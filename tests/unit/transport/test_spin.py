@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 
-from asyncdist.transport import spin
-from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
-from asyncdist.transport.spin import (
+from asyncdist.spinning import (
     CATCH,
     DEFAULT_SPIN_US,
     MAX_SKIPPED,
     MAX_SPIN_US,
     PATIENCE,
-    RANKS_PER_CORE,
     TURN_S,
-    Spinner,
     spin_us_from_environ,
 )
+from asyncdist.transport import spin
+from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
+from asyncdist.transport.spin import RANKS_PER_CORE, Spinner
 
 CORES = 4
 LIMIT_US = 20.0

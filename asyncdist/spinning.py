@@ -1,0 +1,41 @@
+"""Spinning: how long a task may look for what it awaits before it goes to sleep, and when it stops trying.
+
+What looks: `transport.spin` at shared memory and sockets of this host, `store.lookout` for the daemon's replies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+__all__ = ["CATCH", "DEFAULT_SPIN_US", "MAX_SKIPPED", "MAX_SPIN_US", "PATIENCE", "TURN_S", "spin_us_from_environ"]
+
+DEFAULT_SPIN_US: Final = 20.0
+"""As long as being woken takes: looking longer could cost more than sleeping at once would have."""
+MAX_SPIN_US: Final = 1000.0
+"""Longest look that may be asked for: timers and other connections of the loop wait meanwhile."""
+TURN_S: Final = 1e-3
+"""A task whose works are always done when it looks gives the loop a turn this often, or timers would starve."""
+CATCH: Final = 5
+"""How much longer than the limit one look may take, after a wait or a look that was over within that time. Two ranks
+that answer each other at once would never meet otherwise: whoever looks for 20 us gives up just before the other, who
+has to be woken first, replies. Once both look, a wait is shorter than the limit, unless the work itself is longer.
+"""
+PATIENCE: Final = 4
+"""Looks in vain after which one stops looking at every await."""
+MAX_SKIPPED: Final = 64
+"""Awaits without a look between two that try again, at most: the others may have begun to answer quickly."""
+
+
+def spin_us_from_environ(environ: Mapping[str, str]) -> float:
+    """Read ASYNCDIST_SPIN_US: microseconds, 0 to never spin. Raises ValueError."""
+    text = environ.get("ASYNCDIST_SPIN_US", "").strip()
+    if not text:
+        return DEFAULT_SPIN_US
+    try:
+        limit_us = float(text)
+    except ValueError:
+        limit_us = -1.0
+    if not 0 <= limit_us <= MAX_SPIN_US:
+        raise ValueError(f"ASYNCDIST_SPIN_US={text!r}: give microseconds from 0 (never spin) to {MAX_SPIN_US:g}")
+    return limit_us
