@@ -18,7 +18,7 @@ help:
 	@echo "make check      lint, formatting, types"
 	@echo "make bench      measure beside the neighbors that are installed"
 	@echo "make prove      verify every collective plan symbolically, and plant mistakes in them (MUTANTS=40000)"
-	@echo "make sim        run thousands of random programs on simulated worlds (SEEDS=2000)"
+	@echo "make sim        run thousands of random programs on simulated worlds, daemons and networks (SEEDS=2000)"
 	@echo "make soak       run random operations on ranks that are stopped at random (OPERATIONS=1000000)"
 	@echo "                and fuzz both doors of the store daemon (FRAMES=1000000 at each)"
 	@echo "make multinode  run the demo on 3 nodes in containers (as root; installs Debian's docker when missing)"
@@ -51,6 +51,9 @@ prove: $(VENV)/.dev
 
 sim: $(VENV)/.dev
 	ASYNCDIST_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/sim $(ARGS)
+	ASYNCDIST_MODEL_EXAMPLES=$(SEEDS) $(BIN)/python -m pytest -q tests/property/test_engine_model.py
+	$(BIN)/python tests/simulate_store.py --seeds $(SEEDS)
+	$(BIN)/python tests/simulate_store.py --seeds $(SEEDS) --mode durable
 
 soak: $(VENV)/.dev
 	$(BIN)/python tests/soak.py --operations $(OPERATIONS) $(ARGS)

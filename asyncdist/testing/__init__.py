@@ -4,7 +4,9 @@ from asyncdist.testing.fake_cuda import FakeRuntime
 from asyncdist.testing.fake_memory import FakeArray
 from asyncdist.testing.fake_nccl import FakeCommunicator, FakeNccl
 from asyncdist.testing.fake_provider import FakeCuda, fake_cuda
+from asyncdist.testing.hosts import SimulatedHost
 from asyncdist.testing.loop import DeadlockError, VirtualTimeLoop
+from asyncdist.testing.network import SimulatedNetwork, run_simulated
 from asyncdist.testing.store_conformance import STORE_CHECKS
 from asyncdist.testing.transport_conformance import MESH_CHECKS
 from asyncdist.testing.world import SimulatedWorld, run_world
@@ -18,8 +20,11 @@ __all__ = [
     "FakeCuda",
     "FakeNccl",
     "FakeRuntime",
+    "SimulatedHost",
+    "SimulatedNetwork",
     "SimulatedWorld",
     "VirtualTimeLoop",
     "fake_cuda",
+    "run_simulated",
     "run_world",
 ]
