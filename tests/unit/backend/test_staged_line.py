@@ -40,10 +40,11 @@ def test_copies_and_communication_overlap(runtime: FakeRuntime, monkeypatch: pyt
 
     async def main(rank: PathRank) -> None:
         count = 12 * buffer_bytes // 8
-        stream = runtime.current_stream(0)
+        stream = runtime.new_stream(0)
         gate = runtime.hold(stream) if rank.rank else None  # rank 1 comes late
-        x = rank.array(values(rank.rank, count, np.int64))
-        work = rank.start(calls.all_reduce(x, ReduceOp.SUM))
+        with runtime.use(stream):
+            x = rank.array(values(rank.rank, count, np.int64))
+            work = rank.start(calls.all_reduce(x, ReduceOp.SUM))
         async with asyncio.timeout(PATIENCE_S):
             while len(trace) < 2 * BUFFERS:  # noqa: ASYNC110 - of what threads do there is no event
                 await asyncio.sleep(0.001)
