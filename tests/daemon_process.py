@@ -13,6 +13,8 @@ from typing import Self
 
 from jobs import free_port
 
+from asyncdist_server.failpoints import VARIABLE
+
 READY_S = 60.0
 """A machine that runs other tests as well may need seconds to start an interpreter."""
 
@@ -20,26 +22,30 @@ READY_S = 60.0
 class DaemonProcess:
     """The daemon at a fixed port of 127.0.0.1, whichever process it is at the moment."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, program: tuple[str, ...] = ("-m", "asyncdist_server")) -> None:
         self.port = free_port()
         self.kills = 0
         self.started_at = 0.0
         self.ready_at = 0.0
         self.outages: list[tuple[float, float]] = []
         """From when to when nothing was answered."""
-        self._arguments = arguments
+        self.doomed = False
+        """Whether it will die by itself, at a failpoint."""
+        self._arguments = (*program, "--port", str(self.port), *arguments)
         self._process: asyncio.subprocess.Process | None = None
         self._errors, path = tempfile.mkstemp()
         os.unlink(path)
         self._down_since = 0.0
 
-    async def spawn(self) -> None:
-        """Start a process without waiting until it is ready."""
+    async def spawn(self, failpoint: str = "") -> None:
+        """Start a process, perhaps one that dies at a failpoint, without waiting until it is ready."""
+        self.doomed = bool(failpoint)
         self.started_at = time.monotonic()
         clean = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCDIST_")}
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "asyncdist_server", "--port", str(self.port), *self._arguments),
-            env=clean,
+            sys.executable,
+            *self._arguments,
+            env={**clean, VARIABLE: failpoint} if failpoint else clean,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=self._errors,
@@ -65,13 +71,20 @@ class DaemonProcess:
     async def kill(self) -> None:
         """Kill the process as `kill -9` does, and wait until it is gone."""
         assert self._process is not None
-        if self._process.returncode is not None:
+        if self._process.returncode is not None and not self.doomed:
             raise RuntimeError(f"the daemon ended by itself with {self._process.returncode}\n{self.said()}")
         self.kills += 1
         if not self._down_since or self.ready_at > self._down_since:
             self._down_since = time.monotonic()
-        self._process.kill()
+        if self._process.returncode is None:
+            self._process.kill()
         await self._process.communicate()
+
+    async def ended(self) -> None:
+        """Wait until a doomed process has died."""
+        assert self._process is not None
+        async with asyncio.timeout(READY_S):
+            await self._process.wait()
 
     def stop(self) -> None:
         """Stop the process as a debugger or an overloaded host does."""

@@ -51,12 +51,21 @@ class Mode:
     """Whether a killed daemon comes back without its data."""
     proxied: int
     """How many of the clients have bad connections."""
+    failpoints: tuple[str, ...] = ()
+    """Where it may die by itself instead: at instants that a kill from outside hits too seldom."""
 
 
 MODES = {
     "cuts": Mode("cuts", (), kills=False, forgets=False, proxied=CLIENTS),
     "memory": Mode("memory", (), kills=True, forgets=True, proxied=CLIENTS // 2),
-    "durable": Mode("durable", ("--durability", "durable"), kills=True, forgets=False, proxied=CLIENTS // 2),
+    "durable": Mode(
+        "durable",
+        ("--durability", "durable"),
+        kills=True,
+        forgets=False,
+        proxied=CLIENTS // 2,
+        failpoints=("begun", "written", "committed"),
+    ),
     "relaxed": Mode("relaxed", ("--durability", f"relaxed:{RELAXED_MS}"), kills=True, forgets=False, proxied=0),
 }
 
@@ -154,24 +163,28 @@ class Round:
 
     async def _kill(self, kills: int) -> None:
         daemon, rng = self.daemon, self.rng
-        for _ in range(kills):
-            await self.recorded.more_answers(rng.randint(30, 200))
-            await asyncio.sleep(rng.uniform(0.0, 0.05))
-            if rng.random() < 0.15:
-                daemon.stop()  # what is on its way meanwhile dies with it
-                await asyncio.sleep(rng.uniform(0.0, 0.1))
-            await self._kill_once()
-            if rng.random() < 0.2:  # while it reads what it has kept, if it does
+        for left in range(kills, 0, -1):
+            if daemon.doomed:
+                await daemon.ended()
+            else:
+                await self.recorded.more_answers(rng.randint(30, 200))
+                await asyncio.sleep(rng.uniform(0.0, 0.05))
+                if rng.random() < 0.15:
+                    daemon.stop()  # what is on its way meanwhile dies with it
+                    await asyncio.sleep(rng.uniform(0.0, 0.1))
+            if rng.random() < 0.2:  # twice: the second time while it reads what it has kept, if it does
+                await self._kill_once()
                 await asyncio.sleep(rng.uniform(0.1, 0.6))
                 self._note_restart()  # it may have begun to serve
-                await self._kill_once()
+            doom = self.mode.failpoints and left > 1 and rng.random() < 0.4
+            await self._kill_once(f"{rng.choice(self.mode.failpoints)}:{rng.randint(5, 60)}" if doom else "")
             await daemon.ready()
             self._note_restart()
 
-    async def _kill_once(self) -> None:
+    async def _kill_once(self, failpoint: str = "") -> None:
         self.recorded.kills.append(time.monotonic())
         await self.daemon.kill()
-        await self.daemon.spawn()
+        await self.daemon.spawn(failpoint)
         self.recorded.gone.append(time.monotonic())
 
     def _note_restart(self) -> None:
