@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from journal_kit import Daemon, daemon
 
-from asyncdist.errors import DistStoreError
+from asyncdist.errors import DistStoreError, WatchCompactedError
 from asyncdist.store import TCPStore
 from asyncdist.store.watch import Watch, WatchEvent
 from asyncdist_server.failpoints import VARIABLE
@@ -179,14 +179,17 @@ async def test_relaxed_keeps_what_is_older_than_its_delay_and_what_an_orderly_en
             running.start()
             assert await store.get("key") == b"value"
             await store.set("key", "lost: it was acknowledged a moment ago")
-            watch = store.watch("")
-            async with watch:
+            async with store.watch("") as watch:
+                await store.set("other", "lost too")
                 restart(running)
+                with pytest.raises(WatchCompactedError):
+                    async for event in watch:
+                        assert event.key == "other"
                 assert await store.get("key") == b"value"
         running.stop()
 
 
-async def test_memory_mode_is_another_incarnation_and_durable_is_not(running: Daemon) -> None:
+async def test_a_durable_store_is_the_same_incarnation_after_a_restart(running: Daemon) -> None:
     async with TCPStore("127.0.0.1", running.port, namespace="job") as store:
         before = (await store.status())["incarnation"]
         restart(running)

@@ -173,6 +173,22 @@ def test_events_that_were_dropped_do_not_come_back(monkeypatch: pytest.MonkeyPat
     assert len(before["job"]["histories"][b""][1]) == 3
     store.restart()
     assert contents(store.store.engine) == before
+    store.store.engine.state.recorder.make_room(1)
+    before = contents(store.store.engine)
+    assert len(before["job"]["histories"][b""][1]) == 2
+    store.restart()
+    assert contents(store.store.engine) == before
+
+
+def test_a_history_that_ended_does_not_come_back() -> None:
+    store = Store()
+    store.ask(WATCH, b"", None, 0)
+    store.restart()
+    assert b"" in contents(store.store.engine)["job"]["histories"]
+    store.now += history.HISTORY_LINGER_S + 1
+    store.store.engine.expire(store.now)
+    store.restart()
+    assert contents(store.store.engine) == {}
 
 
 def test_a_large_change_is_cut_into_rows(monkeypatch: pytest.MonkeyPatch) -> None:
