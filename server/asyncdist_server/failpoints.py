@@ -6,22 +6,29 @@ costs a comparison.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+from collections import Counter
 from typing import Final
 
 VARIABLE: Final = "ASYNCDIST_SERVER_FAILPOINT"
 NAMES: Final = ("begun", "written", "committed", "checkpointed", "backed-up")
 """Before a batch is written, before its commit, before anyone is told; after a checkpoint; before a backup is named."""
 
-_name, _, _count = os.environ.get(VARIABLE, "").partition(":")
-_passes_left = int(_count or 1)
+_passed: Counter[str] = Counter()
+
+
+@functools.cache
+def _wanted() -> tuple[str, int]:
+    name, _, count = os.environ.get(VARIABLE, "").partition(":")
+    return name, int(count or 1)
 
 
 def failpoint(name: str) -> None:
     """Die here if that is what a test asked for."""
-    global _passes_left
-    if name == _name:
-        _passes_left -= 1
-        if _passes_left == 0:
+    wanted, count = _wanted()
+    if name == wanted:
+        _passed[name] += 1
+        if _passed[name] == count:
             os.kill(os.getpid(), signal.SIGKILL)
