@@ -20,6 +20,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the packages
 
 from bench.gpu import FAKE_VARIABLE, FOLDER_VARIABLE  # noqa: E402
+from bench.nccl_ranks import SHARING  # noqa: E402
+
+__all__ = ["FAKE", "LIMIT_S", "REASON", "SHARING", "on_gpu", "run_on_gpu", "succeeded"]
 
 FAKE = os.environ.get(FAKE_VARIABLE, "")
 LIMIT_S = 120.0
@@ -39,12 +42,6 @@ PROGRAM = """
 from bench.gpu import open_gpu
 from asyncdist import ReduceOp
 """
-
-SHARING: dict[str, dict[str, str]] = {
-    "NCCL_MULTI_RANK_GPU_ENABLE=1": {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8"},
-    "distinct NCCL_HOSTID": {"NCCL_HOSTID": "asyncdist-{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
-}
-"""Ways to let NCCL take two ranks on one device; the second makes it believe in two hosts, over sockets."""
 
 
 def run_on_gpu(

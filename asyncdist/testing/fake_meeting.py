@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -70,6 +70,16 @@ class Meeting(ABC):
 
     def leave(self) -> None:  # noqa: B027 - nothing to do where there is no connection
         """Give up what the meeting holds for this rank."""
+
+
+@contextlib.contextmanager
+def _closing_under(lock: threading.Lock, connection: Connection[Any, Any]) -> Iterator[None]:
+    """Close `connection` at the end, while no other thread sends: it would find half of it gone."""
+    try:
+        yield
+    finally:
+        with lock:
+            connection.close()
 
 
 class LocalMeeting(Meeting):
@@ -156,15 +166,17 @@ class RemoteMeeting(Meeting):
     def leave(self) -> None:
         """See Meeting."""
         # Closing it is for the thread that reads from it.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as connection:
-            connection.shutdown(socket.SHUT_RDWR)
+        with self._lock, contextlib.suppress(OSError):
+            descriptor = os.dup(self._connection.fileno())
+            with socket.socket(fileno=descriptor) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _send(self, *message: Any) -> None:
         with self._lock, contextlib.suppress(OSError):  # who served is dead: nothing happens any more
             self._connection.send_bytes(msgpack.packb(message))
 
     def _listen(self) -> None:
-        with self._connection, contextlib.suppress(OSError, EOFError):
+        with _closing_under(self._lock, self._connection), contextlib.suppress(OSError, EOFError):
             while True:
                 kind, *fields = msgpack.unpackb(self._connection.recv_bytes(), strict_map_key=False)
                 if kind == "complete":
@@ -213,7 +225,7 @@ class _Server:
             pass  # wakes the thread
 
     def _listen(self, connection: Connection[Any, Any]) -> None:
-        with connection, contextlib.suppress(OSError, EOFError):
+        with _closing_under(self._lock, connection), contextlib.suppress(OSError, EOFError):
             while True:
                 kind, *fields = msgpack.unpackb(connection.recv_bytes())
                 with self._lock:
