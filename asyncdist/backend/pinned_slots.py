@@ -21,6 +21,7 @@ class PinnedSlots:
         self,
         loop: asyncio.AbstractEventLoop,
         runtime: Runtime,
+        device: int,
         nbytes: int,
         count: int,
         helpers: Helpers,
@@ -29,6 +30,7 @@ class PinnedSlots:
         self.nbytes = nbytes
         self._loop = loop
         self._runtime = runtime
+        self._device = device
         self._left = count
         self._helpers = helpers
         self._available = available
@@ -49,7 +51,7 @@ class PinnedSlots:
             return self._free.pop()
         if self._left and self._allocating is None and not self._closed:
             self._left -= 1
-            self._allocating = in_thread(self._loop, self._runtime.pinned, self.nbytes)
+            self._allocating = in_thread(self._loop, self._allocate)
             self._allocating.add_done_callback(self._allocated)
         return None
 
@@ -57,7 +59,7 @@ class PinnedSlots:
         """Take one back, which nothing uses any more."""
         self._taken -= 1
         if self._closed:
-            self._helpers.start(buffer.close)
+            self._helpers.start(self._release, buffer)
             return
         self._free.append(buffer)
         self._available(None)
@@ -67,7 +69,16 @@ class PinnedSlots:
         self._closed = True
         free, self._free = self._free, []
         for buffer in free:
-            self._helpers.start(buffer.close)
+            self._helpers.start(self._release, buffer)
+
+    def _allocate(self) -> Pinned:
+        """In a thread of its own, whose current device would be the first: CUDA would open a context there as well."""
+        self._runtime.set_device(self._device)
+        return self._runtime.pinned(self.nbytes)
+
+    def _release(self, buffer: Pinned) -> None:
+        self._runtime.set_device(self._device)
+        buffer.close()
 
     def _allocated(self, future: asyncio.Future[Pinned]) -> None:
         self._allocating = None

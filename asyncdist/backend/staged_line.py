@@ -97,7 +97,8 @@ class StagedLine:
         self._in = runtime.new_stream(around.device)
         make = (BUFFER_BYTES, BUFFERS), (SMALL_BUFFER_BYTES, SMALL_BUFFERS)
         self._large, self._small = (
-            PinnedSlots(around.loop, runtime, nbytes, count, helpers, self._available) for nbytes, count in make
+            PinnedSlots(around.loop, runtime, around.device, nbytes, count, helpers, self._available)
+            for nbytes, count in make
         )
         self._waiting: deque[_Operation] = deque()  # not all of their portions have been taken up
         self._operations: dict[int, _Operation] = {}
