@@ -106,9 +106,11 @@ class Announcement(NamedTuple):
         """Raises ValueError for anything malformed."""
         try:
             number, host, device_id, nccl, array = msgpack.unpackb(meta[len(GPU_META) :])
-        except (TypeError, msgpack.UnpackException) as error:
+        except (TypeError, ValueError, msgpack.UnpackException) as error:
             raise ValueError("malformed announcement of a GPU array") from error
-        if not (isinstance(number, int) and isinstance(nccl, bool) and isinstance(array, bytes)):
+        if type(number) is not int or not 0 <= number < 1 << 32:
+            raise ValueError("malformed announcement of a GPU array")
+        if not (isinstance(nccl, bool) and isinstance(array, bytes)):
             raise ValueError("malformed announcement of a GPU array")
         return cls(number, str(host), str(device_id), nccl, *decode_meta(array))
 

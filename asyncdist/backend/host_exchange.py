@@ -65,8 +65,10 @@ class HostExchange:
     async def all_gather(self, name: str, tag: int, number: int, message: bytes) -> list[bytes]:
         """Everybody's `message` (at most MAX_MESSAGE_BYTES), in rank order. Cancelling forgets the exchange here.
 
-        Raises PeerLostError when a rank is gone, CollectiveMismatchError where ranks exchange something else.
+        Raises PeerLostError when a rank is gone, CollectiveMismatchError where ranks exchange something else, or more.
         """
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {len(message)} bytes, at most {MAX_MESSAGE_BYTES} are exchanged")
         call = all_gather_array(np.frombuffer(message, np.uint8), self._terms)
         arrays = await run_call(self.host_backend(name), call, tag, number)
         return [array.tobytes() for array in arrays]
