@@ -113,6 +113,7 @@ def test_exchanged_messages_are_bounded() -> None:
 def test_a_message_that_is_too_long_ends_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(group: dist.ProcessGroup) -> None:
         exchange = exchange_of(group)
+        await group.barrier()
         monkeypatch.setattr(host_exchange, "MAX_MESSAGE_BYTES", 1 << 30)
         talk = asyncio.create_task(exchange.all_gather("test", 0, 0, bytes(1 + group.rank * MAX_MESSAGE_BYTES)))
         if group.rank == 0:
