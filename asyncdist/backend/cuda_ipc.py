@@ -34,6 +34,12 @@ __all__ = ["CLOSE_LIMIT_S", "CudaIpcPath"]
 CLOSE_LIMIT_S: Final = 30.0
 """How long a closing group waits for others to read what was written for them, as for sends that nobody receives."""
 
+REDUCED: Final = frozenset(
+    {"bool", "float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"}
+    | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+)
+"""Dtypes that kernels reduce; what else the CPU reduces goes through the host."""
+
 ABORT_LIMIT_S: Final = 5.0
 """How long an aborted one waits for its own work on the GPU, which waits for nobody but the caller's kernels."""
 
@@ -148,6 +154,8 @@ class CudaIpcPath(DevicePath):
         if call.collective not in PLANNED or call.shares != 1 or isinstance(call.op, CustomOp):
             return False
         if len(self._around.ranks) > MAX_SOURCES:  # as many as one kernel reads
+            return False
+        if call.op is not None and call.dtype.name not in REDUCED:
             return False
         return all(member.device == self._around.device for member in call.members)
 

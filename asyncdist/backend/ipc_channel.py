@@ -11,8 +11,8 @@ The protocol between ranks, and why nothing can hang on the device:
 3. Every rank says DONE of every operation once, to all others: at its end, or when it was dropped, here or elsewhere,
    and nothing of it runs on its device any more. Signals carry the operation's fingerprint, so that ranks that run
    different ones hear of it.
-4. Signals about operations that have not begun here are kept; their number is bounded by 2, as nobody gets further
-   ahead of us than there are slots. Signals about ones that are over are ignored.
+4. Signals about operations that have not begun here are kept; their number is bounded, as nobody gets further ahead
+   of us than AHEAD operations (by 2, most wait for a slot before that). Signals about ones that are over are ignored.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ __all__ = ["MAX_EARLY", "IpcChannel"]
 STREAMS: Final = 2
 """Operations of a tag alternate between them, so that one which waits for its caller's kernels holds up every other."""
 
+AHEAD: Final = 64
+"""Operations that others are not through with yet before a rank begins another. Mostly the slots are fewer, but what
+moves nothing here takes none."""
+
 MAX_EARLY: Final = 4096
-"""Signals kept of operations not begun here. Ranks get ahead by the slots, a few signals each; more is no protocol."""
+"""Signals kept of operations not begun here: ranks get ahead by AHEAD, a few signals each; more is no protocol."""
 
 DROPS_KEPT: Final = 256
 """Dropped operations remembered, so that each is reported once: an operation is dropped soon after it was issued."""
@@ -170,7 +174,7 @@ class IpcChannel:
         self._say_done(operation.sequence, operation, operation.fingerprint)
 
     def _admit(self) -> None:
-        while self._held and len(self._operations) < SMALL_SLOTS and not self.closed:
+        while self._held and len(self._operations) < SMALL_SLOTS and len(self._reading) < AHEAD and not self.closed:
             if not self._is_compiled(self._held[0][0]):
                 return
             call, work, on_end, fingerprint = self._held.popleft()
@@ -236,6 +240,7 @@ class IpcChannel:
         if record.kind == CLOSED:
             self._signals.hush(member)
             self._has_closed(member)
+            self._reads_no_more(member)
         elif self.closed:
             return
         elif record.sequence > self._last:
@@ -248,6 +253,7 @@ class IpcChannel:
             if record.kind == DONE:
                 for running in tuple(self._operations.values()):
                     running.pump()
+                self._admit()
                 self._look()
             elif operation is not None:
                 operation.pump()
@@ -269,12 +275,16 @@ class IpcChannel:
         """A member is gone: nothing more is read by it, and nothing that needs it can end."""
         self._has_closed(member)
         self._lost[member] = error
+        self._reads_no_more(member)
+
+    def _reads_no_more(self, member: int) -> None:
         for sequence, reading in list(self._reading.items()):
             reading.discard(member)
             if not reading:
                 del self._reading[sequence]
         for operation in tuple(self._operations.values()):
             operation.pump()
+        self._admit()
         self._look()
 
     def lost_among(self, waiting_for: Callable[[], set[int]]) -> BaseException | None:

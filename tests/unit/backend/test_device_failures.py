@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from device_paths_kit import PATIENCE_S, PathRank, everybody, run_ranks, values
@@ -15,6 +16,7 @@ from asyncdist.backend import call as calls
 from asyncdist.backend import call_exchange, ipc_scratch, staged_line
 from asyncdist.backend.cuda_ipc import CudaIpcPath
 from asyncdist.backend.device_path import DevicePath
+from asyncdist.backend.ipc_channel import AHEAD
 from asyncdist.backend.staged import StagedPath
 from asyncdist.errors import CollectiveMismatchError, DistBackendError, PeerLostError
 from asyncdist.reduce_op import ReduceOp
@@ -245,6 +247,28 @@ def test_many_under_way(runtime: FakeRuntime, path: type[DevicePath]) -> None:
 
 
 @paths
+def test_who_moves_nothing_does_not_run_ahead(runtime: FakeRuntime, path: type[DevicePath]) -> None:
+    """Operations without elements end at once; a rank that issues thousands of them drowns nobody in signals."""
+    checked: list[int] = []
+
+    async def main(rank: PathRank) -> None:
+        await check_sum(rank)
+        if rank.rank == 0:
+            await until(lambda: checked)
+        empty = rank.array(np.zeros(0, np.float32))
+        futures = [rank.start(calls.all_reduce(empty, ReduceOp.SUM)) for _ in range(1500)]
+        if path is CudaIpcPath and rank.rank:
+            await asyncio.sleep(0.01)
+            assert sum(future.done() for future in futures) <= AHEAD
+        checked.append(rank.rank)
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*futures)
+        await check_sum(rank)
+
+    run_ranks(2, path, main, runtime)
+
+
+@paths
 def test_tags_do_not_wait_for_each_other(runtime: FakeRuntime, path: type[DevicePath]) -> None:
     """Rank 1 issues those of two tags the other way round, more than there are buffers for."""
 
@@ -275,6 +299,37 @@ def test_who_writes_waits_for_readers_before_it_leaves(runtime: FakeRuntime) -> 
         await asyncio.sleep(0.02)
         await rank.run(calls.broadcast(x, 0, 1))
         np.testing.assert_array_equal(x._array, values(0, 50))
+
+    run_ranks(2, CudaIpcPath, main, runtime)
+
+
+def test_who_is_aborted_keeps_nobody_from_closing(runtime: FakeRuntime) -> None:
+    """Rank 1 drops what it has begun without a word, but says that it has closed our memory."""
+
+    async def main(rank: PathRank) -> None:
+        await check_sum(rank)
+        x = rank.array(values(rank.rank, 50))
+        if rank.rank == 0:
+            await rank.run(calls.broadcast(x, 0, 0))
+            started = rank.loop.time()
+            await rank.close()
+            assert rank.loop.time() - started < PATIENCE_S / 2
+        else:
+            await asyncio.sleep(0.02)
+            await rank.abort(DistBackendError("enough"))
+
+    run_ranks(2, CudaIpcPath, main, runtime)
+
+
+def test_dtypes_without_kernels_go_through_the_host(runtime: FakeRuntime) -> None:
+    async def main(rank: PathRank) -> None:
+        for dtype in (np.float32, ml_dtypes.float8_e4m3fnuz):
+            x = rank.array(np.full(5, 2, dtype))
+            await rank.run(calls.all_reduce(x, ReduceOp.SUM))
+            assert (x._array == 4).all()
+            await rank.run(calls.broadcast(x, 1, rank.rank))
+        assert rank.path._tags[0].channel._last == 3
+        assert set(rank.path._staged._lines) == {0}
 
     run_ranks(2, CudaIpcPath, main, runtime)
 
