@@ -23,7 +23,7 @@ from asyncdist_server.engine import StoreEngine
 from asyncdist_server.membership import JOB_LINGER_S
 from asyncdist_server.messages import Limits
 
-EXAMPLES = int(os.environ.get("ASYNCDIST_MODEL_EXAMPLES", "50"))
+EXAMPLES = int(os.environ.get("ASYNCDIST_MODEL_EXAMPLES", "120"))
 TICK_S = 1e-4 * math.sqrt(2)
 """Between two requests, so that nothing ever is due at the same instant as something else."""
 
@@ -376,6 +376,29 @@ class EngineMachine(RuleBasedStateMachine):
         self.pass_time(away_ms)
         self.compare()
         self.clients[number] = self._open(number)
+
+    # Sequences that chance would rarely hit upon.
+
+    @rule(number=st.integers(0, 1), lease=LEASES, key=KEYS)
+    def come_back_in_time(self, number: int, lease: int, key: bytes) -> None:
+        """A bound lease outlives a short absence."""
+        self.revoke(number, lease)
+        self.grant(number, lease, 500, True)
+        self.set_leased(number, lease, key, b"1")
+        self.lose_connection(number, 100, False)
+        self.pass_time(700)
+        self.compare()
+
+    @rule(number=CLIENTS, name=NAMES, lease=LEASES)
+    def join_and_leave(self, number: int, name: bytes, lease: int) -> None:
+        """Who leaves before the round is complete takes its time with it."""
+        self.grant(number, lease, 3000, False)
+        self.join(number, name, lease, None)
+        self.compare()
+        self.leave(number, lease)
+        self.compare()
+        self.pass_time(900)
+        self.compare()
 
     @rule(number=st.integers(0, 1), key=KEYS, framed=st.booleans())
     def retry(self, number: int, key: bytes, framed: bool) -> None:
