@@ -54,6 +54,12 @@ class Daemon:
         assert found is not None
         return 1024 * int(found[1])
 
+    async def counted_bytes(self) -> int:
+        """What it holds for clients, as it counts it."""
+        async with TCPStore("127.0.0.1", self.port, token=TOKEN, namespace="healthy") as store:
+            counted: int = (await store.status())["memory_bytes"]
+            return counted
+
     def said(self) -> str:
         """The errors it logged."""
         self._errors.seek(0)
