@@ -13,6 +13,8 @@ import asyncio
 from collections import deque
 from typing import Any, ClassVar, Final, Self
 
+import numpy as np
+
 from asyncdist import events
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.call import Call
@@ -34,11 +36,17 @@ __all__ = ["CLOSE_LIMIT_S", "CudaIpcPath"]
 CLOSE_LIMIT_S: Final = 30.0
 """How long a closing group waits for others to read what was written for them, as for sends that nobody receives."""
 
+FINGERPRINTS_KEPT: Final = 256
+"""As many kinds of operations as the host backend keeps plans of."""
+
 REDUCED: Final = frozenset(
     {"bool", "float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"}
     | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 )
 """Dtypes that kernels reduce; what else the CPU reduces goes through the host."""
+
+_PLAIN: Final = frozenset(np.dtype(code) for code in "?bBhHiIlLqQefdFD")
+"""Those of them that numpy has itself: most arrays pass with one look-up."""
 
 ABORT_LIMIT_S: Final = 5.0
 """How long an aborted one waits for its own work on the GPU, which waits for nobody but the caller's kernels."""
@@ -64,6 +72,7 @@ class CudaIpcPath(DevicePath):
         self._around = around
         self._staged = staged
         self._tags: dict[int, _Tag] = {}
+        self._fingerprints: dict[tuple[Any, ...], int] = {}
         self._helpers = Helpers(around.loop)
         self._private = PrivateInputs(around, self._helpers)
 
@@ -155,11 +164,20 @@ class CudaIpcPath(DevicePath):
             return False
         if len(self._around.ranks) > MAX_SOURCES:  # as many as one kernel reads
             return False
-        if call.op is not None and call.dtype.name not in REDUCED:
+        if call.op is not None and call.dtype not in _PLAIN and call.dtype.name not in REDUCED:
             return False
         return all(member.device == self._around.device for member in call.members)
 
     def _fingerprint(self, call: Call) -> int:
+        key = call.recipe_key
+        found = self._fingerprints.get(key)
+        if found is None:
+            if len(self._fingerprints) >= FINGERPRINTS_KEPT:
+                self._fingerprints.clear()
+            found = self._fingerprints[key] = self._new_fingerprint(call)
+        return found
+
+    def _new_fingerprint(self, call: Call) -> int:
         op = ReduceOp.PREMUL_SUM if isinstance(call.op, PremulSum) else call.op  # factors may differ between ranks
         detail = f"{call.dtype.name} {op!r} {call.detail} on GPUs"
         return plan_id(call.collective, self.name, len(self._around.ranks), call.counts, call.root, detail)

@@ -68,6 +68,8 @@ def _run(elements: Any) -> Run:
 
 def clash(call: Call, rank: int, size: int) -> bool:
     """Whether outputs share memory with inputs in any other way than that a rank's own block stays where it is."""
+    if not call.inputs and not call.members:
+        return False  # in place
     for part in call.members or (call,):
         inputs, outputs = list(input_blocks(part, size)), list(output_blocks(part, size))
         if not inputs or not outputs:
