@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ LOCK_GRACE_S = 60.0
 """Longer than any outage here: no lock is lost unless the data are."""
 NO_ANSWER = "did not answer in time"
 NOT_A_NUMBER = ("add to a value that is not a number", "exceeds the range of int64")
-STUCK_S = 60.0
+STUCK_S = 120.0
 """No answer for so long: something hangs."""
 POP_TIMEOUT_S = 30.0
 """Pops wait across restarts; whoever ends a round feeds the queues until all are served."""
@@ -56,20 +56,23 @@ class Recorded:
 
     def __post_init__(self) -> None:
         self._wanted = 0
-        self._wanted_answers: asyncio.Future[None] | None = None
+        self._awaited: set[str] = set()
+        self._enough: asyncio.Future[None] | None = None
 
-    def note_answer(self) -> None:
+    def note_answer(self, client: str) -> None:
         """Count an operation that ended with a result."""
         self.answered += 1
-        if self._wanted_answers is not None and self.answered >= self._wanted and not self._wanted_answers.done():
-            self._wanted_answers.set_result(None)
+        self._awaited.discard(client)
+        if self._enough is not None and not self._awaited and self.answered >= self._wanted and not self._enough.done():
+            self._enough.set_result(None)
 
-    async def more_answers(self, count: int) -> None:
-        """Wait for `count` more operations to be answered; TimeoutError if the store hangs."""
+    async def more_answers(self, count: int, clients: Iterable[str] = ()) -> None:
+        """Wait for `count` more answers, one of them to each of `clients`; TimeoutError if the store hangs."""
         self._wanted = self.answered + count
-        self._wanted_answers = asyncio.get_running_loop().create_future()
+        self._awaited = set(clients)
+        self._enough = asyncio.get_running_loop().create_future()
         async with asyncio.timeout(STUCK_S):
-            await self._wanted_answers
+            await self._enough
 
     @property
     def operations(self) -> int:
@@ -134,7 +137,7 @@ class LoadClient:
                 history.call(operation.client, operation.key, "return").called_at = operation.called_at
         history.returned(operation)
         if operation.result is not UNKNOWN:
-            self.recorded.note_answer()
+            self.recorded.note_answer(self.name)
 
     def outcome(self, error: BaseException, operation: Operation | str) -> Any:
         """What an error tells about the operation."""

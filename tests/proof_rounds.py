@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +16,7 @@ from proof_audit import Findings, count_lost_and_twice, count_lost_of_relaxed, j
 from proof_load import COUNTERS, LOGS, QUEUES, REGISTERS, STUCK_S, LoadClient, Recorded
 from proof_watch import SENTINEL, Watcher, problems_of
 
-from asyncdist.errors import QueueEmptyError
+from asyncdist.errors import DistStoreError, QueueEmptyError
 from asyncdist.store import TCPStore
 from asyncdist.store.lease import Lease
 from asyncdist.testing.chaos_proxy import Chaos, ChaosProxy, chaos_proxy
@@ -119,7 +120,8 @@ class Round:
                 await _all_ended(watching, "watchers")
             for lease in leases:
                 if not lease.lost:
-                    await lease.revoke()
+                    with contextlib.suppress(*([DistStoreError] if self.mode.forgets else [])):  # it is not known yet
+                        await lease.revoke()
             self.findings.cuts = proxy.cuts + gentle.cuts
         return self._judge()
 
@@ -167,7 +169,8 @@ class Round:
             if daemon.doomed:
                 await daemon.ended()
             else:
-                await self.recorded.more_answers(rng.randint(30, 200))
+                # Each client has its turn: the longer requests wait, the more orders there are to be searched.
+                await self.recorded.more_answers(rng.randint(30, 200), [client.name for client in self.clients])
                 await asyncio.sleep(rng.uniform(0.0, 0.05))
                 if rng.random() < 0.15:
                     daemon.stop()  # what is on its way meanwhile dies with it

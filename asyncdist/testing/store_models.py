@@ -6,14 +6,16 @@ A crash that loses the data can be part of a history: an operation "restart" of 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections import Counter
 from collections.abc import Hashable
 from typing import Any, Final
 
 from asyncdist.testing.history import REFUSED, UNKNOWN, Operation
 from asyncdist.testing.linearizability import IMPOSSIBLE, Model, Pairs
 
-__all__ = ["LockModel", "QueueModel", "RegisterModel"]
+__all__ = ["LockModel", "LogModel", "QueueModel", "RegisterModel"]
 
 INT64_MIN: Final = -(2**63)
 INT64_MAX: Final = 2**63 - 1
@@ -62,6 +64,50 @@ class RegisterModel(Model):
         if operation.name == "compare_set":
             return bool(operation.result != operation.arguments[1])
         return operation.name in ("get", "check") or (operation.name, operation.result) in _NOTHING_DONE
+
+    def infer(self, operations: list[Operation]) -> tuple[list[Operation], Pairs]:
+        """Tell of keys that are only set and read which unknown writes took effect; see `Model.infer`.
+
+        One whose value somebody has read did, before that; one that nobody has read may as well never have.
+        """
+        if any(each.name not in ("set", "get", "restart") for each in operations):
+            return operations, []
+        read_by: dict[Any, float] = {}
+        for each in operations:
+            if each.name == "get" and each.result is not UNKNOWN:
+                read_by[each.result] = min(each.returned_at, read_by.get(each.result, math.inf))
+        setters = Counter(each.arguments[0] for each in operations if each.name == "set")
+        inferred = []
+        for each in operations:
+            if each.name == "set" and each.result is UNKNOWN:
+                if each.arguments[0] not in read_by:
+                    continue
+                if setters[each.arguments[0]] == 1:
+                    each = resolved(each, read_by[each.arguments[0]])
+            inferred.append(each)
+        return inferred, []
+
+
+class LogModel(RegisterModel):
+    """A key that is only appended to and read: by every append one token that ends with a comma, no two alike."""
+
+    def infer(self, operations: list[Operation]) -> tuple[list[Operation], Pairs]:
+        """Tell the order of the appends from the longest value that was read; see `Model.infer`."""
+        if any(each.name == "restart" for each in operations):
+            return operations, []
+        reads = [each for each in operations if each.name == "get" and isinstance(each.result, bytes)]
+        longest = max(reads, key=lambda each: len(each.result), default=None)
+        places = {} if longest is None else {token: place for place, token in enumerate(longest.result.split(b","))}
+        inferred: list[Operation] = []
+        placed: list[tuple[int, Operation]] = []
+        for each in operations:
+            place = places.get(each.arguments[0][:-1]) if each.name == "append" else None
+            if place is not None and longest is not None:
+                each = resolved(each, longest.returned_at)
+                placed.append((place, each))
+            inferred.append(each)
+        placed.sort(key=lambda pair: pair[0])
+        return inferred, [(one, other) for (_, one), (_, other) in itertools.pairwise(placed)]
 
 
 class QueueModel(Model):
@@ -119,8 +165,7 @@ class QueueModel(Model):
             if each.name == "push":
                 popped = pops.get(each.arguments[0])
                 if each.result is UNKNOWN and popped is not None:  # then it did take effect, before that
-                    by_then = min(each.returned_at, popped.returned_at)
-                    each = dataclasses.replace(each, result=None, returned_at=by_then, session=None)
+                    each = resolved(each, popped.returned_at)
                 elif each.result is UNKNOWN and drained:  # had it taken effect, somebody would have the item
                     continue
                 pushes.append(each)
@@ -183,6 +228,13 @@ class LockModel(Model):
         if operation.name == "restart":
             return None, largest
         raise ValueError(f"a lock knows nothing of {operation.name}")
+
+
+def resolved(write: Operation, seen_at: float) -> Operation:
+    """Return a write that somebody has seen the effect of, as one that is known to have taken effect by then."""
+    if write.result is not UNKNOWN:
+        return write
+    return dataclasses.replace(write, result=None, returned_at=min(write.returned_at, seen_at), session=None)
 
 
 def fitting(result: Any, expected: Any, after: Hashable) -> Hashable:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asyncdist.testing.history import REFUSED, UNKNOWN, History, Operation
 from asyncdist.testing.linearizability import IMPOSSIBLE, Model, check_history
-from asyncdist.testing.store_models import LockModel, QueueModel, RegisterModel
+from asyncdist.testing.store_models import LockModel, LogModel, QueueModel, RegisterModel
 
 
 def op(called_at: float, returned_at: float, name: str, *arguments: Any, to: Any = None, **others: Any) -> Operation:
@@ -80,6 +80,33 @@ REGISTER_NO = {
     "refused for no reason": [op(0, 1, "add", 1, to=REFUSED)],
     "deleted what was not there": [op(0, 1, "delete", to=True)],
     "torn": [op(0, 1, "set", (b"1", b"1")), op(2, 5, "set", (b"2", b"2")), op(3, 4, "get", to=(b"1", b"2"))],
+}
+LOG_YES = {
+    "appended at once, in either order": [
+        op(0, 5, "append", b"1,"),
+        op(1, 5, "append", b"11,"),
+        op(6, 7, "get", to=b"11,1,"),
+    ],
+    "an unknown token seen": [
+        op(0, 5, "append", b"1,", to=UNKNOWN),
+        op(1, 2, "append", b"2,"),
+        op(3, 4, "get", to=b"2,"),
+        op(6, 7, "get", to=b"2,1,"),
+    ],
+    "an unknown token never seen": [op(0, 5, "append", b"1,", to=UNKNOWN), op(6, 7, "get")],
+    "lost with the data": [op(0, 1, "append", b"1,"), op(2, 3, "restart"), op(4, 5, "get")],
+}
+LOG_NO = {
+    "order swapped": [op(0, 1, "append", b"1,"), op(2, 3, "append", b"2,"), op(4, 5, "get", to=b"2,1,")],
+    "order changed": [
+        op(0, 5, "append", b"1,"),
+        op(1, 5, "append", b"2,"),
+        op(6, 7, "get", to=b"1,2,"),
+        op(8, 9, "get", to=b"2,1,"),
+    ],
+    "token lost": [op(0, 1, "append", b"1,"), op(2, 3, "append", b"2,"), op(4, 5, "get", to=b"2,")],
+    "token twice": [op(0, 1, "append", b"1,"), op(4, 5, "get", to=b"1,1,")],
+    "unknown token twice": [op(0, 1, "append", b"1,", to=UNKNOWN), op(4, 5, "get", to=b"1,1,")],
 }
 QUEUE_YES = {
     "first in first out": [op(0, 1, "push", b"a"), op(2, 3, "push", b"b"), op(4, 5, "pop", to=b"a")],
@@ -155,7 +182,12 @@ LOCK_NO = {
     ("model", "history"),
     [
         pytest.param(model, history, id=name)
-        for model, histories in ((RegisterModel(), REGISTER_YES), (QueueModel(), QUEUE_YES), (LockModel(), LOCK_YES))
+        for model, histories in (
+            (RegisterModel(), REGISTER_YES),
+            (LogModel(), LOG_YES),
+            (QueueModel(), QUEUE_YES),
+            (LockModel(), LOCK_YES),
+        )
         for name, history in histories.items()
     ],
 )
@@ -167,7 +199,12 @@ def test_linearizable_histories_pass(model: Model, history: list[Operation]) -> 
     ("model", "history"),
     [
         pytest.param(model, history, id=name)
-        for model, histories in ((RegisterModel(), REGISTER_NO), (QueueModel(), QUEUE_NO), (LockModel(), LOCK_NO))
+        for model, histories in (
+            (RegisterModel(), REGISTER_NO),
+            (LogModel(), LOG_NO),
+            (QueueModel(), QUEUE_NO),
+            (LockModel(), LOCK_NO),
+        )
         for name, history in histories.items()
     ],
 )
@@ -442,6 +479,13 @@ def drawn_history(drawn: list[Any]) -> list[Operation]:
 @settings(max_examples=300, deadline=None)
 @given(small(REGISTER_CALLS))
 def test_the_verdict_is_that_of_trying_all_orders(drawn: list[Any]) -> None:
+    operations = drawn_history(drawn)
+    assert check_history(operations, RegisterModel()).linearizable == by_trying_all(operations, RegisterModel())
+
+
+@settings(max_examples=300, deadline=None)
+@given(small([call for call in REGISTER_CALLS if call[0] in ("set", "get")]))
+def test_what_is_inferred_of_what_is_only_set_changes_no_verdict(drawn: list[Any]) -> None:
     operations = drawn_history(drawn)
     assert check_history(operations, RegisterModel()).linearizable == by_trying_all(operations, RegisterModel())
 
