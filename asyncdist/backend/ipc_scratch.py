@@ -78,7 +78,12 @@ async def open_scratch(around: Surroundings, tag: int, *, first: bool) -> IpcScr
     """
     loop, runtime = around.loop, around.runtime
     large_bytes = LARGE_BYTES if first else OTHER_TAGS_LARGE_BYTES
-    own, handle, problem = await in_thread(loop, _make_block, runtime, around.device, large_bytes)
+    making = in_thread(loop, _make_block, runtime, around.device, large_bytes)
+    try:
+        own, handle, problem = await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(lambda made: _free_late(loop, made))
+        raise
     opened: list[int] = []
     try:
         offer = _OFFER.pack(large_bytes if own is not None else 0, handle)
@@ -115,6 +120,13 @@ def _make_block(runtime: Runtime, device: int, large_bytes: int) -> tuple[Memory
         if own is not None:
             own.close()
         return None, b"", f"{type(error).__name__}: {error}"
+
+
+def _free_late(loop: asyncio.AbstractEventLoop, made: asyncio.Future[tuple[Memory | None, bytes, str]]) -> None:
+    """A block is here that nobody waits for any more."""
+    own = made.result()[0]
+    if own is not None:
+        in_thread(loop, own.close)
 
 
 def _open_blocks(around: Surroundings, own: Memory, handles: Sequence[bytes], opened: list[int]) -> str:

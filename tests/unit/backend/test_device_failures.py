@@ -359,6 +359,28 @@ def test_without_ipc_everything_goes_through_the_host(
     assert not [block for block in runtime.memory.blocks() if block.nbytes == (8 << 11) + (2 << 12)]
 
 
+def test_an_abort_while_memory_is_made_leaves_none(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, entered, go_on = runtime.allocate, threading.Event(), threading.Event()
+    made: list[Any] = []
+
+    def slowly(nbytes: int, device: int) -> Any:
+        entered.set()
+        go_on.wait(PATIENCE_S)
+        made.append(real(nbytes, device))
+        return made[-1]
+
+    monkeypatch.setattr(runtime, "allocate", slowly)
+
+    async def main(rank: PathRank) -> None:
+        rank.start(calls.all_reduce(rank.array(values(rank.rank, 9)), ReduceOp.SUM))
+        await until(entered.is_set)
+        await rank.abort(DistBackendError("enough"))
+        go_on.set()
+        await until(lambda: made and all(memory._block.freed for memory in made))
+
+    run_ranks(2, CudaIpcPath, main, runtime)
+
+
 def test_all_memory_is_given_back(runtime: FakeRuntime) -> None:
     async def main(rank: PathRank) -> None:
         for tag in (0, 3):
