@@ -50,10 +50,12 @@ def run_gpu(
     loop: str = "asyncio",
     backend: str | None = None,
     timeout_s: float | None = PATIENCE_S,
+    may_differ: bool = False,
     **options: Any,
 ) -> list[Any]:
     """Run `main` on every rank and return the results; fails on what the loop or the fake GPU complains about.
 
+    So it does if ranks told NCCL different things, unless they `may_differ`: a real one would hang, or worse.
     `devices` is how many GPUs there are, `per_rank` for each rank unless it is said. With `backend` every rank makes a
     group of it.
     """
@@ -74,8 +76,10 @@ def run_gpu(
 
         results = run_world(size, rank_main, loop_factory=factory, timeout_s=timeout_s, pass_world=True)
         failure = cuda.runtime.failure
+        violations = [] if cuda.nccl is None or may_differ else cuda.nccl.violations
     assert not unhandled, f"unhandled in the event loop: {unhandled}"
     assert not failure, failure
+    assert not violations, violations
     return results
 
 
