@@ -174,7 +174,7 @@ def forgets_clients() -> Patches:
 @pytest.mark.parametrize(
     ("plant", "noticed"),
     [
-        (tells_before_it_is_on_the_disk, "acknowledged|linearizable|which .* holds"),
+        (tells_before_it_is_on_the_disk, "acknowledged|linearizable|which .* holds|popped 2 times|told"),
         (forgets_clients, "was forgotten"),
     ],
 )
