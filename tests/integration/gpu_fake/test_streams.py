@@ -153,14 +153,14 @@ def test_arrays_live_until_the_gpu_is_through_with_them() -> None:
 def test_slow_kernels_do_not_block_the_loop(loop: str) -> None:
     """What one turn of the loop costs this thread; other threads' time is not its own."""
 
-    async def main(at: GpuRank) -> float:
+    async def main(at: GpuRank) -> list[float]:
         await dist.all_reduce(at.zeros(1), group=at.group)
-        event_loop, worst, before = asyncio.get_running_loop(), [0.0], [time.thread_time()]
+        event_loop, turns, before = asyncio.get_running_loop(), [0.0], [time.thread_time()]
         stopped = False
 
         def turn() -> None:
             now = time.thread_time()
-            worst[0] = max(worst[0], now - before[0])
+            turns.append(now - before[0])
             before[0] = now
             if not stopped:
                 event_loop.call_soon(turn)
@@ -170,9 +170,11 @@ def test_slow_kernels_do_not_block_the_loop(loop: str) -> None:
             write_late(at, x := at.zeros(4), 1)
             await dist.all_reduce(x, group=at.group)
         stopped = True
-        return worst[0]
+        return sorted(turns)
 
-    assert max(run_gpu(1, main, loop=loop)) < 0.005  # 1 ms is for the machine of make gpu
+    (turns,) = run_gpu(1, main, loop=loop)
+    assert turns[-3] < 0.001  # but for two, in which garbage may have been collected
+    assert turns[-1] < 0.01
 
 
 def test_two_tasks_with_tags_of_their_own() -> None:
