@@ -203,7 +203,11 @@ def test_sockets_simulated_and_real_behave_alike(simulated: bool) -> None:
         async def connected() -> Any:
             sock = new_socket(socket.AF_INET, socket.SOCK_STREAM)
             sock.setblocking(False)
-            await loop.sock_connect(sock, address)
+            try:
+                await loop.sock_connect(sock, address)
+            except BaseException:
+                sock.close()
+                raise
             return sock
 
         sock = await connected()
