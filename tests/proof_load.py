@@ -234,7 +234,7 @@ class LoadClient:
         store, rng, history = self.store, self.rng, self.recorded.queues
         while not self.stopping:
             key, item = f"q{rng.randrange(QUEUES)}", b"%d" % self.unique()
-            name = rng.choice(("push", "push", "push", "pop", "pop", "len"))
+            name = rng.choice(("push", "push", "pop", "pop", "len"))
             if name == "push":
                 asked = self.begin(history, key, name, item, ask=lambda k, i=item: store.queue_push(k, i), write=True)
             elif name == "len":

@@ -9,6 +9,8 @@ from daemon_process import DaemonProcess
 from proof_audit import Findings
 from proof_rounds import MODES, Mode, Round, daemon_in, relaxed_round
 
+from asyncdist.testing.chaos_proxy import Chaos
+
 ANSWERS = 400
 on_uvloop = pytest.mark.asyncio(loop_factories=["uvloop"])
 """The daemon is a process of its own, and the clients' connections are tested on both loops elsewhere."""
@@ -110,7 +112,8 @@ async def test_lost_writes_are_found(tmp_path: Path) -> None:
         pytest.param(GAPPY, "went from", id="gaps in watches"),
     ],
 )
-async def test_planted_faults_are_found(program: str, told: str) -> None:
+async def test_planted_faults_are_found(program: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proof_rounds.CHAOS", Chaos(cut_after=5000, early=0.0))
     async with DaemonProcess(program=("-c", program)) as daemon:
         findings = await Round(daemon, MODES["cuts"], "2").run(0)
     assert any(told in problem for problem in findings.problems), findings
