@@ -77,7 +77,7 @@ async def _introduce(stream: ByteStream, handshake: ClientHandshake, hello: Hell
     payloads = reader.feed(handshake.leftover)
     while not payloads:
         payloads = reader.feed(await stream.receive())
-    if len(payloads) > 1 or reader.buffered:
+    if len(payloads) > 1 or reader.buffered or reader.error is not None:
         raise ProtocolError("it answers what it was not asked")
     welcome = decode_welcome(payloads[0])
     return welcome, FrameReader(welcome.limits.frame_bytes)
@@ -176,6 +176,8 @@ class Connection:
         try:
             for payload in self._reader.feed(data):
                 self._on_frame(payload)
+            if self._reader.error is not None and self._fd >= 0:
+                raise self._reader.error
         except (ProtocolError, ConnectionResetError) as error:
             self._lose(error)
             return

@@ -213,16 +213,18 @@ class FrameReader:
     """Cuts a byte stream into frames; holds at most one unfinished frame.
 
     `feed` returns the payloads completed by `data`, without their lengths; they may be views of a buffer that belongs
-    to them alone. It raises `ProtocolError` on a length of 0 or beyond `max_frame_bytes`, as soon as that length is
-    there. After an error the reader must not be used again.
+    to them alone. A length of 0 or beyond `max_frame_bytes` ends the stream as soon as it is there: `error` says so
+    then, and `feed` raises it unless it has payloads from before it to return. How the stream is cut changes nothing.
     """
 
-    __slots__ = ("_buffer", "_max_frame_bytes", "_needed")
+    __slots__ = ("_buffer", "_max_frame_bytes", "_needed", "error")
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_frame_bytes = max_frame_bytes
         self._buffer = bytearray()
         self._needed = LENGTH_BYTES
+        self.error: ProtocolError | None = None
+        """Why nothing more can be read, once all that came before it has been returned."""
 
     @property
     def buffered(self) -> int:
@@ -231,6 +233,8 @@ class FrameReader:
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[memoryview]:
         """Take the next bytes of the stream and return the payloads they complete."""
+        if self.error is not None:
+            raise self.error
         buffer = self._buffer
         if buffer:
             buffer += data
@@ -245,7 +249,7 @@ class FrameReader:
         while end - start >= LENGTH_BYTES:
             length = int.from_bytes(view[start : start + LENGTH_BYTES], "big")
             if not 0 < length <= self._max_frame_bytes:
-                raise ProtocolError(f"frame of {length} bytes, allowed are 1 to {self._max_frame_bytes}")
+                return self._end(payloads, length)
             needed = LENGTH_BYTES + length
             if end - start < needed:
                 break
@@ -256,6 +260,14 @@ class FrameReader:
         if data is not buffer or payloads:
             # The payloads keep the old buffer; the rest starts a new one, so that a large frame is never copied.
             self._buffer = bytearray(view[start:])
+        return payloads
+
+    def _end(self, payloads: list[memoryview], length: int) -> list[memoryview]:
+        """Note that a frame cannot have this `length`; what came before it still counts."""
+        self.error = ProtocolError(f"frame of {length} bytes, allowed are 1 to {self._max_frame_bytes}")
+        self._buffer = bytearray()
+        if not payloads:
+            raise self.error
         return payloads
 
 

@@ -14,6 +14,7 @@ not call the session or the engine, only take note.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -130,8 +131,12 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether received requests are waiting for `resume`."""
-        return not self.closing and bool(self._frames or self._index < len(self._requests))
+        """Whether received requests, or the nonsense behind them, are waiting for `resume`."""
+        return not self.closing and (self._unrun or self._reader.error is not None)
+
+    @property
+    def _unrun(self) -> bool:
+        return bool(self._frames or self._index < len(self._requests))
 
     @property
     def buffered(self) -> int:
@@ -148,11 +153,11 @@ class Session:
             if rest is None:
                 return
             data = rest
-        try:
-            self._frames.extend(self._reader.feed(data))
-        except ProtocolError as error:
-            self._fail(PROTOCOL, str(error))
-            return
+        reader = self._reader
+        if reader.error is None:
+            # An error is told when all that came before it has been run, in this turn or a later one.
+            with contextlib.suppress(ProtocolError):
+                self._frames.extend(reader.feed(data))
         self.resume(now)
 
     def resume(self, now: float) -> None:
@@ -163,6 +168,8 @@ class Session:
                 self._hello(self._frames.popleft(), now)
             if self._client is not None:
                 self._run(self._client, now)
+            if self._reader.error is not None and not self._unrun:
+                raise self._reader.error
         except ProtocolError as error:
             self._fail(PROTOCOL, str(error))
         except HelloRefused as refused:

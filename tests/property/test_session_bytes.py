@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import msgpack
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_kit import MemoryClient
+from server_kit import MemoryClient, Reply
 
 from asyncdist_server import messages as m
 from asyncdist_server.engine import StoreEngine
-from asyncdist_server.messages import Limits
+from asyncdist_server.messages import Hello, Limits
+from asyncdist_server.session import TURN_REQUESTS
 
 SCALARS = (
     st.none()
@@ -81,3 +86,40 @@ def test_any_messages_in_valid_frames(payloads: list[bytes], cut: int) -> None:
         assert len(reply) == 3
     assert engine.memory_bytes <= 5000 + 300 * 200
     check_unharmed(engine, client)
+
+
+CHANGES = st.sampled_from([(m.APPEND, b"k", b"x"), (m.ADD, b"n", 1), (m.GET, b"k", 0), (m.GET, b"later", None)])
+ENDS = st.sampled_from([b"", b"\0\0\0\0", b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0"])
+
+
+@given(
+    st.lists(st.lists(CHANGES, max_size=5), max_size=5),
+    ENDS,
+    st.lists(st.integers(0, 300), max_size=6),
+    st.integers(0, 2),
+    st.sampled_from([1, 3, TURN_REQUESTS]),
+)
+@settings(deadline=None, max_examples=200)
+def test_what_is_run_and_answered_does_not_depend_on_how_it_is_cut(
+    frames: list[list[tuple[Any, ...]]], end: bytes, cuts: list[int], behind: int, turn_requests: int
+) -> None:
+    """Also where the last of it is nonsense: all that came before is run and answered, then the connection ends."""
+
+    def talk(whole: bool) -> tuple[list[Reply], str, dict[bytes, bytes]]:
+        engine = StoreEngine(b"i" * 16, Limits(frame_bytes=4096, value_bytes=1024))
+        client = MemoryClient(engine)
+        client.prove()
+        stream = client.encoder.hello(Hello(client.client_id, ()))
+        stream += b"".join(client.frame(*requests) for requests in frames) + end + bytes(behind if end else 0)
+        places = [0, len(stream)] if whole else [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+        for start, stop in itertools.pairwise(places):
+            # Not turn after turn: requests may be left when the next bytes come.
+            client.session.receive(stream[start:stop], 0.0)
+        said = client.send(b"")
+        answers = [reply for payload in client.reader.feed(said)[1:] for reply in m.decode_replies(payload)]
+        space = engine.namespaces.get("job")
+        return answers, client.session.error, {} if space is None else dict(space.values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("asyncdist_server.session.TURN_REQUESTS", turn_requests)
+        assert talk(whole=True) == talk(whole=False)

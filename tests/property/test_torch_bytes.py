@@ -73,10 +73,13 @@ def test_spoiled_requests(requests: list[bytes], data: st.DataObject) -> None:
     check_unharmed(world, client, other)
 
 
-@given(st.lists(REQUESTS, max_size=12), st.lists(st.integers(1, 40), min_size=1, max_size=5))
+ENDS = st.sampled_from([b"", b"\xee", b"\x00", query(Query.GET, b"")[:1] + b"\xff" * 8, b"\x0b" + b"\xff" * 8])
+
+
+@given(st.lists(REQUESTS, max_size=12), ENDS, st.lists(st.integers(1, 40), min_size=1, max_size=5))
 @settings(deadline=None)
-def test_the_answer_does_not_depend_on_how_it_is_cut(requests: list[bytes], sizes: list[int]) -> None:
-    stream = b"".join(requests)
+def test_the_answer_does_not_depend_on_how_it_is_cut(requests: list[bytes], end: bytes, sizes: list[int]) -> None:
+    stream = b"".join(requests) + end
     whole, cut = new_world().client(), new_world().client()
     expected = whole.send(stream)
     heard = b""
@@ -88,6 +91,7 @@ def test_the_answer_does_not_depend_on_how_it_is_cut(requests: list[bytes], size
         index += 1
     assert heard == expected
     assert cut.session.error == whole.session.error
+    assert cut.session.stored.values == whole.session.stored.values
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), REQUESTS), max_size=40))

@@ -61,6 +61,16 @@ def test_a_frame_may_be_as_long_as_the_limit_and_not_longer() -> None:
         FrameReader(10).feed(b"\0\0\0\0")
 
 
+def test_what_came_before_a_bad_length_is_returned_first() -> None:
+    reader = FrameReader(10)
+    assert [bytes(view) for view in reader.feed(b"\0\0\0\1a\0\0\0\1b\0\0\0\x0bmore")] == [b"a", b"b"]
+    assert str(reader.error) == "frame of 11 bytes, allowed are 1 to 10"
+    assert reader.buffered == 0
+    with pytest.raises(ProtocolError, match="frame of 11 bytes"):
+        reader.feed(b"\0\0\0\1c")
+    assert reader.buffered == 0
+
+
 def test_requests_and_replies_survive_the_trip() -> None:
     encoder = Encoder()
     requests = [(1, messages.SET, b"k", b"v"), (2, messages.MULTI_GET, (b"a", b"b"), None)]
