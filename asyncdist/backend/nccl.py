@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 from bisect import insort
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final, Self
 
 import msgpack
@@ -44,6 +45,9 @@ EXCHANGE: Final = "nccl"
 
 SHARED_GPUS: Final = "NCCL_MULTI_RANK_GPU_ENABLE"
 """NCCL's own variable, from 2.30 on: several ranks may use one GPU."""
+
+OTHER_HOST: Final = "NCCL_HOSTID"
+"""NCCL's own variable, which makes it see another host: whether it takes two ranks on one GPU then, it says itself."""
 
 
 class NcclPath(DevicePath):
@@ -151,7 +155,7 @@ class NcclPath(DevicePath):
                     f"this rank gave arrays on {len(ids)} GPUs, but rank {rank} on {len(theirs)}", rank
                 )
             for device in theirs:
-                if used.setdefault((host, device), rank) != rank and os.environ.get(SHARED_GPUS) != "1":
+                if used.setdefault((host, device), rank) != rank and not _may_share():
                     raise DistBackendError(f"rank {used[host, device]} and rank {rank} use the same GPU {device}")
         await channel.open(joined[0][2])
 
@@ -246,6 +250,11 @@ class NcclPath(DevicePath):
         if opening:
             await asyncio.wait(opening)
         await self._helpers.wait(ENDING_S)
+
+
+def _may_share(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether NCCL is asked although ranks share a GPU."""
+    return environ.get(SHARED_GPUS) == "1" or bool(environ.get(OTHER_HOST))
 
 
 def _devices(call: Call, device: int) -> tuple[int, ...]:

@@ -72,6 +72,38 @@ def test_what_only_the_host_can(path: str, monkeypatch: pytest.MonkeyPatch) -> N
     run_gpu(3, main, devices=1)
 
 
+@pytest.mark.parametrize("variable", ["", "NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"])
+@pytest.mark.parametrize("takes", [False, True])
+def test_nccl_says_whether_it_takes_ranks_that_share_a_gpu(
+    variable: str, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked where one of its own variables may make it; else the ranks are named before anyone is in NCCL."""
+    monkeypatch.setenv("ASYNCDIST_CUDA_PATH", "nccl")
+    if variable:
+        monkeypatch.setenv(variable, "1")
+
+    async def main(at: GpuRank) -> BaseException | None:
+        x = on_one(at, np.full(5, at.rank + 1))
+        try:
+            await dist.all_reduce(x)
+        except dist.DistError as error:
+            return error
+        assert equal(x, np.full(5, 3))
+        return None
+
+    said: list[BaseException | None] = []
+
+    async def kept(at: GpuRank) -> None:
+        said.append(await main(at))
+
+    with contextlib.suppress(dist.DistError):  # a group that failed cannot leave well
+        run_gpu(2, kept, devices=1, multi_rank_gpu=takes)
+    works = takes and variable != ""
+    assert [error is None for error in said] == [works] * 2, said
+    if not works:
+        assert any(("same GPU" if variable == "" else "Duplicate GPU") in str(error) for error in said), said
+
+
 class Foreign:
     """An array that is known by `__cuda_array_interface__` only, and by its device."""
 
