@@ -14,7 +14,7 @@ from asyncdist.backend.device_messages import DeviceRecvWork, DeviceSendWork
 from asyncdist.backend.device_path import Surroundings
 from asyncdist.backend.device_tail import tail_of
 from asyncdist.backend.device_threads import Helpers, in_thread
-from asyncdist.cuda import Pinned, Stream
+from asyncdist.cuda import Pinned, Runtime, Stream
 from asyncdist.errors import DistBackendError, DistError
 from asyncdist.transport.frame import pack_key
 from asyncdist.transport.matching import Receive, SendOp
@@ -45,6 +45,8 @@ class StagedMessages:
         self._id = group_id
         self._helpers = helpers
         self._free: list[Pinned] = []
+        self._device = 0
+        """A GPU that is used here: other ones must not be touched."""
         self._streams: dict[tuple[int, bool], Stream] = {}
         self._turns: dict[tuple[int, bool], asyncio.Semaphore] = {}
         self._tasks: dict[AnyWork, asyncio.Task[None]] = {}
@@ -169,15 +171,16 @@ class StagedMessages:
     async def _buffer(self) -> Pinned:
         if self._free:
             return self._free.pop()
-        return await in_thread(self._around.loop, self._around.runtime.pinned, STAGE_BYTES)
+        return await in_thread(self._around.loop, _allocate, self._around.runtime, self._device)
 
     def _give(self, buffer: Pinned) -> None:
         if self._closed or len(self._free) >= STAGES_KEPT:
-            self._helpers.start(buffer.close)
+            self._helpers.start(_end, self._around.runtime, self._device, [], [buffer])
         else:
             self._free.append(buffer)
 
     def _stream(self, device: int, *, sending: bool) -> Stream:
+        self._device = device
         stream = self._streams.get((device, sending))
         if stream is None:
             stream = self._streams[device, sending] = self._around.runtime.new_stream(device)
@@ -191,7 +194,8 @@ class StagedMessages:
         for task in list(self._tasks.values()):
             task.cancel()
         kept = [self._around.completions.drop(stream) for stream in self._streams.values()]
-        self._helpers.start(_end, list(self._streams.values()), self._free, keep_alive=kept)
+        streams = list(self._streams.values())
+        self._helpers.start(_end, self._around.runtime, self._device, streams, self._free, keep_alive=kept)
         self._streams.clear()
         self._free = []
 
@@ -201,7 +205,15 @@ class StagedMessages:
             await asyncio.wait(set(self._ending))
 
 
-def _end(streams: list[Stream], buffers: list[Pinned]) -> None:
+def _allocate(runtime: Runtime, device: int) -> Pinned:
+    """In a thread of its own, whose current device would be the first: CUDA would open a context there as well."""
+    runtime.set_device(device)
+    return runtime.pinned(STAGE_BYTES)
+
+
+def _end(runtime: Runtime, device: int, streams: list[Stream], buffers: list[Pinned]) -> None:
+    """In a thread of its own, as `_allocate`."""
+    runtime.set_device(device)
     for stream in streams:
         stream.synchronize()
         stream.close()

@@ -249,3 +249,33 @@ def test_what_nccl_reports_ends_messages_of_the_pair() -> None:
             assert "a cable was cut" in str(error)
 
     run_gpu(2, main)
+
+
+def test_threads_touch_no_gpu_but_the_messages() -> None:
+    """A new thread's current GPU is the first, where page-locking memory would open a context of no use."""
+    current: list[tuple[str, int]] = []
+
+    def recorded(cuda: Any, name: str, function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            current.append((name, cuda.runtime.current_device()))
+            return function(*arguments)
+
+        return call
+
+    async def main(at: GpuRank) -> None:
+        if at.rank == 0:
+            pinned = at.cuda.runtime.pinned
+
+            def recording(nbytes: int) -> Any:
+                buffer: Any = recorded(at.cuda, "allocate", pinned)(nbytes)
+                buffer.close = recorded(at.cuda, "free", buffer.close)
+                return buffer
+
+            at.cuda.runtime.pinned = recording  # type: ignore[method-assign]
+        await dist.barrier(at.group)
+        x = at.array(np.full(3, at.rank), 1)
+        await (dist.send(x, 1) if at.rank == 0 else dist.recv(x, 0))
+        assert equal(x, np.zeros(3))
+
+    run_gpu(2, main, devices=3, nccl=False)
+    assert sorted(current) == [("allocate", 1), ("allocate", 2), ("free", 1), ("free", 2)]
