@@ -20,6 +20,7 @@ LOGS = 2
 QUEUES = 2
 LOCK_GRACE_S = 60.0
 """Longer than any outage here: no lock is lost unless the data are."""
+LOCK_TIMEOUT_S = 60.0
 NO_ANSWER = "did not answer in time"
 NOT_A_NUMBER = ("add to a value that is not a number", "exceeds the range of int64")
 STUCK_S = 120.0
@@ -275,7 +276,7 @@ class LoadClient:
         recorded, store = self.recorded, self.store
         while not self.stopping and not self.hasty:
             await asyncio.sleep(self.rng.uniform(0.0, 0.2))
-            lock = store.lock(f"{recorded.prefix}lock", grace=LOCK_GRACE_S, timeout=60)
+            lock = store.lock(f"{recorded.prefix}lock", grace=LOCK_GRACE_S, timeout=LOCK_TIMEOUT_S)
             holder = f"{self.name}#{next(self._numbers)}"
             acquire = recorded.locks.call(holder, "lock", "acquire")
             try:

@@ -12,6 +12,7 @@ from proof_rounds import MODES, Mode, Round, daemon_in, relaxed_round
 from asyncdist.testing.chaos_proxy import Chaos
 
 ANSWERS = 400
+MOST_ROUNDS = 20
 on_uvloop = pytest.mark.asyncio(loop_factories=["uvloop"])
 """The daemon is a process of its own, and the clients' connections are tested on both loops elsewhere."""
 
@@ -114,8 +115,12 @@ async def test_lost_writes_are_found(tmp_path: Path) -> None:
 )
 async def test_planted_faults_are_found(program: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proof_rounds.CHAOS", Chaos(cut_after=5000, early=0.0))
+    monkeypatch.setattr("proof_load.LOCK_TIMEOUT_S", 2.0)  # who takes a lock twice waits for itself
     async with DaemonProcess(program=("-c", program)) as daemon:
-        findings = await Round(daemon, MODES["cuts"], "2").run(0)
-    assert any(told in problem for problem in findings.problems), findings
-    if program is FORGETFUL:
-        assert findings.twice > 0
+        for seed in range(MOST_ROUNDS):  # it takes a cut at the right moment, which a round may not have
+            findings = await Round(daemon, MODES["cuts"], str(seed)).run(0)
+            if any(told in problem for problem in findings.problems):
+                break
+        else:
+            pytest.fail(f"not found in {MOST_ROUNDS} rounds: {findings}")
+    assert (findings.twice > 0) == (program is FORGETFUL)
