@@ -5,6 +5,7 @@ SEEDS ?= 2000
 OPERATIONS ?= 1000000
 FRAMES ?= 1000000
 MUTANTS ?= 40000
+KILLS ?= 200
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
@@ -19,7 +20,8 @@ help:
 	@echo "make bench      measure beside the neighbors that are installed"
 	@echo "make prove      verify every collective plan symbolically, and plant mistakes in them (MUTANTS=40000)"
 	@echo "make sim        run thousands of random programs on simulated worlds, daemons and networks (SEEDS=2000)"
-	@echo "make soak       run random operations on ranks that are stopped at random (OPERATIONS=1000000)"
+	@echo "make soak       run random operations on ranks that are stopped at random (OPERATIONS=1000000), kill the store's"
+	@echo "                daemon under load and judge every answer (KILLS=200)"
 	@echo "                and fuzz both doors of the store daemon (FRAMES=1000000 at each)"
 	@echo "make multinode  run the demo on 3 nodes in containers (as root; installs Debian's docker when missing)"
 	@echo "make gpu        test and measure on this machine's GPU, and write docs/benchmarks/gpu.md"
@@ -57,6 +59,7 @@ sim: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	$(BIN)/python tests/soak.py --operations $(OPERATIONS) $(ARGS)
+	$(BIN)/python tests/store_soak.py --kills $(KILLS)
 	$(BIN)/python tests/fuzz_doors.py --frames $(FRAMES)
 
 multinode: $(VENV)/.base

@@ -27,7 +27,7 @@ STUCK_S = 120.0
 """No answer for so long: something hangs."""
 POP_TIMEOUT_S = 30.0
 """Pops wait across restarts; whoever ends a round feeds the queues until all are served."""
-MEAN_PAUSE_S = 0.004
+MEAN_PAUSE_S = 0.01
 BATCH = 3
 CANCELLED_SHARE = 0.03
 
@@ -215,7 +215,7 @@ class LoadClient:
     def _log(self) -> asyncio.Future[Any]:
         store, history, key = self.store, self.recorded.registers, f"l{self.rng.randrange(LOGS)}"
         token = b"%d," % self.unique()
-        if self.rng.random() < 0.6:
+        if self.rng.random() < 0.7:
             return self.begin(history, key, "append", token, ask=lambda k: store.append(k, token), write=True)
         return self.begin(history, key, "get", ask=lambda k: store.get(k, timeout=0), write=False)
 

@@ -24,7 +24,7 @@ from asyncdist.testing.chaos_proxy import Chaos, ChaosProxy, chaos_proxy
 CLIENTS = 8
 HASTY_TIMEOUT_S = 0.25
 """One client gives up soon, so that nobody knows what became of its requests."""
-CHAOS = Chaos(cut_after=8_000, early=0.1, delayed=0.02, delay=0.02, piece=3_000, stall=0.1)
+CHAOS = Chaos(cut_after=40_000, early=0.1, delayed=0.02, delay=0.02, piece=3_000, stall=0.1)
 GENTLE = Chaos(cut_after=200_000, stall=0.1)
 """For watches: one answer may hold thousands of events, and it comes whole or not at all."""
 LEASE_S = 30.0
