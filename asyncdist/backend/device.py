@@ -24,7 +24,7 @@ from asyncdist.backend.base import Backend, CollectiveWork, GroupBackend
 from asyncdist.backend.call import Call
 from asyncdist.backend.cuda_events import Completions
 from asyncdist.backend.device_path import DevicePath, Member, OnEnd, Surroundings, have_own_devices
-from asyncdist.backend.device_paths import PATHS
+from asyncdist.backend.device_paths import PATHS, several_gpus_refusal
 from asyncdist.backend.device_streams import EventPool, arrays_of_call, ready_after
 from asyncdist.backend.device_tail import Tail
 from asyncdist.backend.host_exchange import HostExchange
@@ -147,6 +147,10 @@ class DeviceBackend(GroupBackend):
                 "uses one GPU in a group, except in the *_multigpu operations"
             )
         path = self._path or PATHS[self._likely_path()]
+        if len(devices) > 1:
+            why = several_gpus_refusal(call.collective, path.name, self.wish, self._settings.path, self.provider)
+            if why:
+                raise TypeError(why)
         for one in call.members or (call,):
             known = (path.name, one.collective, one.dtype, one.op)
             if known in self._carried:

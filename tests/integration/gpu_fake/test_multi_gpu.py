@@ -96,3 +96,68 @@ def test_ranks_with_lists_of_different_lengths() -> None:
         assert "arrays per rank" in str(error) or "GPUs" in str(error)
 
     run_gpu(2, main, per_rank=2)
+
+
+def pair(at: GpuRank) -> list[Any]:
+    return [at.array(np.ones(2, np.float32), index) for index in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("how", "path", "why"),
+    [
+        ("ipc", "ipc", "ASYNCDIST_CUDA_PATH asks for it"),
+        ("staged", "staged", "ASYNCDIST_CUDA_PATH asks for it"),
+        ("backend", "staged", "its backend says cuda:aio"),
+        ("no nccl", "staged", "NCCL is missing here"),
+    ],
+)
+def test_other_paths_refuse_several_gpus_at_the_call(
+    how: str, path: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call already, as every rank knows; those who wait hear of it, and the group goes on."""
+    if path == how:
+        monkeypatch.setenv("ASYNCDIST_CUDA_PATH", path)
+
+    async def main(at: GpuRank) -> None:
+        for _ in range(2):
+            if at.rank == 0:
+                with pytest.raises(TypeError, match=f"needs path nccl, but this group takes {path}: {why}"):
+                    dist.all_reduce_multigpu(pair(at), group=at.group)
+            else:
+                error = await failure_of(dist.all_reduce(at.zeros(2), group=at.group))
+                assert isinstance(error, CollectiveMismatchError), repr(error)
+                assert "rank 0" in str(error)
+                assert "all_reduce_multigpu" in str(error)
+            x = at.array(np.ones(2, np.float32))
+            await dist.all_reduce(x, group=at.group)
+            assert equal(x, [2, 2])
+
+    run_gpu(2, main, per_rank=2, nccl=how != "no nccl", backend="cpu:aio,cuda:aio" if how == "backend" else None)
+
+
+def test_a_path_that_the_ranks_found_refuses_several_gpus_at_the_call() -> None:
+    async def main(at: GpuRank) -> None:
+        x = at.cuda.runtime.array(np.ones(2, np.float32), 0)
+        await dist.all_reduce(x)
+        lists = [at.cuda.runtime.array(np.ones(2, np.float32), device) for device in range(2)]
+        with pytest.raises(TypeError, match="this group takes ipc: ranks share a GPU"):
+            dist.all_reduce_multigpu(lists)
+        await dist.all_reduce(x)
+        assert equal(x, [4, 4])
+
+    run_gpu(2, main, devices=2)
+
+
+def test_several_gpus_where_the_path_is_not_known_yet() -> None:
+    """As the group's first operation: only opening shows that ranks share GPUs. It is the group's end, on all ranks."""
+    errors: list[BaseException] = []
+
+    async def main(at: GpuRank) -> None:
+        group = dist.new_group()
+        lists = [at.cuda.runtime.array(np.ones(2, np.float32), device) for device in range(2)]
+        errors.append(await failure_of(dist.all_reduce_multigpu(lists, group=group)))
+        assert "aborted" in repr(group)
+        await dist.barrier()
+
+    run_gpu(2, main, devices=2)
+    assert any("several GPUs needs the nccl path" in str(error) for error in errors), errors
