@@ -8,16 +8,21 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from journal_kit import MemoryJournal
+from torch_wire_kit import VALIDATE, blob, query
 
 from asyncdist.store import TCPStore
 from asyncdist_server.config import ServerConfig
+from asyncdist_server.connection import WRITE_HIGH_BYTES
 from asyncdist_server.daemon import StoreServer
 from asyncdist_server.durability import DURABLE, Durability, parse_durability
 from asyncdist_server.group_commit import TIDY_BYTES
 from asyncdist_server.journal import Journal, JournalError
 from asyncdist_server.journal_thread import Outcome
+from asyncdist_server.messages import OK, Encoder
 from asyncdist_server.persistence import Persistence
+from asyncdist_server.torch_wire import Query
 
 
 class SlowDisk:
@@ -199,3 +204,58 @@ async def test_the_end_says_that_nothing_is_missing() -> None:
     async with world() as made, made.store() as store:
         await store.set("key", "value")
     assert made.journal.calls[-2:] == ["write", "close"]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  what the daemon has run sets no event
+            await asyncio.sleep(0)
+
+
+async def test_torch_clients_never_wait_for_the_disk() -> None:
+    """Neither with changes of their own nor with reads, while others' changes are being written and gather."""
+    async with world() as made, made.store() as one, made.store() as two:
+        await asyncio.gather(one.check(["key"]), two.check(["key"]))
+        reader, writer = await asyncio.open_connection("127.0.0.1", made.server.port)
+        made.disk.slow = True
+        writes = [asyncio.ensure_future(one.set("key", "new"))]
+        await made.disk.came.wait()
+        writes.append(asyncio.ensure_future(two.set("key", "newer")))
+        assert made.server.gate is not None
+        await until(lambda: made.server.gate is not None and made.server.gate.waiting_count == 2)
+        writer.write(VALIDATE + query(Query.SET, b"key", b"value") + query(Query.GET, b"key"))
+        async with asyncio.timeout(10):
+            assert await reader.readexactly(len(blob(b"value"))) == blob(b"value")
+        assert made.server.gate.waiting_count == 2
+        assert not any(write.done() for write in writes)
+        writer.close()
+        await writer.wait_closed()
+        made.disk.slow = False
+        made.disk.run_waiting()
+        await asyncio.gather(*writes)
+
+
+@pytest.mark.parametrize("past", [0, 1])
+async def test_who_has_more_than_the_limit_held_back_is_not_read_until_the_commit(past: int) -> None:
+    overhead = len(Encoder().replies([(1, OK, bytes(WRITE_HIGH_BYTES))])) - WRITE_HIGH_BYTES
+    value = bytes(WRITE_HIGH_BYTES - overhead + past)
+    async with world() as made, made.store() as writer, made.store() as reader:
+        await writer.set("full", value)
+        await reader.check(["full"])
+        values = made.server.engine.namespaces["job"].values
+        made.disk.slow = True
+        write = asyncio.ensure_future(writer.set("key", "new"))
+        await made.disk.came.wait()
+        read = asyncio.ensure_future(reader.get("full"))
+        await until(lambda: made.server.gate is not None and made.server.gate.waiting_count == 2)
+        more = asyncio.ensure_future(reader.set("more", ""))
+        if past:
+            await turns()
+            assert b"more" not in values
+        else:
+            await until(lambda: b"more" in values)
+        made.disk.slow = False
+        made.disk.run_waiting()
+        assert await read == value
+        await asyncio.gather(write, more)
+        assert b"more" in values
