@@ -8,7 +8,8 @@ from asyncdist_server.history import EVENT_BYTES, HISTORY_OVERHEAD_BYTES
 from asyncdist_server.leases import HOLD_BYTES, LEASE_BYTES, LEASED_KEY_BYTES
 from asyncdist_server.membership import JOB_BYTES
 from asyncdist_server.namespace import ITEM_OVERHEAD_BYTES, KEY_OVERHEAD_BYTES, QUEUE_OVERHEAD_BYTES, Namespace
-from asyncdist_server.waiters import WAITER_BYTES
+from asyncdist_server.state import KEY_WAITS
+from asyncdist_server.waiters import WAITER_BYTES, Waiter
 
 __all__ = ["memory_bytes", "problems"]
 
@@ -26,9 +27,14 @@ def namespace_bytes(space: Namespace) -> int:
     return total + JOB_BYTES * len(space.jobs)
 
 
+def waiter_bytes(waiter: Waiter) -> int:
+    """Bytes of a blocked request."""
+    return WAITER_BYTES + sum(map(len, waiter.keys)) + 48 * len(waiter.keys)
+
+
 def client_bytes(client: Client) -> int:
     """Bytes of a client's blocked requests and of its replies that may be asked for again."""
-    total = sum(WAITER_BYTES + sum(map(len, waiter.keys)) + 48 * len(waiter.keys) for waiter in client.blocked.values())
+    total = sum(map(waiter_bytes, client.blocked.values()))
     for _, _, framed in client._frames:
         # Texts and lists in these are short and few, and not looked at before somebody comes back for them.
         total += sum(REPLY_BYTES + value_bytes(value) * (type(value) in (bytes, tuple)) for _, _, value in framed)
@@ -49,6 +55,15 @@ def problems(engine: StoreEngine) -> list[str]:
     blocked = sum(len(client.blocked) for client in engine._state.clients)
     if engine.waiter_count != blocked:
         found.append(f"waiter_count is {engine.waiter_count}, blocked are {blocked}")
+    waiters = [waiter for client in engine._state.clients for waiter in client.blocked.values()]
+    if engine._state.waiter_bytes != (counted := sum(map(waiter_bytes, waiters))):
+        found.append(f"waiter_bytes is {engine._state.waiter_bytes}, counted are {counted}")
+    key_waits = [waiter for waiter in waiters if waiter.operation in KEY_WAITS]
+    if engine._state.key_waits.keys() != set(key_waits):
+        found.append(f"{len(engine._state.key_waits)} wait for keys, blocked are {len(key_waits)}")
+    oldest = next(iter(engine._state.key_waits), None)
+    if oldest is not None and oldest.since != min(waiter.since for waiter in key_waits):
+        found.append(f"the oldest wait is said to be since {oldest.since}")
     leases = sum(len(space.leases) for space in engine.namespaces.values())
     if engine._state.leases.count != leases:
         found.append(f"the count of leases is {engine._state.leases.count}, there are {leases}")

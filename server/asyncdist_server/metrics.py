@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from asyncdist_server.codes import GET, MULTI_GET, OPERATION_NAMES, WAIT
+from asyncdist_server.codes import OPERATION_NAMES
 from asyncdist_server.counters import RESULT_NAMES, Histogram
 
 if TYPE_CHECKING:
     from asyncdist_server.daemon import StoreServer
 
 PREFIX: Final = "asyncdist_store_"
-KEY_WAITS: Final = frozenset({GET, WAIT, MULTI_GET})
-"""Waits for keys that somebody should set; those for events, locks, items and other members may be long by nature."""
 
 
 class Metric(NamedTuple):
@@ -112,15 +110,10 @@ def _of_connections(server: StoreServer) -> Iterator[tuple[Metric, Samples]]:
 def _of_contents(server: StoreServer, now: float) -> Iterator[tuple[Metric, Samples]]:
     engine, limits = server.engine, server.config.limits
     held = engine.statistics()
-    waiter_bytes = remembered_bytes = 0
-    oldest = now
-    for client in engine.all_clients():
-        remembered_bytes += client.remembered_bytes
-        for waiter in client.blocked.values():
-            waiter_bytes += waiter.bytes
-            if waiter.since < oldest and waiter.operation in KEY_WAITS:
-                oldest = waiter.since
-    yield OLDEST_WAIT, [((), now - oldest)]
+    waiter_bytes = engine.state.waiter_bytes
+    remembered_bytes = sum(client.remembered_bytes for client in engine.all_clients())
+    oldest = next(iter(engine.state.key_waits), None)
+    yield OLDEST_WAIT, [((), 0.0 if oldest is None else max(0.0, now - oldest.since))]
     for metric, name in (
         (CLIENTS, "clients"),
         (CLIENTS_AWAY, "clients_away"),

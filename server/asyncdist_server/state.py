@@ -19,6 +19,7 @@ from asyncdist_server.messages import (
     LIMIT,
     LOCK,
     MAX_MISSING_REPORTED,
+    MULTI_GET,
     OK,
     QUEUE_POP,
     TIMEOUT,
@@ -30,6 +31,8 @@ from asyncdist_server.namespace import Namespace
 from asyncdist_server.timers import Timers
 from asyncdist_server.waiters import Deadlines, Waiter, WaitPlace
 
+KEY_WAITS: Final = frozenset({GET, WAIT, MULTI_GET})
+"""Waits for keys that somebody should set; those for events, locks, items and other members may be long by nature."""
 TAKING: Final = frozenset({QUEUE_POP, LOCK, JOIN})
 """Operations that may block and change something when they end: their late replies are remembered for a retry."""
 
@@ -42,6 +45,7 @@ class StoreState:
         "counters",
         "deadlines",
         "describe",
+        "key_waits",
         "leases",
         "limits",
         "memory_bytes",
@@ -50,6 +54,7 @@ class StoreState:
         "reply_bytes",
         "revision",
         "timers",
+        "waiter_bytes",
         "waiter_count",
     )
 
@@ -58,6 +63,9 @@ class StoreState:
         self.reply_bytes = limits.frame_bytes - FRAME_SLACK_BYTES // 2
         self.memory_bytes = 0
         self.waiter_count = 0
+        self.waiter_bytes = 0
+        # Blocked requests for keys that somebody should set, in the order they came: the first has waited longest.
+        self.key_waits: dict[Waiter, None] = {}
         self.deadlines = Deadlines()
         self.timers = Timers()
         self.leases = Leases(self)
@@ -194,6 +202,9 @@ class StoreState:
             return request_id, LIMIT, refused
         self.memory_bytes += waiter.bytes
         self.waiter_count += 1
+        self.waiter_bytes += waiter.bytes
+        if operation in KEY_WAITS:
+            self.key_waits[waiter] = None
         client.blocked[request_id] = waiter
         self.deadlines.add(waiter)
         if place is None:
@@ -215,6 +226,9 @@ class StoreState:
         self.deadlines.forget(waiter)
         del waiter.client.blocked[waiter.request_id]
         self.waiter_count -= 1
+        self.waiter_bytes -= waiter.bytes
+        if waiter.operation in KEY_WAITS:
+            del self.key_waits[waiter]
         self.memory_bytes -= waiter.bytes
 
     def finish(self, waiter: Waiter, reply: Reply) -> None:
