@@ -219,7 +219,7 @@ class Pipeline:
             self._drained.set_result(None)
 
     def to_retry(self) -> tuple[int, ...]:
-        """Return the ids of the mutations to retry, for the hello, and forget what nobody waits for any more.
+        """Return the ids of what to retry with the answer it had, for the hello; forget what nobody waits for any more.
 
         What takes something is retried even if its caller has gone: if it took an item or a lock, that has to go back.
         """
@@ -231,7 +231,7 @@ class Pipeline:
         return tuple(
             request_id
             for request_id, reply in self._pending.items()
-            if request_id <= self._last_ever_sent and reply.request[1] in messages.MUTATIONS
+            if request_id <= self._last_ever_sent and is_remembered(reply.request)
         )
 
     def on_welcome(self, welcome: messages.Welcome) -> bool:
@@ -310,6 +310,11 @@ class Pipeline:
         if self._pending:
             self._drained = self._loop.create_future()
             await self._drained
+
+
+def is_remembered(request: tuple[Any, ...]) -> bool:
+    """Return whether the daemon keeps the answer for a retry: that of a change, and where a watch begins."""
+    return request[1] in messages.MUTATIONS or (request[1] == messages.WATCH and request[3] is None)
 
 
 def keys_of(request: tuple[Any, ...]) -> list[str]:

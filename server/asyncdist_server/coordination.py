@@ -142,13 +142,26 @@ def _watch(state: StoreState, client: Client, request: Request, now: float) -> R
         return request_id, LIMIT, refused
     history = state.recorder.history(namespace, prefix)
     if revision is None:
-        return request_id, OK, (state.revision + 1, [])
+        return _start_of_watch(state, client, request_id)
     if not history.floor < revision <= state.revision + 1:
         known = f"{history.floor + 1} to {state.revision}" if history.floor < state.revision else "none"
         return request_id, COMPACTED, f"revision {revision} is not one of those remembered ({known})"
     if events := history.since(revision):
         return request_id, OK, (events[-1][0] + 1, events)
     return state.block(client, request_id, WATCH, (prefix,), 0, timeout_ms, now, namespace.watchers, revision)
+
+
+def _start_of_watch(state: StoreState, client: Client, request_id: int) -> Reply:
+    """Return where a watch begins. A retry gets the same answer: what was asked behind it may have been done since."""
+    reply, freed = client.take_replay(request_id)
+    state.memory_bytes -= freed
+    if reply is not None:
+        return reply
+    if client.remembered > client.in_flight:
+        return request_id, LIMIT, f"more than {client.in_flight} replies were not acknowledged"
+    reply = request_id, OK, (state.revision + 1, [])
+    client.note_reply(reply)
+    return reply
 
 
 # ---- locks

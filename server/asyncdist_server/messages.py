@@ -15,7 +15,8 @@ connection; retrying a request means sending it again under its old id. Reply id
 protocol error, told just before the server closes it; or `STOPPING`, told to a client that waits for something: the
 connection is lost as any other may be, and what it carried is to be retried.
 
-Exactly once. The daemon remembers the reply of every mutation until it knows that the client has it:
+Exactly once. The daemon remembers the reply of every mutation, and of every WATCH without a revision, until it knows
+that the client has it:
 * `received` counts the reply frames the client has read since the welcome on this connection, and covers everything in
   them. The server never waits for it.
 * After a reconnect, `pending` of the hello names the mutations the client is going to retry; all else that was

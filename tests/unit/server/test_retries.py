@@ -250,3 +250,30 @@ def test_a_client_id_belongs_to_one_namespace(engine: StoreEngine) -> None:
     with pytest.raises(HelloRefused, match="another namespace"):
         engine.open("other", print, client_id=ID)
     assert engine.statistics()["clients"] == 0
+
+
+def test_a_watch_begins_where_it_did_when_it_is_asked_again(engine: StoreEngine) -> None:
+    """Else what its client had asked behind it, and what was answered from memory, would be missed."""
+    link = Link(engine)
+    start = link.ask(1, m.WATCH, b"k", None, None)
+    assert start is not None
+    link.ask(2, m.SET, b"k", b"v")
+    link.lose()
+    again = Link(engine, pending=(1, 2))
+    assert again.ask(1, m.WATCH, b"k", None, None) == start
+    assert again.ask(2, m.SET, b"k", b"v") == (2, m.OK, None)
+    events = again.ask(3, m.WATCH, b"k", start[2][0], None)
+    assert events is not None
+    assert [event[1:] for event in events[2][1]] == [(m.EVENT_SET, b"k", b"v")]
+    assert again.ask(4, m.WATCH, b"k", None, None) == (4, m.OK, (events[2][0], []))
+
+
+def test_starts_of_watches_at_the_bound_in_flight_and_one_past_it() -> None:
+    engine = StoreEngine(b"i" * 16, Limits(in_flight=2))
+    link = Link(engine)
+    answers = [link.ask(number, m.WATCH, b"k", None, None) for number in range(1, 5)]
+    assert [answer and answer[1] for answer in answers] == [m.OK, m.OK, m.OK, m.LIMIT]
+    engine.acknowledge(link.client, 3)
+    again = link.ask(5, m.WATCH, b"k", None, None)
+    assert again is not None
+    assert again[1] == m.OK

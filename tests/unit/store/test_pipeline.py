@@ -22,6 +22,7 @@ from asyncdist_server.messages import (
     QUEUE_POP,
     QUEUE_RETURN,
     SET,
+    WATCH,
     Limits,
     Welcome,
 )
@@ -227,3 +228,13 @@ async def test_leases_are_kept_alive_across_a_reconnect(pipeline: Pipeline) -> N
     assert sent(pipeline)[0] == [(1, KEEP_ALIVE, (1, 2**62))]
     answer(pipeline, (1, OK, ()))
     assert await reply == ()
+
+
+async def test_where_a_watch_begins_is_asked_again_under_its_number(pipeline: Pipeline) -> None:
+    submit(pipeline, WATCH, b"k", None)
+    submit(pipeline, WATCH, b"k", 7)
+    sent(pipeline)
+    assert reconnect(pipeline, FIRST, resumed=True) == ((1,), False)
+    assert [request[:4] for request in sent(pipeline)[0]] == [(1, WATCH, b"k", None), (2, WATCH, b"k", 7)]
+    assert reconnect(pipeline, SECOND, resumed=False) == ((1,), True), "in another store it begins anew"
+    assert [request[0] for request in sent(pipeline)[0]] == [1, 2]
