@@ -155,7 +155,12 @@ class IpcOperation:
         return all((member, running.index, running.at - 1) in self._heard for member in stage.wait)
 
     def _slot_is_free(self, running: _Running) -> bool:
-        """Whether all who read the slot before are through with it."""
+        """Whether all who read the slot before are through with it, and no chunk before has still to write it.
+
+        Slots come free in any order: the chunk two after this one may be taken up while this one still waits.
+        """
+        if any(one.slot == running.slot and one.index < running.index for one in self._running):
+            return False
         user = self._channel.slot_users.get(running.slot, -1)
         if user != self.sequence:
             return not self._channel.reading(user)

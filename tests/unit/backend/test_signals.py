@@ -10,10 +10,10 @@ import pytest
 from device_paths_kit import PathRank, run_ranks, values
 
 from asyncdist.backend import call as calls
-from asyncdist.backend import ipc_scratch
+from asyncdist.backend import call_exchange, ipc_scratch
 from asyncdist.backend.cuda_ipc import CudaIpcPath
 from asyncdist.backend.ipc_channel import MAX_EARLY
-from asyncdist.backend.ipc_operation import TOLD
+from asyncdist.backend.ipc_operation import READ, TOLD
 from asyncdist.backend.signals import Record, Signals
 from asyncdist.errors import PeerLostError, RemoteProtocolError
 from asyncdist.reduce_op import ReduceOp
@@ -91,6 +91,40 @@ def test_a_signal_of_no_kind_is_no_protocol() -> None:
         with pytest.raises(RemoteProtocolError, match="kind 9"):
             channel._hear(1 - rank.rank, Record(9))
         channel._hear(1 - rank.rank, Record(TOLD, 2, 0, 5, 1))  # of an operation that is over
+
+    run_ranks(2, CudaIpcPath, main, runtime)
+    runtime.close()
+
+
+def test_a_chunk_does_not_overtake_the_one_before_it_in_its_slot() -> None:
+    """Two slots take turns. The second one comes free first, and again: the first is still the older chunk's."""
+    runtime = FakeRuntime()
+
+    async def main(rank: PathRank) -> None:
+        await rank.run(calls.all_reduce(rank.array(values(rank.rank, 5)), ReduceOp.SUM))
+        if rank.rank == 0:
+            number = rank.skip()  # it reads nothing: what it says is said for it below
+        else:
+            channel = rank.path._tags[0].channel
+            told: list[int] = []
+            tell = channel.tell
+
+            def spy(members: Any, record: Record) -> None:
+                told.append(record.chunk)
+                tell(members, record)
+
+            channel.tell = spy
+            rank.start(call_exchange.gather_uneven(rank.array(values(1, 1 << 12)), None, 0, 1, 2))
+            number = channel._last
+            fingerprint = channel._operations[number].fingerprint
+            for read, expected in ((None, [0, 1]), (1, [0, 1, 3]), (0, [0, 1, 3, 2]), (2, [0, 1, 3, 2, 4])):
+                if read is not None:
+                    channel._hear(0, Record(READ, 2, number, read, fingerprint))
+                while rank.completions.pending:  # noqa: ASYNC110 - of what callbacks do there is no event
+                    await asyncio.sleep(0)
+                assert told == expected
+        rank.path.drop(0, number)
+        await rank.run(calls.all_reduce(rank.array(np.ones(5)), ReduceOp.SUM))
 
     run_ranks(2, CudaIpcPath, main, runtime)
     runtime.close()
