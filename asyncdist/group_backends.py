@@ -88,7 +88,7 @@ class GroupBackends(GroupBackend):
                 pool=world.pool,
                 tuning=world.tuning.of_group(self.ranks),
                 host=world.host,
-                backend=self.names.on_gpus,
+                backend=self.names.cuda,
                 path=path,
                 timeout_s=self._owner.timeout_s,
             )

@@ -73,8 +73,8 @@ class DeviceSettings:
     pool: ScratchPool
     tuning: Tuning
     host: str
-    backend: Backend
-    """`nccl`, or `aio`: through the host."""
+    backend: Backend | None
+    """`nccl`, or `aio`: through the host. None where nobody has said: the best, whatever is installed here."""
     path: str
     """The path asked for by ASYNCDIST_CUDA_PATH; empty for the best."""
     timeout_s: float | None

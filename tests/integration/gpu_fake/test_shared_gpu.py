@@ -11,6 +11,7 @@ import pytest
 from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, until, values_of
 
 import asyncdist as dist
+from asyncdist.cuda import provider
 from asyncdist.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupAbortedError, PeerLostError
 from asyncdist.reduce_op import ReduceOp
 
@@ -35,6 +36,32 @@ def test_more_ranks_than_gpus_take_ipc(size: int, loop: str) -> None:
         return repr(at.group)
 
     assert all(text.find(" path ipc") > 0 for text in run_gpu(size, main, devices=1, loop=loop))
+
+
+@pytest.mark.parametrize(("devices", "path"), [(1, "ipc"), (2, "staged")])
+def test_nccl_on_some_ranks_only(devices: int, path: str) -> None:
+    """What a rank lacks is no wish: with the default backends all draw the same conclusion."""
+
+    async def main(at: GpuRank) -> None:
+        x = at.cuda.runtime.array(np.ones(3, np.float32), at.rank % devices)
+        nccl = at.cuda.nccl if at.rank else None
+        with provider.override(provider.Provider(at.cuda.runtime, nccl, "not installed")):
+            work = dist.all_reduce(x, group=at.group)
+        await work
+        assert equal(x, [2, 2, 2])
+        assert f"path {path}" in repr(at.group)
+
+    run_gpu(2, main, devices=devices)
+
+
+def test_ranks_on_one_gpu_take_ipc_without_nccl() -> None:
+    async def main(at: GpuRank) -> str:
+        x = on_one(at, np.ones(3, np.float32))
+        await dist.all_reduce(x, group=at.group)
+        assert equal(x, [3, 3, 3])
+        return repr(at.group)
+
+    assert all(text.find(" path ipc") > 0 for text in run_gpu(3, main, devices=1, nccl=False))
 
 
 @pytest.mark.parametrize("how", ["no nccl", "backend", "variable"])
