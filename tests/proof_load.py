@@ -84,12 +84,16 @@ class Recorded:
 class LoadClient:
     """One client under load: mixed operations, some at once, some given up, on a few keys that all clients share."""
 
-    def __init__(self, name: str, store: TCPStore, recorded: Recorded, seed: str, *, hasty: bool = False) -> None:
+    def __init__(
+        self, name: str, store: TCPStore, recorded: Recorded, seed: str, *, hasty: bool = False, pushes: int = 2
+    ) -> None:
         self.name = name
         self.store = store
         self.recorded = recorded
         self.rng = random.Random(seed)
         self.hasty = hasty
+        self.pushes = pushes
+        """For every two pops. With two a queue stays short, with three few pops are blocked when the store is lost."""
         self.stopping = False
         self._numbers = itertools.count(1)
         self._asked: set[asyncio.Future[Any]] = set()
@@ -235,7 +239,7 @@ class LoadClient:
         store, rng, history = self.store, self.rng, self.recorded.queues
         while not self.stopping:
             key, item = f"q{rng.randrange(QUEUES)}", b"%d" % self.unique()
-            name = rng.choice(("push", "push", "pop", "pop", "len"))
+            name = rng.choice(("push",) * self.pushes + ("pop", "pop", "len"))
             if name == "push":
                 asked = self.begin(history, key, name, item, ask=lambda k, i=item: store.queue_push(k, i), write=True)
             elif name == "len":

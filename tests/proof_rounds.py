@@ -141,8 +141,9 @@ class Round:
             hasty = number == CLIENTS
             if hasty:
                 store.set_timeout(HASTY_TIMEOUT_S)
-            name = f"c{number}"
-            self.clients.append(LoadClient(name, store, self.recorded, f"{self.seed} {name}", hasty=hasty))
+            name, pushes = f"c{number}", 3 if self.mode.forgets else 2
+            client = LoadClient(name, store, self.recorded, f"{self.seed} {name}", hasty=hasty, pushes=pushes)
+            self.clients.append(client)
         for port in (self.daemon.port, gentle.port):
             self.watchers.append(Watcher(await self._connect(port), self.recorded.prefix))
 

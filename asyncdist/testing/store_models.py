@@ -170,14 +170,13 @@ class QueueModel(Model):
                     continue
                 pushes.append(each)
             inferred.append(each)
-        # What went out and came back was overtaken: from then on the order of pops is not that of pushes.
-        orderly_until = min((each.called_at for each in operations if each.name == "return"), default=math.inf)
+        returns = [each for each in operations if each.name == "return"]
         pushes.sort(key=lambda push: push.called_at)
         for index, first in enumerate(pushes):
             for second in pushes[index + 1 :]:
                 if second.called_at > first.returned_at:
                     break
-                pairs += in_order_of_pops(first, second, pops, orderly_until)
+                pairs += in_order_of_pops(first, second, pops, returns)
         return inferred, pairs
 
 
@@ -191,16 +190,22 @@ def emptied_at_the_end(operations: list[Operation]) -> bool:
     return last is not None and last.name == "pop" and last.result is None and others_end < last.called_at
 
 
-def in_order_of_pops(first: Operation, second: Operation, pops: dict[Any, Operation], until: float) -> Pairs:
-    """Return two pushes in the order in which their items were popped, one after the other before `until`."""
+def in_order_of_pops(
+    first: Operation, second: Operation, pops: dict[Any, Operation], returns: list[Operation]
+) -> Pairs:
+    """Return two pushes in the order in which their items were popped, if that tells anything."""
     one, other = pops.get(first.arguments[0]), pops.get(second.arguments[0])
     if one is None or other is None:
         return []
-    if one.returned_at < min(other.called_at, until):
-        return [(first, second)]
-    if other.returned_at < min(one.called_at, until):
-        return [(second, first)]
-    return []
+    if other.returned_at < one.called_at:
+        first, second, one, other = second, first, other, one
+    elif one.returned_at >= other.called_at:
+        return []
+    # What goes out and comes back meanwhile is overtaken.
+    start = min(first.called_at, second.called_at)
+    if any(each.called_at <= one.returned_at and each.returned_at >= start for each in returns):
+        return []
+    return [(first, second)]
 
 
 class LockModel(Model):
