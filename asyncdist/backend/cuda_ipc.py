@@ -73,7 +73,7 @@ class CudaIpcPath(DevicePath):
         self._staged = staged
         self._tags: dict[int, _Tag] = {}
         self._fingerprints: dict[tuple[Any, ...], int] = {}
-        self._helpers = Helpers(around.loop)
+        self._helpers = Helpers(around.loop, (around.runtime, around.device))
         self._private = PrivateInputs(around, self._helpers)
 
     @classmethod

@@ -69,7 +69,7 @@ class DevicePairs:
         self._lines: dict[tuple[int, bool], _Line] = {}
         self._shared: dict[tuple[int, bool], IpcLine] = {}
         self._numbers_here: dict[AnyWork, int] = {}
-        self._helpers = Helpers(around.loop)
+        self._helpers = Helpers(around.loop, (around.runtime, around.device))
         self._staged = StagedMessages(around, self._id, self._helpers)
         self._works: dict[AnyWork, int] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -288,7 +288,9 @@ class _Line:
         assert nccl is not None
         try:
             if unique_id is None:
-                unique_id = self._unique_id = await in_thread(self._around.loop, nccl.unique_id)
+                unique_id = self._unique_id = await in_thread(
+                    self._around.loop, nccl.unique_id, on=(self._around.runtime, self._around.device)
+                )
                 self._answer_all()
             await channel.open(unique_id)
         except asyncio.CancelledError:

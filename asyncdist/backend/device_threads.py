@@ -11,13 +11,20 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from asyncdist.cuda import Runtime
+
 __all__ = ["Helpers", "in_thread"]
 
 T = TypeVar("T")
 
 
-def in_thread(loop: asyncio.AbstractEventLoop, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-    """Call `function(*arguments)` in a thread of its own; a future of its result. Cancelling that ends the waiting."""
+def in_thread(
+    loop: asyncio.AbstractEventLoop, function: Callable[..., T], *arguments: Any, on: tuple[Runtime, int]
+) -> asyncio.Future[T]:
+    """Call `function(*arguments)` in a thread of its own; a future of its result. Cancelling that ends the waiting.
+
+    `on` is the device to be current there: a fresh thread's is the first, where CUDA would open a context as well.
+    """
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
@@ -31,6 +38,7 @@ def in_thread(loop: asyncio.AbstractEventLoop, function: Callable[..., T], *argu
     def run() -> None:
         result, failure = None, None
         try:
+            on[0].set_device(on[1])
             result = function(*arguments)
         except BaseException as error:
             failure = error
@@ -44,13 +52,14 @@ def in_thread(loop: asyncio.AbstractEventLoop, function: Callable[..., T], *argu
 class Helpers:
     """Calls under way of which only the end matters, and what they need kept alive."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, on: tuple[Runtime, int]) -> None:
         self._loop = loop
+        self._on = on
         self._futures: set[asyncio.Future[Any]] = set()
 
     def start(self, function: Callable[..., object], *arguments: Any, keep_alive: object = None) -> None:
         """Call it in a thread. What it raises is not heard of: there is nobody left who could do anything about it."""
-        future = in_thread(self._loop, function, *arguments)
+        future = in_thread(self._loop, function, *arguments, on=self._on)
         self._futures.add(future)
         future.add_done_callback(lambda ended, _kept=keep_alive: self._ended(ended))  # type: ignore[misc]
 

@@ -201,7 +201,7 @@ class IpcChannel:
             return True
         if self._compiling is None:
             key = (op, call.dtype)
-            self._compiling = in_thread(self._around.loop, self._compile, *key)
+            self._compiling = in_thread(self._around.loop, self._compile, *key, on=(self.runtime, self.device))
 
             def compiled(future: asyncio.Future[None]) -> None:
                 self._compiling = None
@@ -313,7 +313,7 @@ class IpcChannel:
         for stream in self._streams:
             self.completions.drop(stream)
             stream.close()
-        await in_thread(loop, self.scratch.close_others)
+        await in_thread(loop, self.scratch.close_others, on=(self.runtime, self.device))
         self._signals.tell(self._others, Record(CLOSED))
         self._free = lambda: helpers.start(self.scratch.free)
         self._free_if_closed()

@@ -77,12 +77,13 @@ async def open_scratch(around: Surroundings, tag: int, *, first: bool) -> IpcScr
     Raises what the exchange does when a rank is gone. Cancelling frees our block (the others see a rank that is gone).
     """
     loop, runtime = around.loop, around.runtime
+    on = runtime, around.device
     large_bytes = LARGE_BYTES if first else OTHER_TAGS_LARGE_BYTES
-    making = in_thread(loop, _make_block, runtime, around.device, large_bytes)
+    making = in_thread(loop, _make_block, runtime, around.device, large_bytes, on=on)
     try:
         own, handle, problem = await asyncio.shield(making)
     except asyncio.CancelledError:
-        making.add_done_callback(lambda made: _free_late(loop, made))
+        making.add_done_callback(lambda made: _free_late(loop, made, on))
         raise
     opened: list[int] = []
     try:
@@ -93,7 +94,7 @@ async def open_scratch(around: Surroundings, tag: int, *, first: bool) -> IpcScr
         agreed_bytes = min(nbytes for nbytes, _ in offers)
         if agreed_bytes and own is not None:
             handles = [handle for _, handle in offers]
-            problem = await in_thread(loop, _open_blocks, around, own, handles, opened)
+            problem = await in_thread(loop, _open_blocks, around, own, handles, opened, on=on)
         able = await around.exchange.all_gather(
             _EXCHANGE, tag, _OPENED, b"\0" if problem or not agreed_bytes else b"\1"
         )
@@ -102,11 +103,11 @@ async def open_scratch(around: Surroundings, tag: int, *, first: bool) -> IpcScr
         if own is not None and all(message == b"\1" for message in able):
             return IpcScratch(runtime, own, around.rank, opened, agreed_bytes // ALIGN_BYTES * ALIGN_BYTES)
     except BaseException:
-        await asyncio.shield(in_thread(loop, _undo, around, own, opened))
+        await asyncio.shield(in_thread(loop, _undo, around, own, opened, on=on))
         raise
-    await in_thread(loop, _close_opened, around, opened)
+    await in_thread(loop, _close_opened, around, opened, on=on)
     await around.exchange.barrier(_EXCHANGE, tag, _OPENED + 1)  # nobody has ours open any more
-    await in_thread(loop, _undo, around, own, [])
+    await in_thread(loop, _undo, around, own, [], on=on)
     return None
 
 
@@ -122,11 +123,13 @@ def _make_block(runtime: Runtime, device: int, large_bytes: int) -> tuple[Memory
         return None, b"", f"{type(error).__name__}: {error}"
 
 
-def _free_late(loop: asyncio.AbstractEventLoop, made: asyncio.Future[tuple[Memory | None, bytes, str]]) -> None:
+def _free_late(
+    loop: asyncio.AbstractEventLoop, made: asyncio.Future[tuple[Memory | None, bytes, str]], on: tuple[Runtime, int]
+) -> None:
     """A block is here that nobody waits for any more."""
     own = made.result()[0]
     if own is not None:
-        in_thread(loop, own.close)
+        in_thread(loop, own.close, on=on)
 
 
 def _open_blocks(around: Surroundings, own: Memory, handles: Sequence[bytes], opened: list[int]) -> str:

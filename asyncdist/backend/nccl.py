@@ -65,7 +65,7 @@ class NcclPath(DevicePath):
         self._issued: dict[int, int] = {}
         """The last operation of each tag that was started here."""
         self._opening: dict[NcclChannel, asyncio.Task[None]] = {}
-        self._helpers = Helpers(around.loop)
+        self._helpers = Helpers(around.loop, (around.runtime, around.device))
 
     @classmethod
     async def open(cls, around: Surroundings) -> Self:
@@ -144,7 +144,7 @@ class NcclPath(DevicePath):
         ids = [around.runtime.device_id(device) for device in channel.devices]
         unique = b""
         if around.rank == 0:
-            unique = await in_thread(around.loop, self._nccl.unique_id)
+            unique = await in_thread(around.loop, self._nccl.unique_id, on=(around.runtime, around.device))
         message = msgpack.packb([around.members[around.rank].host, ids, unique])
         told = await around.exchange.all_gather(EXCHANGE, channel.tag, channel.first, message)
         joined = [_joined(rank, one) for rank, one in zip(around.ranks, told, strict=True)]

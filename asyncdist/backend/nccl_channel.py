@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from asyncdist.backend.base import CollectiveWork
@@ -18,7 +19,7 @@ from asyncdist.backend.device_path import OnEnd, Surroundings
 from asyncdist.backend.device_tail import tail_of
 from asyncdist.backend.device_threads import Helpers, in_thread
 from asyncdist.backend.nccl_calls import Place, issue, talks_to
-from asyncdist.cuda import Communicator, Event, Memory, Nccl, Stream
+from asyncdist.cuda import Communicator, Event, Memory, Nccl, Runtime, Stream
 from asyncdist.errors import DistBackendError
 
 __all__ = ["MAX_LAUNCHED", "NcclChannel", "NcclOperation"]
@@ -92,14 +93,14 @@ class NcclChannel:
         each = len(self.devices)
         size, first = len(around.ranks) * each, around.rank * each
         futures = [
-            in_thread(around.loop, nccl.open, size, unique_id, first + index, device)
+            in_thread(around.loop, nccl.open, size, unique_id, first + index, device, on=(around.runtime, device))
             for index, device in enumerate(self.devices)
         ]
         try:
             found = await asyncio.gather(*map(asyncio.shield, futures))  # a thread cannot be cancelled
         except BaseException:
             for future in futures:
-                future.add_done_callback(_abort_late)
+                future.add_done_callback(partial(_abort_late, (around.runtime, around.device)))
             raise
         runtime = around.runtime
         self._streams = tuple(runtime.new_stream(device) for device in self.devices)
@@ -148,7 +149,7 @@ class NcclChannel:
 
     async def _launch_there(self, operation: NcclOperation) -> None:
         try:
-            await in_thread(self._around.loop, self._launch, operation)
+            await in_thread(self._around.loop, self._launch, operation, on=(self._around.runtime, self.devices[0]))
         except Exception as error:
             self._launching = None
             self._failed(operation, error)
@@ -274,8 +275,8 @@ class _Scratch:
         return self._memory.pointer
 
 
-def _abort_late(future: asyncio.Future[Communicator]) -> None:
+def _abort_late(on: tuple[Runtime, int], future: asyncio.Future[Communicator]) -> None:
     """A communicator that opened after nobody wanted it any more."""
     if not future.cancelled() and future.exception() is None:
         communicator = future.result()
-        in_thread(future.get_loop(), communicator.abort).add_done_callback(lambda done: done.exception())
+        in_thread(future.get_loop(), communicator.abort, on=on).add_done_callback(lambda done: done.exception())

@@ -51,7 +51,7 @@ class PinnedSlots:
             return self._free.pop()
         if self._left and self._allocating is None and not self._closed:
             self._left -= 1
-            self._allocating = in_thread(self._loop, self._allocate)
+            self._allocating = in_thread(self._loop, self._allocate, on=(self._runtime, self._device))
             self._allocating.add_done_callback(self._allocated)
         return None
 

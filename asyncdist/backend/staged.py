@@ -33,7 +33,7 @@ class StagedPath(DevicePath):
     def __init__(self, around: Surroundings) -> None:
         self._around = around
         self._lines: dict[int, StagedLine] = {}
-        self._helpers = Helpers(around.loop)
+        self._helpers = Helpers(around.loop, (around.runtime, around.device))
         self._private = PrivateInputs(around, self._helpers)
 
     @classmethod

@@ -171,7 +171,9 @@ class StagedMessages:
     async def _buffer(self) -> Pinned:
         if self._free:
             return self._free.pop()
-        return await in_thread(self._around.loop, _allocate, self._around.runtime, self._device)
+        return await in_thread(
+            self._around.loop, _allocate, self._around.runtime, self._device, on=(self._around.runtime, self._device)
+        )
 
     def _give(self, buffer: Pinned) -> None:
         if self._closed or len(self._free) >= STAGES_KEPT:
