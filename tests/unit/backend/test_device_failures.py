@@ -168,6 +168,7 @@ def test_pieces_of_different_lengths(runtime: FakeRuntime, path: type[DevicePath
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_rank_dies(runtime: FakeRuntime, path: type[DevicePath], count: int, warm: bool) -> None:
     """Nothing waits on the device for a rank that is dead; who is missing can be told."""
+    told: set[int] = set()
 
     async def main(rank: PathRank) -> None:
         if warm:
@@ -182,6 +183,8 @@ def test_a_rank_dies(runtime: FakeRuntime, path: type[DevicePath], count: int, w
         error = await failure_of(future)
         assert isinstance(error, PeerLostError)
         assert error.rank == 2
+        told.add(rank.rank)
+        await until(lambda: told == {0, 1})  # who leaves before is missed as well
         rank.path.abort(error)
         await until(lambda: all(queue.idle for queue in list(runtime.scheduler.queues)))
 
