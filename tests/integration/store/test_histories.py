@@ -114,7 +114,7 @@ async def test_lost_writes_are_found(tmp_path: Path) -> None:
     ],
 )
 async def test_planted_faults_are_found(program: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proof_rounds.CHAOS", Chaos(cut_after=5000, early=0.0))
+    monkeypatch.setattr("proof_rounds.CHAOS", Chaos(cut_after=20_000, early=0.0))
     monkeypatch.setattr("proof_load.LOCK_TIMEOUT_S", 2.0)  # who takes a lock twice waits for itself
     async with DaemonProcess(program=("-c", program)) as daemon:
         for seed in range(MOST_ROUNDS):  # it takes a cut at the right moment, which a round may not have
