@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 DEMO = EXAMPLES / "train_digits.py"
 UPDATE = EXAMPLES / "weight_update.py"
+GPU_UPDATE = EXAMPLES / "gpu_weight_update.py"
 
 PRINTED = {
     "collectives": [
@@ -130,6 +131,7 @@ def test_every_example_is_tested_and_says_how_to_run_it() -> None:
     assert files == {EXAMPLES / f"{name}{variant}.py" for name in PRINTED for variant in ("", "_blocking")} | {
         DEMO,
         UPDATE,
+        GPU_UPDATE,
     }
     readme = (ROOT / "README.md").read_text()
     for path in files:
@@ -214,7 +216,7 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arrays", ["numpy", "fake"])
 def test_weights_from_one_gpu_to_others(arrays: str) -> None:
-    done = launch(3, EXAMPLES / "gpu_weight_update.py", "--arrays", arrays, "--updates", "3", "--megabytes", "4")
+    done = launch(3, GPU_UPDATE, "--arrays", arrays, "--updates", "3", "--megabytes", "4")
     assert done.returncode == 0, done.stderr
     for version in (1, 2, 3):
         assert f"[rank 0] version {version} sent in" in done.stdout

@@ -192,7 +192,7 @@ def test_spawned_children_reach_a_daemon_with_tls(
         def work(rank):
             async def main():
                 async with dist.init_process_group(timeout=30) as group:
-                    print(group.size, flush=True)
+                    print(f"{group.size}\\n", end="", flush=True)  # in one piece, as both print
             dist.run(main())
 
         if __name__ == "__main__":

@@ -51,7 +51,7 @@ def readiness(daemon: Daemon) -> tuple[int, str]:
 def refuses(daemon: Daemon) -> bool:
     try:
         socket.create_connection(("127.0.0.1", daemon.port), DEADLINE_S).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # reset: it came in the instant in which listening ended
         return True
     return False
 
