@@ -25,12 +25,12 @@ class TorchClientRank(TorchStoreRank):
     async def measure(self, case: Case) -> Record:
         """Run one case."""
         operation = {"get": self._get, "set": self._set, "add": self._add, "check": self._check}[case.operation]
-        self._store.set(KEY, value_of(0))
+        self._client.set(KEY, value_of(0))
         record = Record()
-        base = self._store.add(COUNTER, 0)
+        base = self._client.add(COUNTER, 0)
         for number in range(case.warmup + case.samples):
             if case.operation == "get":
-                self._store.set(KEY, value_of(number))
+                self._client.set(KEY, value_of(number))
             start_ns = perf_counter_ns()
             wrong = operation(number if case.operation != "add" else base + number + 1)
             end_ns = perf_counter_ns()
@@ -40,11 +40,11 @@ class TorchClientRank(TorchStoreRank):
         return record
 
     def _set(self, number: int) -> int:
-        self._store.set(KEY, value_of(number))
-        return int(self._store.check([KEY]) is not True)
+        self._client.set(KEY, value_of(number))
+        return int(self._client.check([KEY]) is not True)
 
     def _add(self, expected: int) -> int:
-        return int(self._store.add(COUNTER, 1) != expected)
+        return int(self._client.add(COUNTER, 1) != expected)
 
 
 def torch_daemon(core: int | None) -> ServerProcess:

@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the pac
 
 from click.testing import CliRunner  # noqa: E402
 
-from bench import all_reduce, durable, many_connections, overlap, p2p, rendezvous, store, targets  # noqa: E402
+from bench import all_reduce, durable, many_connections, overlap, p2p, rendezvous, store, targets, torch_store  # noqa: E402
 from bench.__main__ import main  # noqa: E402
 from bench.cases import Case, Record, combine, format_bytes  # noqa: E402
 from bench.model import FULL, SMOKE, Candidate, Cell, Measurement, Subject  # noqa: E402
@@ -54,6 +54,12 @@ def assert_measured(cells: list[Cell]) -> None:
 def test_subject_runs_and_verifies(name: str) -> None:
     subject = dataclasses.replace(SUBJECTS[name], ranks=SUBJECTS[name].ranks[:1])
     assert_measured(run_subject(subject, SMOKE))
+
+
+def test_torchs_client_is_measured_on_our_daemon() -> None:
+    if why := torch_store.missing():
+        pytest.skip(why)
+    assert_measured(run_subject(torch_store.SUBJECT, SMOKE))
 
 
 def test_a_connection_that_is_not_woken_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
