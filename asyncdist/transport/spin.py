@@ -19,12 +19,16 @@ from asyncdist.transport.doorbell import Pending
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
 
-__all__ = ["RANKS_PER_CORE", "Pending", "Spinner"]
+__all__ = ["ALONE_S", "RANKS_PER_CORE", "Pending", "Spinner"]
 
 RANKS_PER_CORE: Final = 4
 """Ranks per core up to which one looks at shared memory. Where cores are shared, one gives the core away before each
 look, so that the rank one waits for runs on it: cheaper than sleeping, which costs both a wake-up.
 Sockets are looked at only while every rank has a core of its own: each look there is a system call."""
+ALONE_S: Final = 5e-6
+"""How long one looks before one gives the core away all the same, where every rank could have one of its own: the
+system may have put two on one, and then whoever looks keeps the other from answering. It moves one of them when it sees
+both ready to run for a while, which they never are where one always sleeps."""
 
 
 _give_core_away = getattr(os, "sched_yield", lambda: time.sleep(0))
@@ -82,12 +86,12 @@ class Spinner:
             poll = self._poll_all if sockets else partial(doorbell.poll_for, work)
         else:
             poll = next(iter(sockets)) if len(sockets) == 1 else self._poll_sockets
-        if self._shared_cores:
-            self._take_turns(work, poll, until_s)
-        else:
+        if not self._shared_cores:
             poll()
-            while not work._done and perf_counter() < until_s:
+            while not work._done and perf_counter() - began_s < ALONE_S:
                 poll()
+        if not work._done:
+            self._take_turns(work, poll, until_s)
         if work._done:
             self._misses = self._skip = 0
             self._catch = perf_counter() - began_s > self._limit_s  # the next may take as long

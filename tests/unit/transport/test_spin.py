@@ -19,7 +19,7 @@ from asyncdist.spinning import (
 )
 from asyncdist.transport import spin
 from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
-from asyncdist.transport.spin import RANKS_PER_CORE, Spinner
+from asyncdist.transport.spin import ALONE_S, RANKS_PER_CORE, Spinner
 
 CORES = 4
 LIMIT_US = 20.0
@@ -96,12 +96,17 @@ def test_where_it_pays(monkeypatch: pytest.MonkeyPatch, ranks_here: int, crowded
     assert bool(world.awake) is looks
 
 
-@pytest.mark.parametrize(("ranks_here", "yields"), [(CORES, False), (CORES + 1, True)])
-def test_it_gives_shared_cores_away(monkeypatch: pytest.MonkeyPatch, ranks_here: int, yields: bool) -> None:
+@pytest.mark.parametrize(("ranks_here", "alone"), [(CORES, round(ALONE_S / POLL_S)), (CORES + 1, 0)])
+def test_it_gives_cores_away(monkeypatch: pytest.MonkeyPatch, ranks_here: int, alone: int) -> None:
+    """At once where there are more ranks than cores, and soon where the system may have put two on one all the same."""
     given: list[None] = []
     monkeypatch.setattr(spin, "_give_core_away", lambda: given.append(None))
-    assert World(monkeypatch, ranks_here).look(5)
-    assert len(given) == (5 if yields else 0)
+    world = World(monkeypatch, ranks_here)
+    if alone:
+        assert world.look(alone - 1)
+        assert not given
+    assert world.look(alone + 7)
+    assert len(given) == pytest.approx(7, abs=1)
 
 
 @pytest.mark.parametrize(("away_us", "looks"), [(0, 20), (1, 20), (4, 20), (9, 10), (1000, 1)])
