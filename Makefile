@@ -30,11 +30,11 @@ help:
 demo: $(VENV)/.base
 	$(BIN)/asyncdist run --nproc-per-node 4 examples/train_digits.py --compare $(ARGS)
 
-# What runs in one process goes side by side; what starts processes and watches the clock goes one after the other.
+# Two side by side, as most of them wait; those that interrupt the main thread need it for themselves.
 test: $(VENV)/.dev
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest -q -n 2 --ignore tests/integration --ignore tests/unit/blocking tests
-	$(BIN)/python -m pytest -q tests/unit/blocking tests/integration
+	$(BIN)/python -m pytest -q -n 2 --ignore tests/unit/blocking tests
+	$(BIN)/python -m pytest -q tests/unit/blocking
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
