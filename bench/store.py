@@ -5,6 +5,7 @@
   1,280 operations. Redis: a pipeline of 128 commands, through redis-py (blocking, and asyncio). torch offers no
   pipelining; multi_set and multi_get of 64 keys stand in for it.
 * ``set+get, 128 tasks``: the same number of operations from 128 tasks, each doing one set and one get after the other.
+* ``set+get, 8 clients``: eight connections at once, each with bursts as above and keys of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from bench.servers import asyncdist_server, redis_server, torch_store_server
 IN_FLIGHT = 128
 PAIRS = IN_FLIGHT // 2
 BURSTS = 10
+CLIENTS = 8
 KEY = "bench/key"
 CHECK_NUMBER_BYTES = 8
 REDIS_BENCHMARK_TIMEOUT_S = 60.0
@@ -53,17 +55,20 @@ class AsyncdistStoreRank:
     def __init__(self, context: RankContext) -> None:
         self._address = context.address
         self._store: Any = None
+        self._clients: list[Any] = []
         self.run = asyncdist_run()
 
     async def open(self) -> None:
         """Connect."""
         store_class: Any = importlib.import_module("asyncdist.store").TCPStore
-        self._store = store_class(*host_and_port(self._address))
+        self._clients = [store_class(*host_and_port(self._address)) for _ in range(CLIENTS)]
+        self._store = self._clients[0]
         await self._store.set(KEY, value_of(0))
 
     async def close(self) -> None:
         """Disconnect."""
-        await self._store.close()
+        for store in self._clients:
+            await store.close()
 
     async def measure(self, case: Case) -> Record:
         """Run one case."""
@@ -72,6 +77,7 @@ class AsyncdistStoreRank:
             "check": self._check,
             "burst": self._burst,
             "tasks": self._tasks,
+            "clients": self._all_clients,
         }[case.operation]
         record = Record()
         for number in range(case.warmup + case.samples):
@@ -91,11 +97,18 @@ class AsyncdistStoreRank:
         return int(await self._store.check([KEY]) is not True)
 
     async def _burst(self, number: int) -> int:
-        store, wrong = self._store, 0
+        return await self._bursts(self._store, "bench", number)
+
+    async def _all_clients(self, number: int) -> int:
+        every = (self._bursts(store, f"bench/{name}", number) for name, store in enumerate(self._clients))
+        return sum(await asyncio.gather(*every))
+
+    async def _bursts(self, store: Any, prefix: str, number: int) -> int:
+        wrong = 0
         for burst in range(BURSTS):
             value = value_of(number * BURSTS + burst)
-            sets = [store.set(f"bench/{i}", value) for i in range(PAIRS)]
-            gets = [store.get(f"bench/{i}") for i in range(PAIRS)]
+            sets = [store.set(f"{prefix}/{i}", value) for i in range(PAIRS)]
+            gets = [store.get(f"{prefix}/{i}") for i in range(PAIRS)]
             for pending in sets:
                 await pending
             for pending in gets:
@@ -268,7 +281,8 @@ class RedisBenchmarkRank:
     async def measure(self, case: Case) -> Record:
         """Run sets and gets; every sample is the run's mean time for ``case.operations``."""
         requests = str(case.operations * case.samples // 2)
-        command = ["redis-benchmark", "-p", self._port, "-c", "1", "-P", str(IN_FLIGHT), "-n", requests, "-d", "8"]
+        clients = str(CLIENTS if case.operation == "clients" else 1)
+        command = ["redis-benchmark", "-p", self._port, "-c", clients, "-P", str(IN_FLIGHT), "-n", requests, "-d", "8"]
         output = subprocess.run(  # noqa: ASYNC221 - nothing else runs in this process
             [*command, "-t", "set,get", "--csv"], capture_output=True, check=True, timeout=REDIS_BENCHMARK_TIMEOUT_S
         ).stdout.decode()
@@ -289,6 +303,7 @@ def cases(profile: Profile) -> Sequence[Case]:
         Case("check", 0, samples, warmup),
         Case("burst", 8, samples, warmup, operations=many, title="set+get 8 B, 128 in flight"),
         Case("tasks", 8, samples, warmup, operations=many, title="set+get 8 B, 128 tasks"),
+        Case("clients", 8, samples, warmup, operations=CLIENTS * many, title="set+get 8 B, 8 clients"),
     ]
 
 
@@ -318,7 +333,7 @@ ONE_AT_A_TIME = frozenset({"get", "check", "burst"})
 ASYNCDIST = Candidate(
     "asyncdist",
     "bench.store:AsyncdistStoreRank",
-    ONE_AT_A_TIME | {"tasks"},
+    ONE_AT_A_TIME | {"tasks", "clients"},
     missing=missing_store,
     server=asyncdist_server,
     own=True,
@@ -333,7 +348,7 @@ REDIS_ASYNC = Candidate(
 REDIS_BENCHMARK = Candidate(
     "redis-benchmark",
     "bench.store:RedisBenchmarkRank",
-    frozenset({"burst"}),
+    frozenset({"burst", "clients"}),
     missing=missing_redis_benchmark,
     server=redis_server,
 )

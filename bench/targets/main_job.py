@@ -38,6 +38,7 @@ def judge(cells: Sequence[Cell]) -> list[Verdict]:
         "check": _store_check,
         "burst": _store_throughput,
         "tasks": _store_throughput,
+        "clients": _store_throughput,
         "rendezvous": _rendezvous,
     }
     return [judges[cell.case.operation](cell) for cell in cells if cell.case.operation in judges]
