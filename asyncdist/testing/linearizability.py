@@ -225,14 +225,17 @@ class _Search:
     def options(self, base: int, window: int, extra: int, state: Hashable) -> list[tuple[int, Hashable]]:
         """Return what can come next and has its result in `state`, with the state after it.
 
-        One that only reads is the only one: if it comes later in some order, that order is as good with it here.
+        One that only reads is the only one: if it comes later in some order, that order is as good with it here. Unless
+        it was called so late that some unknown one could not follow any more.
         """
         found: list[tuple[int, Hashable]] = []
-        for choice in self.candidates(base, window, extra):
+        choices = self.candidates(base, window, extra)
+        last_s = min((self.unknown[~choice].returned_at for choice in choices if choice < 0), default=math.inf)
+        for choice in choices:
             after = self.model.apply(state, self.known[choice] if choice >= 0 else self.unknown[~choice])
             if after is IMPOSSIBLE:
                 continue
-            if choice >= 0 and self.reads[choice]:
+            if choice >= 0 and self.reads[choice] and self.calls[choice] <= last_s:
                 return [(choice, after)]
             if choice >= 0 or after != state:  # an unknown one without effect is one that never happened
                 found.append((choice, after))

@@ -476,6 +476,15 @@ def drawn_history(drawn: list[Any]) -> list[Operation]:
     ]
 
 
+def test_a_late_read_does_not_keep_what_ended_unknown_before_it_from_being_seen() -> None:
+    operations = [
+        op(0, 1, "add", 1, to=UNKNOWN, client="gone", until=True),
+        op(0.5, 3, "delete", to=True),
+        op(2, 3, "get", to=None),
+    ]
+    assert check_history(operations, RegisterModel()).linearizable
+
+
 @settings(max_examples=300, deadline=None)
 @given(small(REGISTER_CALLS))
 def test_the_verdict_is_that_of_trying_all_orders(drawn: list[Any]) -> None:
