@@ -92,7 +92,7 @@ async def test_buffers_are_bounded(runtime: FakeRuntime) -> None:
         news.set()
 
     loop = asyncio.get_running_loop()
-    helpers = Helpers(loop)
+    helpers = Helpers(loop, (runtime, 0))
     slots = PinnedSlots(loop, runtime, 0, 1000, BUFFERS, helpers, available)
     taken = []
     while len(taken) < BUFFERS:
@@ -122,7 +122,7 @@ async def test_without_pinned_memory_operations_fail(runtime: FakeRuntime, monke
     monkeypatch.setattr(runtime, "pinned", refuse)
     errors: list[BaseException | None] = []
     loop = asyncio.get_running_loop()
-    slots = PinnedSlots(loop, runtime, 0, 1000, 2, Helpers(loop), errors.append)
+    slots = PinnedSlots(loop, runtime, 0, 1000, 2, Helpers(loop, (runtime, 0)), errors.append)
     assert slots.take() is None
     async with asyncio.timeout(5):
         while not errors:  # noqa: ASYNC110 - of what threads do there is no event
