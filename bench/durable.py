@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from bench import store
 from bench.cases import Case, RankContext, Record
 from bench.model import Candidate, Profile, Subject
 from bench.process import Child
@@ -152,17 +153,8 @@ class RedisRank(WritersRank):
         return values
 
 
-class RedisBenchmarkRank:
+class RedisBenchmarkRank(store.RedisBenchmarkRank):
     """redis-benchmark with 64 connections. One run gives one rate; it verifies nothing."""
-
-    def __init__(self, context: RankContext) -> None:
-        self._port = str(host_and_port(context.address)[1])
-
-    async def open(self) -> None:
-        """Nothing to connect: the program connects for each run."""
-
-    async def close(self) -> None:
-        """Nothing to close."""
 
     async def measure(self, case: Case) -> Record:
         """Set; every sample is the run's mean time for ``case.operations``."""

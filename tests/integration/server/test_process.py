@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,21 +18,6 @@ from server_kit import SocketClient
 
 from asyncdist_server import messages as m
 from asyncdist_server.auth import new_token
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Daemon]]:
-    daemons: list[Daemon] = []
-
-    def start_one(*arguments: str, env: dict[str, str] | None = None) -> Daemon:
-        daemons.append(Daemon(*arguments, env=env))
-        return daemons[-1]
-
-    yield start_one
-    for daemon in daemons:
-        if daemon.process.poll() is None:
-            daemon.process.kill()
-        daemon.process.communicate()
 
 
 def run_daemon(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

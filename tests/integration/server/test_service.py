@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,6 @@ from asyncdist_server.logs import LINES_PER_WINDOW
 
 LARGE_BYTES = 16 << 20
 """More than all buffers between a daemon and a client that does not read."""
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Daemon]]:
-    daemons: list[Daemon] = []
-
-    def start_one(*arguments: str, env: dict[str, str] | None = None) -> Daemon:
-        daemons.append(Daemon(*arguments, env=env))
-        return daemons[-1]
-
-    yield start_one
-    for daemon in daemons:
-        if daemon.process.poll() is None:
-            daemon.process.kill()
-        daemon.process.communicate()
 
 
 def readiness(daemon: Daemon) -> tuple[int, str]:
