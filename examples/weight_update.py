@@ -67,8 +67,14 @@ async def serve(control: dist.ProcessGroup, megabytes: int) -> None:
                 await receive_update(model, number)
             except dist.DistError as error:
                 if control.rank == 1:
-                    print(f"update {number} failed, version {model.version} stays: {type(error).__name__}", flush=True)
+                    why = type(why_it_failed(error)).__name__
+                    print(f"update {number} failed, version {model.version} stays: {why}", flush=True)
             await control.send(np.array([model.version]), 0)
+
+
+def why_it_failed(error: dist.DistError) -> BaseException:
+    """The error itself, or what made another server abort the group before this one's next call."""
+    return (isinstance(error, dist.GroupAbortedError) and error.__cause__) or error
 
 
 async def receive_update(model: Model, number: int) -> None:
