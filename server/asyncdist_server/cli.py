@@ -11,6 +11,7 @@ from typing import Final
 import click
 
 from asyncdist_server.auth import load_token, read_token_file
+from asyncdist_server.busy_poll import DEFAULT_BUSY_POLL_US
 from asyncdist_server.config import (
     DEFAULT_PORT,
     DRAIN_TIMEOUT_S,
@@ -99,6 +100,11 @@ _DIRECTORY: Final = click.Path(file_okay=False, path_type=Path)
 )
 @click.option("--handshake-timeout", default=5.0, help="Seconds in which a client must prove itself.")
 @click.option("--drain-timeout", default=DRAIN_TIMEOUT_S, help="Seconds a stopping daemon waits for its last readers.")
+@click.option(
+    "--busy-poll",
+    default=DEFAULT_BUSY_POLL_US,
+    help="Microseconds the daemon looks for the next request after an answer before it sleeps; 0: never.",
+)
 @click.option("--log-format", default="text", type=click.Choice(FORMATS), help="How log lines on stderr look.")
 @click.option("--log-level", default="info", type=click.Choice(LEVELS), help="Least important lines to write.")
 def main(
@@ -126,6 +132,7 @@ def main(
     stall_timeout: float,
     handshake_timeout: float,
     drain_timeout: float,
+    busy_poll: float,
     log_format: LogFormat,
     log_level: str,
 ) -> None:
@@ -165,6 +172,7 @@ def main(
             stall_timeout_s=stall_timeout,
             handshake_timeout_s=handshake_timeout,
             drain_timeout_s=drain_timeout,
+            busy_poll_us=busy_poll,
         )
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from asyncdist_server.auth import HANDSHAKE_TIMEOUT_S, check_token
+from asyncdist_server.busy_poll import MAX_BUSY_POLL_US
 from asyncdist_server.durability import MAX_JOURNALED_VALUE_BYTES, MEMORY, Durability
 from asyncdist_server.messages import FRAME_SLACK_BYTES, MAX_KEY_BYTES, Limits
 from asyncdist_server.tls import server_context
@@ -47,6 +48,9 @@ class ServerConfig:
 
     With a `durability` other than memory, all but torch's keys are kept in `data_dir`, which one daemon has to itself.
 
+    For `busy_poll_us` microseconds after an answer the loop looks for the next request instead of sleeping. A daemon
+    that shares its process with something else should not.
+
     Raises `ConfigError` for a token that is too short, and for limits that do not fit together.
     """
 
@@ -69,6 +73,7 @@ class ServerConfig:
     tls_ca: Path | None = None
     durability: Durability = MEMORY
     data_dir: Path | str | None = None
+    busy_poll_us: float = 0.0
 
     def __post_init__(self) -> None:
         torch_ports = [("torch port", port) for port in self.torch_ports]
@@ -77,6 +82,10 @@ class ServerConfig:
                 raise ConfigError(f"the {name} must be in 0..65535, not {port}")
         if not 0 <= self.torch_linger_s < float("inf"):
             raise ConfigError(f"the linger time of torch keys must be a number of seconds, not {self.torch_linger_s}")
+        if not 0 <= self.busy_poll_us <= MAX_BUSY_POLL_US:
+            raise ConfigError(
+                f"busy polling takes microseconds from 0 (never) to {MAX_BUSY_POLL_US:g}, not {self.busy_poll_us:g}"
+            )
         for limit, value in zip(self.limits._fields, self.limits, strict=True):
             if value <= 0:
                 raise ConfigError(f"the limit {limit} must be positive, not {value}")

@@ -86,19 +86,22 @@ class Connection(asyncio.Protocol):
         if not self._recognized:
             self._recognize(data[0])
             session = self._session
+        server = self._server
         now = self._loop.time()
-        if now != self._server.timed_at:
+        if now != server.timed_at:
             self._time_turn(now)
         session.receive(data, now)
         if self._opening and session.open:
             self._opening = False
             self._cancel_timer()
-            self._server.opened(self)
-            count(self._server.engine.counters.opened, session.protocol)
+            server.opened(self)
+            count(server.engine.counters.opened, session.protocol)
         if session.buffered != self._buffered:
             self._account()
         self.flush()
-        self._server.settle()
+        server.settle()
+        if server.busy_poll is not None:
+            server.busy_poll.answered()
 
     def _recognize(self, first_byte: int) -> None:
         """Take a torch client for what it is; all else is for the native session to judge."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
+from asyncdist_server.busy_poll import BusyPoll, busy_poll
 from asyncdist_server.config import BACKLOG, MAX_HALF_OPEN, ServerConfig
 from asyncdist_server.connection import Connection, format_address
 from asyncdist_server.engine import StoreEngine
@@ -66,6 +67,7 @@ class StoreServer:
         self.dirty: list[Connection] = []
         self.inbound_bytes = 0
         self.timed_at = 0.0  # the loop's clock when a turn was timed last
+        self.busy_poll: BusyPoll | None = None
         self._connections: set[Connection] = set()
         self._half_open: set[Connection] = set()
         self._ending: set[Connection] = set()
@@ -109,6 +111,7 @@ class StoreServer:
         With a journal, the store is first brought back from it; raises `JournalError` where that fails.
         """
         loop = asyncio.get_running_loop()
+        self.busy_poll = busy_poll(loop, self.config.busy_poll_us)
         self._tls = self.config.tls_context()
         if self.config.durability.journaled:
             self.not_ready = "recovering"
