@@ -11,7 +11,9 @@ The protocol between ranks, and why nothing can hang on the device:
 3. Every rank says DONE of every operation once, to all others: at its end, or when it was dropped, here or elsewhere,
    and nothing of it runs on its device any more. Signals carry the operation's fingerprint, so that ranks that run
    different ones hear of it.
-4. Signals about operations that have not begun here are kept; their number is bounded, as nobody gets further ahead
+4. Ranks write their slots in the order of operations and their chunks. So of all that is not through everywhere the
+   first can always go on: what was in its slots came before it, and is.
+5. Signals about operations that have not begun here are kept; their number is bounded, as nobody gets further ahead
    of us than AHEAD operations (by 2, most wait for a slot before that). Signals about ones that are over are ignored.
 """
 
@@ -113,6 +115,7 @@ class IpcChannel:
         if operation is not None:
             operation.stop()
         self._say_done(sequence, operation, 0 if operation is None else operation.fingerprint)
+        self.pump_after(sequence)
         self._admit()
 
     def waiting_for(self, sequence: int) -> tuple[int, ...]:
@@ -141,6 +144,16 @@ class IpcChannel:
     def reading(self, sequence: int) -> set[int]:
         """Who may still read what we wrote for an operation of before."""
         return self._reading.get(sequence, set())
+
+    def is_to_write_before(self, sequence: int) -> bool:
+        """Whether an operation before this one is still to write a large slot of ours."""
+        return any(one.is_to_write for one in self._operations.values() if one.sequence < sequence)
+
+    def pump_after(self, sequence: int) -> None:
+        """Move on what comes after an operation that has no more to write."""
+        for operation in tuple(self._operations.values()):
+            if operation.sequence > sequence:
+                operation.pump()
 
     def new_event(self) -> Event:
         """An event to record on one of our streams; `watch` gives it back."""
@@ -172,6 +185,7 @@ class IpcChannel:
         self._operations.pop(operation.sequence, None)
         self._dropped.append(operation.sequence)
         self._say_done(operation.sequence, operation, operation.fingerprint)
+        self._around.loop.call_soon(self.pump_after, operation.sequence)
 
     def _admit(self) -> None:
         while self._held and len(self._operations) < SMALL_SLOTS and len(self._reading) < AHEAD and not self.closed:

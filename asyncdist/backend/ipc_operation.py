@@ -70,6 +70,8 @@ class IpcOperation:
         "_running",
         "_small",
         "_unread",
+        "_writes_on",
+        "_wrote",
         "call",
         "fingerprint",
         "last_event",
@@ -97,10 +99,12 @@ class IpcOperation:
             chunks(part, channel.rank, channel.size, slot_bytes, small_bytes) for part in call.members or (call,)
         )
         self._exhausted = False
+        self._writes_on = True  # whether the last chunk taken up writes
         self._next = 0
         self._running: list[_Running] = []
         self._heard: dict[tuple[int, int, int], int] = {}  # bytes announced, by member, chunk, stage
         self._unread: dict[int, set[int]] = {}  # by chunk, who is still to read our slot
+        self._wrote: dict[int, int] = {}  # by slot, our last chunk there: others between write nothing, perhaps
         self._ready = tuple(call.ready)
         self._queued = False
         self.last_event: Event | None = None
@@ -110,6 +114,7 @@ class IpcOperation:
 
     def pump(self) -> None:
         """Put on the stream whatever can be; may end the operation."""
+        held_others_up = self.is_to_write
         moved = True
         while moved and not self.stopped:
             moved = self._fill()
@@ -117,6 +122,8 @@ class IpcOperation:
                 if not running.busy and not self.stopped and self._may_go(running):
                     moved = True
                     self._go(running)
+        if held_others_up and not self.is_to_write:
+            self._channel.pump_after(self.sequence)
         if self.stopped:
             return
         if self._exhausted and not self._running:
@@ -138,6 +145,7 @@ class IpcOperation:
             if chunk is None:
                 self._exhausted = True
                 break
+            self._writes_on = chunk.writes
             self._running.append(_Running(self._next, chunk, self._slot(self._next)))
             self._next += 1
         return self._next > before
@@ -157,14 +165,34 @@ class IpcOperation:
     def _slot_is_free(self, running: _Running) -> bool:
         """Whether all who read the slot before are through with it, and no chunk before has still to write it.
 
-        Slots come free in any order: the chunk two after this one may be taken up while this one still waits.
+        Slots come free in any order: the chunk two after this one may be taken up while this one still waits. And what
+        is written goes in the order of operations, as on all other ranks: if this one took a slot that an earlier one
+        is still to write here, that would wait for others to be through with this, and they for us with that.
         """
         if any(one.slot == running.slot and one.index < running.index for one in self._running):
             return False
-        user = self._channel.slot_users.get(running.slot, -1)
+        if not self._small and self._channel.is_to_write_before(self.sequence):
+            return False
+        return not self._readers_of(running.slot)
+
+    def _readers_of(self, slot: int) -> set[int]:
+        """Members that may still read what is in a slot of ours."""
+        user = self._channel.slot_users.get(slot, -1)
         if user != self.sequence:
-            return not self._channel.reading(user)
-        return not self._unread.get(running.index - LARGE_SLOTS)
+            return self._channel.reading(user)
+        return self._unread.get(self._wrote[slot], set())
+
+    @property
+    def is_to_write(self) -> bool:
+        """Whether a large slot of ours is still to be written, as far as is known.
+
+        Only calls of several members write again after a chunk for which they wrote nothing.
+        """
+        if self._small or self.stopped:
+            return False
+        if any(one.chunk.writes and not one.at and not one.busy for one in self._running):
+            return True
+        return not self._exhausted and (self._writes_on or bool(self.call.members))
 
     def _go(self, running: _Running) -> None:
         """Put a stage on the stream."""
@@ -177,7 +205,8 @@ class IpcOperation:
                 return
         if not running.at and chunk.writes:
             self._channel.slot_users[running.slot] = self.sequence
-            self._unread.pop(running.index - LARGE_SLOTS, None)
+            self._unread.pop(self._wrote.get(running.slot, -1), None)
+            self._wrote[running.slot] = running.index
             self._unread[running.index] = set(chunk.readers)
         if not stage.work:
             self._complete(running, stage)
@@ -272,12 +301,7 @@ class IpcOperation:
             return missing
         for running in idle:
             if not running.at:
-                user = self._channel.slot_users.get(running.slot, -1)
-                missing |= (
-                    self._unread.get(running.index - LARGE_SLOTS, set())
-                    if user == self.sequence
-                    else self._channel.reading(user)
-                )
+                missing |= self._readers_of(running.slot)
         return missing
 
     def fail(self, error: BaseException) -> None:
