@@ -35,6 +35,10 @@ FAILURE_LINGER_S: Final = 3.0
 trip for a rank that has connected, which a busy machine stretches."""
 _LINGER_POLL_S: Final = 0.01
 
+TAKEN_PORT_TIMEOUT_S: Final = 15.0
+"""How long rank 0 tries a port that somebody else listens on: a store answers within milliseconds, a busy one within
+seconds. Others, who may wait for rank 0 to come, try for as long as the world takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class InitMethod:
@@ -128,13 +132,19 @@ async def open_store(method: InitMethod, deadline: Deadline, environ: Mapping[st
     tls = load_tls(environ)
     server = None
     port = method.port
+    timeout_s = _remaining(deadline)
     if method.may_host and method.rank == 0:
         server = await _host(method, token, tls)
-        port = method.port if server is None else server.port
+        timeout_s = _remaining(deadline)
+        if server is not None:
+            port = server.port
+        elif timeout_s is None or timeout_s > TAKEN_PORT_TIMEOUT_S:
+            timeout_s = TAKEN_PORT_TIMEOUT_S
     try:
         store = await TCPStore.connect(
-            method.host, port, token=token, tls=tls, namespace=method.namespace, timeout=_remaining(deadline)
+            method.host, port, token=token, tls=tls, namespace=method.namespace, timeout=timeout_s
         )
+        store.set_timeout(_remaining(deadline))
     except BaseException as error:
         if server is not None:
             await asyncio.shield(asyncio.to_thread(server.close))

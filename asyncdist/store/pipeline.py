@@ -93,11 +93,6 @@ class Pipeline:
         """Whether `next_frame` may have something."""
         return bool(self._outbox)
 
-    @property
-    def was_welcomed(self) -> bool:
-        """Whether a daemon has answered a hello of ours, on any connection so far."""
-        return self._incarnation is not None
-
     def next_frame(self) -> bytes | None:
         """Return the next requests to send as one frame, None if there are none that may be sent now.
 

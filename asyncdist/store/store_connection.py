@@ -25,7 +25,7 @@ from asyncdist_server.messages import (
 )
 from asyncdist_server.tls import TLSStream
 
-__all__ = ["CLIENT_ID_BYTES", "Connection", "StoreRefusedError", "client_name", "dial"]
+__all__ = ["CLIENT_ID_BYTES", "Connection", "StoreRefusedError", "Trouble", "client_name", "dial"]
 
 RECEIVE_BYTES: Final = 64 * 1024
 """What one read takes at most: hundreds of replies, or a slice of a large value. Each connection has such a buffer, and
@@ -33,6 +33,38 @@ a process that simulates many ranks has many connections."""
 
 TRANSIENT_REFUSALS: Final = frozenset({Refusal.TIMEOUT, Refusal.TOO_MANY_CONNECTIONS})
 """Refusals that trying again may cure."""
+
+SILENT_CLOSES: Final = 3
+"""After so many in a row people are told: it may be a proxy whose daemon is away, a daemon that is going away, or no
+store of ours, and nobody can tell from outside."""
+
+
+class Trouble:
+    """Why no connection could be made, in words; of several tries."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        """Of the last one, empty before."""
+        self._silent_closes = 0  # in a row
+
+    def __str__(self) -> str:
+        if self._silent_closes < SILENT_CLOSES:
+            return self.text
+        return f"{self.text} {self._silent_closes} times in a row: a proxy whose daemon is away, or no asyncdist store"
+
+    def note(self, text: str) -> None:
+        """Take note of what one try came to."""
+        self.text = text
+        self._silent_closes = 0
+
+    def note_error(self, error: OSError) -> bool:
+        """Take note of how one failed; true if it is one of several silent closes, for the first time."""
+        cut = isinstance(error, ConnectionAbortedError | ConnectionResetError | BrokenPipeError)
+        closes = self._silent_closes + 1 if cut else 0
+        refused = isinstance(error, ConnectionRefusedError)
+        self.note("nothing listens there" if refused else str(error) or type(error).__name__)
+        self._silent_closes = closes
+        return closes == SILENT_CLOSES
 
 
 def client_name() -> str:

@@ -19,7 +19,7 @@ from asyncdist.store.coordinating_store import CoordinatingStore
 from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.store.pipeline import Pipeline
 from asyncdist.store.reply import Reply
-from asyncdist.store.store_connection import Connection, StoreRefusedError, client_name, dial
+from asyncdist.store.store_connection import Connection, StoreRefusedError, Trouble, client_name, dial
 from asyncdist.store.tls_config import TLSConfig
 from asyncdist_server import messages
 from asyncdist_server.auth import ClientHandshake, store_context
@@ -37,9 +37,6 @@ FIRST_BACKOFF_S: Final = 0.02
 MAX_BACKOFF_S: Final = 2.0
 """Between two tries; jittered by half, so that a thousand clients of a restarted daemon do not come in step."""
 
-MAX_SILENT_CLOSES: Final = 3
-"""A daemon that is going away, or a proxy whose daemon is, may close during the handshake; what always does is none."""
-
 CLOSE_TIMEOUT_S: Final = 2.0
 """How long closing waits for answers to what was issued before."""
 
@@ -51,8 +48,8 @@ class TCPStore(CoordinatingStore):
             await store.set("key", "value")
 
     `await TCPStore.connect(host, port, ...)` is the same without `async with`. Connecting is tried until `timeout`, as
-    the daemon may still be starting: `ConnectTimeoutError`. Something else than a daemon, or one with another token, is
-    refused at once: `DistStoreError`.
+    the daemon may still be starting, also behind a proxy that closes connections meanwhile: `ConnectTimeoutError`.
+    What answers and is no daemon, or one with another token, is refused at once: `DistStoreError`.
 
     Requests are pipelined: all that are issued in one turn of the event loop travel as one write. When the connection
     breaks, it is made anew (tried for a minute; then pending requests fail, and the next one tries again). Pending
@@ -265,7 +262,7 @@ class TCPStore(CoordinatingStore):
         assert self._pipeline is not None
         loop = self._loop
         deadline = math.inf if window_s is None else loop.time() + window_s
-        silent_closes, problem = 0, ""
+        trouble = Trouble()
         if self._backoff_s > FIRST_BACKOFF_S:  # the last connection broke before it was of any use
             await self._pause(deadline)
         while True:
@@ -276,19 +273,16 @@ class TCPStore(CoordinatingStore):
             except StoreRefusedError as error:
                 return DistStoreError(f"{self._where}: {error}")
             except TimeoutError:
-                if not problem or loop.time() < deadline:  # a try cut short at the end says less than those before
-                    problem = "it does not answer"
+                if not trouble.text or loop.time() < deadline:  # a try cut short at the end says less than those before
+                    trouble.note("it does not answer")
             except OSError as error:
-                refused = isinstance(error, ConnectionRefusedError)
-                problem = "nothing listens there" if refused else str(error) or type(error).__name__
-                silent_closes += isinstance(error, ConnectionAbortedError) and not self._pipeline.was_welcomed
-                if silent_closes >= MAX_SILENT_CLOSES:
-                    return DistStoreError(f"{self._where}: {problem} every time; this is not an asyncdist store")
+                if trouble.note_error(error):
+                    info("%s: %s; still trying", self._where, trouble)
             if tracing("store"):
-                emit("store", "dial_failed", where=self._where, problem=problem)
+                emit("store", "dial_failed", where=self._where, problem=trouble.text)
             await self._pause(deadline)
             if loop.time() >= deadline:
-                problem += self._lost
+                problem = f"{trouble}{self._lost}"
                 return ConnectTimeoutError(f"{self._where}: could not connect within {window_s:g} s: {problem}")
 
     async def _pause(self, deadline: float) -> None:

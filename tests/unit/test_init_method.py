@@ -7,7 +7,9 @@ import asyncio
 import pytest
 
 from asyncdist import init_method as init_method_module
-from asyncdist.init_method import FAILURE_LINGER_S, StoreSource, parse_init_method
+from asyncdist.deadline import Deadline
+from asyncdist.errors import ConnectTimeoutError
+from asyncdist.init_method import FAILURE_LINGER_S, StoreSource, open_store, parse_init_method
 from asyncdist.store import TCPStore
 from asyncdist_server import serve_in_thread
 
@@ -110,3 +112,34 @@ async def test_after_a_failure_the_store_does_not_stay_for_ever(monkeypatch: pyt
     async with asyncio.timeout(5):
         await source.close_after_failure()
     await other.close()
+
+
+async def test_a_port_that_a_stranger_has_is_not_tried_for_as_long_as_the_world_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's server closes without a word what does not speak its protocol, as a proxy does whose daemon is away."""
+    monkeypatch.setattr(init_method_module, "TAKEN_PORT_TIMEOUT_S", 0.2)
+
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.close()
+
+    async with await asyncio.start_server(close, "127.0.0.1", 0) as stranger:
+        port = stranger.sockets[0].getsockname()[1]
+        method = parse_init_method(f"tcp://127.0.0.1:{port}", rank=0, world_size=1, environ={})
+        with pytest.raises(
+            ConnectTimeoutError, match=rf"{port} is in use, and what answers there is not .*MASTER_PORT"
+        ):
+            async with asyncio.timeout(5):
+                await open_store(method, Deadline(asyncio.get_running_loop().time() + 600), {})
+
+
+async def test_rank_0_joins_the_store_on_its_port_for_as_long_as_the_world_takes() -> None:
+    with serve_in_thread() as server:
+        method = parse_init_method(f"tcp://127.0.0.1:{server.port}", rank=0, world_size=1, environ={})
+        deadline = Deadline(asyncio.get_running_loop().time() + 600)
+        source = await open_store(method, deadline, {})
+        assert source.server is None
+        assert source.store.timeout is not None
+        assert 590 < source.store.timeout <= 600
+        await source.store.close()

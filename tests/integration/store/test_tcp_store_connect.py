@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import pytest
 
 from asyncdist.errors import ClosedError, ConnectTimeoutError, DistStoreError
 from asyncdist.store import TCPStore
+from asyncdist.store.store_connection import SILENT_CLOSES
 from asyncdist.testing.store_check_tools import task
 from asyncdist_server.auth import new_token
 from asyncdist_server.threaded import ThreadedServer, serve_in_thread
@@ -42,14 +44,57 @@ def stranger(answer: bytes | None) -> Iterator[int]:
 
 @pytest.mark.parametrize(
     "answer",
-    [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", b"", b"\xa1\x02\x00\x00", b"\x00" * 500],
-    ids=["http", "ssh", "closes", "torch", "zeros"],
+    [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", b"\xa1\x02\x00\x00", b"\x00" * 500],
+    ids=["http", "ssh", "torch", "zeros"],
 )
 async def test_stranger_is_refused_at_once(answer: bytes) -> None:
-    with stranger(answer) as port, pytest.raises(DistStoreError, match=r"protocol|not an asyncdist store") as caught:
+    with stranger(answer) as port, pytest.raises(DistStoreError, match="protocol") as caught:
         async with asyncio.timeout(5):
             await TCPStore.connect("127.0.0.1", port)
     assert f"store 127.0.0.1:{port}: " in str(caught.value)
+
+
+async def test_who_always_closes_is_tried_until_the_time_out() -> None:
+    with stranger(b"") as port, pytest.raises(ConnectTimeoutError) as caught:
+        await TCPStore.connect("127.0.0.1", port, timeout=0.6)
+    assert re.search(
+        r"within 0.6 s: it closed the connection during the handshake \d+ times in a row: "
+        r"a proxy whose daemon is away, or no asyncdist store",
+        str(caught.value),
+    )
+
+
+async def test_a_daemon_that_comes_up_behind_a_proxy_is_found() -> None:
+    """What listens in front of a daemon that is not there yet takes connections and closes them without a word."""
+    proxied: list[int] = []
+    tries = 0
+    enough = asyncio.Event()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(4096):
+            writer.write(data)
+        writer.close()
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal tries
+        tries += 1
+        if not proxied:
+            await reader.read(1)
+            writer.close()
+            if tries == 2 * SILENT_CLOSES:
+                enough.set()
+            return
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", proxied[0])
+        await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
+
+    async with await asyncio.start_server(carry, "127.0.0.1", 0) as proxy:
+        connecting = task(TCPStore.connect("127.0.0.1", proxy.sockets[0].getsockname()[1]))
+        await asyncio.wait([task(enough.wait()), connecting], return_when=asyncio.FIRST_COMPLETED)
+        assert enough.is_set(), "it gave up"
+        with serve_in_thread() as server:
+            proxied.append(server.port)
+            async with await connecting as store:
+                await store.set("k", "v")
 
 
 async def test_silent_port_is_given_up_in_time() -> None:

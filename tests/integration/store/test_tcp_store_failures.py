@@ -14,7 +14,8 @@ import pytest
 from store_proxy import cutting_proxy
 
 from asyncdist.errors import ClosedError, DistStoreError, StoreLimitError, StoreTimeoutError
-from asyncdist.store import TCPStore, tcp_store
+from asyncdist.store import TCPStore
+from asyncdist.store.store_connection import SILENT_CLOSES
 from asyncdist.testing.store_check_tools import expect_pending, task
 from asyncdist_server.config import ServerConfig
 from asyncdist_server.daemon import serve
@@ -29,7 +30,7 @@ async def test_cut_connections_apply_everything_exactly_once(
     server: ThreadedServer, namespace: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hundreds of cuts in the middle of requests and replies; each change is made once, in order."""
-    for name, value in (("FIRST_BACKOFF_S", 0.0), ("MAX_BACKOFF_S", 0.0), ("MAX_SILENT_CLOSES", 1000)):
+    for name, value in (("FIRST_BACKOFF_S", 0.0), ("MAX_BACKOFF_S", 0.0)):
         monkeypatch.setattr(f"asyncdist.store.tcp_store.{name}", value)
     chance = random.Random(seed)
 
@@ -78,7 +79,7 @@ async def test_a_proxy_that_closes_while_the_daemon_is_away_is_no_stranger(names
         await reader.read(1)
         writer.close()
         closed += 1
-        if closed == 2 * tcp_store.MAX_SILENT_CLOSES:
+        if closed == 2 * SILENT_CLOSES:
             enough.set()
 
     async with AsyncExitStack() as stack:
