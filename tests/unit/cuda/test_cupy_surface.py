@@ -1,0 +1,220 @@
+"""Everything that is used of cupy exists and takes our arguments: asked of the installed cupy, which needs no device."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncdist.cuda
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="cupy is not installed")
+
+FOLDER = Path(asyncdist.cuda.__file__).parent
+
+LIMIT_S = 120.0
+
+PROGRAM = """
+import contextlib, inspect, json, sys, warnings
+import numpy as np
+warnings.simplefilter("ignore")
+import cupy
+from cupy.cuda import nccl, runtime
+from asyncdist.reduce_op import ReduceOp
+from asyncdist.cuda import cupy_driver, cupy_runtime
+
+answers = {}
+
+def ask(name, function, *arguments):
+    try:
+        function(*arguments)
+    except Exception as error:
+        cause = error.__cause__ or error
+        answers[name] = f"{type(cause).__name__}: {cause}"
+    else:
+        answers[name] = ""
+
+RUNTIME = {
+    "deviceCanAccessPeer": (0, 1),
+    "deviceGetAttribute": (runtime.cudaDevAttrMultiProcessorCount, 0),
+    "eventCreateWithFlags": (runtime.eventBlockingSync | runtime.eventDisableTiming | runtime.eventInterprocess,),
+    "eventDestroy": (0,),
+    "eventQuery": (0,),
+    "eventRecord": (0, 0),
+    "eventSynchronize": (0,),
+    "free": (0,),
+    "freeHost": (0,),
+    "getDevice": (),
+    "getDeviceCount": (),
+    "hostAlloc": (1, runtime.hostAllocPortable),
+    "ipcCloseMemHandle": (0,),
+    "ipcGetEventHandle": (0,),
+    "ipcGetMemHandle": (0,),
+    "ipcOpenEventHandle": (bytes(64),),
+    "ipcOpenMemHandle": (bytes(64),),
+    "malloc": (1 << 21,),
+    "memGetInfo": (),
+    "memcpyAsync": (0, 0, 4, runtime.memcpyDefault, 0),
+    "memsetAsync": (0, 255, 4, 0),
+    "pointerGetAttributes": (0,),
+    "runtimeGetVersion": (),
+    "setDevice": (0,),
+    "streamCreateWithFlags": (runtime.streamNonBlocking,),
+    "streamDestroy": (0,),
+    "streamSynchronize": (0,),
+    "streamWaitEvent": (0, 0),
+}
+for name, arguments in RUNTIME.items():
+    ask(f"runtime.{name}", getattr(runtime, name), *arguments)
+answers["CUDARuntimeError"] = str(runtime.CUDARuntimeError(700))
+
+@contextlib.contextmanager
+def anywhere(device):
+    yield
+
+cupy_runtime.on_device = anywhere
+ours = cupy_runtime.CupyRuntime()
+stream, event = ours.external_stream(0, 0), cupy_runtime._Event(0, 0)
+float32 = np.dtype(np.float32)
+cupy_runtime._multiprocessors = lambda device: 1
+for name, arguments in {
+    "device_count": (),
+    "current_device": (),
+    "set_device": (0,),
+    "pointer_device": (0,),
+    "new_stream": (0,),
+    "current_stream": (0,),
+    "new_event": (0,),
+    "copy": (1, 2, 3, stream),
+    "fill": (1, 2, 3, stream),
+    "pinned": (16,),
+    "allocate": (16, 0),
+    "memory_range": (16,),
+    "ipc_handle": (16,),
+    "ipc_open": (bytes(64), 0),
+    "ipc_event_handle": (event,),
+    "ipc_event_open": (bytes(64), 0),
+    "reduce": (ReduceOp.SUM, float32, 16, [16, 32], 4, stream),
+    "scale": (float32, 16, 16, 2.0, 4, stream),
+    "prepare_reduce": (ReduceOp.SUM, float32, 2, 0),
+    "prepare_scale": (float32, 0),
+}.items():
+    ask(f"ours.{name}", getattr(ours, name), *arguments)
+ask("ours.wait_event", stream.wait_event, event)
+ask("ours.record", event.record, stream)
+ask("ours.synchronize", event.synchronize)
+ask("ours.done", event.done)
+launched = cupy_runtime._reduce_kernel(ReduceOp.SUM, float32, 2)
+ask("launch", launched, (1,), (512,), (np.uint64(1), np.float64(1)))
+
+from asyncdist.device_array import _device_number
+ask("device_array", _device_number, None, 16, "tensor")
+
+answers["nccl available"] = nccl.available
+if nccl.available:
+    from asyncdist.cuda import cupy_nccl
+    cupy_nccl.on_device = anywhere
+    library = cupy_nccl.CupyNccl()
+    answers["nccl name"] = library.name
+    nobody = nccl.NcclCommunicator.__new__(nccl.NcclCommunicator)
+    communicator = cupy_nccl._Communicator(nobody, 0, 1, 0, library.version())
+    for name, arguments in {
+        "all_reduce": (0, 0, 4, float32, ReduceOp.SUM, stream),
+        "reduce": (0, 0, 4, float32, ReduceOp.SUM, 0, stream),
+        "broadcast": (0, 0, 4, float32, 0, stream),
+        "all_gather": (0, 0, 4, float32, stream),
+        "reduce_scatter": (0, 0, 4, float32, ReduceOp.SUM, stream),
+        "send": (0, 4, float32, 0, stream),
+        "recv": (0, 4, float32, 0, stream),
+    }.items():
+        ask(f"nccl.{name}", getattr(communicator, name), *arguments)
+    answers["nccl.async_error"] = communicator.async_error()
+    if library.can_split:
+        ask("nccl.split", communicator.split, 0, 0)
+    for name in ("rank_id", "size"):
+        ask(f"nccl.{name}", getattr(nobody, name))
+    with library.group():
+        pass
+    ask("nccl.abort", communicator.abort)
+    again = nccl.NcclCommunicator.__new__(nccl.NcclCommunicator)
+    ask("nccl.destroy", cupy_nccl._Communicator(again, 0, 1, 0, library.version()).destroy)
+    ask("nccl.open", library.open, 1, bytes(128), 0, 0)
+    answers["runtime connect"] = cupy_nccl.os.environ["NCCL_RUNTIME_CONNECT"]
+answers["missing"] = [
+    name for place, names in json.loads(sys.argv[1]).items() for name in names
+    if not hasattr({"runtime": runtime, "binding": nccl, "cupy": cupy}.get(place) or nccl.NcclCommunicator, name)
+]
+answers["version"] = cupy.__version__
+print(json.dumps(answers))
+"""
+
+
+def used() -> dict[str, set[str]]:
+    """The attributes of cupy's modules, and of its communicators, that our sources name."""
+    found: dict[str, set[str]] = {"runtime": set(), "binding": set(), "cupy": set(), "_raw": set()}
+    for file in ("cupy_driver.py", "cupy_nccl.py", "cupy_runtime.py"):
+        for node in ast.walk(ast.parse((FOLDER / file).read_text())):
+            if not isinstance(node, ast.Attribute):
+                continue
+            place = node.value
+            name = place.id if isinstance(place, ast.Name) else getattr(place, "attr", "")
+            if name in found:
+                found[name].add(node.attr)
+    return found
+
+
+@cache
+def answers() -> dict[str, Any]:
+    """What the installed cupy says to each call, in a process that sees no device."""
+    names = used()
+    if importlib.util.find_spec("nvidia") is None:  # where NCCL is missing cupy's module is empty
+        names["binding"].clear()
+        names["_raw"].clear()
+    environ = {name: value for name, value in os.environ.items() if name != "NCCL_RUNTIME_CONNECT"}
+    environ["CUDA_VISIBLE_DEVICES"] = ""
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    wanted = json.dumps({place: sorted(of) for place, of in names.items()})
+    command = [sys.executable, "-c", PROGRAM, wanted]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+    assert ended.returncode == 0, ended.stderr
+    told: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return told
+
+
+def test_every_attribute_exists() -> None:
+    assert len(used()["runtime"]) > 30
+    assert "allReduce" in used()["_raw"]
+    assert answers()["missing"] == ([] if int(answers()["version"].split(".")[0]) >= 14 else ["commSplit"])
+
+
+def test_cudas_functions_take_our_arguments() -> None:
+    """What fails, fails for want of a device; a wrong argument is a TypeError of cupy's own before that."""
+    asked = {
+        name: said for name, said in answers().items() if name.startswith(("runtime.", "ours.", "launch", "device"))
+    }
+    assert len(asked) > 50
+    wrong = {name: said for name, said in asked.items() if said and not said.startswith("CUDARuntimeError: cudaError")}
+    assert not wrong
+    assert answers()["CUDARuntimeError"].startswith("cudaErrorIllegalAddress")
+
+
+def test_nccls_functions_take_our_arguments() -> None:
+    """They are asked of a communicator that is none, which NCCL refuses by itself."""
+    if not answers()["nccl available"]:
+        pytest.skip("cupy finds no NCCL")
+    asked = {name: said for name, said in answers().items() if name.startswith("nccl.")}
+    fine = {"nccl.abort", "nccl.destroy"}
+    assert all(asked.pop(name) == "" for name in fine)
+    assert "NCCL_ERROR_INVALID_ARGUMENT" in asked.pop("nccl.async_error")
+    assert len(asked) >= 10
+    assert not {name: said for name, said in asked.items() if not said.startswith("NcclError: NCCL_ERROR_")}
+    assert answers()["nccl name"].endswith(f"through cupy {answers()['version']}")
+    assert answers()["runtime connect"] == "0"
