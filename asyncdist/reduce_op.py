@@ -1,7 +1,8 @@
 """ReduceOp: how several ranks' elements become one.
 
 Names and numbers are torch.distributed's. `ReduceOp.PREMUL_SUM(factor)` makes the only one of them that carries a
-value; `ReduceOp.custom(function)` makes an operation of a function.
+value; `ReduceOp.custom(function)` makes an operation of a function. `asyncdist.reduce_op.SUM`, as torch's tutorials
+write it, is `ReduceOp.SUM`; so are PRODUCT, MIN and MAX.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
-__all__ = ["CustomOp", "PremulSum", "ReduceOp", "ReduceOpLike"]
+__all__ = ["MAX", "MIN", "PRODUCT", "SUM", "CustomOp", "PremulSum", "ReduceOp", "ReduceOpLike"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +102,8 @@ class ReduceOp(enum.Enum):
 
 
 ReduceOpLike: TypeAlias = ReduceOp | PremulSum | CustomOp
+
+SUM: Final = ReduceOp.SUM
+PRODUCT: Final = ReduceOp.PRODUCT
+MIN: Final = ReduceOp.MIN
+MAX: Final = ReduceOp.MAX

@@ -148,6 +148,10 @@ def reduce_scatter_tensor(
 reduce_scatter_single = reduce_scatter_tensor
 
 
-def barrier(group: Group = None, *, tag: int = 0, timeout: Timeout = INHERIT) -> Work[Any]:
-    """Done once every rank of the group has called it."""
+def barrier(group: Group = None, *, device_ids: Any = None, tag: int = 0, timeout: Timeout = INHERIT) -> Work[Any]:
+    """Done once every rank of the group has called it; see `ProcessGroup.barrier`.
+
+    `device_ids` is accepted for torch's sake and not used: a group for GPU arrays alone knows its GPU.
+    """
+    del device_ids
     return resolve(group).barrier(tag=tag, timeout=timeout)

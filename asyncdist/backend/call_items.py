@@ -151,7 +151,10 @@ def broadcast_object_list(object_list: object, root: int, terms: Terms) -> ItemC
 
 
 def scatter_object_list(output_list: object, input_list: object, root: int, terms: Terms) -> ItemCall:
-    """The root's list of one object per rank; the result is `output_list`, whose first place has this rank's."""
+    """The root's list of one object per rank, the others' is not looked at, as torch's scripts give lists everywhere.
+
+    The result is `output_list`, whose first place has this rank's object.
+    """
     target = _places(output_list, "scatter_object_output_list")
     if not target:
         raise ValueError("scatter_object_output_list must have at least one place")
@@ -160,8 +163,6 @@ def scatter_object_list(output_list: object, input_list: object, root: int, term
         if input_list is None:
             raise ValueError("scatter_object_input_list must be given on the source rank")
         items = [encode_object(value, terms) for value in _list_of(input_list, "scatter_object_input_list", terms.size)]
-    elif input_list:
-        raise ValueError("scatter_object_input_list must not be given on ranks other than the source")
     return _call("scatter", "objects", items, root, terms, partial(_fill_first, target, terms.ranks[root], terms))
 
 

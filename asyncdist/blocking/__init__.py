@@ -18,6 +18,7 @@ Ctrl-C ends any waiting at once: a receive is withdrawn and loses no message, an
 `destroy_process_group` aborts the group rather than wait for it.
 """
 
+from asyncdist import reduce_op as reduce_op  # `dist.reduce_op.SUM`, as torch's tutorials write it
 from asyncdist.api import (
     arrays,
     batch,

@@ -173,7 +173,12 @@ def await_there(thread: CommunicationThread, function: Callable[[], Any], where:
         reply.set(None if error is not None else task.result(), error)
 
     def begin() -> None:
-        thread.start_task(_await(function()), where, ended)
+        try:
+            awaitable = function()
+        except BaseException as error:  # wrong arguments, found at the call
+            reply.set(None, error)
+        else:
+            thread.start_task(_await(awaitable), where, ended)
 
     thread.submit(begin)
     return reply.wait()

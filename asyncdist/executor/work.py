@@ -126,11 +126,22 @@ class Work(Generic[T]):
         else:
             self._callbacks.append(callback)
 
+    def remove_done_callback(self, callback: Callable[[Work[T]], object]) -> int:
+        """Forget all `callback`s that have not been scheduled; return how many. With it `asyncio.wait` takes Works."""
+        kept = [one for one in self._callbacks or () if one != callback]
+        removed = len(self._callbacks or ()) - len(kept)
+        self._callbacks = kept or None
+        return removed
+
     def cancel(self) -> bool:
-        """Withdraw a receive that no message has matched; True if it was withdrawn.
+        """Withdraw a receive that no message has matched; True if it was withdrawn, and awaiting it raises ClosedError.
 
         Every other operation has peers that count on it already and cannot be withdrawn: False.
         """
+        return False
+
+    def cancelled(self) -> bool:
+        """False, as cancelling a Work's waiters never cancels it, and one that was withdrawn has an exception."""
         return False
 
     def __await__(self) -> Generator[Any, None, T]:

@@ -98,7 +98,7 @@ class Objects(ItemIssuer):
         tag: int = 0,
         timeout: Timeout = INHERIT,
     ) -> Work[list[Any]]:
-        """Put the r-th object of the root's input list (None elsewhere) in the first place of rank r's output list.
+        """Put the r-th object of the root's input list (elsewhere unused) in the first place of rank r's output list.
 
         The result is the output list, of which the other places stay as they are.
         """

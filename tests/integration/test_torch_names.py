@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 import asyncdist as dist
+from asyncdist import blocking
 
 torch_dist: Any = pytest.importorskip("torch.distributed", reason="needs torch (extra `peers`)")
 
 pytestmark = pytest.mark.peers
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "from-torch.md").read_text()
-NOT_TAKEN = {"async_op", "device_ids"}
-"""Arguments of torch that mean nothing here."""
+NOT_TAKEN = {"async_op"}
+"""An argument of torch's that means nothing here."""
 
 
 def names_of(heading: str) -> set[str]:
@@ -71,6 +72,9 @@ def test_arguments_are_torchs_in_torchs_order(name: str) -> None:
 
 
 def test_the_names_that_torch_has_dropped_exist() -> None:
+    for name in ("SUM", "PRODUCT", "MIN", "MAX"):  # its tutorials still write dist.reduce_op.SUM
+        assert getattr(dist.reduce_op, name) is getattr(dist.ReduceOp, name)
+        assert getattr(blocking.reduce_op, name) is getattr(dist.ReduceOp, name)
     for kind in ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"):
         assert offered(f"{kind}_multigpu")
         assert f"`{kind}_multigpu`" in PAGE

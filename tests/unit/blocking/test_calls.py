@@ -67,6 +67,8 @@ def test_torchs_calling_conventions(alone: dist.ProcessGroup) -> None:
     outputs = [np.zeros(3)]
     assert dist.all_gather(outputs, y) is None
     assert outputs[0].tolist() == [7, 7, 7]
+    assert dist.barrier(device_ids=[0]) is None
+    assert dist.all_reduce(x, op=dist.reduce_op.SUM) is None
     objects = [None]
     dist.all_gather_object(objects, {"list": [1]})
     assert objects == [{"list": [1]}]
@@ -324,6 +326,10 @@ def test_stores_wait_too() -> None:
         with pytest.raises(asyncdist.StoreTimeoutError):
             store.get("none", timeout=0.01)
         assert store.timeout == 5
+        with pytest.raises(TypeError, match="must be str, not int"):  # found at the call, which is in the other thread
+            store.get(3)
+        with pytest.raises(TypeError, match="missing 1 required"):
+            store.set("key")
     with pytest.raises(asyncdist.ClosedError):
         store.get("n")
     store.close()

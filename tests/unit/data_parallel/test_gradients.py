@@ -99,7 +99,7 @@ def test_any_task_may_wait_or_nobody() -> None:
         ([np.ones(2), None], TypeError, r"gradients\[1\]"),
         ([np.ones(2), np.ones(2, object)], TypeError, "object"),
         ([np.frombuffer(b"12345678")], ValueError, r"gradients\[0\] is read-only"),
-        (3, TypeError, "iterable"),
+        (3, TypeError, "a list of arrays, not int; of a torch module its parameters"),
         (np.ones(3), TypeError, "not one ndarray: put it into a list"),
         (b"123", TypeError, "not one bytes"),
         ({"bias": np.ones(3)}, TypeError, r"pass its values\(\)"),

@@ -98,6 +98,29 @@ async def test_callbacks_are_called_once_from_the_loop() -> None:
     assert seen == ["before", "too", "after"]
 
 
+async def test_asyncio_wait_takes_works_as_they_are() -> None:
+    first, second = pending(), pending()
+    asyncio.get_running_loop().call_soon(first._finish, 1)
+    done, left = await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+    assert (done, left) == ({first}, {second})
+    assert second._callbacks is None  # nothing is left behind
+    asyncio.get_running_loop().call_soon(second._fail, ValueError("no"))
+    assert await asyncio.wait({first, second}, return_when=asyncio.FIRST_EXCEPTION) == ({first, second}, set())
+    assert isinstance(second.exception(), ValueError)
+
+
+async def test_callbacks_can_be_taken_back() -> None:
+    work, seen = pending(), []
+    for callback in (seen.append, print, seen.append):
+        work.add_done_callback(callback)
+    assert work.remove_done_callback(seen.append) == 2
+    assert work.remove_done_callback(seen.append) == 0
+    assert work.remove_done_callback(print) == 1
+    work._finish(0)
+    await asyncio.sleep(0)
+    assert (seen, work.remove_done_callback(print), work.cancelled()) == ([], 0, False)
+
+
 async def test_repr_is_a_status_line() -> None:
     work = pending()
     assert repr(work) == "<Work all_reduce #17 8 MiB pending>"
