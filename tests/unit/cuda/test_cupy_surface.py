@@ -1,4 +1,4 @@
-"""Everything that is used of cupy exists and takes our arguments: asked of the installed cupy, which needs no device."""
+"""What is used of cupy exists and takes our arguments: asked of the installed cupy, which needs no device for that."""
 
 from __future__ import annotations
 
