@@ -96,11 +96,9 @@ def list_of(values: Iterable[Any], name: str) -> list[Any]:
         raise TypeError(f"{name} must be arrays, not a {type(values).__name__} of them: pass its values()")
     if hasattr(values, "dtype") or isinstance(values, str | bytes | bytearray | memoryview):
         raise TypeError(f"{name} must be a list of arrays, not one {type(values).__name__}: put it into a list")
-    if not isinstance(values, Iterable):
-        what = type(values).__name__
-        raise TypeError(
-            f"{name} must be a list of arrays, not {what}; of a torch module its parameters(), or their .grad"
-        )
+    if not hasattr(values, "__iter__"):
+        hint = "of a torch module its parameters(), or their .grad"
+        raise TypeError(f"{name} must be a list of arrays, not {type(values).__name__}; {hint}")
     return list(values)
 
 
