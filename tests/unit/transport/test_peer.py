@@ -141,6 +141,7 @@ def test_one_flush_hands_over_a_mebibyte() -> None:
     pair.ab.written.clear()
     send(pair.a, sa, collective(1), bytes(8 * MIB), "s")
     assert sum(pair.ab.written) <= MAX_CALL_BYTES + HEADER_BYTES * 5
+    assert max(pair.ab.written) <= FRAGMENT_BYTES + HEADER_BYTES, "the receiver reads while we write"
     assert pair.ab.armed
 
 
