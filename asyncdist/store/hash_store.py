@@ -13,6 +13,7 @@ from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S
 from asyncdist.store.coordinating_store import CoordinatingStore
 from asyncdist.store.reply import WAITING, Reply, settle, timeout_ms, undoing
 from asyncdist_server import messages
+from asyncdist_server.clock import exact_clock
 from asyncdist_server.engine import StoreEngine
 
 __all__ = ["HashStore"]
@@ -123,6 +124,7 @@ class SharedEngine:
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
+            self.engine.tell_time(exact_clock(loop))
         elif self._loop is not loop:
             raise RuntimeError("this store belongs to another event loop")
         return loop

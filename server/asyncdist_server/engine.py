@@ -28,6 +28,7 @@ from asyncdist_server.changes import ChangeLog
 from asyncdist_server.clients import Client, Reply
 from asyncdist_server.coordination import COORDINATION
 from asyncdist_server.counters import DISCONNECTED, REPLAYED, Counters
+from asyncdist_server.leases import STALL_S
 from asyncdist_server.messages import (
     CLIENT_LINGER_S,
     INVALID,
@@ -70,6 +71,13 @@ class StoreEngine:
             code: (run, size, code in MUTATIONS, self.counters.results[code])
             for code, (run, size) in operations.items()
         }
+
+    def tell_time(self, clock: Callable[[], float]) -> None:
+        """Have leases begin at what `clock` says where that is later than the `now` of a call.
+
+        For callers that take `now` from an event loop, where it is the time at which a turn began.
+        """
+        self._state.clock = clock
 
     @property
     def memory_bytes(self) -> int:
@@ -273,9 +281,16 @@ class StoreEngine:
             return forget_at if soonest is None else min(soonest, forget_at)
         return soonest
 
-    def expire(self, now: float) -> None:
-        """Answer the blocked requests whose time is over with TIMEOUT, end leases, forget clients that stayed away."""
+    def expire(self, now: float, late_s: float = 0.0) -> None:
+        """Answer the blocked requests whose time is over with TIMEOUT, end leases, forget clients that stayed away.
+
+        `late_s` is by how much the call comes later than it was asked for. If that is long, the caller was stopped, and
+        leases that were kept alive meanwhile get a chance to be so.
+        """
         self._state.now = now
+        if late_s > STALL_S:
+            for namespace in self._namespaces.values():
+                self._state.leases.spare(namespace, late_s, now)
         while (timed := self._state.timers.take_due(now)) is not None:
             timed.fire(now)
             self._drop_unused(timed.namespace)

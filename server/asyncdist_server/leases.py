@@ -7,6 +7,7 @@ job memberships it stands for. Prefixes it holds go `linger_s` after the last le
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 from asyncdist_server.codes import EVENT_DELETE, EVENT_EXPIRE
@@ -24,6 +25,11 @@ LEASED_KEY_BYTES: Final = 150
 """What binding a key to a lease costs: its entries in two tables."""
 HOLD_BYTES: Final = 700
 """What holding a prefix costs besides the prefix."""
+STALL_S: Final = 0.5
+"""A timer that is later than this means that the daemon was stopped, or its host was: what its clients said meanwhile
+has arrived and was not read. Clients renew a lease three times in its time, so that shorter stalls do no harm."""
+FLOAT_ERROR_MS: Final = 1e-6
+"""By how much a sum of times in whole milliseconds may seem to be more, after a century of monotonic time."""
 
 
 class Lease:
@@ -59,8 +65,14 @@ class Lease:
         self.done = False
 
     def postpone(self, now: float) -> None:
-        """Let the lease end `ttl_s` after `now`."""
-        self.deadline = now + self.ttl_s
+        """Let the lease end `ttl_s` after `now`, in any case not before.
+
+        The caller's `now` may be the beginning of a long turn, and its timer count in whole milliseconds.
+        """
+        clock = self._state.clock
+        if clock is not None:
+            now = max(now, clock())
+        self.deadline = math.ceil((now + self.ttl_s) * 1000 - FLOAT_ERROR_MS) / 1000
         self._state.timers.arm(self)
 
     def fire(self, now: float) -> None:
@@ -158,6 +170,12 @@ class Leases:
         """Give every lease its full time again: the daemon was away, not those who vouch for them."""
         for lease in namespace.leases.values():
             lease.postpone(now)
+
+    def spare(self, namespace: Namespace, late_s: float, now: float) -> None:
+        """Let no lease end for as long as the daemon did not run, up to its own time: it may have been kept alive."""
+        for lease in namespace.leases.values():
+            if lease.deadline is not None:
+                lease.deadline = max(lease.deadline, now + min(late_s, lease.ttl_s))
 
     def attach(self, lease: Lease, key: bytes) -> None:
         """Bind a key that exists to `lease`, instead of another one."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from asyncdist_server.clock import exact_clock
 from asyncdist_server.data_directory import DataDirectory
 from asyncdist_server.durability import Durability
 from asyncdist_server.engine import StoreEngine
@@ -47,6 +48,7 @@ class Persistence:
         events: EventLog,
     ) -> GroupCommit | None:
         """Bring `engine` back and keep a journal of it from now on; None in memory mode. Raises `JournalError`."""
+        engine.tell_time(exact_clock(asyncio.get_running_loop()))
         if not self.durability.journaled:
             return None
         assert self._data_dir is not None

@@ -42,6 +42,7 @@ class StoreState:
 
     __slots__ = (
         "clients",
+        "clock",
         "counters",
         "deadlines",
         "describe",
@@ -74,6 +75,7 @@ class StoreState:
         self.counters = Counters(())
         self.revision = first_revision  # grows with every change that is recorded, in any namespace, and every lock
         self.now = 0.0  # of the request or expiry under way
+        self.clock: Callable[[], float] | None = None  # tells when it is where `now` may be a while ago
         self.describe: Callable[[], dict[str, Any]] = dict
 
     # ---- limits
