@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import parse_qsl, urlsplit
 
-import asyncdist_server
 from asyncdist import events
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError, DistNetworkError, DistStoreError
 from asyncdist.store import FileStore, Store, TCPStore, TLSConfig
+from asyncdist.store.hosting import HostedStore, host_store
 from asyncdist.store.tls_config import load_tls
 from asyncdist_server.auth import load_token
 
@@ -60,7 +59,7 @@ class StoreSource:
 
     store: Store
     owned: bool
-    server: asyncdist_server.ThreadedServer | None = None
+    server: HostedStore | None = None
 
     async def close(self) -> None:
         """Close what was opened here; an explicit `store=` stays open."""
@@ -168,32 +167,16 @@ def _unreachable(method: InitMethod, error: DistError, *, hosting: bool) -> str:
     return f"rank {method.rank}: {error}"
 
 
-async def _host(method: InitMethod, token: str | None, tls: TLSConfig | None) -> asyncdist_server.ThreadedServer | None:
+async def _host(method: InitMethod, token: str | None, tls: TLSConfig | None) -> HostedStore | None:
     """Start the store in a thread of its own; None if the port is taken."""
     try:
-        cert, key = (None, None) if tls is None else tls.server_files()
-    except ValueError as error:
-        raise DistStoreError(f"rank 0 cannot host the store at {method.host}:{method.port}: {error}") from None
-    starting = asyncio.ensure_future(
-        asyncio.to_thread(
-            asyncdist_server.serve_in_thread, method.host, method.port, token=token, tls_cert=cert, tls_key=key
-        )
-    )
-    try:
-        server = await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        await asyncio.wait([starting])  # a thread cannot be cancelled: what it started is stopped
-        if starting.exception() is None:
-            await asyncio.to_thread(starting.result().close)
-        raise
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            events.info("%s:%d is in use: rank 0 joins the store there", method.host, method.port)
-            return None
-        raise DistStoreError(
-            f"rank 0 cannot host the store at {method.host}:{method.port}: {error.strerror or error}"
-        ) from error
-    events.info("rank 0 hosts the store at %s:%d", method.host, server.port)
+        server = await host_store(method.host, method.port, token, tls, may_join=True)
+    except DistStoreError as error:
+        raise DistStoreError(f"rank 0 {error}") from error.__cause__
+    if server is None:
+        events.info("%s:%d is in use: rank 0 joins the store there", method.host, method.port)
+    else:
+        events.info("rank 0 hosts the store at %s:%d", method.host, server.port)
     return server
 
 

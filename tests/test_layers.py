@@ -149,7 +149,7 @@ def test_a_planted_violation_is_found(name: str, source: str) -> None:
         ("asyncdist.plan.ring", "from .steps import Plan\nfrom . import chunks\nfrom .. import errors"),
         ("asyncdist.group", "from asyncdist.plan.ring import ring\nfrom asyncdist.rendezvous import Rendezvous"),
         ("asyncdist.blocking", "from asyncdist.api import collectives"),
-        ("asyncdist.store.tcp_store", "from asyncdist_server.messages import Request"),
+        ("asyncdist.store.tcp_client", "from asyncdist_server.messages import Request"),
         ("asyncdist_server.daemon", "import asyncio\nfrom asyncdist_server.engine import StoreEngine"),
         ("asyncdist_server.http", "from aiohttp import web"),
     ],

@@ -28,6 +28,10 @@ class Store:
     """
 
     _kind: type[stores.Store]
+    _inner: stores.Store
+
+    def __init_subclass__(cls) -> None:
+        cls.__signature__ = inspect.signature(cls._kind)  # type: ignore[attr-defined] # for `help`
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         refuse_loop(type(self).__name__)
@@ -53,6 +57,10 @@ class Store:
         """Change `timeout` for the calls that follow."""
         self._inner.set_timeout(timeout)
 
+    def has_extended_api(self) -> bool:
+        """True: every store has append, multi_get, multi_set and queues."""
+        return self._inner.has_extended_api()
+
     def close(self) -> None:
         """Give up what the store holds. May be called twice."""
         refuse_loop(f"{type(self).__name__}.close")
@@ -77,15 +85,35 @@ class Store:
 
 
 class TCPStore(Store):
-    """A client of the store daemon, connected when made; arguments as `asyncdist.TCPStore`'s."""
+    """A client of the store daemon, or with `is_master` its host, open when made; arguments as `asyncdist.TCPStore`'s.
+
+    The daemon of a master ends when its store is closed, or forgotten.
+    """
 
     _kind = stores.TCPStore
+    _inner: stores.TCPStore
+
+    @property
+    def host(self) -> str:
+        """Where the daemon listens."""
+        return self._inner.host
+
+    @property
+    def port(self) -> int:
+        """The port it listens on; of a master that gave 0 the one it got."""
+        return self._inner.port
 
 
 class FileStore(Store):
     """A store in a file that all ranks can open; arguments as `asyncdist.FileStore`'s."""
 
     _kind = stores.FileStore
+    _inner: stores.FileStore
+
+    @property
+    def path(self) -> str:
+        """The file."""
+        return self._inner.path
 
 
 class HashStore(Store):
@@ -98,6 +126,17 @@ class PrefixStore(Store):
     """A part of another store, whose keys begin with a prefix; arguments as `asyncdist.PrefixStore`'s."""
 
     _kind = stores.PrefixStore
+    _inner: stores.PrefixStore
+
+    @property
+    def prefix(self) -> str:
+        """The prefix as it was given."""
+        return self._inner.prefix
+
+    @property
+    def underlying_store(self) -> Store:
+        """The store this is a part of."""
+        return self._uses[0]
 
 
 def _forget(thread: CommunicationThread, inner: stores.Store) -> None:
@@ -131,5 +170,5 @@ def _verb(name: str, like: Callable[..., Any]) -> Callable[..., Any]:
     return verb
 
 
-for _name in sorted(stores.Store.__abstractmethods__ - {"close"}):
+for _name in sorted(stores.Store.__abstractmethods__ - {"close"} | {"barrier"}):
     setattr(Store, _name, _verb(_name, inspect.getattr_static(stores.Store, _name)))

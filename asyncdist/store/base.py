@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, NoReturn, Self
 
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
+from asyncdist.errors import StoreTimeoutError
 
 if TYPE_CHECKING:
     from asyncdist.store.lease import Lease
@@ -127,6 +128,40 @@ class Store(ABC):
     @abstractmethod
     def queue_len(self, key: str) -> Awaitable[int]:
         """Return how many values the queue `key` holds; 0 when it does not exist."""
+
+    def barrier(self, key: str, world_size: int, timeout: Timeout = INHERIT) -> Awaitable[None]:
+        """Wait until `world_size` callers of the same `key` have come; it may be used again by as many.
+
+        Expiry raises `StoreTimeoutError`, which says how many came. Whoever came counts, also after its waiting ended:
+        take another key after an expiry. Keys that begin with `key` stay in the store. TypeError and ValueError at the
+        call unless `key` is a str and `world_size` an int of at least 1.
+        """
+        if not isinstance(key, str):
+            raise TypeError(f"a store key must be str, not {type(key).__name__}")
+        if isinstance(world_size, bool) or not isinstance(world_size, int):
+            raise TypeError(f"world_size must be int, not {type(world_size).__name__}")
+        if world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {world_size}")
+        return self._barrier(key, world_size, timeout_seconds(timeout, self.timeout))
+
+    async def _barrier(self, key: str, world_size: int, timeout_s: float | None) -> None:
+        arrived = f"{key}/arrived"
+        number, place = divmod(await self.add(arrived, 1) - 1, world_size)
+        complete = f"{key}/complete/{number}"
+        if place == world_size - 1:
+            await self.set(complete, b"")
+            return
+        try:
+            await self.wait([complete], timeout_s)
+        except StoreTimeoutError as error:
+            come = await self.add(arrived, 0) - number * world_size
+            raise StoreTimeoutError(
+                f"barrier {key!r}: {come} of {world_size} came within {timeout_s:g} s", error.keys
+            ) from None
+
+    def has_extended_api(self) -> bool:
+        """True: every store has append, multi_get, multi_set and queues; torch asks because not all of its have."""
+        return True
 
     # What needs a daemon that knows its clients: stores that have none raise NotImplementedError at the call.
 

@@ -48,7 +48,7 @@ processes (their waiters, their memory) may decide. Keys and values have the dae
 
 
 class FileStore(RequestStore):
-    """A store in the file `path`, shared by processes of one host, or of several over a coherent file system.
+    """A store in the file `file_name`, shared by processes of one host, or of several over a coherent file system.
 
     The first one creates the file (mode 0600), every one is counted in it, and the last one to `close` removes it. With
     `world_size`, it is removed only after so many have joined, so that an early one may leave before a late one comes.
@@ -62,12 +62,12 @@ class FileStore(RequestStore):
     lookout: ClassVar[None] = None
 
     def __init__(
-        self, path: str | os.PathLike[str], world_size: int = -1, *, timeout: Timeout = DEFAULT_STORE_TIMEOUT_S
+        self, file_name: str | os.PathLike[str], world_size: int = -1, *, timeout: Timeout = DEFAULT_STORE_TIMEOUT_S
     ) -> None:
         super().__init__(timeout)
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise TypeError(f"world_size must be int, not {type(world_size).__name__}")
-        self._log = FileLog(path, world_size)
+        self._log = FileLog(file_name, world_size)
         self._leave_at_exit = weakref.finalize(self, self._log.leave_at_exit)
         self._engine = StoreEngine(
             secrets.token_bytes(messages.INCARNATION_BYTES),
@@ -94,6 +94,11 @@ class FileStore(RequestStore):
 
     def __repr__(self) -> str:
         return f"FileStore({self._log.path!r})"
+
+    @property
+    def path(self) -> str:
+        """The file."""
+        return self._log.path
 
     # ---- requests
 

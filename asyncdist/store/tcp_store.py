@@ -1,48 +1,28 @@
-"""TCPStore: the client of the store daemon."""
+"""TCPStore: the store of processes that reach each other by TCP, and its daemon where this process runs that."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
-import random
-import secrets
 import ssl
 from collections.abc import Callable
-from typing import Any, Final, Self
+from typing import Final, Self
 
-from asyncdist.deadline import Timeout
-from asyncdist.errors import ClosedError, ConnectTimeoutError, DistError, DistStoreError
-from asyncdist.events import emit, info, tracing
+from asyncdist.deadline import Deadline, Timeout
+from asyncdist.errors import StoreTimeoutError
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S
-from asyncdist.store.coordinating_store import CoordinatingStore
-from asyncdist.store.fork_safety import close_in_forked_child
-from asyncdist.store.pipeline import Pipeline
-from asyncdist.store.reply import Reply
-from asyncdist.store.store_connection import Connection, StoreRefusedError, Trouble, client_name, dial
+from asyncdist.store.hosting import HostedStore, host_store
+from asyncdist.store.tcp_client import TCPClient
 from asyncdist.store.tls_config import TLSConfig
-from asyncdist_server import messages
-from asyncdist_server.auth import ClientHandshake, store_context
+from asyncdist_server.auth import store_context
 
 __all__ = ["TCPStore"]
 
-RECONNECT_TIMEOUT_S: Final = 60.0
-"""How long a lost connection is tried again. Half of what the daemon remembers a client for, so that a reconnect that
-succeeds can still retry exactly once."""
-
-ATTEMPT_TIMEOUT_S: Final = 10.0
-"""One try to connect and shake hands: twice what the daemon allows for the handshake."""
-
-FIRST_BACKOFF_S: Final = 0.02
-MAX_BACKOFF_S: Final = 2.0
-"""Between two tries; jittered by half, so that a thousand clients of a restarted daemon do not come in step."""
-
-CLOSE_TIMEOUT_S: Final = 2.0
-"""How long closing waits for answers to what was issued before."""
+WORKERS: Final = "init/"
+"""The queue through which workers tell the master that they have come: torch counts them in a key of that name."""
 
 
-class TCPStore(CoordinatingStore):
-    """A client of the store daemon (`asyncdist-server`).
+class TCPStore(TCPClient):
+    """A client of the store daemon: of `asyncdist-server`, or of the one that the master runs in its process.
 
         async with TCPStore("127.0.0.1", 29500) as store:
             await store.set("key", "value")
@@ -58,337 +38,140 @@ class TCPStore(CoordinatingStore):
     owner can publish again what it had stored. After a fork the child's copy is closed.
 
     Args:
-        host, port: where the daemon listens.
+        host_name, port: where the daemon listens. A master may give port 0; `port` says which one it got, once open.
+        world_size: how many stores there will be, the master's among them; None, or less than 1, for any number.
+        is_master: run the daemon here, on a thread of its own, until this store is closed. DistStoreError if the port
+            is taken; ValueError for an address off loopback without a token.
+        timeout: seconds or timedelta, of connecting and of every verb; None for no limit.
+        wait_for_workers: with `world_size`, the master is open when all others are; StoreTimeoutError says how many
+            came.
+        multi_tenant: a master whose port is taken uses the store that answers there.
+        master_listen_fd: not offered (NotImplementedError): port 0 picks a free one.
+        use_libuv: accepted for torch's sake and not used.
         token: the daemon's token; None for a daemon without one. It is proven, never sent.
         tls: a TLSConfig or an ssl.SSLContext for a daemon that was started with TLS. The host is checked against the
-            daemon's certificate.
+            daemon's certificate. A master's TLSConfig must have a certificate.
         namespace: the job whose keys this client sees.
         rank: this process's rank in the job, told to the daemon; None for tools.
-        timeout: seconds or timedelta, of connecting and of every verb; None for no limit.
         on_incarnation_change: called without arguments, in the event loop.
     """
 
     def __init__(
         self,
-        host: str,
+        host_name: str,
         port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: Timeout = DEFAULT_STORE_TIMEOUT_S,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
         *,
         token: str | None = None,
         tls: TLSConfig | ssl.SSLContext | None = None,
         namespace: str = "",
         rank: int | None = None,
-        timeout: Timeout = DEFAULT_STORE_TIMEOUT_S,
         on_incarnation_change: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(timeout)
-        if not isinstance(host, str) or isinstance(port, bool) or not isinstance(port, int):
-            raise TypeError(f"TCPStore needs a host (str) and a port (int), not {host!r} and {port!r}")
-        if not 0 < port < 65536:
-            raise ValueError(f"port must be in 1..65535, got {port}")
-        self.host = host
-        self.port = port
-        self.on_incarnation_change = on_incarnation_change
-        self._where = f"store {host}:{port}"
-        self._token = token
-        self._tls = tls
+        del use_libuv
+        if not isinstance(host_name, str) or isinstance(port, bool) or not isinstance(port, int):
+            raise TypeError(f"TCPStore needs a host (str) and a port (int), not {host_name!r} and {port!r}")
+        lowest = 0 if is_master else 1
+        if not lowest <= port < 65536:
+            raise ValueError(f"port must be in {lowest}..65535, got {port}")
+        if isinstance(world_size, bool) or not isinstance(world_size, int | None):
+            raise TypeError(f"world_size must be int or None, not {type(world_size).__name__}")
+        if master_listen_fd is not None:
+            raise NotImplementedError(
+                "master_listen_fd is not offered: port=0 picks a free port, which `port` then says"
+            )
         if isinstance(tls, TLSConfig):
             tls.context()  # what is wrong with the files is said here
-        self._context = store_context(namespace, rank)
-        self._client_id = secrets.token_bytes(messages.CLIENT_ID_BYTES)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._pipeline: Pipeline | None = None
-        self._connection: Connection | None = None
-        self._connector: asyncio.Task[DistError | None] | None = None
-        self._flush_scheduled = False
-        self._watch: asyncio.TimerHandle | None = None
-        self._watch_at = math.inf
-        self._backoff_s = FIRST_BACKOFF_S
-        self._lost = ""  # why the last connection was, for people
-        self._closed = False
-        self._closing: asyncio.Future[None] | None = None
-
-    def __repr__(self) -> str:
-        return f"TCPStore({self.host!r}, {self.port})"
+        if is_master and isinstance(tls, ssl.SSLContext):
+            raise TypeError("a master needs its certificate by name: tls=TLSConfig(cert=..., key=...)")
+        super().__init__(host_name, port, token, tls, store_context(namespace, rank), timeout, on_incarnation_change)
+        self._is_master = is_master
+        self._may_join = multi_tenant
+        self._workers = (world_size or 0) if wait_for_workers else 0
+        self._server: HostedStore | None = None
+        self._opened = False
 
     @classmethod
     async def connect(
         cls,
-        host: str,
+        host_name: str,
         port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: Timeout = DEFAULT_STORE_TIMEOUT_S,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
         *,
         token: str | None = None,
         tls: TLSConfig | ssl.SSLContext | None = None,
         namespace: str = "",
         rank: int | None = None,
-        timeout: Timeout = DEFAULT_STORE_TIMEOUT_S,
         on_incarnation_change: Callable[[], None] | None = None,
     ) -> Self:
-        """Return a connected store; the arguments are those of the class."""
+        """Return an open store; the arguments are those of the class."""
         store = cls(
-            host,
+            host_name,
             port,
+            world_size,
+            is_master,
+            timeout,
+            wait_for_workers,
+            multi_tenant,
             token=token,
             tls=tls,
             namespace=namespace,
             rank=rank,
-            timeout=timeout,
             on_incarnation_change=on_incarnation_change,
         )
         return await store.__aenter__()
 
     async def __aenter__(self) -> Self:
-        self._raise_if_closed()
-        self._bind()
-        if self._connection is None:
-            connector = self._reconnect(self._timeout_s)
-            try:
-                await asyncio.wait([connector])
-            except asyncio.CancelledError:
-                self._abandon()
-                await asyncio.wait([connector])  # it is cancelled, and has nothing more to wait for
-                raise
-            self._raise_if_closed()
-            try:
-                error = connector.result()
-                if error is not None:
-                    raise error
-            except BaseException:
-                self._abandon()
-                raise
+        if self._opened:
+            return await super().__aenter__()
+        deadline = Deadline.after(self._timeout_s, asyncio.get_running_loop().time())
+        try:
+            if self._is_master and not self._closed:
+                self._server = await host_store(self.host, self.port, self._token, self._tls, may_join=self._may_join)
+                self.port = self.port if self._server is None else self._server.port
+            await super().__aenter__()
+            await self._meet(deadline)
+        except BaseException:
+            await asyncio.shield(self.close())
+            raise
+        self._opened = True
         return self
 
-    # ---- requests
-
-    def _request(
-        self,
-        operation: int,
-        arguments: tuple[Any, ...],
-        timeout_s: float | None,
-        size_bytes: int = 0,
-        kind: type[Reply] = Reply,
-    ) -> asyncio.Future[Any]:
-        if self._closed:
-            raise ClosedError(f"{self!r} is closed")
-        pipeline = self._pipeline
-        if pipeline is None or asyncio.get_running_loop() is not self._loop:
-            pipeline = self._bind()
-        reply = pipeline.submit(operation, arguments, timeout_s, size_bytes, kind)
-        if not self._flush_scheduled:
-            self._schedule_flush()
-        if reply.deadline < self._watch_at:
-            self._watch_until(reply.deadline)
-        return reply
-
-    def _give_back(self, reply: Reply) -> None:
-        if self._connection is not None and self._pipeline is not None:
-            self._pipeline.give_back(reply.request, reply.result())
-            self._schedule_flush()
-
-    def _bind(self) -> Pipeline:
-        """Belong to the running loop from now on; RuntimeError if it is another one's."""
-        loop = asyncio.get_running_loop()
-        if self._pipeline is None:
-            self._loop = loop
-            self._pipeline = Pipeline(loop, self._where, self._schedule_flush)
-            close_in_forked_child(self)
-        elif self._loop is not loop:
-            raise RuntimeError(f"{self!r} belongs to another event loop")
-        return self._pipeline
-
-    def _schedule_flush(self) -> None:
-        assert self._loop is not None
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flush_scheduled = False
-        if self._connection is not None:
-            self._connection.send()
-        elif not self._closed and self._connector is None:
-            self._backoff_s = FIRST_BACKOFF_S
-            self._reconnect(
-                RECONNECT_TIMEOUT_S if self._timeout_s is None else min(self._timeout_s, RECONNECT_TIMEOUT_S)
-            )
-
-    def _on_frame(self, payload: memoryview) -> None:
-        assert self._pipeline is not None
-        self._backoff_s = FIRST_BACKOFF_S
-        self._pipeline.on_replies(payload)
-        if self._pipeline.has_unsent:
-            self._schedule_flush()
-
-    # ---- time
-
-    def _watch_until(self, deadline: float) -> None:
-        """Look for requests without an answer at `deadline`; one timer for all, as almost none ever expires."""
-        assert self._loop is not None
-        if self._watch is not None:
-            self._watch.cancel()
-        self._watch = self._loop.call_at(deadline, self._on_watch)
-        self._watch_at = deadline
-
-    def _on_watch(self) -> None:
-        assert self._loop is not None
-        assert self._pipeline is not None
-        self._watch = None
-        self._watch_at = math.inf
-        soonest = self._pipeline.expire(max(self._loop.time(), 0.0))
-        if soonest < math.inf:
-            self._watch_until(soonest)
-
-    # ---- connection
-
-    def _reconnect(self, window_s: float | None) -> asyncio.Task[DistError | None]:
-        """Start connecting, unless that is under way."""
-        assert self._loop is not None
-        if self._connector is None:
-            self._connector = self._loop.create_task(self._keep_dialling(window_s), name=f"{self!r} connects")
-            self._connector.add_done_callback(self._on_connector_done)
-        return self._connector
-
-    def _on_connector_done(self, connector: asyncio.Task[DistError | None]) -> None:
-        self._connector = None
-        if not connector.cancelled() and not self._closed and self._pipeline is not None:
-            error = connector.exception() or connector.result()
-            if error is not None:
-                self._pipeline.fail_all(str(error))
-            elif self._connection is None:
-                self._schedule_flush()  # it broke again before this was called
-
-    async def _keep_dialling(self, window_s: float | None) -> DistError | None:
-        """Connect, trying again until `window_s` is over; return the error if that did not help."""
-        assert self._loop is not None
-        assert self._pipeline is not None
-        loop = self._loop
-        deadline = math.inf if window_s is None else loop.time() + window_s
-        trouble = Trouble()
-        if self._backoff_s > FIRST_BACKOFF_S:  # the last connection broke before it was of any use
-            await self._pause(deadline)
-        while True:
-            try:
-                async with asyncio.timeout_at(min(deadline, loop.time() + ATTEMPT_TIMEOUT_S)):
-                    await self._dial()
-                return None
-            except StoreRefusedError as error:
-                return DistStoreError(f"{self._where}: {error}")
-            except TimeoutError:
-                if not trouble.text or loop.time() < deadline:  # a try cut short at the end says less than those before
-                    trouble.note("it does not answer")
-            except OSError as error:
-                if trouble.note_error(error):
-                    info("%s: %s; still trying", self._where, trouble)
-            if tracing("store"):
-                emit("store", "dial_failed", where=self._where, problem=trouble.text)
-            await self._pause(deadline)
-            if loop.time() >= deadline:
-                problem = f"{trouble}{self._lost}"
-                return ConnectTimeoutError(f"{self._where}: could not connect within {window_s:g} s: {problem}")
-
-    async def _pause(self, deadline: float) -> None:
-        """Wait before the next try, longer each time, until a connection gave an answer."""
-        pause_s = self._backoff_s * random.uniform(0.5, 1.0)
-        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
-        await asyncio.sleep(min(pause_s, deadline - asyncio.get_running_loop().time()))
-
-    async def _dial(self) -> None:
-        """Make one connection and take it into use."""
-        assert self._loop is not None
-        pipeline = self._pipeline
-        assert pipeline is not None
-        handshake = ClientHandshake(self._token, self._context)
-        hello = messages.Hello(self._client_id, pipeline.to_retry(), client_name())
-        connected, welcome, reader = await dial(self.host, self.port, self._tls, handshake, hello)  # the last await
-        next_frame = pipeline.next_frame
-        self._connection = Connection(self._loop, connected, reader, next_frame, self._on_frame, self._on_lost)
-        pipeline.lookout.connected(self._connection, connected.socket)
-        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)  # until it gives its first answer
-        changed = pipeline.on_welcome(welcome)
-        if tracing("store"):
-            emit("store", "connected", where=self._where, resumed=welcome.resumed, changed=changed)
-        self.lease_keeper.connected()
-        self._connection.send()
-        if changed:
-            info("%s: it came back without its data", self._where)
-            if self.on_incarnation_change is not None:
-                self._loop.call_soon(self.on_incarnation_change)
-
-    def _on_lost(self, error: Exception) -> None:
-        assert self._pipeline is not None
-        self._connection = None
-        self._lost = f" (before: {error})"
-        self._pipeline.on_lost()
-        if tracing("store"):
-            emit("store", "connection_lost", where=self._where, error=error)
-        if self._closed:
+    async def _meet(self, deadline: Deadline) -> None:
+        """Wait for the workers, or tell the master that one has come."""
+        if self._server is None:
+            if self._workers > 0:
+                await self.queue_push(WORKERS, b"")
             return
-        self.lease_keeper.connection_lost()
-        info("%s: connection lost (%s), connecting again", self._where, error)
-        if isinstance(error, messages.ProtocolError):
-            self._pipeline.fail_all(f"the store broke the connection off: {error}")
-        if self._connector is None:
-            self._reconnect(RECONNECT_TIMEOUT_S)
-
-    # ---- closing
+        loop = asyncio.get_running_loop()
+        for come in range(1, self._workers):
+            try:
+                await self.queue_pop(WORKERS, timeout=deadline.remaining_s(loop.time()))
+            except StoreTimeoutError:
+                raise StoreTimeoutError(
+                    f"{self!r}: {come} of {self._workers} stores, this one among them, opened within "
+                    f"{self._timeout_s:g} s"
+                ) from None
 
     async def close(self) -> None:
         """Wait, bounded, for the answers to what was issued, take leave of the daemon and close the connection.
 
-        Waiting verbs end at once with `ClosedError`. Cancelling it closes the connection without further waiting.
+        Waiting verbs end at once with `ClosedError`. A master's daemon ends, and with it what others have open there.
+        Cancelling it closes the connection without further waiting.
         """
-        if self._closed:
-            if self._closing is not None:
-                await asyncio.shield(self._closing)
-            return
-        self._closed = True
-        if self._pipeline is None or self._loop is None:
-            return
-        self._closing = self._loop.create_future()
         try:
-            self._pipeline.close_waits(self._closed_error)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await self._take_leave(self._pipeline)
+            await super().close()
         finally:
-            self._abandon()
-            self._closing.set_result(None)
-
-    async def _take_leave(self, pipeline: Pipeline) -> None:
-        if self._connector is not None:
-            self._connector.cancel()
-            await asyncio.wait([self._connector])
-        if self._connection is not None:
-            self._connection.send()
-            await pipeline.drained()
-        if self._connection is not None:
-            pipeline.submit(messages.GOODBYE, (), None, 0, Reply)
-            self._connection.send()
-            await pipeline.drained()
-
-    def _abandon(self) -> None:
-        """Give everything up at once."""
-        self._closed = True
-        self.lease_keeper.close()
-        if self._watch is not None:
-            self._watch.cancel()
-        if self._connector is not None:
-            self._connector.cancel()
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        if self._pipeline is not None:
-            self._pipeline.close_all(self._closed_error)
-
-    def close_after_fork(self) -> None:
-        """Close this process's copy of the connection; for a forked child."""
-        self._closed = True
-        if self._connection is not None:
-            self._connection.close_after_fork()
-            self._connection = None
-
-    def _closed_error(self) -> ClosedError:
-        return ClosedError(f"{self!r} was closed")
-
-    def _raise_if_closed(self) -> None:
-        if self._closed:
-            raise self._closed_error()
+            server, self._server = self._server, None
+            if server is not None:
+                await asyncio.shield(asyncio.to_thread(server.close))

@@ -209,6 +209,32 @@ async def racing_compare_sets_have_one_winner(open_store: OpenStore) -> None:
             expect(await stores[0].get(f"leader{turn}"), seen.pop())
 
 
+async def barrier_waits_for_everybody(open_store: OpenStore) -> None:
+    async with clients(open_store, 3) as stores:
+        for _ in range(2):  # one key serves again
+            early = [task(store.barrier("b", 3)) for store in stores[:2]]
+            await expect_pending(early[0], stores[2])
+            await expect_none(stores[2].barrier("b", 3))
+            await asyncio.gather(*early)
+        await expect_none(stores[0].barrier("alone", 1, timeout=0))
+
+
+async def barrier_says_how_many_came(open_store: OpenStore) -> None:
+    async with clients(open_store, 2) as (a, b):
+        waiting = task(a.barrier("b", 3))
+        await expect_pending(waiting, a)
+        error = await expect_raises(StoreTimeoutError, lambda: b.barrier("b", 3, SHORT_S))
+        expect(f"2 of 3 came within {SHORT_S:g} s" in str(error), True)
+        waiting.cancel()
+        for call in (lambda: a.barrier(1, 2), lambda: a.barrier("b", "2"), lambda: a.barrier("b", True)):  # type: ignore[arg-type]
+            try:
+                call()
+            except TypeError:
+                continue
+            raise AssertionError("expected a TypeError at the call")
+        await expect_raises(ValueError, lambda: a.barrier("b", 0))
+
+
 async def close_ends_waiting(open_store: OpenStore) -> None:
     async with clients(open_store, 2) as (a, b):
         waiting: list[asyncio.Future[Any]] = [task(a.get("k")), task(a.queue_pop("q")), task(a.wait(["k", "l"]))]
@@ -236,5 +262,7 @@ WAIT_CHECKS: Final[tuple[StoreCheck, ...]] = (
     racing_pop_and_cancel_lose_nothing,
     racing_adds_count_exactly,
     racing_compare_sets_have_one_winner,
+    barrier_waits_for_everybody,
+    barrier_says_how_many_came,
     close_ends_waiting,
 )

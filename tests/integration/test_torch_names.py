@@ -17,6 +17,8 @@ torch_dist: Any = pytest.importorskip("torch.distributed", reason="needs torch (
 
 pytestmark = pytest.mark.peers
 
+STORE_METHODS_NOT_HERE = {"clone", "libuvBackend"}
+
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "from-torch.md").read_text()
 NOT_TAKEN = {"async_op"}
 """An argument of torch's that means nothing here."""
@@ -69,6 +71,17 @@ def test_arguments_are_torchs_in_torchs_order(name: str) -> None:
     assert [one for one in theirs if one not in ours] == []
     positional = [one for one, what in ours.items() if what.kind is not inspect.Parameter.KEYWORD_ONLY]
     assert positional == theirs[: len(positional)]  # the rest is by name here
+
+
+@pytest.mark.parametrize("name", ["Store", "TCPStore", "HashStore", "FileStore", "PrefixStore"])
+@pytest.mark.parametrize("module", [dist, blocking], ids=lambda module: module.__name__)
+def test_stores_have_torchs_methods_and_arguments(module: ModuleType, name: str) -> None:
+    theirs, ours = getattr(torch_dist, name), getattr(module, name)
+    public = {method for method in dir(theirs) if not method.startswith("_")}
+    assert {method for method in public if not hasattr(ours, method)} <= STORE_METHODS_NOT_HERE
+    if name != "Store":
+        parameters = re.findall(r"(\w+): ", theirs.__init__.__doc__.splitlines()[0])[1:]
+        assert list(inspect.signature(ours).parameters)[: len(parameters)] == parameters
 
 
 def test_the_names_that_torch_has_dropped_exist() -> None:

@@ -29,7 +29,7 @@ async def test_a_waiting_client_goes_on_with_the_next_daemon(unused_tcp_port: in
 async def test_a_call_that_is_given_up_says_that_the_daemon_was_stopped(
     unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncdist.store.tcp_store.RECONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("asyncdist.store.tcp_client.RECONNECT_TIMEOUT_S", 0.2)
     server = StoreServer(ServerConfig(port=unused_tcp_port))
     await server.start()
     async with TCPStore("127.0.0.1", unused_tcp_port) as store:

@@ -31,7 +31,7 @@ async def test_cut_connections_apply_everything_exactly_once(
 ) -> None:
     """Hundreds of cuts in the middle of requests and replies; each change is made once, in order."""
     for name, value in (("FIRST_BACKOFF_S", 0.0), ("MAX_BACKOFF_S", 0.0)):
-        monkeypatch.setattr(f"asyncdist.store.tcp_store.{name}", value)
+        monkeypatch.setattr(f"asyncdist.store.tcp_client.{name}", value)
     chance = random.Random(seed)
 
     def plan(_: int) -> tuple[int | None, int | None]:
@@ -177,7 +177,7 @@ async def test_restarted_daemon_fails_changes_and_repeats_reads() -> None:
 
 
 async def test_daemon_that_stays_away_fails_everything_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncdist.store.tcp_store.RECONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("asyncdist.store.tcp_client.RECONNECT_TIMEOUT_S", 0.3)
     with daemon_process() as (process, port):
         store = await TCPStore.connect("127.0.0.1", port)
         waiting: list[asyncio.Future[object]] = [task(store.get("k")), task(store.queue_pop("q"))]
@@ -213,7 +213,7 @@ async def test_silent_daemon_is_bounded_by_the_time_out() -> None:
 
 
 async def test_close_is_bounded_when_the_daemon_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncdist.store.tcp_store.CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("asyncdist.store.tcp_client.CLOSE_TIMEOUT_S", 0.1)
     with daemon_process() as (process, port):
         store = await TCPStore.connect("127.0.0.1", port)
         process.send_signal(19)

@@ -1,0 +1,341 @@
+"""TCPClient: one connection to the store daemon, made anew whenever it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+import secrets
+import ssl
+from collections.abc import Callable
+from typing import Any, Final, Self
+
+from asyncdist.deadline import Timeout
+from asyncdist.errors import ClosedError, ConnectTimeoutError, DistError, DistStoreError
+from asyncdist.events import emit, info, tracing
+from asyncdist.store.coordinating_store import CoordinatingStore
+from asyncdist.store.fork_safety import close_in_forked_child
+from asyncdist.store.pipeline import Pipeline
+from asyncdist.store.reply import Reply
+from asyncdist.store.store_connection import Connection, StoreRefusedError, Trouble, client_name, dial
+from asyncdist.store.tls_config import TLSConfig
+from asyncdist_server import messages
+from asyncdist_server.auth import ClientHandshake
+
+__all__ = ["TCPClient"]
+
+RECONNECT_TIMEOUT_S: Final = 60.0
+"""How long a lost connection is tried again. Half of what the daemon remembers a client for, so that a reconnect that
+succeeds can still retry exactly once."""
+
+ATTEMPT_TIMEOUT_S: Final = 10.0
+"""One try to connect and shake hands: twice what the daemon allows for the handshake."""
+
+FIRST_BACKOFF_S: Final = 0.02
+MAX_BACKOFF_S: Final = 2.0
+"""Between two tries; jittered by half, so that a thousand clients of a restarted daemon do not come in step."""
+
+CLOSE_TIMEOUT_S: Final = 2.0
+"""How long closing waits for answers to what was issued before."""
+
+
+class TCPClient(CoordinatingStore):
+    """The requests of a `TCPStore` and the connection they travel on; what users are told is there.
+
+    The address may be set until the first connection is made.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str | None,
+        tls: TLSConfig | ssl.SSLContext | None,
+        context: bytes,
+        timeout: Timeout,
+        on_incarnation_change: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(timeout)
+        self.host = host
+        self.port = port
+        self.on_incarnation_change = on_incarnation_change
+        self._token = token
+        self._tls = tls
+        self._context = context
+        self._client_id = secrets.token_bytes(messages.CLIENT_ID_BYTES)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pipeline: Pipeline | None = None
+        self._connection: Connection | None = None
+        self._connector: asyncio.Task[DistError | None] | None = None
+        self._flush_scheduled = False
+        self._watch: asyncio.TimerHandle | None = None
+        self._watch_at = math.inf
+        self._backoff_s = FIRST_BACKOFF_S
+        self._lost = ""  # why the last connection was, for people
+        self._closed = False
+        self._closing: asyncio.Future[None] | None = None
+
+    @property
+    def _where(self) -> str:
+        return f"store {self.host}:{self.port}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.host!r}, {self.port})"
+
+    async def __aenter__(self) -> Self:
+        self._raise_if_closed()
+        self._bind()
+        if self._connection is None:
+            connector = self._reconnect(self._timeout_s)
+            try:
+                await asyncio.wait([connector])
+            except asyncio.CancelledError:
+                self._abandon()
+                await asyncio.wait([connector])  # it is cancelled, and has nothing more to wait for
+                raise
+            self._raise_if_closed()
+            try:
+                error = connector.result()
+                if error is not None:
+                    raise error
+            except BaseException:
+                self._abandon()
+                raise
+        return self
+
+    # ---- requests
+
+    def _request(
+        self,
+        operation: int,
+        arguments: tuple[Any, ...],
+        timeout_s: float | None,
+        size_bytes: int = 0,
+        kind: type[Reply] = Reply,
+    ) -> asyncio.Future[Any]:
+        if self._closed:
+            raise ClosedError(f"{self!r} is closed")
+        pipeline = self._pipeline
+        if pipeline is None or asyncio.get_running_loop() is not self._loop:
+            pipeline = self._bind()
+        reply = pipeline.submit(operation, arguments, timeout_s, size_bytes, kind)
+        if not self._flush_scheduled:
+            self._schedule_flush()
+        if reply.deadline < self._watch_at:
+            self._watch_until(reply.deadline)
+        return reply
+
+    def _give_back(self, reply: Reply) -> None:
+        if self._connection is not None and self._pipeline is not None:
+            self._pipeline.give_back(reply.request, reply.result())
+            self._schedule_flush()
+
+    def _bind(self) -> Pipeline:
+        """Belong to the running loop from now on; RuntimeError if it is another one's."""
+        loop = asyncio.get_running_loop()
+        if self._pipeline is None:
+            self._loop = loop
+            self._pipeline = Pipeline(loop, self._where, self._schedule_flush)
+            close_in_forked_child(self)
+        elif self._loop is not loop:
+            raise RuntimeError(f"{self!r} belongs to another event loop")
+        return self._pipeline
+
+    def _schedule_flush(self) -> None:
+        assert self._loop is not None
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        if self._connection is not None:
+            self._connection.send()
+        elif not self._closed and self._connector is None:
+            self._backoff_s = FIRST_BACKOFF_S
+            self._reconnect(
+                RECONNECT_TIMEOUT_S if self._timeout_s is None else min(self._timeout_s, RECONNECT_TIMEOUT_S)
+            )
+
+    def _on_frame(self, payload: memoryview) -> None:
+        assert self._pipeline is not None
+        self._backoff_s = FIRST_BACKOFF_S
+        self._pipeline.on_replies(payload)
+        if self._pipeline.has_unsent:
+            self._schedule_flush()
+
+    # ---- time
+
+    def _watch_until(self, deadline: float) -> None:
+        """Look for requests without an answer at `deadline`; one timer for all, as almost none ever expires."""
+        assert self._loop is not None
+        if self._watch is not None:
+            self._watch.cancel()
+        self._watch = self._loop.call_at(deadline, self._on_watch)
+        self._watch_at = deadline
+
+    def _on_watch(self) -> None:
+        assert self._loop is not None
+        assert self._pipeline is not None
+        self._watch = None
+        self._watch_at = math.inf
+        soonest = self._pipeline.expire(max(self._loop.time(), 0.0))
+        if soonest < math.inf:
+            self._watch_until(soonest)
+
+    # ---- connection
+
+    def _reconnect(self, window_s: float | None) -> asyncio.Task[DistError | None]:
+        """Start connecting, unless that is under way."""
+        assert self._loop is not None
+        if self._connector is None:
+            self._connector = self._loop.create_task(self._keep_dialling(window_s), name=f"{self!r} connects")
+            self._connector.add_done_callback(self._on_connector_done)
+        return self._connector
+
+    def _on_connector_done(self, connector: asyncio.Task[DistError | None]) -> None:
+        self._connector = None
+        if not connector.cancelled() and not self._closed and self._pipeline is not None:
+            error = connector.exception() or connector.result()
+            if error is not None:
+                self._pipeline.fail_all(str(error))
+            elif self._connection is None:
+                self._schedule_flush()  # it broke again before this was called
+
+    async def _keep_dialling(self, window_s: float | None) -> DistError | None:
+        """Connect, trying again until `window_s` is over; return the error if that did not help."""
+        assert self._loop is not None
+        assert self._pipeline is not None
+        loop = self._loop
+        deadline = math.inf if window_s is None else loop.time() + window_s
+        trouble = Trouble()
+        if self._backoff_s > FIRST_BACKOFF_S:  # the last connection broke before it was of any use
+            await self._pause(deadline)
+        while True:
+            try:
+                async with asyncio.timeout_at(min(deadline, loop.time() + ATTEMPT_TIMEOUT_S)):
+                    await self._dial()
+                return None
+            except StoreRefusedError as error:
+                return DistStoreError(f"{self._where}: {error}")
+            except TimeoutError:
+                if not trouble.text or loop.time() < deadline:  # a try cut short at the end says less than those before
+                    trouble.note("it does not answer")
+            except OSError as error:
+                if trouble.note_error(error):
+                    info("%s: %s; still trying", self._where, trouble)
+            if tracing("store"):
+                emit("store", "dial_failed", where=self._where, problem=trouble.text)
+            await self._pause(deadline)
+            if loop.time() >= deadline:
+                problem = f"{trouble}{self._lost}"
+                return ConnectTimeoutError(f"{self._where}: could not connect within {window_s:g} s: {problem}")
+
+    async def _pause(self, deadline: float) -> None:
+        """Wait before the next try, longer each time, until a connection gave an answer."""
+        pause_s = self._backoff_s * random.uniform(0.5, 1.0)
+        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+        await asyncio.sleep(min(pause_s, deadline - asyncio.get_running_loop().time()))
+
+    async def _dial(self) -> None:
+        """Make one connection and take it into use."""
+        assert self._loop is not None
+        pipeline = self._pipeline
+        assert pipeline is not None
+        handshake = ClientHandshake(self._token, self._context)
+        hello = messages.Hello(self._client_id, pipeline.to_retry(), client_name())
+        connected, welcome, reader = await dial(self.host, self.port, self._tls, handshake, hello)  # the last await
+        next_frame = pipeline.next_frame
+        self._connection = Connection(self._loop, connected, reader, next_frame, self._on_frame, self._on_lost)
+        pipeline.lookout.connected(self._connection, connected.socket)
+        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)  # until it gives its first answer
+        changed = pipeline.on_welcome(welcome)
+        if tracing("store"):
+            emit("store", "connected", where=self._where, resumed=welcome.resumed, changed=changed)
+        self.lease_keeper.connected()
+        self._connection.send()
+        if changed:
+            info("%s: it came back without its data", self._where)
+            if self.on_incarnation_change is not None:
+                self._loop.call_soon(self.on_incarnation_change)
+
+    def _on_lost(self, error: Exception) -> None:
+        assert self._pipeline is not None
+        self._connection = None
+        self._lost = f" (before: {error})"
+        self._pipeline.on_lost()
+        if tracing("store"):
+            emit("store", "connection_lost", where=self._where, error=error)
+        if self._closed:
+            return
+        self.lease_keeper.connection_lost()
+        info("%s: connection lost (%s), connecting again", self._where, error)
+        if isinstance(error, messages.ProtocolError):
+            self._pipeline.fail_all(f"the store broke the connection off: {error}")
+        if self._connector is None:
+            self._reconnect(RECONNECT_TIMEOUT_S)
+
+    # ---- closing
+
+    async def close(self) -> None:
+        """Wait, bounded, for the answers to what was issued, take leave of the daemon and close the connection.
+
+        Waiting verbs end at once with `ClosedError`. Cancelling it closes the connection without further waiting.
+        """
+        if self._closed:
+            if self._closing is not None:
+                await asyncio.shield(self._closing)
+            return
+        self._closed = True
+        if self._pipeline is None or self._loop is None:
+            return
+        self._closing = self._loop.create_future()
+        try:
+            self._pipeline.close_waits(self._closed_error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._take_leave(self._pipeline)
+        finally:
+            self._abandon()
+            self._closing.set_result(None)
+
+    async def _take_leave(self, pipeline: Pipeline) -> None:
+        if self._connector is not None:
+            self._connector.cancel()
+            await asyncio.wait([self._connector])
+        if self._connection is not None:
+            self._connection.send()
+            await pipeline.drained()
+        if self._connection is not None:
+            pipeline.submit(messages.GOODBYE, (), None, 0, Reply)
+            self._connection.send()
+            await pipeline.drained()
+
+    def _abandon(self) -> None:
+        """Give everything up at once."""
+        self._closed = True
+        self.lease_keeper.close()
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._connector is not None:
+            self._connector.cancel()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._pipeline is not None:
+            self._pipeline.close_all(self._closed_error)
+
+    def close_after_fork(self) -> None:
+        """Close this process's copy of the connection; for a forked child."""
+        self._closed = True
+        if self._connection is not None:
+            self._connection.close_after_fork()
+            self._connection = None
+
+    def _closed_error(self) -> ClosedError:
+        return ClosedError(f"{self!r} was closed")
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise self._closed_error()
