@@ -13,7 +13,7 @@ A batch consists of sections (kind, namespace, rows), in this order, rows being
     ITEMS      (key, number, item)
     LEASES     (lease id, ttl in seconds, the client it is bound to or None); ttl None if the lease is gone
     HOLDS      (prefix, time to linger in seconds, [lease id...], (job, least, most) or None); linger None if it is gone
-    HISTORIES  (prefix, floor); floor None if it is gone
+    HISTORIES  (prefix, floor, for how many steps of time nobody has watched); floor None if it is gone
     EVENTS     (prefix, revision, kind, key, value)
 """
 
@@ -300,9 +300,9 @@ def _hold_row(namespace: Namespace, prefix: bytes) -> tuple[bytes, float | None,
     )
 
 
-def _history_row(namespace: Namespace, prefix: bytes) -> tuple[bytes, int | None]:
+def _history_row(namespace: Namespace, prefix: bytes) -> tuple[bytes, int | None, int]:
     history = namespace.histories.get(prefix)
-    return prefix, None if history is None else history.floor
+    return (prefix, None, 0) if history is None else (prefix, history.floor, history.steps)
 
 
 def _cut(sections: list[Section]) -> list[list[Section]]:

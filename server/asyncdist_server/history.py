@@ -27,6 +27,9 @@ HISTORY_BYTES: Final = 8 * 1024 * 1024
 """Most bytes of events remembered for a prefix; the newest stays whatever its size."""
 HISTORY_LINGER_S: Final = 120.0
 """How long a prefix nobody watches is still recorded: as long as a client that went away is remembered."""
+HISTORY_STEPS: Final = 8
+"""In so many steps that time is counted, and noted in the journal: a restart adds one step to it at most."""
+_STEP_S: Final = HISTORY_LINGER_S / HISTORY_STEPS
 HISTORY_OVERHEAD_BYTES: Final = 1500
 """What a history costs besides its events: the object, a deque's first block, its places in tables (measured)."""
 EVENT_BYTES: Final = 160
@@ -60,8 +63,7 @@ class Recorder:
             self._state.memory_bytes += history.bytes
             if namespace.changes is not None:
                 namespace.changes.history(prefix)
-        history.deadline = self._state.now + HISTORY_LINGER_S
-        self._state.timers.arm(history)
+        history.seen()
         return history
 
     def end(self, history: History) -> None:
@@ -106,7 +108,19 @@ class Recorder:
 class History:
     """The events of one prefix, oldest first. Those up to `floor` are not all here; satisfies `timers.Timed`."""
 
-    __slots__ = ("_state", "armed", "bytes", "deadline", "done", "events", "floor", "namespace", "pinned", "prefix")
+    __slots__ = (
+        "_state",
+        "armed",
+        "bytes",
+        "deadline",
+        "done",
+        "events",
+        "floor",
+        "namespace",
+        "pinned",
+        "prefix",
+        "steps",
+    )
 
     def __init__(self, state: StoreState, namespace: Namespace, prefix: bytes) -> None:
         self._state = state
@@ -116,9 +130,22 @@ class History:
         self.floor = state.revision
         self.bytes = HISTORY_OVERHEAD_BYTES + len(prefix)
         self.pinned = False  # a job needs it
+        self.steps = 0  # for so many nobody has watched
         self.deadline: float | None = None
         self.armed = False
         self.done = False
+
+    def seen(self) -> None:
+        """Note that somebody watches, or did until now."""
+        if self.steps:
+            self.steps = 0
+            self._changed()
+        self.deadline = self._state.now + _STEP_S
+        self._state.timers.arm(self)
+
+    def _changed(self) -> None:
+        if self.namespace.changes is not None:
+            self.namespace.changes.history(self.prefix)
 
     def append(self, event: Event) -> None:
         """Remember `event`, and forget the oldest ones where the bounds say so."""
@@ -134,8 +161,7 @@ class History:
         revision, _, key, value = self.events.popleft()
         size = EVENT_BYTES + len(key) + len(value)
         self.floor = revision
-        if self.namespace.changes is not None:
-            self.namespace.changes.history(self.prefix)
+        self._changed()
         self.bytes -= size
         self._state.memory_bytes -= size
 
@@ -164,9 +190,16 @@ class History:
         return found
 
     def fire(self, now: float) -> None:
-        """End the history, unless somebody still waits for more of it."""
+        """End the history when nobody has waited for more of it for long enough."""
         if self.pinned or self.prefix in self.namespace.watchers:
-            self.deadline = now + HISTORY_LINGER_S
+            self.seen()
+            return
+        assert self.deadline is not None
+        while self.deadline <= now:
+            self.steps += 1
+            self.deadline += _STEP_S
+        if self.steps < HISTORY_STEPS:
+            self._changed()
             self._state.timers.arm(self)
         else:
             self._state.recorder.end(self)

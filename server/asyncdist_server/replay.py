@@ -31,7 +31,7 @@ from asyncdist_server.batch import (
 from asyncdist_server.changes import ChangeLog
 from asyncdist_server.clients import Reply
 from asyncdist_server.engine import StoreEngine
-from asyncdist_server.history import HISTORY_LINGER_S, Event
+from asyncdist_server.history import Event
 from asyncdist_server.leases import HOLD_BYTES, LEASE_BYTES, Hold, Lease
 from asyncdist_server.membership import Job, find_job
 from asyncdist_server.namespace import Namespace
@@ -48,7 +48,7 @@ class _Stored:
         self.items: dict[bytes, dict[int, bytes]] = {}
         self.leases: dict[int, tuple[float, bytes | None]] = {}
         self.holds: dict[bytes, tuple[float, list[int], Any]] = {}
-        self.floors: dict[bytes, int] = {}
+        self.histories: dict[bytes, tuple[int, int]] = {}  # floor and steps
         self.events: dict[bytes, dict[int, Event]] = {}
 
 
@@ -92,7 +92,7 @@ class Replay:
     def forget_histories(self) -> None:
         """Drop the events that watchers could go on from."""
         for stored in self._namespaces.values():
-            stored.floors.clear()
+            stored.histories.clear()
             stored.events.clear()
 
     def _take_clients(self, rows: list[Any]) -> None:
@@ -126,14 +126,18 @@ class Replay:
             for prefix, *event in rows:
                 stored.events.setdefault(prefix, {})[event[0]] = tuple(event)
         else:
-            tables: dict[int, dict[Any, Any]] = {LEASES: stored.leases, HOLDS: stored.holds, HISTORIES: stored.floors}
+            tables: dict[int, dict[Any, Any]] = {
+                LEASES: stored.leases,
+                HOLDS: stored.holds,
+                HISTORIES: stored.histories,
+            }
             for key, *what in rows:
                 if what[0] is None:
                     tables[kind].pop(key, None)
                     if kind == HISTORIES:
                         stored.events.pop(key, None)
                 else:
-                    tables[kind][key] = what[0] if kind == HISTORIES else tuple(what)
+                    tables[kind][key] = tuple(what)
 
     # ---- back into an engine
 
@@ -147,7 +151,7 @@ class Replay:
             noted.homes = stored.homes
             noted.bounds = stored.bounds
             for prefix in engine.namespaces[name].histories if name in engine.namespaces else ():
-                if prefix not in stored.floors:
+                if prefix not in stored.histories:
                     noted.history(prefix)  # a job's, begun anew
             if name not in engine.namespaces:
                 changes.namespace_dropped(name)
@@ -168,7 +172,7 @@ class Replay:
 
     def _restore_namespace(self, engine: StoreEngine, name: str, stored: _Stored, now: float) -> None:
         state = engine.state
-        if not (stored.values or stored.bounds or stored.leases or stored.holds or stored.floors):
+        if not (stored.values or stored.bounds or stored.leases or stored.holds or stored.histories):
             return
         namespace = engine.restore_namespace(name)
         for lease_id, (ttl_s, owner) in stored.leases.items():
@@ -183,8 +187,8 @@ class Replay:
             for number in range(head, tail):
                 state.memory_bytes += namespace.growth_by_item(key, items[number])
                 namespace.push_item(key, items[number], at_head=False)
-        for prefix, floor in stored.floors.items():
-            _restore_history(state, namespace, prefix, floor, stored.events.get(prefix, {}))
+        for prefix, (floor, steps) in stored.histories.items():
+            _restore_history(state, namespace, prefix, floor, steps, stored.events.get(prefix, {}))
         for prefix, (linger_s, lease_ids, job) in stored.holds.items():
             _restore_hold(state, namespace, prefix, linger_s, lease_ids, now)
             if job is not None:
@@ -201,11 +205,10 @@ def _restore_lease(state: StoreState, namespace: Namespace, lease_id: int, ttl_s
 
 
 def _restore_history(
-    state: StoreState, namespace: Namespace, prefix: bytes, floor: int, events: dict[int, Event]
+    state: StoreState, namespace: Namespace, prefix: bytes, floor: int, steps: int, events: dict[int, Event]
 ) -> None:
     history = state.recorder.history(namespace, prefix)
-    history.floor = floor
-    history.deadline = state.now + HISTORY_LINGER_S
+    history.floor, history.steps = floor, steps
     for revision in sorted(events):
         if revision > floor:
             history.append(events[revision])

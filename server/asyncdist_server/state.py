@@ -231,6 +231,8 @@ class StoreState:
         self.waiter_bytes -= waiter.bytes
         if waiter.operation in KEY_WAITS:
             del self.key_waits[waiter]
+        elif waiter.operation == WATCH:
+            waiter.client.namespace.histories[waiter.keys[0]].seen()
         self.memory_bytes -= waiter.bytes
 
     def finish(self, waiter: Waiter, reply: Reply) -> None:

@@ -294,6 +294,31 @@ def test_a_prefix_nobody_watches_is_forgotten(users: list[User], engine: StoreEn
     assert engine.next_deadline() is None
 
 
+@pytest.mark.parametrize("how", ["told", "cancelled", "lost"])
+def test_a_prefix_is_recorded_for_two_minutes_after_it_was_watched_last(users: list[User], how: str) -> None:
+    """Not after the watch was asked for: that may have been long ago."""
+    a, b = users[:2]
+    start, _ = a.ask(m.WATCH, b"k", None, None)
+    assert a.reply(m.WATCH, b"k", start, None) is None
+    pass_time(users, 1.9 * HISTORY_LINGER_S)
+    if how == "told":
+        b.ask(m.SET, b"k", b"1")
+        ((_, _, (start, _)),) = a.take()
+    elif how == "cancelled":
+        a.ask(m.CANCEL, a.last_id)
+    else:
+        a.lose()
+    pass_time(users, 0.9 * HISTORY_LINGER_S)
+    b.ask(m.SET, b"k", b"2")
+    b.ask(m.SET, b"other", b"")
+    if how == "lost":
+        a.connect()
+    _, events = a.ask(m.WATCH, b"k", start, None)
+    assert [event[3] for event in events] == [b"2"]
+    pass_time(users, 1.1 * HISTORY_LINGER_S)
+    assert b"k" not in a.client.namespace.histories
+
+
 def test_locks_go_to_who_waited_longest(users: list[User]) -> None:
     a, b, c, d = users
     for lease_id, user in enumerate(users, 1):

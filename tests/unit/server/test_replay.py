@@ -27,6 +27,7 @@ from asyncdist_server.messages import (
 )
 
 CLIENT = b"client-012345678"
+STEP_S = history.HISTORY_LINGER_S / history.HISTORY_STEPS
 
 
 class Store:
@@ -189,6 +190,38 @@ def test_a_history_that_ended_does_not_come_back() -> None:
     store.store.engine.expire(store.now)
     store.restart()
     assert contents(store.store.engine) == {}
+
+
+def test_restarts_prolong_the_history_of_a_prefix_nobody_watches_by_a_step_at_most() -> None:
+    store = Store()
+    store.ask(WATCH, b"", None, 0)
+    store.ask(WATCH, b"watched", None, 0)
+    unwatched_s = 0.0
+    while b"" in store.store.engine.namespaces["job"].histories:
+        for _ in range(2):
+            store.now += STEP_S
+            unwatched_s += STEP_S
+            store.store.engine.expire(store.now)
+        store.ask(WATCH, b"watched", None, 0)
+        store.now += 0.5 * STEP_S
+        unwatched_s += 0.5 * STEP_S
+        store.restart()
+    restarts = store.journal.writes
+    assert history.HISTORY_LINGER_S <= unwatched_s <= history.HISTORY_LINGER_S + (restarts + 1) * STEP_S / 2
+    assert b"watched" in store.store.engine.namespaces["job"].histories
+
+
+def test_a_history_that_was_watched_stays_in_full_after_a_restart() -> None:
+    store = Store()
+    _, (start, _) = store.ask(WATCH, b"", None, 0)
+    store.now += history.HISTORY_LINGER_S - 1
+    store.store.engine.expire(store.now)
+    store.ask(WATCH, b"", start, 0)
+    store.restart()
+    store.now += history.HISTORY_LINGER_S - 1
+    store.store.engine.expire(store.now)
+    assert store.ask(WATCH, b"", start, 0)[0] != COMPACTED
+    assert b"" in store.store.engine.namespaces["job"].histories
 
 
 def test_a_large_change_is_cut_into_rows(monkeypatch: pytest.MonkeyPatch) -> None:
