@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from asyncdist.cli.torchrun_options import TorchrunCommand, unused_options
 from asyncdist.launch.config import (
     DEFAULT_GRACE_S,
     DEFAULT_JOIN_TIMEOUT_S,
@@ -49,12 +50,15 @@ def _to_nnodes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 
 @click.command(
     "run",
+    cls=TorchrunCommand,
     short_help="Run a script once per rank.",
     context_settings={
         # Everything from the script on is the script's own, whatever it looks like.
         "allow_interspersed_args": False,
         # torchrun's old spelling: --nproc_per_node.
         "token_normalize_func": lambda name: name.replace("_", "-"),
+        # As torchrun: --nnodes is PET_NNODES too, which is how Kubernetes operators say it.
+        "auto_envvar_prefix": "PET",
     },
 )
 @click.option(
@@ -74,9 +78,6 @@ def _to_nnodes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     callback=_to_endpoint,
     metavar="HOST:PORT",
     help="Where the nodes meet; the first of them hosts the store.",
-)
-@click.option(
-    "--rdzv-backend", hidden=True, type=click.Choice(["static", "c10d"]), help="Taken, as torchrun does, and unused."
 )
 @click.option("--rdzv-id", help="The job's name; keeps jobs on one store apart.")
 @click.option("--master-addr", help="As --rdzv-endpoint, in two options: the address.")
@@ -110,6 +111,8 @@ def _to_nnodes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @click.option("--pass-local-rank", is_flag=True, help="Append --local_rank=N to the worker's arguments.")
 @click.option("--no-python", is_flag=True, help="Run a program, not a Python script.")
 @click.option("-m", "--module", is_flag=True, help="Run a module, as python -m does.")
+@click.option("--role", default="default", help="What workers find in ROLE_NAME.")
+@unused_options
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run_command(script: str, args: tuple[str, ...], **options: Any) -> None:
@@ -117,7 +120,7 @@ def run_command(script: str, args: tuple[str, ...], **options: Any) -> None:
 
     Each worker finds its place in the environment (RANK, WORLD_SIZE, LOCAL_RANK, ..., as torchrun sets it) and the
     store in ASYNCDIST_STORE. Without a daemon this launcher hosts the store. The exit code is the first failing
-    worker's (128 + n for signal n).
+    worker's (128 + n for signal n). Every option can also be given as torchrun's variable, PET_NNODES for --nnodes.
     """
     config = _config(script, args, options)
     sys.exit(_launch(config))
@@ -162,6 +165,7 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
             shutdown_timeout_s=options["shutdown_timeout"],
             join_timeout_s=options["join_timeout"],
             pass_local_rank=options["pass_local_rank"],
+            role=options["role"],
         )
     except (ValueError, FileNotFoundError) as error:
         raise click.UsageError(str(error)) from error

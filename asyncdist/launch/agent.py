@@ -150,6 +150,7 @@ class Agent:
             master=self._config.endpoint or place.endpoint,
             token=place.token,
             tls=place.tls is not None,
+            role=self._config.role,
         )
 
     async def _run_attempt(self, number: int, place: NodePlace, nodes: Nodes | None, warden: Warden) -> AttemptResult:

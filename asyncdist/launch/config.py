@@ -78,6 +78,7 @@ class LaunchConfig:
     shutdown_timeout_s: float = DEFAULT_SHUTDOWN_TIMEOUT_S
     join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
     pass_local_rank: bool = False
+    role: str = "default"
 
     def __post_init__(self) -> None:
         if not self.command:

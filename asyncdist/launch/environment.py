@@ -17,7 +17,7 @@ class NodePlace:
     """This node's place in a job: which ranks are its own, and where the store is.
 
     `master` is what MASTER_ADDR and MASTER_PORT say: the store's address, unless the user named another. `tls` says
-    whether the store has TLS.
+    whether the store has TLS. All ranks of a job have one `role`, which is for the script to read.
     """
 
     node_rank: int
@@ -30,6 +30,7 @@ class NodePlace:
     master: Endpoint
     token: str | None
     tls: bool = False
+    role: str = "default"
 
 
 def worker_environment(
@@ -37,10 +38,10 @@ def worker_environment(
 ) -> dict[str, str]:
     """Return `base` with what a worker must know about its job.
 
-    RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT as torchrun sets
-    them, ASYNCDIST_STORE ASYNCDIST_JOB_ID ASYNCDIST_TOKEN for asyncdist, TORCHELASTIC_* where scripts look for them.
-    The job id carries the attempt number, so that a restarted group never reads what the failed one wrote. The token
-    goes by environment and never by argument vector, which every user of the machine can read.
+    RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_* ROLE_* MASTER_ADDR MASTER_PORT as torchrun sets them,
+    ASYNCDIST_STORE ASYNCDIST_JOB_ID ASYNCDIST_TOKEN for asyncdist, TORCHELASTIC_* where scripts look for them. The job
+    id carries the attempt number, so that a restarted group never reads what the failed one wrote. The token goes by
+    environment and never by argument vector, which every user of the machine can read.
     """
     environment = dict(base)
     for inherited in ("ASYNCDIST_TOKEN", "ASYNCDIST_TOKEN_FILE", "TORCHELASTIC_USE_AGENT_STORE"):
@@ -55,6 +56,9 @@ def worker_environment(
         LOCAL_WORLD_SIZE=str(place.nproc),
         GROUP_RANK=str(place.node_rank),
         GROUP_WORLD_SIZE=str(place.nnodes),
+        ROLE_NAME=place.role,
+        ROLE_RANK=str(place.first_rank + local_rank),
+        ROLE_WORLD_SIZE=str(place.world_size),
         MASTER_ADDR=place.master.host,
         MASTER_PORT=str(place.master.port),
         ASYNCDIST_STORE=str(place.store),

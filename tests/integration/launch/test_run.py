@@ -17,7 +17,8 @@ from asyncdist.cli import main
 SHOW = """
     import json, os, sys
     names = ("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT "
-             "ASYNCDIST_STORE ASYNCDIST_JOB_ID ASYNCDIST_TOKEN OMP_NUM_THREADS TORCHELASTIC_RESTART_COUNT").split()
+             "ASYNCDIST_STORE ASYNCDIST_JOB_ID ASYNCDIST_TOKEN OMP_NUM_THREADS TORCHELASTIC_RESTART_COUNT "
+             "TORCHELASTIC_MAX_RESTARTS ROLE_NAME ROLE_RANK").split()
     print(json.dumps({name: os.environ.get(name) for name in names} | {"argv": sys.argv[1:]}))
 """
 
@@ -48,6 +49,18 @@ def test_environment_of_every_worker(tmp_path: Path) -> None:
     assert f"store hosted at {workers[0]['ASYNCDIST_STORE']}" in done.stderr
     assert done.stderr.count("OMP_NUM_THREADS=1") == 1
     assert len(done.stderr.splitlines()) == 2
+
+
+def test_torchruns_other_options_and_its_variables(tmp_path: Path) -> None:
+    script = write_script(tmp_path, SHOW)
+    unused = ("--rdzv_backend=c10d", "--rdzv-conf", "timeout=5", "--monitor-interval=5", "--start-method=fork")
+    done = run(*unused, "--use_env", "--role", "trainer", script, PET_NPROC_PER_NODE="3", PET_MAX_RESTARTS="2")
+    workers = shown(done.stdout)
+    assert [(worker["ROLE_NAME"], worker["ROLE_RANK"]) for worker in workers] == [("trainer", str(r)) for r in range(3)]
+    assert {worker["TORCHELASTIC_MAX_RESTARTS"] for worker in workers} == {"2"}
+    assert (
+        len(shown(run("--nproc-per-node", "1", script, PET_NPROC_PER_NODE="3").stdout)) == 1
+    )  # said here, so it counts
 
 
 def test_every_run_has_a_token_of_its_own_and_never_the_users(tmp_path: Path) -> None:
@@ -181,6 +194,13 @@ def test_restarts_run_the_whole_group_again(tmp_path: Path, works_at: str, code:
         (["--standalone", "--nnodes", "2", "-m", "x"], "--standalone"),
         (["--no-python", "-m", "x"], "exclude each other"),
         (["--what", "x"], "No such option"),
+        (
+            ["--log_dir", "logs", "x"],
+            "run has no --log-dir, as torchrun has: lines go to the terminal",
+        ),
+        (["-t", "3", "x"], "asyncdist run has no -t, as torchrun has"),
+        (["--local-addr=10.0.0.1", "x"], "set ASYNCDIST_SOCKET_IFNAME"),
+        (["--rdzv-backend", "etcd", "x"], "is not one of 'static', 'c10d'"),
     ],
 )
 def test_options_that_make_no_sense(arguments: list[str], message: str) -> None:
