@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 READY = re.compile(r"asyncdist-server ready on 127\.0\.0\.1:(\d+)(?: \(http 127\.0\.0\.1:(\d+)\))?\n")
 
 

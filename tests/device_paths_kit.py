@@ -19,7 +19,7 @@ from asyncdist.backend.host_exchange import HostExchange
 from asyncdist.testing import run_world
 from asyncdist.testing.fake_cuda import FakeRuntime
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """Far more than anything here takes; a test that waits this long has failed."""
 
 

@@ -189,7 +189,7 @@ class Daemon:
     def communicate(self) -> str:
         """Wait for the end; returns what it said on stderr."""
         assert self.process is not None
-        return self.process.communicate(timeout=20)[1]
+        return self.process.communicate(timeout=60)[1]
 
 
 @contextlib.contextmanager

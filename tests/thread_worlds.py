@@ -16,7 +16,7 @@ from jobs import free_port
 import asyncdist as dist
 from asyncdist.progress.group import ThreadedGroup
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 """What no wait here takes unless something hangs."""
 
 

@@ -45,7 +45,7 @@ async def world(size: int, make_store: Callable[[], dist.Store] = HashStore) -> 
     store = make_store()
 
     async def join(rank: int) -> dist.ProcessGroup:
-        return await dist.init_process_group(store=store, rank=rank, world_size=size, timeout=30)
+        return await dist.init_process_group(store=store, rank=rank, world_size=size, timeout=60)
 
     groups = await asyncio.gather(*(asyncio.create_task(join(rank)) for rank in range(size)))
     try:

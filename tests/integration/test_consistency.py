@@ -7,7 +7,7 @@ from jobs import run_ranks
 
 DIFFER = """
 async def main():
-    group = await dist.init_process_group(timeout=30)
+    group = await dist.init_process_group(timeout=60)
     await group.barrier()
     start = time.monotonic()
     try:

@@ -7,7 +7,7 @@ from jobs import run_ranks
 
 MANY = """
 async def main():
-    async with dist.init_process_group(timeout=30) as group:
+    async with dist.init_process_group(timeout=60) as group:
         size = group.size
         kinds = ((1, 300), (2, 150), (300, 150), (4_096, 60), (16_384, 100), (40_000, 20), (200_000, 12))
         for elements, count in kinds:

@@ -18,7 +18,7 @@ JOB = (
     + """
 async def main():
     with fake_cuda(1, folder=folder) as cuda:
-        async with dist.init_process_group(timeout=30) as group:
+        async with dist.init_process_group(timeout=60) as group:
             for count in (1, 5000, 200_000):
                 x = cuda.runtime.array(np.full(count, group.rank + 1.0))
                 await dist.all_reduce(x)
@@ -53,7 +53,7 @@ KILLED = (
     + """
 async def main():
     with fake_cuda(1, folder=folder) as cuda:
-        group = await dist.init_process_group(timeout=20)
+        group = await dist.init_process_group(timeout=60)
         x = cuda.runtime.array(np.ones(3))
         await dist.all_reduce(x)
         x = cuda.runtime.array(np.ones(2_000_000))

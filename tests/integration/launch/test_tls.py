@@ -31,7 +31,7 @@ WORKER = """
     import asyncdist as dist
 
     async def main():
-        async with dist.init_process_group(timeout=30) as group:
+        async with dist.init_process_group(timeout=60) as group:
             objects = [None] * group.size
             await group.all_gather_object(objects, group.rank)
             print(json.dumps([objects, sorted(name for name in os.environ if "_TLS_" in name)]))
@@ -191,7 +191,7 @@ def test_spawned_children_reach_a_daemon_with_tls(
 
         def work(rank):
             async def main():
-                async with dist.init_process_group(timeout=30) as group:
+                async with dist.init_process_group(timeout=60) as group:
                     print(f"{group.size}\\n", end="", flush=True)  # in one piece, as both print
             dist.run(main())
 

@@ -49,7 +49,7 @@ def test_a_second_daemon_is_refused(tmp_path: Path) -> None:
     with daemon(tmp_path / "data") as running:
         running.start()
         assert running.process is not None
-        second = subprocess.run(running.command(), capture_output=True, text=True, timeout=20)
+        second = subprocess.run(running.command(), capture_output=True, text=True, timeout=60)
         assert second.returncode == 1
         assert f"is in use by process {running.process.pid}" in second.stderr
         assert "Traceback" not in second.stderr
@@ -61,7 +61,7 @@ def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
         running.stop()
         path = tmp_path / "data" / "journal.sqlite"
         path.write_bytes(b"\0" * path.stat().st_size)
-        found = subprocess.run(running.command(), capture_output=True, text=True, timeout=20)
+        found = subprocess.run(running.command(), capture_output=True, text=True, timeout=60)
         assert found.returncode == 1
         assert f"{path}" in found.stderr
         assert "restore a backup" in found.stderr
@@ -71,6 +71,6 @@ def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with daemon(tmp_path / "file" / "data") as running:
-        found = subprocess.run(running.command(), capture_output=True, text=True, timeout=20)
+        found = subprocess.run(running.command(), capture_output=True, text=True, timeout=60)
         assert found.returncode == 1
         assert "cannot use the data directory" in found.stderr

@@ -25,7 +25,7 @@ from asyncdist_server.http import MAX_HTTP_CONNECTIONS, names_this_host, serve_h
 from asyncdist_server.metrics import METRICS, PREFIX
 from asyncdist_server.torch_wire import Query
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 TOKEN = "t" * 43
 
 

@@ -19,7 +19,7 @@ from asyncdist_server.config import ConfigError, limits_for
 from asyncdist_server.torch_wire import Query
 
 TOKEN = "t" * 43
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 def config(**changes: Any) -> ServerConfig:

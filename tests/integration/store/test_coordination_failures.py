@@ -14,7 +14,7 @@ from asyncdist.store import TCPStore
 from asyncdist_server import ServerConfig, messages
 from asyncdist_server.daemon import StoreServer, serve
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @contextlib.asynccontextmanager

@@ -13,7 +13,7 @@ from asyncdist.testing.chaos_proxy import Chaos, chaos_proxy
 
 DATA = bytes(range(256)) * 400
 PIECE_BYTES = 1024
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @asynccontextmanager

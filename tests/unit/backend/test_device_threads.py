@@ -16,7 +16,7 @@ async def test_the_device_is_current_in_the_thread() -> None:
     seen: list[int] = []
     helpers = Helpers(loop, (runtime, 1))
     helpers.start(lambda: seen.append(runtime.current_device()))
-    await helpers.wait(10)
+    await helpers.wait(60)
     assert seen == [1]
     assert runtime.current_device() == 0
     runtime.close()

@@ -25,7 +25,7 @@ from asyncdist.transport import doorbell
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.lane import LANE_HEAD_BYTES
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 LARGE = 3 << 20
 """Elements of 8 bytes: three times a lane's pool."""
 

@@ -57,7 +57,7 @@ async def started(attempt: Attempt, workers: list[FakeWorker]) -> asyncio.Task[A
 
 
 async def finished(task: asyncio.Task[AttemptResult]) -> AttemptResult:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         return await task
 
 

@@ -86,7 +86,7 @@ async def test_writer_writes_in_order_and_leaves_no_thread(pipe: tuple[int, int]
     writer = OutputWriter(pipe[1])
     for number in range(100):
         writer.write(b"%d " % number)
-    assert await writer.close(5)
+    assert await writer.close(60)
     assert os.read(pipe[0], 4096) == b"".join(b"%d " % number for number in range(100))
     assert not writer._thread.is_alive()
 
@@ -103,7 +103,7 @@ async def test_a_reader_that_stops_fills_the_writer_and_blocks_nobody(pipe: tupl
     total = 0
     while total < 200_000:
         total += len(await asyncio.to_thread(os.read, pipe[0], 65536))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await drained.wait()
         assert await writer.close()
 
@@ -112,9 +112,9 @@ async def test_when_drained_calls_at_once_if_there_is_room(pipe: tuple[int, int]
     writer = OutputWriter(pipe[1])
     drained = asyncio.Event()
     writer.when_drained(drained.set)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await drained.wait()
-    assert await writer.close(5)
+    assert await writer.close(60)
 
 
 async def test_output_nobody_reads_any_more_is_discarded(pipe: tuple[int, int]) -> None:
@@ -122,7 +122,7 @@ async def test_output_nobody_reads_any_more_is_discarded(pipe: tuple[int, int]) 
     writer = OutputWriter(pipe[1])
     writer.write(b"gone")
     writer.write(b"gone")
-    assert await writer.close(5)
+    assert await writer.close(60)
     assert isinstance(writer.error, BrokenPipeError)
 
 
@@ -132,8 +132,8 @@ async def test_pump_to_the_end_of_file(pipe: tuple[int, int]) -> None:
     pump = StreamPump(worker_read, b"[rank 0] ", writer)
     os.write(worker_write, b"one\ntwo")
     os.close(worker_write)
-    await pump.drain(5)
-    await writer.close(5)
+    await pump.drain(60)
+    await writer.close(60)
     assert os.read(pipe[0], 4096) == b"[rank 0] one\n[rank 0] two\n"
     assert pump.tail == [b"one", b"two"]
 
@@ -147,19 +147,19 @@ async def test_partial_lines_are_shown_after_a_while(pipe: tuple[int, int], monk
     assert await asyncio.to_thread(os.read, pipe[0], 4096) == b"> name? \n"
     pump.close()
     os.close(worker_write)
-    await writer.close(5)
+    await writer.close(60)
 
 
 async def test_drain_gives_up_on_a_pipe_that_a_descendant_holds_open(pipe: tuple[int, int]) -> None:
     worker_read, worker_write = os.pipe()
     writer = OutputWriter(pipe[1])
     pump = StreamPump(worker_read, b"> ", writer)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await pump.drain(0.01)
     pump.close()
     pump.close()
     os.close(worker_write)
-    await writer.close(5)
+    await writer.close(60)
 
 
 async def test_pump_stops_reading_while_the_writer_is_full(pipe: tuple[int, int]) -> None:
@@ -168,7 +168,7 @@ async def test_pump_stops_reading_while_the_writer_is_full(pipe: tuple[int, int]
     writer = OutputWriter(pipe[1], high_water_bytes=1)
     pump = StreamPump(worker_read, b"", writer)
     written = 0
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while written < 10_000_000:  # more than all buffers on the way: it must come to a stop
             try:
                 written += os.write(worker_write, b"x" * 4095 + b"\n")
@@ -181,7 +181,7 @@ async def test_pump_stops_reading_while_the_writer_is_full(pipe: tuple[int, int]
     total = 0
     while total < written:
         total += len(await asyncio.to_thread(os.read, pipe[0], 1 << 20))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await pump.drain(1)
-    await writer.close(5)
+    await writer.close(60)
     assert total == written
