@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from punctual import assert_within, punctual
 
 import asyncdist as dist
 from asyncdist.backend.call_stream import STREAM_WINDOW
@@ -25,7 +26,7 @@ async def world(size: int, **options: Any) -> AsyncIterator[list[dist.ProcessGro
     store = dist.HashStore()
 
     async def join(rank: int) -> dist.ProcessGroup:
-        return await dist.init_process_group(store=store, rank=rank, world_size=size, timeout=30, **options)
+        return await dist.init_process_group(store=store, rank=rank, world_size=size, timeout=60, **options)
 
     groups = await asyncio.gather(*(asyncio.create_task(join(rank)) for rank in range(size)))
     try:
@@ -44,7 +45,7 @@ async def everywhere(groups: list[dist.ProcessGroup], main: Callable[[dist.Proce
         except dist.DistError as error:
             return error
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         return await asyncio.gather(*(guarded(group) for group in groups))
 
 
@@ -135,6 +136,7 @@ async def test_small_chunks_run_ahead_no_further_than_credit_allows() -> None:
         assert (received == 0).all()
 
 
+@punctual
 @pytest.mark.parametrize("kind", ["items", "objects", "broadcast_stream", "all_gather_stream"])
 async def test_a_peer_that_dies_in_the_middle_is_named_promptly(kind: str) -> None:
     async with world(3) as groups:
@@ -168,7 +170,7 @@ async def test_a_peer_that_dies_in_the_middle_is_named_promptly(kind: str) -> No
 
         took_s = await everywhere(groups, main)
         assert all(isinstance(one, float) for one in took_s), took_s
-        assert max(took_s) < PROMPTLY_S
+        assert_within(PROMPTLY_S, max(took_s))
 
 
 async def test_what_cannot_be_sent_on_one_rank_is_refused_and_the_group_goes_on() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from jobs import finish, free_port, run_ranks, start_rank, start_ranks
+from punctual import assert_within, punctual
 
 SUM = """
 async def main():
@@ -41,7 +42,7 @@ def daemon(*options: str) -> Iterator[str]:
         yield next(word for word in ready.split() if ":" in word and word[-1].isdigit())
     finally:
         process.terminate()
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
         assert process.returncode == 0
 
 
@@ -80,7 +81,7 @@ def test_tcp_and_file_with_ranks_in_the_url(tmp_path: Path) -> None:
         code = f"""
         async def main():
             url = {where!r} + "?rank=" + os.environ["RANK"] + "&world_size=2"
-            async with dist.init_process_group(init_method=url, timeout=20) as group:
+            async with dist.init_process_group(init_method=url, timeout=60) as group:
                 x = np.ones(3)
                 await group.all_reduce(x)
                 assert x.tolist() == [2.0] * 3
@@ -109,7 +110,7 @@ def test_an_explicit_store_stays_open() -> None:
 def test_init_destroy_and_init_again_leaves_no_descriptor() -> None:
     code = """
     async def once():
-        async with dist.init_process_group(timeout=20) as group:
+        async with dist.init_process_group(timeout=60) as group:
             x = np.ones(100_000)
             await group.all_reduce(x)
             assert x[0] == 3
@@ -161,14 +162,19 @@ dist.run(main())
 """
 
 
+@punctual
 def test_a_rank_that_never_comes_is_named_on_every_rank() -> None:
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LIMIT": "2"}
-    began_s = time.monotonic()
-    for rank in finish([start_rank(JOIN, rank, 4, where) for rank in (0, 1, 3)]):
+    for limit_s in (2, 10, 40):  # those that do come may need longer to start on a busy machine
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LIMIT": str(limit_s)}
+        began_s = time.monotonic()
+        ended = finish([start_rank(JOIN, rank, 4, where) for rank in (0, 1, 3)])
+        if all("3 of 4" in rank.stderr for rank in ended):
+            break
+    for rank in ended:
         assert rank.returncode == 1
         assert "3 of 4 ranks joined in time; missing: rank 2" in rank.stderr, rank.stderr
         assert rank.stderr.count("Traceback") == 1  # and not what the store said on the way
-    assert time.monotonic() - began_s < 12
+    assert_within(limit_s + 10, time.monotonic() - began_s)
 
 
 def test_no_store_is_an_error_that_says_where() -> None:
@@ -200,8 +206,9 @@ def test_a_port_held_by_something_else_is_an_error_on_every_rank(talks: bool) ->
                 assert "MASTER_PORT" in last
 
 
+@punctual
 def test_contradictions_are_errors_on_every_rank() -> None:
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LIMIT": "8"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LIMIT": "40"}
     began_s = time.monotonic()
     for rank in finish([start_rank(JOIN, 0, 2, where), start_rank(JOIN, 1, 3, where)]):
         assert "was started with world_size" in rank.stderr  # whoever came second is named
@@ -209,7 +216,7 @@ def test_contradictions_are_errors_on_every_rank() -> None:
     where["MASTER_PORT"] = str(free_port())
     for rank in finish([start_rank(JOIN, rank, 3, where) for rank in (0, 1, 1)]):
         assert "claims a rank" in rank.stderr, rank.stderr
-    assert time.monotonic() - began_s < 14
+    assert_within(14, time.monotonic() - began_s)  # and not only when the time is over
 
 
 # Ranks that die and leave.
@@ -218,12 +225,13 @@ VICTIM = """
 async def main():
     async with dist.init_process_group() as group:
         await group.barrier()
-        print("ready", flush=True)
         if group.rank == int(os.environ["VICTIM"]):
+            print("ready", flush=True)
             await asyncio.sleep(60)
-        began = time.time()
+        work = dist.all_reduce(np.ones(int(os.environ["SIZE"])))
+        print("ready", flush=True)  # what is issued later may find the group aborted, which is another error
         try:
-            await dist.all_reduce(np.ones(int(os.environ["SIZE"])))
+            await work
         except dist.PeerLostError as error:
             print("lost", error.rank, time.time(), flush=True)
             raise
@@ -234,25 +242,26 @@ dist.run(main())
 @pytest.mark.parametrize(
     ("victim", "size", "transport"), [(1, "1", "tcp"), (3, "3000000", "tcp"), (1, "3000000", "unix"), (0, "1", "auto")]
 )
+@punctual
 def test_a_killed_rank_is_named_by_all_within_a_second(victim: int, size: str, transport: str) -> None:
     ranks = start_ranks(VICTIM, 4, {"SIZE": size, "ASYNCDIST_TRANSPORT": transport, "VICTIM": str(victim)})
     try:
         for process in ranks:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-        time.sleep(0.2)  # let the survivors be inside the collective; earlier would be right as well
         killed_s = time.time()
         ranks[victim].send_signal(signal.SIGKILL)
     finally:
         ended = finish(ranks)
-    assert time.time() - killed_s < 4, "leaving waited for the dead"
+    ended_s = time.time()
     for rank in ended:
         if rank.rank != victim:
             word, lost, at_s = rank.stdout.split()
             assert (word, lost) == ("lost", str(victim)), rank.stderr
-            assert float(at_s) - killed_s < 1
             assert rank.returncode == 1
             assert f"rank {rank.rank}, all_reduce #" in rank.stderr
+            assert_within(1, float(at_s) - killed_s)
+    assert_within(4, ended_s - killed_s)  # else leaving waited for the dead
 
 
 def test_sigterm_ends_a_rank_in_order_and_tells_the_others() -> None:

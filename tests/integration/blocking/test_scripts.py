@@ -8,6 +8,7 @@ import time
 
 import pytest
 from jobs import finish, run_ranks, start_ranks
+from punctual import Late, assert_within, punctual
 
 BLOCKING = """
 import threading
@@ -57,6 +58,7 @@ say("done")
         assert (rank.stdout, rank.stderr) == ("done\n", "")
 
 
+@punctual
 @pytest.mark.parametrize("quiet_rank", [0, 1])
 def test_leaving_without_destroying_is_orderly(quiet_rank: int) -> None:
     """Also for the rank that hosts the store, and with a message that the other has not asked for yet."""
@@ -76,9 +78,10 @@ else:
     started_s = time.monotonic()
     for rank in run_ranks(BLOCKING + code, 2):
         assert rank.stderr == ""
-    assert time.monotonic() - started_s < 9
+    assert_within(9, time.monotonic() - started_s)
 
 
+@punctual
 def test_an_exception_in_main_is_news_to_the_others() -> None:
     code = """
 dist.init_process_group()
@@ -90,15 +93,17 @@ try:
     dist.all_reduce(np.ones(3))
 except dist.GroupAbortedError as error:
     assert "rank 1 ended with KeyError: 'mine'" in str(error), error
-    assert time.monotonic() - started_s < 2
-    say("heard")
+    say("heard", time.monotonic() - started_s)
 """
     first, second = finish(start_ranks(BLOCKING + code, 2))
-    assert (first.stdout, first.returncode) == ("heard\n", 0), first.stderr
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("heard ")
     assert second.returncode == 1
     assert second.stderr.rstrip().endswith("KeyError: 'mine'")
+    assert_within(2, float(first.stdout.split()[1]))
 
 
+@punctual
 def test_a_dead_peer_is_named_within_a_second() -> None:
     code = """
 dist.init_process_group()
@@ -110,15 +115,17 @@ try:
     dist.all_reduce(np.ones(3))
 except (dist.PeerLostError, dist.GroupAbortedError) as error:  # the latter where it was noticed before the call
     assert error.rank == 1
-    assert time.monotonic() - started_s < 1
-    say("named")
+    say("named", time.monotonic() - started_s)
 dist.destroy_process_group()
 """
     first, second = finish(start_ranks(BLOCKING + code, 2))
-    assert (first.stdout, first.returncode) == ("named\n", 0), first.stderr
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("named ")
     assert second.returncode == -signal.SIGKILL
+    assert_within(1, float(first.stdout.split()[1]))
 
 
+@punctual
 @pytest.mark.parametrize("handled", ["", "destroy"])
 def test_ctrl_c_ends_a_wait_at_once(handled: str) -> None:
     code = f"""
@@ -142,10 +149,11 @@ except (dist.GroupAbortedError, dist.PeerLostError) as error:
     started_s = time.monotonic()
     ranks[0].send_signal(signal.SIGINT)
     first, second = finish(ranks)
-    assert time.monotonic() - started_s < 5
+    took_s = time.monotonic() - started_s
     assert first.returncode in (1, -signal.SIGINT)
     assert first.stderr.rstrip().endswith("KeyboardInterrupt")
     assert second.stdout == "heard GroupAbortedError\n", second.stderr
+    assert_within(5, took_s)
 
 
 def test_a_forked_child_may_not_use_it_and_the_parent_goes_on() -> None:
@@ -177,6 +185,7 @@ dist.destroy_process_group()
         assert rank.stderr == ""
 
 
+@punctual
 def test_a_coroutine_that_computes_does_not_stop_its_peers() -> None:
     """Rank 1's loop stands still while messages of a broadcast and a ring pass through it."""
     code = """
@@ -193,12 +202,14 @@ async def main():
             await work
         took_s = time.monotonic() - started_s
         assert (x == 0).all() and (y == 3).all()
-        print("late" if took_s > 1 else "in time", flush=True)
+        print(took_s, flush=True)
         await group.barrier(tag=3)
 
 dist.run(main())
 """
     environ = {"ASYNCDIST_ALGO": "broadcast:chain,all_reduce:ring", "PROGRESS": "thread"}
-    assert [rank.stdout for rank in run_ranks(code, 3, environ)] == ["in time\n"] * 3
-    on_the_loop = run_ranks(code, 3, {**environ, "PROGRESS": "loop"})
-    assert on_the_loop[2].stdout == "late\n"
+    took_s = [float(rank.stdout) for rank in run_ranks(code, 3, environ)]
+    on_the_loop_s = [float(rank.stdout) for rank in run_ranks(code, 3, {**environ, "PROGRESS": "loop"})]
+    assert_within(1, max(took_s))
+    if not on_the_loop_s[2] > 1:
+        raise Late("rank 2 began so late that it did not see how long rank 1 stood still")

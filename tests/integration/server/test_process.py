@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from daemon_kit import DEADLINE_S, Daemon, environment
+from punctual import assert_within, punctual
 from server_kit import SocketClient
 
 from asyncdist_server import messages as m
@@ -32,6 +33,7 @@ def run_daemon(*arguments: str, env: dict[str, str] | None = None) -> subprocess
     )
 
 
+@punctual
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_with_code_0_and_tells_blocked_clients(
     start: Callable[..., Daemon], signal_number: int
@@ -47,7 +49,7 @@ def test_a_signal_ends_it_with_code_0_and_tells_blocked_clients(
         assert "Traceback" not in errors
         assert client.reply() == (0, m.STOPPING, "the daemon is stopping")
         assert client.closed_by_daemon()
-        assert time.monotonic() - began < 3.0
+        assert_within(3, time.monotonic() - began)
 
 
 def test_health_is_served_over_http(start: Callable[..., Daemon]) -> None:

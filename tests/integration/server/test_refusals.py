@@ -12,6 +12,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from punctual import assert_within, punctual
 from server_kit import SocketClient
 from torch_wire_kit import VALIDATE, blob, number
 
@@ -31,7 +32,7 @@ from asyncdist_server.torch_wire import Query
 
 TOKEN = "t" * 43
 OTHER_TOKEN = "u" * 43
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 AT_ONCE_S = 0.05
 
 
@@ -112,6 +113,7 @@ def rest(connection: socket.socket) -> bytes:
     return said
 
 
+@punctual
 @pytest.mark.parametrize(
     ("attempt", "refusal"),
     [
@@ -130,10 +132,10 @@ async def test_who_has_not_the_token_is_refused_at_once_and_nothing_is_parsed(
             said = attempt(server.port)
             return time.perf_counter() - began, said
 
-        tries = [await asyncio.to_thread(timed) for _ in range(5)]  # the best of five: other processes want the cores
-    assert all(said == refusal_message(refusal) for _, said in tries)
-    assert min(seconds for seconds, _ in tries) < AT_ONCE_S
+        took_s, said = await asyncio.to_thread(timed)
+    assert said == refusal_message(refusal)
     assert parsed == []
+    assert_within(AT_ONCE_S, took_s)
 
 
 async def test_the_spy_sees_what_is_parsed_of_a_client_that_has_it(parsed: list[str]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from jobs import finish, free_port, run_ranks, start_rank, start_ranks
+from punctual import assert_within, punctual
 from soak import soak
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
@@ -65,6 +66,7 @@ def left_of(names: list[str]) -> list[str]:
     return [name for name in names if name in sockets] + [path for path in files if any(name in path for name in names)]
 
 
+@punctual
 @pytest.mark.parametrize(
     ("operation", "count"),
     [(SHORT, 8), (SHORT, 20_000), (SHORT, 4_000_000), (MANY, 100_000), (P2P, 8), (P2P, 1_000_000)],
@@ -78,12 +80,14 @@ def test_whoever_is_killed_is_named_within_a_second(operation: str, count: int) 
         ended = finish(ranks)
     finally:
         finish(ranks)
+    took_s = []
     for rank in (ended[0], ended[2]):
         assert rank.returncode == 0, rank.stderr
         told_s, who = rank.stdout.split()
         assert who == "1"
-        assert float(told_s) - killed_s < 1
+        took_s.append(float(told_s) - killed_s)
     assert not left_of(names)
+    assert_within(1, max(took_s))
 
 
 def test_nothing_is_left_of_ranks_that_are_all_killed() -> None:
@@ -106,15 +110,13 @@ def test_a_rank_that_is_stopped_for_a_while_is_not_lost() -> None:
                 data = np.full(10_000, number)
                 await group.all_reduce(data)
                 assert (data == 3 * number).all()
-                if number == 5:
-                    print("ready", flush=True)
+                if number == 5 and group.rank == 2:
+                    os.kill(os.getpid(), signal.SIGSTOP)
     dist.run(main())
     """
     ranks = start_ranks(code, 3)
     try:
-        assert ranks[2].stdout is not None
-        assert ranks[2].stdout.readline() == "ready\n"
-        ranks[2].send_signal(signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(ranks[2].pid, os.WUNTRACED)[1])
         with pytest.raises(TimeoutError):
             wait_for_end(ranks[0].pid, 0.6)
         ranks[2].send_signal(signal.SIGCONT)
@@ -136,7 +138,7 @@ def wait_for_end(pid: int, limit_s: float) -> None:
 
 SUMS = """
 async def main():
-    async with dist.init_process_group(timeout=30) as group:
+    async with dist.init_process_group(timeout=60) as group:
         for count in (1, 1000, 500_000):
             for _ in range(3):
                 data = np.ones(count)
@@ -178,7 +180,7 @@ def test_a_forked_child_touches_nothing() -> None:
     """It inherits the memory, not the right to use it; its parent goes on, and it cannot hold anything up."""
     code = """
     async def main():
-        group = await dist.init_process_group(timeout=30)
+        group = await dist.init_process_group(timeout=60)
         data = np.ones(1000)
         await group.all_reduce(data)
         work = group.all_reduce(np.ones(5), tag=3) if group.rank else None
@@ -215,7 +217,7 @@ def test_random_operations_on_ranks_that_are_stopped_at_random(seed: int) -> Non
 def test_a_blocking_script_and_a_communication_thread() -> None:
     code = """
     import asyncdist.blocking as dist
-    dist.init_process_group(timeout=30)
+    dist.init_process_group(timeout=60)
     for count in (1, 1000, 500_000):
         for _ in range(10):
             data = np.ones(count)
