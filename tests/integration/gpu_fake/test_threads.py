@@ -22,6 +22,14 @@ def written_late(cuda: FakeCuda, stream: Any) -> Any:
     return x
 
 
+def written_when_told(cuda: FakeCuda, stream: Any) -> tuple[Any, Any]:
+    """An array that `stream` will write ones into once the gate is opened, and the gate."""
+    x = cuda.runtime.array(np.zeros(4, np.float32))
+    gate = cuda.runtime.hold(stream)
+    x.set(1)
+    return x, gate
+
+
 @pytest.mark.parametrize("way", ["collective", "message"])
 async def test_a_progress_thread_waits_for_the_callers_stream(way: str) -> None:
     with fake_cuda(1, mode="threads") as cuda:
@@ -55,9 +63,11 @@ def test_blocking_functions_wait_for_the_callers_stream() -> None:
             with cuda.runtime.use(stream):
                 blocking.all_gather_into_tensor(outs[0], written_late(cuda, stream))
                 blocking.all_gather([outs[1]], written_late(cuda, stream))
-                work = blocking.all_gather_into_tensor(outs[2], written_late(cuda, stream), async_op=True)
+                x, gate = written_when_told(cuda, stream)
+                work = blocking.all_gather_into_tensor(outs[2], x, async_op=True)
                 work.wait_stream()
                 assert not work.is_completed()
+                gate.open()
                 after = cuda.runtime.new_event(0)
                 after.record(stream)
             after.synchronize()

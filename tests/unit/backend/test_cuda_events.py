@@ -15,7 +15,7 @@ from asyncdist.backend.cuda_events import Completions
 from asyncdist.errors import DistBackendError
 from asyncdist.testing.fake_provider import fake_cuda
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(name="cuda")
@@ -120,9 +120,10 @@ async def test_what_is_kept_alive_and_until_when(cuda: Any) -> None:
         count = len(line.ended)
         gate.open()
         await line.until(count + 1)
-        await asyncio.sleep(0.002)
-        gc.collect()
-        assert alive() is None
+        async with asyncio.timeout(PATIENCE_S):
+            while alive() is not None:  # a thread that told may have to end its turn first
+                await asyncio.sleep(0.001)
+                gc.collect()
     line.completions.close()
 
 

@@ -169,17 +169,20 @@ def test_pieces_of_different_lengths(runtime: FakeRuntime, path: type[DevicePath
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_rank_dies(runtime: FakeRuntime, path: type[DevicePath], count: int, warm: bool) -> None:
     """Nothing waits on the device for a rank that is dead; who is missing can be told."""
+    begun: set[int] = set()
     told: set[int] = set()
 
     async def main(rank: PathRank) -> None:
         if warm:
             await check_sum(rank)
         if rank.rank == 2:
+            await until(lambda: begun == {0, 1})
             await asyncio.sleep(0.02)
             rank.world.kill(2)
             rank.path.abort(DistBackendError("dead"))
             return
         future = rank.start(calls.all_reduce(rank.array(values(rank.rank, count)), ReduceOp.SUM))
+        begun.add(rank.rank)
         await until(lambda: 2 in rank.path.waiting_for(0, int(warm)) or future.done())
         error = await failure_of(future)
         assert isinstance(error, PeerLostError)
