@@ -198,6 +198,7 @@ def test_restarts_prolong_the_history_of_a_prefix_nobody_watches_by_a_step_at_mo
     store.ask(WATCH, b"watched", None, 0)
     unwatched_s = 0.0
     while b"" in store.store.engine.namespaces["job"].histories:
+        assert unwatched_s < 3 * history.HISTORY_LINGER_S
         for _ in range(2):
             store.now += STEP_S
             unwatched_s += STEP_S
