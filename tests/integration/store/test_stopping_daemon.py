@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from jobs import free_port
 
 from asyncdist.errors import DistStoreError
 from asyncdist.store import TCPStore
@@ -12,27 +13,29 @@ from asyncdist.testing.store_check_tools import expect_pending, task
 from asyncdist_server import ServerConfig, StoreServer, serve
 
 
-async def test_a_waiting_client_goes_on_with_the_next_daemon(unused_tcp_port: int) -> None:
+async def test_a_waiting_client_goes_on_with_the_next_daemon() -> None:
+    port = free_port()
     returned = asyncio.Event()
-    first = StoreServer(ServerConfig(port=unused_tcp_port))
+    first = StoreServer(ServerConfig(port=port))
     await first.start()
-    async with TCPStore("127.0.0.1", unused_tcp_port, on_incarnation_change=returned.set) as store:
+    async with TCPStore("127.0.0.1", port, on_incarnation_change=returned.set) as store:
         waiting = task(store.get("later"))
         await expect_pending(waiting, store)
         await first.stop()
-        async with serve(ServerConfig(port=unused_tcp_port)), asyncio.timeout(10):
+        async with serve(ServerConfig(port=port)), asyncio.timeout(60):
             await returned.wait()
             await store.set("later", "value")
             assert await waiting == b"value"
 
 
 async def test_a_call_that_is_given_up_says_that_the_daemon_was_stopped(
-    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    port = free_port()
     monkeypatch.setattr("asyncdist.store.tcp_client.RECONNECT_TIMEOUT_S", 0.2)
-    server = StoreServer(ServerConfig(port=unused_tcp_port))
+    server = StoreServer(ServerConfig(port=port))
     await server.start()
-    async with TCPStore("127.0.0.1", unused_tcp_port) as store:
+    async with TCPStore("127.0.0.1", port) as store:
         waiting = task(store.get("later"))
         await expect_pending(waiting, store)
         await server.stop()
