@@ -107,6 +107,10 @@ class Lanes:
         """The lane of tag `number`, if it has one."""
         return self._tags.get(number, WITHOUT_LANE).lane
 
+    def lane_bytes(self, number: int) -> int:
+        """Memory that every member has for its items in the lane of tag `number`; 0 where there is none."""
+        return self._tags.get(number, WITHOUT_LANE).lane_bytes
+
     def holds(self, tag: int, sequence: int) -> bool:
         """Whether that operation waits for a decision."""
         found = self._tags.get(tag)
@@ -248,6 +252,8 @@ class Lanes:
         held = list(state.held)
         state.held.clear()
         for call, work, on_end in held:
+            if work._done:  # the one before it has ended the group
+                continue
             try:
                 if error is None:
                     self._backend.resume(call, work, on_end, state)
