@@ -232,7 +232,7 @@ class ProcessGroup(Operations):
             _, _, kind, text, rank, missing = message
             cause = abort_cause(kind, text, rank, missing)
             if isinstance(cause, PeerLostError) and not cause.left:
-                self.world.peer_lost(cause.rank, cause)  # concerns all groups of that rank
+                self.world.lost_elsewhere(cause.rank, cause)  # concerns all groups of that rank
             self._abort(cause, kind, text, rank, missing)
         elif kind == "refused":
             self._refusals.heard(*message[2:])
@@ -257,9 +257,9 @@ class ProcessGroup(Operations):
         self._refusals.tell(tag, sequence, error)
         self._fail_refused((tag, sequence), error)
 
-    def ask(self, tag: int, sequence: int, rank: int) -> None:
-        """Ask `rank` what it runs in a place of the order; a difference fails the operation on all ranks."""
-        self._expiry.ask(rank, tag, sequence)
+    def ask(self, tag: int, sequence: int, rank: int) -> bool:
+        """Ask `rank` what it runs in a place of the order; a difference fails the operation. False if it is gone."""
+        return self._expiry.ask(rank, tag, sequence)
 
     def _fail_refused(self, key: tuple[int, int], error: CollectiveMismatchError) -> None:
         work = self._works.pop(key, None)
@@ -273,20 +273,16 @@ class ProcessGroup(Operations):
 
         Later calls raise it too. Returns at once; arrays of operations under way are free when it returns.
         """
+        self.world.check_thread(self.where("abort"))
         text = reason or "abort() was called"
         self._abort(aborted_by(self.world.rank, text), "abort", text, self.world.rank)
 
     def _abort(
-        self,
-        error: BaseException,
-        kind: str,
-        text: str,
-        rank: int | None = None,
-        missing: Sequence[int] = (),
+        self, error: BaseException, kind: str, text: str, rank: int | None = None, missing: Sequence[int] = ()
     ) -> None:
         first = self._aborted is None
         also_pairs = kind == "abort" and not self.pairs.aborted  # even where collectives have ended already
-        if self.closed or not (first or also_pairs):
+        if self.closed or self.world.forked or not (first or also_pairs):
             return
         if first:
             self._aborted = error
@@ -311,8 +307,9 @@ class ProcessGroup(Operations):
         first failure of a work that nobody asked about. Cancelling lets the bounded end finish first. May be called
         again, also meanwhile.
         """
+        self.world.check_thread(self.where("close"))
         if self._closing is None:
-            if self.closed:
+            if self.closed or self.world.forked:
                 return
             self._closing = self._loop.create_task(self._close(), name=f"close group {self.name}")
         try:
@@ -356,6 +353,8 @@ class ProcessGroup(Operations):
         await self._backends.wait_closed()
         if self._is_world:
             await self.world.close()
+        else:  # where the world ends, senders hear that we have left
+            self.pairs.drop_unmatched()
         self.world.unregister(self.group_id, self._sequences)
 
     def __await__(self) -> Generator[Any, None, Self]:
@@ -393,6 +392,7 @@ class ProcessGroup(Operations):
 
         Called on members and, unless `members_only`, on all others, in the same order.
         """
+        self.world.check_thread(self.where("new_group"))
         group_id, label = self._subgroups.next(ranks, members_only=members_only)
         if self.world.rank not in ranks:
             return None

@@ -11,7 +11,7 @@ from asyncdist.backend.point_to_point import ANY_SOURCE, PairWork, RecvArrayWork
 from asyncdist.causes import explain
 from asyncdist.deadline import Timeout, timeout_seconds
 from asyncdist.device_array import DeviceArray, any_array
-from asyncdist.errors import DistError, GroupAbortedError
+from asyncdist.errors import ClosedError, DistError, GroupAbortedError
 from asyncdist.executor.work import Work
 from asyncdist.transport.frame import pack_key
 from asyncdist.world import World
@@ -176,6 +176,13 @@ class Pairs:
                 self._gpu_pairs.abort(error)
             for work in self.pending():
                 work._fail(explain(work.where, error))
+
+    def drop_unmatched(self) -> None:
+        """Nothing will be received here any more: throw away what nobody has received, and what is still to come.
+
+        Else it would take up memory, and its senders' credit, for as long as the world lasts.
+        """
+        self.mesh.drop_group(self._key(0)[:8], ClosedError(self._owner.where("close")))
 
     def where(self, operation: str, peer: int) -> str:
         """The beginning of every message about an operation with global rank `peer`."""

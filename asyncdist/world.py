@@ -17,6 +17,7 @@ News of a group that does not exist here yet is kept, within bounds, until it do
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
@@ -95,6 +96,7 @@ class World:
         self._aborts: dict[int, tuple[tuple[int, ...], bytes]] = {}
         self._ended: dict[int, Mapping[int, int]] = {}
         self._early: dict[int, list[tuple[int, list[Any]]]] = {}
+        self._thread = threading.get_ident()
         close_in_forked_child(self)
 
     @property
@@ -147,6 +149,11 @@ class World:
             return False
         return True
 
+    def check_thread(self, where: str) -> None:
+        """Raise RuntimeError unless this is the thread of the world's event loop."""
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(f"{where}: called from another thread than the group was made in")
+
     def close_after_fork(self) -> None:
         """In a forked child: the groups are the parent's."""
         self.closed = self.forked = True
@@ -169,13 +176,19 @@ class World:
             if rank in group.ranks:
                 group.peer_lost(rank, error)
 
+    def lost_elsewhere(self, rank: int, error: PeerLostError) -> None:
+        """Another rank has lost `rank`. Our own connection to it, if there is one, will tell; else this has to do."""
+        if rank not in self.lost and rank != self.rank:
+            self.mesh.lost_elsewhere(rank, error)
+            self.peer_lost(rank, error)
+
     def peer_left(self, rank: int) -> None:
         """A peer said goodbye: no failure of the groups; the mesh fails what still depended on it."""
         events.info("rank %d: rank %d has left", self.rank, rank)
 
     def control_received(self, rank: int, payload: bytes) -> None:
         """A control message came. Raises RemoteProtocolError for anything malformed."""
-        message = _parse(rank, payload)
+        message = _parse(rank, payload, self.world_size)
         group = self.groups.get(message[1])
         if group is not None:
             if rank not in group.ranks:
@@ -216,6 +229,8 @@ def _bounded(part: Any) -> Any:
     return part[:MAX_RANKS_NAMED] if isinstance(part, list) else part
 
 
+_MAX_PLACES: Final = 1 << 32
+"""Tags and sequence numbers travel as 32 bits."""
 _SHAPES: Final[dict[str, tuple[type | tuple[type, ...], ...]]] = {
     "abort": (int, str, str, (int, type(None)), list),
     "refused": (int, int, int, int, str),
@@ -226,7 +241,7 @@ _SHAPES: Final[dict[str, tuple[type | tuple[type, ...], ...]]] = {
 }
 
 
-def _parse(rank: int, payload: bytes) -> list[Any]:
+def _parse(rank: int, payload: bytes, world_size: int) -> list[Any]:
     try:
         message: Any = msgpack.unpackb(payload, max_array_len=MAX_RANKS_NAMED, max_map_len=0)
     except (ValueError, msgpack.UnpackException) as error:
@@ -234,7 +249,15 @@ def _parse(rank: int, payload: bytes) -> list[Any]:
     shape = _SHAPES.get(message[0]) if isinstance(message, list) and message and isinstance(message[0], str) else None
     if shape is None or len(message) != len(shape) + 1 or not all(map(isinstance, message[1:], shape)):
         raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
-    if message[0] == "abort" and not all(isinstance(missing, int) for missing in message[5]):
+    if message[0] == "abort":
+        named, places = [*message[5], *([] if message[4] is None else [message[4]])], []
+    else:
+        named, places = message[4:5] if message[0] == "refused" else [], message[2:4]
+    if not (all(_below(world_size, value) for value in named) and all(_below(_MAX_PLACES, value) for value in places)):
         raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
     checked: list[Any] = message
     return checked
+
+
+def _below(limit: int, value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value < limit

@@ -96,6 +96,11 @@ class BaseMesh:
         core = self.cores[source]
         return core is not None and core.withdraw(receive)
 
+    def lost_elsewhere(self, rank: int, error: PeerLostError) -> None:
+        """Another rank has lost `rank`, which may never have connected to us: receives from any source fail for it."""
+        if not self.is_reached(rank):
+            self._any_source.fail_source(rank, error)
+
     def put_back(self, receive: Receive, payload: bytes) -> None:
         """Undo a point-to-point receive that ended well unnoticed; see `PeerCore.put_back`."""
         core = None if receive.source is None else self.cores[receive.source]
@@ -127,6 +132,10 @@ class BaseMesh:
 
     def break_pair(self, rank: int, cause: Exception) -> None:
         """Give up on `rank`, as if its connection had broken: pending operations with it fail with PeerLostError."""
+        raise NotImplementedError
+
+    def is_reached(self, rank: int) -> bool:
+        """Whether `rank` is connected to us or is about to be: then its loss will be noticed here."""
         raise NotImplementedError
 
     def drop_group(self, group: bytes, error: BaseException) -> None:

@@ -92,6 +92,11 @@ class MemoryMesh(BaseMesh):
         else:
             self._finish(rank, "lost", PeerLostError(f"rank {rank} broke off with itself: {cause}", rank))
 
+    def is_reached(self, rank: int) -> bool:
+        """See BaseMesh.is_reached."""
+        peer = self._peers.get(rank)
+        return peer is not None and not peer.ended and (peer.requested or peer.link is not None)
+
     def drop_group(self, group: bytes, error: BaseException) -> None:
         """See BaseMesh.drop_group."""
         self._dropped.add(group)

@@ -125,6 +125,11 @@ class Mesh(BaseMesh):
             self._loopback.close()
             own.fail(PeerLostError(f"rank {rank} broke off with itself: {cause}", rank))
 
+    def is_reached(self, rank: int) -> bool:
+        """Whether `rank` is connected to us or is about to be: then its loss will be noticed here."""
+        link = self._links.get(rank)
+        return link is not None and link.state in (LinkState.CONNECTING, LinkState.OPEN)
+
     def drop_group(self, group: bytes, error: BaseException) -> None:
         """Forget every operation of the group with id `group` (8 bytes), telling no sink; late messages are drained.
 

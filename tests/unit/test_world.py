@@ -15,6 +15,7 @@ import asyncdist as dist
 from asyncdist import world
 from asyncdist.testing import run_world
 
+SIZE = 8
 JUNK = [
     b"",
     b"\xc1",
@@ -35,19 +36,39 @@ JUNK = [
     msgpack.packb([3, 1]),
     msgpack.packb({"abort": 1}),
     msgpack.packb(["abort", 1, "abort", "text", None, [0] * (world.MAX_RANKS_NAMED + 1)]),
+    msgpack.packb(["abort", 1, "lost", "text", SIZE, []]),
+    msgpack.packb(["abort", 1, "lost", "text", -1, []]),
+    msgpack.packb(["abort", 1, "timeout", "text", 0, [SIZE]]),
+    msgpack.packb(["refused", 1, 0, 0, SIZE, "text"]),
+    msgpack.packb(["refused", 1, 1 << 32, 0, 0, "text"]),
+    msgpack.packb(["refused", 1, 0, 1 << 32, 0, "text"]),
+    msgpack.packb(["probe", 1, -1, 0]),
+    msgpack.packb(["status", 1, 0, -1, True]),
+    msgpack.packb(["mismatch", 1, 1 << 32, 0, "text", True]),
+    msgpack.packb(["check", 1, 0, 1 << 32, "terms", "shown"]),
+]
+LARGEST = [
+    ["abort", 1, "lost", "text", SIZE - 1, [0, SIZE - 1]],
+    ["refused", 1, (1 << 32) - 1, (1 << 32) - 1, SIZE - 1, "text"],
+    ["probe", 1, (1 << 32) - 1, (1 << 32) - 1],
 ]
 
 
 @pytest.mark.parametrize("payload", JUNK)
 def test_malformed_control_messages_are_protocol_errors(payload: bytes) -> None:
     with pytest.raises(dist.RemoteProtocolError, match="rank 3 sent"):
-        world._parse(3, payload)
+        world._parse(3, payload, SIZE)
+
+
+@pytest.mark.parametrize("message", LARGEST)
+def test_ranks_tags_and_numbers_at_their_limits(message: list[Any]) -> None:
+    assert world._parse(3, msgpack.packb(message), SIZE) == message
 
 
 @given(st.binary(max_size=64))
 def test_any_bytes_are_understood_or_refused(payload: bytes) -> None:
     try:
-        message = world._parse(0, payload)
+        message = world._parse(0, payload, SIZE)
     except dist.RemoteProtocolError:
         return
     assert message[0] in ("abort", "refused", "probe", "status", "mismatch", "check")

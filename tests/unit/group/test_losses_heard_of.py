@@ -1,0 +1,48 @@
+"""A rank that others have lost, and that never connected to us."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from group_kit import Group, outcome
+
+import asyncdist as dist
+from asyncdist.testing import SimulatedWorld, run_world
+
+
+async def meet(group: Group, one: int, other: int) -> None:
+    """Have two ranks connect."""
+    if group.rank in (one, other):
+        peer = one + other - group.rank
+        await asyncio.gather(group.isend(np.zeros(1), peer, 7), group.recv(np.zeros(1), peer, 7))
+
+
+@pytest.mark.parametrize("acquainted", [False, True])
+def test_receives_from_any_source_raise_once(acquainted: bool) -> None:
+    async def main(group: Group, world: SimulatedWorld) -> None:
+        await meet(group, 0, 1)
+        await meet(group, 0, 2)
+        if acquainted:
+            await meet(group, 1, 2)
+        if group.rank == 0:
+            works = [group.irecv(np.zeros(1), None, 3), group.irecv(np.zeros(1), 1, 3)]
+            await asyncio.sleep(1)
+            world.kill(1)
+            assert [getattr(await outcome(work), "rank", None) for work in works] == [1, 1]
+            await asyncio.sleep(1)
+            await group.isend(np.zeros(1), 2, 3)
+        elif group.rank == 1:
+            await asyncio.sleep(100)
+        else:
+            works = [group.irecv(np.zeros(1), None, 3) for _ in range(2)]
+            for work in works:
+                async with asyncio.timeout(2):
+                    error = await outcome(work)
+                assert isinstance(error, dist.PeerLostError)
+                assert error.rank == 1
+            assert await group.recv(np.zeros(1), None, 3) == 0
+            await asyncio.sleep(1)
+
+    run_world(3, main, pass_world=True)

@@ -1,0 +1,55 @@
+"""What nobody has received when a group is closed takes up no memory afterwards, and holds up no sender."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from group_kit import Group
+from socket_world import socket_world
+
+import asyncdist as dist
+from asyncdist.testing import run_world
+from asyncdist.transport.frame import CREDIT_BYTES, POINT_TO_POINT
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_unmatched_messages_go_with_their_group(late: bool) -> None:
+    """Far more of them than a pair has credit for; `late` ones come when the group is closed already."""
+
+    async def main(group: Group) -> None:
+        for _ in range(2 * CREDIT_BYTES // 40_000):
+            sub = dist.new_group()
+            assert isinstance(sub, Group)
+            if group.rank == 0:
+                if late:
+                    await group.recv(np.zeros(1), 1, 7)
+                sub.isend(np.zeros(5000), 1, 3)
+                await group.isend(np.zeros(1), 1, 8)
+                await sub.close()
+            else:
+                if late:
+                    await sub.close()
+                    await group.isend(np.zeros(1), 0, 7)
+                await group.recv(np.zeros(1), 0, 8)
+                await sub.close()
+                core = group.world.mesh.cores[0]
+                assert core is not None
+                assert core._inbound.windows[POINT_TO_POINT].parked_bytes == 0
+            await group.barrier()
+        assert group.world.mesh.cores[1 - group.rank].statistics()["held"] == 0  # type: ignore[union-attr]
+
+    run_world(2, main, seed=1)
+
+
+async def test_a_large_send_that_its_group_never_takes_ends() -> None:
+    async with socket_world(2) as groups:
+        subs = [group.make_subgroup((0, 1), None, "sub") for group in groups]
+        assert subs[0] is not None
+        assert subs[1] is not None
+        work = subs[0].isend(np.zeros(1_000_000), 1)
+        await subs[1].close()
+        async with asyncio.timeout(5):
+            await work
+            await subs[0].close()
