@@ -44,7 +44,11 @@ class Doorbell:
         self.awake = False
         """Whether nobody need ring until the loop turns."""
         self.page = Segment(PAGE_BYTES, fds, "asyncdist-doorbell")
-        self.eventfd = fds.add_fd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        try:
+            self.eventfd = fds.add_fd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        except BaseException:
+            self.page.release()
+            raise
         self._words = self.page.view.cast("Q")
         self._words[_ASLEEP] = 1
         loop.add_reader(self.eventfd, self._rung)

@@ -160,6 +160,8 @@ class HostMemory:
         if segment is not None:
             self._left_bytes += segment.size
             segment.close()
+            for connection in list(self.connections.values()):
+                connection.unshare(number)
 
     def _number(self) -> int:
         number = self._next_number

@@ -329,6 +329,7 @@ class Inbound:
         window.unasked = False
         window.stall = number if stalled else 0
         self._stalled = any(window.stall for window in self.windows)
+        self._out.queue.drop_asks(channel)
         if channel == POINT_TO_POINT:
             self._any_source.stalled(self, bool(stalled))
         if stalled:

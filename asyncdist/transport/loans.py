@@ -42,6 +42,9 @@ class Segmented(Protocol):
     def tell(self, frame: bytes) -> None:
         """Send a frame in line with messages."""
 
+    def forsake(self, number: int) -> None:
+        """The peer has no segment of that number any more, and may have passed it for something else than arrays."""
+
 
 class Borrowing:
     """A lent message on its way from `source` into the place of `stream`; `done` is called with the last byte."""
@@ -130,7 +133,8 @@ class Loans:
 
     def on_unmap(self, number: int) -> None:
         """UNMAP: the segment goes with the last view of it. It may never have been mapped."""
-        self._borrowed.pop(number, None)
+        if self._borrowed.pop(number, None) is None:
+            self._connection.forsake(number)
 
     def borrow(self, number: int, offset: int, length: int) -> memoryview:
         """Memory of the peer. Raises RemoteProtocolError if it has not offered that."""

@@ -37,6 +37,8 @@ URGENT_CREDIT_BYTES: Final = CREDIT_BYTES // 2
 _LENT: Final = -1
 """Offset of an operation that is lent: the peer copies it."""
 
+_CHANNEL_AT: Final = 28
+"""Where in a frame its key names the channel."""
 _DATA: Final = 0
 _CONTROL: Final = 1
 _FRAGMENT: Final = 2
@@ -116,6 +118,12 @@ class OutputQueue:
         if self._replies > MAX_REPLIES:
             raise RemoteProtocolError(f"the peer does not read: {MAX_REPLIES} answers to it wait")
         self.push_control(frame)
+
+    def drop_asks(self, channel: int) -> None:
+        """The peer's stall has ended, or begins: what asked for messages of an earlier one says nothing any more."""
+        if any(frame[0] == Kind.ASK for frame in self._control):
+            kept = [frame for frame in self._control if frame[0] != Kind.ASK or frame[_CHANNEL_AT] != channel]
+            self._control = deque(kept)
 
     def push_data(self, head: bytes, op: SendOp | None = None, offer_id: int = 0) -> None:
         """Queue a frame that keeps its place among messages.

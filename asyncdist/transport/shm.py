@@ -18,7 +18,7 @@ from asyncdist.errors import ClosedError, RemoteProtocolError
 from asyncdist.transport.connection import MAX_CALL_FRAMES, Connection
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.doorbell import Ringer
-from asyncdist.transport.frame import MAX_CALL_BYTES
+from asyncdist.transport.frame import MAX_CALL_BYTES, Kind, pack_header
 from asyncdist.transport.loans import Loans
 from asyncdist.transport.pairing import Pairing, close_all
 from asyncdist.transport.parcel import ARENA, SEGMENT, Parcel, ParcelReader, send_parcel
@@ -107,6 +107,19 @@ class ShmConnection(Connection):
         if number not in self._numbers:
             send_parcel(self._sock, SEGMENT, number, segment.size, (segment.fd,))
             self._numbers.add(number)
+
+    def unshare(self, number: int) -> None:
+        """We have no segment of that number any more: should the peer not have taken it, it need not keep it for us."""
+        if number in self._numbers:
+            self._numbers.discard(number)
+            self.tell(pack_header(Kind.UNMAP, length=number))
+
+    def forsake(self, number: int) -> None:
+        """The peer has no segment of that number any more."""
+        if number not in self.attached and number not in self._lacking and self._sock is not None and self._hung_up < 0:
+            self._parcel_came()  # it was passed before it was given up
+        self.attached.pop(number, None)
+        self._lacking.discard(number)
 
     def offer(self, number: int) -> None:
         """Have the peer map a segment of our arrays. Raises OSError, ClosedError."""
@@ -203,7 +216,7 @@ class ShmConnection(Connection):
         if self._sock is not None and self._hung_up < 0:
             self._loop.remove_reader(self._sock.fileno())
             self._hung_up = 0 if self._reader is None else self._reader.sent
-            self._drain()
+            self._loop.call_soon(self._drain)  # not at once: what asked for a parcel may be a frame that is being read
 
     def _drain(self) -> None:
         reader = self._reader

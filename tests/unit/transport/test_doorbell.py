@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator
 
 import pytest
-from mesh_world import eventually
+from mesh_world import eventually, open_fds
 
 from asyncdist.transport import doorbell as doorbell_module
 from asyncdist.transport.doorbell import Doorbell, Ringer
@@ -42,6 +42,18 @@ async def bell() -> AsyncIterator[Bell]:
     made.doorbell.close()
     made.doorbell.close()
     made.ringer.ring()  # nobody is there any more
+
+
+async def test_without_an_eventfd_nothing_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    before = len(open_fds())
+    monkeypatch.setattr(os, "eventfd", refuse)
+    for _ in range(3):
+        with pytest.raises(OSError, match="Too many"):
+            Doorbell(asyncio.get_running_loop(), SocketSet(lambda: None))
+    assert len(open_fds()) == before
 
 
 async def test_a_sleeper_is_woken(bell: Bell) -> None:

@@ -238,6 +238,25 @@ def test_a_peer_that_reads_may_cause_any_number_of_answers(victim: Victim) -> No
         victim.feed(*(offer(start + index) for index in range(1, 1000)))
 
 
+def test_a_peer_that_stalls_again_and_again_and_does_not_read(victim: Victim) -> None:
+    """What it is asked for in one stall is not kept for the next, and other frames are."""
+    for tag in range(500):
+        receive(victim.pair.b, victim.sink, p2p(tag), None, ("r", tag))
+    victim.pair.b.send_control(b"x")
+    victim.pair.ba.capacity = 0
+    for number in range(1, 40):
+        victim.feed(stalled(1, number), stalled(1, number, channel=1))
+        assert len(victim.pair.b._out.queue._control) <= 501
+        victim.feed(stalled(0, number), stalled(0, number, channel=1))
+    victim.feed(stalled(1, 40), stalled(1, 40, channel=1), stalled(0, 40, channel=1))
+    victim.pair.ba.capacity = 1 << 60
+    victim.pair.b._out.queue.blocked = False
+    victim.pair.b.kick()
+    victim.pair.ba.deliver()
+    assert victim.pair.a._out.windows[0].asked == {}, "it is in no stall"
+    assert len(victim.pair.b._out.queue._control) == 0
+
+
 def test_an_aborted_message_fails_its_receive(victim: Victim) -> None:
     receive(victim.pair.b, victim.sink, p2p(1), None, "r")
     victim.feed(offer(1, length=MIB), pack_fragment(1, 0, 3) + b"abc", pack_fragment(1, 0, 0, flags=FLAG_ABORT))

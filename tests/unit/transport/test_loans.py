@@ -44,6 +44,7 @@ class Side:
         self.core = core
         self.other: Side
         self.deaf = False
+        self.forsaken: list[int] = []
         loop: Any = FakeLoop()
         numbers = iter(range(1, 1 << 30))
         self.arrays = SharedArrays(loop, FDS, lambda: next(numbers), lambda number: self.loans.gone(number))
@@ -56,6 +57,9 @@ class Side:
 
     def tell(self, frame: bytes) -> None:
         self.core.send_frame(frame)
+
+    def forsake(self, number: int) -> None:
+        self.forsaken.append(number)
 
     def array(self, nbytes: int) -> memoryview:
         made = self.arrays.empty((nbytes,), np.dtype(np.uint8))
@@ -360,6 +364,7 @@ class TestHostile:
     def test_news_of_unknown_segments_is_harmless(self, pair: LendingPair) -> None:
         self.feed(pair, pack_header(Kind.MAPPED, length=99))
         self.feed(pair, pack_header(Kind.UNMAP, length=99))
+        assert pair.sides[1].forsaken == [99]
         data = pair.sides[1].array(LARGE)
         assert pair.sides[1].loans.lend(data) is None
 
