@@ -79,7 +79,7 @@ def test_a_shifted_block_of_the_output_may_be_the_input() -> None:
 
 def test_a_chunk_is_usable_while_the_next_is_in_flight() -> None:
     async def main(group: Group) -> None:
-        x = np.full(4 * CHUNK, group.rank, "u1")
+        x = np.full(8 * CHUNK, group.rank, "u1")
         stream = group.broadcast_stream(x, 0, chunk_bytes=CHUNK)
         if group.rank == 0:
             await stream.work
