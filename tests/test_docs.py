@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +13,7 @@ from asyncdist.plan.registry import ALGORITHMS, SHARED_ALGORITHMS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+BENCHMARKS = sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
 SOURCES = [path for folder in ("asyncdist", "server") for path in (ROOT / folder).rglob("*.py")]
 VARIABLE = re.compile(r"ASYNCDIST_[A-Z]+(?:_[A-Z]+)*\b(?!_)")
 
@@ -55,15 +55,24 @@ def test_every_algorithm_is_documented_for_its_collectives() -> None:
     assert {pair for pair in documented if pair[0] in ALGORITHMS} == every
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *BENCHMARKS], ids=lambda path: path.name)
 def test_every_link_leads_somewhere(document: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", document.read_text())
     assert not [link for link in links if "://" not in link and not (document.parent / link).exists()]
 
 
-def test_the_example_of_the_test_kit_passes() -> None:
-    source = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "testing.md").read_text(), re.DOTALL)
-    assert source is not None
-    namespace: dict[str, Any] = {}
-    exec(source[1], namespace)
-    namespace["test_the_mean"]()
+def anchors_of(page: Path) -> set[str]:
+    """What GitHub makes of a page's headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *BENCHMARKS], ids=lambda path: path.name)
+def test_every_anchor_of_a_link_is_a_heading(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text())
+    assert not [
+        (target, anchor)
+        for target, anchor in links
+        if anchor not in anchors_of(document.parent / target if target else document)
+    ]

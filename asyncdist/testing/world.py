@@ -90,6 +90,9 @@ def run_world(
     With `pass_world`, `main(group, world)` also gets the `SimulatedWorld`. A `seed` makes timing random and
     repeatable. The first rank's failure is raised once all have ended; `DeadlockError` when nothing can happen any
     more. Groups are closed when `main` returns, and aborted when it raises.
+
+    Virtual time does not pass in threads: ranks that wait for one (`fake_cuda`, `asyncio.to_thread`) need a
+    `loop_factory` of real time, such as `asyncio.new_event_loop`.
     """
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_run(size, main, seed, latency_s, timeout_s, pass_world))
