@@ -57,10 +57,12 @@ async def main():
         x = cuda.runtime.array(np.ones(3))
         await dist.all_reduce(x)
         x = cuda.runtime.array(np.ones(2_000_000))
-        works = [dist.all_reduce(x) for _ in range(4)]
+        works = [dist.all_reduce(x) for _ in range(3 if group.rank == 1 else 4)]  # the last one needs the victim
         if group.rank == 1:
-            await asyncio.sleep(0.01)
+            for other in (0, 2):
+                await dist.recv(np.zeros(1), other)  # what they issue after its death would fail at the call
             os.kill(os.getpid(), signal.SIGKILL)
+        await dist.send(np.zeros(1), 1)
         try:
             for work in works:
                 await work
