@@ -39,6 +39,7 @@ from asyncdist.api.collectives import (
 )
 from asyncdist.api.exchange import all_to_all, all_to_all_single
 from asyncdist.api.groups import GroupMember, new_group
+from asyncdist.api.manual import complete_help as _complete_help
 from asyncdist.api.memory import empty, zeros
 from asyncdist.api.monitored import monitored_barrier
 from asyncdist.api.multi_device import (
@@ -270,3 +271,5 @@ __all__ = [
     "supports_complex",
     "zeros",
 ]
+
+_complete_help(function for name, function in list(globals().items()) if name in __all__ and callable(function))

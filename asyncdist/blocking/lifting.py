@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, ParamSpec, TypeVar
 
+from asyncdist.api.manual import AWAITED, WITHDRAWN
 from asyncdist.backend.crossing import carried
 from asyncdist.blocking.group import ProcessGroup, inner_of
 from asyncdist.blocking.session import Session, current_session, refuse_loop
@@ -16,6 +17,16 @@ __all__ = ["asked", "collective", "completed", "issued", "original"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_ISSUED: Final = "Issued at the call; returns what is to be waited for at once."
+_COMPLETED: Final = "Waits and returns the result. Ctrl-C ends the waiting; the operation goes on."
+_WITHDRAWN: Final = """\
+Waits and returns the result. Ctrl-C ends the waiting; if no message had matched, the receive is withdrawn and loses
+none."""
+_COLLECTIVE: Final = """\
+Waits and returns None, or what it makes; with `async_op=True` returns a `Work` at once. Ctrl-C ends the waiting; the
+operation goes on."""
+"""How a call ends, in place of what is said of awaiting."""
 
 _ORIGINAL: Final = "_asyncdist_original"
 
@@ -37,7 +48,7 @@ def asked(function: Callable[P, T]) -> Callable[P, T]:
         answer: T = session.call(function, *_arguments(args, kwargs))
         return answer
 
-    return _marked(lifted, function)
+    return _marked(lifted, function, "", "")
 
 
 def issued(function: Callable[P, Any]) -> Callable[P, Any]:
@@ -47,7 +58,7 @@ def issued(function: Callable[P, Any]) -> Callable[P, Any]:
     def lifted(*args: P.args, **kwargs: P.kwargs) -> Any:
         return _run(Session.call, function, args, kwargs)
 
-    return _marked(lifted, function)
+    return _marked(lifted, function, _ISSUED, _ISSUED)
 
 
 def completed(function: Callable[P, Awaitable[T]], *, returns_nothing: bool = False) -> Callable[P, T]:
@@ -58,7 +69,7 @@ def completed(function: Callable[P, Awaitable[T]], *, returns_nothing: bool = Fa
         result: T = _run(Session.complete, function, args, kwargs)
         return None if returns_nothing else result  # type: ignore[return-value]
 
-    return _marked(lifted, function)
+    return _marked(lifted, function, _COMPLETED, _WITHDRAWN)
 
 
 def collective(function: Callable[..., Awaitable[Any]], *, returns_result: bool = False) -> Callable[..., Any]:
@@ -84,11 +95,13 @@ def collective(function: Callable[..., Awaitable[Any]], *, returns_result: bool 
 
     every = [*parameters[:place], async_op, *parameters[place:]]
     lifted.__signature__ = signature.replace(parameters=every, return_annotation="Any")  # type: ignore[attr-defined]
-    return _marked(lifted, function)
+    return _marked(lifted, function, _COLLECTIVE, _COLLECTIVE)
 
 
-def _marked(lifted: Callable[P, T], function: Callable[..., Any]) -> Callable[P, T]:
+def _marked(lifted: Callable[P, T], function: Callable[..., Any], awaited: str, withdrawn: str) -> Callable[P, T]:
     lifted.__module__ = "asyncdist.blocking"
+    if lifted.__doc__:
+        lifted.__doc__ = lifted.__doc__.replace(AWAITED, awaited).replace(WITHDRAWN, withdrawn)
     setattr(lifted, _ORIGINAL, function)
     return lifted
 

@@ -71,7 +71,10 @@ def broadcast_parameters(
     """Copy each of rank `src`'s `parameters` (arrays of any shapes and dtypes) into everybody's.
 
     The result is their list; `src` is the group's first rank by default, and only reads its own. What is said at
-    `average_gradients` about lists, buckets and errors holds here too.
+    `average_gradients` about lists and buckets holds here too.
+
+    Raises TypeError and ValueError, before anything is sent, for no or unsuitable arrays; the other ranks raise
+    CollectiveMismatchError then. Cancelling a waiter ends only its waiting.
     """
     found = resolve(group)
     operation = "broadcast_parameters"

@@ -1,0 +1,86 @@
+"""What `help(asyncdist.all_reduce)` says: a function's own words, its group's method's, and what all of a kind share.
+
+The shared part is written once, here. It is put together when the package is imported, which costs a few string
+operations.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from asyncdist.deadline import INHERIT
+from asyncdist.group import ProcessGroup
+
+__all__ = ["AWAITED", "WITHDRAWN", "complete_help"]
+
+AWAITED: Final = """\
+Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; cancelling a
+waiter ends only its waiting."""
+
+WITHDRAWN: Final = """\
+Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; when the last
+waiter is cancelled before a message matched, the receive is withdrawn and loses none."""
+
+_COLLECTIVE: Final = """\
+All ranks of the group call it, in the same order for each `tag`: tasks that call at the same time take different tags.
+`timeout` (seconds, a timedelta, None for no limit; by default the group's) bounds the operation.
+
+Raises TypeError and ValueError at the call for wrong arguments, before a byte moves: the other ranks raise
+CollectiveMismatchError then, and the group goes on. So do all where ranks differ in operation, size, dtype, reduction
+or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the group on all
+ranks: later calls raise GroupAbortedError."""
+
+_MESSAGE: Final = """\
+Matched by source and `tag` (an int of at least 0), in order. `timeout` (seconds or a timedelta; None, the default, is
+no limit) bounds the operation: CollectiveTimeoutError, and nothing is lost if no message has matched.
+
+Raises TypeError and ValueError at the call for wrong arguments, PeerLostError (`.rank`) where the other rank is lost;
+messages between other ranks go on."""
+
+_ARRAYS: Final = """\
+Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a GPU's
+(`__cuda_array_interface__`), of any dtype of fixed size; those of host memory may be strided. Until the Work is done
+they belong to the operation."""
+
+_REDUCED: Final = "Which dtypes an `op` takes is said at `ReduceOp`."
+_RANKS: Final = "`{0}` is a global rank, also in a smaller group; `group_{0}` is one of the group, as its methods take."
+
+_METHODS: Final = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+"""Functions whose method has another name."""
+
+_ARRAY_NAMES: Final = ("tensor", "array", "input", "output")
+
+
+def complete_help(functions: Iterable[Callable[..., Any]]) -> None:
+    """Complete the docstrings of module functions that act on a group; those that say all themselves stay."""
+    for function in dict.fromkeys(functions):  # `send` and `isend` are one
+        own = function.__doc__
+        if not own or "see `ProcessGroup." not in own.replace("See", "see"):  # no docstrings under -OO
+            continue
+        method = getattr(ProcessGroup, _METHODS.get(function.__name__, function.__name__), None)
+        parts = [inspect.cleandoc(own), *_of_method(method), *_shared(function)]
+        function.__doc__ = "\n\n".join(parts)
+
+
+def _of_method(method: Callable[..., Any] | None) -> list[str]:
+    text = inspect.getdoc(method) if method is not None else None
+    return [] if not text else [f"ProcessGroup.{getattr(method, '__name__', '')}: {text}"]
+
+
+def _shared(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters
+    if "timeout" not in parameters:
+        return []
+    parts = []
+    roots = [name for name in ("src", "dst") if name in parameters]
+    if roots:
+        parts.append(_RANKS.format(roots[0]))
+    if any(kind in name for name in parameters for kind in _ARRAY_NAMES):
+        parts.append(_ARRAYS + (f" {_REDUCED}" if "op" in parameters else ""))
+    collective = parameters["timeout"].default is INHERIT
+    parts.append(_COLLECTIVE if collective else _MESSAGE)
+    if "stream" not in function.__name__:  # what those return is iterated over, as their own words say
+        parts.append(WITHDRAWN if function.__name__.startswith("recv") else AWAITED)
+    return parts

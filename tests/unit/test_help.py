@@ -1,0 +1,59 @@
+"""`help` of a public function says what must be known to call it, without another page."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import asyncdist
+from asyncdist import blocking
+from asyncdist.deadline import INHERIT
+
+FUNCTIONS = [name for name in asyncdist.__all__ if inspect.isfunction(getattr(asyncdist, name))]
+TIMED = [name for name in FUNCTIONS if "Work" in str(inspect.signature(getattr(asyncdist, name)).return_annotation)]
+TIMED.remove("batch_isend_irecv")  # a list of P2POps: what it raises is said in its own words
+
+
+def help_of(name: str) -> str:
+    return inspect.getdoc(getattr(asyncdist, name)) or ""
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_errors_time_outs_and_cancelling_are_said(name: str) -> None:
+    text, parameters = help_of(name), inspect.signature(getattr(asyncdist, name)).parameters
+    for word in ("TypeError", "ValueError", "CollectiveMismatchError" if of_all(name) else "PeerLostError", "ancel"):
+        assert word in text
+    assert "timeout" in text or name in ("average_gradients", "broadcast_parameters")
+    if parameters.keys() & {"tensor", "array", "input", "output", "input_tensor"} and "(arrays" not in text:
+        assert "buffer protocol" in text
+        assert "dtype" in text
+    for root in parameters.keys() & {"src", "dst"}:
+        assert f"`{root}`" in text
+    assert text.count("Issued at the call") <= 1  # completed once
+
+
+def of_all(name: str) -> bool:
+    return inspect.signature(getattr(asyncdist, name)).parameters["timeout"].default is INHERIT
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_lines_fit_a_terminal_and_nothing_is_left_out(name: str) -> None:
+    text = help_of(name)
+    assert not [line for line in text.splitlines() if len(line) > 160]
+    assert len(text) > 20
+
+
+@pytest.mark.parametrize("name", [name for name in TIMED if name in blocking.__all__])
+def test_blocking_functions_do_not_speak_of_awaiting(name: str) -> None:
+    text = inspect.getdoc(getattr(blocking, name)) or ""
+    assert "`await work`" not in text
+    if "see `ProcessGroup." in help_of(name):
+        assert "Waits and returns" in text or "returns what is to be waited for" in text
+
+
+def test_without_docstrings_it_is_imported_all_the_same() -> None:
+    done = subprocess.run([sys.executable, "-OO", "-c", "import asyncdist.blocking"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
