@@ -3,12 +3,14 @@
 A journal is a row of batches. Each says of whatever changed since the one before what it is now; what nothing is said
 of in any later batch is still as an earlier one has it. So the oldest batch can be dropped once what of it is still
 valid has been said again, and the journal needs no snapshots and stays below twice the size of what the store holds.
+What was appended to a value is said alone, and together with all before it when that has to be said again.
 
 A batch consists of sections (kind, namespace, rows), in this order, rows being
 
     CLIENTS    (client id, its namespace, or None if it was forgotten)
     REPLIES    (client id, [reply...]), replies to mutations
     VALUES     (key, value, lease id), the lease 0 for none; value None if the key is gone
+    PIECES     (key, where it begins, piece): the value goes on with this; void where the value was not said before
     QUEUES     (key, number of the first item, of the one after the last); both 0 if the queue is gone
     ITEMS      (key, number, item)
     LEASES     (lease id, ttl in seconds, the client it is bound to or None); ttl None if the lease is gone
@@ -39,6 +41,7 @@ LEASES: Final = 6
 HOLDS: Final = 7
 HISTORIES: Final = 8
 EVENTS: Final = 9
+PIECES: Final = 10
 
 CLEAN: Final = 1
 """Flag of a batch: the store stopped after it, nothing is missing."""
@@ -147,11 +150,18 @@ class BatchMaker:
         namespace = self._engine.namespaces.get(name) or Namespace(name)
         changes.touched = False
         if changes.keys:
-            keys, changes.keys = changes.keys, set()
-            rows = _value_rows(changes.homes, namespace, keys, self._next_row)
+            rows = _value_rows(changes.homes, namespace, changes.keys, self._next_row)
             if rows:
                 sections.append((VALUES, name, rows))
                 subjects.append((VALUES, name, [row[0] for row in rows if row[1] is not None]))
+        if changes.appended:
+            values, keys = namespace.values, changes.keys
+            pieces = [(key, start, values[key][start:]) for key, start in changes.appended.items() if key not in keys]
+            if pieces:
+                sections.append((PIECES, name, pieces))
+            changes.appended = {}
+        if changes.keys:
+            changes.keys = set()
         if changes.queues or changes.items:
             queues, changes.queues = changes.queues, set()
             items, changes.items = changes.items, {}

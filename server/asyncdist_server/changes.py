@@ -16,6 +16,7 @@ class NamespaceChanges:
     """What changed in one namespace, and where in the journal its keys were written last."""
 
     __slots__ = (
+        "appended",
         "bounds",
         "events",
         "histories",
@@ -35,6 +36,7 @@ class NamespaceChanges:
         self.name = name
         self.touched = False
         self.keys: set[bytes] = set()
+        self.appended: dict[bytes, int] = {}  # how much of each value was there before
         self.queues: set[bytes] = set()
         self.items: dict[tuple[bytes, int], bytes] = {}
         self.leases: set[int] = set()
@@ -61,6 +63,15 @@ class NamespaceChanges:
         self.keys.add(key)
         if not self.touched:
             self._touch()
+
+    def appended_to(self, key: bytes, start: int) -> None:
+        """Note that the value of `key` goes on behind its first `start` bytes, which are as they were."""
+        if key in self.keys or key not in self.homes:
+            self.key(key)
+        else:
+            self.appended.setdefault(key, start)
+            if not self.touched:
+                self._touch()
 
     def pushed(self, key: bytes, item: bytes, at_head: bool) -> None:
         """Note that `item` was queued."""

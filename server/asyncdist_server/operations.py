@@ -149,10 +149,13 @@ def _append(state: StoreState, client: Client, request: Request, now: float) -> 
     request_id, _, key, value = request
     if type(key) is not bytes or type(value) is not bytes:
         raise malformed(request)
-    old = client.namespace.values.get(key, b"")
-    if len(old) + len(value) > state.limits.value_bytes:
-        return request_id, LIMIT, f"the value would have {len(old) + len(value)} bytes"
-    refused = state.put(client.namespace, key, old + value, keep_lease=True)
+    old = client.namespace.values.get(key)
+    if old is None:
+        refused = state.put(client.namespace, key, value, keep_lease=True)
+    elif len(old) + len(value) > state.limits.value_bytes:
+        refused = f"the value would have {len(old) + len(value)} bytes, allowed are {state.limits.value_bytes}"
+    else:
+        refused = state.put(client.namespace, key, old + value, keep_lease=True, kept=len(old))
     return (request_id, LIMIT, refused) if refused else (request_id, OK, None)
 
 

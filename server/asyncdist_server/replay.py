@@ -20,6 +20,7 @@ from asyncdist_server.batch import (
     HOLDS,
     ITEMS,
     LEASES,
+    PIECES,
     QUEUES,
     REPLIES,
     ROLLED_BACK,
@@ -43,6 +44,8 @@ class _Stored:
 
     def __init__(self) -> None:
         self.values: dict[bytes, tuple[bytes, int]] = {}
+        self.pieces: dict[bytes, list[bytes]] = {}  # what was appended to a value
+        self.lengths: dict[bytes, int] = {}  # of a value with its pieces
         self.homes: dict[bytes, int] = {}
         self.bounds: dict[bytes, tuple[int, int]] = {}
         self.items: dict[bytes, dict[int, bytes]] = {}
@@ -86,7 +89,8 @@ class Replay:
             else:
                 self._take(number, kind, self._namespaces.setdefault(name, _Stored()), rows)
                 wide = kind in (ITEMS, EVENTS)
-                subjects.append((kind, name, [(row[0], row[1]) if wide else row[0] for row in rows]))
+                if kind != PIECES:  # these go with their value
+                    subjects.append((kind, name, [(row[0], row[1]) if wide else row[0] for row in rows]))
         self._batches.append(Written(number, number + 1, size, subjects))
 
     def forget_histories(self) -> None:
@@ -112,6 +116,10 @@ class Replay:
                 else:
                     stored.values[key] = value, lease_id
                     stored.homes[key] = number
+                stored.pieces.pop(key, None)
+        elif kind == PIECES:
+            for key, start, piece in rows:
+                _append(stored, key, start, piece)
         elif kind == QUEUES:
             for key, head, tail in rows:
                 if head < tail:
@@ -137,7 +145,7 @@ class Replay:
                     if kind == HISTORIES:
                         stored.events.pop(key, None)
                 else:
-                    tables[kind][key] = tuple(what)
+                    tables[kind][key] = (what[0], what[1] if len(what) > 1 else 0) if kind == HISTORIES else tuple(what)
 
     # ---- back into an engine
 
@@ -178,6 +186,8 @@ class Replay:
         for lease_id, (ttl_s, owner) in stored.leases.items():
             _restore_lease(state, namespace, lease_id, ttl_s, owner)
         for key, (value, lease_id) in stored.values.items():
+            if key in stored.pieces:
+                value = b"".join((value, *stored.pieces[key]))
             state.memory_bytes += namespace.growth_by_value(key, value)
             namespace.values[key] = value
             if lease_id in namespace.leases:
@@ -193,6 +203,20 @@ class Replay:
             _restore_hold(state, namespace, prefix, linger_s, lease_ids, now)
             if job is not None:
                 _restore_job(state, namespace, prefix, *job)
+
+
+def _append(stored: _Stored, key: bytes, start: int, piece: bytes) -> None:
+    """Take what was appended to a value. One whose beginning was dropped from the journal was replaced later."""
+    if key not in stored.values:
+        return
+    pieces = stored.pieces.get(key)
+    if pieces is None:
+        pieces = stored.pieces[key] = []
+        stored.lengths[key] = len(stored.values[key][0])
+    if start != stored.lengths[key]:
+        raise ValueError(f"{start} bytes of {key[:40]!r} should be known, and {stored.lengths[key]} are")
+    pieces.append(piece)
+    stored.lengths[key] += len(piece)
 
 
 def _restore_lease(state: StoreState, namespace: Namespace, lease_id: int, ttl_s: float, owner: bytes | None) -> None:

@@ -26,7 +26,9 @@ from asyncdist_server.messages import INCARNATION_BYTES
 
 APPLICATION_ID: Final = 0x61646A6C
 """What says in the file's header that it is a journal of this daemon ("adjl")."""
-FORMAT: Final = 1
+FORMAT: Final = 2
+"""Format 1 has no pieces of values, and of histories no time. It is read, and goes on as format 2."""
+READABLE_FORMATS: Final = (1, FORMAT)
 CHECKPOINT_BYTES: Final = 16 * 1024 * 1024
 """After so much the write-ahead log is copied into the main file: so seldom that it costs little."""
 PAGE_BYTES: Final = 4096
@@ -110,6 +112,8 @@ class SqliteJournal:
             raise JournalError(f"{self._path} cannot have a write-ahead log ({mode}); use a directory on a local disk")
         for setting in ("synchronous = FULL", "fullfsync = ON", "checkpoint_fullfsync = ON"):
             db.execute(f"PRAGMA {setting}")
+        if db.execute("PRAGMA user_version").fetchone()[0] != FORMAT:
+            db.execute(f"PRAGMA user_version = {FORMAT}")  # before anything is written that older versions misread
         db.execute("PRAGMA secure_delete = OFF")  # some builds overwrite what was deleted
         db.execute("PRAGMA wal_autocheckpoint = 0")  # `tidy` does it, and looks at the result
 
@@ -247,8 +251,8 @@ def _check_kind(db: sqlite3.Connection, path: Path) -> None:
     kind, version = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
     if kind != APPLICATION_ID:
         raise JournalError(f"{path} is not a journal of asyncdist-server")
-    if version != FORMAT:
-        raise JournalError(f"{path} has format {version}, this version of asyncdist-server knows {FORMAT}")
+    if version not in READABLE_FORMATS:
+        raise JournalError(f"{path} has format {version}, this version of asyncdist-server knows up to {FORMAT}")
 
 
 def _read_rows(db: sqlite3.Connection, path: Path, row: RowReader) -> None:

@@ -113,11 +113,18 @@ class StoreState:
     # ---- values
 
     def put(
-        self, namespace: Namespace, key: bytes, value: bytes, keep_lease: bool = False, always: bool = False
+        self,
+        namespace: Namespace,
+        key: bytes,
+        value: bytes,
+        keep_lease: bool = False,
+        always: bool = False,
+        kept: int | None = None,
     ) -> str:
         """Store `value` and wake who waits for `key`, or change nothing and return why.
 
-        A lease that the key is bound to lets go of it unless `keep_lease`. With `always` no limit refuses it.
+        A lease that the key is bound to lets go of it unless `keep_lease`. With `always` no limit refuses it. `kept`
+        is how much of the value is as it was, where it only becomes longer.
         """
         growth = namespace.growth_by_value(key, value)
         if (
@@ -133,7 +140,10 @@ class StoreState:
         self.memory_bytes += growth
         namespace.values[key] = value
         if namespace.changes is not None:
-            namespace.changes.key(key)
+            if kept is None:
+                namespace.changes.key(key)
+            else:
+                namespace.changes.appended_to(key, kept)
         if namespace.leased and not keep_lease:
             self.leases.detach(namespace, key)
         if namespace.histories:

@@ -47,6 +47,7 @@ requests = st.one_of(
     st.tuples(st.just(SET), keys, values),
     st.tuples(st.just(ADD), keys, st.integers(-5, 5)),
     st.tuples(st.just(APPEND), keys, values),
+    st.tuples(st.just(APPEND), keys, values),
     st.tuples(st.just(COMPARE_SET), keys, values, values),
     st.tuples(st.just(DELETE), keys),
     st.tuples(st.just(MULTI_SET), st.tuples(keys, keys), st.tuples(values, values)),

@@ -126,6 +126,32 @@ async def test_what_was_under_way_is_applied_once(tmp_path: Path, place: str) ->
             assert await store.queue_len("queue") == 1
 
 
+@pytest.mark.parametrize(
+    ("place", "count"), [("begun", 40), ("written", 60), ("written", 120), ("committed", 90), ("checkpointed", 2)]
+)
+async def test_a_long_value_that_is_appended_to_survives_any_instant(tmp_path: Path, place: str, count: int) -> None:
+    """Before, in and after the commit of a piece, while the journal gives up old pieces, after a checkpoint."""
+    with daemon(tmp_path / "data") as running:
+        running.start(**{VARIABLE: f"{place}:{count}"})
+        async with TCPStore("127.0.0.1", running.port, namespace="job") as store, asyncio.timeout(DEADLINE_S):
+            dying = asyncio.ensure_future(asyncio.get_running_loop().run_in_executor(None, running.communicate))
+            pieces: list[bytes] = []
+            while not dying.done():
+                pieces.append(b"%d," % len(pieces) * 20_000)
+                appending = store.append("log", pieces[-1])
+                other = store.set("hot", b"x" * 100_000)
+                await asyncio.wait([dying, asyncio.gather(appending, other)], return_when=asyncio.FIRST_COMPLETED)
+            assert running.process is not None
+            assert running.process.returncode == -9
+            running.start()
+            await asyncio.gather(appending, other)
+            assert await store.get("log") == b"".join(pieces)
+            await store.append("log", b"end")
+            restart(running)
+            assert await store.get("log") == b"".join(pieces) + b"end"
+        running.stop()
+
+
 async def test_leases_begin_anew_and_locks_stay_held(running: Daemon) -> None:
     async with (
         TCPStore("127.0.0.1", running.port, namespace="job") as holder,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ from journal_kit import JournaledEngine, MemoryJournal, contents
 
 from asyncdist_server import batch, history
 from asyncdist_server.batch import CLEAN, GAPS, ROLLED_BACK, SLACK_BYTES
-from asyncdist_server.engine import Client
+from asyncdist_server.engine import Client, StoreEngine
 from asyncdist_server.messages import (
     ADD,
+    APPEND,
     CLIENT_LINGER_S,
     COMPACTED,
     DELETE,
@@ -25,6 +27,7 @@ from asyncdist_server.messages import (
     SET_LEASED,
     WATCH,
 )
+from asyncdist_server.replay import Replay
 
 CLIENT = b"client-012345678"
 STEP_S = history.HISTORY_LINGER_S / history.HISTORY_STEPS
@@ -161,6 +164,110 @@ def test_a_journal_stays_in_proportion_to_what_the_store_holds() -> None:
     before = contents(store.store.engine)
     store.restart()
     assert contents(store.store.engine) == before
+
+
+def test_an_append_costs_what_was_appended() -> None:
+    store = Store()
+    store.ask(SET, b"static", b"s" * 100_000)
+    store.ask(SET, b"log", b"x" * 500_000)
+    store.store.commit()
+    written = 0
+    for number in range(1000):
+        store.ask(APPEND, b"log", b"%099d\n" % number)
+        written += store.store.commit().bytes
+    assert written < 1000 * 300  # with the reply that is remembered
+    before = contents(store.store.engine)
+    store.restart()
+    assert contents(store.store.engine) == before
+
+
+def test_a_push_and_a_pop_cost_one_item_however_long_the_queue_is() -> None:
+    store = Store()
+    for _ in range(5000):
+        store.ask(QUEUE_PUSH, b"queue", b"item" * 10)
+    store.store.commit()
+    for _ in range(10):
+        store.ask(QUEUE_PUSH, b"queue", b"item" * 10)
+        assert store.store.commit().bytes < 200
+        store.ask(QUEUE_POP, b"queue", 0)
+        assert store.store.commit().bytes < 200
+
+
+def test_appending_for_long_costs_in_proportion_and_the_journal_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that only grows is said again as a whole now and then, so that its many pieces can be dropped."""
+    monkeypatch.setattr(batch, "SLACK_BYTES", 20_000)
+    store = Store()
+    store.ask(SET, b"static", b"s" * 10_000)
+    sizes = []
+    for number in range(6000):
+        store.ask(APPEND, b"log", b"%019d\n" % number)
+        store.store.engine.frames_sent(store.client, 1)
+        store.store.engine.acknowledge(store.client, store.client._frames_sent)
+        sizes.append(store.store.commit().bytes)
+        assert store.store.maker.bytes <= 2 * store.store.engine.memory_bytes + 150_000
+        if number in (1500, 4000):
+            store.restart()
+    assert sum(sizes) < 10 * 20 * 6000
+    assert sum(size > 10_000 for size in sizes) > 3  # the value as a whole
+    assert min(store.journal.rows) > 3000
+    before = contents(store.store.engine)
+    store.restart()
+    assert contents(store.store.engine) == before
+
+
+def test_a_value_is_what_was_said_last_of_it_however_it_came_about() -> None:
+    """Appends before and after what says the whole value, within one batch and in several."""
+    changes = {"a": (APPEND, b"k", b"12"), "s": (SET, b"k", b"3"), "d": (DELETE, b"k"), "n": (ADD, b"k", 1), "c": None}
+    for program in itertools.product("asdnc", repeat=4):
+        store = Store()
+        for name in program:
+            change = changes[name]
+            if change is None:
+                store.store.commit()
+            else:
+                store.ask(*change)
+        before = contents(store.store.engine)
+        store.restart()
+        assert contents(store.store.engine) == before, program
+
+
+def test_pieces_of_a_value_that_was_replaced_are_void(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its beginning is dropped first: then there are pieces whose value is not known any more."""
+    monkeypatch.setattr(batch, "SLACK_BYTES", -1000)
+    monkeypatch.setattr(batch, "CLEAN_AT_ONCE_BYTES", 0)
+    store = Store()
+    store.ask(SET, b"k", b"first")
+    store.store.commit()
+    for _ in range(20):
+        store.ask(APPEND, b"k", b"piece")
+        store.store.commit()
+    store.ask(SET, b"k", b"second")
+    for number in range(30):
+        store.store.commit()
+        before = contents(store.store.engine)
+        store.restart()
+        assert contents(store.store.engine) == before, number
+    assert min(store.journal.rows) > 20
+
+
+def test_a_piece_that_does_not_fit_is_damage() -> None:
+    store = Store()
+    store.ask(SET, b"k", b"value")
+    store.store.commit()
+    for start in (4, 6):
+        replay = Replay()
+        store.journal.read(replay.row)
+        with pytest.raises(ValueError, match=rf"{start} bytes of b'k' should be known, and 5 are"):
+            replay.row(2, 10, 1, 0, [(batch.PIECES, "job", [(b"k", start, b"more")])])
+
+
+def test_a_history_of_an_older_journal_has_all_its_time() -> None:
+    replay = Replay()
+    replay.row(1, 10, 7, 0, [(batch.HISTORIES, "job", [(b"p", 3)])])
+    engine = StoreEngine(b"")
+    replay.fill(engine, 0.0)
+    found = engine.namespaces["job"].histories[b"p"]
+    assert (found.floor, found.steps) == (3, 0)
 
 
 def test_events_that_were_dropped_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

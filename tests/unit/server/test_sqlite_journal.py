@@ -164,7 +164,7 @@ def test_a_changed_value_is_named_by_its_row(tmp_path: Path) -> None:
         ("UPDATE log SET contents = (SELECT contents FROM log WHERE number = 2) WHERE number = 3", "row 3 has a wrong"),
         ("UPDATE log SET contents = 'text' WHERE number = 1", "row 1 has a wrong checksum"),
         ("UPDATE store SET incarnation = x'00'", "is not the journal that was made in"),
-        ("PRAGMA user_version = 2", "has format 2, this version of asyncdist-server knows 1"),
+        ("PRAGMA user_version = 3", "has format 3, this version of asyncdist-server knows up to 2"),
         ("PRAGMA application_id = 1", "is not a journal of asyncdist-server"),
         ("DROP TABLE log", "no such table"),
     ],
@@ -177,6 +177,21 @@ def test_a_changed_file_is_refused(tmp_path: Path, change: str, complaint: str) 
     db.close()
     with pytest.raises(JournalError, match=complaint):
         opened(tmp_path)
+
+
+def test_an_older_format_goes_on_as_this_one(tmp_path: Path) -> None:
+    """What was written under it is read; who knows only that refuses the file from now on."""
+    written(tmp_path)
+    path = tmp_path / "journal.sqlite"
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 1")
+    db.close()
+    journal, rows = opened(tmp_path)
+    assert len(rows) == 5
+    journal.close()
+    db = sqlite3.connect(path)
+    assert db.execute("PRAGMA user_version").fetchone() == (2,)
+    db.close()
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
