@@ -73,9 +73,12 @@ class Expiry:
         if self._timer is None or at_s < self._timer.when():
             self._restart(at_s)
 
-    def ask(self, rank: int, tag: int, sequence: int) -> None:
-        """Ask one member, whatever the deadline; it also says what it runs there, if it has issued anything."""
-        self._world.tell((rank,), ["probe", self._group_id, tag, sequence], dial=True)
+    def ask(self, rank: int, tag: int, sequence: int) -> bool:
+        """Ask one member, whatever the deadline; it also says what it runs there, if it has issued anything.
+
+        False if it is lost or has left.
+        """
+        return bool(self._world.tell((rank,), ["probe", self._group_id, tag, sequence], dial=True))
 
     def tell(self, rank: int, tag: int, sequence: int, issued: bool) -> None:
         """Answer a member's question."""

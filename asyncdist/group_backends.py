@@ -16,6 +16,7 @@ from asyncdist.world import World
 if TYPE_CHECKING:
     from asyncdist.backend.device import DeviceBackend
     from asyncdist.backend.device_pairs import DevicePairs
+    from asyncdist.backend.device_questions import HostWatch
 
 __all__ = ["GroupBackends", "make_host_backend"]
 
@@ -32,7 +33,7 @@ class _Owner(Protocol):
 
     def give_up(self, tag: int, sequence: int, why: str) -> None: ...
 
-    def ask(self, tag: int, sequence: int, rank: int) -> None: ...
+    def ask(self, tag: int, sequence: int, rank: int) -> bool: ...
 
 
 class GroupBackends(GroupBackend):
@@ -55,6 +56,7 @@ class GroupBackends(GroupBackend):
         self.names = names
         self.host: GroupBackend = make_host_backend(world, group_id, ranks, names, self)
         self.devices: DeviceBackend | None = None
+        self._host_watch: HostWatch | None = None
         self._world = world
         self._owner = owner
 
@@ -75,6 +77,7 @@ class GroupBackends(GroupBackend):
         if self.devices is None:
             from asyncdist.backend.device import DeviceBackend, DeviceSettings  # for programs with GPUs only
             from asyncdist.backend.device_paths import PATHS
+            from asyncdist.backend.device_questions import HostWatch
 
             found = provider.find()
             if found is None:
@@ -101,6 +104,8 @@ class GroupBackends(GroupBackend):
                 settings=settings,
                 owner=self._owner,
             )
+            if len(self.ranks) > 1:
+                self._host_watch = HostWatch(world.loop, self.host, self._owner.ask)
         return self.devices
 
     def bind(self, device: int | None) -> None:
@@ -146,12 +151,16 @@ class GroupBackends(GroupBackend):
     def close(self) -> None:
         """See GroupBackend."""
         self.host.close()
+        if self._host_watch is not None:
+            self._host_watch.stop()
         if self.devices is not None:
             self.devices.close()
 
     def abort(self, error: BaseException) -> None:
         """See GroupBackend."""
         self.host.abort(error)
+        if self._host_watch is not None:
+            self._host_watch.stop()
         if self.devices is not None:
             self.devices.abort(error)
 

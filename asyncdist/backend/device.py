@@ -8,7 +8,7 @@
 
 Which one is found out with the first operation: the ranks tell each other, over their own connections, what GPU they
 use and what is installed, and each draws the same conclusion. Operations wait meanwhile, in order. While any is under
-way the backend asks a few times a second whether the library has failed, and a neighbor whether it runs the same.
+way the backend asks a few times a second whether the library has failed, and other ranks whether they run the same.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from asyncdist.backend.call import Call
 from asyncdist.backend.cuda_events import Completions
 from asyncdist.backend.device_path import DevicePath, Member, OnEnd, Surroundings, have_own_devices
 from asyncdist.backend.device_paths import PATHS, several_gpus_refusal
+from asyncdist.backend.device_questions import Questions
 from asyncdist.backend.device_streams import EventPool, arrays_of_call, ready_after
 from asyncdist.backend.device_tail import Tail
 from asyncdist.backend.host_exchange import HostExchange
 from asyncdist.cuda import Provider
-from asyncdist.errors import DistBackendError, DistError, RemoteProtocolError
+from asyncdist.errors import DistBackendError, DistError, PeerLostError, RemoteProtocolError
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.plan.tuning import Tuning
 from asyncdist.transport.base_mesh import BaseMesh
@@ -38,13 +39,6 @@ __all__ = ["DeviceBackend", "DeviceOwner", "DeviceSettings", "choose_path"]
 
 WATCH_S: Final = 0.1
 """How often a library is asked for errors while operations are under way, as NCCL reports none by itself."""
-
-ASK_AFTER_S: Final = 0.25
-"""How old an operation gets before a neighbor is asked what it runs in its place: a difference shows within a second,
-and a step of training seldom asks."""
-
-ASK_GROWTH: Final = 2.0
-"""By how much the next question about the same operation comes later: who is merely late is asked a few times."""
 
 CARRIED_KEPT: Final = 1024
 """Kinds of calls remembered as good, by path, collective, dtype and reduction: a program has a few."""
@@ -61,8 +55,8 @@ class DeviceOwner(Protocol):
     def give_up(self, tag: int, sequence: int, why: str) -> None:
         """Fail an operation under way, here and on all other ranks; the group goes on."""
 
-    def ask(self, tag: int, sequence: int, rank: int) -> None:
-        """Ask global rank `rank` what it runs there; a difference fails the operation on all ranks."""
+    def ask(self, tag: int, sequence: int, rank: int) -> bool:
+        """Ask global rank `rank` what it runs there; a difference fails the operation. False if it is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +107,11 @@ class DeviceBackend(GroupBackend):
         self._path: DevicePath | None = None
         self._opening: asyncio.Task[None] | None = None
         self._waiting: dict[Key, tuple[Call, CollectiveWork, OnEnd]] = {}
-        self._under_way: dict[Key, tuple[float, OnEnd, CollectiveWork]] = {}
+        self._under_way: dict[Key, tuple[float, OnEnd, CollectiveWork, Call]] = {}
         self._idle: list[Callable[[], object]] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._asked: dict[Key, float] = {}
+        self._moved_s = 0.0  # when an operation ended last
+        self._questions = Questions(ranks, rank, self.waiting_for, owner.ask)
         self._carried: set[tuple[object, ...]] = set()
         """Kinds of calls that the path does not refuse."""
         self._bound = False
@@ -175,7 +170,7 @@ class DeviceBackend(GroupBackend):
         self.mark_ready(call)
         work.on_device = Tail(self.provider.runtime, f"{work.operation} #{work.number}")
         key = (work.tag, work.number)
-        self._under_way[key] = (self._loop.time(), on_end, work)
+        self._under_way[key] = (self._loop.time(), on_end, work, call)
         self._watch()
         if self._path is not None:
             self._path.start(call, work, self._ended)
@@ -197,7 +192,8 @@ class DeviceBackend(GroupBackend):
     def _ended(self, work: CollectiveWork, error: BaseException | None) -> None:
         entry = self._under_way.pop((work.tag, work.number), None)
         if entry is not None:
-            self._asked.pop((work.tag, work.number), None)
+            self._moved_s = self._loop.time()
+            self._questions.forget((work.tag, work.number))
             entry[1](work, error)
             self._became_idle()
 
@@ -292,24 +288,23 @@ class DeviceBackend(GroupBackend):
             return
         failure = "" if self._path is None else self._path.failure()
         if failure:
-            _, _, work = next(iter(self._under_way.values()))
+            _, _, work, _ = next(iter(self._under_way.values()))
             self._ended(work, DistBackendError(failure))
-        self._ask_neighbor()
+        self._questions.look(self._loop.time(), [(key, entry[0]) for key, entry in self._under_way.items()])
+        if self._path is not None and not self._path.hears_who_leaves:
+            self._look_who_left()
         self._watch()
 
-    def _ask_neighbor(self) -> None:
-        """Ask about the oldest operation of each tag: those behind it wait for it."""
-        if len(self.ranks) == 1:
+    def _look_who_left(self) -> None:
+        """End the oldest operation if it waits for nobody but a rank that has left."""
+        oldest = next(iter(self._under_way.values()), None)
+        if oldest is None:
             return
-        now_s, seen = self._loop.time(), set()
-        for key, (started_s, _, _) in list(self._under_way.items()):
-            if key[0] in seen:
-                continue
-            seen.add(key[0])
-            due_s = self._asked.get(key, ASK_AFTER_S)
-            if now_s - started_s >= due_s and key in self._under_way:
-                self._asked[key] = due_s * ASK_GROWTH
-                self._owner.ask(*key, self.ranks[(self.rank + 1) % len(self.ranks)])
+        started_s, _, work, call = oldest
+        rank = self._questions.waits_in_vain(self._loop.time(), max(started_s, self._moved_s))
+        if rank is not None and all(event.done() for event in call.ready):  # else it is the caller's kernels
+            text = f"rank {rank} has left the world (it closed its group and said goodbye)"
+            self._ended(work, PeerLostError(text, rank, left=True))
 
     # The rest of a backend.
 
@@ -323,7 +318,7 @@ class DeviceBackend(GroupBackend):
         """Forget one operation, or one never to come."""
         self._waiting.pop((tag, sequence), None)
         self._under_way.pop((tag, sequence), None)
-        self._asked.pop((tag, sequence), None)
+        self._questions.forget((tag, sequence))
         if self._path is not None:
             self._path.drop(tag, sequence)
         self._became_idle()
@@ -332,7 +327,7 @@ class DeviceBackend(GroupBackend):
         """Forget every operation; what runs on the GPU is ended from a thread, and arrays are kept until it has."""
         self._waiting.clear()
         self._under_way.clear()
-        self._asked.clear()
+        self._questions.clear()
         self._idle.clear()
         if self._opening is not None:
             self._opening.cancel()

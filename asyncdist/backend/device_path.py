@@ -81,6 +81,9 @@ class DevicePath(ABC):
 
     name: ClassVar[str]
 
+    hears_who_leaves: ClassVar[bool] = True
+    """Whether an operation fails by itself once a rank has left that it waits for."""
+
     @classmethod
     @abstractmethod
     async def open(cls, around: Surroundings) -> Self:

@@ -36,7 +36,7 @@ from asyncdist.backend.ipc_plan import is_small
 from asyncdist.backend.ipc_scratch import SMALL_SLOTS, IpcScratch
 from asyncdist.backend.signals import Record, Signals
 from asyncdist.cuda.interface import Event, Stream
-from asyncdist.errors import RemoteProtocolError
+from asyncdist.errors import PeerLostError, RemoteProtocolError
 from asyncdist.reduce_op import PremulSum, ReduceOp
 
 __all__ = ["MAX_EARLY", "IpcChannel"]
@@ -253,8 +253,8 @@ class IpcChannel:
             raise RemoteProtocolError(f"rank {self.ranks[member]} sent a signal of unknown kind {record.kind}")
         if record.kind == CLOSED:
             self._signals.hush(member)
-            self._has_closed(member)
-            self._reads_no_more(member)
+            rank = self.ranks[member]
+            self._lose(member, PeerLostError(f"rank {rank} has left the group (it closed it)", rank, left=True))
         elif self.closed:
             return
         elif record.sequence > self._last:
@@ -286,9 +286,9 @@ class IpcChannel:
             operation.heard(member, record)
 
     def _lose(self, member: int, error: BaseException) -> None:
-        """A member is gone: nothing more is read by it, and nothing that needs it can end."""
+        """A member is lost or has left: nothing more is read by it, and nothing that needs it can end."""
         self._has_closed(member)
-        self._lost[member] = error
+        self._lost.setdefault(member, error)
         self._reads_no_more(member)
 
     def _reads_no_more(self, member: int) -> None:

@@ -54,6 +54,7 @@ class NcclPath(DevicePath):
     """See the module."""
 
     name: ClassVar[str] = "nccl"
+    hears_who_leaves: ClassVar[bool] = False
 
     def __init__(self, around: Surroundings) -> None:
         assert around.nccl is not None, "chosen only where every rank has it"
