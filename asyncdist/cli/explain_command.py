@@ -31,8 +31,12 @@ MAX_WORLD: Final = 1 << 20
 _EXPLAINED: Final = tuple(name for name in ALGORITHMS if name not in PRIVATE_COLLECTIVES)
 
 
-@click.command("explain", short_help="Show which algorithm a collective would use, and what all would take.")
-@click.argument("collective", type=click.Choice(_EXPLAINED))
+@click.command(
+    "explain",
+    short_help="Show which algorithm a collective would use, and what all would take.",
+    epilog=f"COLLECTIVE is one of {', '.join(_EXPLAINED)}.",
+)
+@click.argument("collective", metavar="COLLECTIVE", type=click.Choice(_EXPLAINED))
 @click.option("--world", type=click.IntRange(1, MAX_WORLD), required=True, help="Ranks in the group.")
 @click.option(
     "--bytes",

@@ -62,8 +62,12 @@ class _Several(click.ParamType):  # type: ignore[type-arg]
         return tuple(self._one.convert(part, param, ctx) for part in str(value).split(",") if part.strip())
 
 
-@click.command("simulate", short_help="Simulate how long a collective would take, with any number of ranks.")
-@click.argument("collective", type=click.Choice(simulated_collectives()))
+@click.command(
+    "simulate",
+    short_help="Simulate how long a collective would take, with any number of ranks.",
+    epilog=f"COLLECTIVE is one of {', '.join(simulated_collectives())}.",
+)
+@click.argument("collective", metavar="COLLECTIVE", type=click.Choice(simulated_collectives()))
 @click.option("--world", "worlds", type=_Several(click.IntRange(1, MAX_WORLD)), help="Ranks; several with commas.")
 @click.option(
     "--bytes",

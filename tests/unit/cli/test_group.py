@@ -34,3 +34,12 @@ def test_a_command_whose_dependency_is_missing_says_so(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "asyncdist.launch.config", None)
     result = CliRunner().invoke(cli.main, ["run", "x"])
     assert isinstance(result.exception, ModuleNotFoundError)
+
+
+@pytest.mark.parametrize("command", ["explain", "simulate"])
+def test_a_collective_is_one_of_those_that_help_lists(command: str) -> None:
+    text = " ".join(CliRunner().invoke(cli.main, [command, "--help"]).output.split())
+    assert "COLLECTIVE is one of " in text
+    wrong = CliRunner().invoke(cli.main, [command, "all_reduc", "--world", "4"])
+    assert wrong.exit_code == 2
+    assert "Invalid value for 'COLLECTIVE': 'all_reduc' is not one of" in " ".join(wrong.output.split())
