@@ -136,7 +136,7 @@ class RecvWork(PairWork):
     `withdrawable`: whether cancelling the last waiter withdraws it.
     """
 
-    __slots__ = ("_array", "_flat", "_number", "_withdrawable", "message")
+    __slots__ = ("_array", "_flat", "_number", "_told", "_withdrawable", "message")
 
     def __init__(
         self,
@@ -156,6 +156,7 @@ class RecvWork(PairWork):
         self._flat = flat
         self._number = number
         self._withdrawable = withdrawable
+        self._told = False
         self.message = Receive(key, None, self, None, encode_meta(array.dtype, array.shape), octets)
 
     def allocate(self, token: object, source: int, nbytes: int, meta: bytes) -> memoryview:
@@ -220,8 +221,19 @@ class RecvWork(PairWork):
         if self._withdrawable:
             self.cancel()
 
+    def add_done_callback(self, callback: Callable[[Work[Any]], object]) -> None:
+        """See Work; whom it tells has taken notice of the message, whatever becomes of those who wait."""
+        self._told = True
+        super().add_done_callback(callback)
+
+    def _unnoticed(self) -> None:
+        if not self._told and self.give_back():
+            self._source = None
+            self._retrieved = True
+            self._error = ClosedError(f"{self.where}: {self.operation} was withdrawn")
+
     def give_back(self) -> bool:
-        """Undo a receive that has ended well, when its last waiter gave up in another thread before it knew.
+        """Undo a receive that has ended well, when its last waiter gave up before it knew.
 
         True if it was undone: the message goes to the next receive, as if this one had been withdrawn in time.
         """
@@ -265,7 +277,10 @@ class RecvArrayWork(RecvWork):
                 f"{self.where}: rank {source} sent {describe(dtype, shape)}, {human_bytes(nbytes)}, above max_bytes="
                 f"{human_bytes(self._max_bytes)}; the message is dropped, the pair stays usable"
             )
-        self._array = np.empty(shape, dtype)
+        try:
+            self._array = np.empty(shape, dtype)
+        except ValueError as error:  # without elements, but with extents no array has
+            raise CollectiveMismatchError(f"{self.where}: rank {source} describes {shape}: {error}") from error
         self._flat = Flat(self._array, writable=True)
         return self._flat.octets
 

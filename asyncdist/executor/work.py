@@ -156,9 +156,11 @@ class Work(Generic[T]):
             try:
                 yield from waiter
             except asyncio.CancelledError:
-                if not self._done:
-                    waiters.remove(waiter)
-                    if not waiters:
+                waiters.remove(waiter)
+                if not waiters:
+                    if self.done():  # since the waiter was made
+                        self._unnoticed()
+                    else:
                         self._abandoned()
                 raise
             if spinner is not None:
@@ -215,6 +217,9 @@ class Work(Generic[T]):
 
     def _abandoned(self) -> None:
         """The last waiter was cancelled; receives that may be withdrawn override this."""
+
+    def _unnoticed(self) -> None:
+        """All waiters were cancelled in the turn of the loop in which it ended; such receives override this too."""
 
     def _finish(self, result: T | None) -> None:
         self._result = result
