@@ -151,7 +151,9 @@ class Consistency:
             if error is not None:
                 self._fail(key, error)
         elif self._full and (key in self._reports or len(self._reports) < REPORTS_KEPT):
-            self._reports.setdefault(key, {}).setdefault(terms, (sender, shown))
+            reports = self._reports.setdefault(key, {})
+            if len(reports) < len(self._ranks):  # honest ranks report once
+                reports.setdefault(terms, (sender, shown))
 
     def stop(self) -> dict[Key, CollectiveMismatchError]:
         """Ask nobody any more. Returns the differences that nobody has answered yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import weakref
 from collections.abc import Callable, Generator, Mapping
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
@@ -251,11 +252,21 @@ def _watch_restarts(store: Store, rendezvous: Rendezvous) -> None:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
-        theirs = store.on_incarnation_change
+        hook = store.on_incarnation_change
+        if not isinstance(hook, _Restarts):
+            hook = store.on_incarnation_change = _Restarts(hook)
+        hook.watching.add(rendezvous)
 
-        def restarted() -> None:
+
+class _Restarts:
+    """What a store calls then: one for all worlds that meet through it, which may be many, one after the other."""
+
+    def __init__(self, theirs: Callable[[], object] | None) -> None:
+        self.watching: weakref.WeakSet[Rendezvous] = weakref.WeakSet()
+        self._theirs = theirs
+
+    def __call__(self) -> None:
+        for rendezvous in list(self.watching):
             rendezvous.store_restarted()
-            if theirs is not None:
-                theirs()
-
-        store.on_incarnation_change = restarted
+        if self._theirs is not None:
+            self._theirs()

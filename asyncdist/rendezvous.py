@@ -179,10 +179,10 @@ class Rendezvous:
     async def leave(self) -> None:
         """Say goodbye; the last one to leave takes the epoch's keys away. Bounded; never raises a DistError."""
         self._published.clear()
-        if self._republishing is not None:
-            await self._republishing
         try:
             async with asyncio.timeout(GOODBYE_LIMIT_S):
+                if self._republishing is not None:
+                    await self._republishing
                 # Issued together, so answered together: who hosts the store may stop it after either.
                 flag = self._store.set(self._key(f"left/{self.rank}"), b"1")
                 count = self._store.add(self._key("left"), 1)

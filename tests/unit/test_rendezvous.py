@@ -10,7 +10,7 @@ import pytest
 
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError
-from asyncdist.rendezvous import WORLD_LINGER_S, Met, Rendezvous
+from asyncdist.rendezvous import GOODBYE_LIMIT_S, WORLD_LINGER_S, Met, Rendezvous
 from asyncdist.store import HashStore, PrefixStore
 from asyncdist.testing.loop import VirtualTimeLoop
 from asyncdist.transport.address import PeerAddress
@@ -201,3 +201,24 @@ async def test_a_world_whose_ranks_died_vanishes_too() -> None:
             await clone.close()
         await asyncio.sleep(WORLD_LINGER_S + 1)
         assert await store.num_keys() == 0
+
+
+@virtually
+async def test_leaving_does_not_wait_for_a_store_that_takes_nothing_any_more() -> None:
+    """The store came back without its data, and is gone again while we publish what it has forgotten."""
+    async with HashStore() as store:
+        met = Rendezvous(store, 0, 1)
+        await join(met)
+        await met.publish(PeerAddress("host", (), b""))
+
+        async def never(*_: object, **__: object) -> None:
+            await asyncio.Event().wait()
+
+        met._store.multi_set = never  # type: ignore[method-assign]
+        met.store_restarted()
+        await asyncio.sleep(0)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        await met.leave()
+        assert loop.time() - began_s <= GOODBYE_LIMIT_S
+        assert asyncio.all_tasks() == {asyncio.current_task()}

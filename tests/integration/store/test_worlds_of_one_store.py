@@ -1,0 +1,33 @@
+"""Many worlds, one after the other, through one connection to a store."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import asyncdist as dist
+import asyncdist_server
+from asyncdist.initialize import _Restarts
+from asyncdist.rendezvous import Rendezvous
+
+
+async def test_the_store_keeps_none_of_them_and_its_owners_callback_once() -> None:
+    server = await asyncio.to_thread(asyncdist_server.serve_in_thread, "127.0.0.1", 0)
+    calls: list[None] = []
+    try:
+        async with dist.TCPStore("127.0.0.1", server.port, on_incarnation_change=lambda: calls.append(None)) as store:
+            before: weakref.WeakSet[Rendezvous] = weakref.WeakSet()
+            for _ in range(20):
+                async with dist.init_process_group(store=store, rank=0, world_size=1) as group:
+                    before.add(group.world._rendezvous)
+                del group
+            gc.collect()
+            assert len(before) <= 1, "the context remembers the last"
+            hook = store.on_incarnation_change
+            assert isinstance(hook, _Restarts)
+            assert len(hook.watching) <= 1
+            hook()
+            assert len(calls) == 1
+    finally:
+        await asyncio.to_thread(server.close)
