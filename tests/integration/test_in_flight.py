@@ -6,8 +6,8 @@ import pytest
 from jobs import run_ranks
 
 MANY = """
-async def main():
-    async with dist.init_process_group(timeout=60) as group:
+async def many():
+    async with dist.init_process_group(timeout=60, group_name=" ".join(environ.values())) as group:
         size = group.size
         kinds = ((1, 300), (2, 150), (300, 150), (4_096, 60), (16_384, 100), (40_000, 20), (200_000, 12))
         for elements, count in kinds:
@@ -25,16 +25,23 @@ async def main():
         for work in [dist.all_reduce(array, tag=number % 2) for number, array in enumerate(mixed)]:
             await work
         assert all((array == size * (size - 1) // 2).all() for array in mixed)
+
+async def main():
+    global environ
+    async with dist.init_process_group(timeout=60) as group:
+        for environ in ENVIRONS:  # each of them in a world of its own
+            os.environ.update(environ)
+            await many()
+            await group.barrier()
 dist.run(main())
 """
+ASLEEP, SPINNING = {"ASYNCDIST_SPIN_US": "0"}, {"ASYNCDIST_SPIN_US": "20"}
+BY_MESSAGES = [{"ASYNCDIST_TRANSPORT": transport} for transport in ("unix", "tcp")]
 
 
-@pytest.mark.parametrize("spin_us", ["0", "20"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_every_collective_in_flight_gets_its_own_values(world_size: int, spin_us: str) -> None:
-    run_ranks(MANY, world_size, {"ASYNCDIST_SPIN_US": spin_us})
-
-
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_so_it_is_by_messages(transport: str) -> None:
-    run_ranks(MANY, 3, {"ASYNCDIST_TRANSPORT": transport})
+@pytest.mark.parametrize(
+    ("world_size", "environs"),
+    [(2, [ASLEEP, SPINNING]), (3, [ASLEEP, SPINNING]), (3, BY_MESSAGES), (4, [ASLEEP, SPINNING])],
+)
+def test_every_collective_in_flight_gets_its_own_values(world_size: int, environs: list[dict[str, str]]) -> None:
+    run_ranks(MANY.replace("ENVIRONS", repr(environs)), world_size)
