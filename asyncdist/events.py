@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
-__all__ = ["SUBJECTS", "configure_logging", "emit", "info", "subscribe", "tracing", "unsubscribe"]
+__all__ = ["SUBJECTS", "configure_logging", "emit", "info", "subscribe", "tracing", "unsubscribe", "warn"]
 
 SUBJECTS: Final = ("init", "net", "store", "tune")
 
@@ -48,6 +48,11 @@ def configure_logging(value: str | None = None) -> None:
 def info(message: str, *args: object) -> None:
     """Log one line about a decision (shown from ASYNCDIST_DEBUG=INFO on)."""
     _logger.info(message, *args)
+
+
+def warn(message: str, *args: object) -> None:
+    """Log one line about something that is not as it should be, and is done without (always shown)."""
+    _logger.warning(message, *args)
 
 
 def tracing(subject: str) -> bool:

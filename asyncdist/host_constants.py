@@ -11,14 +11,15 @@ import json
 import os
 import re
 import socket
+import sys
 import tempfile
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from asyncdist.plan.constants import ASYNCIO, ASYNCIO_SHM, Constants
+from asyncdist import events
+from asyncdist.plan.constants import ASYNCIO, ASYNCIO_LOOPBACK, Constants
 from asyncdist.plan.tuning import MAX_CORES, Tuning, constants_from_terms, constants_to_terms
 
 __all__ = [
@@ -33,7 +34,8 @@ __all__ = [
 ]
 
 FORMAT: Final = "asyncdist tuning"
-VERSION: Final = 1
+VERSION: Final = 2
+"""Of the file. Those of version 1 know nothing of shared memory and of ranks that share cores."""
 
 MAX_FILE_BYTES: Final = 1 << 20
 """A file has a kilobyte per transport; what is larger is none of ours, and is not read."""
@@ -52,8 +54,8 @@ def own_tuning(
 ) -> Tuning:
     """Return what this process would have its world use, as rank 0 does.
 
-    `one_host` says that no other host can reach it. Warns (RuntimeWarning) about a file in the cache directory that
-    cannot be used; raises ValueError for one that ASYNCDIST_TUNING names, and for a LOCAL_WORLD_SIZE that is no number.
+    `one_host` says that no other host can reach it. Logs a line about a file in the cache directory that cannot be
+    used; raises ValueError for one that ASYNCDIST_TUNING names, and for a LOCAL_WORLD_SIZE that is no number.
     """
     ranks_per_host = _ranks_per_host(environ, world_size, one_host=one_host)
     constants = _file_constants(environ, transport) or built_in_constants(transport)
@@ -65,7 +67,8 @@ def own_tuning(
 
 def built_in_constants(transport: str) -> Constants:
     """Return what a word of ASYNCDIST_TRANSPORT stands for where nothing was measured."""
-    return ASYNCIO_SHM if transport == "shm" else ASYNCIO
+    shares_memory = transport == "shm" or (transport == "auto" and sys.platform == "linux")
+    return ASYNCIO if shares_memory else ASYNCIO_LOOPBACK
 
 
 def host_cores(ranks_per_host: int) -> int:
@@ -99,7 +102,8 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict) or value.get("format") != FORMAT or not isinstance(value.get("transports"), dict):
         raise ValueError(f"{path}: not a tuning file")
     if value.get("version") != VERSION:
-        raise ValueError(f"{path}: version {value.get('version')!r}, this release reads {VERSION}")
+        found = str(value.get("version"))[:20]
+        raise ValueError(f"{path}: a tuning file of version {found}, while this release reads version {VERSION}")
     return value
 
 
@@ -158,11 +162,10 @@ def _file_constants(environ: Mapping[str, str], transport: str) -> Constants | N
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        warnings.warn(
-            f"built-in constants are used, since those of this host cannot be: {error} "
-            "(measure them with `asyncdist tune`, or set ASYNCDIST_TUNING=off)",
-            RuntimeWarning,
-            stacklevel=2,
+        events.warn(
+            "built-in constants are used, since those of this host cannot be: %s (measure them with `asyncdist tune`, "
+            "or set ASYNCDIST_TUNING=off)",
+            error,
         )
         return None
 

@@ -92,6 +92,7 @@ class AioBackend(GroupBackend):
         self._overrides = dict(tuning.overrides)
         self._operations: dict[tuple[int, int], Running] = {}
         self._recipes: dict[tuple[object, int], Recipe] = {}
+        self._recipes_by: dict[Tuning, dict[tuple[object, int], Recipe]] = {tuning: self._recipes}
         self._lanes = Lanes(self, mesh) if lanes and 2 <= len(ranks) <= MAX_LANE_RANKS else None
 
     def start(
@@ -152,6 +153,19 @@ class AioBackend(GroupBackend):
         """The algorithm of a recipe, if it is still kept."""
         recipe = next((recipe for (key, _), recipe in reversed(self._recipes.items()) if key == recipe_key), None)
         return "" if recipe is None else recipe.program.plan.algorithm
+
+    def choose_by(self, tuning: Tuning) -> None:
+        """Choose algorithms by `tuning` from now on, as all members have to at the same place; for measurements.
+
+        What was planned for another is kept, so that going to and fro plans nothing again.
+        """
+        self._tuning = tuning
+        self._overrides = dict(tuning.overrides)
+        self._recipes = self._recipes_by.setdefault(tuning, {})
+
+    def lane_bytes(self, tag: int) -> int:
+        """Memory that each rank has for items in the lane of a tag; 0 where there is none, or not yet."""
+        return 0 if self._lanes is None else self._lanes.lane_bytes(tag)
 
     def knows(self, operation: object, work: CollectiveWork) -> bool:
         """Whether `operation` has been neither dropped nor aborted."""

@@ -8,12 +8,13 @@ is CPU time of the receiver; the rest is spent on the way, while both do other t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
 __all__ = [
     "ASYNCIO",
+    "ASYNCIO_LOOPBACK",
     "ASYNCIO_SHM",
     "ASYNCIO_TCP",
     "BUILT_IN",
@@ -55,9 +56,13 @@ class SharedMemory:
     """CPU time per byte copied in or out."""
     reduce_s: float
     """CPU time per byte reduced where it lies."""
+    begin_s: float = 0.0
+    """CPU time to begin and to end a collective that moves items, however many."""
 
 
-SHARED_MEMORY: Final = SharedMemory(wake_s=12e-6, step_s=6e-6, operand_s=0.5e-6, copy_s=1 / 22e9, reduce_s=1 / 18e9)
+SHARED_MEMORY: Final = SharedMemory(
+    wake_s=7e-6, step_s=5e-6, operand_s=0.9e-6, copy_s=1 / 28e9, reduce_s=1 / 31e9, begin_s=12e-6
+)
 """Python event loops that look at shared memory, woken by an eventfd; chunks that stay in the processor's cache. With
 these, ranks of a small host all reduce whole vectors up to some hundreds of kilobytes, and share the work beyond."""
 
@@ -87,12 +92,16 @@ class Constants:
     """Messages between hosts; None: they cost what they cost inside, and hosts have no card to share."""
     shared: SharedMemory = SHARED_MEMORY
     """Memory that the ranks of a host share, for groups that have a lane."""
+    turn_s: float = 0.0
+    """Where ranks share cores: from the moment one of them begins a collective until the next one, on the same core,
+    has begun it too. Whatever the algorithm, it cannot end before all have begun."""
 
     def __post_init__(self) -> None:
         values = [self.alpha_s, self.beta_s, self.gamma_s, self.overhead_s, self.copy_s, float(self.cores)]
+        values += [self.turn_s]
         values += [self.between.alpha_s, self.between.beta_s] if self.between else []
         values += [self.shared.wake_s, self.shared.step_s, self.shared.operand_s]
-        values += [self.shared.copy_s, self.shared.reduce_s]
+        values += [self.shared.copy_s, self.shared.reduce_s, self.shared.begin_s]
         if not all(value >= 0 for value in values):  # written so that NaN is refused as well
             raise ValueError(f"constants must not be negative: {self}")
 
@@ -101,12 +110,17 @@ class Constants:
         """Time on the way inside a host: alpha_s without the CPU time at both ends."""
         return max(0.0, self.alpha_s - 2 * self.overhead_s)
 
-    def waking_s(self, ranks: int) -> float:
-        """`shared.wake_s` where a host has `ranks` ranks.
+    def begun_s(self, ranks: int) -> float:
+        """Until all have begun, where a host has `ranks` ranks: a turn for each that shares a core, but the first."""
+        return self.turn_s * (ranks / self.cores - 1) if 0 < self.cores < ranks else 0.0
 
-        With fewer cores, whoever waits gives its core away, and has it again after all others that share it.
+    def crowding(self, ranks: int) -> float:
+        """How much longer it takes to go on when something has come, where a host has `ranks` ranks.
+
+        A message is under way about as long as another rank works on it, so two to a core are not in each other's way.
+        Who shares it with more has it back after all of them.
         """
-        return self.shared.wake_s * (ranks / self.cores if 0 < self.cores < ranks else 1)
+        return max(1.0, ranks / (2 * self.cores)) if self.cores else 1.0
 
     @property
     def between_latency_s(self) -> float:
@@ -118,15 +132,22 @@ COPY_SHARE: Final = 0.5
 """A copy reads and writes once; a reduction reads twice, writes once and computes."""
 
 ASYNCIO: Final = Constants(
-    alpha_s=35e-6,
-    beta_s=1 / 5e9,
-    gamma_s=0.15e-9,
-    overhead_s=10e-6,
-    copy_s=1 / 6e9,
+    alpha_s=32e-6,
+    beta_s=1 / 11e9,
+    gamma_s=1 / 20e9,
+    overhead_s=5e-6,
+    copy_s=1 / 11e9,
     between=Link(alpha_s=60e-6, beta_s=1 / 1.5e9),
+    turn_s=80e-6,
 )
-"""Python event loops as the selector takes them to be where nothing was measured: TCP over loopback or Unix sockets
-inside a host, where bytes cost two copies by the processor and little else, and TCP between hosts."""
+"""Python event loops as the selector takes them to be where nothing was measured: rings in shared memory inside a host,
+where bytes cost two copies by the processor and little else, and TCP between hosts. Fitted, as the next ones and
+`SHARED_MEMORY`, to what every algorithm of five collectives took from 1 KiB to 16 MiB, on 2 and 4 ranks of 2 cores."""
+
+ASYNCIO_LOOPBACK: Final = replace(
+    ASYNCIO, alpha_s=24e-6, beta_s=1 / 4.2e9, overhead_s=5.5e-6, copy_s=1 / 5.2e9, turn_s=115e-6
+)
+"""The same where ranks of a host share no memory: TCP over loopback or Unix sockets there."""
 
 ASYNCIO_TCP: Final = Constants(alpha_s=60e-6, beta_s=1 / 1.5e9, gamma_s=0.2e-9, overhead_s=15e-6)
 """Python event loops over TCP."""
@@ -149,6 +170,13 @@ the bandwidths of Summit, where the published figures come from: 50 GB/s between
 counts 8.5 us for a network hop of a tree, which here is one hop like any other."""
 
 BUILT_IN: Final[Mapping[str, Constants]] = MappingProxyType(
-    {"asyncio": ASYNCIO, "asyncio-tcp": ASYNCIO_TCP, "asyncio-shm": ASYNCIO_SHM, "mpi-like": MPI_LIKE, "nccl": NCCL}
+    {
+        "asyncio": ASYNCIO,
+        "asyncio-loopback": ASYNCIO_LOOPBACK,
+        "asyncio-tcp": ASYNCIO_TCP,
+        "asyncio-shm": ASYNCIO_SHM,
+        "mpi-like": MPI_LIKE,
+        "nccl": NCCL,
+    }
 )
 """The sets by the name that `asyncdist simulate --constants` takes."""

@@ -152,11 +152,12 @@ def _seconds(load: Load, problem: Problem, constants: Constants) -> float:
     port_s = max(load.busiest.sent, load.busiest.received) * constants.beta_s
     host_s = card_s = 0.0
     ranks = min(problem.world, problem.ranks_per_host)
-    if 0 < constants.cores < ranks:  # while one rank waits another works, as far as they are not in step
-        host_s = idle_s / 2 + _cpu_s(load.everyone, constants) * ranks / problem.world / constants.cores
+    if 0 < constants.cores < ranks:  # ranks are about in step, so that all wait at the same time
+        work_s = _cpu_s(load.everyone, constants) * ranks / problem.world
+        host_s = idle_s * constants.crowding(ranks) + work_s / constants.cores
     if constants.between is not None:
         card_s = load.card * constants.between.beta_s
-    return max(path_s, idle_s + max(rank_s, port_s, card_s), host_s)
+    return constants.begun_s(ranks) + max(path_s, idle_s + max(rank_s, port_s, card_s), host_s)
 
 
 def _hop_s(hop: Hop, constants: Constants, *, of_latency: bool = False) -> float:

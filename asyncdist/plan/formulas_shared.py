@@ -25,6 +25,7 @@ class Toil(NamedTuple):
     """What ranks do; bytes as floats, since shares need not be whole."""
 
     steps: float
+    """Items published, fetched or reduced. What a rank copies within its own arrays only counts its bytes."""
     copied: float = 0.0
     worked: float = 0.0
     """Bytes reduced."""
@@ -55,6 +56,8 @@ class SharedLoad(NamedTuple):
     """Bytes, by the rank that publishes most."""
     scratch: float = 0.0
     """Temporary memory of the rank that needs most."""
+    by_records: bool = False
+    """Whether it moves no items, so that there is no plan to begin and to end."""
 
 
 SharedFormula: TypeAlias = Callable[[Shape], SharedLoad]
@@ -62,11 +65,12 @@ SharedFormula: TypeAlias = Callable[[Shape], SharedLoad]
 
 def shared_seconds(load: SharedLoad, world: int, constants: Constants) -> float:
     """Predict a load's time on one host, which has `constants.cores` for all `world` ranks."""
-    waits_s = load.rounds * constants.waking_s(world)
-    path_s = waits_s + load.path.seconds(constants)
+    waits_s = constants.begun_s(world) + load.rounds * constants.shared.wake_s * constants.crowding(world)
+    begin_s = 0.0 if load.by_records else constants.shared.begin_s
+    path_s = waits_s + begin_s + load.path.seconds(constants)
     if not 0 < constants.cores < world:
         return path_s
-    return max(path_s, waits_s + load.everyone.seconds(constants) / constants.cores)
+    return max(path_s, waits_s + (begin_s * world + load.everyone.seconds(constants)) / constants.cores)
 
 
 def _direct_all_reduce(shape: Shape) -> SharedLoad:
@@ -74,9 +78,9 @@ def _direct_all_reduce(shape: Shape) -> SharedLoad:
     world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
     if total <= RECORD_BYTES:
         work = Toil(1, total, total * (world - 1), world)
-        return SharedLoad(1, work, Toil(0).plus(work, world), total)
+        return SharedLoad(1, work, Toil(0).plus(work, world), total, by_records=True)
     first = Toil(pieces * world, total, total * (world - 1))
-    later = first.plus(Toil(pieces, total))
+    later = first.plus(Toil(0, total))
     everyone = Toil(0).plus(first, min(2, world)).plus(later, max(0, world - 2))
     scratch = 2 * total / pieces if world > 2 else 0.0
     return SharedLoad(1, later if world > 2 else first, everyone, total, scratch)
@@ -85,7 +89,7 @@ def _direct_all_reduce(shape: Shape) -> SharedLoad:
 def _direct_reduce(shape: Shape) -> SharedLoad:
     """Everyone publishes all, the root folds it."""
     world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
-    root, other = Toil(pieces * world, total, total * (world - 1)), Toil(pieces, total)
+    root, other = Toil(pieces * (world - 1), total, total * (world - 1)), Toil(pieces, total)
     return SharedLoad(1, root.plus(other, 1 / pieces), root.plus(other, world - 1), total)
 
 
@@ -93,8 +97,8 @@ def _direct_scan(shape: Shape) -> SharedLoad:
     """Everyone publishes all, rank r folds r + 1 vectors; the last one has most to do."""
     world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
     publish = Toil(pieces, total)
-    last = Toil(pieces * (world if world > 2 else 1), total * (world > 2), total * (world - 1))
-    folds = Toil(pieces * (world * (world + 1) / 2 - 2), total * (world - 2), total * world * (world - 1) / 2)
+    last = Toil(pieces * (world - 1), total * (world > 2), total * (world - 1))
+    folds = Toil(pieces * world * (world - 1) / 2, total * (world - 2), total * world * (world - 1) / 2)
     scratch = 2 * total / pieces if world > 2 else 0.0
     return SharedLoad(1, last.plus(publish, 1 / pieces), folds.plus(publish, world - 1), total, scratch)
 
@@ -118,15 +122,15 @@ def _sliced_all_reduce(shape: Shape) -> SharedLoad:
 def _sliced_reduce(shape: Shape) -> SharedLoad:
     """The same, but that only the root copies results."""
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
-    root = Toil(pieces * (3 * others + 1), block * (2 * others + 1), block * others)
-    other = Toil(pieces * (2 * others + 2), block * (others + 2), block * others)
+    root = Toil(pieces * 3 * others, block * (2 * others + 1), block * others)
+    other = Toil(pieces * (2 * others + 1), block * (others + 2), block * others)
     return SharedLoad(2, root, root.plus(other, others), block * shape.world, 3 * block / pieces)
 
 
 def _reduce_scatter(shape: Shape) -> SharedLoad:
     """Everyone publishes the others' blocks and folds its own."""
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
-    work = Toil(pieces * (2 * others + 1), block * (others + 1), block * others)
+    work = Toil(pieces * 2 * others, block * (others + 1), block * others)
     return SharedLoad(1, work, Toil(0).plus(work, shape.world), block * others)
 
 
@@ -139,7 +143,7 @@ def _broadcast(shape: Shape) -> SharedLoad:
 def _all_gather(shape: Shape) -> SharedLoad:
     """Everyone publishes its block, and copies all of them, its own included."""
     block, pieces = shape.block, shape.pieces(shape.block)
-    work = Toil(pieces * (shape.world + 1), block * (shape.world + 1))
+    work = Toil(pieces * shape.world, block * (shape.world + 1))
     return SharedLoad(1, work, Toil(0).plus(work, shape.world), block)
 
 
@@ -147,7 +151,7 @@ def _gather(shape: Shape) -> SharedLoad:
     """Everyone publishes its block, the root copies all; scatter is the same the other way round."""
     block, pieces = shape.block, shape.pieces(shape.block)
     one = Toil(pieces, block)
-    root = Toil(0).plus(one, shape.world)
+    root = Toil(0, block).plus(one, shape.world - 1)
     return SharedLoad(1, root.plus(one, 1 / pieces), root.plus(one, shape.world - 1), block)
 
 
@@ -158,14 +162,14 @@ def _scatter(shape: Shape) -> SharedLoad:
 def _all_to_all(shape: Shape) -> SharedLoad:
     """Everyone publishes the others' blocks and copies those for it; its own it copies once."""
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
-    work = Toil(pieces * (2 * others + 1), block * (2 * others + 1))
+    work = Toil(pieces * 2 * others, block * (2 * others + 1))
     return SharedLoad(1, work, Toil(0).plus(work, shape.world), block * others)
 
 
 def _barrier(shape: Shape) -> SharedLoad:
     """Everyone says that it is here, and waits for all."""
     work = Toil(1, operands=shape.world)
-    return SharedLoad(1, work, Toil(0).plus(work, shape.world), 0.0)
+    return SharedLoad(1, work, Toil(0).plus(work, shape.world), 0.0, by_records=True)
 
 
 SHARED_FORMULAS: Final[Mapping[str, Mapping[str, SharedFormula]]] = MappingProxyType(

@@ -65,6 +65,8 @@ def simulate(
 ) -> float:
     """Return the seconds from the common start until the last rank is done.
 
+    Where ranks share cores, the start is not quite common: all have begun after `Constants.begun_s`, which is added.
+
     `problem.ranks_per_host` says which ranks share a host; with 1 and `constants.between`, every message is between
     hosts. Algorithms through shared memory are simulated on one host, whatever it says. Elements have `itemsize` bytes,
     chunks `chunk_length` elements at most. Worlds are grown from such of at most `base_ranks` ranks; unless given, as
@@ -85,14 +87,15 @@ def simulate(
     def exact(smaller: Problem) -> float:
         return _exact(smaller, algorithm, itemsize, constants, chunk_length)
 
+    begun_s = constants.begun_s(min(problem.world, problem.ranks_per_host))
     if problem.world == 1 or method is Method.EVENTS:
-        return _events(problem, algorithm, itemsize, constants, chunk_length)
+        return begun_s + _events(problem, algorithm, itemsize, constants, chunk_length)
     if method is Method.AUTO and problem.world <= EXACT_WORLD:
-        return exact(problem)
+        return begun_s + exact(problem)
     if algorithm == "ring_2d":
-        return exact(_evened(problem))
+        return begun_s + exact(_evened(problem))
     law = law_of(problem, algorithm)
-    return grow(problem, law, exact, base_ranks or _affordable_ranks(problem, algorithm, chunk_length))
+    return begun_s + grow(problem, law, exact, base_ranks or _affordable_ranks(problem, algorithm, chunk_length))
 
 
 @lru_cache(maxsize=RESULTS)

@@ -114,10 +114,11 @@ class _Costs:
 
     def __init__(self, constants: Constants, itemsize: int, ranks_per_host: int, *, shared: bool) -> None:
         self._constants = constants
+        self._crowding = constants.crowding(ranks_per_host)
         self._itemsize = itemsize
         self._known: dict[tuple[type[Step], int, bool], _Cost] = {}
         self.overhead_fs = round(constants.overhead_s * TICKS)
-        self._wake_fs = round(constants.waking_s(ranks_per_host) * TICKS)
+        self._wake_fs = round(constants.shared.wake_s * self._crowding * TICKS)
         self._reduce_s = constants.shared.reduce_s if shared else constants.gamma_s
         self._copy_s = constants.shared.copy_s if shared else constants.gamma_s * COPY_SHARE
 
@@ -139,7 +140,7 @@ class _Costs:
         if isinstance(step, Publish | Fetch | FetchReduce):
             kind = PUBLISHES if isinstance(step, Publish) else FETCHES
             return _Cost(kind, round(constants.shared.step_s * TICKS) + work_fs, 0, 0, self._wake_fs)
-        beta_s, latency_s = constants.beta_s, constants.latency_s
+        beta_s, latency_s = constants.beta_s, constants.latency_s * self._crowding
         if remote and constants.between is not None:
             beta_s, latency_s = constants.between.beta_s, constants.between_latency_s
         wire_fs, copy_fs = round(nbytes * beta_s * TICKS), round(nbytes * constants.copy_s * TICKS)
@@ -177,6 +178,9 @@ class _Simulation:
         self._core_of = [host - first for host in self._core_of]
         self._cores = [[0] * constants.cores for _ in range(max(self._core_of, default=0) + 1)] if limited else None
         self._thread_free_fs = [0] * len(plans)
+        if shared and plans[0].collective != "barrier":  # which goes by records
+            for thread in range(len(plans)):
+                self._work(thread, 0, round(constants.shared.begin_s * TICKS))
 
     def run(self) -> float:
         """Process events in order of time until there are none."""

@@ -146,13 +146,16 @@ def _checked(values: dict[str, Any], needed: set[str]) -> dict[str, float]:
     for name, value in values.items():
         limit = MAX_MESSAGE_S if name in _PER_MESSAGE else MAX_PER_BYTE_S
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not (0 < value <= limit or (value == 0 and name in ("copy_s", "overhead_s"))):
+        if not number or not (0 < value <= limit or (value == 0 and name in _FREE)):
             raise ValueError(f"{name} must be positive and at most {limit:g} s, not {_shown(value)}")
         checked[name] = float(value)
     return checked
 
 
-_PER_MESSAGE: Final = ("alpha_s", "overhead_s", "wake_s", "step_s", "operand_s")
+_FREE: Final = ("copy_s", "overhead_s", "turn_s", "begin_s")
+"""What may cost nothing."""
+
+_PER_MESSAGE: Final = ("alpha_s", "overhead_s", "turn_s", "wake_s", "step_s", "operand_s", "begin_s")
 
 
 def _shown(value: object) -> str:

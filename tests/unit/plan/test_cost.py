@@ -104,6 +104,25 @@ def test_ranks_of_a_host_share_its_cores():
     assert 1.8 * alone < shared < 2.2 * alone
 
 
+def test_ranks_that_share_cores_begin_one_after_another():
+    turns = replace(ROUND, cores=2, turn_s=50e-6)
+    for world, waiting in ((2, 0), (3, 0.5), (4, 1), (8, 3)):
+        for algorithm in ("ring", "recursive_doubling"):
+            none = seconds("all_reduce", algorithm, world, 0, replace(turns, turn_s=0.0), ranks_per_host=world)
+            some = seconds("all_reduce", algorithm, world, 0, turns, ranks_per_host=world)
+            assert some - none == pytest.approx(waiting * 50e-6)
+            problem = problem_of("all_reduce", world, 0, world)
+            none, some = (simulate(problem, algorithm, 1, replace(turns, turn_s=turn_s), MIB) for turn_s in (0, 50e-6))
+            assert some - none == pytest.approx(waiting * 50e-6)
+
+
+def test_waiting_ranks_of_a_crowded_host_wait_together():
+    crowded = replace(ROUND, cores=2, overhead_s=10e-6)
+    # two rounds of 80 us on the way, and four messages of 10 us at each of four ranks, on two cores
+    predicted = seconds("all_reduce", "recursive_doubling", 4, 0, crowded, ranks_per_host=4)
+    assert predicted == pytest.approx((2 * 80 + 4 * 4 * 10 / 2) * 1e-6)
+
+
 def test_ranks_of_a_host_share_its_card():
     crossing = replace(ROUND, between=Link(100e-6, 1e-9))
     apart = seconds("all_reduce", "recursive_doubling", 16, MIB, crossing)
