@@ -15,17 +15,21 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from asyncdist.cli.sizes import show_seconds
+from asyncdist.cli.tune_check import TABLE_WIDTH, check_here, measured_constants, show_check
 from asyncdist.errors import DistError
-from asyncdist.host_constants import default_path, read_file, save_constants
+from asyncdist.host_constants import built_in_constants, default_path, read_file, save_constants
 from asyncdist.plan.tuning import constants_from_terms, constants_to_terms
 from asyncdist.transport.config import TRANSPORTS
-from asyncdist.tuning.measure import PHASES
-from asyncdist.tuning.session import constants_of, measure_here
+from asyncdist.tuning.processes import Report
+from asyncdist.tuning.session import find_here
 
 __all__ = ["tune_command"]
 
-DEFAULT_SECONDS: Final = 12.0
-"""For all transports together: with the start of the processes below twenty seconds, which somebody may wait for."""
+DEFAULT_SECONDS: Final = 16.0
+"""For all transports together: with the start of the processes about thirty seconds, which somebody may wait for."""
+
+CHECK_SECONDS: Final = 60.0
+"""For each transport: less would say more of the moment than of the algorithms."""
 
 
 @click.command("tune", short_help="Measure this host for the choice of algorithms.")
@@ -39,9 +43,7 @@ DEFAULT_SECONDS: Final = 12.0
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0.1, max=600),
-    default=DEFAULT_SECONDS,
-    show_default=True,
-    help="How long to measure, in all.",
+    help=f"How long to measure, in all: {DEFAULT_SECONDS:g}, or {CHECK_SECONDS:g} for each transport with --check.",
 )
 @click.option(
     "--output",
@@ -49,8 +51,18 @@ DEFAULT_SECONDS: Final = 12.0
     help="The file; else this host's in the cache directory.",
 )
 @click.option("--show", is_flag=True, help="Show what the file says, and measure nothing.")
-def tune_command(transports: tuple[str, ...], seconds: float, output: Path | None, show: bool) -> None:
-    """Measure with two processes on this host, and write the constants to a file that `init_process_group` reads.
+@click.option("--check", is_flag=True, help="Try all algorithms, say if the fastest are chosen, and change nothing.")
+@click.option("--candidates", is_flag=True, help="With --check: a line for every algorithm.")
+def tune_command(
+    transports: tuple[str, ...],
+    seconds: float | None,
+    output: Path | None,
+    show: bool,
+    check: bool,
+    candidates: bool,
+) -> None:
+    """Measure with two and with four processes on this host, and write what messages, bytes, reductions and shared
+    memory cost to a file that `init_process_group` reads.
 
     Rank 0's file counts for all ranks of a world. ASYNCDIST_TUNING names another file, or `off` for built-in values.
     Links between hosts are not measured: for those built-in values count.
@@ -58,9 +70,15 @@ def tune_command(transports: tuple[str, ...], seconds: float, output: Path | Non
     path = output or default_path(os.environ)
     if path is None:
         raise click.UsageError("neither XDG_CACHE_HOME nor HOME is set: give --output")
+    if (check and show) or (candidates and not check):
+        raise click.UsageError("--check and --show are two things, and --candidates goes with --check")
+    transports = transports or _from_environment()
     try:
+        if check:
+            _check_all(transports, seconds or CHECK_SECONDS * len(transports), path, everything=candidates)
+            return
         if not show:
-            _measure_all(transports or _from_environment(), seconds, path)
+            _measure_all(transports, seconds or DEFAULT_SECONDS, path)
         _show(path)
     except FileNotFoundError:
         raise click.ClickException(f"there is no {path} yet: run `asyncdist tune`") from None
@@ -76,25 +94,46 @@ def _from_environment() -> tuple[str, ...]:
 
 
 def _measure_all(transports: tuple[str, ...], seconds: float, path: Path) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[phase]}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with _progress() as progress:
         for transport in transports:
-            task = progress.add_task(transport, total=len(PHASES), phase="starting")
-
-            def report(phase: str, share: float, task: Any = task) -> None:
-                progress.update(task, completed=PHASES.index(phase) + share, phase=phase)
-
-            measured, connection = measure_here(transport, seconds / len(transports), report)
-            progress.update(task, completed=len(PHASES), phase="done")
+            found = find_here(transport, seconds / len(transports), _reporter(progress, transport))
             # Rejects what cannot be: a clock that stood still, say.
-            constants = constants_from_terms(constants_to_terms(constants_of(measured)))
+            constants = constants_from_terms(constants_to_terms(found.constants))
             details = {
                 "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "connection": connection,
+                "connection": found.connection,
                 "machine": _machine(),
-                "measured": measured._asdict(),
+                "measured": found.measured._asdict(),
+                "trials": len(found.trials),
             }
             save_constants(path, transport, constants, details)
+
+
+def _check_all(transports: tuple[str, ...], seconds: float, path: Path, *, everything: bool) -> None:
+    for transport in transports:
+        measured = measured_constants(path, transport)
+        with _progress() as progress:
+            trials = check_here(
+                transport,
+                measured or built_in_constants(transport),
+                seconds / len(transports),
+                _reporter(progress, transport),
+            )
+        show_check(transport, trials, measured, everything=everything)
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[phase]}"), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _reporter(progress: Progress, transport: str) -> Report:
+    task = progress.add_task(transport, total=1.0, phase="starting")
+
+    def report(phase: str, share: float) -> None:
+        progress.update(task, completed=share, phase=phase)
+
+    return report
 
 
 def _machine() -> dict[str, Any]:
@@ -109,21 +148,36 @@ def _machine() -> dict[str, Any]:
 
 def _show(path: Path) -> None:
     console = Console()
+    if not console.is_terminal:
+        console.width = TABLE_WIDTH
     console.print(str(path), highlight=False, soft_wrap=True)
-    table = Table()
-    for title in ("transport", "message", "overhead", "link GB/s", "copy GB/s", "reduction GB/s", "measured"):
-        table.add_column(title, no_wrap=True)
+    messages, memory = Table(title="messages", title_justify="left"), Table(title="shared memory", title_justify="left")
+    for title in ("transport", "message", "overhead", "link GB/s", "copy GB/s", "reduction GB/s", "turn", "measured"):
+        messages.add_column(title, no_wrap=True)
+    for title in ("transport", "wake-up", "item", "begin", "operand", "copy GB/s", "reduction GB/s"):
+        memory.add_column(title, no_wrap=True)
     for transport, entry in read_file(path)["transports"].items():
         if not isinstance(entry, Mapping):
             raise ValueError(f"{path}: {transport}: not a set of constants")
         constants = constants_from_terms(entry.get("constants"))
-        table.add_row(
+        messages.add_row(
             str(transport),
             show_seconds(constants.alpha_s),
             show_seconds(constants.overhead_s),
             f"{1e-9 / constants.beta_s:.3g}",
             f"{1e-9 / constants.copy_s:.3g}" if constants.copy_s else "-",
             f"{1e-9 / constants.gamma_s:.3g}",
+            show_seconds(constants.turn_s),
             str(entry.get("date", "")),
         )
-    console.print(table)
+        shared = constants.shared
+        if transport in ("auto", "shm"):
+            memory.add_row(
+                str(transport),
+                *map(show_seconds, (shared.wake_s, shared.step_s, shared.begin_s, shared.operand_s)),
+                f"{1e-9 / shared.copy_s:.3g}",
+                f"{1e-9 / shared.reduce_s:.3g}",
+            )
+    console.print(messages)
+    if memory.row_count:
+        console.print(memory)

@@ -1,87 +1,111 @@
-"""A tuning session: two processes on this host that measure, and what their figures mean to the cost model."""
+"""A tuning session: processes on this host that measure, and what their figures mean to the cost model."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
 
-from asyncdist.errors import LaunchError
-from asyncdist.initialize import init_process_group
-from asyncdist.launch.spawn import spawn
-from asyncdist.loop import run
+from asyncdist.group import ProcessGroup
+from asyncdist.host_constants import built_in_constants, host_cores
 from asyncdist.plan.constants import Constants
+from asyncdist.plan.tuning import Tuning
+from asyncdist.tuning.fit import fitted
 from asyncdist.tuning.measure import Measured, measure
-from asyncdist.tuning.probe import PROBE_WORLD
+from asyncdist.tuning.processes import Report, run_here
+from asyncdist.tuning.trials import Trial, try_all
 
-__all__ = ["START_LIMIT_S", "constants_of", "measure_here"]
+__all__ = ["WORLDS", "Cell", "Found", "constants_of", "find_here", "measure_here", "try_here"]
 
-START_LIMIT_S: Final = 60.0
-"""Longest that two processes may take beyond the measuring itself: to start, import and meet on a busy machine."""
+WORLDS: Final = (2, 4)
+"""Ranks of trials. On small hosts four have to share cores, which costs something of its own."""
 
-_POLL_S: Final = 0.1
+PROBE_WORLD: Final = 2
+
+PROBING: Final = 0.25
+"""Share of the time that probes of messages get; the trials of collectives get the rest."""
 
 
-def measure_here(transport: str, budget_s: float, report: Callable[[str, float], None]) -> tuple[Measured, str]:
-    """Measure with two processes over `transport`, a word of ASYNCDIST_TRANSPORT, for about `budget_s`.
+class Cell(NamedTuple):
+    """A collective on one size, in bytes."""
 
-    Returns the figures and the kind of connection that was used. `report(phase, share)` is called in this process.
-    Raises LaunchError when a process fails or takes far too long. Blocks; no process outlives it.
+    collective: str
+    nbytes: int
+
+
+CELLS: Final = tuple(
+    Cell(collective, nbytes)
+    for nbytes in (1 << 10, 256 << 10, 4 << 20)
+    for collective in ("all_reduce", "all_gather", "broadcast", "all_to_all")
+)
+"""What is tried to find the constants: what waits, what fits a cache, and what is as good as large."""
+
+
+class Found(NamedTuple):
+    """What a session has found out."""
+
+    constants: Constants
+    measured: Measured
+    trials: tuple[Trial, ...]
+    connection: str
+    """What carried messages: "tcp ..., unix ..., shm ..."."""
+
+
+def find_here(transport: str, budget_s: float, report: Report) -> Found:
+    """Measure messages with two ranks and collectives with a few over `transport`, for about `budget_s`.
+
+    The constants are those of the messages, fitted to what every algorithm of the collectives took. `report(phase,
+    share)` is called in this process. Raises LaunchError when a process fails or takes far too long, or a collective
+    gives a wrong result. Blocks; no process outlives it.
     """
-    reader, writer = multiprocessing.Pipe(duplex=False)
-    with reader, writer:
-        deadline_s = time.monotonic() + budget_s + START_LIMIT_S
-        found: tuple[Measured, str] | None = None
-        with spawn(_rank, (transport, budget_s, writer), PROBE_WORLD, join=False) as context:
-            while not context.join(0.0):
-                if time.monotonic() > deadline_s:
-                    raise LaunchError(f"measuring over {transport} has not ended after {budget_s + START_LIMIT_S:g} s")
-                if reader.poll(_POLL_S):
-                    found = _take(reader, report) or found
-        while reader.poll():
-            found = _take(reader, report) or found
-    if found is None:
-        raise LaunchError(f"measuring over {transport} ended without a result")
+    measured, connection = measure_here(transport, PROBING * budget_s, report)
+    start = constants_of(measured, built_in_constants(transport))
+    each_s = (1 - PROBING) * budget_s / len(WORLDS)
+    trials = [trial for world in WORLDS for trial in try_here(transport, world, CELLS, start, each_s, report)]
+    report("fitting", 0.0)
+    constants = fitted(trials, start, host_cores(max(WORLDS)))
+    return Found(constants, measured, tuple(trials), connection)
+
+
+def measure_here(transport: str, budget_s: float, report: Report) -> tuple[Measured, str]:
+    """Measure messages with two processes, and say what carried them; otherwise as `find_here`."""
+    found: tuple[Measured, str] = run_here(_probe, (budget_s,), PROBE_WORLD, transport, budget_s, report)
     return found
 
 
-def constants_of(measured: Measured) -> Constants:
-    """Turn figures into constants of the cost model; `cores` and links between hosts are not among them."""
-    return Constants(
+def try_here(
+    transport: str, world: int, cells: Sequence[Cell], constants: Constants, budget_s: float, report: Report
+) -> list[Trial]:
+    """Try every algorithm in each of `cells`, in the chunks that `constants` lead to; otherwise as `find_here`."""
+    tuning = Tuning(replace(constants, cores=host_cores(world)), world)
+    found: list[Trial] = run_here(_try, (tuple(cells), tuning, budget_s), world, transport, budget_s, report)
+    return found
+
+
+def constants_of(measured: Measured, otherwise: Constants) -> Constants:
+    """Turn figures of messages into constants of the cost model; what they do not tell is `otherwise`'s."""
+    return replace(
+        otherwise,
         alpha_s=measured.message_s,
         beta_s=measured.byte_s,
         gamma_s=measured.reduced_byte_s,
         overhead_s=min(measured.overhead_s, measured.message_s / 2),
         # Bytes both ways are copied twice by one thread, which bounds what a copy can take.
         copy_s=min(measured.byte_cpu_s, measured.duplex_byte_s / 2),
+        between=None,
     )
 
 
-def _take(reader: Connection, report: Callable[[str, float], None]) -> tuple[Measured, str] | None:
-    kind, *values = reader.recv()
-    if kind == "progress":
-        report(*values)
-        return None
-    return Measured(*values[0]), values[1]
+async def _probe(group: ProcessGroup, report: Report, budget_s: float) -> tuple[Measured, str]:
+    measured = await measure(group, budget_s, report)
+    return measured, group.world.mesh.describe(1 - group.rank)
 
 
-def _rank(local_rank: int, transport: str, budget_s: float, writer: Connection) -> None:
-    """What each of the two processes runs."""
-    os.environ["ASYNCDIST_TRANSPORT"] = transport
-    os.environ["ASYNCDIST_TUNING"] = "off"
-    os.environ.pop("ASYNCDIST_ALGO", None)
-    run(_measure(local_rank, budget_s, writer))
-
-
-async def _measure(rank: int, budget_s: float, writer: Connection) -> None:
-    def report(phase: str, share: float) -> None:
-        if rank == 0:
-            writer.send(("progress", phase, share))
-
-    async with init_process_group() as group:
-        measured = await measure(group, budget_s, report)
-        if rank == 0:
-            writer.send(("result", tuple(measured), group.world.mesh.describe(1)))
+async def _try(
+    group: ProcessGroup, report: Report, cells: Sequence[Cell], tuning: Tuning, budget_s: float
+) -> list[Trial]:
+    found: list[Trial] = []
+    for number, cell in enumerate(cells):
+        report(f"{cell.collective}, {group.size} ranks", number / len(cells))
+        found += await try_all(group, cell.collective, cell.nbytes, tuning, budget_s / len(cells))
+    return found
