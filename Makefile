@@ -30,10 +30,11 @@ help:
 demo: $(VENV)/.base
 	$(BIN)/asyncdist run --nproc-per-node 4 examples/train_digits.py --compare $(ARGS)
 
-# Two side by side, as most of them wait; those that interrupt the main thread need it for themselves.
+# Two side by side, as most of them wait: one begins with those that start processes, the other in the middle. Those that
+# interrupt the main thread need it for themselves.
 test: $(VENV)/.dev
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest -q -n 2 --ignore tests/unit/blocking tests
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore tests/unit/blocking tests
 	$(BIN)/python -m pytest -q tests/unit/blocking
 else
 	$(BIN)/python -m pytest $(ARGS)
