@@ -154,6 +154,11 @@ class AioBackend(GroupBackend):
         recipe = next((recipe for (key, _), recipe in reversed(self._recipes.items()) if key == recipe_key), None)
         return "" if recipe is None else recipe.program.plan.algorithm
 
+    @property
+    def tuning(self) -> Tuning:
+        """What algorithms are chosen by."""
+        return self._tuning
+
     def choose_by(self, tuning: Tuning) -> None:
         """Choose algorithms by `tuning` from now on, as all members have to at the same place; for measurements.
 

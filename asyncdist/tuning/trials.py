@@ -55,7 +55,23 @@ async def try_all(
     for a wrong result, on every rank. Cancelling leaves the group unusable.
     """
     backend = host_backend(group)
+    usual = backend.tuning
     await group.barrier()  # the lane is made at the first collective
+    try:
+        return await _try_all(group, backend, collective, nbytes, tuning, budget_s, names)
+    finally:
+        backend.choose_by(usual)
+
+
+async def _try_all(
+    group: ProcessGroup,
+    backend: AioBackend,
+    collective: str,
+    nbytes: int,
+    tuning: Tuning,
+    budget_s: float,
+    names: Sequence[str],
+) -> list[Trial]:
     problem = problem_of(collective, group.size, nbytes, tuning.ranks_per_host)
     found = candidates(problem, ITEMSIZE, tuning, lane_bytes=backend.lane_bytes(0))
     found = [one for one in found if not names or one.algorithm in names]

@@ -13,6 +13,8 @@ import pytest
 from asyncdist import host_constants
 from asyncdist.host_constants import (
     MAX_FILE_BYTES,
+    VERSION,
+    built_in_constants,
     default_path,
     host_cores,
     own_tuning,
@@ -20,7 +22,7 @@ from asyncdist.host_constants import (
     save_constants,
     stored_constants,
 )
-from asyncdist.plan.constants import ASYNCIO, ASYNCIO_TCP
+from asyncdist.plan.constants import ASYNCIO, ASYNCIO_LOOPBACK, ASYNCIO_TCP
 
 MEASURED = replace(ASYNCIO_TCP, alpha_s=12e-6, copy_s=0.1e-9)
 
@@ -78,7 +80,7 @@ def test_a_damaged_file_is_written_anew(environ):
 
 def good_file():
     constants = {"alpha_s": 1e-5, "beta_s": 1e-9, "gamma_s": 1e-10, "overhead_s": 1e-6}
-    return {"format": "asyncdist tuning", "version": 1, "transports": {"tcp": {"constants": constants}}}
+    return {"format": "asyncdist tuning", "version": 2, "transports": {"tcp": {"constants": constants}}}
 
 
 DAMAGED = {
@@ -88,7 +90,12 @@ DAMAGED = {
     "nested": b"[" * 100_000,
     "list": b"[]",
     "other": b'{"format": "something"}',
-    "newer": json.dumps({**good_file(), "version": 2}).encode(),
+    "older": json.dumps({**good_file(), "version": 1}).encode(),
+    "newer": json.dumps({**good_file(), "version": 3}).encode(),
+    "no version": json.dumps({**good_file(), "version": None}).encode(),
+    "shared memory of another kind": json.dumps(good_file())
+    .replace('"gamma_s"', '"shared": {"x": 1}, "gamma_s"')
+    .encode(),
     "no transports": json.dumps({**good_file(), "transports": []}).encode(),
     "no constants": json.dumps({**good_file(), "transports": {"tcp": {}}}).encode(),
     "a string": json.dumps({**good_file(), "transports": {"tcp": "fast"}}).encode(),
@@ -98,15 +105,18 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_file_warns_and_built_in_constants_count(environ, content):
+def test_a_damaged_file_is_one_line_of_the_log_and_built_in_constants_count(environ, content, caplog):
     path = stored(environ)
     path.parent.mkdir()
     path.write_bytes(json.dumps(good_file()).encode())
     assert own(environ).constants.alpha_s == 1e-5
+    assert not caplog.records
     path.write_bytes(content)
-    with pytest.warns(RuntimeWarning, match=re.escape(str(path))):
-        tuning = own(environ)
-    assert tuning.constants.alpha_s == ASYNCIO.alpha_s
+    assert own(environ).constants.alpha_s == ASYNCIO_LOOPBACK.alpha_s
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert str(path) in record.getMessage()
+    assert "asyncdist tune" in record.getMessage()
 
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
@@ -131,7 +141,7 @@ def test_the_length_of_a_file_at_and_one_past(tmp_path):
     path = tmp_path / "mine.json"
     text = json.dumps(good_file())
     path.write_text(text + " " * (MAX_FILE_BYTES - len(text)))
-    assert read_file(path)["version"] == 1
+    assert read_file(path)["version"] == VERSION
     path.write_text(text + " " * (MAX_FILE_BYTES - len(text) + 1))
     with pytest.raises(ValueError, match="more than"):
         read_file(path)
@@ -142,9 +152,17 @@ def test_a_tuning_has_the_file_the_cores_and_the_overrides(environ):
     tuning = own(environ)
     assert tuning.constants == replace(MEASURED, between=ASYNCIO.between, cores=host_cores(1))
     assert tuning.overrides == (("all_reduce", "ring"),)
-    assert own(environ, transport="unix").constants.alpha_s == ASYNCIO.alpha_s
-    assert own({**environ, "ASYNCDIST_TUNING": " Off "}).constants.alpha_s == ASYNCIO.alpha_s
-    assert own({}).constants.alpha_s == ASYNCIO.alpha_s
+    assert own(environ, transport="unix").constants.alpha_s == ASYNCIO_LOOPBACK.alpha_s
+    assert own({**environ, "ASYNCDIST_TUNING": " Off "}).constants.alpha_s == ASYNCIO_LOOPBACK.alpha_s
+    assert own({}).constants.alpha_s == ASYNCIO_LOOPBACK.alpha_s
+
+
+def test_built_in_constants_are_those_of_the_transport(monkeypatch):
+    monkeypatch.setattr(host_constants.sys, "platform", "linux")
+    assert [built_in_constants(word) for word in ("auto", "shm")] == [ASYNCIO] * 2
+    assert [built_in_constants(word) for word in ("unix", "tcp")] == [ASYNCIO_LOOPBACK] * 2
+    monkeypatch.setattr(host_constants.sys, "platform", "darwin")
+    assert built_in_constants("auto") == ASYNCIO_LOOPBACK, "no memory is shared there"
 
 
 @pytest.mark.parametrize(

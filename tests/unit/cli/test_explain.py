@@ -103,7 +103,7 @@ def test_an_override_is_the_chosen_one(explain):
 
 
 def test_constants_come_from_the_host_or_a_file(explain, tmp_path):
-    assert "message 35 us" in explain("barrier", "--world", "4").output
+    assert "message 32 us" in explain("barrier", "--world", "4").output
     assert "message 2 us" in explain("barrier", "--world", "4", "--constants", "mpi-like").output
     path = tmp_path / "mine.json"
     save_constants(path, "tcp", MPI_LIKE, {})

@@ -1,0 +1,93 @@
+"""Constants fitted to trials: they are found again where trials follow the model, and stay where nothing is said."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from asyncdist.plan.constants import ASYNCIO, SharedMemory
+from asyncdist.plan.selector import candidates
+from asyncdist.plan.shared import USUAL_LANE_BYTES
+from asyncdist.plan.tuning import Tuning
+from asyncdist.tuning.check import judge, summary
+from asyncdist.tuning.exercises import ITEMSIZE, problem_of
+from asyncdist.tuning.fit import FAR, fitted
+from asyncdist.tuning.trials import Trial
+
+CORES = 2
+TRUTH = replace(
+    ASYNCIO,
+    alpha_s=90e-6,
+    beta_s=1 / 3e9,
+    overhead_s=12e-6,
+    copy_s=1 / 4e9,
+    turn_s=200e-6,
+    cores=CORES,
+    shared=SharedMemory(30e-6, 15e-6, 3e-6, 1 / 6e9, 1 / 5e9, 40e-6),
+)
+"""A machine three times as slow as the one that built-in constants are for."""
+
+
+def trials_of(constants, noise=0.0, lane_bytes=USUAL_LANE_BYTES, sizes=(1 << 10, 256 << 10, 4 << 20)):
+    """What trials would say on a machine of these constants."""
+    dice = random.Random(1)
+    found = []
+    for collective in ("all_reduce", "all_gather", "broadcast", "all_to_all"):
+        for world in (2, 4):
+            for nbytes in sizes:
+                problem = problem_of(collective, world, nbytes, world)
+                for one in candidates(problem, ITEMSIZE, Tuning(constants, world), lane_bytes=lane_bytes):
+                    seconds = one.seconds * dice.lognormvariate(0, noise)
+                    found.append(Trial(collective, world, nbytes, one.algorithm, one.chunk_bytes, seconds, 9))
+    return found
+
+
+def test_constants_are_found_again():
+    found = fitted(trials_of(TRUTH), ASYNCIO, CORES)
+    for name in ("alpha_s", "turn_s", "copy_s", "gamma_s"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=0.15), name
+    assert found.overhead_s == pytest.approx(TRUTH.overhead_s, rel=0.4), "part of a message in most of what is tried"
+    for name in ("wake_s", "copy_s"):
+        assert getattr(found.shared, name) == pytest.approx(getattr(TRUTH.shared, name), rel=0.15), name
+    for name in ("step_s", "reduce_s", "begin_s"):
+        assert getattr(found.shared, name) == pytest.approx(getattr(TRUTH.shared, name), rel=0.5), name
+
+
+def test_choices_are_better_with_fitted_constants_than_without():
+    trials = trials_of(TRUTH, noise=0.03)
+    start = replace(ASYNCIO, cores=CORES)
+    before = summary(judge(trials, start))
+    after = summary(judge(trials, replace(fitted(trials, start, CORES), cores=CORES)))
+    assert before.close < after.close == after.cells
+    assert after.mean < 1.04 < before.mean
+
+
+def test_what_no_trial_tells_stays_as_it_was():
+    found = fitted(trials_of(TRUTH, lane_bytes=0), ASYNCIO, CORES)
+    assert found.alpha_s == pytest.approx(TRUTH.alpha_s, rel=0.3)
+    for name in ("wake_s", "step_s", "operand_s", "copy_s", "reduce_s", "begin_s"):
+        assert getattr(found.shared, name) == pytest.approx(getattr(ASYNCIO.shared, name))
+    assert found.between == ASYNCIO.between
+    assert fitted([], ASYNCIO, CORES) is ASYNCIO
+
+
+def test_a_few_trials_that_somebody_disturbed_do_not_decide():
+    trials = trials_of(TRUTH)
+    disturbed = [one._replace(seconds=20 * one.seconds) if not index % 15 else one for index, one in enumerate(trials)]
+    found = fitted(disturbed, ASYNCIO, CORES)
+    assert found.alpha_s == pytest.approx(TRUTH.alpha_s, rel=0.5)
+    assert found.shared.begin_s == pytest.approx(TRUTH.shared.begin_s, rel=0.6)
+
+
+def test_no_constant_moves_further_than_it_can_be_believed():
+    slow = [one._replace(seconds=1e6 * one.seconds) for one in trials_of(TRUTH)]
+    found = fitted(slow, ASYNCIO, CORES)
+    assert found.alpha_s <= ASYNCIO.alpha_s * 2.72**FAR
+
+
+def test_what_is_nothing_stays_nothing():
+    start = replace(ASYNCIO, copy_s=0.0, turn_s=0.0, shared=replace(ASYNCIO.shared, begin_s=0.0))
+    found = fitted(trials_of(TRUTH), start, CORES)
+    assert (found.copy_s, found.turn_s, found.shared.begin_s) == (0, 0, 0)
