@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Final, Protocol
 
 import msgpack
 
+from asyncdist import events
 from asyncdist.backend.base import Backend, CollectiveWork, GroupBackend
 from asyncdist.backend.call import Call
 from asyncdist.backend.cuda_events import Completions
@@ -219,6 +220,7 @@ class DeviceBackend(GroupBackend):
             self._waiting.clear()
             return
         self._path = path
+        events.info("group %x: GPU arrays take path %s", self.group_id, path.name)
         waiting, self._waiting = self._waiting, {}
         for key, (call, work, _on_end) in waiting.items():
             if key not in self._under_way:

@@ -60,6 +60,7 @@ class Signals:
         self._buffers = [bytearray(_RECORD.size) for _ in ranks]
         self._receives: dict[int, Receive] = {}
         self._gone: set[int] = set()
+        self._hushed: set[int] = set()
 
     def open(self) -> None:
         """Listen to all other members; they are connected to if they are not."""
@@ -81,15 +82,15 @@ class Signals:
                 self.message_failed(member, error)
 
     def hush(self, member: int) -> None:
-        """Nothing more will come from `member`, or is to be heard: take its receive back."""
-        self._gone.add(member)
+        """Nothing more will come from `member`, or is to be heard: take its receive back. It still can be told."""
+        self._hushed.add(member)
         receive = self._receives.pop(member, None)
         if receive is not None:
             self._mesh.withdraw(receive, self._ranks[member])
 
     def _listen(self, member: int) -> None:
         """Post the next receive; what has come already is heard at once."""
-        while member not in self._gone:
+        while member not in self._gone and member not in self._hushed:
             receive = Receive(self._key, memoryview(self._buffers[member]), self, member)
             self._receives[member] = receive
             try:
@@ -115,7 +116,7 @@ class Signals:
 
     def message_received(self, token: Any, receive: Receive) -> None:
         """A record is here."""
-        if token not in self._gone:
+        if token not in self._gone and token not in self._hushed:
             self._take(token)
             self._listen(token)
 
@@ -124,7 +125,8 @@ class Signals:
         if token not in self._gone:
             self._gone.add(token)
             self._receives.pop(token, None)
-            self._lost(token, error)
+            if token not in self._hushed:
+                self._lost(token, error)
 
     def allocate(self, token: Any, source: int, nbytes: int, meta: bytes) -> memoryview:
         """Never called: every receive names its target."""

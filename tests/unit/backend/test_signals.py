@@ -63,6 +63,31 @@ def test_records_come_in_order_and_a_loss_is_told_once() -> None:
     run_world(3, main, pass_world=True)
 
 
+def test_who_is_not_listened_to_any_more_is_told_all_the_same() -> None:
+    """As it must hear that its memory is closed, though it said so first."""
+
+    async def main(group: Any, world: Any) -> None:
+        heard: list[int] = []
+        signals = Signals(
+            group.world.mesh,
+            group.group_id,
+            group.ranks,
+            group.rank,
+            0,
+            lambda member, record: heard.append(record.kind),
+            lambda member, error: pytest.fail("nobody is lost"),
+        )
+        signals.open()
+        if group.rank == 0:
+            signals.hush(1)
+        signals.tell((1 - group.rank,), Record(5))
+        await group.barrier()
+        assert heard == ([] if group.rank == 0 else [5])
+        signals.hush(1 - group.rank)
+
+    run_world(2, main, pass_world=True)
+
+
 @pytest.mark.parametrize("more", [0, 1])
 def test_signals_about_operations_to_come_are_bounded(more: int) -> None:
     runtime = FakeRuntime()

@@ -1,0 +1,139 @@
+"""A rank that dies at each stage of setting GPU arrays up: the others hear who it was, soon, and go on without it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, until
+
+import asyncdist as dist
+from asyncdist.backend import ipc_scratch, staged_line
+from asyncdist.backend.host_exchange import HostExchange
+from asyncdist.errors import DistError, GroupAbortedError, PeerLostError
+from asyncdist.testing.fake_nccl import FakeNccl
+
+SIZE = 3
+SOON_S = 3.0
+"""When the others must know, on a busy machine; time-outs here are a minute."""
+
+STAGES = {
+    "nccl": ["before path", "after path", "before nccl", "after nccl", "unique id", "open", "first"],
+    "ipc": ["before path", "after path", "before ipc 0", "after ipc 0", "before ipc 1", "after ipc 1", "first"],
+    "staged": ["before path", "after path", "first"],
+}
+"""Exchanges between the ranks, calls of NCCL, and the first collective, of which the victim's part is on the GPU."""
+
+CASES = [(path, stage, victim) for path, stages in STAGES.items() for stage in stages for victim in (0, 2)]
+CASES.remove(("nccl", "unique id", 2))
+
+
+@pytest.fixture(autouse=True)
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc_scratch, "LARGE_BYTES", 1 << 16)
+    monkeypatch.setattr(staged_line, "BUFFER_BYTES", 1 << 16)
+
+
+class Death:
+    """Kills rank `victim` of a world when it comes to `stage`, as a thread or a coroutine that never goes on."""
+
+    def __init__(self, stage: str, victim: int) -> None:
+        self.stage = stage
+        self.victim = victim
+        self.world: Any = None
+        self.loop: Any = None
+        self.happened = threading.Event()
+        self.over = threading.Event()
+
+    def comes(self, rank: int, stage: str) -> bool:
+        return self.world is not None and rank == self.victim and stage == self.stage and not self.happened.is_set()
+
+    def strike(self) -> None:
+        self.happened.set()
+        self.world.kill(self.victim)
+
+    def strike_in_thread(self) -> None:
+        self.loop.call_soon_threadsafe(self.strike)
+        self.over.wait(20)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        all_gather, unique_id, opened = HostExchange.all_gather, FakeNccl.unique_id, FakeNccl.open
+
+        async def exchange(self_: HostExchange, name: str, tag: int, number: int, message: bytes) -> Any:
+            what = f"{name} {number}" if name == "ipc" else name
+            if self.comes(self_._rank, f"before {what}"):
+                self.strike()
+                await asyncio.Event().wait()
+            told = await all_gather(self_, name, tag, number, message)
+            if self.comes(self_._rank, f"after {what}"):
+                self.strike()
+                await asyncio.Event().wait()
+            return told
+
+        def make_id(self_: FakeNccl) -> bytes:
+            if self.comes(0, "unique id"):
+                self.strike_in_thread()
+            return unique_id(self_)
+
+        def open_one(self_: FakeNccl, size: int, unique: bytes, rank: int, device: int) -> Any:
+            if self.comes(rank, "open"):
+                self.strike_in_thread()
+            return opened(self_, size, unique, rank, device)
+
+        monkeypatch.setattr(HostExchange, "all_gather", exchange)
+        monkeypatch.setattr(FakeNccl, "unique_id", make_id)
+        monkeypatch.setattr(FakeNccl, "open", open_one)
+
+
+@pytest.mark.parametrize(("path", "stage", "victim"), CASES)
+def test_a_rank_dies(path: str, stage: str, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCDIST_CUDA_PATH", path)
+    death = Death(stage, victim)
+    death.install(monkeypatch)
+    survivors: list[int] = []
+
+    async def main(at: GpuRank) -> None:
+        death.world, death.loop = at.world, asyncio.get_running_loop()
+        group = dist.new_group(timeout=60.0)
+        device = at.rank if path == "nccl" else 0
+        x = at.cuda.runtime.array(np.ones(3000, np.float32), device)
+        gate = None
+        if stage == "first" and at.rank != victim:  # the others' part never comes until the victim is dead
+            gate = at.cuda.runtime.hold(at.cuda.runtime.current_stream(device))
+        work = dist.all_reduce(x, group=group)
+        if at.rank == victim:
+            if stage == "first":
+                await asyncio.wait([asyncio.ensure_future(work.enqueued())], timeout=0.3)
+                death.strike()
+            await until(death.happened.is_set)
+            group.abort("this rank is dead, and nobody hears it")
+            assert isinstance(await failure_of(work), DistError)
+            await until(lambda: len(survivors) == SIZE - 1)
+            return
+        await until(death.happened.is_set)
+        began = time.monotonic()
+        error = await failure_of(work)
+        assert isinstance(error, PeerLostError), repr(error)
+        assert error.rank == victim
+        assert time.monotonic() - began < SOON_S
+        if gate is not None:
+            gate.open()
+        with pytest.raises(GroupAbortedError):
+            dist.all_reduce(x, group=group)
+        left = dist.shrink_group([victim], group)
+        y = at.cuda.runtime.array(np.full(3000, at.rank, np.float32), device)
+        await dist.all_reduce(y, group=left)
+        assert equal(y, np.full(3000, 3 - victim))
+        await left.close()
+        survivors.append(at.rank)
+        death.over.set()
+
+    try:
+        run_gpu(SIZE, main, devices=SIZE if path == "nccl" else 1, may_differ=True)
+    except PeerLostError:
+        assert len(survivors) == SIZE - 1  # who was killed cannot leave well
+    assert len(survivors) == SIZE - 1
