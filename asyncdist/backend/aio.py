@@ -128,6 +128,7 @@ class AioBackend(GroupBackend):
         self._operations[work.tag, work.number] = operation
         if lane is None:
             operation.begin()
+            self._mesh.issued(len(self._operations))
             return
         place.take_place(work.number)
         if recipe.shared and isinstance(operation, Operation):

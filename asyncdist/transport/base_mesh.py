@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.address import PeerAddress
@@ -30,6 +30,11 @@ class MeshOwner(Protocol):
 
     def control_received(self, rank: int, payload: bytes) -> None:
         """`rank` sent a control message."""
+
+
+BURST: Final = 4
+"""Collectives under way between two of whose calls what has come through sockets of this host is taken. In a burst of
+calls it would fill the system's buffers otherwise, and wait there longer than any cache keeps it."""
 
 
 class BaseMesh:
@@ -111,6 +116,11 @@ class BaseMesh:
         """Start connecting to all of `ranks`; addresses asked for in one turn of the loop are looked up together."""
         for rank in ranks:
             self.peer(rank)
+
+    def issued(self, in_flight: int) -> None:
+        """A collective was begun, and so many of its group are under way: in a burst, take what has come meanwhile."""
+        if not in_flight % BURST and self.spinner is not None:
+            self.spinner.catch_up()
 
     def send_control(self, rank: int, payload: bytes) -> None:
         """Send a control message, ahead of everything queued. Raises as `post_send`."""

@@ -126,6 +126,11 @@ class Spinner:
         most = self._cores if sockets else RANKS_PER_CORE * self._cores
         return 1 < ranks <= most and sockets <= MAX_NEIGHBORS and not (memory.crowded or neighbors.crowded)
 
+    def catch_up(self) -> None:
+        """Read what has come from this host, and send what there was no room for."""
+        if len(self._neighbors.pollers) <= MAX_NEIGHBORS:
+            self._poll_sockets()
+
     def _poll_sockets(self) -> None:
         for poller in list(self._neighbors.pollers):
             poller()

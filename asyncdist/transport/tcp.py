@@ -77,7 +77,9 @@ class StreamConnection(Connection):
     # -- reading
 
     def poll(self) -> bool:
-        """Read what is there, without waiting to be told; whether there was anything."""
+        """Read what is there and send what is queued, without waiting to be told; whether anything was read."""
+        if self._armed:
+            self._writable()
         if self._sock is None:
             return False
         before = self.bytes_received

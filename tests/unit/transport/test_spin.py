@@ -18,6 +18,7 @@ from asyncdist.spinning import (
     spin_us_from_environ,
 )
 from asyncdist.transport import spin
+from asyncdist.transport.base_mesh import BURST, BaseMesh
 from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
 from asyncdist.transport.spin import ALONE_S, RANKS_PER_CORE, Spinner
 
@@ -147,6 +148,27 @@ def test_no_more_sockets_than_are_worth_a_round(monkeypatch: pytest.MonkeyPatch)
     assert world.look(1)
     world.neighbors.add(lambda: False, crowded=False)
     assert not world.look(1)
+
+
+@pytest.mark.parametrize("sockets", [1, MAX_NEIGHBORS, MAX_NEIGHBORS + 1])
+def test_catching_up_is_one_round_of_the_sockets(monkeypatch: pytest.MonkeyPatch, sockets: int) -> None:
+    world = World(monkeypatch)
+    for number in range(sockets):
+        world.neighbors.add(lambda number=number: world.poll(), crowded=False)  # type: ignore[misc]
+    world.spinner.catch_up()
+    assert world.polls == (sockets if sockets <= MAX_NEIGHBORS else 0)
+
+
+def test_a_burst_of_calls_catches_up_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.neighbors.add(world.poll, crowded=False)
+    owner: Any = SimpleNamespace()
+    mesh = BaseMesh(0, 2, owner)
+    mesh.issued(BURST)  # sockets of a mesh without a spinner are left to the loop
+    mesh.spinner = world.spinner
+    for in_flight in range(1, 3 * BURST):
+        mesh.issued(in_flight)
+    assert world.polls == 2
 
 
 def test_in_vain_it_looks_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,3 +238,19 @@ async def test_buffers_are_gathered(pair: Pair, buffers: Sequence[bytes | memory
     whole = b"".join(buffers)
     assert pair.connection._write(buffers) == len(whole)
     assert pair.other.recv(100) == whole
+
+
+async def test_a_poll_sends_what_there_was_no_room_for(pair: Pair) -> None:
+    """Whoever looks without letting the loop turn must not wait for the loop to say that there is room."""
+    pair.core.outgoing = bytes(8 << 20)
+    assert not pair.core.flush()
+    left = len(pair.core.outgoing)
+    assert 0 < left < 8 << 20
+    assert pair.other.recv(BUFFER_BYTES)
+    while len(pair.core.outgoing) == left:
+        assert pair.other.recv(BUFFER_BYTES), "all is read, and nothing more is sent"
+        assert not pair.connection.poll(), "nothing has come"
+    while pair.core.outgoing:
+        pair.other.recv(BUFFER_BYTES)
+        pair.connection.poll()
+    assert not pair.connection._armed
