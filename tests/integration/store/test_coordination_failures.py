@@ -53,7 +53,7 @@ async def test_a_bound_lease_survives_cut_connections_and_not_a_lost_client() ->
         async with cut_often(server.port) as proxy:
             store = await TCPStore.connect("127.0.0.1", proxy.port)
             closing.push_async_callback(store.close)
-            lease = await store.lease(0.3, bound=True)
+            lease = await store.lease(1.5, bound=True)  # longer than it takes to connect again on a busy machine
             await store.set("k", "v", lease=lease)
             for index in range(60):
                 await store.set("n", str(index))

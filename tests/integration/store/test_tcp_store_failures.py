@@ -191,6 +191,7 @@ async def test_daemon_that_stays_away_fails_everything_in_time(monkeypatch: pyte
         assert isinstance(error, DistStoreError)
         assert f"store 127.0.0.1:{port}: {text} failed" in str(error)
         assert "could not connect within 0.3 s" in str(error)
+    monkeypatch.undo()
     with daemon_process(port):
         with pytest.raises(DistStoreError, match="restarted without its data"):
             await store.set("k", "v")  # the next request connects again, and was meant for the data that is gone
