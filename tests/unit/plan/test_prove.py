@@ -1,4 +1,4 @@
-"""The proof: every algorithm passes in worlds of many sizes, for every root. `make prove` has all up to 257, and more."""
+"""The proof: every algorithm passes in every world up to 33, for every root. `make prove` goes on to 257 and beyond."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from asyncdist.plan.verify import PlanError
 EVERY = [(collective, name) for collective in ALGORITHMS for name in algorithms(collective, shared=True)]
 
 
-WORLDS = (*range(1, 18), 24, 31, 32, 33)
-
-
 @pytest.mark.parametrize(("collective", "algorithm"), EVERY)
-def test_every_algorithm_is_proven(collective, algorithm):
-    for world in WORLDS:
+def test_every_algorithm_is_proven_in_every_world(collective, algorithm):
+    for world in range(1, 34):
         proof = prove(collective, algorithm, world)
         assert proof.proven > 0
         assert not proof.left_out
