@@ -6,6 +6,8 @@ OPERATIONS ?= 1000000
 FRAMES ?= 1000000
 MUTANTS ?= 40000
 KILLS ?= 200
+GPU_PYTHON ?=
+FAKE ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
@@ -66,17 +68,30 @@ soak: $(VENV)/.dev
 multinode: $(VENV)/.base
 	bash tests/multinode/run.sh $(ARGS)
 
-# Without a GPU this says so and fails. Without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=folder make gpu
+# Without a GPU this says so and fails. Without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=folder make gpu, or, where some
+# interpreter has all of it: make gpu GPU_PYTHON=python3. make gpu FAKE=1 tries it on a fake device, and writes nothing.
 gpu:
+ifneq ($(strip $(FAKE)),)
+	@$(MAKE) --no-print-directory $(VENV)/.dev
+	$(call measure_gpu,ASYNCDIST_TEST_FAKE_CUDA=$(FAKE) $(BIN)/python,--smoke,ASYNCDIST_TEST_FAKE_FOLDER=$$place/gpu)
+else ifneq ($(strip $(GPU_PYTHON)),)
+	@$(GPU_PYTHON) bench/cuda_extra.py --installed
+	$(call measure_gpu,PYTHONPATH=$(CURDIR):$(CURDIR)/server:$$PYTHONPATH $(GPU_PYTHON),--write)
+else
 	@extra=$$($(PYTHON) bench/cuda_extra.py) && $(MAKE) --no-print-directory gpu-with-$$extra
+endif
 
 .PRECIOUS: $(VENV)/.gpu-%
 gpu-with-%: $(VENV)/.gpu-%
-	@rm -f $(VENV)/gpu-facts
-	@status=0; \
-	ASYNCDIST_GPU_REPORT=$(abspath $(VENV))/gpu-facts $(BIN)/python -m pytest -q tests/gpu $(ARGS) || status=1; \
-	$(BIN)/python -m bench.nccl --write --facts $(VENV)/gpu-facts || status=1; \
-	exit $$status
+	$(call measure_gpu,$(BIN)/python,--write)
+
+# $(1) runs Python, $(2) says what becomes of the figures, $(3) is for them alone. What the tests found out goes into the document as well.
+define measure_gpu
+@place=$$(mktemp -d); mkdir $$place/gpu; status=0; \
+ASYNCDIST_GPU_REPORT=$$place/facts $(1) -m pytest -q tests/gpu $(ARGS) || status=1; \
+$(3) $(1) -m bench.nccl $(2) --facts $$place/facts || status=1; \
+rm -rf $$place; exit $$status
+endef
 
 clean:
 	rm -rf $(VENV) .multinode dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -93,12 +108,12 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/pip
 	@touch $@
 
 # torch is a neighbor: where it cannot be had its column stays empty. It asks for an NCCL of its own, older than what
-# lets two ranks share a GPU, so NCCL comes last.
+# lets two ranks share a GPU and perhaps for another CUDA, in the same place: so NCCL comes last, whatever is there.
 $(VENV)/.gpu-%: pyproject.toml | $(VENV)/.dev
 	@echo "installing asyncdist's extra $* into $(VENV)"
 	@$(PIP) install --editable ".[dev,$*]"
 	@$(PIP) install torch || echo "make gpu: no torch to compare with"
-	@$(PIP) install --upgrade --no-deps "nvidia-nccl-$(subst cuda,cu,$*)"
+	@$(PIP) install --upgrade --force-reinstall --no-deps "nvidia-nccl-$(subst cuda,cu,$*)"
 	@touch $@
 
 $(BIN)/pip:

@@ -1,19 +1,34 @@
 """``python bench/cuda_extra.py``: the extra whose packages fit this machine's NVIDIA driver, `cuda12` or `cuda13`.
 
-Says in one line why there is none, and exits with 1. Needs nothing but the standard library: it runs before anything
-is installed.
+With `--installed`, whether this interpreter has what `make gpu` needs already. Says in one line what is missing, and
+exits with 1. Needs nothing but the standard library: it runs before anything is installed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import sys
+from collections.abc import Sequence
 from typing import Final
 
 DRIVER_LIBRARY: Final = "libcuda.so.1"
 OLDEST_MAJOR: Final = 12
 NEWEST_MAJOR: Final = 13
 """A driver runs what was built for any older CUDA."""
+
+NEEDED: Final = {
+    "cupy": "cupy",
+    "numpy": "numpy",
+    "ml_dtypes": "ml-dtypes",
+    "msgpack": "msgpack",
+    "uvloop": "uvloop",
+    "click": "click",
+    "rich": "rich",
+    "pytest": "pytest",
+    "pytest_asyncio": "pytest-asyncio",
+}
+"""Modules that the tests and the benchmark import, and the packages that bring them. torch is measured where it is."""
 
 
 def extra(library_name: str = DRIVER_LIBRARY) -> tuple[str, str]:
@@ -32,9 +47,24 @@ def extra(library_name: str = DRIVER_LIBRARY) -> tuple[str, str]:
     return f"cuda{min(major, NEWEST_MAJOR)}", ""
 
 
-if __name__ == "__main__":
+def lacking() -> str:
+    """What this interpreter lacks, in words; empty if nothing."""
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    return f"{sys.executable} lacks {', '.join(missing)}" if missing else ""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the extra, or why there is none; returns the exit code."""
     name, reason = extra()
-    if not name:
+    if name and "--installed" in arguments:
+        reason = lacking()
+    if reason:
         print(f"make gpu: {reason}", file=sys.stderr)
-        sys.exit(1)
-    print(name)
+        return 1
+    if "--installed" not in arguments:
+        print(name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -20,7 +20,7 @@ from bench.gpu import open_gpu
 
 __all__ = ["SHARING", "measure_ranks"]
 
-LIMIT_S: Final = 240.0
+LIMIT_S: Final = 120.0
 """Libraries may hang on a shared device; a benchmark may not."""
 
 SHARING: Final[dict[str, dict[str, str]]] = {

@@ -43,7 +43,7 @@ def sharing_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, environ in SHARING.items():
         folder = tmp_path_factory.mktemp("sharing")
         try:
-            ranks = run_on_gpu(ALL_REDUCE, 2, folder, {"ASYNCDIST_CUDA_PATH": "nccl", **environ}, limit_s=90)
+            ranks = run_on_gpu(ALL_REDUCE, 2, folder, {"ASYNCDIST_CUDA_PATH": "nccl", **environ}, limit_s=60)
             failed = [rank for rank in ranks if rank.returncode]
             lines = failed[0].stderr.strip().splitlines() if failed else []
             results[name] = (lines[-1][:300] if lines else f"exit code {failed[0].returncode}") if failed else ""

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ ROOT = Path(__file__).parent.parent.parent.parent
 sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the packages
 
 from bench import cuda_extra, nccl_document  # noqa: E402
+from bench.nccl import refusal_among  # noqa: E402
 from bench.nccl_alone import Alone  # noqa: E402
 
 
@@ -55,6 +57,57 @@ def test_without_a_driver_make_gpu_says_so() -> None:
     name, reason = cuda_extra.extra("libnothing-of-that-name.so")
     assert not name
     assert "no NVIDIA driver here" in reason
+
+
+@pytest.mark.parametrize("devices", [0, 2])
+def test_a_driver_with_and_without_devices(
+    devices: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line either way: the extra, or why there is none."""
+
+    class Driver:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def cuInit(self, flags: int) -> int:
+            return 0
+
+        def cuDeviceGetCount(self, count: Any) -> int:
+            count._obj.value = devices
+            return 0
+
+        def cuDriverGetVersion(self, version: Any) -> int:
+            version._obj.value = 13000
+            return 0
+
+    monkeypatch.setattr("bench.cuda_extra.ctypes.CDLL", Driver)
+    assert cuda_extra.main([]) == (0 if devices else 1)
+    said = capsys.readouterr()
+    assert (said.out, said.err) == (
+        ("cuda13\n", "") if devices else ("", "make gpu: the NVIDIA driver sees no GPU here\n")
+    )
+
+
+def test_what_an_interpreter_lacks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cuda_extra, "extra", lambda: ("cuda13", ""))
+    monkeypatch.setattr(cuda_extra, "NEEDED", {"numpy": "numpy"})
+    assert cuda_extra.main(["--installed"]) == 0
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(cuda_extra, "NEEDED", {"numpy": "numpy", "nosuchmodule": "no-such-package"})
+    assert cuda_extra.main(["--installed"]) == 1
+    assert capsys.readouterr().err == f"make gpu: {sys.executable} lacks no-such-package\n"
+
+
+def test_what_a_test_saw_fail_is_not_waited_for_again() -> None:
+    facts = (
+        "NCCL, two ranks on one device, NCCL_MULTI_RANK_GPU_ENABLE=1: works",
+        "NCCL, two ranks on one device, distinct NCCL_HOSTID: Duplicate GPU detected",
+        "something else: fails",
+    )
+    assert refusal_among(facts, "nccl (NCCL_MULTI_RANK_GPU_ENABLE=1)") == ""
+    assert refusal_among(facts, "nccl (distinct NCCL_HOSTID)") == "Duplicate GPU detected"
+    assert refusal_among(facts, "ipc") == ""
+    assert refusal_among((), "nccl (distinct NCCL_HOSTID)") == ""
 
 
 def test_figures_are_judged() -> None:
