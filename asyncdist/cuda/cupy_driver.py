@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
+from types import TracebackType
 from typing import Final
 
 from cupy.cuda import runtime
@@ -13,33 +12,48 @@ from cupy.cuda import runtime
 from asyncdist.cuda.provider import DRIVER_LIBRARY
 from asyncdist.errors import DistBackendError
 
-__all__ = ["address_range", "device_uuid", "on_device", "translated"]
+__all__ = ["address_range", "calling", "device_uuid"]
 
 UUID_BYTES: Final = 16
 
 
-@contextmanager
-def on_device(device: int) -> Iterator[None]:
-    """Let `device` be this thread's current one in the block."""
-    before = runtime.getDevice()
-    if before != device:
-        runtime.setDevice(device)
-    try:
-        yield
-    finally:
-        if before != device:
-            runtime.setDevice(before)
+class calling:
+    """`with calling("cudaMalloc", device):` lets `device`, if not None, be this thread's current one in the block.
 
+    Whatever cupy raises there becomes DistBackendError that says what was being done. A class, and not a generator, as
+    an operation needs several, and microseconds count.
+    """
 
-@contextmanager
-def translated(what: str) -> Iterator[None]:
-    """Raise whatever cupy raises as DistBackendError that says what was being done."""
-    try:
-        yield
-    except DistBackendError:
-        raise
-    except Exception as error:  # CUDARuntimeError, CUDADriverError, NcclError, KeyError for codes it does not know
-        raise DistBackendError(f"{what} failed: {error if str(error) else type(error).__name__}") from error
+    __slots__ = ("_before", "_device", "_what")
+
+    def __init__(self, what: str, device: int | None = None) -> None:
+        self._what = what
+        self._device = self._before = device
+
+    def __enter__(self) -> None:
+        device = self._device
+        if device is not None:
+            try:
+                self._before = runtime.getDevice()
+                if self._before != device:
+                    runtime.setDevice(device)
+            except Exception as error:
+                raise self._failed(error) from error
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._before != self._device:
+            try:
+                runtime.setDevice(self._before)
+            except Exception as failure:
+                error = error or failure
+        # CUDARuntimeError, CUDADriverError, NcclError, KeyError for codes that cupy does not know
+        if isinstance(error, Exception) and not isinstance(error, DistBackendError):
+            raise self._failed(error) from error
+
+    def _failed(self, error: BaseException) -> DistBackendError:
+        return DistBackendError(f"{self._what} failed: {error if str(error) else type(error).__name__}")
 
 
 def device_uuid(device: int) -> str:

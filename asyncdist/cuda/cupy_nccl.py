@@ -25,7 +25,7 @@ from typing import Any, Final
 import cupy
 import numpy as np
 
-from asyncdist.cuda.cupy_driver import on_device, translated
+from asyncdist.cuda.cupy_driver import calling
 from asyncdist.cuda.interface import Stream
 from asyncdist.cuda.nccl_interface import Communicator, Nccl
 from asyncdist.cuda.nccl_types import NcclType, reduction, refusal
@@ -134,7 +134,7 @@ class _Communicator(Communicator):
             if self._state != "open":
                 return
             self._state = "aborted"
-        with translated("ncclCommAbort"), on_device(self.device):
+        with calling("ncclCommAbort", self.device):
             self._raw.abort()
         _release(self._raw)
 
@@ -142,13 +142,13 @@ class _Communicator(Communicator):
         with self._lock:
             self._check()
             self._state = "destroyed"
-        with translated("ncclCommDestroy"), on_device(self.device):
+        with calling("ncclCommDestroy", self.device):
             self._raw.destroy()
         _release(self._raw)
 
     def split(self, color: int, key: int) -> Communicator | None:
         self._check()
-        with translated("ncclCommSplit"), on_device(self.device):
+        with calling("ncclCommSplit", self.device):
             raw = self._raw.commSplit(color, key)
             if raw is None:
                 return None
@@ -163,12 +163,10 @@ class _Communicator(Communicator):
         kind, operation, factor = reduction(dtype, op)
         return int(kind), int(operation), factor
 
-    @contextmanager
-    def _issuing(self, function: str) -> Iterator[None]:
+    def _issuing(self, function: str) -> calling:
         """NCCL launches on the thread's current device, which must be the communicator's."""
         self._check()
-        with translated(function), on_device(self.device):
-            yield
+        return calling(function, self.device)
 
     def _check(self) -> None:
         if self._state != "open":
@@ -194,26 +192,26 @@ class CupyNccl(Nccl):
 
     def unique_id(self) -> bytes:
         """See Nccl."""
-        with translated("ncclGetUniqueId"):
+        with calling("ncclGetUniqueId"):
             made = binding.get_unique_id()
         return bytes(made) if isinstance(made, bytes) else bytes(octet & 0xFF for octet in made)
 
     def open(self, size: int, unique_id: bytes, rank: int, device: int) -> Communicator:
         """See Nccl."""
         os.environ.setdefault(EAGER_CONNECT, "0")
-        with translated(f"ncclCommInitRank of rank {rank} of {size} on device {device}"), on_device(device):
+        with calling(f"ncclCommInitRank of rank {rank} of {size} on device {device}", device):
             raw = binding.NcclCommunicator(size, _words(unique_id), rank)
         return _Communicator(raw, rank, size, device, self._version)
 
     @contextmanager
     def group(self) -> Iterator[None]:
         """See Nccl."""
-        with translated("ncclGroupStart"):
+        with calling("ncclGroupStart"):
             binding.groupStart()
         try:
             yield
         finally:
-            with translated("ncclGroupEnd"):
+            with calling("ncclGroupEnd"):
                 binding.groupEnd()
 
     def refusal(self, dtype: np.dtype[Any], op: ReduceOp | PremulSum) -> str:

@@ -16,7 +16,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from asyncdist.cuda.cupy_driver import address_range, device_uuid, on_device, translated
+from asyncdist.cuda.cupy_driver import address_range, calling, device_uuid
 from asyncdist.cuda.interface import MAX_SOURCES, Event, Memory, Pinned, Runtime, Stream
 from asyncdist.cuda.kernels import OPTIONS, PACK_BYTES, reduce_source, scale_source
 from asyncdist.errors import DistBackendError
@@ -47,17 +47,17 @@ class _Stream(Stream):
         self._owned = owned
 
     def wait_event(self, event: Event) -> None:
-        with translated("cudaStreamWaitEvent"), on_device(self.device):
+        with calling("cudaStreamWaitEvent", self.device):
             runtime.streamWaitEvent(self.handle, event.handle)
 
     def synchronize(self) -> None:
-        with translated("cudaStreamSynchronize"), on_device(self.device):
+        with calling("cudaStreamSynchronize", self.device):
             runtime.streamSynchronize(self.handle)
 
     def close(self) -> None:
         if self._owned:
             self._owned = False
-            with translated("cudaStreamDestroy"), on_device(self.device):
+            with calling("cudaStreamDestroy", self.device):
                 runtime.streamDestroy(self.handle)
 
 
@@ -67,30 +67,30 @@ class _Event(Event):
         self.device = device
 
     def record(self, stream: Stream) -> None:
-        with translated("cudaEventRecord"), on_device(self.device):
+        with calling("cudaEventRecord", self.device):
             runtime.eventRecord(self.handle, stream.handle)
 
     def done(self) -> bool:
         status = runtime.eventQuery(self.handle)  # for a device's failure it returns, rather than raises
         if status not in (0, NOT_READY):
-            with translated("work on the device"):
+            with calling("work on the device"):
                 raise runtime.CUDARuntimeError(status)
         return bool(status == 0)
 
     def synchronize(self) -> None:
-        with translated("work on the device"):
+        with calling("work on the device"):
             runtime.eventSynchronize(self.handle)
 
     def close(self) -> None:
         handle, self.handle = self.handle, 0
         if handle:
-            with translated("cudaEventDestroy"), on_device(self.device):
+            with calling("cudaEventDestroy", self.device):
                 runtime.eventDestroy(handle)
 
 
 class _Pinned(Pinned):
     def __init__(self, nbytes: int) -> None:
-        with translated("cudaHostAlloc"):
+        with calling("cudaHostAlloc"):
             self.pointer = runtime.hostAlloc(max(nbytes, 1), runtime.hostAllocPortable)
         self.nbytes = nbytes
         self.array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.pointer))
@@ -99,13 +99,13 @@ class _Pinned(Pinned):
         pointer, self.pointer = self.pointer, 0
         if pointer:
             self.array = np.empty(0, np.uint8)
-            with translated("cudaFreeHost"):
+            with calling("cudaFreeHost"):
                 runtime.freeHost(pointer)
 
 
 class _Memory(Memory):
     def __init__(self, nbytes: int, device: int) -> None:
-        with translated(f"allocating {nbytes} bytes on device {device}"), on_device(device):
+        with calling(f"allocating {nbytes} bytes on device {device}", device):
             self.pointer = runtime.malloc(-(-nbytes // BLOCK_BYTES) * BLOCK_BYTES)
         self.nbytes = nbytes
         self.device = device
@@ -113,7 +113,7 @@ class _Memory(Memory):
     def close(self) -> None:
         pointer, self.pointer = self.pointer, 0
         if pointer:
-            with translated("cudaFree"), on_device(self.device):
+            with calling("cudaFree", self.device):
                 runtime.free(pointer)
 
 
@@ -128,17 +128,17 @@ class CupyRuntime(Runtime):
 
     def device_count(self) -> int:
         """See Runtime."""
-        with translated("cudaGetDeviceCount"):
+        with calling("cudaGetDeviceCount"):
             return int(runtime.getDeviceCount())
 
     def current_device(self) -> int:
         """See Runtime."""
-        with translated("cudaGetDevice"):
+        with calling("cudaGetDevice"):
             return int(runtime.getDevice())
 
     def set_device(self, device: int) -> None:
         """See Runtime."""
-        with translated("cudaSetDevice"):
+        with calling("cudaSetDevice"):
             runtime.setDevice(device)
 
     def device_id(self, device: int) -> str:
@@ -149,24 +149,24 @@ class CupyRuntime(Runtime):
         """See Runtime."""
         if other_id == self.device_id(device):
             return True
-        with translated("cudaDeviceCanAccessPeer"):
+        with calling("cudaDeviceCanAccessPeer"):
             others = [other for other in range(runtime.getDeviceCount()) if device_uuid(other) == other_id]
             return any(runtime.deviceCanAccessPeer(device, other) for other in others)
 
     def pointer_device(self, pointer: int) -> int | None:
         """See Runtime."""
-        with translated("cudaPointerGetAttributes"):
+        with calling("cudaPointerGetAttributes"):
             attributes = runtime.pointerGetAttributes(pointer)
         return int(attributes.device) if attributes.type in DEVICE_MEMORY else None
 
     def new_stream(self, device: int) -> Stream:
         """See Runtime."""
-        with translated("cudaStreamCreate"), on_device(device):
+        with calling("cudaStreamCreate", device):
             return _Stream(runtime.streamCreateWithFlags(runtime.streamNonBlocking), device, owned=True)
 
     def current_stream(self, device: int) -> Stream:
         """See Runtime."""
-        with translated("cupy.cuda.get_current_stream"), on_device(device):
+        with calling("cupy.cuda.get_current_stream", device):
             return _Stream(cupy.cuda.get_current_stream().ptr, device, owned=False)
 
     def external_stream(self, handle: int, device: int) -> Stream:
@@ -178,19 +178,19 @@ class CupyRuntime(Runtime):
         flags = runtime.eventBlockingSync | runtime.eventDisableTiming
         if interprocess:
             flags |= runtime.eventInterprocess
-        with translated("cudaEventCreate"), on_device(device):
+        with calling("cudaEventCreate", device):
             return _Event(runtime.eventCreateWithFlags(flags), device)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         """See Runtime."""
         if nbytes:
-            with translated("cudaMemcpyAsync"), on_device(stream.device):
+            with calling("cudaMemcpyAsync", stream.device):
                 runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream.handle)
 
     def fill(self, pointer: int, nbytes: int, byte: int, stream: Stream) -> None:
         """See Runtime."""
         if nbytes:
-            with translated("cudaMemsetAsync"), on_device(stream.device):
+            with calling("cudaMemsetAsync", stream.device):
                 runtime.memsetAsync(pointer, byte, nbytes, stream.handle)
 
     def pinned(self, nbytes: int) -> Pinned:
@@ -208,14 +208,14 @@ class CupyRuntime(Runtime):
         device = self.pointer_device(pointer)
         if device is None:
             raise DistBackendError(f"{pointer:#x} is no device memory")
-        with translated("cuMemGetAddressRange"), on_device(device):
+        with calling("cuMemGetAddressRange", device):
             runtime.memGetInfo()  # binds the device's context to this thread, which the driver's functions need
             return address_range(pointer)
 
     def ipc_handle(self, pointer: int) -> bytes:
         """See Runtime."""
         base, _ = self.memory_range(pointer)
-        with translated("cudaIpcGetMemHandle"), on_device(self.pointer_device(pointer) or 0):
+        with calling("cudaIpcGetMemHandle", self.pointer_device(pointer) or 0):
             return bytes(runtime.ipcGetMemHandle(base))
 
     def ipc_open(self, handle: bytes, device: int) -> int:
@@ -223,7 +223,7 @@ class CupyRuntime(Runtime):
         with self._lock:
             opened = self._opened.get((handle, device))
             if opened is None:
-                with translated("cudaIpcOpenMemHandle"), on_device(device):
+                with calling("cudaIpcOpenMemHandle", device):
                     opened = [int(runtime.ipcOpenMemHandle(handle)), 0]
                 self._opened[handle, device] = opened
             opened[1] += 1
@@ -239,17 +239,17 @@ class CupyRuntime(Runtime):
             if self._opened[key][1]:
                 return
             del self._opened[key]
-        with translated("cudaIpcCloseMemHandle"), on_device(key[1]):
+        with calling("cudaIpcCloseMemHandle", key[1]):
             runtime.ipcCloseMemHandle(pointer)
 
     def ipc_event_handle(self, event: Event) -> bytes:
         """See Runtime."""
-        with translated("cudaIpcGetEventHandle"), on_device(event.device):
+        with calling("cudaIpcGetEventHandle", event.device):
             return bytes(runtime.ipcGetEventHandle(event.handle))
 
     def ipc_event_open(self, handle: bytes, device: int) -> Event:
         """See Runtime."""
-        with translated("cudaIpcOpenEventHandle"), on_device(device):
+        with calling("cudaIpcOpenEventHandle", device):
             return _Event(int(runtime.ipcOpenEventHandle(handle)), device)
 
     def reduce(
@@ -278,20 +278,20 @@ class CupyRuntime(Runtime):
     def prepare_reduce(self, op: ReduceOp, dtype: np.dtype[Any], sources: int, device: int) -> None:
         """See Runtime."""
         kernel = _reduce_kernel(op, dtype, sources)
-        with translated("compiling a kernel"), on_device(device):
+        with calling("compiling a kernel", device):
             _ = kernel.kernel
 
     def prepare_scale(self, dtype: np.dtype[Any], device: int) -> None:
         """See Runtime."""
         kernel = _scale_kernel(dtype)
-        with translated("compiling a kernel"), on_device(device):
+        with calling("compiling a kernel", device):
             _ = kernel.kernel
 
     def _launch(self, kernel: Any, threads: int, arguments: tuple[Any, ...], stream: Stream) -> None:
         """One thread for each of `threads`, or as many as the device runs at a time."""
         device = stream.device
         blocks = min(-(-threads // BLOCK_THREADS), _multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
-        with translated("launching a kernel"), on_device(device):
+        with calling("launching a kernel", device):
             kernel((max(blocks, 1),), (BLOCK_THREADS,), arguments, stream=stream)
 
 

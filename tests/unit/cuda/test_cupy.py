@@ -167,6 +167,29 @@ def test_calls_are_made_on_the_streams_device_and_leave_the_callers(bindings: Bi
     assert cuda.runtime.current_device() == 0
 
 
+def test_failures_say_what_was_done_and_leave_the_callers_device(bindings: Bindings, cuda: Any) -> None:
+    driver = sys.modules["asyncdist.cuda.cupy_driver"]
+    with pytest.raises(DistBackendError, match=r"^cudaThis failed: out of luck$"), driver.calling("cudaThis", 1):
+        raise RuntimeError("out of luck")
+    assert bindings.getDevice() == 0
+    with pytest.raises(DistBackendError, match=r"^cudaThis failed: KeyError$"), driver.calling("cudaThis"):
+        raise KeyError
+    with pytest.raises(DistBackendError, match=r"^as it is$"), driver.calling("cudaThis", 1):
+        raise DistBackendError("as it is")
+    with pytest.raises(KeyboardInterrupt), driver.calling("cudaThis", 1):
+        raise KeyboardInterrupt
+    assert bindings.getDevice() == 0
+    gone = driver.calling("cudaThis", 1)
+    for when in ("before", "after"):
+        with pytest.MonkeyPatch.context() as broken:
+            refuse = Bindings.record(bindings, "refused")
+            if when == "after":
+                gone.__enter__()
+            broken.setattr(driver.runtime, "setDevice", lambda device: refuse(device) or 1 / 0)
+            with pytest.raises(DistBackendError, match="cudaThis failed: division by zero"):
+                gone.__enter__() if when == "before" else gone.__exit__(None, None, None)
+
+
 def test_a_failed_kernel_is_no_event_that_is_not_done(bindings: Bindings, cuda: Any) -> None:
     event = cuda.runtime.new_event(0)
     assert event.done()

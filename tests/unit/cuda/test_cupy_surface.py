@@ -23,7 +23,7 @@ FOLDER = Path(asyncdist.cuda.__file__).parent
 LIMIT_S = 120.0
 
 PROGRAM = """
-import contextlib, inspect, json, sys, warnings
+import json, sys, warnings
 import numpy as np
 warnings.simplefilter("ignore")
 import cupy
@@ -76,11 +76,10 @@ for name, arguments in RUNTIME.items():
     ask(f"runtime.{name}", getattr(runtime, name), *arguments)
 answers["CUDARuntimeError"] = str(runtime.CUDARuntimeError(700))
 
-@contextlib.contextmanager
-def anywhere(device):
-    yield
+class Anywhere:
+    getDevice, setDevice = staticmethod(lambda: 0), staticmethod(lambda device: None)
 
-cupy_runtime.on_device = anywhere
+cupy_driver.runtime = Anywhere
 ours = cupy_runtime.CupyRuntime()
 stream, event = ours.external_stream(0, 0), cupy_runtime._Event(0, 0)
 float32 = np.dtype(np.float32)
@@ -121,7 +120,6 @@ ask("device_array", _device_number, None, 16, "tensor")
 answers["nccl available"] = nccl.available
 if nccl.available:
     from asyncdist.cuda import cupy_nccl
-    cupy_nccl.on_device = anywhere
     library = cupy_nccl.CupyNccl()
     answers["nccl name"] = library.name
     nobody = nccl.NcclCommunicator.__new__(nccl.NcclCommunicator)
