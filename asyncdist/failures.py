@@ -9,28 +9,29 @@ from asyncdist.executor.work import Work
 __all__ = ["FAILED_KEPT", "Failures"]
 
 FAILED_KEPT: Final = 64
-"""Failed works kept until somebody asks; older ones that were asked about are forgotten first."""
+"""Failed works kept until somebody asks: each holds the arrays it was given."""
 
 
 class Failures:
     """See the module. `abort_seen`: somebody was told that the group is aborted, which explains all later failures."""
 
-    __slots__ = ("_works", "abort_seen")
+    __slots__ = ("_seen", "_works", "abort_seen")
 
     def __init__(self) -> None:
         self._works: list[Work[Any]] = []
+        self._seen = False  # somebody has asked about one of those forgotten
         self.abort_seen = False
 
     def keep(self, work: Work[Any]) -> None:
         """A work has failed."""
-        if len(self._works) >= FAILED_KEPT:
-            self._works = [failed for failed in self._works if not failed._retrieved][-FAILED_KEPT + 1 :]
-        self._works.append(work)
+        unasked = [failed for failed in self._works if not failed._retrieved]
+        self._seen |= len(unasked) < len(self._works)
+        self._works = [*unasked[-FAILED_KEPT + 1 :], work]
 
     def take_unasked(self, *, aborted: bool) -> BaseException | None:
         """The first failure nobody asked about, if any; forget all. In an aborted group one that was seen is enough."""
         works, self._works = self._works, []
-        if aborted and (self.abort_seen or any(work._retrieved for work in works)):
+        if aborted and (self.abort_seen or self._seen or any(work._retrieved for work in works)):
             return None
         for work in works:
             if not work._retrieved:

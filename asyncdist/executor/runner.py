@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from asyncdist.arrays import Array
-from asyncdist.errors import CollectiveMismatchError, GroupAbortedError
+from asyncdist.errors import CollectiveMismatchError, DistError, GroupAbortedError
 from asyncdist.executor.buffers import Bound
 from asyncdist.executor.program import COPY, FETCH, PUBLISH, RECV, RECV_REDUCE, REDUCE, SEND, Instruction, Program
 from asyncdist.executor.scratch import ScratchPool
@@ -146,6 +146,8 @@ class Execution:
                         if not pending[successor]:
                             ready.append(successor)
         except Exception as error:  # a peer that is gone already refuses messages at once; or memory is short
+            if isinstance(error, DistError):
+                error.__traceback__ = None  # the group may keep it, and the frames it came through hold arrays
             self.message_failed(None, error)
             return
         if not self._remaining and not self._stopped:

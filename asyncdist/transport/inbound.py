@@ -20,6 +20,7 @@ from asyncdist.transport.frame import (
     pack_header,
     unpack_place,
 )
+from asyncdist.transport.kept_error import anew
 from asyncdist.transport.loans import Loans
 from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, ReceiveTable
 from asyncdist.transport.outbound import Outbound
@@ -77,7 +78,7 @@ class Inbound:
         if key in self._parked:
             return self.take_parked(receive)
         if self.error is not None:
-            raise self.error
+            raise anew(self.error)
         receive.source = self.peer_rank
         receive._order = next(self._orders)
         if key in self.entries:

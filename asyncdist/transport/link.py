@@ -140,7 +140,7 @@ class Link:
         """Declare the peer lost because of `cause`."""
         if not self.ended:
             lost = PeerLostError(f"rank {self._context.identity.rank} lost rank {self.rank}: {cause}", self.rank)
-            lost.__cause__ = cause
+            lost.__cause__ = cause.with_traceback(None)  # kept for long, and no frame is to be kept with it
             self._finish(LinkState.LOST, lost)
             self._owner.link_lost(self.rank, lost)
             self._owner.link_ended()

@@ -26,6 +26,7 @@ from asyncdist.transport.frame import (
     pack_header,
     pack_lent,
 )
+from asyncdist.transport.kept_error import anew
 from asyncdist.transport.loans import Loans
 from asyncdist.transport.matching import DroppedGroups, SendOp, fail_all
 from asyncdist.transport.offers import EarlyPulls, Offers
@@ -118,7 +119,7 @@ class Outbound:
 
     def _check(self, op: SendOp) -> None:
         if self.error is not None:
-            raise self.error
+            raise anew(self.error)
         if self.leaving:
             raise ClosedError(f"cannot send to rank {self._peer_rank}: the connection is being closed")
         if len(op.meta) > MAX_META_BYTES:
@@ -156,8 +157,7 @@ class Outbound:
         return True
 
     def _offer(self, op: SendOp, flags: int = 0) -> bytes:
-        meta = op.meta
-        return _pack(Kind.OFFER, flags, len(meta), op.fingerprint, op.key, len(op.payload), 0, op._id) + meta
+        return _pack(Kind.OFFER, flags, len(op.meta), op.fingerprint, op.key, len(op.payload), 0, op._id) + op.meta
 
     # Holding back
 
@@ -311,7 +311,7 @@ class Outbound:
     def send_control(self, payload: bytes) -> None:
         """See PeerCore.send_control."""
         if self.error is not None:
-            raise self.error
+            raise anew(self.error)
         if len(payload) > MAX_CONTROL_BYTES:
             raise ValueError(f"control payload of {len(payload)} bytes exceeds {MAX_CONTROL_BYTES}")
         if self._goodbye_queued:
