@@ -38,6 +38,8 @@ def client_bytes(client: Client) -> int:
     for _, _, framed in client._frames:
         # Texts and lists in these are short and few, and not looked at before somebody comes back for them.
         total += sum(REPLY_BYTES + value_bytes(value) * (type(value) in (bytes, tuple)) for _, _, value in framed)
+        total += sum(len(client.taken[number][0]) for number, _, _ in framed if number in client.taken)
+    total += sum(len(client.taken[number][0]) for number in client.replay if number in client.taken)
     return total + sum(REPLY_BYTES + value_bytes(value) for _, _, value in client.replay.values())
 
 

@@ -54,6 +54,7 @@ class Pipeline:
         self._connected = False
         self._in_flight = 0
         self._received = 0  # reply frames on this connection
+        self._confirm = False  # whether the daemon is to be told of them even if there is nothing to ask
         self._drained: asyncio.Future[None] | None = None
         self._closed = False
 
@@ -91,7 +92,7 @@ class Pipeline:
     @property
     def has_unsent(self) -> bool:
         """Whether `next_frame` may have something."""
-        return bool(self._outbox)
+        return self._confirm or bool(self._outbox)
 
     def next_frame(self) -> bytes | None:
         """Return the next requests to send as one frame, None if there are none that may be sent now.
@@ -100,18 +101,26 @@ class Pipeline:
         """
         batch = self._outbox
         if not batch:
-            return None
+            return self._confirmation()
         room = self._limits.in_flight - self._in_flight
         if self._outbox_bytes > messages.FRAME_TARGET_BYTES or len(batch) > min(room, FRAME_REQUESTS):
             batch = self._part_of_outbox(room)
             if not batch:
-                return None
+                return self._confirmation()
         else:
             self._outbox = []
             self._outbox_bytes = 0
         self._in_flight += len(batch)
         self._last_sent = batch[-1][0]
+        self._confirm = False
         return self._encode(self._received, batch)
+
+    def _confirmation(self) -> bytes | None:
+        """Say that an item of a queue has arrived: else it would go to others, should this client be lost."""
+        if not self._confirm:
+            return None
+        self._confirm = False
+        return self._encode(self._received, ())
 
     def _part_of_outbox(self, room: int) -> list[tuple[Any, ...]]:
         """Take the oldest requests that a frame and the daemon have room for; one alone may be larger than the aim."""
@@ -163,6 +172,8 @@ class Pipeline:
                     raise messages.ProtocolError(f"it says: {value}")
                 continue
             self._in_flight -= 1
+            if reply.request[1] == messages.QUEUE_POP and code == messages.OK:
+                self._confirm = True
             if not reply.done():
                 settle(reply, code, value, self._where)
             elif code == messages.OK and reply.request[1] in TAKING:
@@ -209,6 +220,7 @@ class Pipeline:
         self._connected = False
         self._in_flight = 0
         self._received = 0
+        self._confirm = False
         self.lookout.lost()
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)

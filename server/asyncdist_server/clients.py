@@ -47,6 +47,7 @@ class Client:
         "remembered_bytes",
         "replay",
         "resumed",
+        "taken",
         "unsent",
         "unsent_bytes",
     )
@@ -82,6 +83,8 @@ class Client:
         self.remembered = 0
         self.remembered_bytes = 0
         self.replay: dict[int, Reply] = {}
+        # Of those that carry an item of a queue, by request id: the queue, and whether the item may go back there.
+        self.taken: dict[int, tuple[bytes, bool]] = {}
         self.careful = False
         self.changes: ChangeLog | None = None  # None: nothing of this client is in the journal
 
@@ -89,6 +92,12 @@ class Client:
     def identity(self) -> bytes | Client:
         """What says that a later connection is of the same client; the object itself where there is no later one."""
         return self if self.client_id is None else self.client_id
+
+    def note_taken(self, request_id: int, key: bytes) -> None:
+        """Note, before its reply, that a request took an item of the queue `key`."""
+        if self.unsent is not None:
+            self.taken[request_id] = key, True
+            self.unsent_bytes += len(key)
 
     def note_reply(self, reply: Reply) -> None:
         """Remember the reply to a mutation until the client is known to have it."""
@@ -137,6 +146,9 @@ class Client:
             _, frame_bytes, replies = frames.popleft()
             freed += frame_bytes
             self.remembered -= len(replies)
+            if self.taken:
+                for reply in replies:
+                    self.taken.pop(reply[0], None)
         self.remembered_bytes -= freed
         self.careful = bool(self.replay) or self.remembered > self.in_flight
         return freed
@@ -149,9 +161,11 @@ class Client:
         reply = self.replay.pop(request_id, None)
         freed = 0
         if reply is not None:
-            freed = _reply_bytes(reply)
+            freed = self._reply_bytes(reply)
             self.remembered -= 1
             self.remembered_bytes -= freed
+            if request_id in self.taken:
+                self.unsent_bytes += len(self.taken[request_id][0])
             self.note_reply(reply)
         self.careful = bool(self.replay) or self.remembered > self.in_flight
         return reply, freed
@@ -165,18 +179,32 @@ class Client:
         found.update((reply[0], reply) for reply in self.unsent or () if reply[0] in wanted)
         return found
 
-    def resume(self, replay: dict[int, Reply]) -> int:
+    def unacknowledged_items(self) -> list[tuple[bytes, bytes]]:
+        """Return queue and item of each pop whose reply the client is not known to have, oldest first."""
+        if not self.taken:
+            return []
+        found = self.replies_to_resume(tuple(self.taken))
+        return [(key, found[request_id][2]) for request_id, (key, there) in self.taken.items() if there]
+
+    def forget_items(self, belongs: Callable[[bytes], bool]) -> None:
+        """Note that the queues for whose name `belongs` is true are gone: nothing goes back there."""
+        for request_id, (key, _) in self.taken.items():
+            if belongs(key):
+                self.taken[request_id] = key, False
+
+    def resume(self, replay: dict[int, Reply], taken: dict[int, tuple[bytes, bool]]) -> int:
         """Take over the replies of an earlier connection; returns the bytes they need."""
         self.resumed = True
         self.replay = replay
+        self.taken = {request_id: where for request_id, where in taken.items() if request_id in replay}
         self.remembered = len(replay)
-        self.remembered_bytes = sum(map(_reply_bytes, replay.values()))
+        self.remembered_bytes = sum(map(self._reply_bytes, replay.values()))
         self.careful = bool(replay)
         return self.remembered_bytes
 
-
-def _reply_bytes(reply: Reply) -> int:
-    return REPLY_BYTES + value_bytes(reply[2])
+    def _reply_bytes(self, reply: Reply) -> int:
+        key, _ = self.taken.get(reply[0], (b"", False))
+        return REPLY_BYTES + value_bytes(reply[2]) + len(key)
 
 
 def value_bytes(value: object) -> int:

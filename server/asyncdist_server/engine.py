@@ -43,6 +43,7 @@ from asyncdist_server.messages import (
 from asyncdist_server.namespace import Namespace
 from asyncdist_server.operations import OPERATIONS, Request, malformed
 from asyncdist_server.state import StoreState
+from asyncdist_server.timers import in_whole_ms
 
 __all__ = ["Client", "Reply", "Request", "StoreEngine"]
 
@@ -59,6 +60,7 @@ class StoreEngine:
         self.limits = limits or Limits()
         self._state = StoreState(self.limits, first_revision)
         self._state.describe = self.status
+        self._state.every_client = self.all_clients
         self.describe_server: Callable[[], dict[str, Any]] = dict
         self._namespaces: dict[str, Namespace] = {}
         self._changes: ChangeLog | None = None
@@ -138,7 +140,7 @@ class StoreEngine:
                     tell()
             replay = before.replies_to_resume(pending)
             self._forget(client_id)
-            self._state.memory_bytes += client.resume(replay)
+            self._state.memory_bytes += client.resume(replay, before.taken)
         self._connected[client_id] = client
         if home.changes is not None and self._changes is not None:
             client.changes = self._changes
@@ -174,10 +176,10 @@ class StoreEngine:
         if client.client_id is not None and self._connected.get(client.client_id) is client:
             del self._connected[client.client_id]
             while len(self._away) >= self.limits.connections:
-                self._forget(next(iter(self._away)))
+                self._give_up(next(iter(self._away)))
             self._away[client.client_id] = (now + CLIENT_LINGER_S, client)
             if client.leaving:
-                self._forget(client.client_id)
+                self._give_up(client.client_id)
         self._drop_unused(client.namespace)
 
     def client(self, client_id: bytes) -> Client | None:
@@ -202,8 +204,18 @@ class StoreEngine:
         home = self._namespaces.get(namespace) or Namespace(namespace)
         client = Client(home, client_id, _deliver_to_nobody, None, self.limits)
         client.closed = True
-        self._state.memory_bytes += client.resume(replies)
+        self._state.memory_bytes += client.resume(replies, {})
         self._away[client_id] = (now + CLIENT_LINGER_S, client)
+
+    def _give_up(self, client_id: bytes) -> None:
+        """Forget a client that does not come back. Items that it is not known to have are put back where they were."""
+        _, client = self._away[client_id]
+        items = client.unacknowledged_items()
+        self._forget(client_id)
+        if items:
+            home = self._namespaces.get(client.namespace.name) or self._new_namespace(client.namespace.name)
+            for key, item in reversed(items):
+                self._state.enqueue(home, key, item, at_head=True)
 
     def _forget(self, client_id: bytes) -> None:
         _, client = self._away.pop(client_id)
@@ -271,15 +283,16 @@ class StoreEngine:
         return reply
 
     def next_deadline(self) -> float | None:
-        """Return when `expire` has something to do next, None if nothing is due ever."""
+        """Return when `expire` has something to do next, in whole milliseconds; None if nothing is due ever."""
         soonest = self._state.deadlines.next()
         timed = self._state.timers.next()
         if timed is not None and (soonest is None or timed < soonest):
             soonest = timed
         if self._away:
             forget_at = next(iter(self._away.values()))[0]
-            return forget_at if soonest is None else min(soonest, forget_at)
-        return soonest
+            if soonest is None or forget_at < soonest:
+                soonest = forget_at
+        return None if soonest is None else in_whole_ms(soonest)
 
     def expire(self, now: float, late_s: float = 0.0) -> None:
         """Answer the blocked requests whose time is over with TIMEOUT, end leases, forget clients that stayed away.
@@ -299,7 +312,7 @@ class StoreEngine:
             client_id, (forget_at, _) = next(iter(self._away.items()))
             if forget_at > now:
                 break
-            self._forget(client_id)
+            self._give_up(client_id)
 
     def renew_leases(self, now: float) -> None:
         """Give every lease its full time again, after the store was away and has come back with its state."""

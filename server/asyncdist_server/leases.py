@@ -7,7 +7,6 @@ job memberships it stands for. Prefixes it holds go `linger_s` after the last le
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Final
 
 from asyncdist_server.codes import EVENT_DELETE, EVENT_EXPIRE
@@ -28,8 +27,6 @@ HOLD_BYTES: Final = 700
 STALL_S: Final = 0.5
 """A timer that is later than this means that the daemon was stopped, or its host was: what its clients said meanwhile
 has arrived and was not read. Clients renew a lease three times in its time, so that shorter stalls do no harm."""
-FLOAT_ERROR_MS: Final = 1e-6
-"""By how much a sum of times in whole milliseconds may seem to be more, after a century of monotonic time."""
 
 
 class Lease:
@@ -65,14 +62,11 @@ class Lease:
         self.done = False
 
     def postpone(self, now: float) -> None:
-        """Let the lease end `ttl_s` after `now`, in any case not before.
-
-        The caller's `now` may be the beginning of a long turn, and its timer count in whole milliseconds.
-        """
+        """Let the lease end `ttl_s` after `now`, which may be a while ago where there is a clock that knows better."""
         clock = self._state.clock
         if clock is not None:
             now = max(now, clock())
-        self.deadline = math.ceil((now + self.ttl_s) * 1000 - FLOAT_ERROR_MS) / 1000
+        self.deadline = now + self.ttl_s
         self._state.timers.arm(self)
 
     def fire(self, now: float) -> None:

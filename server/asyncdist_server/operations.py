@@ -219,18 +219,13 @@ def _queue_push(state: StoreState, client: Client, request: Request, now: float)
     namespace = client.namespace
     if refused := state.refuse_key(key) or state.refuse_value(item):
         return request_id, LIMIT, refused
-    waiter = namespace.poppers.take_first(key)
-    if waiter is not None:
-        # The queue is empty, else nobody would wait: the item goes straight to who has waited longest.
-        state.finish(waiter, (waiter.request_id, OK, item))
-        return request_id, OK, None
-    growth = namespace.growth_by_item(key, item)
-    if refused := state.refuse_growth(growth):
-        return request_id, LIMIT, refused
-    state.memory_bytes += growth
-    namespace.push_item(key, item, at_head=operation == QUEUE_RETURN)
-    if key in namespace.readers:
-        state.wake(namespace, key)
+    back = operation == QUEUE_RETURN
+    if key not in namespace.poppers:
+        growth = namespace.growth_by_item(key, item)
+        # What was in the store before may come back, though others have taken its room meanwhile.
+        if refused := state.refuse_growth(growth - state.limits.value_bytes if back else growth):
+            return request_id, LIMIT, refused
+    state.enqueue(namespace, key, item, at_head=back)
     return request_id, OK, None
 
 
@@ -242,6 +237,7 @@ def _queue_pop(state: StoreState, client: Client, request: Request, now: float) 
         return _block(state, client, request, (key,), 0, now)
     item, freed = client.namespace.pop_item(key)
     state.memory_bytes -= freed
+    client.note_taken(request_id, key)
     return request_id, OK, item
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from asyncdist_server.clients import Client, Reply
@@ -46,6 +46,7 @@ class StoreState:
         "counters",
         "deadlines",
         "describe",
+        "every_client",
         "key_waits",
         "leases",
         "limits",
@@ -77,6 +78,7 @@ class StoreState:
         self.now = 0.0  # of the request or expiry under way
         self.clock: Callable[[], float] | None = None  # tells when it is where `now` may be a while ago
         self.describe: Callable[[], dict[str, Any]] = dict
+        self.every_client: Callable[[], Iterable[Client]] = tuple  # those that are away, too
 
     # ---- limits
 
@@ -174,7 +176,23 @@ class StoreState:
             self.remove(namespace, key)
         for key in queues:
             self.memory_bytes -= namespace.clear_queue(key)
+        for client in self.every_client():
+            if client.taken and client.namespace.name == namespace.name:
+                client.forget_items(belongs or (lambda key: True))
         return len(keys) + len(queues)
+
+    def enqueue(self, namespace: Namespace, key: bytes, item: bytes, at_head: bool) -> None:
+        """Give `item` to who has waited longest for one of that queue, or keep it there. No limit refuses it."""
+        waiter = namespace.poppers.take_first(key)
+        if waiter is not None:
+            # The queue is empty, else nobody would wait.
+            waiter.client.note_taken(waiter.request_id, key)
+            self.finish(waiter, (waiter.request_id, OK, item))
+            return
+        self.memory_bytes += namespace.growth_by_item(key, item)
+        namespace.push_item(key, item, at_head)
+        if key in namespace.readers:
+            self.wake(namespace, key)
 
     def read_many(self, namespace: Namespace, request_id: int, keys: tuple[bytes, ...]) -> Reply:
         """Return the reply to a multi_get whose keys are all present."""
@@ -295,14 +313,19 @@ class StoreState:
 
     # ---- locks
 
-    def take_lock(self, namespace: Namespace, request_id: int, key: bytes, lease_id: int) -> Reply:
-        """Bind the free lock `key` to a lease, and return the reply with the fencing token or why not."""
+    def take_lock(
+        self, namespace: Namespace, request_id: int, key: bytes, lease_id: int, always: bool = False
+    ) -> Reply:
+        """Bind the free lock `key` to a lease, and return the reply with the fencing token or why not.
+
+        With `always` it is not refused because the store is full.
+        """
         lease = namespace.leases.get(lease_id)
         if lease is None:
             return request_id, LEASE_LOST, "there is no such lease (any more)"
         self.revision += 1
         token = self.revision
-        if refused := self.put(namespace, key, b"%d" % token):
+        if refused := self.put(namespace, key, b"%d" % token, always=always):
             return request_id, LIMIT, refused
         self.leases.attach(lease, key)
         return request_id, OK, token
@@ -311,7 +334,8 @@ class StoreState:
         """Give a lock that became free to who has waited longest."""
         while key not in namespace.values and (waiter := namespace.lockers.take_first(key)) is not None:
             assert type(waiter.argument) is int
-            self.finish(waiter, self.take_lock(namespace, waiter.request_id, key, waiter.argument))
+            # Not refused where the store is full: to hold a lock takes less room than to wait for it.
+            self.finish(waiter, self.take_lock(namespace, waiter.request_id, key, waiter.argument, always=True))
 
 
 def first_missing(namespace: Namespace, operation: int, keys: tuple[bytes, ...], start: int = 0) -> int | None:

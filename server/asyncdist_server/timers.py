@@ -7,13 +7,24 @@ too early, and is then put back. This makes keeping alive free of any search.
 from __future__ import annotations
 
 import heapq
+import math
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from asyncdist_server.namespace import Namespace
 
+FLOAT_ERROR_MS: Final = 1e-6
+"""By how much a sum of times in whole milliseconds may seem to be more, after a century of monotonic time."""
 COMPACT_AFTER: Final = 1024
 """Dead entries are swept from the heap when there are more of them than this and than live ones."""
+
+
+def in_whole_ms(deadline: float) -> float:
+    """Return the first whole millisecond that is not before `deadline`: timers that count in them fire early else.
+
+    Never less than `deadline`, or a timer would find that nothing is due, and come again and again.
+    """
+    return max(deadline, math.ceil(deadline * 1000 - FLOAT_ERROR_MS) / 1000)
 
 
 class Timed(Protocol):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.messages import QUEUE_LEN, SET
 from asyncdist_server.operations import parse_number
+from asyncdist_server.timers import in_whole_ms
 
 if TYPE_CHECKING:
     from asyncdist_server.torch_session import TorchSession
@@ -218,7 +219,7 @@ class TorchNamespaces:
         if not self._abandoned and not self._claims:
             return None
         soonest = [next(iter(table.values())) for table in (self._abandoned, self._claims) if table]
-        return min(soonest, default=None)
+        return in_whole_ms(min(soonest))
 
     def expire(self, now: float) -> None:
         """Remove what was abandoned long enough ago, and give items back that were not fetched."""

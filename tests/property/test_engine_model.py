@@ -85,6 +85,13 @@ class EngineMachine(RuleBasedStateMachine):
         assert reply is None or reply[0] == request_id
         return reply
 
+    def _confirm(self, number: int) -> None:
+        """Say that the client has read all that it was told: else an item of a queue goes back when it is lost."""
+        if not self.clients[number].closed:
+            self.frames[number] += 1
+            self.engine.frames_sent(self.clients[number], 1)
+            self.engine.acknowledge(self.clients[number], self.frames[number])
+
     def _outcome(self, number: int, operation: int, *arguments: Any) -> tuple[int, Any]:
         """Return code and value of a reply that comes at once."""
         reply = self._ask(number, operation, *arguments)
@@ -422,6 +429,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.clients[number] = self._open(number, (requests[0][0], requests[1][0]))
         assert self.clients[number].resumed
         assert [self.engine.request(self.clients[number], request, self.model.now) for request in requests] == first
+        self._confirm(number)
 
     # ---- what is always true
 
@@ -435,6 +443,8 @@ class EngineMachine(RuleBasedStateMachine):
                 (*reply[:2], None) if reply[:2] in untold else without_revision(reply) for reply in self.late[number]
             ]
             assert sorted(told, key=repr) == sorted(expected, key=repr)
+            if told:
+                self._confirm(number)
             self.late[number].clear()
         self.model.late.clear()
         space = self.engine.namespaces.get("job")

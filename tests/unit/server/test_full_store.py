@@ -1,4 +1,4 @@
-"""A store that is full: what it told members is kept all the same."""
+"""A store that is full: what it told members is kept all the same, and who waited for a lock gets it."""
 
 from __future__ import annotations
 
@@ -33,3 +33,18 @@ def test_an_epoch_is_among_the_keys_even_if_the_store_is_full() -> None:
     outcomes = [epoch_with(filler_bytes) for filler_bytes in range(0, 3_500, 20)]
     assert {joined for joined, _ in outcomes} == {True, False}
     assert all(memory_bytes <= MEMORY_BYTES + 500 for _, memory_bytes in outcomes)
+
+
+def test_a_lock_is_passed_on_even_if_the_store_is_full() -> None:
+    late: list[Reply] = []
+    engine = StoreEngine(b"i" * 16, limits_for(4_000, memory_bytes=MEMORY_BYTES))
+    client = engine.open("job", late.append)
+    engine.request(client, (1, m.GRANT, 1, 60_000, False), 0.0)
+    assert engine.request(client, (2, m.SET, b"lock", b""), 0.0) == (2, m.OK, None)
+    assert engine.request(client, (3, m.LOCK, b"lock", 1, None), 0.0) is None
+    assert engine.request(client, (4, m.SET, b"a", bytes(4_000)), 0.0) == (4, m.OK, None)
+    room = MEMORY_BYTES - engine.memory_bytes - client.namespace.growth_by_value(b"b", b"")
+    assert engine.request(client, (5, m.SET, b"b", bytes(room)), 0.0) == (5, m.OK, None)
+    assert engine.request(client, (6, m.DELETE, b"lock"), 0.0) == (6, m.OK, True)
+    assert [reply[:2] for reply in late] == [(3, m.OK)]
+    assert engine.memory_bytes < MEMORY_BYTES

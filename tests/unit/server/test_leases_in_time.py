@@ -12,6 +12,7 @@ from asyncdist_server import messages as m
 from asyncdist_server.clock import exact_clock
 from asyncdist_server.engine import Client, StoreEngine
 from asyncdist_server.leases import STALL_S
+from asyncdist_server.timers import in_whole_ms
 
 
 class Clock:
@@ -68,8 +69,13 @@ def test_whole_milliseconds_are_not_rounded_up(ttl_ms: int) -> None:
     for number in range(1, 200):
         clock.now = clock.real = round(4e6 + number * 0.001, 3)
         clock.ask(m.GRANT, number, ttl_ms, False)
-        lease = clock.engine.namespaces["job"].leases[number]
-        assert lease.deadline == round(clock.real + ttl_ms / 1000, 3)
+        assert clock.engine.next_deadline() == pytest.approx(clock.real + ttl_ms / 1000, rel=0, abs=1e-6)
+        clock.ask(m.REVOKE, number)
+
+
+@pytest.mark.parametrize("deadline", [45.001, 45.0010000005, 45.0010000000001, 45.0004, 45.0006, 4e6 + 0.1, 0.0])
+def test_whole_milliseconds_are_never_before_what_is_due(deadline: float) -> None:
+    assert deadline <= in_whole_ms(deadline) <= deadline + 0.001
 
 
 def test_a_daemon_that_was_stopped_hears_first_who_kept_a_lease_alive() -> None:

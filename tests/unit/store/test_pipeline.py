@@ -238,3 +238,42 @@ async def test_where_a_watch_begins_is_asked_again_under_its_number(pipeline: Pi
     assert [request[:4] for request in sent(pipeline)[0]] == [(1, WATCH, b"k", None), (2, WATCH, b"k", 7)]
     assert reconnect(pipeline, SECOND, resumed=False) == ((1,), True), "in another store it begins anew"
     assert [request[0] for request in sent(pipeline)[0]] == [1, 2]
+
+
+def confirmed(frame: bytes | None) -> tuple[int, int]:
+    """Return how many frames `frame` says were read, and how many requests it holds."""
+    assert frame is not None
+    received, *requests = messages.decode_requests(frame[messages.LENGTH_BYTES :])
+    return received, len(requests)
+
+
+async def test_an_item_that_has_come_is_confirmed_at_once(pipeline: Pipeline) -> None:
+    """Nobody else gets it then, should this client be lost."""
+    pop = submit(pipeline, QUEUE_POP, b"q")
+    other = submit(pipeline, GET, b"k")
+    sent(pipeline)
+    answer(pipeline, (2, OK, b"v"))
+    assert not pipeline.has_unsent
+    answer(pipeline, (1, OK, b"item"))
+    assert pipeline.has_unsent
+    assert confirmed(pipeline.next_frame()) == (2, 0)
+    assert pipeline.next_frame() is None
+    assert not pipeline.has_unsent
+    assert [await pop, await other] == [b"item", b"v"]
+
+
+async def test_what_is_asked_at_once_confirms_an_item_too(pipeline: Pipeline) -> None:
+    submit(pipeline, QUEUE_POP, b"q")
+    sent(pipeline)
+    answer(pipeline, (1, OK, b"item"))
+    submit(pipeline, QUEUE_POP, b"q")
+    assert confirmed(pipeline.next_frame()) == (1, 1)
+    assert pipeline.next_frame() is None
+
+
+async def test_a_lost_connection_has_nothing_to_confirm(pipeline: Pipeline) -> None:
+    submit(pipeline, QUEUE_POP, b"q")
+    sent(pipeline)
+    answer(pipeline, (1, OK, b"item"))
+    assert reconnect(pipeline, FIRST, True) == ((), False)
+    assert pipeline.next_frame() is None
