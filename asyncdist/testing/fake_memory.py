@@ -30,11 +30,17 @@ ALIGNMENT: Final = 256
 FREED_BLOCKS: Final = 256
 """So many blocks are remembered once they are freed, and not reused, so that using them is noticed."""
 
+FREED_BYTES: Final = 256 << 20
+"""And no more of them than have so many bytes together, as they are memory of this machine."""
+
 HANDLE_BYTES: Final = 64
 """As CUDA's IPC handles."""
 
 POISON: Final = 0xDB
 """Freed memory is filled with it."""
+
+POISON_BYTES: Final = 1 << 20
+"""As far as that: more only takes time, and makes memory of what nobody has touched."""
 
 
 @dataclass(slots=True)
@@ -59,6 +65,7 @@ class MemoryMap:
         self._bases: list[int] = []
         self._blocks: dict[int, Block] = {}
         self._freed: deque[Block] = deque()
+        self._freed_bytes = 0
         self._number = 0
 
     def allocate(self, nbytes: int, device: int | None) -> Block:
@@ -99,10 +106,11 @@ class MemoryMap:
         if block.file is not None:
             block.file.unlink(missing_ok=True)
         if not block.opened:
-            block.octets[:] = POISON
+            block.octets[:POISON_BYTES] = POISON
         self._freed.append(block)
-        if len(self._freed) > FREED_BLOCKS:
-            self._freed.popleft()
+        self._freed_bytes += block.nbytes
+        while len(self._freed) > 1 and (len(self._freed) > FREED_BLOCKS or self._freed_bytes > FREED_BYTES):
+            self._freed_bytes -= self._freed.popleft().nbytes
 
     def blocks(self) -> list[Block]:
         """All that are not freed."""
@@ -145,8 +153,9 @@ class MemoryMap:
 
     def _add(self, octets: Array, nbytes: int, device: int | None, key: str, file: Path | None) -> Block:
         pointer = octets.ctypes.data
-        while self._freed and any(old.pointer == pointer for old in self._freed):
+        if any(old.pointer == pointer for old in self._freed):
             self._freed = deque(old for old in self._freed if old.pointer != pointer)
+            self._freed_bytes = sum(old.nbytes for old in self._freed)
         block = Block(pointer, nbytes, device, octets, key, file)
         bisect.insort(self._bases, pointer)
         self._blocks[pointer] = block
