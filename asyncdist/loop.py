@@ -28,8 +28,12 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     """Run `main` on a fresh event loop (uvloop where installed) and return its result.
 
     The first SIGTERM cancels `main`, so that groups are left in order and `finally` blocks run; SystemExit(143) is
-    raised then. A second SIGTERM ends the process at once. Ctrl-C works as in `asyncio.run`.
+    raised then. A second SIGTERM ends the process at once. Ctrl-C works as in `asyncio.run`. Raises RuntimeError within
+    a running event loop.
     """
+    if _is_running():
+        main.close()
+        raise RuntimeError("asyncdist.run() cannot be called from a running event loop: await the coroutine there")
     terminated = False
 
     async def supervised() -> T:
@@ -55,3 +59,11 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
             if terminated:
                 raise SystemExit(_TERMINATED) from None
             raise
+
+
+def _is_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

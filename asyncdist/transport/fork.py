@@ -7,6 +7,7 @@ itself, and the loop's epoll set is shared with the parent.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import weakref
@@ -32,6 +33,12 @@ class SocketSet:
         if not _hooked:
             _hooked = True
             os.register_at_fork(after_in_child=_close_all_in_child)
+
+    def __del__(self) -> None:
+        """The loop was closed before the mesh. Sockets close themselves then; numbers of descriptors do not."""
+        for fd in self._descriptors:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
     def __len__(self) -> int:
         return len(self._sockets)
