@@ -10,12 +10,12 @@ from typing import Final
 import click
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from asyncdist.cli.sizes import BYTES, show_bytes, show_seconds
-from asyncdist.host_constants import own_tuning, read_file, stored_constants
+from asyncdist.cli.collective_name import CollectiveName
+from asyncdist.cli.explain_tables import Explained, candidate_table, described, memory_note, size_table
+from asyncdist.cli.sizes import BYTES, show_bytes
+from asyncdist.host_constants import default_path, own_tuning, read_file, stored_constants
 from asyncdist.plan.constants import BUILT_IN, Constants
-from asyncdist.plan.cost import Prediction
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.registry import ALGORITHMS
 from asyncdist.plan.selector import candidates, parse_overrides, usable
@@ -23,10 +23,16 @@ from asyncdist.plan.shared import MAX_SHARED_RANKS, USUAL_LANE_BYTES
 from asyncdist.plan.tuning import MAX_CORES, Tuning
 from asyncdist.transport.config import TRANSPORTS
 
-__all__ = ["bus_factor", "explain_command"]
+__all__ = ["explain_command"]
 
 MAX_WORLD: Final = 1 << 20
 """Largest world that is explained: formulas take any, but a vector of that many counts takes memory."""
+
+TABLE_WIDTH: Final = 150
+"""Columns of a table that goes to a file or a pipe."""
+
+SIZES: Final = (8, *((1 << 10) << step for step in (0, 3, 6, 8, 10, 12, 14, 16, 18, 20)))
+"""Bytes for which the choice is shown where none were given: 8 B, and 1 KiB to 1 GiB."""
 
 _EXPLAINED: Final = tuple(name for name in ALGORITHMS if name not in PRIVATE_COLLECTIVES)
 
@@ -34,18 +40,19 @@ _EXPLAINED: Final = tuple(name for name in ALGORITHMS if name not in PRIVATE_COL
 @click.command(
     "explain",
     short_help="Show which algorithm a collective would use, and what all would take.",
-    epilog=f"COLLECTIVE is one of {', '.join(_EXPLAINED)}.",
+    epilog=f"COLLECTIVE is one of {', '.join(_EXPLAINED)}, or what torch or MPI call it.",
 )
-@click.argument("collective", metavar="COLLECTIVE", type=click.Choice(_EXPLAINED))
-@click.option("--world", type=click.IntRange(1, MAX_WORLD), required=True, help="Ranks in the group.")
+@click.argument("collective", metavar="COLLECTIVE", type=CollectiveName(_EXPLAINED))
+@click.option("--world", type=click.IntRange(1, MAX_WORLD), help="Ranks in the group; or give --hosts.")
 @click.option(
     "--bytes",
     "nbytes",
     type=BYTES,
-    default="0",
-    help="The whole vector: all blocks together, of all_to_all those of one rank. 4096, 64KiB, 1MB ...",
+    help="The whole vector: all blocks together, of all_to_all those of one rank. 4096, 64KiB, 1MB ... "
+    "Without it, the choice by size is shown.",
 )
 @click.option("--dtype", default="float32", show_default=True, help="Elements are not cut.")
+@click.option("--hosts", type=click.IntRange(1, MAX_WORLD), help="Hosts, among which ranks are shared out evenly.")
 @click.option(
     "--ranks-per-host",
     type=click.IntRange(1, MAX_WORLD),
@@ -62,7 +69,12 @@ _EXPLAINED: Final = tuple(name for name in ALGORITHMS if name not in PRIVATE_COL
     show_default=True,
     help="Whether operands may change places.",
 )
-@click.option("--shared", is_flag=True, help="All ranks share memory, as those of one host do where they can.")
+@click.option(
+    "--shared/--no-shared",
+    "wanted",
+    default=None,
+    help="Whether all ranks share memory; else as those of one host do, unless the transport is unix or tcp.",
+)
 @click.option(
     "--constants",
     "source",
@@ -73,55 +85,112 @@ _EXPLAINED: Final = tuple(name for name in ALGORITHMS if name not in PRIVATE_COL
 )
 def explain_command(
     collective: str,
-    world: int,
-    nbytes: int,
+    world: int | None,
+    nbytes: int | None,
     dtype: str,
+    hosts: int | None,
     ranks_per_host: int | None,
     cores: int | None,
     root: int,
     op: str,
-    shared: bool,
+    wanted: bool | None,
     source: str | None,
     transport: str | None,
 ) -> None:
     """Show the algorithms of COLLECTIVE with their predicted time and bandwidth, the best first.
 
     algbw is bytes divided by time; busbw is what each rank's link carries of it, and can be compared with the
-    link's bandwidth whatever the collective and the world.
+    link's bandwidth whatever the collective and the world. Steps are messages, or waits, one after another.
     """
     itemsize = _itemsize(dtype)
-    if shared and (world > MAX_SHARED_RANKS or ranks_per_host not in (None, world)):
-        raise click.UsageError(f"--shared is for up to {MAX_SHARED_RANKS} ranks of one host")
-    ranks_per_host, lane_bytes = (world, USUAL_LANE_BYTES) if shared else (ranks_per_host, 0)
     transport = transport or os.environ.get("ASYNCDIST_TRANSPORT", "").strip().lower() or "auto"
     try:
+        world, ranks_per_host = _shape(world, hosts, ranks_per_host)
+        if wanted and ranks_per_host is None:
+            ranks_per_host = world
         tuning = _tuning(world, ranks_per_host, cores, source, transport)
-        problem = _problem(collective, world, -(-nbytes // itemsize), root, tuning)
+        shared = _shares_memory(wanted, world, tuning, transport)
+        sizes = (nbytes or 0,) if nbytes is not None or collective == "barrier" else SIZES
+        every = [_explained(collective, world, size, itemsize, root, tuning, op, shared=shared) for size in sizes]
+        origin = source or _origin(transport)
     except (ValueError, OSError) as error:
         raise click.UsageError(str(error)) from error
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = TABLE_WIDTH
+    where = "one per host" if tuning.ranks_per_host == 1 else f"{tuning.ranks_per_host} per host"
+    where += ", which share memory" if shared else ""
+    size = "" if len(every) > 1 or collective == "barrier" else f" of {show_bytes(every[0].nbytes)}"
+    if world == 1:
+        console.print(f"{collective}{size}: a rank alone has nobody to send to, and is done at once", highlight=False)
+        return
+    console.print(f"{collective}{size}, {world} ranks, {where}", highlight=False)
+    tables = size_table(collective, world, every) if len(every) > 1 else candidate_table(collective, world, every[0])
+    console.print(tables)
+    notes = [_override_note(collective, every[0], tuning)]
+    notes += [memory_note(collective, every[0])] if len(every) == 1 else []
+    for note in filter(None, notes):
+        console.print(note, highlight=False)
+    for line in (*described(tuning.constants, world, tuning.ranks_per_host, shared=shared), f"constants: {origin}"):
+        console.print(line, style="dim", highlight=False)
+
+
+def _shape(world: int | None, hosts: int | None, ranks_per_host: int | None) -> tuple[int, int | None]:
+    """Ranks, and how many share a host if that was said."""
+    if hosts is None:
+        if world is None:
+            raise ValueError("how many ranks? give --world, or --hosts and --ranks-per-host")
+        return world, ranks_per_host
+    if world is None:
+        world = hosts * (ranks_per_host or 1)
+    if world % hosts or (ranks_per_host and hosts * ranks_per_host != world):
+        each = f" of {ranks_per_host}" if ranks_per_host else ""
+        raise ValueError(f"{world} ranks are not {hosts} hosts{each}")
+    return world, world // hosts
+
+
+def _shares_memory(wanted: bool | None, world: int, tuning: Tuning, transport: str) -> bool:
+    able = 1 < world <= MAX_SHARED_RANKS and tuning.ranks_per_host == world
+    if wanted and not able and world > 1:
+        raise ValueError(f"--shared is for up to {MAX_SHARED_RANKS} ranks of one host")
+    return able and (transport in ("auto", "shm") if wanted is None else wanted)
+
+
+def _explained(
+    collective: str, world: int, nbytes: int, itemsize: int, root: int, tuning: Tuning, op: str, *, shared: bool
+) -> Explained:
+    problem = _problem(collective, world, -(-nbytes // itemsize), root, tuning)
     ordered = op == "ordered"
-    found = candidates(problem, itemsize, tuning, ordered=ordered, lane_bytes=lane_bytes)
+    found = candidates(problem, itemsize, tuning, ordered=ordered, lane_bytes=USUAL_LANE_BYTES if shared else 0)
     if not found:
-        raise click.UsageError(f"{collective} reduces nothing: there is no order to keep")
+        raise ValueError(f"{collective} reduces nothing: there is no order to keep")
     named = tuning.override(collective)
     if named is not None and not usable(collective, named, ordered=ordered, shared=shared):
         named = None
-    chosen = next((one.algorithm for one in found if one.algorithm == named), found[0].algorithm)
-    moved = problem.total * itemsize
-    console = Console()
-    where = f"{tuning.ranks_per_host} per host" if tuning.ranks_per_host > 1 else "one per host"
-    where += ", which share memory" if shared else ""
-    console.print(f"{collective} of {show_bytes(moved)}, {world} ranks, {where}")
-    console.print(_table(collective, world, moved, found, chosen))
-    console.print(_described(tuning.constants), style="dim", highlight=False)
+    chosen = next((one for one in found if one.algorithm == named), found[0])
+    return Explained(problem.total * itemsize, found, chosen)
 
 
-def bus_factor(collective: str, world: int) -> float:
-    """Return busbw / algbw, as NVIDIA's nccl-tests define them."""
-    if world == 1 or collective in ("broadcast", "reduce", "barrier", "scan", "exscan"):
-        return 1.0
-    share = (world - 1) / world
-    return 2 * share if collective == "all_reduce" else share
+def _override_note(collective: str, one: Explained, tuning: Tuning) -> str | None:
+    named = tuning.override(collective)
+    if named is None:
+        return None
+    if one.chosen.algorithm == named:
+        return f"ASYNCDIST_ALGO names {named}"
+    return f"ASYNCDIST_ALGO names {named}, which does not count here: it needs shared memory, or changes the order"
+
+
+def _origin(transport: str) -> str:
+    """Say where the constants of a group here come from."""
+    named = os.environ.get("ASYNCDIST_TUNING", "").strip()
+    if named.lower() != "off":
+        path = Path(named) if named else default_path(os.environ)
+        try:
+            if path is not None and stored_constants(path, transport) is not None:
+                return f"measured, {path}"
+        except (OSError, ValueError):  # the log says so already
+            pass
+    return f"built-in for {transport}; `asyncdist tune` measures this host"
 
 
 def _itemsize(dtype: str) -> int:
@@ -160,44 +229,3 @@ def _problem(collective: str, world: int, elements: int, root: int, tuning: Tuni
     elif collective in BLOCK_COLLECTIVES or collective in EXCHANGES:
         elements = -(-elements // world)
     return Problem.of(collective, world, elements, root, tuning.ranks_per_host)
-
-
-def _table(collective: str, world: int, nbytes: int, found: list[Prediction], chosen: str) -> Table:
-    table = Table()
-    table.add_column("algorithm", no_wrap=True, min_width=24)
-    for title in ("predicted", "algbw GB/s", "busbw GB/s", "steps", "sent per rank", "chunk", "temporary"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for one in found:
-        rate = nbytes / one.seconds / 1e9 if one.seconds else 0.0
-        table.add_row(
-            f"{one.algorithm} <- chosen" if one.algorithm == chosen else one.algorithm,
-            show_seconds(one.seconds),
-            f"{rate:.3g}",
-            f"{rate * bus_factor(collective, world):.3g}",
-            str(one.rounds),
-            show_bytes(one.sent_bytes),
-            show_bytes(one.chunk_bytes),
-            show_bytes(one.scratch_bytes),
-            style="bold" if one.algorithm == chosen else None,
-        )
-    return table
-
-
-def _described(constants: Constants) -> str:
-    lines = [
-        f"message {show_seconds(constants.alpha_s)}, of which {show_seconds(constants.overhead_s)} of processor time "
-        f"at each end; {1e-9 / constants.beta_s:.3g} GB/s; reduction {1e-9 / constants.gamma_s:.3g} GB/s"
-    ]
-    if constants.copy_s:
-        lines.append(f"copies at each end {1e-9 / constants.copy_s:.3g} GB/s")
-    if constants.cores:
-        lines.append(f"{constants.cores} cores per host")
-    if constants.between is not None:
-        between = constants.between
-        lines.append(f"between hosts {show_seconds(between.alpha_s)}, {1e-9 / between.beta_s:.3g} GB/s per host")
-    memory = constants.shared
-    lines.append(
-        f"shared memory {show_seconds(memory.wake_s)} to wake up, {show_seconds(memory.step_s)} per step, "
-        f"copies {1e-9 / memory.copy_s:.3g} GB/s, reduction {1e-9 / memory.reduce_s:.3g} GB/s"
-    )
-    return "; ".join(lines)

@@ -14,6 +14,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from asyncdist.cli.collective_name import CollectiveName
 from asyncdist.cli.simulate_plot import PlotUnavailableError, plot
 from asyncdist.cli.sizes import BYTES, show_bytes, show_seconds
 from asyncdist.host_constants import read_file, stored_constants
@@ -67,7 +68,7 @@ class _Several(click.ParamType):  # type: ignore[type-arg]
     short_help="Simulate how long a collective would take, with any number of ranks.",
     epilog=f"COLLECTIVE is one of {', '.join(simulated_collectives())}.",
 )
-@click.argument("collective", metavar="COLLECTIVE", type=click.Choice(simulated_collectives()))
+@click.argument("collective", metavar="COLLECTIVE", type=CollectiveName(simulated_collectives()))
 @click.option("--world", "worlds", type=_Several(click.IntRange(1, MAX_WORLD)), help="Ranks; several with commas.")
 @click.option(
     "--bytes",

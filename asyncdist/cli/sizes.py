@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Final
 
@@ -46,7 +47,10 @@ def show_bytes(nbytes: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """`1.9 us`, `12.3 ms`, `2.95 s`."""
+    """`1.9 us`, `12.3 ms`, `2.95 s`, `22,900 s`."""
+    if seconds >= 1000:
+        digits = 2 - math.floor(math.log10(seconds))
+        return f"{round(seconds, digits):,.0f} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

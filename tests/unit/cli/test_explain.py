@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from asyncdist.cli import main
-from asyncdist.cli.explain_command import bus_factor
+from asyncdist.cli.explain_command import MAX_WORLD, SIZES
+from asyncdist.cli.explain_tables import bus_factor
 from asyncdist.cli.sizes import BYTES, MAX_BYTES, show_bytes, show_seconds
 from asyncdist.host_constants import save_constants
 from asyncdist.plan.constants import MPI_LIKE
@@ -63,7 +64,7 @@ def test_every_collective_is_explained(explain, collective):
 
 
 def test_operations_that_do_not_commute(explain):
-    result = explain("reduce", "--world", "6", "--op", "ordered")
+    result = explain("reduce", "--world", "6", "--bytes", "8", "--op", "ordered")
     assert set(rows(result.output)) == set(ordered_algorithms("reduce"))
     assert "no order to keep" in explain("broadcast", "--world", "6", "--op", "ordered").output
 
@@ -76,7 +77,7 @@ def test_shared_memory_is_a_candidate_where_it_is_said_to_be_there(explain):
     assert table["shared"][0].endswith("<- chosen")
     assert "4 ranks, 4 per host, which share memory" in result.output
     assert "us per step" in result.output
-    ordered = explain("reduce", "--world", "6", "--op", "ordered", "--shared")
+    ordered = explain("reduce", "--world", "6", "--bytes", "8", "--op", "ordered", "--shared")
     assert set(rows(ordered.output)) == set(ordered_algorithms("reduce", shared=True))
 
 
@@ -121,7 +122,13 @@ def test_constants_come_from_the_host_or_a_file(explain, tmp_path):
     ("arguments", "message"),
     [
         (["all_reduce"], "--world"),
-        (["allreduce", "--world", "4"], "Invalid value"),
+        (["all_reduse", "--world", "4"], "did you mean all_reduce?"),
+        (["bkast", "--world", "4"], "did you mean broadcast?"),
+        (["everything", "--world", "4"], "There are: all_reduce, broadcast"),
+        (["gather_uneven", "--world", "4"], "no rank knows all lengths: it is linear"),
+        (["all_reduce", "--world", str(MAX_WORLD + 1)], "is not in the range"),
+        (["all_reduce", "--world", "8", "--hosts", "3"], "8 ranks are not 3 hosts"),
+        (["all_reduce", "--world", "8", "--hosts", "2", "--ranks-per-host", "2"], "8 ranks are not 2 hosts of 2"),
         (["all_reduce", "--world", "0"], "Invalid value"),
         (["all_reduce", "--world", "4", "--bytes", "many"], "is not a size"),
         (["all_reduce", "--world", "4", "--dtype", "float31"], "unknown dtype"),
@@ -133,7 +140,7 @@ def test_constants_come_from_the_host_or_a_file(explain, tmp_path):
 def test_wrong_arguments(explain, arguments, message):
     result = explain(*arguments)
     assert result.exit_code == 2
-    assert message in result.output
+    assert message in " ".join(result.output.split())
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests():
@@ -160,3 +167,96 @@ def test_what_is_no_size_is_refused(text):
 def test_sizes_and_times_are_written():
     assert [show_bytes(n) for n in (0, 1023, 1024, 3 << 19, 1 << 40)] == ["0 B", "1023 B", "1 KiB", "1.5 MiB", "1 TiB"]
     assert [show_seconds(s) for s in (0, 1.9e-6, 0.0123, 2.95)] == ["0 us", "1.9 us", "12.3 ms", "2.95 s"]
+    assert [show_seconds(s) for s in (999, 1000, 22_876)] == ["999 s", "1,000 s", "22,900 s"]
+
+
+def test_without_a_size_the_choice_by_size_is_shown(explain):
+    result = explain("all_reduce", "--hosts", "1", "--world", "4")
+    assert result.exit_code == 0, result.output
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines() if "│" in line]
+    assert [line[0] for line in lines] == [show_bytes(size) for size in SIZES]
+    assert lines[0][1] == "shared_direct"
+    assert lines[-1][1] == "shared"
+    assert all(float(line[6].removesuffix("x")) >= 0.97 for line in lines), "the next best is not better"
+    one = explain("all_reduce", "--hosts", "1", "--world", "4", "--bytes", "1MiB")
+    assert rows(one.output)["shared"][1] == next(line[2] for line in lines if line[0] == "1 MiB")
+
+
+@pytest.mark.parametrize("arguments", [("--world", "1"), ("--world", "1", "--bytes", "1MiB"), ("--hosts", "1")])
+def test_a_rank_alone(explain, arguments):
+    result = explain("all_reduce", *arguments)
+    assert result.exit_code == 0
+    assert "a rank alone has nobody to send to" in result.output
+    assert "│" not in result.output
+
+
+def test_no_bytes_have_no_bandwidth_and_no_chunks(explain):
+    cells = rows(explain("all_reduce", "--world", "4", "--bytes", "0").output)["ring"]
+    assert cells[2] == cells[3] == cells[6] == "-"
+    assert "<0.001" in rows(explain("all_reduce", "--world", "4", "--bytes", "8").output)["ring"][2]
+
+
+@pytest.mark.parametrize("collective", [name for name in ALGORITHMS if "uneven" not in name])
+def test_the_largest_world(explain, collective):
+    result = explain(collective, "--world", str(MAX_WORLD), "--bytes", "1MiB")
+    assert result.exit_code == 0, result.output
+    assert "<- chosen" in result.output
+
+
+def test_hosts_instead_of_a_world(explain):
+    together = explain("all_reduce", "--hosts", "3", "--ranks-per-host", "4", "--bytes", "1MiB")
+    assert "12 ranks, 4 per host" in together.output
+    assert "between hosts" in together.output
+    assert rows(together.output) == rows(
+        explain("all_reduce", "--hosts", "3", "--world", "12", "--bytes", "1MiB").output
+    )
+
+
+def test_ranks_of_one_host_share_memory_unless_told_otherwise(explain):
+    shared = explain("all_reduce", "--world", "4", "--ranks-per-host", "4", "--bytes", "8")
+    assert "which share memory" in shared.output
+    assert "between hosts" not in shared.output
+    assert "until all have begun" in explain("barrier", "--world", "4", "--hosts", "1", "--cores", "2").output
+    for arguments in (("--no-shared",), ("--transport", "tcp")):
+        without = explain("all_reduce", "--world", "4", "--ranks-per-host", "4", "--bytes", "8", *arguments)
+        assert "share memory" not in without.output
+        assert "shared" not in rows(without.output)
+    assert "share memory" not in explain("barrier", "--hosts", "1", "--world", "105").output
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("allreduce", "all_reduce"),
+        ("bcast", "broadcast"),
+        ("All-To-All", "all_to_all"),
+        ("all_gather_into_tensor", "all_gather"),
+        ("reduce_scatter_tensor", "reduce_scatter"),
+    ],
+)
+def test_what_others_call_it(explain, name, meant):
+    assert explain(name, "--world", "4", "--bytes", "8").output.startswith(meant)
+
+
+def test_what_is_fast_and_not_chosen_is_explained(explain):
+    result = explain("all_to_all", "--world", str(MAX_WORLD), "--bytes", "1MiB")
+    text = " ".join(result.output.split())
+    assert "bruck is not chosen since it needs" in text
+    assert "ASYNCDIST_ALGO=all_to_all:bruck asks" in text
+    assert "is not chosen since" not in explain("all_to_all", "--world", "4", "--bytes", "1MiB").output
+
+
+def test_overrides_are_mentioned(explain):
+    named = explain("all_reduce", "--world", "4", "--bytes", "4", ASYNCDIST_ALGO="all_reduce:ring")
+    assert "ASYNCDIST_ALGO names ring" in named.output
+    ignored = explain("all_reduce", "--world", "4", "--bytes", "4", ASYNCDIST_ALGO="all_reduce:shared")
+    assert "names shared, which does not count here" in ignored.output
+
+
+def test_where_constants_come_from(explain, tmp_path):
+    assert "constants: built-in for auto" in explain("barrier", "--world", "4").output
+    assert "constants: mpi-like" in explain("barrier", "--world", "4", "--constants", "mpi-like").output
+    path = tmp_path / "mine.json"
+    save_constants(path, "auto", MPI_LIKE, {})
+    assert "constants: measured" in explain("barrier", "--world", "4", ASYNCDIST_TUNING=str(path)).output
+    assert "constants: built-in" in explain("barrier", "--world", "4", ASYNCDIST_TUNING="off").output

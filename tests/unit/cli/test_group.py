@@ -42,4 +42,6 @@ def test_a_collective_is_one_of_those_that_help_lists(command: str) -> None:
     assert "COLLECTIVE is one of " in text
     wrong = CliRunner().invoke(cli.main, [command, "all_reduc", "--world", "4"])
     assert wrong.exit_code == 2
-    assert "Invalid value for 'COLLECTIVE': 'all_reduc' is not one of" in " ".join(wrong.output.split())
+    assert "Invalid value for 'COLLECTIVE': there is no collective 'all_reduc'; did you mean all_reduce?" in " ".join(
+        wrong.output.split()
+    )
