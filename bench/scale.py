@@ -7,7 +7,7 @@ handles the messages of several peers. Ratios beyond that are marked, and so are
 processor time for the table.
 
 ``--plot FILE`` draws what NVIDIA's announcement of double binary trees does: latency and algorithm bandwidth of rings
-and trees against the number of GPUs, with six to a host and the constants of NCCL's own model.
+and trees against the number of ranks, here one to a host, with the constants of NCCL's own model.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ LOWEST, HIGHEST = 0.8, 1.3
 
 PLOTTED: Final = ("ring", "binary_tree", "double_tree", "ring_2d")
 PLOTTED_SMALL, PLOTTED_LARGE = 8, 1 << 26
-PLOTTED_RANKS_PER_HOST: Final = 6
-"""As on Summit, where the published figures come from."""
-PLOTTED_HOSTS: Final = tuple(1 << level for level in range(1, 13))
-"""Up to 4,096 hosts, 24,576 ranks."""
+PLOTTED_RANKS: Final = tuple(3 << level for level in range(14))
+"""3 to 24,576, twice as many each time."""
 
 
 class Cell(NamedTuple):
@@ -159,27 +157,26 @@ def draw(path: Path) -> None:
     """Draw latency of a small vector and bandwidth of a large one against ranks; needs matplotlib."""
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11.0, 4.6), layout="constrained")
     latency, bandwidth = figure.subplots(1, 2)
-    sweep = Sweep("all_reduce", BUILT_IN["nccl"], PLOTTED_RANKS_PER_HOST)
-    worlds = [hosts * PLOTTED_RANKS_PER_HOST for hosts in PLOTTED_HOSTS]
+    sweep = Sweep("all_reduce", BUILT_IN["nccl"])
     for name in PLOTTED:
-        small_s = [sweep.seconds(name, world, PLOTTED_SMALL) for world in worlds]
-        latency.plot(worlds, [seconds * 1e6 for seconds in small_s], marker=".", label=name)
-        large_s = [sweep.seconds(name, world, PLOTTED_LARGE) for world in worlds]
-        bandwidth.plot(worlds, [PLOTTED_LARGE / seconds / 1e9 for seconds in large_s], marker=".", label=name)
+        small_s = [sweep.seconds(name, world, PLOTTED_SMALL) for world in PLOTTED_RANKS]
+        latency.plot(PLOTTED_RANKS, [seconds * 1e6 for seconds in small_s], marker=".", label=name)
+        large_s = [sweep.seconds(name, world, PLOTTED_LARGE) for world in PLOTTED_RANKS]
+        bandwidth.plot(PLOTTED_RANKS, [PLOTTED_LARGE / seconds / 1e9 for seconds in large_s], marker=".", label=name)
     latency.set(title=f"latency: all_reduce of {show_bytes(PLOTTED_SMALL)}", ylabel="us")
     bandwidth.set(title=f"algorithm bandwidth: all_reduce of {show_bytes(PLOTTED_LARGE)}", ylabel="GB/s")
     for axes in (latency, bandwidth):
-        _scale(axes, worlds)
+        _scale(axes)
     latency.legend(fontsize="small")
     figure.savefig(path, dpi=100)
 
 
-def _scale(axes: Any, worlds: Sequence[int]) -> None:
+def _scale(axes: Any) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(worlds)
-    axes.set_xticklabels([f"{world:,}" for world in worlds], rotation=45)
-    axes.set_xlabel(f"ranks, {PLOTTED_RANKS_PER_HOST} to a host")
+    axes.set_xticks(PLOTTED_RANKS)
+    axes.set_xticklabels([f"{world:,}" for world in PLOTTED_RANKS], rotation=45)
+    axes.set_xlabel("ranks, one to a host")
     axes.grid(visible=True, which="major", alpha=0.3)
 
 
