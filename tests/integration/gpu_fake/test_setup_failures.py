@@ -44,6 +44,7 @@ class Death:
     def __init__(self, stage: str, victim: int) -> None:
         self.stage = stage
         self.victim = victim
+        self.maker = 0  # of unique ids
         self.world: Any = None
         self.loop: Any = None
         self.happened = threading.Event()
@@ -75,7 +76,7 @@ class Death:
             return told
 
         def make_id(self_: FakeNccl) -> bytes:
-            if self.comes(0, "unique id"):
+            if self.comes(self.maker, "unique id"):
                 self.strike_in_thread()
             return unique_id(self_)
 
@@ -129,6 +130,65 @@ def test_a_rank_dies(path: str, stage: str, victim: int, monkeypatch: pytest.Mon
         await dist.all_reduce(y, group=left)
         assert equal(y, np.full(3000, 3 - victim))
         await left.close()
+        survivors.append(at.rank)
+        death.over.set()
+
+    try:
+        run_gpu(SIZE, main, devices=SIZE if path == "nccl" else 1, may_differ=True)
+    except PeerLostError:
+        assert len(survivors) == SIZE - 1  # who was killed cannot leave well
+    assert len(survivors) == SIZE - 1
+
+
+MESSAGES = {
+    "nccl": ["unique id", "open"],
+    "ipc": ["before ipc 0", "after ipc 0", "before ipc 1", "after ipc 1"],
+}
+"""What the first message between two ranks sets up. The receiver, rank 1, makes the unique id."""
+
+MESSAGE_CASES = [(path, stage, victim) for path, stages in MESSAGES.items() for stage in stages for victim in (0, 1)]
+MESSAGE_CASES.remove(("nccl", "unique id", 0))
+
+
+@pytest.mark.parametrize(("path", "stage", "victim"), MESSAGE_CASES)
+def test_a_rank_dies_over_its_first_message(
+    path: str, stage: str, victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages with others go on."""
+    monkeypatch.setenv("ASYNCDIST_CUDA_PATH", path)
+    death = Death(stage, victim)
+    death.maker = 1
+    death.install(monkeypatch)
+    survivors: list[int] = []
+
+    async def main(at: GpuRank) -> None:
+        death.world, death.loop = at.world, asyncio.get_running_loop()
+        group = dist.new_group(timeout=60.0)
+        device = at.rank if path == "nccl" else 0
+        x = at.cuda.runtime.array(np.full(3000, at.rank, np.float32), device)
+        other = 1 - victim
+        if at.rank < 2:
+            work = dist.isend(x, 1, group) if at.rank == 0 else dist.irecv(x, 0, group)
+            began = time.monotonic()
+            if at.rank == victim:
+                await until(death.happened.is_set)
+                group.abort("this rank is dead, and nobody hears it")
+            error = await failure_of(work)
+            assert isinstance(error, DistError), repr(error)
+            if at.rank == victim:
+                await until(lambda: len(survivors) == SIZE - 1)
+                return
+            assert isinstance(error, PeerLostError), repr(error)
+            assert error.rank == victim
+            assert time.monotonic() - began < SOON_S
+        else:
+            await until(death.happened.is_set)
+        if at.rank == 2:
+            y = at.cuda.runtime.array(np.zeros(3000, np.float32), device)
+            await dist.recv(y, other, group)
+            assert equal(y, np.full(3000, other))
+        else:
+            await dist.send(at.cuda.runtime.array(np.full(3000, at.rank, np.float32), device), 2, group)
         survivors.append(at.rank)
         death.over.set()
 
