@@ -88,7 +88,7 @@ gpu-with-%: $(VENV)/.gpu-%
 # $(1) runs Python, $(2) says what becomes of the figures, $(3) is for them alone. What the tests found out goes into the document as well.
 define measure_gpu
 @place=$$(mktemp -d); mkdir $$place/gpu; status=0; \
-ASYNCDIST_GPU_REPORT=$$place/facts $(1) -m pytest -q tests/gpu $(ARGS) || status=1; \
+ASYNCDIST_GPU_REPORT=$$place/facts $(1) -m pytest -q tests/unit/cuda/test_cupy_surface.py tests/gpu $(ARGS) || status=1; \
 $(3) $(1) -m bench.nccl $(2) --facts $$place/facts || status=1; \
 rm -rf $$place; exit $$status
 endef

@@ -154,6 +154,36 @@ answers["version"] = cupy.__version__
 print(json.dumps(answers))
 """
 
+COMPILE = """
+import sys, warnings
+import ml_dtypes, numpy as np
+warnings.simplefilter("ignore")
+import cupy
+from cupy.cuda import compiler
+from asyncdist.cuda.kernels import OPTIONS, reduce_source, scale_source
+from asyncdist.reduce_op import ReduceOp
+
+try:
+    from cupy_backends.cuda.libs import nvrtc
+    nvrtc.getVersion()
+except Exception as error:
+    print(f"no NVRTC: {error}")
+    sys.exit()
+compiler._get_arch_for_options_for_nvrtc = lambda arch=None: ("-arch=sm_90", "cubin")  # else it asks the device
+names = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 complex128".split()
+dtypes = [np.dtype(name) for name in names]
+dtypes += [np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")]
+count = 0
+for dtype in dtypes:
+    sources = [reduce_source(ReduceOp.SUM, dtype, 3)]
+    sources += [] if dtype.kind in "biu" else [scale_source(dtype), reduce_source(ReduceOp.AVG, dtype, 2)]
+    for source in sources:
+        compiler.compile_using_nvrtc(source, (*OPTIONS, "-std=c++17"))
+        count += 1
+print(f"compiled {count}")
+"""
+"""As `RawKernel` does it, which adds the standard that cupy 14 asks for."""
+
 
 def used() -> dict[str, set[str]]:
     """The attributes of cupy's modules, and of its communicators, that our sources name."""
@@ -176,15 +206,19 @@ def answers() -> dict[str, Any]:
     if importlib.util.find_spec("nvidia") is None:  # where NCCL is missing cupy's module is empty
         names["binding"].clear()
         names["_raw"].clear()
+    told: dict[str, Any] = json.loads(run(PROGRAM, json.dumps({place: sorted(of) for place, of in names.items()})))
+    return told
+
+
+def run(program: str, *arguments: str) -> str:
+    """The last line that a program prints which sees no device."""
     environ = {name: value for name, value in os.environ.items() if name != "NCCL_RUNTIME_CONNECT"}
     environ["CUDA_VISIBLE_DEVICES"] = ""
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    wanted = json.dumps({place: sorted(of) for place, of in names.items()})
-    command = [sys.executable, "-c", PROGRAM, wanted]
+    command = [sys.executable, "-c", program, *arguments]
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stderr
-    told: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return told
+    return ended.stdout.splitlines()[-1]
 
 
 def test_every_attribute_exists() -> None:
@@ -216,3 +250,10 @@ def test_nccls_functions_take_our_arguments() -> None:
     assert not {name: said for name, said in asked.items() if not said.startswith("NcclError: NCCL_ERROR_")}
     assert answers()["nccl name"].endswith(f"through cupy {answers()['version']}")
     assert answers()["runtime connect"] == "0"
+
+
+def test_cupy_compiles_our_kernels() -> None:
+    said = run(COMPILE)
+    if said.startswith("no NVRTC"):
+        pytest.skip(said)
+    assert said == "compiled 33"
