@@ -22,7 +22,8 @@ help:
 	@echo "make bench      measure beside the neighbors that are installed"
 	@echo "make prove      verify every collective plan symbolically, and plant mistakes in them (MUTANTS=40000)"
 	@echo "make sim        run thousands of random programs on simulated worlds, daemons and networks (SEEDS=2000)"
-	@echo "make soak       run random operations on ranks that are stopped at random (OPERATIONS=1000000), kill the store's"
+	@echo "make soak       run random operations on ranks that are stopped at random (OPERATIONS=1000000), kill ranks"
+	@echo "                at random instants and ask the others (KILLS=200), kill the store's"
 	@echo "                daemon under load and judge every answer (KILLS=200)"
 	@echo "                and fuzz both doors of the store daemon (FRAMES=1000000 at each)"
 	@echo "make multinode  run the demo on 3 nodes in containers (as root; installs Debian's docker when missing)"
@@ -62,6 +63,7 @@ sim: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	$(BIN)/python tests/soak.py --operations $(OPERATIONS) $(ARGS)
+	$(BIN)/python tests/kill_soak.py --kills $(KILLS)
 	$(BIN)/python tests/store_soak.py --kills $(KILLS)
 	$(BIN)/python tests/fuzz_doors.py --frames $(FRAMES)
 
