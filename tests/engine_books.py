@@ -60,6 +60,21 @@ def problems(engine: StoreEngine) -> list[str]:
     waiters = [waiter for client in engine._state.clients for waiter in client.blocked.values()]
     if engine._state.waiter_bytes != (counted := sum(map(waiter_bytes, waiters))):
         found.append(f"waiter_bytes is {engine._state.waiter_bytes}, counted are {counted}")
+    events = sum(
+        HISTORY_OVERHEAD_BYTES
+        + len(prefix)
+        + sum(EVENT_BYTES + len(key) + len(value) for _, _, key, value in history.events)
+        for space in engine.namespaces.values()
+        for prefix, history in space.histories.items()
+    )
+    if engine._state.event_bytes != events:
+        found.append(f"event_bytes is {engine._state.event_bytes}, counted are {events}")
+    remembered = sum(client.remembered_bytes for client in engine.all_clients())
+    if engine._state.remembered_bytes != remembered:
+        found.append(f"remembered_bytes is {engine._state.remembered_bytes}, counted are {remembered}")
+    both = [*engine._state.key_waits, *engine._state.other_waits]
+    if len(both) != len(waiters) or set(both) != set(waiters):
+        found.append(f"{len(both)} are listed as waiting, blocked are {len(waiters)}")
     key_waits = [waiter for waiter in waiters if waiter.operation in KEY_WAITS]
     if engine._state.key_waits.keys() != set(key_waits):
         found.append(f"{len(engine._state.key_waits)} wait for keys, blocked are {len(key_waits)}")

@@ -5,7 +5,10 @@ As in `operations`: one function each, (state, client, request, now) -> reply, o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+import itertools
+import operator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from asyncdist_server.clients import Client, Reply
@@ -37,6 +40,7 @@ from asyncdist_server.messages import (
 )
 from asyncdist_server.operations import Operation, Request, malformed
 from asyncdist_server.state import StoreState
+from asyncdist_server.waiters import Waiter
 
 MAX_WAITS: Final = 1000
 """Most waiting requests in one answer: those that wait longest tell why a job hangs."""
@@ -154,7 +158,7 @@ def _watch(state: StoreState, client: Client, request: Request, now: float) -> R
 def _start_of_watch(state: StoreState, client: Client, request_id: int) -> Reply:
     """Return where a watch begins. A retry gets the same answer: what was asked behind it may have been done since."""
     reply, freed = client.take_replay(request_id)
-    state.memory_bytes -= freed
+    state.remember(-freed)
     if reply is not None:
         return reply
     if client.remembered > client.in_flight:
@@ -238,15 +242,13 @@ def _waits(state: StoreState, client: Client, request: Request, now: float) -> R
     request_id, _, everywhere = request
     if type(everywhere) is not bool:
         raise malformed(request)
-    waiters = [
-        waiter
-        for each in state.clients
-        if everywhere or each.namespace is client.namespace
-        for waiter in each.blocked.values()
-    ]
-    waiters.sort(key=lambda waiter: waiter.since)
-    rows: list[Any] = [len(waiters)]
-    for waiter in waiters[:MAX_WAITS]:
+    waiters: Iterator[Waiter] = heapq.merge(state.key_waits, state.other_waits, key=operator.attrgetter("since"))
+    count = state.waiter_count
+    if not everywhere:
+        count = sum(len(each.blocked) for each in state.clients if each.namespace is client.namespace)
+        waiters = (waiter for waiter in waiters if waiter.client.namespace is client.namespace)
+    rows: list[Any] = [count]
+    for waiter in itertools.islice(waiters, min(count, MAX_WAITS)):
         who = waiter.client
         keys = [key[:SHOWN_KEY_BYTES] for key in state.missing(waiter)[:SHOWN_KEYS]]
         waited_ms = round((now - waiter.since) * 1000)

@@ -140,7 +140,7 @@ class StoreEngine:
                     tell()
             replay = before.replies_to_resume(pending)
             self._forget(client_id)
-            self._state.memory_bytes += client.resume(replay, before.taken)
+            self._state.remember(client.resume(replay, before.taken))
         self._connected[client_id] = client
         if home.changes is not None and self._changes is not None:
             client.changes = self._changes
@@ -204,7 +204,7 @@ class StoreEngine:
         home = self._namespaces.get(namespace) or Namespace(namespace)
         client = Client(home, client_id, _deliver_to_nobody, None, self.limits)
         client.closed = True
-        self._state.memory_bytes += client.resume(replies, {})
+        self._state.remember(client.resume(replies, {}))
         self._away[client_id] = (now + CLIENT_LINGER_S, client)
 
     def _give_up(self, client_id: bytes) -> None:
@@ -219,18 +219,22 @@ class StoreEngine:
 
     def _forget(self, client_id: bytes) -> None:
         _, client = self._away.pop(client_id)
-        self._state.memory_bytes -= client.remembered_bytes
+        self._state.remember(-client.remembered_bytes)
         if self._changes is not None:
             self._changes.client_forgotten(client_id)
 
     def acknowledge(self, client: Client, received: int) -> None:
         """Note that `client` has read its first `received` reply frames; `ProtocolError` if that cannot be."""
-        self._state.memory_bytes -= client.acknowledge(received)
+        freed = client.acknowledge(received)
+        if freed:
+            self._state.remember(-freed)
 
     def frames_sent(self, client: Client, count: int) -> None:
         """Note that all replies of `client` so far have been put into frames, `count` of them new."""
         if not client.closed:
-            self._state.memory_bytes += client.frames_sent(count)
+            grown = client.frames_sent(count)
+            if grown:
+                self._state.remember(grown)
 
     def _drop_unused(self, namespace: Namespace) -> None:
         if namespace.unused and self._namespaces.get(namespace.name) is namespace:
@@ -268,7 +272,7 @@ class StoreEngine:
         self._state.now = now
         if client.careful and remember:
             reply, freed = client.take_replay(request_id)
-            self._state.memory_bytes -= freed
+            self._state.remember(-freed)
             if reply is not None:
                 results[REPLAYED] += 1
                 return reply
@@ -324,12 +328,6 @@ class StoreEngine:
         yield from self._state.clients
         for _, client in self._away.values():
             yield client
-
-    @property
-    def event_bytes(self) -> int:
-        """Bytes charged for what watchers may still ask for."""
-        histories = (namespace.histories.values() for namespace in self._namespaces.values())
-        return sum(history.bytes for several in histories for history in several)
 
     def status(self) -> dict[str, Any]:
         """Return what STATUS answers: how much the store holds, and what the server around it has to say."""

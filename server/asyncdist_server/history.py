@@ -60,7 +60,7 @@ class Recorder:
             history = namespace.histories[prefix] = History(self._state, namespace, prefix)
             self._histories[history] = None
             namespace.prefix_lengths[len(prefix)] = namespace.prefix_lengths.get(len(prefix), 0) + 1
-            self._state.memory_bytes += history.bytes
+            self._state.record_bytes(history.bytes)
             if namespace.changes is not None:
                 namespace.changes.history(prefix)
         history.seen()
@@ -77,7 +77,7 @@ class Recorder:
         namespace.prefix_lengths[length] -= 1
         if not namespace.prefix_lengths[length]:
             del namespace.prefix_lengths[length]
-        self._state.memory_bytes -= history.bytes
+        self._state.record_bytes(-history.bytes)
 
     def record(self, namespace: Namespace, kind: int, key: bytes, value: bytes) -> None:
         """Remember what happened to `key` for every prefix that is watched, and tell who waits for it."""
@@ -152,7 +152,7 @@ class History:
         size = EVENT_BYTES + len(event[2]) + len(event[3])
         self.events.append(event)
         self.bytes += size
-        self._state.memory_bytes += size
+        self._state.record_bytes(size)
         while len(self.events) > HISTORY_EVENTS or (self.bytes > HISTORY_BYTES and len(self.events) > 1):
             self.drop_oldest()
 
@@ -163,7 +163,7 @@ class History:
         self.floor = revision
         self._changed()
         self.bytes -= size
-        self._state.memory_bytes -= size
+        self._state.record_bytes(-size)
 
     def find(self, revision: int) -> Event | None:
         """Return the event of that revision, if it is remembered."""

@@ -46,7 +46,7 @@ async def serve_http(server: StoreServer) -> AsyncIterator[str]:
     except ImportError as error:
         raise ConfigError(MISSING) from error
 
-    registry = _registry(server)
+    registry, process = _registry(server), _process_registry()
     config = server.config
 
     async def healthz(request: web.Request) -> web.Response:
@@ -61,7 +61,9 @@ async def serve_http(server: StoreServer) -> AsyncIterator[str]:
 
     async def metrics(request: web.Request) -> web.Response:
         """Everything `metrics` knows, and the process."""
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": METRICS_TYPE})
+        # To count its files, a process lists them: with 10,000 connections clients would wait for ten milliseconds.
+        of_process = await asyncio.to_thread(generate_latest, process)
+        return web.Response(body=generate_latest(registry) + of_process, headers={"Content-Type": METRICS_TYPE})
 
     @web.middleware
     async def this_host_only(
@@ -155,7 +157,7 @@ def names_this_host(host: str, transport: asyncio.BaseTransport | None) -> bool:
 
 def _registry(server: StoreServer) -> CollectorRegistry:
     """Return a registry of this daemon's own: several may run in one process."""
-    from prometheus_client import CollectorRegistry, ProcessCollector
+    from prometheus_client import CollectorRegistry
 
     class Collector:
         """Looks everything up when it is asked for."""
@@ -169,6 +171,14 @@ def _registry(server: StoreServer) -> CollectorRegistry:
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Collector())
+    return registry
+
+
+def _process_registry() -> CollectorRegistry:
+    """Return a registry of what every Prometheus client tells of its process."""
+    from prometheus_client import CollectorRegistry, ProcessCollector
+
+    registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=registry)
     return registry
 

@@ -110,8 +110,7 @@ def _of_connections(server: StoreServer) -> Iterator[tuple[Metric, Samples]]:
 def _of_contents(server: StoreServer, now: float) -> Iterator[tuple[Metric, Samples]]:
     engine, limits = server.engine, server.config.limits
     held = engine.statistics()
-    waiter_bytes = engine.state.waiter_bytes
-    remembered_bytes = sum(client.remembered_bytes for client in engine.all_clients())
+    waiter_bytes, remembered_bytes = engine.state.waiter_bytes, engine.state.remembered_bytes
     oldest = next(iter(engine.state.key_waits), None)
     yield OLDEST_WAIT, [((), 0.0 if oldest is None else max(0.0, now - oldest.since))]
     for metric, name in (
@@ -124,7 +123,7 @@ def _of_contents(server: StoreServer, now: float) -> Iterator[tuple[Metric, Samp
         (LEASES, "leases"),
     ):
         yield metric, [((), held[name])]
-    event_bytes = engine.event_bytes
+    event_bytes = engine.state.event_bytes
     data_bytes = held["memory_bytes"] - waiter_bytes - remembered_bytes - event_bytes
     kinds = {
         "data": data_bytes,

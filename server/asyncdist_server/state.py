@@ -46,13 +46,16 @@ class StoreState:
         "counters",
         "deadlines",
         "describe",
+        "event_bytes",
         "every_client",
         "key_waits",
         "leases",
         "limits",
         "memory_bytes",
         "now",
+        "other_waits",
         "recorder",
+        "remembered_bytes",
         "reply_bytes",
         "revision",
         "timers",
@@ -66,8 +69,12 @@ class StoreState:
         self.memory_bytes = 0
         self.waiter_count = 0
         self.waiter_bytes = 0
-        # Blocked requests for keys that somebody should set, in the order they came: the first has waited longest.
+        self.remembered_bytes = 0  # of replies
+        self.event_bytes = 0
+        # Blocked requests in the order they came, so that the first has waited longest: those for keys that somebody
+        # should set, and all others.
         self.key_waits: dict[Waiter, None] = {}
+        self.other_waits: dict[Waiter, None] = {}
         self.deadlines = Deadlines()
         self.timers = Timers()
         self.leases = Leases(self)
@@ -79,6 +86,16 @@ class StoreState:
         self.clock: Callable[[], float] | None = None  # tells when it is where `now` may be a while ago
         self.describe: Callable[[], dict[str, Any]] = dict
         self.every_client: Callable[[], Iterable[Client]] = tuple  # those that are away, too
+
+    def remember(self, grown_bytes: int) -> None:
+        """Charge, or no longer charge, what replies need that are remembered."""
+        self.memory_bytes += grown_bytes
+        self.remembered_bytes += grown_bytes
+
+    def record_bytes(self, grown_bytes: int) -> None:
+        """Charge, or no longer charge, what histories need."""
+        self.memory_bytes += grown_bytes
+        self.event_bytes += grown_bytes
 
     # ---- limits
 
@@ -233,8 +250,7 @@ class StoreState:
         self.memory_bytes += waiter.bytes
         self.waiter_count += 1
         self.waiter_bytes += waiter.bytes
-        if operation in KEY_WAITS:
-            self.key_waits[waiter] = None
+        (self.key_waits if operation in KEY_WAITS else self.other_waits)[waiter] = None
         client.blocked[request_id] = waiter
         self.deadlines.add(waiter)
         if place is None:
@@ -257,9 +273,8 @@ class StoreState:
         del waiter.client.blocked[waiter.request_id]
         self.waiter_count -= 1
         self.waiter_bytes -= waiter.bytes
-        if waiter.operation in KEY_WAITS:
-            del self.key_waits[waiter]
-        elif waiter.operation == WATCH:
+        del (self.key_waits if waiter.operation in KEY_WAITS else self.other_waits)[waiter]
+        if waiter.operation == WATCH:
             waiter.client.namespace.histories[waiter.keys[0]].seen()
         self.memory_bytes -= waiter.bytes
 

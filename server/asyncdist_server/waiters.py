@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     from asyncdist_server.clients import Client
 
-WAITER_BYTES: Final = 700
-"""What one blocked request costs besides its keys: the object, its entries in tables and heap (measured)."""
+WAITER_BYTES: Final = 780
+"""What one blocked request costs besides its keys: the object, its entries in tables and heap (measured, of the dearest
+kind: alone with its key, and with a time-out)."""
 COMPACT_AFTER: Final = 1024
 """Dead entries are swept from the heap of deadlines when there are more of them than this and than live ones."""
 
