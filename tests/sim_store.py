@@ -301,7 +301,7 @@ class StoreWorld:
             final = {}
             for key in await store.list_keys():
                 with contextlib.suppress(TimeoutError):  # a lease may have ended it
-                    final[key] = await store.get(key, timeout=0)
+                    final[key] = await store.get(key, timeout=10)  # less, and a slow network looks like a loss
             for key in ("r0", "r1"):
                 operation = self.ledger.history.call("checker", (incarnation, key), "get")
                 operation.result = final.get(key)
