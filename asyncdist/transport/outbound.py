@@ -316,7 +316,8 @@ class Outbound:
             raise ValueError(f"control payload of {len(payload)} bytes exceeds {MAX_CONTROL_BYTES}")
         if self._goodbye_queued:
             raise ClosedError(f"cannot send to rank {self._peer_rank}: the connection is being closed")
-        self.queue.push_control(pack_header(Kind.CONTROL, length=len(payload)) + payload)
+        push = self.queue.push_reply if self.corked else self.queue.push_control  # corked: the peer has caused it
+        push(pack_header(Kind.CONTROL, length=len(payload)) + payload)
         self.kick()
 
     def kick(self) -> None:
@@ -357,8 +358,7 @@ class Outbound:
         if self.error is not None:
             return
         self.error = error
-        ops = self.queue.take_all()
-        ops.extend(self._offers.take_all())
+        ops = self.queue.take_all() + self._offers.take_all()
         for window in self.windows:
             ops.extend(window.take_all())
         self._early_pulls.clear()

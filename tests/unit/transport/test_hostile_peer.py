@@ -257,6 +257,23 @@ def test_a_peer_that_stalls_again_and_again_and_does_not_read(victim: Victim) ->
     assert len(victim.pair.b._out.queue._control) == 0
 
 
+def question() -> bytes:
+    return pack_header(Kind.CONTROL, length=1) + b"?"
+
+
+def test_questions_of_a_peer_that_does_not_read_the_answers(victim: Victim) -> None:
+    core = victim.pair.b
+    core._reader._on_control = lambda _rank, payload: core.send_control(payload)
+    for _ in range(4 * MAX_REPLIES // 1000):
+        victim.feed(question() * 1000)
+        while victim.pair.ba.deliver():
+            pass
+    victim.pair.ba.capacity = 0
+    core.send_control(b"what it did not cause does not count")
+    victim.feed(question() * MAX_REPLIES)
+    victim.refuses(question(), match="does not read")
+
+
 def test_an_aborted_message_fails_its_receive(victim: Victim) -> None:
     receive(victim.pair.b, victim.sink, p2p(1), None, "r")
     victim.feed(offer(1, length=MIB), pack_fragment(1, 0, 3) + b"abc", pack_fragment(1, 0, 0, flags=FLAG_ABORT))
