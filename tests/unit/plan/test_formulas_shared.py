@@ -106,7 +106,7 @@ def test_ranks_share_the_cores():
     waits_s = 2 * 100e-6
     assert shared - waits_s == pytest.approx(2 * (alone - waits_s))
     turns = replace(ROUND, cores=2, turn_s=50e-6)
-    assert predict(problem, "shared", 1, MIB, turns).seconds == pytest.approx(shared + 50e-6), "two to a core: one waits"
+    assert predict(problem, "shared", 1, MIB, turns).seconds == pytest.approx(shared + 50e-6), "one waits"
     assert simulate(problem, "shared", 1, turns, MIB) == pytest.approx(
         simulate(problem, "shared", 1, replace(ROUND, cores=2), MIB) + 50e-6
     )
@@ -200,7 +200,7 @@ def test_small_vectors_are_reduced_whole_and_large_ones_in_slices(world, direct,
 
 @pytest.mark.parametrize("collective", [name for name in SHARED_ALGORITHMS if name not in ("scan", "exscan")])
 def test_few_ranks_of_one_host_share_memory_for_all_collectives(collective):
-    """For all but the smallest blocks, which messages carry as fast, as they do what one of two ranks gives the other."""
+    """For all but the smallest blocks, and for two ranks of which one gives: messages carry those as fast."""
     for world in (3, 4, 8) if collective in ("gather", "scatter") else (2, 3, 4, 8):
         for nbytes in (MIB, 16 * MIB):
             assert needs_lane(collective, chosen(collective, world, nbytes))
