@@ -214,7 +214,8 @@ def _join(state: StoreState, client: Client, request: Request, now: float) -> Re
         return request_id, LIMIT, job
     assert isinstance(job, Job)
     reply = job.join(client, request, lease, now)
-    if job.prefix not in client.namespace.holds:
+    hold = client.namespace.holds.get(job.prefix)
+    if hold is None or hold.job is not job:
         job.end()  # nobody was admitted yet
     return reply
 

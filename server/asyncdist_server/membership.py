@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 JOB_LINGER_S: Final = 30.0
 """How long a job without members is remembered: a launcher that starts all of them again finds its epoch and keys."""
+MAX_EPOCH: Final = 2**62
+"""The largest that is believed when it is found among the keys: what follows still fits into a message."""
 JOB_BYTES: Final = 1200
 """What a job costs besides its keys, its hold and its history."""
 _DIGITS: Final = re.compile(rb"([0-9]+)")
@@ -95,17 +97,19 @@ class Job:
         self._recall()
 
     def _recall(self) -> None:
-        """Take up what the keys say, after the store came back with them."""
+        """Take up what the keys say, after the store came back with them. Anybody may have written them."""
         values, leased = self.namespace.values, self.namespace.leased
         try:
             epoch, names = msgpack.unpackb(values.get(self.prefix + b"epoch", b""))
         except (ValueError, TypeError):
             return
-        if type(epoch) is not int or type(names) is not list:
+        if type(epoch) is not int or type(names) is not list or not 0 <= epoch <= MAX_EPOCH:
             return
         self.epoch = epoch
         start = self.prefix + b"members/"
-        for key in [key for key in leased if key.startswith(start)]:
+        hold = self.namespace.holds.get(self.prefix)
+        holders = () if hold is None else hold.leases  # as every member's lease is one
+        for key in [key for key, lease in leased.items() if lease in holders and key.startswith(start)]:
             name = key[len(start) :]
             self.leases[name] = leased[key]
             leased[key].jobs[self] = name
@@ -159,9 +163,12 @@ class Job:
                 state.remove(self.namespace, key)
                 return request_id, LIMIT, refused
             state.leases.attach(lease, key)
-            self.namespace.holds[self.prefix].job = self
             self.leases[name] = lease
             lease.jobs[self] = name
+        hold = self.namespace.holds[self.prefix]
+        if hold.job is not self:
+            hold.job = self
+            hold.changed()
         reply = state.block(client, request_id, JOIN, (self.name,), 0, timeout_ms, now, self, name)
         if reply is not None:
             self.lose(lease, EVENT_DELETE, now)
@@ -192,14 +199,16 @@ class Job:
             outcome = (CANCELLED, "it left") if kind == EVENT_DELETE else (LEASE_LOST, "the lease has expired")
             state.finish(waiter, (waiter.request_id, *outcome))
         state.remove(self.namespace, self.prefix + b"members/" + name, kind)
-        hold = self.namespace.holds[self.prefix]
-        if lease.holds.pop(hold, 0) is None:
+        hold = self.namespace.holds.get(self.prefix)
+        if hold is not None and lease.holds.pop(hold, 0) is None:
             hold.release(lease, now)
         self.advance(now)
 
     def end(self) -> None:
         """Forget the job; its keys go too."""
         self._stop_settling()
+        for lease in self.leases.values():
+            lease.jobs.pop(self, None)
         self._state.recorder.history(self.namespace, self.prefix + b"members/").pinned = False
         self._state.memory_bytes -= JOB_BYTES
         del self.namespace.jobs[self.name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgpack
 import pytest
 
 from asyncdist_server import messages as m
@@ -506,3 +507,84 @@ def test_waits_are_those_of_the_namespace_longest_first(users: list[User], engin
         ["wait", [b"x", b"y"], 0, "job"],
     )
     assert a.ask(m.WAITS, True)[0] == 3
+
+
+def test_a_refused_join_leaves_no_job_behind_where_somebody_holds_its_prefix(
+    users: list[User], engine: StoreEngine
+) -> None:
+    a = users[0]
+    a.ask(m.GRANT, 7, 1000, True)
+    a.ask(m.HOLD, b"job/j/", 7, 0)
+    assert a.code(m.JOIN, b"j", bytes(m.MAX_KEY_BYTES), 1, 1, 0, 7, None) == m.LIMIT
+    assert a.client.namespace.jobs == {}
+    a.leave()
+    pass_time(users, HISTORY_LINGER_S + 1)
+    for user in users[1:]:
+        user.leave()
+    assert engine.memory_bytes == 0
+
+
+def test_a_job_that_is_known_again_by_its_keys_ends_with_its_hold(users: list[User], engine: StoreEngine) -> None:
+    """As after a restart for which the store had no room to make it at once."""
+    a, b = users[:2]
+    join(a, b"a", 1, 1)
+    told(a)
+    namespace = a.client.namespace
+    namespace.jobs[b"j"].end()
+    namespace.holds[b"job/j/"].job = None
+    for lease in namespace.leases.values():
+        lease.jobs.clear()
+    a.take()
+    a.reply(m.JOIN, b"j", b"a", 1, 1, 0, a.client_id[0], None)
+    assert told(a)[:2] == (2, 0)
+    a.leave()
+    pass_time(users, JOB_LINGER_S)
+    assert namespace.jobs == {}
+    join(b, b"b", 1, 1)
+    assert told(b)[:2] == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "epoch",
+    [
+        msgpack.packb([1, [b"a", b"x"]]),
+        msgpack.packb([2**64 - 1, [b"a"]]),
+        msgpack.packb([2**63 - 1, [b"a"]]),
+        msgpack.packb([-5, [[], {}, None]]),
+        msgpack.packb([1, 2, 3]),
+        msgpack.packb({b"epoch": 1}),
+        b"\xc1",
+        b"",
+    ],
+)
+@pytest.mark.parametrize("name", [b"a", b"b"])
+@pytest.mark.parametrize("ending", ["leave", "revoke", "expire", "hold"])
+def test_keys_that_look_like_a_job_break_nothing(
+    users: list[User], engine: StoreEngine, epoch: bytes, name: bytes, ending: str
+) -> None:
+    """Anybody may write there: whoever does may confuse the job, and nobody else."""
+    a = users[0]
+    for lease_id in (7, 8):
+        a.ask(m.GRANT, lease_id, 1000, False)
+    a.ask(m.SET, b"job/j/epoch", epoch)
+    a.ask(m.SET_LEASED, b"job/j/members/a", b"", 7)
+    a.ask(m.SET_LEASED, b"job/j/members/x", b"", 8)
+    a.reply(m.JOIN, b"j", name, 1, 1, 0, 7, 0)
+    a.reply(m.JOIN, b"j", name, 1, 1, 0, 7, 100)
+    a.reply(m.JOIN, b"j", b"x", 2, 1, 0, 8, None)
+    if ending == "leave":
+        a.reply(m.LEAVE, b"j", 7)
+        a.reply(m.LEAVE, b"j", 8)
+    elif ending == "hold":
+        a.reply(m.HOLD, b"job/j/", 7, 0)
+    elif ending == "revoke":
+        a.ask(m.REVOKE, 7)
+        a.ask(m.REVOKE, 8)
+    pass_time(users, 1.5)
+    pass_time(users, JOB_LINGER_S)
+    pass_time(users, HISTORY_LINGER_S)
+    a.ask(m.DELETE_NAMESPACE)
+    for user in users:
+        user.leave()
+    assert engine.memory_bytes == 0
+    assert engine.next_deadline() is None
