@@ -268,7 +268,7 @@ class StoreServer:
         self._timer = None
         # Loops may fire a little early; the time that was asked for is what has come.
         now = max(asyncio.get_running_loop().time(), self._timer_at)
-        self.engine.expire(now)
+        self.engine.expire(now, now - self._timer_at)
         self.torch.expire(now)
         self.settle()
 

@@ -19,7 +19,6 @@ from asyncdist_server.messages import (
     NUM_KEYS,
     OK,
     QUEUE_LEN,
-    QUEUE_POP,
     QUEUE_PUSH,
     SET,
     ProtocolError,
@@ -113,7 +112,7 @@ def _queue_pop(session: TorchSession, key: bytes) -> None:
     session.name_jobs(key)
     if session.namespace.free_items(session, key) > 0:
         session.say(encode_integer(session.must(session.ask(QUEUE_LEN, key))))
-        session.say_string(session.must(session.ask(QUEUE_POP, key, 0)))
+        session.pop(key)
     else:
         session.say(encode_integer(0))
     session.drop_claim(session.now)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from asyncdist_server.auth import Refusal
 from asyncdist_server.engine import Client, Reply
-from asyncdist_server.messages import CANCEL, GET, OK, WAIT, ProtocolError
+from asyncdist_server.messages import CANCEL, GET, OK, QUEUE_POP, QUEUE_RETURN, WAIT, ProtocolError
 from asyncdist_server.namespace import Namespace
 from asyncdist_server.operations import parse_number
 from asyncdist_server.session import TURN_BYTES, TURN_REQUESTS
@@ -52,6 +52,7 @@ class TorchSession:
         "_last_id",
         "_on_output",
         "_output",
+        "_popped",
         "_reader",
         "_running",
         "_waits",
@@ -85,6 +86,7 @@ class TorchSession:
         # Blocked requests by their id: what must be undone when they end, the key of a queue or a barrier.
         self._waits: dict[int, bytes | Barrier | None] = {}
         self._claim: bytes | None = None  # the queue of which an item is kept for this client
+        self._popped: list[tuple[bytes, bytes]] = []  # queues and their items in output that is not taken yet
         self._between = False  # whether the next bytes begin a request
         self.client: Client
         self.stored: Namespace
@@ -169,6 +171,8 @@ class TorchSession:
         """Return everything to send now, as pieces in order."""
         output, self._output = self._output, []
         self.reply_bytes = 0
+        if self._popped:
+            self._popped.clear()
         return output
 
     def refuse(self, refusal: Refusal, detail: str = "") -> None:
@@ -192,9 +196,17 @@ class TorchSession:
         self.now = now
         self._end_waits()
         self.drop_claim(now)
+        self._put_back(now)
         self.engine.close(self.client, now)
         for job in (*self._jobs, b""):
             self.namespace.leave(self, job, now)
+
+    def _put_back(self, now: float) -> None:
+        """Put items back to the heads of their queues that the client was never sent."""
+        while self._popped:
+            key, item = self._popped.pop()
+            self.ask(QUEUE_RETURN, key, item)
+            self.namespace.offer(self, key, now)
 
     # ---- what requests and the namespace call, the latter on behalf of another client
 
@@ -212,6 +224,12 @@ class TorchSession:
         self.now = now
         self._end_wait(request_id)
         self.say(STOP_WAITING)
+
+    def pop(self, key: bytes) -> None:
+        """Send an item of a queue that has one."""
+        item = self.must(self.ask(QUEUE_POP, key, 0))
+        self.say_string(item)
+        self._popped.append((key, item))
 
     def take_claim(self, key: bytes, now: float) -> None:
         """Have an item of the queue `key` kept for this client, unless one is: torch waits for one at a time."""

@@ -470,3 +470,15 @@ def test_a_store_in_a_thread_raises_where_it_is_started() -> None:
         serve_in_thread(token="short")
     with pytest.raises(ConfigError, match="without a token"):
         serve_in_thread("0.0.0.0")
+
+
+async def test_a_timer_that_fires_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that was stopped ends no lease that was kept alive meanwhile."""
+    server = StoreServer(config())
+    late: list[float] = []
+    monkeypatch.setattr(server.engine, "expire", lambda now, late_s=0.0: late.append(late_s))
+    now_s = asyncio.get_running_loop().time()
+    for timer_at in (now_s - 3, now_s + 3):
+        server._timer_at = timer_at
+        server._expire()
+    assert late == pytest.approx([3, 0], abs=0.5)

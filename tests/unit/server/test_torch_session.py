@@ -256,6 +256,21 @@ def test_an_item_that_is_there_is_kept_too() -> None:
     assert second.heard() == WAITED
 
 
+def test_items_that_were_popped_and_never_sent_go_back_in_their_order() -> None:
+    """A client that reads too slowly is not given the output its pops made; it closes before it is."""
+    world = World()
+    first, second = world.client(), world.client()
+    for item in (b"1", b"2", b"3"):
+        first.ask(Query.QUEUE_PUSH, b"/q", item)
+    assert first.ask(Query.QUEUE_POP, b"/q") == number(3) + blob(b"1")  # taken: it is on its way
+    first.session.receive(query(Query.QUEUE_POP, b"/q") * 2, 0.0)
+    assert second.ask(Query.WAIT, [b"/q"]) == b""
+    first.session.close(0.0)
+    assert second.heard() == WAITED
+    assert second.ask(Query.QUEUE_POP, b"/q") == number(2) + blob(b"2")
+    assert second.ask(Query.QUEUE_POP, b"/q") == number(1) + blob(b"3")
+
+
 @pytest.mark.parametrize("how", ["asks for something else", "leaves", "does nothing", "waits again"])
 def test_an_item_that_is_not_fetched_goes_to_the_next(how: str) -> None:
     world = World()
