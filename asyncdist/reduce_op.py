@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 __all__ = ["MAX", "MIN", "PRODUCT", "SUM", "CustomOp", "PremulSum", "ReduceOp", "ReduceOpLike"]
@@ -20,6 +20,11 @@ class PremulSum:
     """Each rank's elements are multiplied by `factor` before they are summed."""
 
     factor: float | complex
+    kind: type = field(init=False, repr=False)
+    """The factor's type: 1, True and 1 + 0j are equal, but not all of them fit everywhere."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", type(self.factor))
 
     def __repr__(self) -> str:
         return f"ReduceOp.PREMUL_SUM({self.factor!r})"

@@ -147,6 +147,9 @@ def test_premul_sum_needs_a_fitting_factor():
         validate(ReduceOp.PREMUL_SUM, np.dtype("f4"))
     with pytest.raises(TypeError, match="is complex"):
         validate(ReduceOp.PREMUL_SUM(1j), np.dtype("f4"))
+    validate(ReduceOp.PREMUL_SUM(1), np.dtype("f4"))
+    with pytest.raises(TypeError, match="is complex"):
+        validate(ReduceOp.PREMUL_SUM(1 + 0j), np.dtype("f4"))  # equal to one that fits
     for factor in (True, "2", None):
         with pytest.raises(TypeError, match="must be a number"):
             validate(ReduceOp.PREMUL_SUM(factor), np.dtype("f4"))

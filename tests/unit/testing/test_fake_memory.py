@@ -43,8 +43,9 @@ def test_and_so_many_bytes(nbytes: int, remembered: int, monkeypatch: pytest.Mon
 def test_the_last_freed_block_is_remembered_however_large() -> None:
     memory = MemoryMap(None)
     block = memory.allocate(fake_memory.FREED_BYTES + 1, 0)
+    block.octets[:] = 1
     memory.free(block)
     with pytest.raises(DistBackendError, match="was freed"):
         memory.view(block.pointer, 1)
     assert block.octets[0] == POISON == block.octets[fake_memory.POISON_BYTES - 1]
-    assert block.octets[fake_memory.POISON_BYTES] == 0
+    assert block.octets[fake_memory.POISON_BYTES] == 1
