@@ -33,11 +33,11 @@ help:
 demo: $(VENV)/.base
 	$(BIN)/asyncdist run --nproc-per-node 4 examples/train_digits.py --compare $(ARGS)
 
-# Two side by side, as most of them wait: one begins with those that start processes, the other in the middle. Those that
-# interrupt the main thread need it for themselves.
+# Three side by side on two cores, as most of them wait: they begin with those that start processes, and elsewhere. Those
+# that interrupt the main thread need it for themselves.
 test: $(VENV)/.dev
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore tests/unit/blocking tests
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal --ignore tests/unit/blocking tests
 	$(BIN)/python -m pytest -q tests/unit/blocking
 else
 	$(BIN)/python -m pytest $(ARGS)
@@ -62,6 +62,7 @@ sim: $(VENV)/.dev
 	$(BIN)/python tests/simulate_store.py --seeds $(SEEDS) --mode durable
 
 soak: $(VENV)/.dev
+	ASYNCDIST_LARGE=1 $(BIN)/python -m pytest -q tests/integration/test_jobs.py -k beyond_four_gibibytes
 	$(BIN)/python tests/soak.py --operations $(OPERATIONS) $(ARGS)
 	$(BIN)/python tests/kill_soak.py --kills $(KILLS)
 	$(BIN)/python tests/store_soak.py --kills $(KILLS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import socket
@@ -308,6 +309,7 @@ def test_a_forked_child_has_no_group() -> None:
     run_ranks(code, 2)
 
 
+@pytest.mark.skipif("ASYNCDIST_LARGE" not in os.environ, reason="takes 12 GiB and 20 s: part of `make soak`")
 def test_messages_beyond_four_gibibytes() -> None:
     available_kib = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])  # type: ignore[index]
     if available_kib < 12 << 20:

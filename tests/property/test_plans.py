@@ -37,7 +37,7 @@ def cases(draw):
     return problems, algorithm, draw(st.integers(1, 9)), draw(st.integers(0, 2**32))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases(), st.booleans())
 def test_plans_do_what_the_collective_says_in_any_order(case, buffered):
     problems, algorithm, chunk_length, seed = case

@@ -27,7 +27,7 @@ def carry_out(name: str, world: list[Buffers]) -> None:
     """Do the collective on all ranks' buffers at once."""
     ranks = len(world)
     inputs = [buffers.input.copy() for buffers in world]
-    total = np.sum(inputs, axis=0)
+    total = np.sum(inputs, axis=0) if "reduce" in name else None  # elsewhere some inputs are memory of any content
     for rank, buffers in enumerate(world):
         if name == "all_reduce" or (name == "reduce" and rank == 0):
             buffers.output[:] = total

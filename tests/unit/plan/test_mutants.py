@@ -27,7 +27,7 @@ from asyncdist.plan.steps import Buffer, Copy, Fetch, FetchReduce, Publish, Recv
 from asyncdist.plan.verify import PlanError, verify, verify_rotated
 
 EVERY = [(collective, name) for collective in ALGORITHMS for name in algorithms(collective, shared=True)]
-MUTANTS = int(os.environ.get("ASYNCDIST_MUTANTS", "6000"))
+MUTANTS = int(os.environ.get("ASYNCDIST_MUTANTS", "3000"))
 ORDERS = 6
 FATAL = {
     "drop_step",
