@@ -223,6 +223,7 @@ async def _join(
     secret = derive_key(load_token(environ), "peer", met.world_id)
     mesh = make_mesh(method.rank, method.world_size, met.world_id, secret, rendezvous.addresses, world, config)
     world.tuning = agreed
+    mesh.crowded = agreed.crowded
     try:
         await rendezvous.publish(await mesh.listen(reachable.ips))
     except BaseException:

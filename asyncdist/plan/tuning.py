@@ -49,6 +49,11 @@ class Tuning:
     def __hash__(self) -> int:
         return self._hash
 
+    @property
+    def crowded(self) -> bool:
+        """Whether ranks of a host share cores."""
+        return 0 < self.constants.cores < self.ranks_per_host
+
     def override(self, collective: str) -> str | None:
         """Return the algorithm named for `collective`, if any."""
         return next((algorithm for name, algorithm in self.overrides if name == collective), None)

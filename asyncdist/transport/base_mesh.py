@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 
 from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.address import PeerAddress
+from asyncdist.transport.frame import FRAGMENT_BYTES, MAX_CALL_BYTES
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, SendOp, nobody_left
 from asyncdist.transport.peer import PeerCore
@@ -47,6 +48,8 @@ class BaseMesh:
         self.address: PeerAddress | None = None
         self.spinner: Spinner | None = None
         self.memory: HostMemory | None = None
+        self.crowded = False
+        """Whether ranks of this host share cores; to be set before there are connections."""
         self._owner = owner
         self._any_source = AnySourceTable()
         self._dropped = DroppedGroups()
@@ -172,7 +175,12 @@ class BaseMesh:
 
     def _new_core(self, rank: int) -> PeerCore:
         return PeerCore(
-            self.rank, rank, self._owner.control_received, any_source=self._any_source, dropped=self._dropped
+            self.rank,
+            rank,
+            self._owner.control_received,
+            any_source=self._any_source,
+            dropped=self._dropped,
+            write_bytes=MAX_CALL_BYTES if self.crowded else FRAGMENT_BYTES,
         )
 
     def _all_gone(self, ranks: Collection[int]) -> bool:

@@ -71,12 +71,14 @@ class PeerCore:
         *,
         any_source: AnySourceTable | None = None,
         dropped: DroppedGroups | None = None,
+        write_bytes: int = FRAGMENT_BYTES,
     ) -> None:
         if dropped is None:
             dropped = DroppedGroups()
         self.rank = rank
         self.peer_rank = peer_rank
         self._out = Outbound(peer_rank, dropped)
+        self._out.queue.write_bytes = write_bytes
         self._inbound = Inbound(peer_rank, self._out, any_source or AnySourceTable(), dropped)
         self._reader = Reader(peer_rank, self._inbound, self._out, on_control)
         self.post_send = self._out.post_send

@@ -264,3 +264,8 @@ def test_fingerprints_are_the_same_in_another_process():
     code = "from asyncdist.plan.selector import plan_id; print(plan_id('all_gather', 'ring', 3, (5, 6, 5)))"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert int(printed) == plan_id("all_gather", "ring", 3, (5, 6, 5))
+
+
+@pytest.mark.parametrize(("cores", "ranks", "crowded"), [(0, 8, False), (2, 2, False), (2, 3, True)])
+def test_a_host_is_crowded_where_ranks_share_its_cores(cores, ranks, crowded):
+    assert Tuning(replace(ASYNCIO, cores=cores), ranks).crowded is crowded

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from transport_pair import Pair, Recorder, collective, p2p, receive, send
 
+from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.frame import (
     CREDIT_BYTES,
     EAGER_BYTES,
@@ -143,6 +147,20 @@ def test_one_flush_hands_over_a_mebibyte() -> None:
     assert sum(pair.ab.written) <= MAX_CALL_BYTES + HEADER_BYTES * 5
     assert max(pair.ab.written) <= FRAGMENT_BYTES + HEADER_BYTES, "the receiver reads while we write"
     assert pair.ab.armed
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_where_ranks_share_cores_more_is_handed_over_at_a_time(crowded: bool) -> None:
+    owner: Any = SimpleNamespace(control_received=None)
+    mesh = BaseMesh(0, 2, owner)
+    mesh.crowded = crowded
+    pair, sa, sb = make()
+    pair.a._out.queue.write_bytes = mesh._new_core(1)._out.queue.write_bytes
+    receive(pair.b, sb, collective(1), 8 * MIB, "r")
+    pair.run()
+    pair.ab.written.clear()
+    send(pair.a, sa, collective(1), bytes(8 * MIB), "s")
+    assert len(pair.ab.written) == (1 if crowded else MAX_CALL_BYTES // FRAGMENT_BYTES)
 
 
 def test_control_goes_before_everything_queued() -> None:
