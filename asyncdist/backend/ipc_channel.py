@@ -81,7 +81,7 @@ class IpcChannel:
         self._held: deque[tuple[Call, CollectiveWork, OnEnd, int]] = deque()
         self._operations: dict[int, IpcOperation] = {}
         self._last = -1  # the newest operation that has begun here
-        self._reading: dict[int, set[int]] = {}  # by operation, who has not said DONE
+        self._reading: dict[int, set[int]] = {}  # by operation, who has not said DONE; us, while it ends after a drop
         self._early: list[tuple[int, Record]] = []
         self._dropped: deque[int] = deque(maxlen=DROPS_KEPT)
         self._lost: dict[int, BaseException] = {}
@@ -240,9 +240,13 @@ class IpcChannel:
             return
         event = self.new_event()
         event.record(operation.stream)
+        # The next operation has another stream: what this one still writes there must not come after what that writes.
+        self._reading.setdefault(sequence, set()).add(self.rank)
 
         def over(_error: BaseException | None) -> None:
             self._signals.tell(self._others, Record(DONE, sequence=sequence, fingerprint=fingerprint))
+            self._is_through(self.rank, sequence)
+            self._go_on()
 
         self.watch(operation.stream, event, over, None)
 
@@ -265,25 +269,33 @@ class IpcChannel:
             self._apply(member, record)
             operation = self._operations.get(record.sequence)
             if record.kind == DONE:
-                for running in tuple(self._operations.values()):
-                    running.pump()
-                self._admit()
-                self._look()
+                self._go_on()
             elif operation is not None:
                 operation.pump()
 
     def _apply(self, member: int, record: Record) -> None:
         if record.kind == DONE:
-            reading = self._reading.get(record.sequence)
-            if reading is not None:
-                reading.discard(member)
-                if not reading:
-                    del self._reading[record.sequence]
+            self._is_through(member, record.sequence)
             if not record.fingerprint:
                 return
         operation = self._operations.get(record.sequence)
         if operation is not None and not operation.stopped:
             operation.heard(member, record)
+
+    def _is_through(self, member: int, sequence: int) -> None:
+        """`member`, which may be ourselves, neither reads nor writes any more what an operation has in our slots."""
+        reading = self._reading.get(sequence)
+        if reading is not None:
+            reading.discard(member)
+            if not reading:
+                del self._reading[sequence]
+
+    def _go_on(self) -> None:
+        """Move on what may have waited for a slot."""
+        for operation in tuple(self._operations.values()):
+            operation.pump()
+        self._admit()
+        self._look()
 
     def _lose(self, member: int, error: BaseException) -> None:
         """A member is lost or has left: nothing more is read by it, and nothing that needs it can end."""
@@ -292,14 +304,9 @@ class IpcChannel:
         self._reads_no_more(member)
 
     def _reads_no_more(self, member: int) -> None:
-        for sequence, reading in list(self._reading.items()):
-            reading.discard(member)
-            if not reading:
-                del self._reading[sequence]
-        for operation in tuple(self._operations.values()):
-            operation.pump()
-        self._admit()
-        self._look()
+        for sequence in list(self._reading):
+            self._is_through(member, sequence)
+        self._go_on()
 
     def lost_among(self, waiting_for: Callable[[], set[int]]) -> BaseException | None:
         """Why what an operation waits for will never come, if so."""

@@ -302,7 +302,7 @@ class IpcOperation:
         for running in idle:
             if not running.at:
                 missing |= self._readers_of(running.slot)
-        return missing
+        return missing - {self._channel.rank}
 
     def fail(self, error: BaseException) -> None:
         """The operation cannot go on."""
