@@ -69,6 +69,7 @@ async def test_a_daemon_that_comes_up_behind_a_proxy_is_found() -> None:
     proxied: list[int] = []
     tries = 0
     enough = asyncio.Event()
+    carrying: set[asyncio.Task[None] | None] = set()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(4096):
@@ -78,6 +79,7 @@ async def test_a_daemon_that_comes_up_behind_a_proxy_is_found() -> None:
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal tries
         tries += 1
+        carrying.add(asyncio.current_task())
         if not proxied:
             await reader.read(1)
             writer.close()
@@ -85,7 +87,7 @@ async def test_a_daemon_that_comes_up_behind_a_proxy_is_found() -> None:
                 enough.set()
             return
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", proxied[0])
-        await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
+        await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer), return_exceptions=True)
 
     async with await asyncio.start_server(carry, "127.0.0.1", 0) as proxy:
         connecting = task(TCPStore.connect("127.0.0.1", proxy.sockets[0].getsockname()[1]))
@@ -95,6 +97,7 @@ async def test_a_daemon_that_comes_up_behind_a_proxy_is_found() -> None:
             proxied.append(server.port)
             async with await connecting as store:
                 await store.set("k", "v")
+    await asyncio.wait([one for one in carrying if one is not None], timeout=30)
 
 
 async def test_silent_port_is_given_up_in_time() -> None:
