@@ -22,9 +22,9 @@ from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
 __all__ = ["ALONE_S", "RANKS_PER_CORE", "Pending", "Spinner"]
 
 RANKS_PER_CORE: Final = 4
-"""Ranks per core up to which one looks at shared memory. Where cores are shared, one gives the core away before each
-look, so that the rank one waits for runs on it: cheaper than sleeping, which costs both a wake-up.
-Sockets are looked at only while every rank has a core of its own: each look there is a system call."""
+"""Ranks per core up to which one looks. Where cores are shared, one gives the core away before each look, so that the
+rank one waits for runs on it: cheaper than sleeping, which costs both a wake-up, and through sockets a turn of the
+loop."""
 ALONE_S: Final = 5e-6
 """How long one looks before one gives the core away all the same, where every rank could have one of its own: the
 system may have put two on one, and then whoever looks keeps the other from answering. It moves one of them when it sees
@@ -123,8 +123,8 @@ class Spinner:
         sockets = len(neighbors.pollers)
         ranks = (memory.ranks_here or 1) + sockets
         self._shared_cores = ranks > self._cores
-        most = self._cores if sockets else RANKS_PER_CORE * self._cores
-        return 1 < ranks <= most and sockets <= MAX_NEIGHBORS and not (memory.crowded or neighbors.crowded)
+        fit = 1 < ranks <= RANKS_PER_CORE * self._cores and sockets <= MAX_NEIGHBORS
+        return fit and not (memory.crowded or neighbors.crowded)
 
     def catch_up(self) -> None:
         """Read what has come from this host, and send what there was no room for."""

@@ -131,12 +131,27 @@ def test_sockets_of_this_host_count_as_ranks(monkeypatch: pytest.MonkeyPatch, so
     pollers = [lambda index=index: world.poll() for index in range(sockets)]  # type: ignore[misc]
     for poller in pollers:
         world.neighbors.add(poller, crowded=False)
-    assert world.look(1) is (1 + sockets <= CORES)
+    given: list[None] = []
+    monkeypatch.setattr(spin, "_give_core_away", lambda: given.append(None))
+    assert world.look(1)
+    assert len(given) == (1 + sockets > CORES), "a rank without a core of its own gives it away before it looks"
     for poller in pollers:
         world.neighbors.remove(poller)
         world.neighbors.remove(poller)
     assert not world.look(1)
     world.neighbors.add(pollers[0], crowded=True)
+    assert not world.look(1)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_no_more_ranks_than_cores_can_serve(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    world = World(monkeypatch)
+    monkeypatch.setattr(world.spinner, "_cores", cores)
+    most = RANKS_PER_CORE * cores
+    world.memory.ranks_here = most - 1
+    world.neighbors.add(world.poll, crowded=False)
+    assert world.look(1)
+    world.memory.ranks_here = most
     assert not world.look(1)
 
 
