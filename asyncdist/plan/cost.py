@@ -34,6 +34,7 @@ FORMULAS: Final[Mapping[str, Mapping[str, Formula]]] = MappingProxyType(
     {
         "all_reduce": {
             "direct": formulas.direct_all_reduce,
+            "linear": formulas.linear_all_reduce,
             "recursive_doubling": formulas.doubling_all_reduce,
             "halving_doubling": formulas.halving_doubling_all_reduce,
             "circulant": formulas.circulant_all_reduce,

@@ -21,6 +21,7 @@ __all__ = [
     "doubling_all_reduce",
     "doubling_scan",
     "halving_doubling_all_reduce",
+    "linear_all_reduce",
     "linear_broadcast",
     "linear_reduce",
     "ordered_chain_reduce",
@@ -92,6 +93,17 @@ def linear_reduce(shape: Shape) -> Load:
     path = Hop(1, moved, cold(shape.total, shape.total), way)
     root = Work(others, 0, moved, worked)
     return Load((path,), (Hop(1, 0, 0, way),), root, everyone, way.leaving * moved, 0, moved - shape.total)
+
+
+def linear_all_reduce(shape: Shape) -> Load:
+    """p-1 vectors into the sum of rank 0, and p-1 sums out of it."""
+    others, way = shape.world - 1, shape.rooted()
+    moved = others * shape.total
+    worked = cold(moved, shape.total)
+    everyone = Work(4 * others, 2 * moved, 2 * moved, worked)
+    path = Hop(2, 2 * moved, cold(shape.total, shape.total), way)
+    hub = Work(2 * others, moved, moved, worked)
+    return Load((path,), (Hop(2, 0, 0, way),), hub, everyone, way.crossing * moved, 0, moved)
 
 
 def binomial_broadcast(shape: Shape) -> Load:

@@ -70,6 +70,7 @@ LAWS: Final[Mapping[str, Mapping[str, Law]]] = MappingProxyType(
     {
         "all_reduce": {
             "direct": _LINE_VECTOR,
+            "linear": _LINE_VECTOR,
             "recursive_doubling": _DOUBLING,
             "halving_doubling": _HALVING,
             "circulant": _CIRCULANT,

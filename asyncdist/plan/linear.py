@@ -1,17 +1,19 @@
 """Linear algorithms: the ranks concerned talk directly, in one round.
 
-One latency instead of log2(p), paid with p-1 messages at the root, or at every rank where all talk to all. Best in
-small worlds, and for gather and scatter of large blocks, whose bytes a tree would forward. Messages go out in
-rotated order, a window of them at a time. Where everyone needs everything it is called `direct`.
+One latency (two for all_reduce) instead of log2(p), paid with p-1 messages at the root, or at every rank where all
+talk to all. Best in small worlds, and for gather and scatter of large blocks, whose bytes a tree would forward.
+Messages go out in rotated order, a window of them at a time. Where all talk to all and everyone needs everything it is
+called `direct`.
 
 | collective | messages (busiest rank) | bytes (busiest rank) |
 | --- | --- | --- |
 | broadcast | p-1 | (p-1)m |
 | reduce | p-1 | (p-1)m |
+| all_reduce | 2(p-1) | (p-1)m, each way |
 | gather, scatter | p-1 | m(p-1)/p, m the whole vector |
 | all_to_all | p-1 | m(p-1)/p, m all a rank sends |
 
-reduce folds in rank order: right for operations that do not commute.
+reduce and all_reduce fold in rank order: right for operations that do not commute.
 
 Source: the basic algorithms of Thakur, Rabenseifner and Gropp, 2005 (see `recursive_doubling`).
 """
@@ -27,7 +29,16 @@ from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 from asyncdist.plan.window import Window
 
-__all__ = ["EXCHANGE_WINDOW", "all_to_all", "broadcast", "fold_in_rank_order", "gather", "reduce", "scatter"]
+__all__ = [
+    "EXCHANGE_WINDOW",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "fold_in_rank_order",
+    "gather",
+    "reduce",
+    "scatter",
+]
 
 EXCHANGE_WINDOW: Final = 32
 """Messages a rank has under way in each direction, as in MPICH's all_to_all: enough to hide every latency, few enough
@@ -58,6 +69,33 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
         builder.send(root, own)
         return builder.build(ordered=True)
     fold_in_rank_order(builder, own, Slice(Buffer.OUTPUT, 0, problem.total))
+    return builder.build(ordered=True)
+
+
+def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Rank 0 receives everyone's vector, folds them in rank order and sends the sum to all; `chunk_length` is not used.
+
+    The fewest messages of all, which counts where ranks share cores.
+    """
+    del chunk_length
+    world = problem.world
+    whole = Slice(Buffer.OUTPUT, 0, problem.total)
+    builder = PlanBuilder("all_reduce", "linear", rank, world)
+    if rank:
+        builder.send(0, whole)
+        builder.recv(0, whole)
+        return builder.build(ordered=True)
+    room = [builder.scratch(problem.total) for _ in range(1, world)[:EXCHANGE_WINDOW]]
+    for peer, operand in enumerate(room, start=1):
+        builder.recv(peer, operand)
+    for peer in range(1, world):
+        operand = room[(peer - 1) % EXCHANGE_WINDOW]
+        if peer > EXCHANGE_WINDOW:
+            builder.recv(peer, operand)
+        builder.reduce(operand, whole, source_left=False)
+    window = Window(EXCHANGE_WINDOW)
+    for peer in range(1, world):
+        window.add(builder.send(peer, whole, after=window.after))
     return builder.build(ordered=True)
 
 

@@ -52,6 +52,7 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
         "all_reduce": MappingProxyType(
             {
                 "direct": direct.all_reduce,
+                "linear": linear.all_reduce,
                 "recursive_doubling": recursive_doubling.all_reduce,
                 "halving_doubling": halving_doubling.all_reduce,
                 "circulant": circulant.all_reduce,
@@ -136,7 +137,7 @@ _NONE: Final[Mapping[str, Algorithm]] = MappingProxyType({})
 
 _ORDERED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "all_reduce": ("direct", "recursive_doubling", "halving_doubling", "binary_tree"),
+        "all_reduce": ("direct", "linear", "recursive_doubling", "halving_doubling", "binary_tree"),
         "reduce": ("linear", "ordered_chain"),
         "reduce_scatter": ("direct",),
         "scan": ("recursive_doubling", "chain"),

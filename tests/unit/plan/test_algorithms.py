@@ -70,6 +70,7 @@ def test_least_bytes(world):
     ("collective", "algorithm", "expected"),
     [
         ("all_reduce", "direct", lambda p: 1),
+        ("all_reduce", "linear", lambda p: 2),
         ("all_reduce", "ring", lambda p: 2 * (p - 1)),
         ("all_reduce", "circulant", lambda p: 2 * log2(p)),
         ("all_reduce", "recursive_doubling", lambda p: log2(p) if p & (p - 1) == 0 else log2(p) + 1),
@@ -197,6 +198,7 @@ def test_symmetry_is_claimed_for_even_blocks_only():
 def test_messages_of_linear_and_tree():
     assert [messages(plan) for plan in plans_of("broadcast", "linear", 5, 3, root=2)] == [0, 0, 4, 0, 0]
     assert [messages(plan) for plan in plans_of("broadcast", "binomial_tree", 8, 3)] == [3, 0, 1, 0, 2, 0, 1, 0]
+    assert [messages(plan) for plan in plans_of("all_reduce", "linear", 5, 3)] == [4, 1, 1, 1, 1]
     assert [messages(plan) for plan in plans_of("gather", "linear", 4, 3, root=3)] == [1, 1, 1, 0]
 
 

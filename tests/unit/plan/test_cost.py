@@ -53,6 +53,7 @@ def test_every_algorithm_has_a_formula():
         ("all_reduce", "recursive_doubling", 8, 3 * (100 + 64 + 16)),
         ("all_reduce", "recursive_doubling", 12, 5 * (100 + 64) + 4 * 16),
         ("all_reduce", "direct", 4, 100 + 3 * (64 + 16)),
+        ("all_reduce", "linear", 4, 2 * (100 + 3 * 64) + 16),
         ("all_reduce", "halving_doubling", 8, 6 * 100 + 7 / 8 * (128 + 16)),
         ("all_reduce", "circulant", 8, 6 * 100 + 7 / 8 * (128 + 16)),
         ("all_reduce", "ring", 8, 14 * 100 + 7 / 8 * (128 + 16)),

@@ -31,6 +31,7 @@ def test_a_window_of_messages_is_under_way(others):
     world = others + 1
     assert at_once(plans_of("broadcast", "linear", world, 3)[0], Send) == EXCHANGE_WINDOW
     assert at_once(plans_of("scatter", "linear", world, 3)[0], Send) == EXCHANGE_WINDOW
+    assert at_once(plans_of("all_reduce", "linear", world, 3)[0], Recv) == EXCHANGE_WINDOW
     assert at_once(plans_of("gather", "linear", world, 3)[0], Recv) == EXCHANGE_WINDOW
     gathering = plans_of("all_gather", "direct", world, 3)[1]
     assert (at_once(gathering, Send), at_once(gathering, Recv)) == (EXCHANGE_WINDOW, EXCHANGE_WINDOW)
@@ -43,14 +44,18 @@ def test_operands_are_held_in_a_window(others, held):
     assert plans_of("reduce", "linear", world, 3)[0].scratch_count == 3 * held
     assert plans_of("reduce_scatter", "direct", world, 3)[5].scratch_count == 3 * held
     assert plans_of("all_reduce", "direct", world, 3)[5].scratch_count == 3 * (1 + held)
+    assert plans_of("all_reduce", "linear", world, 3)[0].scratch_count == 3 * held
+    assert plans_of("all_reduce", "linear", world, 3)[5].scratch_count == 0
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce", "reduce_scatter"])
-def test_more_operands_than_a_window_are_folded_in_rank_order(collective):
+@pytest.mark.parametrize(
+    ("collective", "algorithm"),
+    [("all_reduce", "direct"), ("all_reduce", "linear"), ("reduce", "linear"), ("reduce_scatter", "direct")],
+)
+def test_more_operands_than_a_window_are_folded_in_rank_order(collective, algorithm):
     world = EXCHANGE_WINDOW + 5
     for root in (0, 20, world - 1) if collective == "reduce" else (0,):
         problem = Problem.of(collective, world, 2, root)
-        algorithm = "linear" if collective == "reduce" else "direct"
         plans = [build(problem, algorithm, rank, 1) for rank in range(world)]
         assert plans[0].ordered
         verify(problem, plans)

@@ -46,8 +46,8 @@ def chosen(collective, world, count, tuning=None, itemsize=1, **how):
         (2, 256 * KIB, "recursive_doubling"),
         (2, 1 * MIB, "ring"),
         (2, 64 * MIB, "ring"),
-        (4, 4, "direct"),
-        (4, 128 * KIB, "recursive_doubling"),
+        (4, 4, "linear"),
+        (4, 256 * KIB, "linear"),
         (4, 64 * MIB, "ring"),
     ],
 )
@@ -55,9 +55,8 @@ def test_all_reduce_on_one_small_host_is_as_measured(world, nbytes, algorithm):
     assert chosen("all_reduce", world, nbytes) == algorithm
 
 
-@pytest.mark.parametrize("nbytes", [512 * KIB, 1 * MIB])
-def test_four_ranks_use_few_rounds_of_least_bytes_between_the_smallest_and_the_largest(nbytes):
-    assert chosen("all_reduce", 4, nbytes) in ("circulant", "halving_doubling")
+def test_four_ranks_use_few_rounds_of_least_bytes_between_the_smallest_and_the_largest():
+    assert chosen("all_reduce", 4, 1 * MIB) in ("circulant", "halving_doubling")
 
 
 @pytest.mark.parametrize(
@@ -234,7 +233,7 @@ def test_overrides():
         ("all_reduce:", "not of the form"),
         (":ring", "not of the form"),
         ("allreduce:ring", "no such collective; known: all_reduce"),
-        ("all_reduce:chain", "no such algorithm; all_reduce has: direct, recursive_doubling"),
+        ("all_reduce:chain", "no such algorithm; all_reduce has: direct, linear, recursive_doubling"),
         ("all_reduce:ring,all_reduce:direct", "given twice"),
     ],
 )
