@@ -161,9 +161,10 @@ class Flat:
 
     def __init__(self, array: Array, *, writable: bool, name: str = "tensor") -> None:
         """Flatten `array`. Raises ValueError when it must be written and cannot be."""
-        if writable and not array.flags.writeable:
+        flags = array.flags  # each look at them makes a new object
+        if writable and not flags.writeable:
             raise ValueError(f"{name} is read-only and this operation writes into it")
-        if array.flags.c_contiguous:
+        if flags.c_contiguous:
             self._array: Array | None = None
             self.elements: Array = array if array.ndim == 1 else array.reshape(-1)
         else:
@@ -171,7 +172,10 @@ class Flat:
                 raise ValueError(f"{name} overlaps itself (strides {array.strides}) and this operation writes into it")
             self._array = array if writable else None
             self.elements = array.flatten()
-        self.octets = self.elements.view(np.uint8).data
+        try:
+            self.octets: memoryview = self.elements.data.cast("B")
+        except ValueError:  # a dtype that the buffer protocol does not know: those of ml_dtypes
+            self.octets = self.elements.view(np.uint8).data
 
     def write_back(self) -> None:
         """Copy results into the caller's array, where `elements` is not already its memory."""

@@ -59,11 +59,13 @@ class Deadline:
     """An instant on a monotonic clock (the event loop's `time()`), or never."""
 
     at_s: float | None
+    given_s: float | None = None
+    """The time-out it was made of, for messages: what is left of it later is no number that anybody knows."""
 
     @classmethod
     def after(cls, timeout_s: float | None, now_s: float) -> Deadline:
         """The instant `timeout_s` seconds after `now_s`; never, for None."""
-        return cls(None if timeout_s is None else now_s + timeout_s)
+        return cls(None if timeout_s is None else now_s + timeout_s, timeout_s)
 
     def remaining_s(self, now_s: float) -> float | None:
         """Seconds left, at least 0; None if it never comes."""

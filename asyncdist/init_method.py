@@ -131,18 +131,17 @@ async def open_store(method: InitMethod, deadline: Deadline, environ: Mapping[st
     tls = load_tls(environ)
     server = None
     port = method.port
-    timeout_s = _remaining(deadline)
+    connect_by = deadline
     if method.may_host and method.rank == 0:
         server = await _host(method, token, tls)
         timeout_s = _remaining(deadline)
         if server is not None:
             port = server.port
         elif timeout_s is None or timeout_s > TAKEN_PORT_TIMEOUT_S:
-            timeout_s = TAKEN_PORT_TIMEOUT_S
+            connect_by = Deadline.after(TAKEN_PORT_TIMEOUT_S, asyncio.get_running_loop().time())
     try:
-        store = await TCPStore.connect(
-            method.host, port, token=token, tls=tls, namespace=method.namespace, timeout=timeout_s
-        )
+        store = TCPStore(method.host, port, token=token, tls=tls, namespace=method.namespace)
+        await store.open_by(connect_by)
         store.set_timeout(_remaining(deadline))
     except BaseException as error:
         if server is not None:

@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable
 from typing import Any, Final, Self
 
-from asyncdist.deadline import Timeout
+from asyncdist.deadline import Deadline, Timeout
 from asyncdist.errors import ClosedError, ConnectTimeoutError, DistError, DistStoreError
 from asyncdist.events import emit, info, tracing
 from asyncdist.store.coordinating_store import CoordinatingStore
@@ -84,10 +84,14 @@ class TCPClient(CoordinatingStore):
         return f"{type(self).__name__}({self.host!r}, {self.port})"
 
     async def __aenter__(self) -> Self:
+        return await self.open_by(Deadline.after(self._timeout_s, asyncio.get_running_loop().time()))
+
+    async def open_by(self, deadline: Deadline) -> Self:
+        """Open as `async with` does, until an instant of the running loop's clock that a caller has fixed before."""
         self._raise_if_closed()
         self._bind()
         if self._connection is None:
-            connector = self._reconnect(self._timeout_s)
+            connector = self._reconnect(deadline)
             try:
                 await asyncio.wait([connector])
             except asyncio.CancelledError:
@@ -154,7 +158,7 @@ class TCPClient(CoordinatingStore):
             self._connection.send()
         elif not self._closed and self._connector is None:
             self._backoff_s = FIRST_BACKOFF_S
-            self._reconnect(
+            self._reconnect_within(
                 RECONNECT_TIMEOUT_S if self._timeout_s is None else min(self._timeout_s, RECONNECT_TIMEOUT_S)
             )
 
@@ -186,11 +190,15 @@ class TCPClient(CoordinatingStore):
 
     # ---- connection
 
-    def _reconnect(self, window_s: float | None) -> asyncio.Task[DistError | None]:
+    def _reconnect_within(self, timeout_s: float) -> None:
+        assert self._loop is not None
+        self._reconnect(Deadline.after(timeout_s, self._loop.time()))
+
+    def _reconnect(self, deadline: Deadline) -> asyncio.Task[DistError | None]:
         """Start connecting, unless that is under way."""
         assert self._loop is not None
         if self._connector is None:
-            self._connector = self._loop.create_task(self._keep_dialling(window_s), name=f"{self!r} connects")
+            self._connector = self._loop.create_task(self._keep_dialling(deadline), name=f"{self!r} connects")
             self._connector.add_done_callback(self._on_connector_done)
         return self._connector
 
@@ -203,12 +211,12 @@ class TCPClient(CoordinatingStore):
             elif self._connection is None:
                 self._schedule_flush()  # it broke again before this was called
 
-    async def _keep_dialling(self, window_s: float | None) -> DistError | None:
-        """Connect, trying again until `window_s` is over; return the error if that did not help."""
+    async def _keep_dialling(self, until: Deadline) -> DistError | None:
+        """Connect, trying again until that instant; return the error if that did not help."""
         assert self._loop is not None
         assert self._pipeline is not None
         loop = self._loop
-        deadline = math.inf if window_s is None else loop.time() + window_s
+        deadline = math.inf if until.at_s is None else until.at_s
         trouble = Trouble()
         if self._backoff_s > FIRST_BACKOFF_S:  # the last connection broke before it was of any use
             await self._pause(deadline)
@@ -230,7 +238,7 @@ class TCPClient(CoordinatingStore):
             await self._pause(deadline)
             if loop.time() >= deadline:
                 problem = f"{trouble}{self._lost}"
-                return ConnectTimeoutError(f"{self._where}: could not connect within {window_s:g} s: {problem}")
+                return ConnectTimeoutError(f"{self._where}: could not connect within {until.given_s:g} s: {problem}")
 
     async def _pause(self, deadline: float) -> None:
         """Wait before the next try, longer each time, until a connection gave an answer."""
@@ -274,7 +282,7 @@ class TCPClient(CoordinatingStore):
         if isinstance(error, messages.ProtocolError):
             self._pipeline.fail_all(f"the store broke the connection off: {error}")
         if self._connector is None:
-            self._reconnect(RECONNECT_TIMEOUT_S)
+            self._reconnect_within(RECONNECT_TIMEOUT_S)
 
     # ---- closing
 

@@ -131,15 +131,15 @@ class TCPStore(TCPClient):
         )
         return await store.__aenter__()
 
-    async def __aenter__(self) -> Self:
+    async def open_by(self, deadline: Deadline) -> Self:
+        """Open as `async with` does, until an instant of the running loop's clock that a caller has fixed before."""
         if self._opened:
-            return await super().__aenter__()
-        deadline = Deadline.after(self._timeout_s, asyncio.get_running_loop().time())
+            return await super().open_by(deadline)
         try:
             if self._is_master and not self._closed:
                 self._server = await host_store(self.host, self.port, self._token, self._tls, may_join=self._may_join)
                 self.port = self.port if self._server is None else self._server.port
-            await super().__aenter__()
+            await super().open_by(deadline)
             await self._meet(deadline)
         except BaseException:
             await asyncio.shield(self.close())
@@ -160,7 +160,7 @@ class TCPStore(TCPClient):
             except StoreTimeoutError:
                 raise StoreTimeoutError(
                     f"{self!r}: {come} of {self._workers} stores, this one among them, opened within "
-                    f"{self._timeout_s:g} s"
+                    f"{deadline.given_s:g} s"
                 ) from None
 
     async def close(self) -> None:

@@ -36,6 +36,7 @@ def test_a_deadline_is_fixed_once() -> None:
     assert deadline.remaining_s(110.0) == 0.0
     assert not deadline.expired(104.9)
     assert deadline.expired(105.0)
+    assert deadline.given_s == 5.0  # whatever is left of it
     never = Deadline.after(None, 100.0)
     assert never.remaining_s(1e9) is None
     assert not never.expired(1e9)

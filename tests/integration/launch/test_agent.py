@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from jobs import free_port
 from launching import is_alive, pids_in, write_script
 
 from asyncdist.errors import LaunchError
@@ -82,10 +82,10 @@ async def test_cancellation_kills_the_workers(captured: Captured, tmp_path: Path
     script = write_script(
         tmp_path,
         """
-        import os, pathlib, signal, sys
+        import os, pathlib, signal, sys, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         pathlib.Path(sys.argv[1], f"{os.getpid()}.pid").touch()
-        signal.pause()
+        time.sleep(600)
         """,
     )
     task = asyncio.create_task(captured.run(sys.executable, script, str(tmp_path), nproc_per_node=2))
@@ -109,10 +109,8 @@ async def test_cancellation_at_any_moment_of_the_start(captured: Captured, turns
 
 
 async def test_a_signal_before_the_workers_exist_ends_the_wait_for_the_store(captured: Captured) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     task = asyncio.create_task(
-        captured.run("true", nnodes=2, node_rank=1, endpoint=Endpoint("127.0.0.1", port), job_id="x")
+        captured.run("true", nnodes=2, node_rank=1, endpoint=Endpoint("127.0.0.1", free_port()), job_id="x")
     )
     for _ in range(10):
         await asyncio.sleep(0)

@@ -13,12 +13,16 @@ from launching import DEADLINE_S, clean_environment, is_alive, pids_in, run, run
 
 GRACE_S = 0.3
 
-# argv[1] is a folder: each process leaves a file <pid>.pid there once it is ready.
+# argv[1] is a folder: each process leaves a file <pid>.pid there once it is ready. A signal that comes just before
+# signal.pause() or one long sleep sets a flag that Python looks at afterwards: hence the short naps.
 READY = """
     import os, pathlib, signal, subprocess, sys, time
     folder = pathlib.Path(sys.argv[1])
     def ready(pid=None):
         (folder / f"{pid or os.getpid()}.pid").touch()
+    def wait_for_signals(seen=()):
+        while not seen:
+            time.sleep(0.02)
 """
 
 STUBBORN = (
@@ -33,8 +37,7 @@ STUBBORN = (
         sys.exit(9)
     signal.signal(signal.SIGTERM, lambda *_: log("SIGTERM"))
     ready()
-    while True:
-        time.sleep(60)
+    wait_for_signals()
 """
 )
 
@@ -49,7 +52,7 @@ FAMILY = (
     if len(sys.argv) > 2:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     ready()
-    signal.pause()
+    wait_for_signals()
 """
 )
 
@@ -99,8 +102,7 @@ def test_signals_are_passed_on(tmp_path: Path, signum: signal.Signals) -> None:
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, name), handler)
     ready()
-    while True:
-        signal.pause()
+    wait_for_signals()
     """,
     )
     with running("--nproc-per-node", "2", script, str(tmp_path)) as process:
@@ -116,7 +118,7 @@ def test_signals_are_passed_on(tmp_path: Path, signum: signal.Signals) -> None:
 
 def test_workers_that_end_well_after_a_signal_make_a_clean_stop(tmp_path: Path) -> None:
     script = write_script(
-        tmp_path, READY + "    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); ready(); signal.pause()"
+        tmp_path, READY + "    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); ready(); wait_for_signals()"
     )
     with running("--nproc-per-node", "2", script, str(tmp_path)) as process:
         pids_in(tmp_path, 2)
@@ -127,7 +129,15 @@ def test_workers_that_end_well_after_a_signal_make_a_clean_stop(tmp_path: Path) 
 
 def test_other_signals_reach_the_workers_and_end_nothing(tmp_path: Path) -> None:
     script = write_script(
-        tmp_path, READY + "    signal.signal(signal.SIGUSR1, lambda *_: print('checkpoint')); ready(); signal.pause()"
+        tmp_path,
+        READY
+        + """
+    seen = []
+    signal.signal(signal.SIGUSR1, lambda *_: seen.append(1))
+    ready()
+    wait_for_signals(seen)
+    print("checkpoint")
+    """,
     )
     with running(script, str(tmp_path)) as process:
         pids_in(tmp_path, 1)
@@ -181,7 +191,7 @@ def test_kill_9_of_the_launcher_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_without_the_warden_the_kernel_still_ends_the_workers(tmp_path: Path) -> None:
-    script = write_script(tmp_path, READY + "    ready(); signal.pause()")
+    script = write_script(tmp_path, READY + "    ready(); wait_for_signals()")
     with running("--nproc-per-node", "2", script, str(tmp_path)) as process:
         pids = pids_in(tmp_path, 2)
         (warden,) = set(children_of(process.pid)) - set(pids)
@@ -203,7 +213,7 @@ def test_a_descendant_left_behind_by_a_finished_worker_ends_with_the_job(tmp_pat
 
 
 def test_a_signal_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:
-    script = write_script(tmp_path, READY + "    ready(); signal.pause()")
+    script = write_script(tmp_path, READY + "    ready(); wait_for_signals()")
     command = ["sh", "-c", f"trap '' HUP; exec {sys.executable} -m asyncdist run {script} {tmp_path}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_environment()) as process:
         pids_in(tmp_path, 1)

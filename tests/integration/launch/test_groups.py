@@ -5,12 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
+from jobs import free_port
 from launching import DEADLINE_S, run, write_script
 
 import asyncdist as dist
@@ -137,8 +137,7 @@ def test_spawned(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_job_in_the_environment")
 def test_plain_multiprocessing(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=started_plainly, args=(rank, port, str(tmp_path))) for rank in (0, 1)]
     for process in processes:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from jobs import free_port
 from launching import clean_environment, run, write_script
 from tls_kit import OPENSSL, WHY_NOT, Certificates, make_certificates
 
@@ -125,8 +126,7 @@ async def test_a_store_hosted_for_other_machines_says_what_it_misses(certificate
 async def test_ranks_that_host_their_store_use_tls(
     certificates: Certificates, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     for name, text in {**variables(certificates), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, text)
     method = "env://" if how == "env" else f"tcp://127.0.0.1:{port}"

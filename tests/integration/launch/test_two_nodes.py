@@ -31,6 +31,9 @@ READY = """
     folder = pathlib.Path(sys.argv[1])
     def ready():
         (folder / f"{os.getpid()}.pid").touch()
+    def wait_for_signals():
+        while True:  # one that comes just before signal.pause() or a long sleep is seen after it only
+            time.sleep(0.02)
     rank = int(os.environ["RANK"])
 """
 
@@ -105,7 +108,7 @@ def test_a_failure_on_one_node_ends_the_other_with_the_same_code(tmp_path: Path,
         while len(list(folder.glob("*.pid"))) < 2:
             time.sleep(0.01)
         sys.exit(6)
-    signal.pause()
+    wait_for_signals()
     """,
     )
     common = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "--grace=0.1", script, str(tmp_path)]
@@ -154,7 +157,7 @@ def test_the_hosting_node_stays_until_the_others_are_done(tmp_path: Path, port: 
 
 
 def test_an_interrupt_of_one_node_ends_the_other(tmp_path: Path, port: int) -> None:
-    script = write_script(tmp_path, READY + "    ready(); signal.pause()")
+    script = write_script(tmp_path, READY + "    ready(); wait_for_signals()")
     common = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "--grace=0.1", script, str(tmp_path)]
     with nodes(["--node-rank=0", *common], ["--node-rank=1", *common]) as launched:
         pids_in(tmp_path, 2)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from jobs import free_port
 from punctual import assert_within, punctual
 from server_kit import SocketClient
 
@@ -452,8 +453,7 @@ def test_a_forked_child_keeps_neither_the_port_nor_a_client() -> None:
 
 async def test_of_many_that_want_one_port_one_gets_it_and_the_others_hear_that_it_is_in_use() -> None:
     for _ in range(20):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         servers = [StoreServer(config(port=port)) for _ in range(4)]
         outcomes = await asyncio.gather(*(server.start() for server in servers), return_exceptions=True)
         errors = [outcome for outcome in outcomes if outcome is not None]

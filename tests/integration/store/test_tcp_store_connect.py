@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from jobs import free_port
 
 from asyncdist.errors import ClosedError, ConnectTimeoutError, DistStoreError
 from asyncdist.store import TCPStore
@@ -109,15 +110,12 @@ async def test_silent_port_is_given_up_in_time() -> None:
 
 
 async def test_closed_port_is_tried_until_the_time_out() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
     with pytest.raises(ConnectTimeoutError, match=r"within 1 s: nothing listens there"):
-        await TCPStore.connect("127.0.0.1", port, timeout=1)
+        await TCPStore.connect("127.0.0.1", free_port(), timeout=1)
 
 
 async def test_daemon_that_starts_later_is_found() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     connecting = task(TCPStore.connect("127.0.0.1", port))
     await asyncio.sleep(0.05)  # at least one refusal
     with serve_in_thread(port=port):

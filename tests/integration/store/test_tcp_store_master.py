@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import socket
+import contextlib
 import ssl
 import threading
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from jobs import free_port
 
-from asyncdist.errors import ConnectTimeoutError, DistStoreError, StoreTimeoutError
+from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, StoreTimeoutError
 from asyncdist.store import PrefixStore, TCPStore
 from asyncdist_server.threaded import ThreadedServer
 
@@ -20,11 +21,6 @@ HOST = "127.0.0.1"
 
 def daemons() -> int:
     return sum(thread.name == "asyncdist-store" for thread in threading.enumerate())
-
-
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 async def test_torchs_first_example() -> None:
@@ -55,13 +51,18 @@ async def test_a_master_waits_for_its_workers_and_they_for_it() -> None:
 
 async def test_workers_that_do_not_come_are_counted() -> None:
     before = daemons()
-    port = free_port()
-    opening = asyncio.ensure_future(TCPStore.connect(HOST, port, 3, True, timeout=0.5))
-    worker = await TCPStore.connect(HOST, port, 3, timeout=10)
-    with pytest.raises(StoreTimeoutError, match=r"2 of 3 stores, this one among them, opened within 0\.5 s"):
-        await opening
-    assert daemons() == before
-    await worker.close()
+    for limit_s in (0.5, 5, 40):  # on a busy machine the one that comes may come too late
+        port = free_port()
+        opening = asyncio.ensure_future(TCPStore.connect(HOST, port, 3, True, timeout=limit_s))
+        worker = asyncio.ensure_future(TCPStore.connect(HOST, port, 3, timeout=limit_s))
+        with pytest.raises(StoreTimeoutError) as caught:
+            await opening
+        assert daemons() == before
+        with contextlib.suppress(DistError):
+            await (await worker).close()
+        if "1 of 3" not in str(caught.value):
+            break
+    assert f"2 of 3 stores, this one among them, opened within {limit_s:g} s" in str(caught.value)
 
 
 async def test_nobody_is_waited_for_where_that_is_not_asked() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import free_port
 from store_proxy import cutting_proxy
 from tls_daemon_kit import DEADLINE_S, TLSSocketClient, answer_to, connection, daemon, given_up, refused, until
 from tls_kit import OPENSSL, WHY_NOT, Certificates, make_certificates
@@ -337,8 +338,7 @@ def test_the_port_is_free_again(certificates: Certificates) -> None:
         async with daemon(certificates, port=port, tls_cert=certificates.ca, tls_key=certificates.server.key):
             raise AssertionError
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with pytest.raises(ConfigError):
         asyncio.run(start(port))
     socket.create_server(("127.0.0.1", port)).close()

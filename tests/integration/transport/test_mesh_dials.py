@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from jobs import free_port
 from mesh_world import PATIENCE_S, Rank, World, eventually, received, world
 
 from asyncdist.errors import ConnectTimeoutError, PeerLostError
@@ -50,10 +51,11 @@ async def test_refused_dial_to_another_host_is_retried_until_the_time_out() -> N
         assert isinstance(cause.__cause__, ConnectionRefusedError)
 
 
-async def test_listener_that_appears_late_is_found(unused_tcp_port: int) -> None:
+async def test_listener_that_appears_late_is_found() -> None:
+    port = free_port()
     made = World(2, "tcp", connect_timeout_s=PATIENCE_S)
     one, two = made.add(0), made.add(1)
-    made.addresses[1] = PeerAddress("elsewhere", (("127.0.0.1", unused_tcp_port),))
+    made.addresses[1] = PeerAddress("elsewhere", (("127.0.0.1", port),))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PeerAddress, "loopback", property(lambda self: False))
         one.send(1, b"late")
@@ -62,7 +64,7 @@ async def test_listener_that_appears_late_is_found(unused_tcp_port: int) -> None
         listening = two.mesh._context.sockets.add(socket.socket())
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         two.mesh._listener._sockets.append(listening)
-        two.mesh._listener._listen(listening, ("127.0.0.1", unused_tcp_port))
+        two.mesh._listener._listen(listening, ("127.0.0.1", port))
         assert await received(two.receive(None, ranks=[0])) == b"late"
     await asyncio.gather(one.mesh.close(5), two.mesh.close(5))
 
@@ -133,7 +135,7 @@ async def test_failed_look_up(failure: str) -> None:
     await one.mesh.close(1)
 
 
-async def test_socket_connected_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int) -> None:
+async def test_socket_connected_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class SelfConnecting(socket.socket):
         def connect_ex(self, address: tuple[str, int]) -> int:  # type: ignore[override]
             self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -142,7 +144,7 @@ async def test_socket_connected_to_itself_is_refused(monkeypatch: pytest.MonkeyP
 
     made = World(2, "tcp")
     one = made.add(0)
-    made.addresses[1] = PeerAddress(one.mesh._context.host_id, (("127.0.0.1", unused_tcp_port),))
+    made.addresses[1] = PeerAddress(one.mesh._context.host_id, (("127.0.0.1", free_port()),))
     monkeypatch.setattr(dialer.socket, "socket", SelfConnecting)
     future = one.send(1, b"x")
     with pytest.raises(PeerLostError, match="connected to itself"):
