@@ -96,8 +96,8 @@ class Work(Generic[T]):
         """Return the result or raise what went wrong; asyncio.InvalidStateError while the operation is under way."""
         if not self._done:
             raise asyncio.InvalidStateError(f"{self!r} is not done")
+        self._retrieved = True
         if self._error is not None:
-            self._retrieved = True
             raise self._error
         return self._result  # type: ignore[return-value]
 
@@ -166,9 +166,14 @@ class Work(Generic[T]):
             if spinner is not None:
                 spinner.woken()
         elif spinner is not None and spinner.turn_due():
-            yield
+            try:
+                yield
+            except asyncio.CancelledError:
+                if not self._retrieved and not self._waiters:
+                    self._unnoticed()
+                raise
+        self._retrieved = True
         if self._error is not None:
-            self._retrieved = True
             raise self._error
         return self._result  # type: ignore[return-value]
 
@@ -219,7 +224,7 @@ class Work(Generic[T]):
         """The last waiter was cancelled; receives that may be withdrawn override this."""
 
     def _unnoticed(self) -> None:
-        """All waiters were cancelled in the turn of the loop in which it ended; such receives override this too."""
+        """All waiters were cancelled before one was told that it had ended; such receives override this too."""
 
     def _finish(self, result: T | None) -> None:
         self._result = result
@@ -237,7 +242,6 @@ class Work(Generic[T]):
             for waiter in self._waiters:
                 if not waiter.done():
                     waiter.set_result(None)
-            self._waiters = None
         if self._callbacks is not None:
             for callback in self._callbacks:
                 self._loop.call_soon(callback, self)

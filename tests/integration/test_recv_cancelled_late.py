@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -115,3 +116,31 @@ async def test_what_somebody_has_heard_of_is_not_given_to_another(canceller: Can
         await turns(40)
         assert not fourth.done()
         assert fourth.cancel()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_receive_that_had_ended_when_it_was_awaited(others: int) -> None:
+    """Its task may be cancelled while it lets the loop turn, and then has not been told either."""
+    async with socket_world(2) as (sender, receiver):
+        await asyncio.gather(sender.barrier(), receiver.barrier())
+        got = np.zeros(3)
+        work = receiver.recv(got, 0)
+        waiting = [asyncio.create_task(awaited(work)) for _ in range(others)]
+        await turns(1)
+        sender.isend(np.ones(3), 1)
+        while not work.done():
+            await asyncio.sleep(0)
+        work._spinner = SimpleNamespace(turn_due=lambda: True)  # type: ignore[assignment]
+        late = asyncio.create_task(awaited(work))
+        await asyncio.sleep(0)
+        late.cancel()
+        await asyncio.wait([late])
+        assert late.cancelled()
+        again = receiver.recv(got, 0)
+        if others:
+            assert [await task for task in waiting] == [0]
+            await turns(40)
+            assert again.cancel(), "the message has been delivered"
+        else:
+            assert await again == 0
+            assert (got == 1).all()
