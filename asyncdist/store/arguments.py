@@ -54,6 +54,8 @@ def encoded_keys(keys: Iterable[str]) -> tuple[bytes, ...]:
 
 def several(items: Iterable[Item]) -> Iterable[Item]:
     """Return `items`; TypeError for what is not iterable, and for a single str or bytes, which is by accident."""
+    if type(items) is list:  # asking for its abstract class would take longer than all else here
+        return items
     if isinstance(items, str | bytes | bytearray | memoryview) or not isinstance(items, Iterable):
         raise TypeError(f"store keys and values must be lists, not {type(items).__name__}")
     return items
