@@ -59,7 +59,7 @@ class Deadline:
     """An instant on a monotonic clock (the event loop's `time()`), or never."""
 
     at_s: float | None
-    given_s: float | None = None
+    given_s: float | None
     """The time-out it was made of, for messages: what is left of it later is no number that anybody knows."""
 
     @classmethod

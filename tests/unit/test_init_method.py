@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from jobs import free_port
 
 from asyncdist import init_method as init_method_module
 from asyncdist.deadline import Deadline
@@ -131,15 +132,22 @@ async def test_a_port_that_a_stranger_has_is_not_tried_for_as_long_as_the_world_
             ConnectTimeoutError, match=rf"{port} is in use, and what answers there is not .*MASTER_PORT"
         ):
             async with asyncio.timeout(5):
-                await open_store(method, Deadline(asyncio.get_running_loop().time() + 600), {})
+                await open_store(method, Deadline.after(600, asyncio.get_running_loop().time()), {})
 
 
 async def test_rank_0_joins_the_store_on_its_port_for_as_long_as_the_world_takes() -> None:
     with serve_in_thread() as server:
         method = parse_init_method(f"tcp://127.0.0.1:{server.port}", rank=0, world_size=1, environ={})
-        deadline = Deadline(asyncio.get_running_loop().time() + 600)
+        deadline = Deadline.after(600, asyncio.get_running_loop().time())
         source = await open_store(method, deadline, {})
         assert source.server is None
         assert source.store.timeout is not None
         assert 590 < source.store.timeout <= 600
         await source.store.close()
+
+
+async def test_the_time_out_that_was_given_is_said_and_not_what_was_left_of_it() -> None:
+    method = parse_init_method(f"tcp://127.0.0.1:{free_port()}", rank=1, world_size=2, environ={})
+    deadline = Deadline.after(7, asyncio.get_running_loop().time() - 6.9)
+    with pytest.raises(ConnectTimeoutError, match=r"rank 1: store .* could not connect within 7 s: nothing listens"):
+        await open_store(method, deadline, {})
