@@ -13,11 +13,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench prove sim soak multinode gpu clean
+.PHONY: help demo test retest check bench prove sim soak multinode gpu clean
 
 help:
 	@echo "make demo       train on handwritten digits with 4 ranks"
 	@echo "make test       run the tests"
+	@echo "make retest     run alone, five times each, the few tests that failed in it"
 	@echo "make check      lint, formatting, types"
 	@echo "make bench      measure beside the neighbors that are installed"
 	@echo "make prove      verify every collective plan symbolically, and plant mistakes in them (MUTANTS=40000)"
@@ -34,14 +35,21 @@ demo: $(VENV)/.base
 	$(BIN)/asyncdist run --nproc-per-node 4 examples/train_digits.py --compare $(ARGS)
 
 # Three side by side on two cores, as most of them wait: they begin with those that start processes, and elsewhere. Those
-# that interrupt the main thread need it for themselves.
+# that interrupt the main thread need it for themselves. pytest's 1 means that tests failed; after anything worse there
+# is nothing that retest could put right.
+LAST_FAILED := .pytest_cache/v/cache/lastfailed
 test: $(VENV)/.dev
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal --ignore tests/unit/blocking tests
-	$(BIN)/python -m pytest -q tests/unit/blocking
+	@rm -f $(LAST_FAILED) .pytest_cache/unsteady; worst=0; \
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal --ignore tests/unit/blocking tests || worst=$$?; \
+	$(BIN)/python -m pytest -q tests/unit/blocking || { code=$$?; worst=$$((code > worst ? code : worst)); }; \
+	[ $$worst -le 1 ] || rm -f $(LAST_FAILED); exit $$worst
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
+
+retest: $(VENV)/.dev
+	$(BIN)/python tests/retest.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check
