@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from asyncdist.cli.output_options import output_options, to_log_spec
 from asyncdist.cli.torchrun_options import TorchrunCommand, unused_options
 from asyncdist.launch.config import (
     DEFAULT_GRACE_S,
@@ -112,6 +113,7 @@ def _to_nnodes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @click.option("--no-python", is_flag=True, help="Run a program, not a Python script.")
 @click.option("-m", "--module", is_flag=True, help="Run a module, as python -m does.")
 @click.option("--role", default="default", help="What workers find in ROLE_NAME.")
+@output_options
 @unused_options
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -166,6 +168,7 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
             join_timeout_s=options["join_timeout"],
             pass_local_rank=options["pass_local_rank"],
             role=options["role"],
+            logs=to_log_spec(options),
         )
     except (ValueError, FileNotFoundError) as error:
         raise click.UsageError(str(error)) from error

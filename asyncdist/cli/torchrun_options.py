@@ -11,19 +11,9 @@ __all__ = ["TorchrunCommand", "unused_options"]
 
 Command = Callable[..., Any]
 
-_OUTPUT: Final = "lines go to the terminal with their rank; let the script write files by RANK, or redirect the whole"
-
 _HINTS: Final = {
-    "--log-dir": _OUTPUT,
-    "--redirects": _OUTPUT,
-    "-r": _OUTPUT,
-    "--tee": _OUTPUT,
-    "-t": _OUTPUT,
-    "--local-ranks-filter": _OUTPUT,
-    "--duplicate-stdout-filters": _OUTPUT,
-    "--duplicate-stderr-filters": _OUTPUT,
-    "--logs-specs": _OUTPUT,
-    "--event-log-handler": _OUTPUT,
+    "--logs-specs": "it names a plugin of torch's; --log-dir, --redirects and --tee say where output goes",
+    "--event-log-handler": "it names a plugin of torch's; what happens to the job is said on stderr",
     "--local-addr": "set ASYNCDIST_SOCKET_IFNAME to the interface",
     "--signals-to-handle": "SIGTERM, SIGINT, SIGHUP and SIGQUIT are passed on to the workers",
     "--run-path": "name the script, or use -m",

@@ -17,6 +17,7 @@ from asyncdist.launch.attempt import Attempt, AttemptResult
 from asyncdist.launch.config import LaunchConfig
 from asyncdist.launch.environment import NodePlace, worker_environment
 from asyncdist.launch.hosting import StorePlace, find_or_host, open_store
+from asyncdist.launch.logs import Logs
 from asyncdist.launch.meeting import Roster
 from asyncdist.launch.nodes import Failure, Nodes
 from asyncdist.launch.output import OutputWriter
@@ -52,6 +53,7 @@ async def run(config: LaunchConfig, *, stdout_fd: int = 1, stderr_fd: int = 2) -
         return exitcode
     finally:
         timeout_s = None if finished else _OUTPUT_CLOSE_TIMEOUT_S
+        await agent.logs.close(timeout_s)
         await stdout.close(timeout_s)
         await stderr.close(timeout_s)
 
@@ -71,6 +73,7 @@ class Agent:
         self._stderr = stderr
         self._environ = environ
         self._host = socket.gethostname()
+        self.logs = Logs(config.logs, stdout, stderr, self.say)
         self._attempt: Attempt | None = None
         self._interrupted_by: int | None = None
         self._main: asyncio.Task[int] | None = None
@@ -99,12 +102,14 @@ class Agent:
         self._stderr.write(f"asyncdist run: {text}\n".encode(errors="backslashreplace"))
 
     async def _run(self) -> int:
+        self.logs.check()
         async with AsyncExitStack() as stack:
             place = await find_or_host(self._config)
             if place.hosted is not None:
                 stack.push_async_callback(asyncio.to_thread, place.hosted.close)
             nodes, roster = await self._join(place, stack)
             self._announce(place, roster)
+            self.logs.open(roster.run_id, roster.node_rank, self._config.nnodes, self._config.nproc_per_node)
             warden = stack.enter_context(contextlib.closing(Warden()))
             node_place = self._node_place(place, roster)
             for number in range(self._config.max_restarts + 1):
@@ -155,6 +160,7 @@ class Agent:
 
     async def _run_attempt(self, number: int, place: NodePlace, nodes: Nodes | None, warden: Warden) -> AttemptResult:
         self._reported, self._own = None, None
+        self.logs.start_attempt(number)
         self._ending.clear()
         reports: list[asyncio.Task[None]] = []
 
@@ -185,7 +191,8 @@ class Agent:
             await asyncio.gather(*reports)
 
     def _as_failure(self, exit: Exit, place: NodePlace) -> Failure:
-        return Failure(place.node_rank, exit.rank, self._host, exit.pid, exit.exitcode, str(exit))
+        files = ", ".join(self.logs.files(exit.rank - place.first_rank))
+        return Failure(place.node_rank, exit.rank, self._host, exit.pid, exit.exitcode, str(exit), files)
 
     def _on_others_failure(self, failure: Failure) -> None:
         self._reported = failure  # the store's word on which failure was first wins over our own
@@ -216,14 +223,13 @@ class Agent:
         command = list(self._config.command)
         if self._config.pass_local_rank:
             command.append(f"--local_rank={local_rank}")
+        environment = worker_environment(place, local_rank, attempt, self._config.max_restarts, self._environ)
+        stdout, stderr = self.logs.destinations(local_rank)
+        if (folder := self.logs.folder(local_rank)) is not None:
+            environment["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
         try:
             return Worker(
-                place.first_rank + local_rank,
-                command,
-                worker_environment(place, local_rank, attempt, self._config.max_restarts, self._environ),
-                stdout=self._stdout,
-                stderr=self._stderr,
-                warden=warden,
+                place.first_rank + local_rank, command, environment, stdout=stdout, stderr=stderr, warden=warden
             )
         except OSError as error:  # no more processes, descriptors or memory
             raise LaunchError(f"cannot start local rank {local_rank} of {place.nproc}: {error}") from error
@@ -252,6 +258,8 @@ class Agent:
         )
         for line in tail:
             self._stderr.write(f"[rank {failure.rank}] ".encode() + line + b"\n")
+        if failure.files:
+            self.say(f"files of rank {failure.rank} on host {failure.host}: {failure.files}")
 
     def _on_ending_signal(self, signum: int) -> None:
         first = self._interrupted_by is None

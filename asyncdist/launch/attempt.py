@@ -173,7 +173,10 @@ class Attempt:
             raise asyncio.CancelledError
 
     def _result(self) -> AttemptResult:
-        tails = {worker.rank: worker.stderr.tail or worker.stdout.tail for worker in self._workers}
+        failed = {exit.rank for exit in self._failures}
+        tails = {
+            worker.rank: worker.stderr.tail or worker.stdout.tail for worker in self._workers if worker.rank in failed
+        }
         # A worker that unwinds slowly ends after those that its failure brought down.
         causes = [exit for exit in self._failures if not is_consequence(tails[exit.rank])]
         failure = next(iter(causes or self._failures), None)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from asyncdist.launch.log_spec import LogSpec
 
 if TYPE_CHECKING:
     from asyncdist.store.tls_config import TLSConfig
@@ -60,8 +62,8 @@ class LaunchConfig:
 
     `command` is a worker's argument vector. `store` is a daemon that already runs (ASYNCDIST_STORE): then nobody hosts.
     `endpoint` is where the nodes meet, and where the first of them hosts the store. Neither: this node is alone and
-    hosts on an ephemeral loopback port. `tls` holds for every store but one on loopback that is hosted here. All times
-    are seconds.
+    hosts on an ephemeral loopback port. `tls` holds for every store but one on loopback that is hosted here. `logs`
+    says where the workers' output goes. All times are seconds.
     """
 
     command: tuple[str, ...]
@@ -79,6 +81,7 @@ class LaunchConfig:
     join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
     pass_local_rank: bool = False
     role: str = "default"
+    logs: LogSpec = field(default_factory=LogSpec)
 
     def __post_init__(self) -> None:
         if not self.command:

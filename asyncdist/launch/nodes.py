@@ -37,7 +37,10 @@ _REPORT_TIMEOUT_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first failure of an attempt, as every node reports it. `rank` is -1 for a lost node."""
+    """The first failure of an attempt, as every node reports it. `rank` is -1 for a lost node.
+
+    `files` are what there is to read about it on `host`.
+    """
 
     node: int
     rank: int
@@ -45,6 +48,7 @@ class Failure:
     pid: int
     exitcode: int
     description: str
+    files: str = ""
 
 
 class Nodes:

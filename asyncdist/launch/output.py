@@ -1,6 +1,7 @@
 """Workers' output: whole lines with the rank in front, never blocking the launcher.
 
     worker pipe -> StreamPump (reads when readable) -> LinePrefixer -> OutputWriter (one thread per descriptor)
+                              |-> LogFile (of one worker), FilteredLog (of all of them): one thread
 
 The launcher's own stdout may be a terminal that was stopped or a pipe nobody reads, and there is no portable
 non-blocking write to it (O_NONBLOCK would change the descriptor for everyone who shares it). So a thread does the
@@ -14,10 +15,11 @@ import asyncio
 import contextlib
 import os
 import re
-import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Final
+
+from asyncdist.launch.log_file import FilteredLog, LogFile
+from asyncdist.launch.writer_thread import HIGH_WATER_BYTES, WriterThread
 
 __all__ = ["MAX_LINE_BYTES", "TAIL_LINES", "LinePrefixer", "OutputWriter", "StreamPump"]
 
@@ -35,9 +37,6 @@ PARTIAL_LINE_S: Final = 1.0
 
 READ_BYTES: Final = 64 * 1024
 """Per callback: a Linux pipe's capacity, and short enough that one flooding worker only takes its turn."""
-
-HIGH_WATER_BYTES: Final = 4 * 1024 * 1024
-"""Output waiting for the writer thread; above it the pumps stop reading."""
 
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
 
@@ -82,7 +81,7 @@ class LinePrefixer:
         return self._prefix + line
 
 
-class OutputWriter:
+class OutputWriter(WriterThread):
     """Writes to one file descriptor, in order, from a thread of its own; `write` never blocks.
 
     When the descriptor fails (closed pipe, vanished terminal) what follows is discarded: the job goes on without a
@@ -91,68 +90,13 @@ class OutputWriter:
 
     def __init__(self, fd: int, *, high_water_bytes: int = HIGH_WATER_BYTES) -> None:
         self._fd = fd
-        self._high_water_bytes = high_water_bytes
-        self._loop = asyncio.get_running_loop()
-        self._condition = threading.Condition()
-        self._chunks: deque[bytes] = deque()
-        self._buffered_bytes = 0
-        self._closing = False
-        self._finished = asyncio.Event()
-        self._when_drained: list[Callable[[], None]] = []
         self.error: OSError | None = None
-        # A daemon thread: a write that blocks for ever must not keep a launcher alive that was told to go.
-        self._thread = threading.Thread(target=self._run, name=f"asyncdist-output-{fd}", daemon=True)
-        self._thread.start()
+        super().__init__(f"asyncdist-output-{fd}", high_water_bytes)
 
     def write(self, data: bytes) -> None:
         """Queue `data`."""
-        if data and not self._closing:
-            with self._condition:
-                self._chunks.append(data)
-                self._buffered_bytes += len(data)
-                self._condition.notify()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether producers should wait for `when_drained`."""
-        return self._buffered_bytes > self._high_water_bytes
-
-    def when_drained(self, callback: Callable[[], None]) -> None:
-        """Call back once, on the loop, when there is room again."""
-        with self._condition:  # else the thread could drain between the question and the entry
-            if self.is_full:
-                self._when_drained.append(callback)
-                return
-        self._loop.call_soon(callback)
-
-    async def close(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything queued is written, at most `timeout_s`; return whether it was."""
-        with self._condition:
-            self._closing = True
-            self._condition.notify()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._finished.wait()
-        if self._finished.is_set():
-            self._thread.join()
-        return self._finished.is_set()
-
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                while not self._chunks and not self._closing:
-                    self._condition.wait()
-                if not self._chunks:
-                    break
-                data = b"".join(self._chunks)
-                self._chunks.clear()
-            self._write_all(data)
-            with self._condition:
-                was_full = self.is_full
-                self._buffered_bytes -= len(data)
-            if was_full:
-                self._tell_loop(self._drained)
-        self._tell_loop(self._finished.set)
+        if data:
+            self.put(self._write_all, data)
 
     def _write_all(self, data: bytes) -> None:
         view = memoryview(data)
@@ -162,24 +106,30 @@ class OutputWriter:
             except OSError as error:
                 self.error = error
 
-    def _tell_loop(self, callback: Callable[[], object]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed while a write was blocked
-            self._loop.call_soon_threadsafe(callback)
-
-    def _drained(self) -> None:
-        if not self.is_full:
-            callbacks, self._when_drained = self._when_drained, []
-            for callback in callbacks:
-                callback()
-
 
 class StreamPump:
-    """Moves one worker's stdout or stderr to a writer until end of file. Owns `fd`."""
+    """Moves one worker's stdout or stderr to a writer until end of file. Owns `fd` and closes `copy` with it.
 
-    def __init__(self, fd: int, prefix: bytes, writer: OutputWriter) -> None:
+    `writer` is None where nothing is shown: then only the last lines are kept. `copy` gets the bytes as they came, and
+    `filtered` the lines that it is there for.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        prefix: bytes,
+        writer: OutputWriter | None,
+        copy: LogFile | None = None,
+        filtered: FilteredLog | None = None,
+    ) -> None:
         self._fd = fd
         self._writer = writer
+        self._copy = copy
+        self._filtered = filtered
+        threads = (writer, copy.thread if copy else None, filtered.thread if filtered else None)
+        self._threads: list[WriterThread] = [thread for thread in threads if thread is not None]
         self._lines = LinePrefixer(prefix)
+        self._prefix_bytes = len(prefix)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._eof = asyncio.Event()
@@ -204,16 +154,22 @@ class StreamPump:
                 return
 
     def close(self) -> None:
-        """Hand over what is held and close the descriptor. Idempotent."""
+        """Hand over what is held and what the pipe holds, and close the descriptor. Idempotent."""
         if self._fd < 0:
             return
         self._loop.remove_reader(self._fd)
+        with contextlib.suppress(BlockingIOError):  # once: the whole pipe, and no more from a descendant that writes on
+            self._pass_on(os.read(self._fd, READ_BYTES))
         os.close(self._fd)
         self._fd = -1
         self._flush_partial()
+        if self._copy is not None:
+            self._copy.close()
         self._eof.set()
 
     def _readable(self) -> None:
+        if self._pause_if_full():
+            return
         try:
             data = os.read(self._fd, READ_BYTES)
         except BlockingIOError:
@@ -222,24 +178,40 @@ class StreamPump:
             self.close()
             return
         self._bytes_read += len(data)
-        self._writer.write(self._lines.feed(data))
+        self._pass_on(data)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._lines.has_partial:
             self._timer = self._loop.call_later(PARTIAL_LINE_S, self._flush_partial)
-        if self._writer.is_full:
+        self._pause_if_full()
+
+    def _pass_on(self, data: bytes) -> None:
+        if self._copy is not None:
+            self._copy.write(data)
+        self._show(self._lines.feed(data))
+
+    def _show(self, lines: bytes) -> None:
+        if self._writer is not None:
+            self._writer.write(lines)
+        if self._filtered is not None:
+            self._filtered.write(_LINE.findall(lines), self._prefix_bytes)
+
+    def _pause_if_full(self) -> bool:
+        full = next((thread for thread in self._threads if thread.is_full), None)
+        if full is not None and not self._paused:
             self._paused = True
             self._loop.remove_reader(self._fd)
-            self._writer.when_drained(self._resume)
+            full.when_drained(self._resume)
+        return full is not None
 
     def _resume(self) -> None:
         self._paused = False
-        if self._fd >= 0:
+        if self._fd >= 0 and not self._pause_if_full():
             self._loop.add_reader(self._fd, self._readable)
 
     def _flush_partial(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._writer.write(self._lines.flush())
+        self._show(self._lines.flush())

@@ -1,4 +1,4 @@
-"""One worker: a process in a session of its own, its two output pipes, and its end."""
+"""One worker: a process in a session of its own, its two output streams, and its end."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
-from asyncdist.launch.output import OutputWriter, StreamPump
+from asyncdist.launch.destination import Destination, Stream
 from asyncdist.launch.warden import Warden
 
 __all__ = ["Exit", "Worker"]
@@ -63,8 +63,8 @@ class Worker:
         command: Sequence[str],
         environment: Mapping[str, str],
         *,
-        stdout: OutputWriter,
-        stderr: OutputWriter,
+        stdout: Destination,
+        stderr: Destination,
         warden: Warden,
     ) -> None:
         self.rank = rank
@@ -74,22 +74,27 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._warden = warden
         # A worker has no terminal to read from (it is in another session); end of file at once beats EIO later.
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), *command],
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), *command],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout.for_child(),
+                stderr=stderr.for_child(),
+                start_new_session=True,
+            )
+        except BaseException:
+            stdout.close()
+            stderr.close()
+            raise
         self.pid = self._process.pid
         warden.add(self.pid)
         self._pidfd = -1
         self._timer: asyncio.TimerHandle | None = None
         self._watch()
         prefix = f"[rank {rank}] ".encode()
-        self.stdout = StreamPump(_taken_over(self._process.stdout), prefix, stdout)
-        self.stderr = StreamPump(_taken_over(self._process.stderr), prefix, stderr)
+        self.stdout: Stream = stdout.stream(self._process.stdout, prefix)
+        self.stderr: Stream = stderr.stream(self._process.stderr, prefix)
 
     def signal(self, signum: int) -> None:
         """Send a signal to the worker and what it started (its process group), if it still runs."""
@@ -154,10 +159,3 @@ class Worker:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
-
-
-def _taken_over(pipe: IO[bytes] | None) -> int:
-    """The descriptor of a Popen pipe, out of the file object's hands."""
-    assert pipe is not None
-    with pipe:
-        return os.dup(pipe.fileno())
