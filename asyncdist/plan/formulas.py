@@ -7,6 +7,7 @@ path is that of the first chunk, plus the others on the narrowest link.
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from asyncdist.plan.load import AT_HOME, Hop, Load, Round, Shape, Work, alike, cold, in_rounds
 
@@ -28,6 +29,12 @@ __all__ = [
     "ring_all_reduce",
     "skips",
 ]
+
+
+LOPSIDED: Final = 1.2
+"""How much more than their share the busier cores of a host do in a binomial tree. Every second rank is a leaf, and
+neighbors run on different cores as a rule: with two cores, the inner ranks' does a third more where ranks are bound to
+cores, less where the system moves them. Chains and the trees that pipeline have inner ranks on all cores."""
 
 
 def direct_all_reduce(shape: Shape) -> Load:
@@ -183,7 +190,8 @@ def _binomial(shape: Shape, *, reduces: bool) -> Load:
     worked = cold(levels * total, total / pieces) if reduces else 0.0
     sent, received = (0.0, levels * total) if reduces else (levels * total, 0.0)
     busiest = Work(levels * pieces, sent, received, worked)
-    everyone = Work(2 * others * pieces, others * total, others * total, worked * others / levels)
+    moved = LOPSIDED * others * total
+    everyone = Work(2 * others * pieces, moved, moved, worked * others / levels)
     path = Hop(shape.depth, levels * total, worked / pieces, way)
     far = 0.0 if shape.one_host else (-(-shape.world // shape.ranks_per_host) - 1).bit_length() * total
     scratch = (total if pieces > 1 else levels * total) if reduces else 0.0

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from asyncdist.plan import selector
-from asyncdist.plan.constants import ASYNCIO, ASYNCIO_TCP
+from asyncdist.plan.constants import ASYNCIO, ASYNCIO_LOOPBACK, ASYNCIO_TCP
 from asyncdist.plan.cost import predict
 from asyncdist.plan.problem import COLLECTIVES, PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.registry import ordered_algorithms
@@ -57,6 +57,13 @@ def test_all_reduce_on_one_small_host_is_as_measured(world, nbytes, algorithm):
 
 def test_four_ranks_use_few_rounds_of_least_bytes_between_the_smallest_and_the_largest():
     assert chosen("all_reduce", 4, 1 * MIB) in ("circulant", "halving_doubling")
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+def test_no_tree_whose_inner_ranks_are_on_one_core(collective):
+    """Measured over TCP, two cores bound: 16 MiB take a chain 12 ms, a binomial tree 16."""
+    tuning = Tuning(replace(ASYNCIO_LOOPBACK, cores=2), 4)
+    assert chosen(collective, 4, 16 * MIB, tuning) == "chain"
 
 
 @pytest.mark.parametrize(
