@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from asyncdist.launch.config import (
     parse_nproc,
     worker_command,
 )
+from asyncdist.launch.signals import ENDING, parse_signals
 
 __all__ = ["run_command"]
 
@@ -45,6 +47,22 @@ def _to_nproc(ctx: click.Context, param: click.Parameter, value: str) -> int:
 def _to_nnodes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     try:
         return parse_nnodes(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+def _to_interface(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    from asyncdist.launch.local_interface import interface_with
+
+    try:
+        return interface_with(value) if value else None
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+def _to_signals(ctx: click.Context, param: click.Parameter, value: str) -> tuple[signal.Signals, ...]:
+    try:
+        return parse_signals(value)
     except ValueError as error:
         raise click.BadParameter(str(error), ctx, param) from error
 
@@ -113,6 +131,23 @@ def _to_nnodes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @click.option("--no-python", is_flag=True, help="Run a program, not a Python script.")
 @click.option("-m", "--module", is_flag=True, help="Run a module, as python -m does.")
 @click.option("--role", default="default", help="What workers find in ROLE_NAME.")
+@click.option(
+    "--virtual-local-rank", is_flag=True, help="Each worker sees one GPU, its own, and is LOCAL_RANK 0 to itself."
+)
+@click.option(
+    "--local-addr",
+    callback=_to_interface,
+    metavar="ADDRESS",
+    help="An address of this node: workers use the network interface that has it.",
+)
+@click.option(
+    "--signals-to-handle",
+    callback=_to_signals,
+    metavar="NAMES",
+    default=",".join(each.name for each in ENDING),
+    show_default=True,
+    help="Signals that end the job, by way of the workers. SIGUSR1 and SIGUSR2 are passed on in any case.",
+)
 @output_options
 @unused_options
 @click.argument("script")
@@ -169,6 +204,9 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
             pass_local_rank=options["pass_local_rank"],
             role=options["role"],
             logs=to_log_spec(options),
+            ending_signals=options["signals_to_handle"],
+            virtual_local_rank=options["virtual_local_rank"],
+            interface=options["local_addr"],
         )
     except (ValueError, FileNotFoundError) as error:
         raise click.UsageError(str(error)) from error

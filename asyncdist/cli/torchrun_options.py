@@ -14,11 +14,7 @@ Command = Callable[..., Any]
 _HINTS: Final = {
     "--logs-specs": "it names a plugin of torch's; --log-dir, --redirects and --tee say where output goes",
     "--event-log-handler": "it names a plugin of torch's; what happens to the job is said on stderr",
-    "--local-addr": "set ASYNCDIST_SOCKET_IFNAME to the interface",
-    "--signals-to-handle": "SIGTERM, SIGINT, SIGHUP and SIGQUIT are passed on to the workers",
-    "--run-path": "name the script, or use -m",
     "--numa-binding": "bind in the script, by LOCAL_RANK, or start the workers with --no-python numactl",
-    "--virtual-local-rank": "every worker has its own LOCAL_RANK",
 }
 
 
@@ -48,6 +44,7 @@ def unused_options(command: Command) -> Command:
         click.option("--monitor-interval", type=float, **_hidden(quiet)),
         click.option("--start-method", **_hidden(quiet)),
         click.option("--use-env", is_flag=True, **_hidden(quiet)),
+        click.option("--run-path", is_flag=True, **_hidden(quiet)),
     ):
         command = option(command)
     return command

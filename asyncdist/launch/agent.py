@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from asyncdist.errors import DistError, LaunchError
 from asyncdist.launch.attempt import Attempt, AttemptResult
 from asyncdist.launch.config import LaunchConfig
-from asyncdist.launch.environment import NodePlace, worker_environment
+from asyncdist.launch.environment import NodePlace, line_prefix, own_device, worker_environment
 from asyncdist.launch.hosting import StorePlace, find_or_host, open_store
 from asyncdist.launch.logs import Logs
 from asyncdist.launch.meeting import Roster
@@ -89,7 +89,7 @@ class Agent:
     async def run(self) -> int:
         """See `run` of this module."""
         self._main = asyncio.create_task(self._run())
-        with handle_signals(self._on_ending_signal, self._on_passing_signal):
+        with handle_signals(self._on_ending_signal, self._on_passing_signal, self._config.ending_signals):
             try:
                 return await self._main
             except asyncio.CancelledError:
@@ -103,6 +103,8 @@ class Agent:
 
     async def _run(self) -> int:
         self.logs.check()
+        if self._config.virtual_local_rank:
+            own_device(self._config.nproc_per_node - 1, self._environ)  # before other nodes count on this one
         async with AsyncExitStack() as stack:
             place = await find_or_host(self._config)
             if place.hosted is not None:
@@ -156,6 +158,8 @@ class Agent:
             token=place.token,
             tls=place.tls is not None,
             role=self._config.role,
+            virtual_local_rank=self._config.virtual_local_rank,
+            interface=self._config.interface,
         )
 
     async def _run_attempt(self, number: int, place: NodePlace, nodes: Nodes | None, warden: Warden) -> AttemptResult:
@@ -220,6 +224,7 @@ class Agent:
             self._on_others_failure(nodes.store_lost(ended))
 
     def _start_worker(self, local_rank: int, attempt: int, place: NodePlace, warden: Warden) -> Worker:
+        rank = place.first_rank + local_rank
         command = list(self._config.command)
         if self._config.pass_local_rank:
             command.append(f"--local_rank={local_rank}")
@@ -229,7 +234,13 @@ class Agent:
             environment["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
         try:
             return Worker(
-                place.first_rank + local_rank, command, environment, stdout=stdout, stderr=stderr, warden=warden
+                rank,
+                command,
+                environment,
+                prefix=line_prefix(rank, local_rank, place.role, self._environ),
+                stdout=stdout,
+                stderr=stderr,
+                warden=warden,
             )
         except OSError as error:  # no more processes, descriptors or memory
             raise LaunchError(f"cannot start local rank {local_rank} of {place.nproc}: {error}") from error

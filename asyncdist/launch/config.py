@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from asyncdist.launch.log_spec import LogSpec
+from asyncdist.launch.signals import ENDING
 
 if TYPE_CHECKING:
     from asyncdist.store.tls_config import TLSConfig
@@ -63,7 +65,9 @@ class LaunchConfig:
     `command` is a worker's argument vector. `store` is a daemon that already runs (ASYNCDIST_STORE): then nobody hosts.
     `endpoint` is where the nodes meet, and where the first of them hosts the store. Neither: this node is alone and
     hosts on an ephemeral loopback port. `tls` holds for every store but one on loopback that is hosted here. `logs`
-    says where the workers' output goes. All times are seconds.
+    says where the workers' output goes, `ending_signals` which signals to the launcher end the job. With
+    `virtual_local_rank` each worker sees one GPU and is local rank 0. `interface` is the network interface the workers
+    use. All times are seconds.
     """
 
     command: tuple[str, ...]
@@ -82,6 +86,9 @@ class LaunchConfig:
     pass_local_rank: bool = False
     role: str = "default"
     logs: LogSpec = field(default_factory=LogSpec)
+    ending_signals: tuple[signal.Signals, ...] = ENDING
+    virtual_local_rank: bool = False
+    interface: str | None = None
 
     def __post_init__(self) -> None:
         if not self.command:

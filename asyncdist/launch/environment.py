@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from string import Template
+from typing import Final
 
+from asyncdist.errors import LaunchError
 from asyncdist.launch.config import Endpoint
 from asyncdist.store.tls_config import TLS_VARIABLES
 
-__all__ = ["NodePlace", "worker_environment"]
+__all__ = ["NodePlace", "line_prefix", "own_device", "worker_environment"]
+
+_PREFIX_VARIABLE: Final = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +22,8 @@ class NodePlace:
     """This node's place in a job: which ranks are its own, and where the store is.
 
     `master` is what MASTER_ADDR and MASTER_PORT say: the store's address, unless the user named another. `tls` says
-    whether the store has TLS. All ranks of a job have one `role`, which is for the script to read.
+    whether the store has TLS. All ranks of a job have one `role`, which is for the script to read. With
+    `virtual_local_rank` each worker sees only its GPU. `interface` is the network interface to use, if one was chosen.
     """
 
     node_rank: int
@@ -31,6 +37,8 @@ class NodePlace:
     token: str | None
     tls: bool = False
     role: str = "default"
+    virtual_local_rank: bool = False
+    interface: str | None = None
 
 
 def worker_environment(
@@ -42,6 +50,8 @@ def worker_environment(
     ASYNCDIST_STORE ASYNCDIST_JOB_ID ASYNCDIST_TOKEN for asyncdist, TORCHELASTIC_* where scripts look for them. The job
     id carries the attempt number, so that a restarted group never reads what the failed one wrote. The token goes by
     environment and never by argument vector, which every user of the machine can read.
+
+    Raises LaunchError if each worker is to see a GPU of its own and there are too few.
     """
     environment = dict(base)
     for inherited in ("ASYNCDIST_TOKEN", "ASYNCDIST_TOKEN_FILE", "TORCHELASTIC_USE_AGENT_STORE"):
@@ -69,8 +79,35 @@ def worker_environment(
     )
     if place.token is not None:
         environment["ASYNCDIST_TOKEN"] = place.token
+    if place.virtual_local_rank:
+        environment.update(LOCAL_RANK="0", CUDA_VISIBLE_DEVICES=own_device(local_rank, base))
+    if place.interface is not None:
+        environment["ASYNCDIST_SOCKET_IFNAME"] = place.interface
     environment.setdefault("PYTHONUNBUFFERED", "1")
     if place.nproc > 1:
         # As torchrun: several workers that each start a thread per core would fight over the cores.
         environment.setdefault("OMP_NUM_THREADS", "1")
     return environment
+
+
+def line_prefix(rank: int, local_rank: int, role: str, environ: Mapping[str, str] = os.environ) -> bytes:
+    """What stands before a worker's lines on the terminal: `[rank 3] `, unless torchrun's variable says otherwise.
+
+    TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE may have ${role_name}, ${rank} and ${local_rank}; other names are left alone.
+    """
+    template = environ.get(_PREFIX_VARIABLE)
+    if not template:
+        return f"[rank {rank}] ".encode()
+    text = Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)
+    return os.fsencode(text.replace("\r", " ").replace("\n", " "))
+
+
+def own_device(local_rank: int, environ: Mapping[str, str]) -> str:
+    """The one GPU of a worker, in the words of CUDA_VISIBLE_DEVICES. Raises LaunchError if that names too few."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(local_rank)
+    devices = [device.strip() for device in visible.split(",")]
+    if local_rank >= len(devices):
+        raise LaunchError(f"local rank {local_rank} has no GPU of its own: CUDA_VISIBLE_DEVICES is {visible!r}")
+    return devices[local_rank]

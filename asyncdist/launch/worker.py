@@ -63,6 +63,7 @@ class Worker:
         command: Sequence[str],
         environment: Mapping[str, str],
         *,
+        prefix: bytes,
         stdout: Destination,
         stderr: Destination,
         warden: Warden,
@@ -92,7 +93,6 @@ class Worker:
         self._pidfd = -1
         self._timer: asyncio.TimerHandle | None = None
         self._watch()
-        prefix = f"[rank {rank}] ".encode()
         self.stdout: Stream = stdout.stream(self._process.stdout, prefix)
         self.stderr: Stream = stderr.stream(self._process.stderr, prefix)
 

@@ -201,7 +201,9 @@ def test_restarts_run_the_whole_group_again(tmp_path: Path, works_at: str, code:
         (["-t", "4", "x"], "'4' is neither 0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
         (["-r", "0:1,0:2", "x"], "names local rank 0 twice"),
         (["--local_ranks_filter", "0;1", "x"], "is not a list of local ranks"),
-        (["--local-addr=10.0.0.1", "x"], "set ASYNCDIST_SOCKET_IFNAME"),
+        (["--local-addr=192.0.2.1", "x"], "no network interface here has '192.0.2.1'"),
+        (["--signals-to-handle=SIGTERM,USR1", "x"], "'USR1' is not a signal"),
+        (["--numa-binding=node", "x"], "no --numa-binding, as torchrun has: bind in the script"),
         (["--rdzv-backend", "etcd", "x"], "is not one of 'static', 'c10d'"),
     ],
 )

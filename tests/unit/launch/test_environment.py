@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
+from asyncdist.errors import LaunchError
 from asyncdist.launch.config import Endpoint
-from asyncdist.launch.environment import NodePlace, worker_environment
+from asyncdist.launch.environment import NodePlace, line_prefix, worker_environment
 
 
 def place(nproc: int = 4, token: str | None = "secret") -> NodePlace:
@@ -60,3 +65,26 @@ def test_the_launchers_own_token_is_not_handed_on() -> None:
     assert worker_environment(place(), 0, 0, 0, base=base)["ASYNCDIST_TOKEN"] == "secret"
     environment = worker_environment(place(token=None), 0, 0, 0, base=base)
     assert not base.keys() & environment.keys()
+
+
+def test_a_worker_that_sees_one_gpu_is_local_rank_0() -> None:
+    virtual = replace(place(), virtual_local_rank=True)
+    for base, device in (({}, "2"), ({"CUDA_VISIBLE_DEVICES": "4, 5, GPU-8a"}, "GPU-8a")):
+        environment = worker_environment(virtual, 2, 0, 0, base=base)
+        assert (environment["LOCAL_RANK"], environment["CUDA_VISIBLE_DEVICES"]) == ("0", device)
+        assert environment["LOCAL_WORLD_SIZE"] == "4"
+    with pytest.raises(LaunchError, match="local rank 2 has no GPU of its own"):
+        worker_environment(virtual, 2, 0, 0, base={"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+def test_the_interface_that_was_chosen() -> None:
+    base = {"ASYNCDIST_SOCKET_IFNAME": "lo"}
+    assert worker_environment(place(), 0, 0, 0, base=base)["ASYNCDIST_SOCKET_IFNAME"] == "lo"
+    chosen = replace(place(), interface="eth1")
+    assert worker_environment(chosen, 0, 0, 0, base=base)["ASYNCDIST_SOCKET_IFNAME"] == "eth1"
+
+
+def test_what_stands_before_lines() -> None:
+    assert line_prefix(5, 1, "trainer", {}) == b"[rank 5] "
+    template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${role_name}${local_rank} of ${rank}\n$other $]: "}
+    assert line_prefix(5, 1, "trainer", template) == b"[trainer1 of 5 $other $]: "

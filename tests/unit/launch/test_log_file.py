@@ -134,7 +134,9 @@ async def test_a_slow_disk_stops_the_pump_and_loses_nothing(tmp_path: Path) -> N
     gate = os.pipe()
     os.write(writer, b"much\n")
     pump._readable()
+    pump._readable()
     assert pump._paused
+    assert pump._bytes_read == 0
     os.write(gate[1], b"x")
     os.close(writer)
     await pump.drain(60)
