@@ -1,16 +1,18 @@
 """Program: a plan made ready to run many times.
 
 The plan's steps become flat instructions, dependencies become counters and successors, and slots become the bytes that
-name a message on the wire. All of it is worked out once per plan and kept with it.
+name a message on the wire. Each is worked out once per plan, those of a step when it first begins, and kept with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
+from copy import copy
 from typing import Final, NamedTuple
 
+from asyncdist.executor.waiting import Waiting
 from asyncdist.plan.lending import lendable
 from asyncdist.plan.steps import (
-    Buffer,
     Copy,
     Fetch,
     FetchReduce,
@@ -20,11 +22,10 @@ from asyncdist.plan.steps import (
     RecvReduce,
     Reduce,
     Send,
-    Slice,
     Step,
 )
-from asyncdist.transport.frame import key_suffix, suffix_slot
-from asyncdist.transport.lane import Needs
+from asyncdist.plan.summary import items, needs, peers
+from asyncdist.transport.frame import key_suffix
 
 __all__ = [
     "COPY",
@@ -36,6 +37,7 @@ __all__ = [
     "REDUCE",
     "SEND",
     "Instruction",
+    "Instructions",
     "Program",
 ]
 
@@ -50,13 +52,16 @@ FETCH_REDUCE: Final = 7
 
 COLLECTIVE_CHANNEL: Final = 1
 
+LOCAL: Final = -1
+"""No peer."""
+
 
 class Instruction(NamedTuple):
     """One step, ready to run."""
 
     kind: int
     peer: int
-    """Group rank of the other end; -1 for local steps."""
+    """Group rank of the other end; LOCAL for local steps."""
     suffix: bytes
     """End of the message's key."""
     buffer: int
@@ -68,81 +73,90 @@ class Instruction(NamedTuple):
     source_start: int
     source_stop: int
     left: bool
-    """Whether the incoming or source operand goes left."""
+    """Whether the incoming or source operand goes left; of a published item, whether others may read it in place."""
     successors: tuple[int, ...]
     """Steps that wait for this one."""
 
 
-class Program:
-    """One rank's plan, compiled.
+class Instructions(dict[int, Instruction]):
+    """Instructions by step, each made when it is first asked for: a plan has thousands, and they begin one by one.
 
-    `pending` is how many steps each step waits for, `ready` those that wait for none, `peer_ranks` every peer named,
-    `items` how many items it puts out, `needs` which of the others' it reads, how many times, and `lendable` the steps
-    whose items the others may read where they are, as nothing overwrites them until all have.
+    Messages are numbered `times` their slot `plus` an offset.
     """
 
-    __slots__ = ("instructions", "items", "lendable", "needs", "peer_ranks", "pending", "plan", "ready")
+    def __init__(self, steps: Sequence[Step], waiting: Waiting, lendable: Container[int]) -> None:
+        super().__init__()
+        self.times, self.plus = 1, 0
+        self._steps = steps
+        self._waiting = waiting
+        self._lendable = lendable
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.items = sum(isinstance(step, Publish) for step in plan.steps)
-        self.needs = _needs(plan)
-        self.lendable = lendable(plan) if self.items else frozenset()
-        successors: list[list[int]] = [[] for _ in plan.steps]
-        for index, step in enumerate(plan.steps):
-            for earlier in step.after:
-                successors[earlier].append(index)
-        self.instructions = tuple(
-            _instruction(step, tuple(after)) for step, after in zip(plan.steps, successors, strict=True)
+    def __missing__(self, index: int) -> Instruction:
+        step = self._steps[index]
+        peer, suffix, left = LOCAL, b"", False
+        source = source_start = source_stop = 0
+        match step:
+            case Send() | Recv() | RecvReduce():
+                peer, suffix = step.peer, key_suffix(step.slot * self.times + self.plus, COLLECTIVE_CHANNEL)
+                left = isinstance(step, RecvReduce) and step.incoming_left
+            case Copy() | Reduce():
+                source, source_start, source_stop = int(step.source.buffer), step.source.offset, step.source.end
+                left = isinstance(step, Reduce) and step.source_left
+            case Fetch() | FetchReduce():
+                peer, source, source_start = step.peer, step.item, step.offset
+                source_stop = source_start + step.target.length
+                left = isinstance(step, FetchReduce) and step.item_left
+            case Publish():
+                left = index in self._lendable
+        buffer, start, length = step.source if isinstance(step, Send | Publish) else step.target
+        self[index] = made = Instruction(
+            _KINDS[type(step)],
+            peer,
+            suffix,
+            int(buffer),
+            start,
+            start + length,
+            source,
+            source_start,
+            source_stop,
+            left,
+            self._waiting.for_step(index),
         )
-        self.pending = [len(step.after) for step in plan.steps]
-        self.ready = tuple(index for index, step in enumerate(plan.steps) if not step.after)
-        self.peer_ranks = tuple(sorted({instruction.peer for instruction in self.instructions} - {-1}))
+        return made
 
-    def renumbered(self, times: int, plus: int) -> Program:
-        """The same program with messages numbered apart, so that it can run `times` times in one operation."""
-        other = Program.__new__(Program)
-        other.plan, other.pending, other.ready, other.peer_ranks = self.plan, self.pending, self.ready, self.peer_ranks
-        other.items, other.needs, other.lendable = self.items, self.needs, self.lendable
-        other.instructions = tuple(
-            step._replace(suffix=key_suffix(suffix_slot(step.suffix) * times + plus, COLLECTIVE_CHANNEL))
-            if step.suffix
-            else step
-            for step in self.instructions
-        )
+    def renumbered(self, times: int, plus: int) -> Instructions:
+        """The same with messages numbered apart."""
+        other = Instructions(self._steps, self._waiting, self._lendable)
+        other.times, other.plus = self.times * times, self.plus * times + plus
         return other
 
 
-def _instruction(step: Step, successors: tuple[int, ...]) -> Instruction:
-    place = step.source if isinstance(step, Send | Publish) else step.target
-    source: tuple[int, int, int] = (_NOTHING.buffer, 0, 0)
-    if isinstance(step, Copy | Reduce):
-        source = (step.source.buffer, step.source.offset, step.source.end)
-    elif isinstance(step, Fetch | FetchReduce):
-        source = (step.item, step.offset, step.offset + step.target.length)
-    left = False
-    if isinstance(step, RecvReduce):
-        left = step.incoming_left
-    elif isinstance(step, Reduce):
-        left = step.source_left
-    elif isinstance(step, FetchReduce):
-        left = step.item_left
-    return Instruction(
-        kind=_KINDS[type(step)],
-        peer=step.peer if isinstance(step, _MESSAGES | Fetch | FetchReduce) else -1,
-        suffix=key_suffix(step.slot, COLLECTIVE_CHANNEL) if isinstance(step, _MESSAGES) else b"",
-        buffer=int(place.buffer),
-        start=place.offset,
-        stop=place.end,
-        source=int(source[0]),
-        source_start=source[1],
-        source_stop=source[2],
-        left=left,
-        successors=successors,
-    )
+class Program:
+    """One rank's plan, ready to run.
+
+    `pending` is how many steps each step waits for, `ready` those that wait for none, `peer_ranks` every peer named,
+    `items` how many items it puts out, `needs` which of the others' it reads, how many times.
+    """
+
+    __slots__ = ("instructions", "items", "needs", "peer_ranks", "pending", "plan", "ready")
+
+    def __init__(self, plan: Plan) -> None:
+        steps = plan.steps
+        waiting = Waiting(steps)
+        self.plan = plan
+        self.items, self.needs = items(steps), needs(steps)
+        self.instructions = Instructions(steps, waiting, lendable(plan) if self.items else ())
+        self.pending = waiting.counts()
+        self.ready = tuple([index for index, count in enumerate(self.pending) if not count])
+        self.peer_ranks = peers(steps)
+
+    def renumbered(self, times: int, plus: int) -> Program:
+        """The same program with messages numbered apart, so that it can run `times` times in one operation."""
+        other = copy(self)
+        other.instructions = self.instructions.renumbered(times, plus)
+        return other
 
 
-_NOTHING: Final = Slice(Buffer.SCRATCH, 0, 0)
 _KINDS: Final = {
     Send: SEND,
     Recv: RECV,
@@ -153,13 +167,3 @@ _KINDS: Final = {
     Fetch: FETCH,
     FetchReduce: FETCH_REDUCE,
 }
-_MESSAGES: Final = Send | Recv | RecvReduce
-
-
-def _needs(plan: Plan) -> Needs:
-    needs: Needs = {}
-    for step in plan.steps:
-        if isinstance(step, Fetch | FetchReduce):
-            items = needs.setdefault(step.peer, {})
-            items[step.item] = items.get(step.item, 0) + 1
-    return {peer: dict(sorted(items.items())) for peer, items in needs.items()}

@@ -28,6 +28,9 @@ __all__ = ["SLICE_BYTES", "Execution", "Kernel", "mismatch", "run_sliced"]
 SLICE_BYTES: Final = 1 << 20
 """Bytes of one uninterrupted copy or reduction: about 0.3 ms, so that no callback holds the loop for a millisecond."""
 
+START_STEPS: Final = 128
+"""Steps that are started in one turn of the loop, of those that wait for none: some microseconds each."""
+
 Kernel = Callable[[Array, Array, Array], object]
 
 
@@ -110,7 +113,15 @@ class Execution:
 
     def start(self) -> None:
         """Start every step that waits for none; may call `ended` at once."""
-        self._advance(list(self._program.ready))
+        self._start_from(0)
+
+    def _start_from(self, first: int) -> None:
+        ready = self._program.ready
+        if self._stopped:
+            return
+        if first + START_STEPS < len(ready):
+            self._loop.call_soon(self._start_from, first + START_STEPS)
+        self._advance(list(ready[first : first + START_STEPS]))
 
     def ended(self, error: BaseException | None) -> None:
         """Every step is done (None), or one has failed."""

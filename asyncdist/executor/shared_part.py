@@ -86,7 +86,7 @@ class SharedPart:
         operation = self.operation if lane.moved < TURN_BYTES else None
         try:
             if step.kind == PUBLISH:
-                if operation is not None and not self._publishes and self._publish(operation, index, step):
+                if operation is not None and not self._publishes and self._publish(operation, step):
                     return True
                 self._publishes.append(index)
                 return False
@@ -122,7 +122,7 @@ class SharedPart:
         publishes = self._publishes
         while publishes and not self.over and lane.moved < TURN_BYTES:
             index = publishes[0]
-            if not self._publish(operation, index, instructions[index]):
+            if not self._publish(operation, instructions[index]):
                 break
             publishes.popleft()
             done = True
@@ -169,12 +169,11 @@ class SharedPart:
             return set(core.least_finished())
         return set(core.slowest()) if self._publishes or self._lent else set()
 
-    def _publish(self, operation: LaneOperation, index: int, step: Instruction) -> bool:
-        execution, program = self._execution, self._program
+    def _publish(self, operation: LaneOperation, step: Instruction) -> bool:
+        execution = self._execution
         assert execution is not None
-        assert program is not None
         payload = execution.payload(step)
-        if len(payload) >= LEND_BYTES and index in program.lendable:
+        if step.left and len(payload) >= LEND_BYTES:
             place = self._lane.lend(payload)
             if place is not None:
                 return self._lend(operation, *place, len(payload))

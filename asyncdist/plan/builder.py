@@ -6,10 +6,11 @@ write waits for the reads since, or for the last write where there were none. Ev
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+from asyncdist.plan.accesses import Accesses
+from asyncdist.plan.repeated import Gap, RepeatedSteps, later, repeats
 from asyncdist.plan.steps import (
     Buffer,
     Copy,
@@ -28,80 +29,8 @@ from asyncdist.plan.steps import (
 
 __all__ = ["PlanBuilder"]
 
-NOBODY: Final = -1
-
 NOTHING: Final = Slice(Buffer.SCRATCH, 0, 0)
 """What a message without elements carries."""
-
-
-class _Accesses:
-    """Who touched which elements of one buffer: disjoint segments in order, each with last writer and readers since.
-
-    Segments exist only where something was touched. Their boundaries are those of the slices used, so an operation
-    with n chunks keeps n segments and each access costs a bisection.
-    """
-
-    __slots__ = ("ends", "readers", "starts", "writers")
-
-    def __init__(self) -> None:
-        self.starts: list[int] = []
-        self.ends: list[int] = []
-        self.writers: list[int] = []
-        self.readers: list[list[int]] = []
-
-    def read(self, piece: Slice, step: int, after: set[int]) -> None:
-        """Note that `step` reads `piece`; add the steps it must follow to `after`."""
-        first, last = self._segments(piece.offset, piece.offset + piece.length)
-        for index in range(first, last):
-            if self.writers[index] != NOBODY:
-                after.add(self.writers[index])
-            self.readers[index].append(step)
-
-    def write(self, piece: Slice, step: int, after: set[int]) -> None:
-        """Note that `step` writes `piece` (perhaps reading it first); add the steps it must follow to `after`."""
-        start, end = piece.offset, piece.offset + piece.length
-        first, last = self._segments(start, end)
-        for index in range(first, last):
-            if self.readers[index]:  # each of them follows the last writer already
-                after.update(self.readers[index])
-            elif self.writers[index] != NOBODY:
-                after.add(self.writers[index])
-        self.starts[first:last] = [start]
-        self.ends[first:last] = [end]
-        self.writers[first:last] = [step]
-        self.readers[first:last] = [[]]
-
-    def _segments(self, start: int, end: int) -> tuple[int, int]:
-        """Cut and fill so that segments first .. last-1 cover exactly [start, end)."""
-        first = bisect_left(self.starts, start)
-        if first < len(self.starts) and self.starts[first] == start and self.ends[first] == end:
-            return first, first + 1
-        self._cut(start)
-        self._cut(end)
-        first = bisect_left(self.starts, start)
-        index, position = first, start
-        while position < end:
-            if index < len(self.starts) and self.starts[index] == position:
-                position = self.ends[index]
-            else:
-                gap_end = min(end, self.starts[index]) if index < len(self.starts) else end
-                self._insert(index, position, gap_end, NOBODY, [])
-                position = gap_end
-            index += 1
-        return first, index
-
-    def _cut(self, position: int) -> None:
-        index = bisect_right(self.starts, position) - 1
-        if index >= 0 and self.starts[index] < position < self.ends[index]:
-            end = self.ends[index]
-            self.ends[index] = position
-            self._insert(index + 1, position, end, self.writers[index], self.readers[index].copy())
-
-    def _insert(self, index: int, start: int, end: int, writer: int, readers: list[int]) -> None:
-        self.starts.insert(index, start)
-        self.ends.insert(index, end)
-        self.writers.insert(index, writer)
-        self.readers.insert(index, readers)
 
 
 class PlanBuilder:
@@ -123,11 +52,14 @@ class PlanBuilder:
         self.world = world
         self.scratch_count = 0
         self._steps: list[Step] = []
-        self._accesses = (_Accesses(), _Accesses(), _Accesses())
+        self._accesses = (Accesses(), Accesses(), Accesses())
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
         self._items = 0
+        self._shares = False
         self._last_published: int | None = None
+        self._gap: Gap | None = None
+        self._left_out = 0
 
     def scratch(self, length: int) -> Slice:
         """Reserve `length` elements of SCRATCH."""
@@ -142,7 +74,7 @@ class PlanBuilder:
         if not source.length:
             return None
         wait = self._wait(after)
-        self._accesses[source.buffer].read(source, len(self._steps), wait)
+        self._read(source, wait)
         return self._add(Send(peer, source, self._slot(self._sent, peer, slot), self._reduced(wait)))
 
     def recv(
@@ -152,7 +84,7 @@ class PlanBuilder:
         if not target.length:
             return None
         wait = self._wait(after)
-        self._accesses[target.buffer].write(target, len(self._steps), wait)
+        self._write(target, wait)
         return self._add(Recv(peer, target, self._slot(self._received, peer, slot), self._reduced(wait)))
 
     def recv_reduce(
@@ -168,7 +100,7 @@ class PlanBuilder:
         if not target.length:
             return None
         wait = self._wait(after)
-        self._accesses[target.buffer].write(target, len(self._steps), wait)
+        self._write(target, wait)
         slot = self._slot(self._received, peer, slot)
         return self._add(RecvReduce(peer, target, slot, incoming_left, self._reduced(wait)))
 
@@ -179,8 +111,8 @@ class PlanBuilder:
         if not self._local(source, target):
             return None
         wait = self._wait(after)
-        self._accesses[source.buffer].read(source, len(self._steps), wait)
-        self._accesses[target.buffer].write(target, len(self._steps), wait)
+        self._read(source, wait)
+        self._write(target, wait)
         return self._add(Reduce(source, target, source_left, self._reduced(wait)))
 
     def copy(self, source: Slice, target: Slice, *, after: Iterable[int | None] = ()) -> int | None:
@@ -188,8 +120,8 @@ class PlanBuilder:
         if not self._local(source, target):
             return None
         wait = self._wait(after)
-        self._accesses[source.buffer].read(source, len(self._steps), wait)
-        self._accesses[target.buffer].write(target, len(self._steps), wait)
+        self._read(source, wait)
+        self._write(target, wait)
         return self._add(Copy(source, target, self._reduced(wait)))
 
     def publish(self, source: Slice, *, after: Iterable[int | None] = (), shielded: bool = False) -> int | None:
@@ -197,10 +129,11 @@ class PlanBuilder:
         if not source.length:
             return None
         wait = self._wait(after)
-        self._accesses[source.buffer].read(source, len(self._steps), wait)
+        self._read(source, wait)
         if self._last_published is not None:
             wait.add(self._last_published)  # items are put out in order
         item, self._items = self._items, self._items + 1
+        self._shares = True
         self._last_published = self._add(Publish(source, item, self._reduced(wait), shielded))
         return self._last_published
 
@@ -211,7 +144,8 @@ class PlanBuilder:
         if not target.length:
             return None
         wait = self._wait(after)
-        self._accesses[target.buffer].write(target, len(self._steps), wait)
+        self._write(target, wait)
+        self._shares = True
         return self._add(Fetch(peer, item, offset, target, self._reduced(wait)))
 
     def fetch_reduce(
@@ -228,18 +162,21 @@ class PlanBuilder:
         if not target.length:
             return None
         wait = self._wait(after)
-        self._accesses[target.buffer].write(target, len(self._steps), wait)
+        self._write(target, wait)
+        self._shares = True
         return self._add(FetchReduce(peer, item, offset, target, item_left, self._reduced(wait)))
 
     def announce(self) -> int:
         """Put out an item without elements; unlike an empty `publish` it does count."""
         item, self._items = self._items, self._items + 1
+        self._shares = True
         wait = set() if self._last_published is None else {self._last_published}
         self._last_published = self._add(Publish(NOTHING, item, self._reduced(wait)))
         return self._last_published
 
     def await_item(self, peer: int, item: int) -> int:
         """Wait for an item of `peer`, whatever is in it."""
+        self._shares = True
         return self._add(Fetch(peer, item, 0, NOTHING))
 
     def signal(self, peer: int, *, after: Iterable[int | None] = ()) -> int:
@@ -252,6 +189,57 @@ class PlanBuilder:
         slot = self._slot(self._received, peer, None)
         return self._add(Recv(peer, NOTHING, slot, self._reduced(self._wait(after))))
 
+    def rounds(self, count: int, alike: range, period: int = 1) -> Iterator[int]:
+        """Yield the numbers of `count` rounds, of which the algorithm adds the steps; but not all of them.
+
+        Rounds `alike` do the same, each a chunk further on; where places in SCRATCH take turns, each `period` of them
+        do. As soon as two of them are seen to go on alike, most of the others are left out (`plan.repeated`). The last
+        ones are built, and have to be what was to be expected. What the algorithm names in a round follows from the
+        round's number: it must count nothing itself.
+        """
+        marks = [len(self._steps)]
+        number = 0
+        while number < count:
+            yield number
+            number += 1
+            if self._gap is not None:
+                continue
+            marks.append(len(self._steps))
+            begin, spare = number - 2 * period, alike.stop - number
+            if begin < alike.start or spare <= 2 * period:
+                continue
+            middle = marks[number - period]
+            examples = self._steps[marks[begin] : middle], self._steps[middle:]
+            if repeats(*examples):
+                back = _rounds_back(examples[1], middle)
+                times = spare // period - back - 1
+                if times > 0:
+                    yield from self._far_end(number + times * period, examples, times, back, period)
+                    number += (times + back + 1) * period
+
+    def _far_end(
+        self, number: int, examples: tuple[list[Step], list[Step]], times: int, back: int, period: int
+    ) -> Iterator[int]:
+        """Leave out so many rounds before round `number`; then yield those numbers whose steps are known already.
+
+        What `back` rounds wait for is in part left out, so it is put right. One more must be right as it is.
+        """
+        first, second = examples
+        length = len(second)
+        self._gap = gap = Gap(len(self._steps), length, times)
+        self._left_out = gap.steps
+        self._items += times * sum(isinstance(step, Publish) for step in second)
+        for ahead in range(back + 1):
+            start = len(self._steps)
+            yield from range(number + ahead * period, number + (ahead + 1) * period)
+            built = self._steps[start:]
+            known = [later(*pair, times + ahead + 1, length) for pair in zip(first, second, strict=True)]
+            if ahead < back and len(built) == length:
+                for step, right in zip(built, known, strict=True):
+                    step.after = right.after
+            if built != known:
+                raise AssertionError(f"{self.collective} by {self.algorithm} says that rounds are alike which are not")
+
     def build(self, *, symmetry: Symmetry = Symmetry.NONE, block_aligned: bool = False, ordered: bool = False) -> Plan:
         """Return the plan of the steps so far.
 
@@ -263,17 +251,25 @@ class PlanBuilder:
             self.algorithm,
             self.rank,
             self.world,
-            tuple(self._steps),
+            tuple(self._steps) if self._gap is None else RepeatedSteps(tuple(self._steps), self._gap),
             self.scratch_count,
             symmetry,
             block_aligned,
             ordered,
-            int(any(isinstance(step, Publish | Fetch | FetchReduce) for step in self._steps)),
+            int(self._shares),
         )
 
     def _add(self, step: Step) -> int:
         self._steps.append(step)
-        return len(self._steps) - 1
+        return len(self._steps) + self._left_out - 1
+
+    def _read(self, piece: Slice, wait: set[int]) -> None:
+        buffer, offset, length = piece
+        self._accesses[buffer].read(offset, offset + length, len(self._steps) + self._left_out, wait)
+
+    def _write(self, piece: Slice, wait: set[int]) -> None:
+        buffer, offset, length = piece
+        self._accesses[buffer].write(offset, offset + length, len(self._steps) + self._left_out, wait)
 
     @staticmethod
     def _wait(after: Iterable[int | None]) -> set[int]:
@@ -281,10 +277,13 @@ class PlanBuilder:
 
     def _reduced(self, wait: set[int]) -> tuple[int, ...]:
         """Drop what another of them waits for already. One level only: full transitive reduction is not worth it."""
-        if len(wait) > 1:
-            implied = {earlier for step in wait for earlier in self._steps[step].after}
-            wait -= implied
-        return tuple(sorted(wait))
+        if len(wait) <= 1:
+            return tuple(wait)
+        steps, gap = self._steps, self._gap
+        implied: set[int] = set()
+        for step in wait:
+            implied.update(steps[step if gap is None or step < gap.first else step - self._left_out].after)
+        return tuple(sorted(wait - implied))
 
     @staticmethod
     def _slot(counters: dict[int, int], peer: int, slot: int | None) -> int:
@@ -301,3 +300,9 @@ class PlanBuilder:
         if source.overlaps(target):
             raise ValueError(f"{source} and {target} overlap")
         return source.length > 0
+
+
+def _rounds_back(steps: Sequence[Step], first: int) -> int:
+    """How many rounds before their own such steps wait for at most; the first of them has index `first`."""
+    earliest = min((step.after[0] for step in steps if step.after), default=first)
+    return max(1, -(-(first - earliest) // len(steps)))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from asyncdist.plan.steps import Buffer, Slice
 
-__all__ = ["Run", "cut_blocks", "cyclic_runs", "offsets", "partition", "split"]
+__all__ = ["Chunks", "Run", "cut_blocks", "cyclic_runs", "offsets", "partition", "split"]
 
 
 class Run(NamedTuple):
@@ -33,18 +33,51 @@ def offsets(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(counts, initial=0))
 
 
-def split(piece: Slice, chunk_length: int) -> tuple[Slice, ...]:
-    """Cut a slice into the fewest chunks of at most `chunk_length` elements; nothing when it is empty.
+class Chunks(Sequence[Slice]):
+    """A slice in the fewest chunks of at most `chunk_length` elements; none when it is empty.
 
-    The cut depends on the two lengths alone, so that both ends of a message cut alike.
+    They are all of one length, but for the last, which may be shorter. The cut depends on the two lengths alone, so
+    that both ends of a message cut alike. Chunks are worked out when asked for, however many there are.
     """
-    if piece.length <= chunk_length:
-        return (piece,) if piece.length else ()
-    lengths = partition(piece.length, -(-piece.length // chunk_length))
-    return tuple(
-        Slice(piece.buffer, piece.offset + start, length)
-        for start, length in zip(offsets(lengths), lengths, strict=False)
-    )
+
+    __slots__ = ("_count", "_length", "_piece")
+
+    def __init__(self, piece: Slice, chunk_length: int) -> None:
+        self._piece = piece
+        self._count = -(-piece.length // chunk_length)
+        self._length = -(-piece.length // self._count) if piece.length else chunk_length
+
+    @property
+    def alike(self) -> range:
+        """Those of the full length."""
+        return range(self._piece.length // self._length)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Slice: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Slice, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Slice | tuple[Slice, ...]:
+        if isinstance(index, slice):
+            return tuple(self[each] for each in range(*index.indices(self._count)))
+        if not -self._count <= index < self._count:
+            raise IndexError("no such chunk")
+        buffer, offset, length = self._piece
+        start = index % self._count * self._length
+        return Slice(buffer, offset + start, min(self._length, length - start))
+
+
+def split(piece: Slice, chunk_length: int) -> tuple[Slice, ...]:
+    """Return the `Chunks` of a slice, all of them at once."""
+    buffer, offset, length = piece
+    if length <= chunk_length:
+        return (piece,) if length else ()
+    step = -(-length // -(-length // chunk_length))
+    end = offset + length
+    return tuple([Slice(buffer, start, min(step, end - start)) for start in range(offset, end, step)])
 
 
 def cyclic_runs(starts: Sequence[int], first: int, blocks: int) -> tuple[Run, ...]:

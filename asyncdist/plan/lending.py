@@ -7,9 +7,10 @@ fetch the item have done so (`Publish.shielded`), the slice itself can be lent. 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
+from asyncdist.plan.repeated import RepeatedSteps
 from asyncdist.plan.steps import Buffer, Plan, Publish, Send, Step
 from asyncdist.plan.symbols import PlanError
 
@@ -40,14 +41,29 @@ class _Writes:
                 yield later
 
 
-def lendable(plan: Plan) -> frozenset[int]:
-    """Steps that publish what no later step of the plan overwrites, or only once all have read it (`shielded`)."""
+def lendable(plan: Plan) -> Container[int]:
+    """Steps that publish what no later step of the plan overwrites, or only once all have read it (`shielded`).
+
+    Of plans with repeated steps, only those that say so.
+    """
+    if isinstance(plan.steps, RepeatedSteps):
+        return _Shielded(plan.steps)
+    items = [(index, step) for index, step in enumerate(plan.steps) if isinstance(step, Publish)]
+    if all(step.shielded for _, step in items):
+        return frozenset(index for index, _ in items)
     writes = _Writes(plan)
-    return frozenset(
-        index
-        for index, step in enumerate(plan.steps)
-        if isinstance(step, Publish) and (step.shielded or next(writes.over(index, step), None) is None)
-    )
+    return frozenset(index for index, step in items if step.shielded or next(writes.over(index, step), None) is None)
+
+
+class _Shielded(Container[int]):
+    """Steps that call what they publish shielded."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps = steps
+
+    def __contains__(self, index: object) -> bool:
+        assert isinstance(index, int)
+        return _claims(self._steps[index])
 
 
 def _claims(step: Step) -> TypeGuard[Publish]:
@@ -65,17 +81,8 @@ def check_shielded(plans: Sequence[Plan], bases: Sequence[int], fetchers: Mappin
     ]
     if not claiming:
         return
-    published = {fetch: publish for publish, fetches in fetchers.items() for fetch in fetches}
     nodes = [rank for rank, plan in enumerate(plans) for _ in plan.steps]
-
-    def earlier(number: int) -> Iterator[int]:
-        """Steps that are over when `number` begins, those that show it soonest first."""
-        if number in published:
-            yield published[number]
-        rank = nodes[number]
-        for other in plans[rank].steps[number - bases[rank]].after:
-            yield bases[rank] + other
-
+    earlier = _earlier(plans, bases, fetchers)
     for rank in claiming:
         plan = plans[rank]
         writes = _Writes(plan)
@@ -87,13 +94,25 @@ def check_shielded(plans: Sequence[Plan], bases: Sequence[int], fetchers: Mappin
                 seen = {bases[rank] + later}
                 ahead = [bases[rank] + later]
                 while ahead and missing:
-                    for other in earlier(ahead.pop()):
-                        if other not in seen:
-                            seen.add(other)
-                            missing.discard(other)
-                            ahead.append(other)
+                    new = earlier[ahead.pop()] - seen
+                    seen |= new
+                    missing -= new
+                    ahead += new
                 if missing:
                     raise PlanError(
                         f"rank {rank} says that step {index} is shielded, but its step {later} may overwrite the item "
                         f"before ranks {sorted({nodes[fetch] for fetch in missing})} have read it"
                     )
+
+
+def _earlier(plans: Sequence[Plan], bases: Sequence[int], fetchers: Mapping[int, Sequence[int]]) -> list[frozenset[int]]:
+    """By step: those that are over when it begins."""
+    published = {fetch: publish for publish, fetches in fetchers.items() for fetch in fetches}
+    earlier = []
+    for base, plan in zip(bases, plans, strict=False):
+        for number, step in enumerate(plan.steps, base):
+            over = [base + other for other in step.after]
+            if number in published:
+                over.append(published[number])
+            earlier.append(frozenset(over))
+    return earlier

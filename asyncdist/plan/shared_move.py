@@ -15,8 +15,10 @@ copies in while another copies out. With p ranks, a vector of m bytes and b seco
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import offsets, split
+from asyncdist.plan.chunks import Chunks, offsets
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
@@ -26,12 +28,12 @@ __all__ = ["all_gather", "all_to_all", "barrier", "broadcast", "gather", "scatte
 def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """The root publishes chunk after chunk, the others copy them."""
     builder = PlanBuilder("broadcast", "shared", rank, problem.world)
-    for item, piece in enumerate(split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)):
-        if rank == problem.root:
-            if problem.world > 1:
-                builder.publish(piece)
-        else:
-            builder.fetch(problem.root, item, 0, piece)
+    chunks = Chunks(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
+    for item in builder.rounds(len(chunks), chunks.alike):
+        if rank != problem.root:
+            builder.fetch(problem.root, item, 0, chunks[item])
+        elif problem.world > 1:
+            builder.publish(chunks[item], shielded=True)
     return builder.build()
 
 
@@ -40,11 +42,11 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     builder = PlanBuilder("all_gather", "shared", rank, problem.world)
     world = problem.world
     blocks = _blocks(Buffer.OUTPUT, problem.counts, chunk_length)
-    own = split(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
-    for chunk in range(max(map(len, blocks))):
+    own = Chunks(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
+    for chunk in builder.rounds(max(map(len, blocks)), _alike(blocks)):
         if chunk < len(own):
             if world > 1:
-                builder.publish(own[chunk])
+                builder.publish(own[chunk], shielded=True)
             builder.copy(own[chunk], blocks[rank][chunk])
         for distance in range(1, world):
             peer = (rank + distance) % world
@@ -57,12 +59,12 @@ def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone but the root publishes its block, the root copies them."""
     builder = PlanBuilder("gather", "shared", rank, problem.world)
     blocks = _blocks(Buffer.OUTPUT, problem.counts, chunk_length)
-    own = split(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
+    own = Chunks(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
     if rank != problem.root:
-        for piece in own:
-            builder.publish(piece)
+        for chunk in builder.rounds(len(own), own.alike):
+            builder.publish(own[chunk], shielded=True)
         return builder.build(block_aligned=True)
-    for chunk in range(max(map(len, blocks))):
+    for chunk in builder.rounds(max(map(len, blocks)), _alike(blocks)):
         if chunk < len(own):
             builder.copy(own[chunk], blocks[rank][chunk])
         for peer, block in enumerate(blocks):
@@ -76,14 +78,15 @@ def scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     builder = PlanBuilder("scatter", "shared", rank, problem.world)
     root = problem.root
     blocks = _blocks(Buffer.INPUT, problem.counts, chunk_length)
-    own = split(Slice(Buffer.OUTPUT, 0, problem.counts[rank]), chunk_length)
-    item = 0
-    for chunk in range(max(map(len, blocks))):
+    own = Chunks(Slice(Buffer.OUTPUT, 0, problem.counts[rank]), chunk_length)
+    others = [blocks[(root + distance) % problem.world] for distance in range(1, problem.world)]
+    for chunk in builder.rounds(max(map(len, blocks)), _alike(blocks)):
+        item = sum(min(chunk, len(block)) for block in others)
         for distance in range(1, problem.world):
             peer = (root + distance) % problem.world
             if chunk < len(blocks[peer]):
                 if rank == root:
-                    builder.publish(blocks[peer][chunk])
+                    builder.publish(blocks[peer][chunk], shielded=True)
                 elif rank == peer:
                     builder.fetch(root, item, 0, own[chunk])
                 item += 1
@@ -99,9 +102,9 @@ def all_to_all(problem: Problem, rank: int, chunk_length: int) -> Plan:
     counts = problem.counts * world
     sources = _blocks(Buffer.INPUT, counts, chunk_length)
     targets = _blocks(Buffer.OUTPUT, counts, chunk_length)
-    for chunk in range(len(sources[0])):
+    for chunk in builder.rounds(len(sources[0]), sources[0].alike):
         for distance in range(1, world):
-            builder.publish(sources[(rank + distance) % world][chunk])
+            builder.publish(sources[(rank + distance) % world][chunk], shielded=True)
         builder.copy(sources[rank][chunk], targets[rank][chunk])
         for distance in range(1, world):
             peer = (rank - distance) % world
@@ -120,7 +123,12 @@ def barrier(problem: Problem, rank: int, chunk_length: int) -> Plan:
     return builder.build()
 
 
-def _blocks(buffer: Buffer, counts: tuple[int, ...], chunk_length: int) -> list[tuple[Slice, ...]]:
+def _blocks(buffer: Buffer, counts: tuple[int, ...], chunk_length: int) -> list[Chunks]:
     return [
-        split(Slice(buffer, start, count), chunk_length) for start, count in zip(offsets(counts), counts, strict=False)
+        Chunks(Slice(buffer, start, count), chunk_length) for start, count in zip(offsets(counts), counts, strict=False)
     ]
+
+
+def _alike(blocks: Sequence[Chunks]) -> range:
+    """Chunks that are of the full length in every block that has any."""
+    return min((block.alike for block in blocks if len(block)), key=len, default=range(0))

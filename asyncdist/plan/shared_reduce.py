@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import partition, split
+from asyncdist.plan.chunks import Chunks, partition
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.slices import Slices
 from asyncdist.plan.steps import Buffer, Plan, Slice
@@ -51,9 +51,10 @@ PARTIAL_SUMS: Final = 2
 def all_reduce_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone publishes its vector and folds all of them."""
     builder = PlanBuilder("all_reduce", "shared_direct", rank, problem.world)
-    pieces = split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
+    pieces = Chunks(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
     room = _room(builder, pieces, rank)
-    for item, piece in enumerate(pieces):
+    for item in builder.rounds(len(pieces), pieces.alike, len(room) or 1):
+        piece = pieces[item]
         if problem.world > 1:
             builder.publish(piece)
         _fold(builder, piece, item, rank, problem.world, room)
@@ -63,9 +64,11 @@ def all_reduce_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
 def reduce_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone but the root publishes its vector, the root folds all."""
     builder = PlanBuilder("reduce", "shared_direct", rank, problem.world)
-    for item, piece in enumerate(split(Slice(Buffer.INPUT, 0, problem.total), chunk_length)):
+    pieces = Chunks(Slice(Buffer.INPUT, 0, problem.total), chunk_length)
+    for item in builder.rounds(len(pieces), pieces.alike):
+        piece = pieces[item]
         if rank != problem.root:
-            builder.publish(piece)
+            builder.publish(piece, shielded=True)
         else:
             target = Slice(Buffer.OUTPUT, piece.offset, piece.length)
             _fold_input(builder, piece, target, rank, [item] * problem.world)
@@ -75,11 +78,12 @@ def reduce_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
 def scan_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """scan and exscan: everyone publishes its vector and folds those of the ranks before it."""
     builder = PlanBuilder(problem.collective, "shared_direct", rank, problem.world)
-    pieces = split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
+    pieces = Chunks(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
     room = _room(builder, pieces, rank) if problem.collective == "scan" else ()
-    for item, piece in enumerate(pieces):
+    for item in builder.rounds(len(pieces), pieces.alike, len(room) or 1):
+        piece = pieces[item]
         if rank < problem.world - 1:
-            builder.publish(piece)
+            builder.publish(piece, shielded=rank == 0)
         if problem.collective == "scan":
             _fold(builder, piece, item, rank, rank + 1, room)
         elif rank:
@@ -94,7 +98,7 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     builder = PlanBuilder("all_reduce", "shared", rank, problem.world)
     world = problem.world
     slices = Slices(partition(problem.total, world), chunk_length, LOOKAHEAD)
-    for chunk in range(slices.chunks + LOOKAHEAD):
+    for chunk in builder.rounds(slices.chunks + LOOKAHEAD, slices.alike):
         if chunk < slices.chunks:
             _publish_inputs(builder, slices, Buffer.OUTPUT, rank, chunk)
         if chunk < LOOKAHEAD:
@@ -105,7 +109,7 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
             for distance in range(1, world):
                 peer = (rank - distance) % world  # in the order in which they are published
                 builder.fetch_reduce(peer, slices.input_item(peer, rank, done), 0, own, item_left=False)
-            builder.publish(own)
+            builder.publish(own, shielded=True)
         _fetch_results(builder, slices, rank, done)
     return builder.build()
 
@@ -116,7 +120,7 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     slices = Slices(partition(problem.total, problem.world), chunk_length, LOOKAHEAD, problem.root)
     kept = min(RESULTS, slices.chunks)
     room = builder.scratch(slices.longest * kept if rank != problem.root else 0)
-    for chunk in range(slices.chunks + LOOKAHEAD):
+    for chunk in builder.rounds(slices.chunks + LOOKAHEAD, slices.alike, 1 if rank == problem.root else kept):
         if chunk < slices.chunks:
             _publish_inputs(builder, slices, Buffer.INPUT, rank, chunk)
         if chunk < LOOKAHEAD:
@@ -138,7 +142,7 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone publishes the others' blocks and folds its own, chunk after chunk."""
     builder = PlanBuilder("reduce_scatter", "shared", rank, problem.world)
     blocks = Slices(problem.counts, chunk_length)
-    for chunk in range(blocks.chunks):
+    for chunk in builder.rounds(blocks.chunks, blocks.alike):
         _publish_inputs(builder, blocks, Buffer.INPUT, rank, chunk)
         own = blocks.piece(Buffer.INPUT, rank, chunk)
         target = Slice(Buffer.OUTPUT, own.offset - blocks.starts[rank], own.length)
@@ -150,7 +154,7 @@ def _room(builder: PlanBuilder, pieces: Sequence[Slice], rank: int) -> tuple[Sli
     """Where ranks with several below them fold those: our own operand goes between theirs and the others'."""
     if rank < 2 or not pieces:
         return ()
-    return tuple(builder.scratch(pieces[0].length) for _ in pieces[:PARTIAL_SUMS])
+    return tuple(builder.scratch(pieces[0].length) for _ in range(min(PARTIAL_SUMS, len(pieces))))
 
 
 def _fold(builder: PlanBuilder, piece: Slice, item: int, rank: int, ranks: int, room: tuple[Slice, ...]) -> None:
@@ -173,12 +177,12 @@ def _fold(builder: PlanBuilder, piece: Slice, item: int, rank: int, ranks: int, 
 def _publish_inputs(builder: PlanBuilder, slices: Slices, buffer: Buffer, rank: int, chunk: int) -> None:
     """Publish a chunk of everyone else's part, that of the next rank first.
 
-    OUTPUT is shielded: what overwrites such a chunk is its result, which the other rank puts out once it has read ours.
+    What overwrites such a chunk of OUTPUT is its result, which the other rank puts out once it has read ours.
     """
     world = len(slices.counts)
     for distance in range(1, world):
         piece = slices.piece(buffer, (rank + distance) % world, chunk)
-        builder.publish(piece, shielded=buffer is Buffer.OUTPUT)
+        builder.publish(piece, shielded=True)
 
 
 def _fetch_results(builder: PlanBuilder, slices: Slices, rank: int, chunk: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from asyncdist.plan.chunks import offsets, partition
+from asyncdist.plan.chunks import offsets
 from asyncdist.plan.steps import Buffer, Slice
 
 __all__ = ["Slices"]
@@ -28,27 +28,35 @@ class Slices:
         self.counts = counts
         self.starts = offsets(counts)
         self.chunks = max(1, -(-max(counts) // chunk_length))
+        self.longest = -(-max(counts) // self.chunks)
+        """Elements of the longest chunk."""
         self._world = len(counts)
         self._lookahead = lookahead
         self._root = root
-        self._cuts = {count: offsets(partition(count, self.chunks)) for count in set(counts)}
         self._least = min(counts)
-        self._before = offsets([self._with_elements(chunk) for chunk in range(self.chunks)])
+        self._full = self._least > (self.chunks - 1) * self.longest
+        """Whether all chunks are of the full length, but for the last one of each part."""
+        least = self._least
+        self._before = () if least >= self.chunks else offsets([self._with_elements(n) for n in range(self.chunks)])
         self._ranks_before: dict[int, tuple[int, ...]] = {}
 
     @property
-    def longest(self) -> int:
-        """Elements of the longest chunk."""
-        return -(-max(self.counts) // self.chunks)
+    def alike(self) -> range:
+        """Chunks that are as long as the first in every part, and before and behind which as many items are put out."""
+        first = 0 if self._lookahead is None else 2 * self._lookahead
+        if self._full:
+            return range(first, self._least // self.longest)
+        return range(first, min(count % self.chunks or self.chunks for count in self.counts))
 
     def piece(self, buffer: Buffer, part: int, chunk: int) -> Slice:
         """A chunk of a part; perhaps without elements."""
-        cuts = self._cuts[self.counts[part]]
-        return Slice(buffer, self.starts[part] + cuts[chunk], cuts[chunk + 1] - cuts[chunk])
+        count = self.counts[part]
+        start = self._start(count, chunk)
+        return Slice(buffer, self.starts[part] + start, self._start(count, chunk + 1) - start)
 
     def input_item(self, rank: int, to: int, chunk: int) -> int:
         """Number of the item that is a chunk of the part of rank `to`, published by another rank."""
-        number = self._before[chunk] - min(chunk, self.counts[rank])
+        number = self._items_before(chunk) - min(chunk, self.counts[rank])
         if self._lookahead is not None and rank != self._root:
             number += min(max(0, chunk - self._lookahead), self.counts[rank])
         if chunk < self._least:
@@ -65,7 +73,18 @@ class Slices:
         """Number of the item that is a chunk of the rank's result."""
         assert self._lookahead is not None
         inputs = min(chunk + self._lookahead + 1, self.chunks)
-        return self._before[inputs] - min(inputs, self.counts[rank]) + chunk
+        return self._items_before(inputs) - min(inputs, self.counts[rank]) + chunk
+
+    def _start(self, count: int, chunk: int) -> int:
+        """Where a chunk begins in a part of `count` elements; of too short ones, as even a cut as there is."""
+        if self._full:
+            return min(chunk * self.longest, count)
+        quotient, remainder = divmod(count, self.chunks)
+        return chunk * quotient + min(chunk, remainder)
+
+    def _items_before(self, chunk: int) -> int:
+        """Chunks with elements of all parts that come before this one."""
+        return chunk * self._world if chunk <= self._least else self._before[chunk]
 
     def _with_elements(self, chunk: int) -> int:
         """Parts of which a chunk has elements: where there are fewer elements than chunks, the first ones have one."""

@@ -3,6 +3,9 @@
 A plan is a directed acyclic graph of steps over slices of three buffers. It is a pure value: it knows neither arrays
 nor connections, so the same plan is executed (`executor.runner`), proven (`plan.verify`) and timed (`plan.simulate`).
 
+Steps are values too: nobody changes one that is in a plan. They are not frozen, since they would take three times as
+long to make, and a plan may have a thousand.
+
 Offsets and counts are in elements, so that one plan serves every dtype. Peers are group ranks. A message is named by
 (source rank, destination rank, slot): both ends derive the slot from the algorithm alone, and no two messages between
 two ranks in one plan share it. Where all ranks share memory, data may also be published, and fetched by who needs it.
@@ -11,6 +14,7 @@ two ranks in one plan share it. Where all ranks share memory, data may also be p
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
@@ -60,7 +64,7 @@ class Slice(NamedTuple):
         return self.buffer == other.buffer and self.offset < other.end and other.offset < self.end
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Send:
     """Send `source` to `peer`. Done when the slice may be overwritten."""
 
@@ -70,7 +74,7 @@ class Send:
     after: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Recv:
     """Receive into `target` from `peer`."""
 
@@ -80,7 +84,7 @@ class Recv:
     after: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class RecvReduce:
     """Receive from `peer`, reduced: target = incoming op target if `incoming_left`, else target op incoming."""
 
@@ -91,7 +95,7 @@ class RecvReduce:
     after: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Reduce:
     """Locally: target = source op target if `source_left`, else target op source."""
 
@@ -101,7 +105,7 @@ class Reduce:
     after: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Copy:
     """Locally: target = source."""
 
@@ -110,15 +114,15 @@ class Copy:
     after: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Publish:
     """Put `source` where all ranks can read it, as this rank's next item. Done when the slice may be overwritten.
 
     Items are numbered from 0 in the order of the steps, and are put out in that order. Whoever puts items out may have
     to wait until all ranks have read earlier ones: memory for them is bounded.
 
-    `shielded`: by what the plans of all ranks wait for, whoever reads the item has read it before a later step here
-    overwrites the slice. Then, and where no later step does, the others may read the slice itself instead of a copy.
+    `shielded`: no later step here overwrites the slice, or, by what the plans of all ranks wait for, whoever reads the
+    item has read it by then. So the others may read the slice itself instead of a copy.
     """
 
     source: Slice
@@ -127,7 +131,7 @@ class Publish:
     shielded: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Fetch:
     """Copy into `target` from `peer`'s item, beginning at element `offset` of it. `peer` is another rank."""
 
@@ -138,7 +142,7 @@ class Fetch:
     after: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class FetchReduce:
     """Fetch, reduced: target = item op target if `item_left`, else target op item."""
 
@@ -178,7 +182,8 @@ class Plan:
     algorithm: str
     rank: int
     world: int
-    steps: tuple[Step, ...]
+    steps: Sequence[Step]
+    """A tuple, or worked out where most are alike (`plan.repeated`)."""
     scratch_count: int = NO_SCRATCH
     symmetry: Symmetry = Symmetry.NONE
     block_aligned: bool = False
