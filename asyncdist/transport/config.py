@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 from asyncdist.deadline import DEFAULT_TIMEOUT_S
 from asyncdist.spinning import DEFAULT_SPIN_US, spin_us_from_environ
 from asyncdist.transport.host_memory import DEFAULT_SHARED_BYTES
+from asyncdist.transport.keepalive import DEFAULT_KEEPALIVE_S, keepalive_from_environ
 from asyncdist.transport.socket_dir import check_directory
 
 __all__ = [
@@ -52,6 +53,7 @@ class TransportConfig:
     spin_us: float = DEFAULT_SPIN_US
     shared_bytes: int = DEFAULT_SHARED_BYTES
     arrays_bytes: int | None = None
+    keepalive_s: float = DEFAULT_KEEPALIVE_S
 
     @property
     def shares_memory(self) -> bool:
@@ -87,6 +89,7 @@ class TransportConfig:
             spin_us=spin_us_from_environ(environ),
             shared_bytes=_bytes_from_environ(environ, "ASYNCDIST_SHM_BYTES", DEFAULT_SHARED_BYTES),
             arrays_bytes=_bytes_from_environ(environ, "ASYNCDIST_EMPTY_BYTES", None),
+            keepalive_s=keepalive_from_environ(environ),
         )
 
 

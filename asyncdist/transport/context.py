@@ -9,6 +9,7 @@ from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.hello import Identity
 from asyncdist.transport.host_memory import HostMemory
+from asyncdist.transport.keepalive import KeepaliveWatch
 from asyncdist.transport.neighbors import Neighbors
 
 __all__ = ["MeshContext"]
@@ -16,7 +17,7 @@ __all__ = ["MeshContext"]
 
 @dataclass(frozen=True, slots=True)
 class MeshContext:
-    """The loop, who we are, how to connect, the descriptors we own, this host's id, and what we share on it."""
+    """The loop, who we are, how to connect, our descriptors, this host's id, and what is known of it and of others."""
 
     loop: asyncio.AbstractEventLoop
     identity: Identity
@@ -25,3 +26,4 @@ class MeshContext:
     host_id: str
     memory: HostMemory
     neighbors: Neighbors
+    keepalive: KeepaliveWatch

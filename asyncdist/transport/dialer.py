@@ -302,7 +302,7 @@ class _Attempt:
         try:
             self._sock = self._context.sockets.add(socket.socket(self._target.family, socket.SOCK_STREAM))
             self._sock.setblocking(False)
-            set_stream_options(self._sock)
+            set_stream_options(self._sock, self._context.config.keepalive_s)
             code = self._sock.connect_ex(self._target.address)
         except (OSError, ValueError, OverflowError) as error:
             failure = error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error))

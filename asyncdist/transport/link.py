@@ -267,6 +267,8 @@ class Link:
         connection = StreamConnection(context.loop, context.sockets, sock, self.core, self.label, self._ended)
         if on_this_host(sock):
             context.neighbors.add(connection.poll, crowded=lives_here(context.identity.world_id, self.rank))
+        else:
+            context.keepalive.add(connection, sock, self.break_off)
         return connection
 
     def _start_connection(self) -> None:
@@ -315,6 +317,7 @@ class Link:
             connection.abort()
             if isinstance(connection, StreamConnection):
                 self._context.neighbors.remove(connection.poll)
+                self._context.keepalive.remove(connection)
         self.core.fail(error)
 
     def _stop_connecting(self) -> None:

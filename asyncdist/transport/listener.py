@@ -153,7 +153,7 @@ class Listener:
         sock.setblocking(False)
         label = f"tcp {endpoint_text(address[:2])}" if isinstance(address, tuple) else f"unix {unix_text(self._unix)}"
         try:
-            set_stream_options(sock)
+            set_stream_options(sock, self._context.config.keepalive_s)
             itself = sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername()
         except OSError:
             itself = True  # gone before it was accepted: as useless as a socket connected to itself

@@ -16,6 +16,7 @@ from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.handshake import Handshake
 from asyncdist.transport.hello import Identity, ListenerHello
 from asyncdist.transport.host_memory import HostMemory
+from asyncdist.transport.keepalive import KeepaliveWatch
 from asyncdist.transport.link import Link, LinkState
 from asyncdist.transport.listener import Listener
 from asyncdist.transport.loopback import LoopbackConnection
@@ -64,6 +65,7 @@ class Mesh(BaseMesh):
             host_id(config.socket_dir),
             HostMemory(loop, sockets, config.shared_bytes, config.arrays_bytes if config.shares_memory else 0),
             Neighbors(),
+            KeepaliveWatch(loop, config.keepalive_s),
         )
         settle(self._context.identity)
         self.memory = self._context.memory

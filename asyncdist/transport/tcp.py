@@ -9,36 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from asyncdist.errors import ClosedError
 from asyncdist.transport.connection import MAX_CALL_FRAMES, Connection
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.frame import MAX_CALL_BYTES
+from asyncdist.transport.keepalive import set_keepalive
 from asyncdist.transport.peer import PeerCore
 
 __all__ = ["StreamConnection", "set_stream_options"]
 
-KEEPALIVE_IDLE_S: Final = 15
-KEEPALIVE_INTERVAL_S: Final = 5
-KEEPALIVE_PROBES: Final = 6
-"""A silent peer whose host is gone is noticed after 15 + 6 * 5 = 45 s. TCP_USER_TIMEOUT is left alone on purpose: it
-also ends connections to a live peer whose receive window stays closed, and a rank that computes for minutes without
-returning to its loop, with a large receive posted, looks just like that."""
 
-
-def set_stream_options(sock: socket.socket) -> None:
+def set_stream_options(sock: socket.socket, keepalive_s: float) -> None:
     """Prepare a TCP socket for frames: no Nagle delay, and probes that notice a dead host. Nothing to do for Unix."""
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    idle: int = getattr(socket, "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE")
-    sock.setsockopt(socket.IPPROTO_TCP, idle, KEEPALIVE_IDLE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    set_keepalive(sock, keepalive_s)
 
 
 class StreamConnection(Connection):

@@ -200,7 +200,7 @@ async def test_address_that_cannot_be_bound() -> None:
 
 async def test_tcp_options() -> None:
     with socket.socket() as sock:
-        set_stream_options(sock)
+        set_stream_options(sock, 30)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
