@@ -106,6 +106,10 @@ class FilteredLog:
         """Who writes the file."""
         return self._file.thread
 
+    def concerns(self, text: bytes) -> bool:
+        """Whether any of the lines in `text` may count: most output need not be cut into lines."""
+        return any(needle in text for needle in self._needles)
+
     def write(self, lines: Iterable[bytes], prefix_bytes: int) -> None:
         """Queue those of the lines that count; what is found in their first `prefix_bytes` does not."""
         self._file.write(

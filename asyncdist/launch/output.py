@@ -194,7 +194,7 @@ class StreamPump:
     def _show(self, lines: bytes) -> None:
         if self._writer is not None:
             self._writer.write(lines)
-        if self._filtered is not None:
+        if self._filtered is not None and self._filtered.concerns(lines):
             self._filtered.write(_LINE.findall(lines), self._prefix_bytes)
 
     def _pause_if_full(self) -> bool:

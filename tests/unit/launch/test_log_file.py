@@ -130,8 +130,8 @@ async def test_a_slow_disk_stops_the_pump_and_loses_nothing(tmp_path: Path) -> N
     file = LogFile(tmp_path / "x.log", thread, Errors().tell)
     reader, writer = os.pipe()
     pump = StreamPump(reader, b"", None, file)
-    thread.put(lambda data: os.read(gate[0], 1), b"xx")  # the disk hangs
     gate = os.pipe()
+    thread.put(lambda data: os.read(gate[0], 1), b"xx")  # the disk hangs
     os.write(writer, b"much\n")
     pump._readable()
     pump._readable()
