@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import random
 import time
@@ -125,8 +124,11 @@ class Round:
                 await _all_ended(watching, "watchers")
             for lease in leases:
                 if not lease.lost:
-                    with contextlib.suppress(*([DistStoreError] if self.mode.forgets else [])):  # it is not known yet
+                    try:
                         await lease.revoke()
+                    except DistStoreError as error:
+                        if not self.mode.forgets:  # else it is not known yet
+                            self.findings.problems.append(f"{lease!r} could not be revoked: {error}")
             self.findings.cuts = proxy.cuts + gentle.cuts
         return self._judge()
 

@@ -14,9 +14,15 @@ A batch consists of sections (kind, namespace, rows), in this order, rows being
     QUEUES     (key, number of the first item, of the one after the last); both 0 if the queue is gone
     ITEMS      (key, number, item)
     LEASES     (lease id, ttl in seconds, the client it is bound to or None); ttl None if the lease is gone
-    HOLDS      (prefix, time to linger in seconds, [lease id...], (job, least, most) or None); linger None if it is gone
+    HOLDS      (prefix, time to linger in seconds, None, (job, least, most) or None); linger None if it is gone. Up to
+               format 2 the ids of all leases that held it stood in the third place
     HISTORIES  (prefix, floor, for how many steps of time nobody has watched); floor None if it is gone
     EVENTS     (prefix, revision, kind, key, value)
+    TAKEN      (client id, [(request id, queue)...]), whose item is in that reply and goes back if the client is lost;
+               None if it does no longer
+    HOLDERS    (prefix, lease id, whether that lease holds it)
+
+The last two came with format 3, PIECES with format 2.
 """
 
 from __future__ import annotations
@@ -42,6 +48,8 @@ HOLDS: Final = 7
 HISTORIES: Final = 8
 EVENTS: Final = 9
 PIECES: Final = 10
+TAKEN: Final = 11
+HOLDERS: Final = 12
 
 CLEAN: Final = 1
 """Flag of a batch: the store stopped after it, nothing is missing."""
@@ -118,8 +126,9 @@ class BatchMaker:
         keep_from = self._clean()
         clients, changes.clients = changes.clients, {}
         replies, changes.replies = changes.replies, {}
+        taken, changes.taken = changes.taken, {}
         touched, changes.touched = changes.touched, []
-        changes.dirty = False
+        changes.dirty = changes.late = False
         sections: list[Section] = []
         if clients:
             sections.append((CLIENTS, "", list(clients.items())))
@@ -130,6 +139,8 @@ class BatchMaker:
             # Of a reply the id is enough.
             ids = [row[0] for row in rows] if kind == CLIENTS else [(who, [r[0] for r in said]) for who, said in rows]
             subjects.append((kind, "", ids))
+        if taken:  # said again with their replies
+            sections.append((TAKEN, "", [(who, list(items.items())) for who, items in taken.items()]))
         for each in touched:
             self._take_namespace(each, sections, subjects)
         parts = _cut(sections)
@@ -172,6 +183,7 @@ class BatchMaker:
         tables: tuple[tuple[int, set[Any], Callable[[Namespace, Any], Any]], ...] = (
             (LEASES, changes.leases, _lease_row),
             (HOLDS, changes.holds, _hold_row),
+            (HOLDERS, changes.holders, _holder_row),
             (HISTORIES, changes.histories, _history_row),
         )
         for kind, ids, row_of in tables:
@@ -219,6 +231,9 @@ class BatchMaker:
             if client is not None:
                 for reply in client.replies_to_resume(tuple(request_ids)).values():
                     changes.reply(client_id, reply)
+                    key, there = client.taken.get(reply[0], (b"", False))
+                    if there:
+                        changes.took(client_id, reply[0], key)
 
     def _say_again(self, kind: int, name: str, ids: list[Any], first_row: int) -> None:
         namespace = self._engine.namespaces.get(name)
@@ -263,6 +278,12 @@ def _note_holds(namespace: Namespace, changes: NamespaceChanges, prefixes: list[
             changes.hold(prefix)
 
 
+def _note_holders(namespace: Namespace, changes: NamespaceChanges, holders: list[tuple[bytes, int]]) -> None:
+    for prefix, lease_id in holders:
+        if _holds(namespace, prefix, lease_id):
+            changes.holder(prefix, lease_id)
+
+
 def _note_histories(namespace: Namespace, changes: NamespaceChanges, prefixes: list[bytes]) -> None:
     for prefix in prefixes:
         if prefix in namespace.histories:
@@ -273,6 +294,7 @@ _NOTE: Final[dict[int, Callable[[Namespace, NamespaceChanges, list[Any]], None]]
     QUEUES: _note_queues,
     LEASES: _note_leases,
     HOLDS: _note_holds,
+    HOLDERS: _note_holders,
     HISTORIES: _note_histories,
 }
 
@@ -297,17 +319,21 @@ def _lease_row(namespace: Namespace, lease_id: int) -> tuple[int, float | None, 
     return lease_id, lease.ttl_s, lease.owner if isinstance(lease.owner, bytes) else None
 
 
-def _hold_row(namespace: Namespace, prefix: bytes) -> tuple[bytes, float | None, list[int], Any]:
+def _hold_row(namespace: Namespace, prefix: bytes) -> tuple[bytes, float | None, None, Any]:
     hold = namespace.holds.get(prefix)
     if hold is None:
-        return prefix, None, [], None
+        return prefix, None, None, None
     job = hold.job
-    return (
-        prefix,
-        hold.linger_s,
-        sorted(lease.lease_id for lease in hold.leases),
-        None if job is None else (job.name, job.least, job.most),
-    )
+    return prefix, hold.linger_s, None, None if job is None else (job.name, job.least, job.most)
+
+
+def _holder_row(namespace: Namespace, holder: tuple[bytes, int]) -> tuple[bytes, int, bool]:
+    return *holder, _holds(namespace, *holder)
+
+
+def _holds(namespace: Namespace, prefix: bytes, lease_id: int) -> bool:
+    hold, lease = namespace.holds.get(prefix), namespace.leases.get(lease_id)
+    return hold is not None and lease in hold.leases
 
 
 def _history_row(namespace: Namespace, prefix: bytes) -> tuple[bytes, int | None, int]:

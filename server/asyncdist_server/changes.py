@@ -7,6 +7,8 @@ at all.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from asyncdist_server.history import Event
 
 Reply = tuple[int, int, object]
@@ -20,6 +22,7 @@ class NamespaceChanges:
         "bounds",
         "events",
         "histories",
+        "holders",
         "holds",
         "homes",
         "items",
@@ -41,6 +44,7 @@ class NamespaceChanges:
         self.items: dict[tuple[bytes, int], bytes] = {}
         self.leases: set[int] = set()
         self.holds: set[bytes] = set()
+        self.holders: set[tuple[bytes, int]] = set()
         self.histories: set[bytes] = set()
         self.events: list[tuple[bytes, Event]] = []
         # These two stay from batch to batch: the batch that holds a key's newest record, and the numbers of the first
@@ -119,8 +123,14 @@ class NamespaceChanges:
             self._touch()
 
     def hold(self, prefix: bytes) -> None:
-        """Note that a hold, or the job it stands for, changed."""
+        """Note that a hold, or the job it stands for, changed, but for who holds it."""
         self.holds.add(prefix)
+        if not self.touched:
+            self._touch()
+
+    def holder(self, prefix: bytes, lease_id: int) -> None:
+        """Note that a lease holds a prefix now, or no longer."""
+        self.holders.add((prefix, lease_id))
         if not self.touched:
             self._touch()
 
@@ -140,7 +150,7 @@ class NamespaceChanges:
 class ChangeLog:
     """What changed in all namespaces of a store, and which replies its clients may ask for again."""
 
-    __slots__ = ("_excluded_prefix", "clients", "dirty", "known", "namespaces", "replies", "touched")
+    __slots__ = ("_excluded_prefix", "clients", "dirty", "known", "late", "namespaces", "replies", "taken", "touched")
 
     def __init__(self, excluded_prefix: str) -> None:
         self._excluded_prefix = excluded_prefix
@@ -149,8 +159,14 @@ class ChangeLog:
         self.clients: dict[bytes, str | None] = {}  # the namespace of who came, None for who is forgotten
         self.known: set[bytes] = set()  # clients of which the journal knows
         self.replies: dict[bytes, list[Reply]] = {}
+        # Of the replies that carry an item of a queue, by request id: the queue where it goes back if the client is
+        # lost, None if it does no longer.
+        self.taken: dict[bytes, dict[int, bytes | None]] = {}
         self.dirty = False
         """Whether anything changed that must be in the journal before a client learns of it."""
+        self.late = False
+        """Whether anything changed that nobody waits for: it is in the journal before whatever is said next, and soon
+        if nothing is."""
 
     def of(self, name: str) -> NamespaceChanges | None:
         """Return where changes of a namespace are noted, None if it is not in the journal."""
@@ -188,3 +204,12 @@ class ChangeLog:
         else:
             replies.append(reply)
         self.dirty = True
+
+    def took(self, client_id: bytes, request_id: int, key: bytes) -> None:
+        """Note, beside its reply, that a request took an item of the queue `key`."""
+        self.taken.setdefault(client_id, {})[request_id] = key
+
+    def let_go(self, client_id: bytes, request_ids: Iterable[int]) -> None:
+        """Note that the items of these replies stay with the client, are back in their queue, or have none any more."""
+        self.taken.setdefault(client_id, {}).update(dict.fromkeys(request_ids))
+        self.late = True

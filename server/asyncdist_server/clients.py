@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from asyncdist_server.changes import ChangeLog
@@ -107,6 +107,8 @@ class Client:
                 self.unsent_bytes += value_bytes(reply[2])
             if self.changes is not None and self.client_id is not None:
                 self.changes.reply(self.client_id, reply)
+                if reply[0] in self.taken:
+                    self.changes.took(self.client_id, reply[0], self.taken[reply[0]][0])
 
     def frames_sent(self, count: int) -> int:
         """Note that all replies so far are in frames given to the client, `count` of them new.
@@ -147,8 +149,7 @@ class Client:
             freed += frame_bytes
             self.remembered -= len(replies)
             if self.taken:
-                for reply in replies:
-                    self.taken.pop(reply[0], None)
+                self._let_go([reply[0] for reply in replies if self.taken.pop(reply[0], None) is not None])
         self.remembered_bytes -= freed
         self.careful = bool(self.replay) or self.remembered > self.in_flight
         return freed
@@ -188,9 +189,19 @@ class Client:
 
     def forget_items(self, belongs: Callable[[bytes], bool]) -> None:
         """Note that the queues for whose name `belongs` is true are gone: nothing goes back there."""
-        for request_id, (key, _) in self.taken.items():
-            if belongs(key):
-                self.taken[request_id] = key, False
+        gone = [request_id for request_id, (key, there) in self.taken.items() if there and belongs(key)]
+        for request_id in gone:
+            self.taken[request_id] = self.taken[request_id][0], False
+        self._let_go(gone)
+
+    def keep_items(self, request_ids: Iterable[int]) -> None:
+        """Note that the items that earlier connections took stay with the client, but for those of `request_ids`."""
+        self._let_go([request_id for request_id in request_ids if request_id not in self.taken])
+
+    def _let_go(self, request_ids: list[int]) -> None:
+        """Have the journal know that the items of these replies are not to be put back."""
+        if request_ids and self.changes is not None and self.client_id is not None:
+            self.changes.let_go(self.client_id, request_ids)
 
     def resume(self, replay: dict[int, Reply], taken: dict[int, tuple[bytes, bool]]) -> int:
         """Take over the replies of an earlier connection; returns the bytes they need."""

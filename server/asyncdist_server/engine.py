@@ -145,6 +145,8 @@ class StoreEngine:
         if home.changes is not None and self._changes is not None:
             client.changes = self._changes
             self._changes.client_came(client_id, namespace)
+            if before is not None:
+                client.keep_items(before.taken)
         if home.bound:
             self._state.leases.client_came(client)
         return client
@@ -162,6 +164,7 @@ class StoreEngine:
         """
         if client.closed:
             return
+        self.frames_sent(client, 0)  # what it was not sent may stay for long: it is charged from now on
         client.closed = True
         # Who is remembered must not keep the connection alive, with all that it has read and not run.
         client.deliver, client.on_superseded = _deliver_to_nobody, None
@@ -176,10 +179,10 @@ class StoreEngine:
         if client.client_id is not None and self._connected.get(client.client_id) is client:
             del self._connected[client.client_id]
             while len(self._away) >= self.limits.connections:
-                self._give_up(next(iter(self._away)))
+                self.give_up(next(iter(self._away)))
             self._away[client.client_id] = (now + CLIENT_LINGER_S, client)
             if client.leaving:
-                self._give_up(client.client_id)
+                self.give_up(client.client_id)
         self._drop_unused(client.namespace)
 
     def client(self, client_id: bytes) -> Client | None:
@@ -199,20 +202,30 @@ class StoreEngine:
         """Return the namespace of that name, to be filled with what a journal says."""
         return self._namespaces.get(name) or self._new_namespace(name)
 
-    def restore_client(self, client_id: bytes, namespace: str, replies: dict[int, Reply], now: float) -> None:
-        """Remember a client from before a restart, and the replies it may ask for again, as if it had just gone."""
+    def restore_client(
+        self, client_id: bytes, namespace: str, replies: dict[int, Reply], taken: dict[int, bytes], now: float
+    ) -> None:
+        """Remember a client from before a restart as if it had just gone.
+
+        `replies` are those that it may ask for again; `taken` says from which queues they took items that it is not
+        known to have.
+        """
         home = self._namespaces.get(namespace) or Namespace(namespace)
         client = Client(home, client_id, _deliver_to_nobody, None, self.limits)
         client.closed = True
-        self._state.remember(client.resume(replies, {}))
+        client.changes = self._changes
+        # A client's requests get items of a queue in the order of their ids; the journal may have told it otherwise.
+        self._state.remember(client.resume(replies, {number: (taken[number], True) for number in sorted(taken)}))
         self._away[client_id] = (now + CLIENT_LINGER_S, client)
 
-    def _give_up(self, client_id: bytes) -> None:
+    def give_up(self, client_id: bytes) -> None:
         """Forget a client that does not come back. Items that it is not known to have are put back where they were."""
         _, client = self._away[client_id]
         items = client.unacknowledged_items()
         self._forget(client_id)
         if items:
+            if self._changes is not None:
+                self._changes.let_go(client_id, client.taken)
             home = self._namespaces.get(client.namespace.name) or self._new_namespace(client.namespace.name)
             for key, item in reversed(items):
                 self._state.enqueue(home, key, item, at_head=True)
@@ -316,7 +329,7 @@ class StoreEngine:
             client_id, (forget_at, _) = next(iter(self._away.items()))
             if forget_at > now:
                 break
-            self._give_up(client_id)
+            self.give_up(client_id)
 
     def renew_leases(self, now: float) -> None:
         """Give every lease its full time again, after the store was away and has come back with its state."""

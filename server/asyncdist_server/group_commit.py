@@ -25,6 +25,8 @@ from asyncdist_server.journal_thread import Outcome
 from asyncdist_server.replay import Replay
 from asyncdist_server.torch_namespaces import TORCH_PREFIX
 
+LATE_S: Final = 0.05
+"""How long what nobody waits for may stay out of the journal; most of it goes with a commit that comes sooner."""
 TIDY_BYTES: Final = 1024 * 1024
 """How much is written between two looks at whether the journal has something to tidy up."""
 
@@ -98,7 +100,8 @@ class GroupCommit:
         self._committing: dict[Waiting, None] = {}
         self._under_way = False
         self._untidy_bytes = 0
-        self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | asyncio.Handle | None = None  # for the next commit
+        self._patient = False  # whether that is one nobody waits for
         self._idle: asyncio.Future[None] | None = None
         self._failed = False
         self._closed = False
@@ -169,7 +172,7 @@ class GroupCommit:
         """Return the number of the commit that output made now must wait for, 0 if it need not wait."""
         if self.durability.delay_s is not None and not self._failed:
             return 0
-        if self._changes.dirty or self._failed:
+        if self._changes.dirty or self._changes.late or self._failed:
             return self._number
         return self._number - 1 if self._under_way else 0
 
@@ -179,11 +182,19 @@ class GroupCommit:
 
     def settle(self) -> None:
         """See to it that what changed is committed. To be called at the end of each turn."""
-        if self._changes.dirty and not self._under_way and self._timer is None and not self._failed:
-            if self.durability.delay_s is None:
+        if self._under_way or self._failed:
+            return
+        delay_s = self.durability.delay_s
+        urgent = self._changes.dirty or bool(self._gathering)
+        if urgent and delay_s is None:
+            if self._timer is None or self._patient:
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._patient = False
                 self._timer = self._loop.call_soon(self._begin)  # after all that has arrived by now
-            else:
-                self._timer = self._loop.call_later(self.durability.delay_s, self._begin)
+        elif (urgent or self._changes.late) and self._timer is None:
+            self._patient = True
+            self._timer = self._loop.call_later(LATE_S if delay_s is None else delay_s, self._begin)
 
     # ---- commits
 
@@ -215,7 +226,7 @@ class GroupCommit:
             if self._untidy_bytes > TIDY_BYTES:
                 self._untidy_bytes = 0
                 self._runner.submit(self.journal.tidy, self._tidied)
-            if self._changes.dirty and self.durability.delay_s is None:
+            if (self._changes.dirty or self._gathering) and self.durability.delay_s is None:
                 self._begin()  # the disk works while we write
             for connection in released:
                 connection.release(number)

@@ -93,7 +93,7 @@ class Hold:
     def release(self, lease: Lease, now: float) -> None:
         """Note that `lease` no longer holds the prefix."""
         self.leases.discard(lease)
-        self.changed()
+        self.changed_for(lease)
         if not self.leases:
             self.linger(now)
 
@@ -103,9 +103,14 @@ class Hold:
         self._state.timers.arm(self)
 
     def changed(self) -> None:
-        """Note for the journal that something here is not as it was."""
+        """Note for the journal that something here is not as it was, but for who holds it."""
         if self.namespace.changes is not None:
             self.namespace.changes.hold(self.prefix)
+
+    def changed_for(self, lease: Lease) -> None:
+        """Note for the journal that `lease` holds the prefix now, or no longer."""
+        if self.namespace.changes is not None:
+            self.namespace.changes.holder(self.prefix, lease.lease_id)
 
     def fire(self, now: float) -> None:
         """Nobody took it up again: remove everything under the prefix."""
@@ -199,11 +204,14 @@ class Leases:
                 return refused
             hold = namespace.holds[prefix] = Hold(self._state, namespace, prefix)
             self._state.memory_bytes += HOLD_BYTES + len(prefix)
+            hold.changed()
+        if linger_s > hold.linger_s:
+            hold.linger_s = linger_s
+            hold.changed()
         hold.leases.add(lease)
-        hold.linger_s = max(hold.linger_s, linger_s)
         hold.deadline = None
         lease.holds[hold] = None
-        hold.changed()
+        hold.changed_for(lease)
         return ""
 
     def end(self, lease: Lease, kind: int, now: float) -> None:

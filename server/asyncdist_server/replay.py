@@ -17,6 +17,7 @@ from asyncdist_server.batch import (
     EVENTS,
     GAPS,
     HISTORIES,
+    HOLDERS,
     HOLDS,
     ITEMS,
     LEASES,
@@ -24,6 +25,7 @@ from asyncdist_server.batch import (
     QUEUES,
     REPLIES,
     ROLLED_BACK,
+    TAKEN,
     VALUES,
     BatchMaker,
     Section,
@@ -50,7 +52,8 @@ class _Stored:
         self.bounds: dict[bytes, tuple[int, int]] = {}
         self.items: dict[bytes, dict[int, bytes]] = {}
         self.leases: dict[int, tuple[float, bytes | None]] = {}
-        self.holds: dict[bytes, tuple[float, list[int], Any]] = {}
+        self.holds: dict[bytes, tuple[float, Any]] = {}  # time to linger and job
+        self.holders: dict[bytes, set[int]] = {}
         self.histories: dict[bytes, tuple[int, int]] = {}  # floor and steps
         self.events: dict[bytes, dict[int, Event]] = {}
 
@@ -66,14 +69,15 @@ class Replay:
         self._namespaces: dict[str, _Stored] = {}
         self._clients: dict[bytes, str] = {}
         self._replies: dict[bytes, dict[int, Reply]] = {}
+        self._taken: dict[bytes, dict[int, bytes]] = {}
+        self._lost: dict[bytes, None] = {}  # clients of a store that this is a copy of: none of them comes back
 
     def row(self, number: int, size: int, revision: int, flags: int, sections: list[Section]) -> None:
         """Take the next row. Each counts as a batch of its own: that it was written with others matters no more."""
         self.revision = max(self.revision, revision)
         self.clean = bool(flags & CLEAN)
         if flags & ROLLED_BACK:
-            self._clients.clear()
-            self._replies.clear()
+            self._lost.update(dict.fromkeys(self._clients))
         if flags & (ROLLED_BACK | GAPS):
             self.forget_histories()
         subjects: list[Section] = []
@@ -86,11 +90,15 @@ class Replay:
                     known = self._replies.setdefault(client_id, {})
                     known.update((reply[0], reply) for reply in replies)
                 subjects.append((kind, name, [(client_id, [r[0] for r in replies]) for client_id, replies in rows]))
+            elif kind == TAKEN:
+                self._take_items(rows)
             else:
                 self._take(number, kind, self._namespaces.setdefault(name, _Stored()), rows)
-                wide = kind in (ITEMS, EVENTS)
+                wide = kind in (ITEMS, EVENTS, HOLDERS)
                 if kind != PIECES:  # these go with their value
                     subjects.append((kind, name, [(row[0], row[1]) if wide else row[0] for row in rows]))
+                if kind == HOLDS:
+                    subjects.append((HOLDERS, name, [(row[0], holder) for row in rows for holder in row[2] or ()]))
         self._batches.append(Written(number, number + 1, size, subjects))
 
     def forget_histories(self) -> None:
@@ -101,11 +109,21 @@ class Replay:
 
     def _take_clients(self, rows: list[Any]) -> None:
         for client_id, namespace in rows:
+            self._lost.pop(client_id, None)
             if namespace is None:
-                self._clients.pop(client_id, None)
-                self._replies.pop(client_id, None)
+                for table in (self._clients, self._replies, self._taken):
+                    table.pop(client_id, None)
             else:
                 self._clients[client_id] = namespace
+
+    def _take_items(self, rows: list[Any]) -> None:
+        for client_id, items in rows:
+            known = self._taken.setdefault(client_id, {})
+            for request_id, key in items:
+                if key is None:
+                    known.pop(request_id, None)
+                else:
+                    known[request_id] = key
 
     def _take(self, number: int, kind: int, stored: _Stored, rows: list[Any]) -> None:
         if kind == VALUES:
@@ -133,12 +151,21 @@ class Replay:
         elif kind == EVENTS:
             for prefix, *event in rows:
                 stored.events.setdefault(prefix, {})[event[0]] = tuple(event)
+        elif kind == HOLDS:
+            for prefix, linger_s, holders, job in rows:
+                if linger_s is None:
+                    stored.holds.pop(prefix, None)
+                    stored.holders.pop(prefix, None)
+                else:
+                    stored.holds[prefix] = linger_s, job
+                    if holders is not None:
+                        stored.holders[prefix] = set(holders)
+        elif kind == HOLDERS:
+            for prefix, lease_id, holds in rows:
+                known = stored.holders.setdefault(prefix, set())
+                (known.add if holds else known.discard)(lease_id)
         else:
-            tables: dict[int, dict[Any, Any]] = {
-                LEASES: stored.leases,
-                HOLDS: stored.holds,
-                HISTORIES: stored.histories,
-            }
+            tables: dict[int, dict[Any, Any]] = {LEASES: stored.leases, HISTORIES: stored.histories}
             for key, *what in rows:
                 if what[0] is None:
                     tables[kind].pop(key, None)
@@ -165,7 +192,10 @@ class Replay:
                 changes.namespace_dropped(name)
         for client_id, namespace in self._clients.items():
             changes.known.add(client_id)
-            engine.restore_client(client_id, namespace, self._replies.get(client_id, {}), now)
+            replies, taken = self._replies.get(client_id, {}), self._taken.get(client_id, {})
+            engine.restore_client(client_id, namespace, replies, taken, now)
+        for client_id in self._lost:
+            engine.give_up(client_id)
         for written in self._batches:
             maker.recall(written)
 
@@ -199,8 +229,8 @@ class Replay:
                 namespace.push_item(key, items[number], at_head=False)
         for prefix, (floor, steps) in stored.histories.items():
             _restore_history(state, namespace, prefix, floor, steps, stored.events.get(prefix, {}))
-        for prefix, (linger_s, lease_ids, job) in stored.holds.items():
-            _restore_hold(state, namespace, prefix, linger_s, lease_ids, now)
+        for prefix, (linger_s, job) in stored.holds.items():
+            _restore_hold(state, namespace, prefix, linger_s, stored.holders.get(prefix, set()), now)
             if job is not None:
                 _restore_job(state, namespace, prefix, *job)
 
@@ -239,7 +269,7 @@ def _restore_history(
 
 
 def _restore_hold(
-    state: StoreState, namespace: Namespace, prefix: bytes, linger_s: float, lease_ids: list[int], now: float
+    state: StoreState, namespace: Namespace, prefix: bytes, linger_s: float, lease_ids: set[int], now: float
 ) -> None:
     hold = namespace.holds[prefix] = Hold(state, namespace, prefix)
     state.memory_bytes += HOLD_BYTES + len(prefix)

@@ -136,16 +136,26 @@ class Program:
 
     def crash(self) -> None:
         self.store.commit()
-        before, held, remembered = self.engine, contents(self.engine), self.remembered()
+        before, held, remembered, taken = self.engine, contents(self.engine), self.remembered(), self.taken()
         self.store = self.store.crash(self.now)
         self.clients.clear()
         assert contents(self.engine) == held
+        assert self.taken() == taken
         assert self.engine.state.revision == before.state.revision
         assert self.engine.memory_bytes == charged(self.engine)
         found = self.remembered()
         assert found.keys() == remembered.keys()
         for client_id, replies in remembered.items():
             assert {number: found[client_id].get(number) for number in replies} == replies
+
+    def taken(self) -> dict[bytes, list[tuple[bytes, bytes]]]:
+        """Queue and item of each pop whose reply the client is not known to have."""
+        found = {
+            client.client_id: sorted(client.unacknowledged_items())
+            for client in self.engine.all_clients()
+            if client.client_id is not None
+        }
+        return {client_id: items for client_id, items in found.items() if items}
 
     def remembered(self) -> dict[bytes, dict[int, Any]]:
         """The replies each client may ask for again."""

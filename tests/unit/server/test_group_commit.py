@@ -13,12 +13,13 @@ from journal_kit import MemoryJournal
 from torch_wire_kit import VALIDATE, blob, query
 
 from asyncdist.store import TCPStore
+from asyncdist_server.batch import TAKEN
 from asyncdist_server.config import ServerConfig
 from asyncdist_server.connection import WRITE_HIGH_BYTES
 from asyncdist_server.daemon import StoreServer
 from asyncdist_server.durability import DURABLE, Durability, parse_durability
-from asyncdist_server.group_commit import TIDY_BYTES
-from asyncdist_server.journal import Journal, JournalError
+from asyncdist_server.group_commit import LATE_S, TIDY_BYTES
+from asyncdist_server.journal import Journal, JournalError, decode
 from asyncdist_server.journal_thread import Outcome
 from asyncdist_server.messages import OK, Encoder
 from asyncdist_server.persistence import Persistence
@@ -167,6 +168,44 @@ async def test_relaxed_answers_at_once_and_commits_after_its_delay() -> None:
         await store.set("key", "value")
         await made.disk.came.wait()
         assert await store.get("key") == b"value"
+
+
+async def test_a_confirmation_is_committed_soon_although_nobody_waits_for_it() -> None:
+    async with world() as made, made.store() as store:
+        await store.queue_push("queue", "item")
+        before = made.journal.writes
+        assert await store.queue_pop("queue") == b"item"
+        async with asyncio.timeout(60):
+            while made.journal.writes < before + 2:  # noqa: ASYNC110  a commit sets no event
+                await asyncio.sleep(LATE_S / 10)
+        assert TAKEN in [kind for kind, _, _ in decode(made.journal.rows[max(made.journal.rows)])[2]]
+
+
+async def test_a_confirmation_is_committed_before_anything_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncdist_server.group_commit.LATE_S", 1000.0)
+    async with world() as made, made.store() as store:
+        await store.queue_push("queue", "item")
+        await store.queue_pop("queue")
+        made.disk.slow = True
+        read = asyncio.ensure_future(store.check(["key"]))
+        await made.disk.came.wait()
+        await turns()
+        assert not read.done()
+        made.disk.slow = False
+        made.disk.run_waiting()
+        assert not await read
+
+
+async def test_confirmations_share_the_commits_of_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncdist_server.group_commit.LATE_S", 1000.0)
+    async with world() as made, made.store() as store:
+        await store.queue_push("queue", "item")
+        before = made.journal.writes
+        for _ in range(20):
+            await store.queue_pop("queue")
+            await turns()  # by now it is confirmed
+            await store.queue_push("queue", "item")
+        assert made.journal.writes - before == 40
 
 
 async def test_after_a_failed_write_nothing_leaves_and_nothing_is_written() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
+import msgpack
 import pytest
 from journal_kit import JournaledEngine, MemoryJournal, contents
 
@@ -19,10 +21,12 @@ from asyncdist_server.messages import (
     DELETE,
     GRANT,
     HOLD,
+    JOIN,
     LOCK,
     OK,
     QUEUE_POP,
     QUEUE_PUSH,
+    REVOKE,
     SET,
     SET_LEASED,
     WATCH,
@@ -191,6 +195,69 @@ def test_a_push_and_a_pop_cost_one_item_however_long_the_queue_is() -> None:
         assert store.store.commit().bytes < 200
         store.ask(QUEUE_POP, b"queue", 0)
         assert store.store.commit().bytes < 200
+
+
+def test_a_member_that_comes_or_goes_costs_as_much_in_a_large_job_as_in_a_small_one() -> None:
+    store = Store()
+    sizes: dict[int, list[int]] = {}
+    for count in (20, 200):
+        job = b"of %d" % count
+        for lease_id in range(count * 1000, count * 1001):
+            store.ask(GRANT, lease_id, 1000, False)
+            request = (JOIN, job, b"%d" % lease_id, count + 1, count + 1, 0, lease_id, None)
+            assert store.store.engine.request(store.client, (lease_id, *request), store.now) is None
+            last = store.store.commit().bytes
+        sizes[count] = [last]
+        store.ask(REVOKE, count * 1000)
+        sizes[count].append(store.store.commit().bytes)
+    assert all(abs(large - small) < 30 for small, large in zip(*sizes.values(), strict=True)), sizes
+    before = contents(store.store.engine)
+    assert len(before["job"]["holds"][b"job/of 200/"][1]) == 199
+    store.restart()
+    assert contents(store.store.engine) == before
+
+
+def test_who_holds_a_prefix_is_known_after_any_number_of_cleanings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "SLACK_BYTES", -100_000)
+    monkeypatch.setattr(batch, "CLEAN_AT_ONCE_BYTES", 100)
+    store = Store()
+    for lease_id in range(1, 8):
+        store.ask(GRANT, lease_id, 10**6, False)
+    for number in range(120):
+        store.ask(HOLD, b"p/", number % 7 + 1, 1000 + number)
+        if number % 3 == 0:
+            store.ask(REVOKE, (number + 3) % 7 + 1)
+            store.store.commit()
+            store.ask(GRANT, (number + 3) % 7 + 1, 10**6, False)
+        store.store.commit()
+        before = contents(store.store.engine)
+        store.restart()
+        assert contents(store.store.engine) == before, number
+    assert min(store.journal.rows) > 60
+
+
+def test_holds_of_an_older_journal_are_held_by_whom_they_name() -> None:
+    """Up to format 2 the third place of a row said who: the changes since, and cleaning, go on from there."""
+    journal = MemoryJournal()
+    leases = [(number, 10.0, None) for number in (1, 2, 3)]
+    sections = [
+        (batch.LEASES, "job", leases),
+        (batch.HOLDS, "job", [(b"p/", 5.0, [1, 2], None), (b"q/", 5.0, [3], None)]),
+    ]
+    journal.rows[1] = msgpack.packb((7, 0, sections))
+    journal.rows[2] = msgpack.packb((7, 0, [(batch.HOLDS, "job", [(b"p/", 5.0, [2], None), (b"q/", None, [], None)])]))
+    store = JournaledEngine(journal, 0.0)
+    assert contents(store.engine)["job"]["holds"] == {b"p/": (5.0, [2], None)}
+    client = store.engine.open("job", lambda reply: None)
+    store.engine.request(client, (1, HOLD, b"p/", 3, 6000), 0.0)
+    store.commit()
+    expected = {b"p/": (6.0, [2, 3], None)}
+    for drop in (0, 1, 1):
+        with mock.patch.object(batch, "SLACK_BYTES", -10_000 * drop):
+            store.commit()
+        store = store.crash(0.0)
+        assert contents(store.engine)["job"]["holds"] == expected
+    assert min(journal.rows) > 2
 
 
 def test_appending_for_long_costs_in_proportion_and_the_journal_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 from asyncdist_server.batch import VALUES, Batch
 from asyncdist_server.data_directory import DataDirectory, holder
 from asyncdist_server.journal import JournalError
-from asyncdist_server.sqlite_journal import CHECKPOINT_BYTES, SqliteJournal, connect
+from asyncdist_server.sqlite_journal import CHECKPOINT_BYTES, FORMAT, SqliteJournal, connect
 
 Rows = list[tuple[int, int, int, int, Any]]
 
@@ -164,7 +164,7 @@ def test_a_changed_value_is_named_by_its_row(tmp_path: Path) -> None:
         ("UPDATE log SET contents = (SELECT contents FROM log WHERE number = 2) WHERE number = 3", "row 3 has a wrong"),
         ("UPDATE log SET contents = 'text' WHERE number = 1", "row 1 has a wrong checksum"),
         ("UPDATE store SET incarnation = x'00'", "is not the journal that was made in"),
-        ("PRAGMA user_version = 3", "has format 3, this version of asyncdist-server knows up to 2"),
+        ("PRAGMA user_version = 4", "has format 4, this version of asyncdist-server knows up to 3"),
         ("PRAGMA application_id = 1", "is not a journal of asyncdist-server"),
         ("DROP TABLE log", "no such table"),
     ],
@@ -179,18 +179,19 @@ def test_a_changed_file_is_refused(tmp_path: Path, change: str, complaint: str) 
         opened(tmp_path)
 
 
-def test_an_older_format_goes_on_as_this_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_older_format_goes_on_as_this_one(tmp_path: Path, version: int) -> None:
     """What was written under it is read; who knows only that refuses the file from now on."""
     written(tmp_path)
     path = tmp_path / "journal.sqlite"
     db = sqlite3.connect(path)
-    db.execute("PRAGMA user_version = 1")
+    db.execute(f"PRAGMA user_version = {version}")
     db.close()
     journal, rows = opened(tmp_path)
     assert len(rows) == 5
     journal.close()
     db = sqlite3.connect(path)
-    assert db.execute("PRAGMA user_version").fetchone() == (2,)
+    assert db.execute("PRAGMA user_version").fetchone() == (FORMAT,)
     db.close()
 
 

@@ -76,6 +76,18 @@ def test_an_item_for_a_client_that_had_just_gone_stays(engine: StoreEngine, sent
     assert items(engine) == [b"1", b"2"]
 
 
+def test_an_item_that_was_never_sent_is_charged_while_its_taker_may_come_back(engine: StoreEngine) -> None:
+    """Else clients that pop and vanish would let a store hold any amount."""
+    gone, other = Link(engine, b"gone"), Link(engine, b"other")
+    gone.ask(m.QUEUE_POP, b"q", None)
+    other.ask(m.QUEUE_PUSH, b"q", bytes(5000))
+    gone.go()
+    assert engine.memory_bytes > 5000
+    assert problems(engine) == []
+    forget(engine)
+    assert [len(item) for item in items(engine)] == [5000]
+
+
 def test_an_item_that_arrived_does_not_come_back(engine: StoreEngine) -> None:
     link, other = Link(engine, b"a"), Link(engine, b"b")
     other.ask(m.QUEUE_PUSH, b"q", b"1")
