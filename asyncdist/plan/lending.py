@@ -94,10 +94,11 @@ def check_shielded(plans: Sequence[Plan], bases: Sequence[int], fetchers: Mappin
                 seen = {bases[rank] + later}
                 ahead = [bases[rank] + later]
                 while ahead and missing:
-                    new = earlier[ahead.pop()] - seen
-                    seen |= new
-                    missing -= new
-                    ahead += new
+                    for other in earlier[ahead.pop()]:
+                        if other not in seen:
+                            seen.add(other)
+                            missing.discard(other)
+                            ahead.append(other)
                 if missing:
                     raise PlanError(
                         f"rank {rank} says that step {index} is shielded, but its step {later} may overwrite the item "
@@ -105,14 +106,11 @@ def check_shielded(plans: Sequence[Plan], bases: Sequence[int], fetchers: Mappin
                     )
 
 
-def _earlier(plans: Sequence[Plan], bases: Sequence[int], fetchers: Mapping[int, Sequence[int]]) -> list[frozenset[int]]:
-    """By step: those that are over when it begins."""
-    published = {fetch: publish for publish, fetches in fetchers.items() for fetch in fetches}
-    earlier = []
-    for base, plan in zip(bases, plans, strict=False):
-        for number, step in enumerate(plan.steps, base):
-            over = [base + other for other in step.after]
-            if number in published:
-                over.append(published[number])
-            earlier.append(frozenset(over))
-    return earlier
+def _earlier(plans: Sequence[Plan], bases: Sequence[int], fetchers: Mapping[int, Sequence[int]]) -> list[list[int]]:
+    """By step: those that are over when it begins, the one that publishes what it fetches first."""
+    published = {fetch: [publish] for publish, fetches in fetchers.items() for fetch in fetches}
+    return [
+        [*published.get(number, ()), *[base + other for other in step.after]]
+        for base, plan in zip(bases, plans, strict=False)
+        for number, step in enumerate(plan.steps, base)
+    ]
