@@ -69,6 +69,13 @@ class Model(ABC):
         """Return whether `operation`, with its result, changes nothing in any state that it fits. By default not."""
         return False
 
+    def kind(self, operation: Operation) -> Hashable | None:
+        """Return what unknown operations share that do the same to every state, whoever asked; None: with no other.
+
+        Of those that are alike the one that was called first is tried first, and not every choice among them.
+        """
+        return None
+
     def infer(self, operations: list[Operation]) -> tuple[list[Operation], Pairs]:
         """Return the operations, as what all results together tell about them, and which must come before which.
 
@@ -182,6 +189,7 @@ class _Search:
         self.calls = [operation.called_at for operation in self.known]
         self.returns = [operation.returned_at for operation in self.known]
         self.reads = [model.only_reads(operation) for operation in self.known]
+        self.elders = _elders(self.unknown, model)
         places = {id(operation): index for index, operation in enumerate(self.known)}
         self.before: dict[int, list[int]] = {}  # what a known operation must wait for besides time
         self.hopeless = any(first is second for first, second in pairs)
@@ -218,7 +226,8 @@ class _Search:
         for index, operation in enumerate(self.unknown):
             if operation.called_at > soonest:
                 break
-            if operation.returned_at >= now and not extra >> index & 1:
+            elder = self.elders[index]
+            if operation.returned_at >= now and not extra >> index & 1 and (elder is None or extra >> elder & 1):
                 found.append(~index)
         return found
 
@@ -290,6 +299,22 @@ class _Search:
             if index is not None:
                 window |= 1 << index
         return [self.known[index] for index in self.candidates(0, window, extra) if index >= 0]
+
+
+def _elders(unknown: list[Operation], model: Model) -> list[int | None]:
+    """Return for each unknown operation the last one called before it that could always take its place, if any.
+
+    In an order that has the younger one and not yet the elder they can be swapped: it stays an order, as both may take
+    effect equally late.
+    """
+    last: dict[Hashable, int] = {}
+    elders: list[int | None] = []
+    for index, operation in enumerate(unknown):
+        kind = model.kind(operation)
+        elders.append(None if kind is None else last.get((kind, operation.returned_at)))
+        if kind is not None:
+            last[kind, operation.returned_at] = index
+    return elders
 
 
 # ---- explaining

@@ -65,6 +65,10 @@ class RegisterModel(Model):
             return bool(operation.result != operation.arguments[1])
         return operation.name in ("get", "check") or (operation.name, operation.result) in _NOTHING_DONE
 
+    def kind(self, operation: Operation) -> Hashable | None:
+        """See `Model.kind`."""
+        return operation.name, operation.arguments
+
     def infer(self, operations: list[Operation]) -> tuple[list[Operation], Pairs]:
         """Tell of keys that are only set and read which unknown writes took effect; see `Model.infer`.
 

@@ -28,6 +28,12 @@ REGISTER_YES = {
     "an unknown write seen late": [op(0, 1, "set", b"2", to=UNKNOWN), op(5, 6, "get"), op(8, 9, "get", to=b"2")],
     "an unknown write never seen": [op(0, 1, "set", b"2", to=UNKNOWN), op(5, 6, "get")],
     "an unknown write in its time": [op(0, 4, "set", b"2", to=UNKNOWN, until=True), op(3, 5, "get", to=b"2")],
+    "an unknown write after the time of one like it": [
+        op(0, 2, "append", b"7", to=UNKNOWN, until=True),
+        op(1, 2, "append", b"7", to=UNKNOWN),
+        op(3, 4, "get"),
+        op(5, 6, "get", to=b"7"),
+    ],
     "counted": [op(0, 5, "add", 1, to=2), op(0.5, 4, "add", 1, to=1), op(6, 7, "get", to=b"2")],
     "refused": [op(0, 1, "set", b"x"), op(2, 3, "add", 1, to=REFUSED), op(4, 5, "get", to=b"x")],
     "an empty value is no number": [op(0, 1, "set", b""), op(2, 3, "add", 1, to=REFUSED)],
@@ -235,6 +241,14 @@ def test_a_search_that_ends_at_its_bound_is_no_success() -> None:
     assert not report.linearizable
     assert (report.undecided, [failure.outcome for failure in report.failures]) == (1, ["undecided"])
     assert "not decided within 1 steps" in report.explanation
+
+
+def test_unknown_operations_that_are_alike_are_not_tried_in_every_choice() -> None:
+    history = [op(0, 1, "append", b"7", to=UNKNOWN) for _ in range(40)]
+    [found] = check_history([*history, op(2, 3, "get", to=b"x")], RegisterModel()).verdicts
+    assert (found.outcome, found.steps) == ("violation", 40), "there are two to the fortieth"
+    assert verdict(RegisterModel(), [*history, op(2, 3, "get", to=b"7" * 40)]) == "linearizable"
+    assert verdict(RegisterModel(), [*history, op(2, 3, "get", to=b"7" * 41)]) == "violation"
 
 
 def test_an_explanation_shows_the_shortest_prefix_that_fails() -> None:

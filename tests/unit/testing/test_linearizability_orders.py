@@ -23,6 +23,8 @@ REGISTER_CALLS = (
     ("add", (1,), 2),
     ("add", (1,), UNKNOWN),
     ("set", (b"2",), UNKNOWN),
+    ("append", (b"7",), UNKNOWN),
+    ("get", (), b"77"),
     ("delete", (), True),
     ("delete", (), False),
     ("compare_set", (b"1", b"2"), b"1"),
