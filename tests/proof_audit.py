@@ -14,8 +14,9 @@ from asyncdist.testing.history import UNKNOWN, Operation
 from asyncdist.testing.linearizability import Model, check_history
 from asyncdist.testing.store_models import LockModel, LogModel, QueueModel, RegisterModel
 
-MAX_STEPS = 200_000
-"""Bound of the search for one key. Histories of a store that does what it should need about one step per operation."""
+MAX_STEPS = 1_000_000
+"""Bound of the search for one key. Histories of a store that does what it should need about one step per operation, and
+many more where many were under way during an outage."""
 READS = ("get", "check", "len")
 
 

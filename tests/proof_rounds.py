@@ -31,6 +31,8 @@ LEASE_S = 30.0
 """Time to live of leases that must never end: meeting a daemon that is killed every second may take many tries."""
 MORTAL_S = 1.0
 """Time to live of a lease that nobody keeps alive."""
+PATIENCE_S = 20.0
+"""Who has not met the daemon for so long is waited for before it is killed again: a client gives up after a minute."""
 CLOCK_STEP_S = 0.002
 """uvloop's clock, by which the daemon goes, counts milliseconds, and stands still while callbacks run."""
 RELAXED_MS = 50
@@ -96,6 +98,7 @@ class Round:
         self._stack = AsyncExitStack()
         self._outages = len(daemon.outages)
         self._mortal_at = 0.0
+        self._met: dict[TCPStore, float] = {}  # when each was last seen to be connected
 
     async def run(self, kills: int) -> Findings:
         """Let the clients work while the faults happen, read what is left, and judge."""
@@ -135,7 +138,9 @@ class Round:
     # ---- before
 
     async def _connect(self, port: int) -> TCPStore:
-        return await self._stack.enter_async_context(TCPStore("127.0.0.1", port, namespace="proof"))
+        store = await self._stack.enter_async_context(TCPStore("127.0.0.1", port, namespace="proof"))
+        self._met[store] = time.monotonic()
+        return store
 
     async def _proxy(self, chaos: Chaos) -> ChaosProxy:
         seed = self.rng.getrandbits(32)
@@ -177,6 +182,7 @@ class Round:
             if daemon.doomed:
                 await daemon.ended()
             else:
+                await self._meet()
                 # Each client has its turn: the longer requests wait, the more orders there are to be searched.
                 await self.recorded.more_answers(rng.randint(30, 200), [client.name for client in self.clients])
                 await asyncio.sleep(rng.uniform(0.0, 0.05))
@@ -187,7 +193,7 @@ class Round:
                 await self._kill_once()
                 await asyncio.sleep(rng.uniform(0.1, 0.6))
                 self._note_restart()  # it may have begun to serve
-            doom = self.mode.failpoints and left > 1 and rng.random() < 0.4
+            doom = self.mode.failpoints and left > 1 and rng.random() < 0.4 and not self._lonely()
             await self._kill_once(f"{rng.choice(self.mode.failpoints)}:{rng.randint(5, 60)}" if doom else "")
             await daemon.ready()
             self._note_restart()
@@ -197,6 +203,22 @@ class Round:
         await self.daemon.kill()
         await self.daemon.spawn(failpoint)
         self.recorded.gone.append(time.monotonic())
+
+    def _lonely(self) -> bool:
+        """Look who is connected; returns whether somebody has not been for long."""
+        now = time.monotonic()
+        for store in self._met:
+            if store._connection is not None:
+                self._met[store] = now
+        return any(now - met_at > PATIENCE_S for met_at in self._met.values())
+
+    async def _meet(self) -> None:
+        """Wait until nobody has been without the daemon for long; TimeoutError if somebody stays so."""
+        deadline = time.monotonic() + STUCK_S
+        while self._lonely():
+            if time.monotonic() > deadline:
+                raise TimeoutError("somebody does not find the daemon while it is there")
+            await asyncio.sleep(0.01)
 
     def _note_restart(self) -> None:
         if self.mode.forgets:

@@ -37,7 +37,14 @@ async def soak(mode_name: str, seed: int, kills: int, minutes: float, say: bool 
                     if mode_name == "relaxed"
                     else Round(daemon, mode, name).run(count)
                 )
-                findings = await run
+                outages = len(daemon.outages)
+                try:
+                    findings = await run
+                except Exception:
+                    away = ", ".join(f"{end - start:.1f}" for start, end in daemon.outages[outages:])
+                    click.echo(f"{mode_name} {name}: broken off; the daemon was away for {away} s, and said:")
+                    click.echo(daemon.said())
+                    raise
                 sums.add(findings)
                 if say:
                     click.echo(f"{mode_name} {name}: {findings}")
