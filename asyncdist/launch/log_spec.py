@@ -105,6 +105,12 @@ class LogSpec:
             streams if isinstance(streams, Streams) else any(streams.values()) for streams in (self.redirects, self.tee)
         )
 
+    @property
+    def filters_nothing(self) -> bool:
+        """Whether there are texts to look for, and nothing teed to look at."""
+        tee = self.tee if isinstance(self.tee, Streams) else any(self.tee.values())
+        return bool(self.stdout_needles or self.stderr_needles) and not tee
+
     def absent_ranks(self, nproc: int) -> list[int]:
         """The local ranks named here that a node with `nproc` workers has not."""
         named = set(self.shown_ranks or ())

@@ -73,6 +73,8 @@ class Logs:
         spec = self._spec
         if absent := spec.absent_ranks(nproc):
             self._say(f"local ranks {absent} have log options but no worker on this node, which has {nproc}")
+        if spec.filters_nothing:
+            self._say("the filters of lines look at teed output, and there is none: --tee 3 says what is")
         if self._discards or (spec.log_dir is None and not spec.any_filed):
             return
         try:

@@ -113,6 +113,13 @@ async def test_a_directory_that_nothing_goes_to_is_worth_a_word(make: Make, tmp_
     ]
 
 
+async def test_filters_without_a_tee_are_worth_a_word(make: Make, tmp_path: Path) -> None:
+    for tee, words in ((Streams.NONE, 1), (Streams.OUT, 0)):
+        logs, said = make(LogSpec(str(tmp_path), tee=tee, redirects=Streams.ALL, stdout_needles=("x",)))
+        logs.open("job", 0, 1, 1)
+        assert len([text for text in said if "look at teed output" in text]) == words
+
+
 async def test_dev_null_means_no_files(make: Make) -> None:
     logs, said = make(LogSpec(os.devnull, Streams.ALL, Streams.OUT))
     logs.check()
