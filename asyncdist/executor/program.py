@@ -26,6 +26,7 @@ from asyncdist.plan.steps import (
 )
 from asyncdist.plan.summary import items, needs, peers
 from asyncdist.transport.frame import key_suffix
+from asyncdist.transport.lane import Needs
 
 __all__ = [
     "COPY",
@@ -144,7 +145,8 @@ class Program:
         steps = plan.steps
         waiting = Waiting(steps)
         self.plan = plan
-        self.items, self.needs = items(steps), needs(steps)
+        self.items = items(steps) if plan.outstanding_items else 0
+        self.needs: Needs = needs(steps) if plan.outstanding_items else {}
         self.instructions = Instructions(steps, waiting, lendable(plan) if self.items else ())
         self.pending = waiting.counts()
         self.ready = tuple([index for index, count in enumerate(self.pending) if not count])

@@ -25,53 +25,48 @@ class Accesses:
         self._writers: list[int] = []
         self._readers: list[list[int]] = []
 
-    def read(self, start: int, end: int, step: int, wait: set[int]) -> None:
-        """Note that `step` reads elements from `start` up to `end`; add the steps it must follow to `wait`."""
-        index = bisect_left(self._starts, start)
-        if self._is_free(index, start, end):
+    def read(self, start: int, end: int, step: int) -> tuple[int, ...]:
+        """Note that `step` reads elements from `start` up to `end`; return the steps it must follow."""
+        starts = self._starts
+        index = bisect_left(starts, start)
+        beyond = index == len(starts) or starts[index] >= end
+        if beyond and (index == 0 or self._ends[index - 1] <= start):  # nobody has touched it
             self._insert(index, start, end, NOBODY, [step])
-            return
-        first, last = (index, index + 1) if self._is_one(index, start, end) else self._segments(start, end)
-        for index in range(first, last):
-            writer = self._writers[index]
-            if writer != NOBODY:
-                wait.add(writer)
+            return ()
+        if not beyond and starts[index] == start and self._ends[index] == end:  # one segment, as a rule
             self._readers[index].append(step)
-
-    def write(self, start: int, end: int, step: int, wait: set[int]) -> None:
-        """Note that `step` writes these elements (perhaps reading them first); add what it must follow to `wait`."""
-        first = bisect_left(self._starts, start)
-        if self._is_free(first, start, end):
-            self._insert(first, start, end, step, [])
-            return
-        if self._is_one(first, start, end):
-            readers = self._readers[first]
-            if readers:  # each of them follows the last writer already
-                wait.update(readers)
-                self._readers[first] = []
-            elif self._writers[first] != NOBODY:
-                wait.add(self._writers[first])
-            self._writers[first] = step
-            return
+            writer = self._writers[index]
+            return () if writer == NOBODY else (writer,)
         first, last = self._segments(start, end)
-        for index in range(first, last):
-            if self._readers[index]:
-                wait.update(self._readers[index])
-            elif self._writers[index] != NOBODY:
-                wait.add(self._writers[index])
+        for readers in self._readers[first:last]:
+            readers.append(step)
+        return tuple(set(self._writers[first:last]) - {NOBODY})
+
+    def write(self, start: int, end: int, step: int) -> tuple[int, ...]:
+        """Note that `step` writes these elements (perhaps reading them first); return the steps it must follow."""
+        starts = self._starts
+        index = bisect_left(starts, start)
+        beyond = index == len(starts) or starts[index] >= end
+        if beyond and (index == 0 or self._ends[index - 1] <= start):
+            self._insert(index, start, end, step, [])
+            return ()
+        if not beyond and starts[index] == start and self._ends[index] == end:
+            readers, writer = self._readers[index], self._writers[index]
+            self._writers[index] = step
+            if readers:  # each of them follows the last writer already
+                self._readers[index] = []
+                return tuple(readers)
+            return () if writer == NOBODY else (writer,)
+        first, last = self._segments(start, end)
+        wait: set[int] = set()
+        for readers, writer in zip(self._readers[first:last], self._writers[first:last], strict=True):
+            wait.update(readers or [writer])
+        wait.discard(NOBODY)
         self._starts[first:last] = [start]
         self._ends[first:last] = [end]
         self._writers[first:last] = [step]
         self._readers[first:last] = [[]]
-
-    def _is_free(self, index: int, start: int, end: int) -> bool:
-        """Whether nothing of it was touched; `index` is that of the first segment that begins there or later."""
-        return (index == len(self._starts) or end <= self._starts[index]) and (
-            index == 0 or self._ends[index - 1] <= start
-        )
-
-    def _is_one(self, index: int, start: int, end: int) -> bool:
-        return index < len(self._starts) and self._starts[index] == start and self._ends[index] == end
+        return tuple(wait)
 
     def _segments(self, start: int, end: int) -> tuple[int, int]:
         """Cut and fill so that segments first .. last-1 cover exactly [start, end)."""

@@ -26,6 +26,7 @@ from asyncdist.plan.steps import (
     Step,
     Symmetry,
 )
+from asyncdist.plan.window import Window
 
 __all__ = ["PlanBuilder"]
 
@@ -73,9 +74,8 @@ class PlanBuilder:
         """Send `source` to `peer`."""
         if not source.length:
             return None
-        wait = self._wait(after)
-        self._read(source, wait)
-        return self._add(Send(peer, source, self._slot(self._sent, peer, slot), self._reduced(wait)))
+        wait = self._read(source)
+        return self._add(Send(peer, source, self._slot(self._sent, peer, slot), self._after(wait, after)))
 
     def recv(
         self, peer: int, target: Slice, *, slot: int | None = None, after: Iterable[int | None] = ()
@@ -83,9 +83,8 @@ class PlanBuilder:
         """Receive `target` from `peer`."""
         if not target.length:
             return None
-        wait = self._wait(after)
-        self._write(target, wait)
-        return self._add(Recv(peer, target, self._slot(self._received, peer, slot), self._reduced(wait)))
+        wait = self._write(target)
+        return self._add(Recv(peer, target, self._slot(self._received, peer, slot), self._after(wait, after)))
 
     def recv_reduce(
         self,
@@ -99,10 +98,42 @@ class PlanBuilder:
         """Receive from `peer` and reduce into `target`."""
         if not target.length:
             return None
-        wait = self._wait(after)
-        self._write(target, wait)
+        wait = self._write(target)
         slot = self._slot(self._received, peer, slot)
-        return self._add(RecvReduce(peer, target, slot, incoming_left, self._reduced(wait)))
+        return self._add(RecvReduce(peer, target, slot, incoming_left, self._after(wait, after)))
+
+    def send_all(self, peer: int, pieces: Iterable[Slice]) -> None:
+        """Send `peer` chunks with elements, in order."""
+        steps, first = self._steps, self._sent.get(peer, 0)
+        for slot, piece in enumerate(pieces, first):
+            wait = self._read(piece)
+            steps.append(Send(peer, piece, slot, wait if len(wait) < 2 else self._after(wait, ())))
+            self._sent[peer] = slot + 1
+
+    def recv_all(self, peer: int, pieces: Iterable[Slice], window: Window) -> None:
+        """Receive chunks with elements from `peer`, in order, a window of them at a time."""
+        for piece, slot, wait in self._arrivals(peer, pieces, window):
+            self._steps.append(Recv(peer, piece, slot, wait))
+
+    def recv_reduce_all(self, peer: int, pieces: Iterable[Slice], window: Window, *, incoming_left: bool) -> None:
+        """Receive chunks with elements from `peer` and reduce them into their places, a window of them at a time."""
+        for piece, slot, wait in self._arrivals(peer, pieces, window):
+            self._steps.append(RecvReduce(peer, piece, slot, incoming_left, wait))
+
+    def _arrivals(
+        self, peer: int, pieces: Iterable[Slice], window: Window
+    ) -> Iterator[tuple[Slice, int, tuple[int, ...]]]:
+        """Each chunk, with the slot of its message and what has to be over before; the caller adds the step."""
+        first = self._received.get(peer, 0)
+        for slot, piece in enumerate(pieces, first):
+            wait = self._write(piece)
+            earlier = window.follow(len(self._steps) + self._left_out)
+            if earlier is not None:
+                wait = self._after(wait, (earlier,)) if wait else (earlier,)
+            elif len(wait) > 1:
+                wait = self._after(wait, ())
+            yield piece, slot, wait
+            self._received[peer] = slot + 1
 
     def reduce(
         self, source: Slice, target: Slice, *, source_left: bool, after: Iterable[int | None] = ()
@@ -110,31 +141,26 @@ class PlanBuilder:
         """Reduce `source` into `target`, here."""
         if not self._local(source, target):
             return None
-        wait = self._wait(after)
-        self._read(source, wait)
-        self._write(target, wait)
-        return self._add(Reduce(source, target, source_left, self._reduced(wait)))
+        wait = self._read(source) + self._write(target)
+        return self._add(Reduce(source, target, source_left, self._after(wait, after)))
 
     def copy(self, source: Slice, target: Slice, *, after: Iterable[int | None] = ()) -> int | None:
         """Copy `source` to `target`, here."""
         if not self._local(source, target):
             return None
-        wait = self._wait(after)
-        self._read(source, wait)
-        self._write(target, wait)
-        return self._add(Copy(source, target, self._reduced(wait)))
+        wait = self._read(source) + self._write(target)
+        return self._add(Copy(source, target, self._after(wait, after)))
 
     def publish(self, source: Slice, *, after: Iterable[int | None] = (), shielded: bool = False) -> int | None:
         """Put `source` out as this rank's next item; a slice without elements is no item. `shielded`: see Publish."""
         if not source.length:
             return None
-        wait = self._wait(after)
-        self._read(source, wait)
+        wait = self._read(source)
         if self._last_published is not None:
-            wait.add(self._last_published)  # items are put out in order
+            wait += (self._last_published,)  # items are put out in order
         item, self._items = self._items, self._items + 1
         self._shares = True
-        self._last_published = self._add(Publish(source, item, self._reduced(wait), shielded))
+        self._last_published = self._add(Publish(source, item, self._after(wait, after), shielded))
         return self._last_published
 
     def fetch(
@@ -143,10 +169,9 @@ class PlanBuilder:
         """Copy into `target` from `peer`'s item number `item`, from its element `offset` on."""
         if not target.length:
             return None
-        wait = self._wait(after)
-        self._write(target, wait)
+        wait = self._write(target)
         self._shares = True
-        return self._add(Fetch(peer, item, offset, target, self._reduced(wait)))
+        return self._add(Fetch(peer, item, offset, target, self._after(wait, after)))
 
     def fetch_reduce(
         self,
@@ -161,17 +186,16 @@ class PlanBuilder:
         """Reduce a part of `peer`'s item into `target`."""
         if not target.length:
             return None
-        wait = self._wait(after)
-        self._write(target, wait)
+        wait = self._write(target)
         self._shares = True
-        return self._add(FetchReduce(peer, item, offset, target, item_left, self._reduced(wait)))
+        return self._add(FetchReduce(peer, item, offset, target, item_left, self._after(wait, after)))
 
     def announce(self) -> int:
         """Put out an item without elements; unlike an empty `publish` it does count."""
         item, self._items = self._items, self._items + 1
         self._shares = True
-        wait = set() if self._last_published is None else {self._last_published}
-        self._last_published = self._add(Publish(NOTHING, item, self._reduced(wait)))
+        wait = (self._last_published,) if self._last_published is not None else ()
+        self._last_published = self._add(Publish(NOTHING, item, wait))
         return self._last_published
 
     def await_item(self, peer: int, item: int) -> int:
@@ -182,12 +206,12 @@ class PlanBuilder:
     def signal(self, peer: int, *, after: Iterable[int | None] = ()) -> int:
         """Send `peer` a message without elements; unlike an empty `send` it does travel."""
         slot = self._slot(self._sent, peer, None)
-        return self._add(Send(peer, NOTHING, slot, self._reduced(self._wait(after))))
+        return self._add(Send(peer, NOTHING, slot, self._after((), after)))
 
     def await_signal(self, peer: int, *, after: Iterable[int | None] = ()) -> int:
         """Receive a `signal` from `peer`."""
         slot = self._slot(self._received, peer, None)
-        return self._add(Recv(peer, NOTHING, slot, self._reduced(self._wait(after))))
+        return self._add(Recv(peer, NOTHING, slot, self._after((), after)))
 
     def rounds(self, count: int, alike: range, period: int = 1) -> Iterator[int]:
         """Yield the numbers of `count` rounds, of which the algorithm adds the steps; but not all of them.
@@ -263,27 +287,29 @@ class PlanBuilder:
         self._steps.append(step)
         return len(self._steps) + self._left_out - 1
 
-    def _read(self, piece: Slice, wait: set[int]) -> None:
+    def _read(self, piece: Slice) -> tuple[int, ...]:
         buffer, offset, length = piece
-        self._accesses[buffer].read(offset, offset + length, len(self._steps) + self._left_out, wait)
+        return self._accesses[buffer].read(offset, offset + length, len(self._steps) + self._left_out)
 
-    def _write(self, piece: Slice, wait: set[int]) -> None:
+    def _write(self, piece: Slice) -> tuple[int, ...]:
         buffer, offset, length = piece
-        self._accesses[buffer].write(offset, offset + length, len(self._steps) + self._left_out, wait)
+        return self._accesses[buffer].write(offset, offset + length, len(self._steps) + self._left_out)
 
-    @staticmethod
-    def _wait(after: Iterable[int | None]) -> set[int]:
-        return {step for step in after if step is not None} if after else set()
+    def _after(self, wait: tuple[int, ...], after: Iterable[int | None]) -> tuple[int, ...]:
+        """All of both, in order, but for what another of them waits for already.
 
-    def _reduced(self, wait: set[int]) -> tuple[int, ...]:
-        """Drop what another of them waits for already. One level only: full transitive reduction is not worth it."""
-        if len(wait) <= 1:
-            return tuple(wait)
-        steps, gap = self._steps, self._gap
-        implied: set[int] = set()
-        for step in wait:
-            implied.update(steps[step if gap is None or step < gap.first else step - self._left_out].after)
-        return tuple(sorted(wait - implied))
+        That goes one level deep only: full transitive reduction is not worth it.
+        """
+        for step in after:
+            if step is not None:
+                wait += (step,)
+        if len(wait) < 2:
+            return wait
+        steps, gap, found = self._steps, self._gap, set(wait)
+        if len(found) > 1:
+            for step in wait:
+                found.difference_update(steps[step if gap is None or step < gap.first else step - self._left_out].after)
+        return tuple(sorted(found))
 
     @staticmethod
     def _slot(counters: dict[int, int], peer: int, slot: int | None) -> int:

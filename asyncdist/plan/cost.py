@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
@@ -96,6 +97,10 @@ FORMULAS: Final[Mapping[str, Mapping[str, Formula]]] = MappingProxyType(
 _NONE: Final[Mapping[str, SharedFormula]] = MappingProxyType({})
 
 
+SHAPES_KEPT: Final = 8
+"""All algorithms of a collective are asked about the same few sizes of chunk, one after another."""
+
+
 class Prediction(NamedTuple):
     """What an algorithm is expected to take and to move."""
 
@@ -134,6 +139,7 @@ def _predict_shared(
     return Prediction(algorithm, chunk_bytes, seconds, load.rounds, round(load.published), round(load.scratch))
 
 
+@lru_cache(maxsize=SHAPES_KEPT)
 def shape_of(problem: Problem, itemsize: int, chunk_bytes: int) -> Shape:
     """Return what formulas need to know of a problem."""
     total = problem.total * itemsize

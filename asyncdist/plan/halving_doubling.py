@@ -69,21 +69,16 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     vector = _Vector(problem.total, fold.active, chunk_length, fold.position(rank))
     whole = vector.pieces(0, fold.active, 0)
     if rank < fold.folded and rank % 2:
-        for piece in whole:
-            builder.send(rank - 1, piece)
-        window = Window()
-        for piece in reversed(whole):
-            window.add(builder.recv(rank - 1, piece, after=window.after))
+        builder.send_all(rank - 1, whole)
+        builder.recv_all(rank - 1, reversed(whole), Window())
         return builder.build(ordered=True)
     window = Window()
     if rank < fold.folded:
-        for piece in whole:
-            window.add(builder.recv_reduce(rank + 1, piece, incoming_left=False, after=window.after))
+        builder.recv_reduce_all(rank + 1, whole, window, incoming_left=False)
     _halve(builder, fold, vector, window)
     _double(builder, fold, vector)
     if rank < fold.folded:
-        for piece in reversed(whole):
-            builder.send(rank + 1, piece)
+        builder.send_all(rank + 1, reversed(whole))
     return builder.build(ordered=True)
 
 
@@ -94,15 +89,15 @@ def _halve(builder: PlanBuilder, fold: Fold, vector: _Vector, window: Window) ->
     for bit, (first, count) in enumerate(kept):
         partner = fold.rank(position ^ 1 << bit)
         lower_partner = bool(position >> bit & 1)
-        for piece in vector.pieces(first - count if lower_partner else first + count, count, bit + 1):
-            builder.send(partner, piece)
-        for piece in vector.pieces(first, count, bit + 1):
-            if bit >= small:
-                incoming = builder.scratch(piece.length)
-                builder.recv(partner, incoming)
-                builder.reduce(incoming, piece, source_left=lower_partner)
-            else:
-                window.add(builder.recv_reduce(partner, piece, incoming_left=lower_partner, after=window.after))
+        builder.send_all(partner, vector.pieces(first - count if lower_partner else first + count, count, bit + 1))
+        kept_pieces = vector.pieces(first, count, bit + 1)
+        if bit < small:
+            builder.recv_reduce_all(partner, kept_pieces, window, incoming_left=lower_partner)
+            continue
+        for piece in kept_pieces:
+            incoming = builder.scratch(piece.length)
+            builder.recv(partner, incoming)
+            builder.reduce(incoming, piece, source_left=lower_partner)
 
 
 def _double(builder: PlanBuilder, fold: Fold, vector: _Vector) -> None:
@@ -110,11 +105,9 @@ def _double(builder: PlanBuilder, fold: Fold, vector: _Vector) -> None:
     for bit in reversed(range(fold.active.bit_length() - 1)):
         first, count = _range(position, bit, fold.active)
         partner = fold.rank(position ^ 1 << bit)
-        for piece in reversed(vector.pieces(first, count, bit + 1)):
-            builder.send(partner, piece)
-        window = Window()
-        for piece in reversed(vector.pieces(first - count if position >> bit & 1 else first + count, count, bit + 1)):
-            window.add(builder.recv(partner, piece, after=window.after))
+        builder.send_all(partner, reversed(vector.pieces(first, count, bit + 1)))
+        theirs = vector.pieces(first - count if position >> bit & 1 else first + count, count, bit + 1)
+        builder.recv_all(partner, reversed(theirs), Window())
 
 
 def _range(position: int, bit: int, active: int) -> tuple[int, int]:

@@ -41,37 +41,35 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     own = Slice(Buffer.INPUT, 0, problem.counts[rank])
     place = Slice(Buffer.OUTPUT, starts[rank], own.length)
     if folded and rank % 2:
-        for piece in split(own, chunk_length):
-            builder.send(rank - 1, piece)
+        builder.send_all(rank - 1, split(own, chunk_length))
         builder.copy(own, place)
-        _receive(builder, rank - 1, _without(place, blocks.pieces(Buffer.OUTPUT, position, fold.active)))
+        others = _without(place, blocks.pieces(Buffer.OUTPUT, position, fold.active))
+        builder.recv_all(rank - 1, others, Window())
         return builder.build()
     if folded:
         lent = Slice(Buffer.OUTPUT, starts[rank + 1], problem.counts[rank + 1])
-        _receive(builder, rank + 1, split(lent, chunk_length))
+        builder.recv_all(rank + 1, split(lent, chunk_length), Window())
     count = 1
     while count < fold.active:
         partner = fold.rank(position ^ count)
-        for piece in blocks.pieces(Buffer.OUTPUT, position, count):
-            at_home = count == 1 and piece.overlaps(place)  # sent from INPUT, so that nothing waits for its copy
-            home = Slice(Buffer.INPUT, piece.offset - place.offset, piece.length)
-            builder.send(partner, home if at_home else piece)
+        pieces = blocks.pieces(Buffer.OUTPUT, position, count)
+        if count == 1:  # the own block is sent from INPUT, so that nothing waits for its copy
+            pieces = [_home(piece, place) for piece in pieces]
+        builder.send_all(partner, pieces)
         if count == 1:
             builder.copy(own, place)
-        _receive(builder, partner, blocks.pieces(Buffer.OUTPUT, position ^ count, count))
+        builder.recv_all(partner, blocks.pieces(Buffer.OUTPUT, position ^ count, count), Window())
         count *= 2
     if fold.active == 1:
         builder.copy(own, place)
     if folded:
-        for piece in _without(lent, blocks.pieces(Buffer.OUTPUT, position, fold.active)):
-            builder.send(rank + 1, piece)
+        builder.send_all(rank + 1, _without(lent, blocks.pieces(Buffer.OUTPUT, position, fold.active)))
     return builder.build()
 
 
-def _receive(builder: PlanBuilder, peer: int, pieces: Iterable[Slice]) -> None:
-    window = Window()
-    for piece in pieces:
-        window.add(builder.recv(peer, piece, after=window.after))
+def _home(piece: Slice, place: Slice) -> Slice:
+    """Where a piece is at the start, if it belongs to the block which goes to `place`."""
+    return Slice(Buffer.INPUT, piece.offset - place.offset, piece.length) if piece.overlaps(place) else piece
 
 
 def _without(block: Slice, pieces: Iterable[Slice]) -> list[Slice]:

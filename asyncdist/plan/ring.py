@@ -42,15 +42,11 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     right, left = (rank + 1) % world, (rank - 1) % world
     operands, results = Window(), Window()
     for step in range(world - 1):
-        for piece in blocks[(rank - step) % world]:
-            builder.send(right, piece)
-        for piece in blocks[(rank - step - 1) % world]:
-            operands.add(builder.recv_reduce(left, piece, incoming_left=True, after=operands.after))
+        builder.send_all(right, blocks[(rank - step) % world])
+        builder.recv_reduce_all(left, blocks[(rank - step - 1) % world], operands, incoming_left=True)
     for step in range(world - 1):
-        for piece in blocks[(rank + 1 - step) % world]:
-            builder.send(right, piece)
-        for piece in blocks[(rank - step) % world]:
-            results.add(builder.recv(left, piece, after=results.after))
+        builder.send_all(right, blocks[(rank + 1 - step) % world])
+        builder.recv_all(left, blocks[(rank - step) % world], results)
     return builder.build(symmetry=_symmetry(counts))
 
 
@@ -69,16 +65,15 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     window = Window()
     outgoing = blocks[left]
     for step in range(world - 1):
-        for piece in outgoing:
-            builder.send(right, piece)
+        builder.send_all(right, outgoing)
         last = step == world - 2
         base = Slice(Buffer.OUTPUT, 0, problem.counts[rank]) if last else partial[step % SCRATCH_BLOCKS]
         incoming = []
         own = blocks[(rank - 2 - step) % world]
         for piece in own:
             target = Slice(base.buffer, base.offset + piece.offset - own[0].offset, piece.length)
-            window.add(builder.recv(left, target, after=window.after))
             incoming.append(target)
+        builder.recv_all(left, incoming, window)
         for piece, target in zip(own, incoming, strict=True):
             builder.reduce(piece, target, source_left=False)
         outgoing = tuple(incoming)
@@ -94,10 +89,8 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     right, left = (rank + 1) % world, (rank - 1) % world
     window = Window()
     for step in range(world - 1):
-        for piece in blocks[(rank - step) % world] if step else own:
-            builder.send(right, piece)
-        for piece in blocks[(rank - step - 1) % world]:
-            window.add(builder.recv(left, piece, after=window.after))
+        builder.send_all(right, blocks[(rank - step) % world] if step else own)
+        builder.recv_all(left, blocks[(rank - step - 1) % world], window)
     for source, target in zip(own, blocks[rank], strict=True):
         builder.copy(source, target)
     return builder.build(symmetry=_symmetry(problem.counts), block_aligned=True)

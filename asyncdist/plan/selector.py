@@ -32,6 +32,34 @@ CHUNKS_MAX: Final = 128
 """Chunks in the largest blocks, which get larger chunks instead: each is a step with its message, a third of a kB in
 the plan, and a pipeline of 128 is already within a percent or two of the wire."""
 
+VECTOR_CHUNKS_MAX: Final = 512
+"""Chunks in the largest vectors, likewise: a rank has up to four steps with each, and a plan of two thousand steps is
+made in two or three milliseconds. With many ranks it costs nothing, as every chunk goes through so many hands."""
+
+UNCUT: Final = frozenset(
+    {
+        ("all_gather", "direct"),
+        ("all_reduce", "direct"),
+        ("all_reduce", "linear"),
+        ("all_reduce", "recursive_doubling"),
+        ("all_to_all", "bruck"),
+        ("all_to_all", "linear"),
+        ("all_to_all", "pairwise"),
+        ("barrier", "dissemination"),
+        ("barrier", "shared"),
+        ("broadcast", "linear"),
+        ("exscan", "recursive_doubling"),
+        ("gather", "binomial_tree"),
+        ("gather", "linear"),
+        ("reduce", "linear"),
+        ("reduce_scatter", "direct"),
+        ("scan", "recursive_doubling"),
+        ("scatter", "binomial_tree"),
+        ("scatter", "linear"),
+    }
+)
+"""Those that cut nothing into chunks, so that one prediction is enough."""
+
 SCRATCH_MAX_BYTES: Final = 32 << 20
 """Temporary memory up to which an algorithm may be chosen because it is fast: page faults on more of it cost what it
 saves, and the caller has not asked for it."""
@@ -145,7 +173,7 @@ def candidates(
     names = (algorithm,) if algorithm else algorithms(problem.collective, shared=lane_bytes > 0)
     if ordered and not algorithm:
         names = ordered_algorithms(problem.collective, shared=lane_bytes > 0)
-    sizes = chunk_sizes(problem, itemsize)
+    sizes, nbytes = chunk_sizes(problem, itemsize), problem.total * itemsize
     found = []
     for name in names:
         if needs_lane(problem.collective, name):
@@ -154,7 +182,8 @@ def candidates(
             own_sizes = sizes
         else:
             continue
-        predictions = (predict(problem, name, itemsize, size, tuning.constants) for size in own_sizes)
+        last = 1 if (problem.collective, name) in UNCUT else _first_of_all(own_sizes, nbytes)
+        predictions = (predict(problem, name, itemsize, size, tuning.constants) for size in own_sizes[:last])
         found.append(min(predictions, key=_seconds))
     found.sort(key=lambda one: (one.scratch_bytes > SCRATCH_MAX_BYTES, one.seconds))
     if not found:  # nothing is reduced, so there is no order
@@ -179,13 +208,18 @@ def chunk_sizes(problem: Problem, itemsize: int) -> tuple[int, ...]:
         block_bytes = -(-problem.total // problem.world) * itemsize
     else:
         block_bytes = max(problem.counts) * itemsize
-    least = -(-block_bytes // CHUNKS_MAX)
+    least = max(-(-block_bytes // CHUNKS_MAX), -(-problem.total * itemsize // VECTOR_CHUNKS_MAX))
     size, sizes = CHUNK_MIN_BYTES, []
     while size <= CHUNK_MAX_BYTES:
         if size >= least:
             sizes.append(size)
         size *= 2
     return tuple(sizes) or (least,)
+
+
+def _first_of_all(sizes: Sequence[int], nbytes: int) -> int:
+    """How many sizes are worth a look: no more than one that holds all there is, as larger ones do the same."""
+    return next((number for number, size in enumerate(sizes, 1) if size >= nbytes), len(sizes))
 
 
 def _familiarity(algorithm: str) -> int:

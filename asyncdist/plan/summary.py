@@ -12,15 +12,14 @@ __all__ = ["items", "needs", "peers"]
 
 def peers(steps: Sequence[Step]) -> tuple[int, ...]:
     """Return every rank that is named, in order."""
-    named = {step.peer for step in _written(steps) if isinstance(step, _WITH_PEERS)}
-    return tuple(sorted(named))
+    return tuple(sorted({step.peer for step in _written(steps) if isinstance(step, _WITH_PEERS)}))
 
 
 def items(steps: Sequence[Step]) -> int:
     """Return how many items are put out."""
-    count = sum(isinstance(step, Publish) for step in _written(steps))
+    count = sum([type(step) is Publish for step in _written(steps)])
     if isinstance(steps, RepeatedSteps):
-        count += steps.gap.rounds * sum(isinstance(step, Publish) for step in steps.examples[1])
+        count += steps.gap.rounds * sum([type(step) is Publish for step in steps.examples[1]])
     return count
 
 
@@ -31,16 +30,10 @@ def needs(steps: Sequence[Step]) -> dict[int, dict[int, int]]:
         if isinstance(step, Fetch | FetchReduce):
             _add(found.setdefault(step.peer, {}), (step.item,))
     if isinstance(steps, RepeatedSteps):
-        rounds = steps.gap.rounds
         for before, step in zip(*steps.examples, strict=True):
-            if isinstance(step, Fetch | FetchReduce) and isinstance(before, Fetch | FetchReduce):
+            if isinstance(before, Fetch | FetchReduce) and isinstance(step, Fetch | FetchReduce):
                 stride = step.item - before.item
-                repeated = (
-                    range(step.item + stride, step.item + stride * (rounds + 1), stride)
-                    if stride
-                    else [step.item] * rounds
-                )
-                _add(found[step.peer], repeated)
+                _add(found[step.peer], [step.item + stride * ahead for ahead in range(1, steps.gap.rounds + 1)])
     return {peer: dict(sorted(wanted.items())) for peer, wanted in found.items()}
 
 

@@ -36,6 +36,12 @@ class Window:
         if step is not None:
             self._steps.append(step)
 
+    def follow(self, step: int) -> int | None:
+        """Note the next step; return what it has to wait for."""
+        earlier = self._steps[0]
+        self._steps.append(step)
+        return earlier
+
 
 def first_that_fits(lengths: Sequence[int], room: int) -> int:
     """Index from which on all `lengths` together are at most `room`.
