@@ -35,6 +35,8 @@ def waiter_bytes(waiter: Waiter) -> int:
 def client_bytes(client: Client) -> int:
     """Bytes of a client's blocked requests and of its replies that may be asked for again."""
     total = sum(map(waiter_bytes, client.blocked.values()))
+    if client.client_id is None:
+        total += client.remembered_bytes  # of a torch session, which knows what of it was read
     for _, _, framed in client._frames:
         # Texts and lists in these are short and few, and not looked at before somebody comes back for them.
         total += sum(REPLY_BYTES + value_bytes(value) * (type(value) in (bytes, tuple)) for _, _, value in framed)

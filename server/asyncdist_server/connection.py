@@ -18,6 +18,7 @@ from asyncdist_server.messages import FRAME_SLACK_BYTES
 from asyncdist_server.session import Session
 from asyncdist_server.torch_session import TorchSession
 from asyncdist_server.torch_wire import FIRST_BYTE
+from asyncdist_server.unacknowledged import unacknowledged_bytes
 
 if TYPE_CHECKING:
     from asyncdist_server.daemon import StoreServer
@@ -296,6 +297,7 @@ class Connection(asyncio.Protocol):
             self._tell("connection_dropped", f"it {reason}")
             self._ending = True
             self._cancel_timer()
+            self._judge_output(unread=True)
             self._transport.abort()
 
     def _end(self) -> None:
@@ -350,10 +352,18 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Close: a client that stopped sending is leaving or gone, nobody half-closes to go on reading."""
+        self._judge_output(unread=self._transport is not None and self._transport.get_write_buffer_size() > 0)
         return False
+
+    def _judge_output(self, unread: bool) -> None:
+        """Note of a torch client, as those confirm nothing, if it cannot have read what it was sent last."""
+        if isinstance(self._session, TorchSession) and (unread or unacknowledged_bytes(self.descriptor)):
+            self._session.popped.unread = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Withdraw the client from the engine."""
+        if exc is not None:
+            self._judge_output(unread=isinstance(exc, ConnectionError))
         self._transport = None
         if not self._opening:
             count(self._server.engine.counters.closed, self._session.protocol)

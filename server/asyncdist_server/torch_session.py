@@ -18,6 +18,7 @@ from asyncdist_server.engine import Client, Reply
 from asyncdist_server.messages import CANCEL, GET, OK, QUEUE_POP, QUEUE_RETURN, WAIT, ProtocolError
 from asyncdist_server.namespace import Namespace
 from asyncdist_server.operations import parse_number
+from asyncdist_server.popped_items import PoppedItems
 from asyncdist_server.session import TURN_BYTES, TURN_REQUESTS
 from asyncdist_server.torch_namespaces import JOB_KEY_STARTS, Barrier, TorchNamespace, job_of
 from asyncdist_server.torch_requests import REQUESTS
@@ -52,7 +53,6 @@ class TorchSession:
         "_last_id",
         "_on_output",
         "_output",
-        "_popped",
         "_reader",
         "_running",
         "_waits",
@@ -68,6 +68,7 @@ class TorchSession:
         "now",
         "open",
         "operation",
+        "popped",
         "ran",
         "reply_bytes",
         "stored",
@@ -86,7 +87,6 @@ class TorchSession:
         # Blocked requests by their id: what must be undone when they end, the key of a queue or a barrier.
         self._waits: dict[int, bytes | Barrier | None] = {}
         self._claim: bytes | None = None  # the queue of which an item is kept for this client
-        self._popped: list[tuple[bytes, bytes]] = []  # queues and their items in output that is not taken yet
         self._between = False  # whether the next bytes begin a request
         self.client: Client
         self.stored: Namespace
@@ -111,6 +111,8 @@ class TorchSession:
         """Whether the connection is to be closed once the output is written."""
         self.error = ""
         """Why the session closes, for the log."""
+        self.popped = PoppedItems()
+        """What goes back if the client ends without having read it."""
 
     @property
     def job(self) -> str:
@@ -171,8 +173,8 @@ class TorchSession:
         """Return everything to send now, as pieces in order."""
         output, self._output = self._output, []
         self.reply_bytes = 0
-        if self._popped:
-            self._popped.clear()
+        if self.popped:
+            self.popped.sent(bool(output), self._last_id, self.engine.state, self.client)
         return output
 
     def refuse(self, refusal: Refusal, detail: str = "") -> None:
@@ -194,6 +196,7 @@ class TorchSession:
         if not self.open or self.client.closed:
             return
         self.now = now
+        self.popped.end(self._last_id, self.engine.state, self.client)
         self._end_waits()
         self.drop_claim(now)
         self._put_back(now)
@@ -202,9 +205,9 @@ class TorchSession:
             self.namespace.leave(self, job, now)
 
     def _put_back(self, now: float) -> None:
-        """Put items back to the heads of their queues that the client was never sent."""
-        while self._popped:
-            key, item = self._popped.pop()
+        """Put items back to the heads of their queues that the client was never sent or cannot have read."""
+        while self.popped:
+            key, item = self.popped.pop()
             self.ask(QUEUE_RETURN, key, item)
             self.namespace.offer(self, key, now)
 
@@ -229,7 +232,7 @@ class TorchSession:
         """Send an item of a queue that has one."""
         item = self.must(self.ask(QUEUE_POP, key, 0))
         self.say_string(item)
-        self._popped.append((key, item))
+        self.popped.append((key, item))
 
     def take_claim(self, key: bytes, now: float) -> None:
         """Have an item of the queue `key` kept for this client, unless one is: torch waits for one at a time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import select
 import socket
 import struct
 from collections.abc import Callable
@@ -229,3 +230,34 @@ async def test_garbage_costs_only_its_own_connection() -> None:
         await blocking(work)
         await until(lambda: server.connection_count == 0 and server.inbound_bytes == 0)
         assert set(server.engine.statistics().values()) == {0}
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])
+@pytest.mark.parametrize("reads", ["nothing", "a part", "all", "all, and asks for more"])
+async def test_an_item_that_its_client_did_not_read_goes_to_another(size: int, reads: str) -> None:
+    """The kernel resets a connection whose process ends with something unread, long after the daemon has sent it."""
+    async with serve(config()) as server:
+
+        def pop_and_close() -> None:
+            with SocketTorchClient(server.port) as lost:
+                lost.send(Query.QUEUE_POP, b"/q")
+                select.select([lost.socket], [], [], DEADLINE_S)
+                if reads != "nothing":
+                    lost.read(16)
+                if reads.startswith("all"):
+                    lost.read(size)
+                if reads.endswith("more"):
+                    lost.send(Query.GET, b"/q/none")
+                    select.select([lost.socket], [], [], DEADLINE_S)
+
+        def work() -> int:
+            with SocketTorchClient(server.port) as other:
+                other.send(Query.QUEUE_PUSH, b"/q", bytes(size))
+                other.get(b"")
+                pop_and_close()
+                while server.connection_count > 1:
+                    other.get(b"")
+                other.send(Query.QUEUE_LEN, b"/q")
+                return struct.unpack("<q", other.read(8))[0]
+
+        assert await blocking(work) == (0 if reads.startswith("all") else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from engine_books import problems
 from torch_wire_kit import CANCELED, VALIDATE, WAITED, MemoryTorchClient, World, blob, number, query
 
 from asyncdist_server import messages as m
@@ -269,6 +270,52 @@ def test_items_that_were_popped_and_never_sent_go_back_in_their_order() -> None:
     assert second.heard() == WAITED
     assert second.ask(Query.QUEUE_POP, b"/q") == number(2) + blob(b"2")
     assert second.ask(Query.QUEUE_POP, b"/q") == number(1) + blob(b"3")
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "read"),
+    [
+        ("nothing", False),
+        ("its output is looked for", False),
+        ("it gets", True),
+        ("it sets", True),
+        ("it waits", True),
+        ("it pops", True),
+    ],
+)
+@pytest.mark.parametrize("unread", [False, True])
+def test_an_item_goes_back_if_its_client_ends_without_having_read_it(meanwhile: str, read: bool, unread: bool) -> None:
+    """It has read what it was sent before it asks for more, whether that has an answer or not."""
+    world = World()
+    first, second = world.client(), world.client()
+    for item in (b"1", b"2", b"3"):
+        second.ask(Query.QUEUE_PUSH, b"/q", item)
+    before = world.engine.memory_bytes
+    assert first.ask(Query.QUEUE_POP, b"/q") == number(3) + blob(b"1")
+    assert problems(world.engine) == []
+    assert world.engine.state.remembered_bytes == len(b"/q1")
+    if meanwhile == "its output is looked for":  # as when the client has read what filled the daemon's buffer
+        assert first.heard() == b""
+    elif meanwhile == "it gets":
+        first.ask(Query.GET, b"/k")
+    elif meanwhile == "it sets":
+        first.ask(Query.SET, b"/k", b"")
+    elif meanwhile == "it waits":
+        first.ask(Query.WAIT, [b"/k"])
+    elif meanwhile == "it pops":
+        assert first.ask(Query.QUEUE_POP, b"/q") == number(2) + blob(b"2")
+    assert world.engine.state.remembered_bytes == (0 if read and meanwhile != "it pops" else len(b"/q1"))
+    first.session.popped.unread = unread
+    first.leave()
+    assert problems(world.engine) == []
+    assert world.engine.state.remembered_bytes == 0
+    expected = [b"2", b"3"] if meanwhile != "it pops" else [b"2", b"3"] if unread else [b"3"]
+    if unread and not read:
+        expected = [b"1", b"2", b"3"]
+        assert world.engine.memory_bytes == before
+    for index, item in enumerate(expected):
+        assert second.ask(Query.QUEUE_POP, b"/q") == number(len(expected) - index) + blob(item)
+    assert second.ask(Query.QUEUE_LEN, b"/q") == number(0)
 
 
 @pytest.mark.parametrize("how", ["asks for something else", "leaves", "does nothing", "waits again"])
