@@ -80,7 +80,7 @@ step = st.one_of(
     st.tuples(st.just("ask"), st.just(0), requests),
     st.tuples(st.sampled_from(["lose", "leave", "acknowledge"]), st.integers(0, len(NAMES) - 1), st.none()),
     st.tuples(st.just("wait"), st.just(0), st.sampled_from([0.5, 3.0, 200.0])),
-    st.tuples(st.sampled_from(["commit", "commit", "crash"]), st.just(0), st.none()),
+    st.tuples(st.sampled_from(["commit", "commit", "crash", "die"]), st.just(0), st.none()),
 )
 # A short program rarely has a lease with a key and a hold that ends; but only short ones can be read.
 programs = st.sampled_from([0, 60, 100]).flatmap(lambda least: st.lists(step, min_size=least, max_size=least + 30))
@@ -95,6 +95,7 @@ class Program:
         self.clients: dict[int, Client] = {}
         self.frames = [0] * len(NAMES)
         self.last_id = 0
+        self.committed: tuple[Any, ...] = {}, {}, 0, {}
 
     @property
     def engine(self) -> StoreEngine:
@@ -130,18 +131,23 @@ class Program:
             self.now += argument
             self.engine.expire(self.now)
         elif kind == "commit":
-            self.store.commit()
+            self.commit()
         elif kind == "crash":
-            self.crash()
+            self.commit()
+            self.die()
+        elif kind == "die":
+            self.die()
 
-    def crash(self) -> None:
+    def commit(self) -> None:
         self.store.commit()
-        before, held, remembered, taken = self.engine, contents(self.engine), self.remembered(), self.taken()
+        self.committed = contents(self.engine), self.taken(), self.engine.state.revision, self.remembered()
+
+    def die(self) -> None:
+        """Lose all that was not committed."""
+        *before, remembered = self.committed
         self.store = self.store.crash(self.now)
         self.clients.clear()
-        assert contents(self.engine) == held
-        assert self.taken() == taken
-        assert self.engine.state.revision == before.state.revision
+        assert [contents(self.engine), self.taken(), self.engine.state.revision] == before
         assert self.engine.memory_bytes == charged(self.engine)
         found = self.remembered()
         assert found.keys() == remembered.keys()
@@ -182,7 +188,5 @@ def test_a_journal_brings_back_what_the_store_held(program: list[tuple[str, int,
         mock.patch.object(batch, "PART_BYTES", 60),
     ):
         run = Program()
-        for step in program:
+        for step in (*program, ("crash", 0, None), ("crash", 0, None)):
             run.step(*step)
-        run.crash()
-        run.crash()
