@@ -12,6 +12,10 @@ at once. With k chunks, m bytes, latency a, b seconds per byte and g per byte re
 
 An inner rank serves two children and so moves the vector twice or thrice: see `double_tree` for large vectors.
 
+Where hosts have several ranks, the tree is over hosts and over the ranks of each (`host_trees`): the table then says
+what a host's card sends, with L the levels over hosts, and its head, with a third child inside, moves the vector once
+more each way.
+
 The tree is in rank order, so all_reduce, and reduce to rank 0, need no commuting operation; all ranks get the root's
 bits. Temporary memory: a window of chunks for each child.
 
@@ -22,10 +26,11 @@ from __future__ import annotations
 
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
+from asyncdist.plan.host_trees import host_tree
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 from asyncdist.plan.tree_pipeline import TreePipeline
-from asyncdist.plan.trees import Node, tree_node
+from asyncdist.plan.trees import Node
 
 __all__ = ["all_reduce", "broadcast", "reduce"]
 
@@ -34,7 +39,7 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Reduce up the tree and broadcast down it, chunk by chunk."""
     builder = PlanBuilder("all_reduce", "binary_tree", rank, problem.world)
     pieces = split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
-    tree = _pipeline(builder, tree_node(rank, problem.world), pieces)
+    tree = _pipeline(builder, host_tree(problem, rank), pieces)
     for piece in pieces:
         tree.reduce_in_place(piece)
         tree.pass_down(piece)
@@ -45,7 +50,7 @@ def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Pass chunks of `chunk_length` elements down the tree."""
     builder = PlanBuilder("broadcast", "binary_tree", rank, problem.world)
     pieces = split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
-    tree = _pipeline(builder, _rooted(problem, rank), pieces)
+    tree = _pipeline(builder, host_tree(problem, rank), pieces)
     for piece in pieces:
         tree.pass_down(piece)
     return builder.build()
@@ -55,15 +60,10 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Reduce chunks of `chunk_length` elements up the tree; INPUT is only read."""
     builder = PlanBuilder("reduce", "binary_tree", rank, problem.world)
     pieces = split(Slice(Buffer.INPUT, 0, problem.total), chunk_length)
-    tree = _pipeline(builder, _rooted(problem, rank), pieces)
+    tree = _pipeline(builder, host_tree(problem, rank), pieces)
     for piece in pieces:
         tree.reduce_from(piece, Slice(Buffer.OUTPUT, piece.offset, piece.length))
     return builder.build(ordered=problem.root == 0)
-
-
-def _rooted(problem: Problem, rank: int) -> Node:
-    world, root = problem.world, problem.root
-    return tree_node((rank - root) % world, world).renamed(lambda position: (position + root) % world)
 
 
 def _pipeline(builder: PlanBuilder, node: Node, pieces: tuple[Slice, ...]) -> TreePipeline:

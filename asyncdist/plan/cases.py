@@ -9,6 +9,11 @@ A family is a problem and what it becomes when ranks are renamed so that another
 | 65 .. 128 | none; even or uneven, by turns | every root of which the plans are the first one's, renamed, else five |
 | larger | none; uneven, or, in every fourth world, even | five |
 
+Algorithms that look at the ranks per host are proven for several numbers of them, trees with even and uneven counts
+alone: how a tree is made has nothing to do with how vectors are cut. With hosts a root stands for those at its place in
+others, if their plans are its own, renamed; in worlds above 64 the five roots do, and other places are left to smaller
+ones.
+
 Algorithms through shared memory are in addition proven with six chunks of every slice, for five roots: in worlds up to
 12, and in every sixteenth one of the larger.
 
@@ -71,7 +76,10 @@ LONG_SLICE: Final = 21
 LONG_SLICES: Final = 16
 """Of larger worlds every how manieth is proven with those."""
 
-BY_HOST: Final = ("ring_2d",)
+TREES_BY_HOST: Final = ("binary_tree", "double_tree")
+"""Algorithms whose plans depend on the ranks per host, but not on how a vector is cut for them."""
+
+BY_HOST: Final = ("ring_2d", *TREES_BY_HOST)
 """Algorithms whose plans depend on the ranks per host."""
 
 
@@ -87,11 +95,12 @@ def families(collective: str, algorithm: str, world: int, *, thorough: bool | No
     if needs_lane(collective, algorithm) and collective != "barrier" and (thorough or world % LONG_SLICES == 1):
         blocks = collective in BLOCK_COLLECTIVES or collective == "all_to_all"
         cases.append((LONG_SLICE if blocks else LONG_SLICE * world + 5, False))
-    for counts, every_root in cases:
+    for number, (counts, every_root) in enumerate(cases):
         roots: Collection[int] = (0,)
         if collective in ROOTED:
             roots = range(world) if every_root else _five(world)
-        for ranks_per_host in _hosts(world, thorough=thorough) if algorithm in BY_HOST else (1,):
+        by_host = algorithm in BY_HOST and (algorithm not in TREES_BY_HOST or number in (1, 2))  # even and uneven
+        for ranks_per_host in _hosts(world, algorithm, thorough=thorough) if by_host else (1,):
             first = Problem.of(collective.removesuffix("_uneven"), world, counts, 0, ranks_per_host)
             family = tuple(rotated_problem(first, root) for root in roots)
             if collective in PRIVATE_COLLECTIVES:
@@ -160,12 +169,15 @@ def _five(world: int) -> Collection[int]:
     return sorted({0, 1 % world, world // 3, world // 2, world - 1})
 
 
-def _hosts(world: int, *, thorough: bool) -> Sequence[int]:
+def _hosts(world: int, algorithm: str, *, thorough: bool) -> Sequence[int]:
     """Ranks per host: one, those that divide the world, and one that does not; in larger worlds fewer of them."""
     divisors = [number for number in range(2, world) if world % number == 0]
     middle = divisors[len(divisors) // 2 :][:1]
+    other = [next(number for number in range(2, world + 2) if world % number)]
     if thorough:
-        return [1, *divisors, next(number for number in range(2, world + 2) if world % number)]
+        return [1, *divisors, *other]
+    if algorithm in TREES_BY_HOST:
+        return [1, *(middle or other if world <= BOTH_COUNTS else middle)]
     return [1, *middle] if world <= BOTH_COUNTS else middle or [1]
 
 

@@ -13,8 +13,11 @@ With L = ceil(log2 p), m bytes, latency a, b seconds per byte and g per byte red
 all_reduce reduces up each tree and broadcasts down it, both at once; the trees span all ranks. For broadcast and reduce
 they span all ranks but the root, which exchanges with the roots of both: so it, too, moves every byte once.
 
+Where hosts have several ranks, the trees are over hosts and over the ranks of each (`host_trees`): the table then says
+what a host's card sends, with L the levels over hosts, and inside a host a rank moves at most twice the vector more.
+
 The operation must commute. Each element is reduced along one tree and its result comes from that tree's root, so all
-ranks have the same bits. Temporary memory: a window of chunks for each child, at most two.
+ranks have the same bits. Temporary memory: a window of chunks for each child, two at most, or four on hosts.
 
 Source: Sanders, Speck and Träff, 2009 (see `trees`).
 """
@@ -26,10 +29,11 @@ from itertools import zip_longest
 
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import offsets, partition, split
+from asyncdist.plan.host_trees import host_pair, rooted_host_pair
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 from asyncdist.plan.tree_pipeline import TreePipeline
-from asyncdist.plan.trees import Node, pair_nodes
+from asyncdist.plan.trees import Node
 
 __all__ = ["all_reduce", "broadcast", "reduce"]
 
@@ -39,7 +43,7 @@ TREES = 2
 def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Reduce each half up its tree and broadcast it down, chunk by chunk."""
     builder = PlanBuilder("all_reduce", "double_tree", rank, problem.world)
-    for tree, piece in _chunks(builder, pair_nodes(rank, problem.world), problem.total, Buffer.OUTPUT, chunk_length):
+    for tree, piece in _chunks(builder, host_pair(problem, rank), problem.total, Buffer.OUTPUT, chunk_length):
         tree.reduce_in_place(piece)
         tree.pass_down(piece)
     return builder.build()
@@ -48,7 +52,7 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
 def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Pass chunks of `chunk_length` elements down the trees, in turn."""
     builder = PlanBuilder("broadcast", "double_tree", rank, problem.world)
-    for tree, piece in _chunks(builder, _rooted(problem, rank), problem.total, Buffer.OUTPUT, chunk_length):
+    for tree, piece in _chunks(builder, rooted_host_pair(problem, rank), problem.total, Buffer.OUTPUT, chunk_length):
         tree.pass_down(piece)
     return builder.build()
 
@@ -59,30 +63,9 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     if problem.world == 1:
         builder.copy(Slice(Buffer.INPUT, 0, problem.total), Slice(Buffer.OUTPUT, 0, problem.total))
         return builder.build()
-    for tree, piece in _chunks(builder, _rooted(problem, rank), problem.total, Buffer.INPUT, chunk_length):
+    for tree, piece in _chunks(builder, rooted_host_pair(problem, rank), problem.total, Buffer.INPUT, chunk_length):
         tree.reduce_from(piece, Slice(Buffer.OUTPUT, piece.offset, piece.length))
     return builder.build()
-
-
-def _rooted(problem: Problem, rank: int) -> tuple[Node, Node]:
-    """The two trees over all ranks but the root, hung below it."""
-    world, root = problem.world, problem.root
-    if rank != root:
-
-        def name(index: int) -> int:
-            return (root + 1 + index) % world
-
-        first, second = (node.renamed(name) for node in pair_nodes((rank - root - 1) % world, world - 1))
-        return _below(first, root), _below(second, root)
-    if world == 1:
-        return Node(), Node()
-    tops = (0, world - 2 if world % 2 else 1 % (world - 1))
-    first, second = (Node(upper=((root + 1 + top) % world,)) for top in tops)
-    return first, second
-
-
-def _below(node: Node, root: int) -> Node:
-    return node._replace(parent=root) if node.is_root else node
 
 
 def _chunks(

@@ -14,7 +14,8 @@ p adds with m/2 bytes, as the blocks are as long.
 
 Where ranks share hosts it is the number of hosts that grows. What a level adds is not always the same: the skips of a
 circulant graph are even or odd, and in one world of a double tree, but not in those twice and half as large, what comes
-up one tree meets what goes down the other. So several levels are looked at together.
+up one tree meets what goes down the other. So several levels are looked at together. In trees over few hosts most are
+the root or leaves and nothing meets, so that worlds of that kind show nothing.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ LINE_RANKS: Final = 64
 FEWEST_HOSTS: Final = 4
 """Hosts of the smallest world that is looked at: with fewer, none is between others."""
 
+FEWEST_IN_TREES: Final = 16
+"""And of the smallest tree, where large vectors meet in inner hosts; a world is halved down to that many or less."""
+
+DEARER: Final = 4
+"""How many times as many ranks as are asked for are simulated rather than look at fewer levels together."""
+
 
 class Pace(enum.Enum):
     """With what the time grows."""
@@ -53,16 +60,18 @@ class Kept(enum.Enum):
 
 
 class Law(NamedTuple):
-    """How one algorithm grows; `period` is how many levels are taken together."""
+    """How one algorithm grows; `period` is how many levels are taken together, down to `fewest` hosts or less."""
 
     pace: Pace
     kept: Kept
     period: int = 1
+    fewest: int = FEWEST_HOSTS
 
 
 _LINE_VECTOR = Law(Pace.ROUNDS, Kept.VECTOR)
 _LINE_BLOCK = Law(Pace.ROUNDS, Kept.BLOCK)
 _DOUBLING = Law(Pace.LEVELS, Kept.VECTOR, 3)
+_TREE = Law(Pace.LEVELS, Kept.VECTOR, 3, FEWEST_IN_TREES)
 _HALVING = Law(Pace.LEVELS, Kept.BLOCK)
 _CIRCULANT = Law(Pace.LEVELS, Kept.BLOCK, 3)
 
@@ -74,22 +83,22 @@ LAWS: Final[Mapping[str, Mapping[str, Law]]] = MappingProxyType(
             "recursive_doubling": _DOUBLING,
             "halving_doubling": _HALVING,
             "circulant": _CIRCULANT,
-            "binary_tree": _DOUBLING,
-            "double_tree": _DOUBLING,
+            "binary_tree": _TREE,
+            "double_tree": _TREE,
             "ring": _LINE_BLOCK,
         },
         "broadcast": {
             "linear": _LINE_VECTOR,
             "binomial_tree": _DOUBLING,
-            "binary_tree": _DOUBLING,
-            "double_tree": _DOUBLING,
+            "binary_tree": _TREE,
+            "double_tree": _TREE,
             "chain": _LINE_VECTOR,
         },
         "reduce": {
             "linear": _LINE_VECTOR,
             "binomial_tree": _DOUBLING,
-            "binary_tree": _DOUBLING,
-            "double_tree": _DOUBLING,
+            "binary_tree": _TREE,
+            "double_tree": _TREE,
             "chain": _LINE_VECTOR,
             "ordered_chain": _LINE_VECTOR,
         },
@@ -152,14 +161,17 @@ def _line(problem: Problem, law: Law, timing: Timing) -> float:
 
 def _levels(problem: Problem, law: Law, timing: Timing, base_ranks: int) -> float:
     halved = [_hosts(problem)]
-    while halved[-1] > FEWEST_HOSTS:
+    while halved[-1] > law.fewest:
         halved.append(-(-halved[-1] // 2))
     worlds = [hosts * _per_host(problem) for hosts in halved]
     level = next((number for number, world in enumerate(worlds) if world <= base_ranks), len(worlds) - 1)
+    period = law.period
+    while law.kept is Kept.VECTOR and 1 < period < len(worlds) and worlds[-1 - period] > DEARER * base_ranks:
+        period -= 1
     if law.kept is Kept.BLOCK:  # the rounds that levels add differ, so the period is walked through
-        level += -level % law.period
-    while level + law.period >= len(worlds):
-        level -= law.period if law.kept is Kept.BLOCK else 1
+        level += -level % period
+    while level + period >= len(worlds):
+        level -= period if law.kept is Kept.BLOCK else 1
     if level <= 0:
         return timing(problem)
 
@@ -167,12 +179,12 @@ def _levels(problem: Problem, law: Law, timing: Timing, base_ranks: int) -> floa
         return timing(_resized(problem, worlds[number], total))
 
     if law.kept is Kept.VECTOR:
-        base_s, lower_s = at(level, problem.total), at(level + law.period, problem.total)
-        return base_s + (base_s - lower_s) / law.period * level
+        base_s, lower_s = at(level, problem.total), at(level + period, problem.total)
+        return base_s + (base_s - lower_s) / period * level
     seconds = at(level, problem.total)
-    for step in range(law.period, level + 1, law.period):
+    for step in range(period, level + 1, period):
         total = max(1, round(problem.total / (1 << step))) if problem.total else 0
-        seconds += at(level, total) - at(level + law.period, total)
+        seconds += at(level, total) - at(level + period, total)
     return seconds
 
 

@@ -3,7 +3,7 @@
 Each family's first problem is verified: by rank 0's plan alone where it is rotated (`verify_rotated`), else by running
 all ranks'. The others differ from it in the root. Where their plans are the first's with ranks renamed, nothing is left
 to show, since nothing that `verify` looks at changes with the names; where they are not, they are verified like it, in
-large worlds for some roots (`cases.run_roots`).
+large worlds for some roots (`cases.run_roots`). Where hosts have several ranks, this is so for each place in a host.
 """
 
 from __future__ import annotations
@@ -60,16 +60,17 @@ def prove(collective: str, algorithm: str, world: int, *, thorough: bool | None 
 
 
 def _prove_family(family: Family, algorithm: str, proof: Proof) -> None:
-    first, *others = family
-    _prove_problem(first, algorithm, proof)
-    if not others:
-        return
-    plans = [_plan_of(first, algorithm)(rank) for rank in range(_one(first).world)]
-    for other in others:
-        if _renamed(first, plans, other, algorithm):
+    world, per_host = _one(family[0]).world, _one(family[0]).ranks_per_host
+    period = per_host if per_host < world and world % per_host == 0 else 1  # of names that keep ranks together
+    firsts: dict[int, tuple[Problem | tuple[Problem, ...], list[Plan]]] = {}
+    for problem in family:
+        place = _one(problem).root % period
+        if place in firsts and _renamed(*firsts[place], problem, algorithm):
             proof.renamed += 1
-        elif _one(other).root in run_roots(_one(other).world):
-            _prove_problem(other, algorithm, proof)
+        elif _one(problem).root in run_roots(world):
+            _prove_problem(problem, algorithm, proof)
+            if place not in firsts and len(family) > 1:
+                firsts[place] = problem, [_plan_of(problem, algorithm)(rank) for rank in range(world)]
 
 
 def _prove_problem(problem: Problem | tuple[Problem, ...], algorithm: str, proof: Proof) -> None:
@@ -93,9 +94,11 @@ def _renamed(
     first: Problem | tuple[Problem, ...], plans: list[Plan], other: Problem | tuple[Problem, ...], algorithm: str
 ) -> bool:
     """Whether `other` is `first` with ranks renamed, and its plans are `plans` renamed alike."""
-    if not isinstance(first, Problem) or not isinstance(other, Problem) or other.ranks_per_host != 1:
+    if not isinstance(first, Problem) or not isinstance(other, Problem):
         return False
     world, shift = first.world, other.root - first.root
+    if other.ranks_per_host < world and (shift % other.ranks_per_host or world % other.ranks_per_host):
+        return False  # renamed, ranks of one host would be on two
     if rotated_problem(first, shift) != other:
         return False
     plan_of = _plan_of(other, algorithm)

@@ -38,10 +38,8 @@ class TreePipeline:
         """Reduce what the children send into `piece`, and send it to the parent."""
         builder, node = self._builder, self._node
         incoming = {child: self._receive(child, piece.length) for child in node.children}
-        for child in node.lower:
-            builder.reduce(incoming[child], piece, source_left=True)
-        for child in node.upper:
-            builder.reduce(incoming[child], piece, source_left=False)
+        for child in node.nearest_first:
+            builder.reduce(incoming[child], piece, source_left=child in node.lower)
         if not node.is_root:
             builder.send(node.parent, piece)
         self._reduced += 1
@@ -58,16 +56,16 @@ class TreePipeline:
             else:
                 builder.send(node.parent, piece)
             return
-        first, *others = node.children
+        first, *others = node.nearest_first
         if node.is_root:
             total = result
             self._whole.add(builder.recv(first, total, after=self._whole.after))
         else:
             total = self._receive(first, piece.length)
         incoming = [self._receive(child, piece.length) for child in others]
-        builder.reduce(piece, total, source_left=first in node.upper)
-        for operand in incoming:  # the second child is the upper one
-            builder.reduce(operand, total, source_left=False)
+        builder.reduce(piece, total, source_left=first not in node.lower)
+        for child, operand in zip(others, incoming, strict=True):
+            builder.reduce(operand, total, source_left=child in node.lower)
         if not node.is_root:
             builder.send(node.parent, total)
         self._reduced += 1

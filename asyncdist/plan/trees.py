@@ -15,6 +15,9 @@ The pair: in the first tree rank r has position r; in the second, position n-1-r
 in the other, but for rank 0 where n is odd, which has one child in each. So if each tree carries half the bytes, no
 rank sends more than all of them.
 
+The pair below a root: both trees over all ranks but that one, in the order in which they follow it, and the two tops
+below it. What is given out by one rank, or comes together there, so passes it once.
+
 Source: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
 Computing 35(12), 2009; the numbering is that of NCCL's trees.
 """
@@ -24,17 +27,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-__all__ = ["Node", "pair_nodes", "tree_node"]
+__all__ = ["Node", "pair_nodes", "pair_tops", "rooted_pair_nodes", "tree_node"]
 
 NO_PARENT: Final = -1
 
 
 class Node(NamedTuple):
-    """A rank's place in a tree. `lower` and `upper` are the children, left and right of it in the tree's order."""
+    """A rank's place in a tree. `lower` and `upper` are the children, left and right of it in the tree's order.
+
+    `inside` are those of its own host, where it speaks for that to others (`host_trees`): right of it, left of `upper`.
+    """
 
     parent: int = NO_PARENT
     lower: tuple[int, ...] = ()
     upper: tuple[int, ...] = ()
+    inside: tuple[int, ...] = ()
 
     @property
     def is_root(self) -> bool:
@@ -43,13 +50,18 @@ class Node(NamedTuple):
 
     @property
     def children(self) -> tuple[int, ...]:
-        """All children, none to two."""
-        return self.lower + self.upper
+        """All children, none to two, and inside a host up to two more."""
+        return self.lower + self.upper + self.inside
+
+    @property
+    def nearest_first(self) -> tuple[int, ...]:
+        """All children, in an order in which what they send can be reduced as it comes, next to what is there."""
+        return self.inside + self.lower + self.upper
 
     def renamed(self, name: Callable[[int], int]) -> Node:
         """The same place in the tree whose position x is called `name(x)`."""
         parent = self.parent if self.is_root else name(self.parent)
-        return Node(parent, tuple(map(name, self.lower)), tuple(map(name, self.upper)))
+        return Node(parent, tuple(map(name, self.lower)), tuple(map(name, self.upper)), tuple(map(name, self.inside)))
 
 
 def tree_node(position: int, size: int) -> Node:
@@ -76,3 +88,27 @@ def pair_nodes(rank: int, size: int) -> tuple[Node, Node]:
     else:
         second = tree_node((rank - 1) % size, size).renamed(lambda position: (position + 1) % size)
     return tree_node(rank, size), second
+
+
+def pair_tops(size: int) -> tuple[int, int]:
+    """Return the roots of the two trees over ranks 0 .. size - 1."""
+    return 0, 1 % size if size % 2 else size - 1
+
+
+def rooted_pair_nodes(rank: int, size: int, root: int) -> tuple[Node, Node]:
+    """A rank's nodes in the two trees over ranks 0 .. size - 1 that hang below `root`."""
+    if rank != root:
+
+        def name(index: int) -> int:
+            return (root + 1 + index) % size
+
+        first, second = (node.renamed(name) for node in pair_nodes((rank - root - 1) % size, size - 1))
+        return _below(first, root), _below(second, root)
+    if size == 1:
+        return Node(), Node()
+    first, second = (Node(upper=((root + 1 + top) % size,)) for top in pair_tops(size - 1))
+    return first, second
+
+
+def _below(node: Node, root: int) -> Node:
+    return node._replace(parent=root) if node.is_root else node

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from asyncdist.plan import load
-from asyncdist.plan.constants import ASYNCIO, ASYNCIO_TCP, MPI_LIKE, Constants, Link
+from asyncdist.plan.constants import ASYNCIO, ASYNCIO_TCP, MPI_LIKE, NCCL, Constants, Link
 from asyncdist.plan.cost import FORMULAS, predict, shape_of
 from asyncdist.plan.load import AT_HOME, Shape, Way, cold
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, Problem
@@ -238,3 +238,31 @@ def test_formulas_and_simulation_agree(collective):
     assert statistics.mean(losses) < 1.06
     assert statistics.quantiles(losses, n=20)[-1] < 1.25  # 95 % of all choices
     assert 0.9 < statistics.median(ratios) < 1.15
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "reduce"])
+def test_formulas_of_trees_over_hosts_and_simulation_agree(collective):
+    """Closer than others: what passes between hosts is on heads alone, and counted so."""
+    ratios = []
+    for constants in (replace(ASYNCIO, cores=4), NCCL, MPI_LIKE):
+        for hosts, size in ((2, 4), (3, 2), (4, 8), (5, 3)):
+            for nbytes in (4 * KIB, 256 * KIB, 4 * MIB):
+                problem = problem_of(collective, hosts * size, nbytes, size)
+                for algorithm in ("binary_tree", "double_tree"):
+                    (one,) = candidates(problem, 1, Tuning(constants, size), algorithm=algorithm)
+                    simulated_s = simulate(problem, algorithm, 1, constants, one.chunk_bytes)
+                    assert 0.6 < one.seconds / simulated_s < 1.7, (problem, algorithm)
+                    ratios.append(one.seconds / simulated_s)
+    assert 0.95 < statistics.median(ratios) < 1.12
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "reduce"])
+@pytest.mark.parametrize("algorithm", ["binary_tree", "double_tree"])
+@pytest.mark.parametrize(("hosts", "size"), [(2, 2), (2, 8), (4, 4), (5, 3), (8, 2)])
+def test_predicted_memory_and_traffic_of_trees_over_hosts_are_those_of_the_plan(collective, algorithm, hosts, size):
+    problem, chunk = problem_of(collective, hosts * size, 40 * MIB, size), 512 * KIB
+    predicted = predict(problem, algorithm, 1, chunk, ASYNCIO)
+    plans = [build(problem, algorithm, rank, chunk) for rank in range(hosts * size)]
+    assert max(plan.scratch_count for plan in plans) <= predicted.scratch_bytes + 16 * chunk
+    sent = max(sum(step.source.length for step in plan.steps if type(step).__name__ == "Send") for plan in plans)
+    assert 0.7 * sent <= predicted.sent_bytes <= 1.35 * sent

@@ -28,6 +28,15 @@ def test_all_reduce_of_256_mib_stays_within_a_few_chunks(algorithm, world):
     assert 1.5 * held < LIMIT_BYTES
 
 
+@pytest.mark.parametrize("algorithm", ["binary_tree", "double_tree"])
+def test_on_hosts_trees_hold_a_few_chunks_more(algorithm):
+    for size in (2, 3, 8):
+        problem = Problem.of("all_reduce", 8 * size, 256 << 20, 0, size)
+        held = [build(problem, algorithm, rank, CHUNK_BYTES).scratch_count for rank in range(4 * size, 6 * size)]
+        assert 0 < max(held) <= 4 * WINDOW * CHUNK_BYTES
+        assert 1.5 * max(held) < LIMIT_BYTES
+
+
 @pytest.mark.parametrize("algorithm", ["chain", "binary_tree", "double_tree"])
 def test_reduce_of_256_mib_stays_within_a_few_chunks(algorithm):
     problem = Problem.of("reduce", 8, 256 << 20, 3)

@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from asyncdist.cli.prove_command import parse_worlds, prove_command
 from asyncdist.plan.cases import BY_HOST, THOROUGH, families
+from asyncdist.plan.host_trees import _Hosts
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.prove import MAX_STEPS, prove
 from asyncdist.plan.registry import ALGORITHMS, algorithms, build
@@ -52,11 +53,19 @@ def test_only_algorithms_known_for_it_look_at_the_ranks_per_host():
             other = problem._replace(ranks_per_host=ranks_per_host)
             differs |= any(build(problem, algorithm, rank, 4) != build(other, algorithm, rank, 4) for rank in range(8))
         assert differs == (algorithm in BY_HOST), (collective, algorithm)
-    assert {problem.ranks_per_host for problem in problems("all_reduce", "ring_2d", 12)} == {1, 2, 3, 4, 5, 6}
+    for algorithm in BY_HOST:
+        assert {problem.ranks_per_host for problem in problems("all_reduce", algorithm, 12)} == {1, 2, 3, 4, 5, 6}
+    by_world = {
+        world: {one.ranks_per_host for one in problems("reduce", "double_tree", world)} for world in range(1, 66)
+    }
+    assert (by_world[13], by_world[32], by_world[65]) == ({1, 2}, {1, 8}, {1, 13})
+    assert all(len(found) > 1 for found in by_world.values())
 
 
 def test_another_root_is_compared_where_that_is_enough_and_run_where_not():
     assert prove("broadcast", "double_tree", 7).renamed > 0
+    # hosts of two, three and five: roots at one place of different hosts are compared, if all hosts are full
+    assert prove("broadcast", "double_tree", 9).renamed > 8 + 6
     ordered = prove("reduce", "linear", 7)  # whose operands are in rank order, whatever the root
     assert ordered.renamed == 0
     assert ordered.run > 7
@@ -87,6 +96,16 @@ def test_a_mistake_for_one_root_is_found(monkeypatch):
     )
     assert "sent and not received" in message
     assert "root=3" in message
+
+
+def test_a_mistake_in_trees_over_hosts_is_found(monkeypatch):
+    """The second tree has the head of the first: then that rank gets a half from nobody, and another gets it twice."""
+    head = _Hosts.head
+    monkeypatch.setattr(_Hosts, "head", lambda hosts, tree, host: head(hosts, 0 if host == 2 else tree, host))
+    for collective in ("all_reduce", "broadcast", "reduce"):
+        prove(collective, "double_tree", 4, thorough=False)
+        with pytest.raises(PlanError, match="ranks_per_host=2"):
+            prove(collective, "double_tree", 6)
 
 
 def test_a_mistake_on_one_rank_of_a_ring_is_found(monkeypatch):

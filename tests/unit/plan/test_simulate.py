@@ -7,10 +7,11 @@ import time
 import pytest
 
 from asyncdist.plan.constants import ASYNCIO_TCP, MPI_LIKE, NCCL
-from asyncdist.plan.growth import LAWS
+from asyncdist.plan.growth import LAWS, grow
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, Problem
-from asyncdist.plan.registry import ALGORITHMS
+from asyncdist.plan.registry import ALGORITHMS, build
 from asyncdist.plan.simulate import EXACT_WORLD, Method, simulate
+from asyncdist.plan.simulate_events import Hosts, feeds_of, run
 from asyncdist.plan.sweep import Sweep, simulated_collectives
 
 CHUNK = 32768
@@ -83,11 +84,56 @@ def test_rings_agree_where_blocks_are_uneven(world, count):
     assert derived == pytest.approx(exact, rel=CLOSE)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling", "binary_tree", "double_tree", "ring_2d"])
+@pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling", "ring_2d"])
 def test_hosts_agree(algorithm):
     world = 144 if algorithm in LINES else 256
     exact, derived = both(problem_of("all_reduce", world, 4096, 8), algorithm, NCCL, base=128)
     assert derived == pytest.approx(exact, rel=2 * CLOSE)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "reduce"])
+@pytest.mark.parametrize(("hosts", "size"), [(128, 2), (96, 4)])
+@pytest.mark.parametrize("algorithm", ["binary_tree", "double_tree"])
+def test_trees_over_hosts_agree(collective, algorithm, hosts, size):
+    for total in (2, 100_000):
+        problem = problem_of(collective, hosts * size, total, size)
+        exact, derived = both(problem, algorithm, NCCL, base=64)
+        assert derived == pytest.approx(exact, rel=3 * CLOSE)
+
+
+def test_fewer_levels_are_looked_at_together_where_more_would_take_long():
+    worlds = []
+
+    def timing(problem):
+        worlds.append(problem.world)
+        return 1.0
+
+    problem = problem_of("all_reduce", 8 * 3072, 1 << 20, 8)
+    law = LAWS["all_reduce"]["double_tree"]
+    for base_ranks, expected in ((1024, (96, 12)), (192, (96, 12)), (191, (48, 12)), (96, (48, 12)), (95, (24, 12))):
+        worlds.clear()
+        assert grow(problem, law, timing, base_ranks) == 1.0
+        assert [world // 8 for world in worlds] == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("collective", "algorithm", "gain"),
+    [
+        ("all_reduce", "double_tree", 1.3),
+        ("broadcast", "double_tree", 2.4),
+        ("reduce", "double_tree", 2.2),
+        ("all_reduce", "binary_tree", 1.08),
+    ],
+)
+def test_trees_over_hosts_are_faster_than_over_ranks(collective, algorithm, gain):
+    """On eight hosts of eight, large vectors by `gain`: of those over ranks more messages share a host's card."""
+    for total, chunk_length, faster in ((1 << 22, 1 << 18, gain), (2, CHUNK, 1.1)):
+        by_host, by_rank = [
+            [build(problem_of(collective, 64, total, size), algorithm, rank, chunk_length) for rank in range(64)]
+            for size in (8, 1)
+        ]
+        host_s, rank_s = (run(plans, feeds_of(plans), 4, Hosts(NCCL, 8)) for plans in (by_host, by_rank))
+        assert rank_s > faster * host_s
 
 
 def test_rotation_is_exact():
