@@ -12,6 +12,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
+# The tests start hundreds of interpreters: without bytecode each compiles the package anew, in as long as all else takes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test retest check bench prove sim soak multinode gpu clean
 

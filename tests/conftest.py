@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
@@ -14,6 +15,18 @@ def pytest_asyncio_loop_factories(
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run every asynchronous test on asyncio and on uvloop."""
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+def pytest_collection() -> None:
+    """Ten thousand tests are a heap that is not worth searching for garbage, neither while it grows nor ever after."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was collected to itself: the collections of every test took a third of the suite's time."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
