@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from copy import copy
+from itertools import compress
+from operator import not_
 from typing import Final, NamedTuple
 
 from asyncdist.executor.waiting import Waiting
@@ -149,7 +151,7 @@ class Program:
         self.needs: Needs = needs(steps) if plan.outstanding_items else {}
         self.instructions = Instructions(steps, waiting, lendable(plan) if self.items else ())
         self.pending = waiting.counts()
-        self.ready = tuple([index for index, count in enumerate(self.pending) if not count])
+        self.ready = tuple(compress(range(len(steps)), map(not_, self.pending)))
         self.peer_ranks = peers(steps)
 
     def renumbered(self, times: int, plus: int) -> Program:

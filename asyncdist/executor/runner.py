@@ -28,7 +28,7 @@ __all__ = ["SLICE_BYTES", "Execution", "Kernel", "mismatch", "run_sliced"]
 SLICE_BYTES: Final = 1 << 20
 """Bytes of one uninterrupted copy or reduction: about 0.3 ms, so that no callback holds the loop for a millisecond."""
 
-START_STEPS: Final = 128
+START_STEPS: Final = 64
 """Steps that are started in one turn of the loop, of those that wait for none: some microseconds each."""
 
 Kernel = Callable[[Array, Array, Array], object]

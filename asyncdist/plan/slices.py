@@ -51,8 +51,12 @@ class Slices:
     def piece(self, buffer: Buffer, part: int, chunk: int) -> Slice:
         """A chunk of a part; perhaps without elements."""
         count = self.counts[part]
-        start = self._start(count, chunk)
-        return Slice(buffer, self.starts[part] + start, self._start(count, chunk + 1) - start)
+        if self._full:
+            start = chunk * self.longest
+            return Slice(buffer, self.starts[part] + start, min(self.longest, count - start))
+        quotient, remainder = divmod(count, self.chunks)  # as even a cut as there is
+        start = chunk * quotient + min(chunk, remainder)
+        return Slice(buffer, self.starts[part] + start, quotient + (chunk < remainder))
 
     def input_item(self, rank: int, to: int, chunk: int) -> int:
         """Number of the item that is a chunk of the part of rank `to`, published by another rank."""
@@ -74,13 +78,6 @@ class Slices:
         assert self._lookahead is not None
         inputs = min(chunk + self._lookahead + 1, self.chunks)
         return self._items_before(inputs) - min(inputs, self.counts[rank]) + chunk
-
-    def _start(self, count: int, chunk: int) -> int:
-        """Where a chunk begins in a part of `count` elements; of too short ones, as even a cut as there is."""
-        if self._full:
-            return min(chunk * self.longest, count)
-        quotient, remainder = divmod(count, self.chunks)
-        return chunk * quotient + min(chunk, remainder)
 
     def _items_before(self, chunk: int) -> int:
         """Chunks with elements of all parts that come before this one."""

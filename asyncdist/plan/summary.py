@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 
 from asyncdist.plan.repeated import RepeatedSteps
 from asyncdist.plan.steps import Fetch, FetchReduce, Publish, Recv, RecvReduce, Send, Step
@@ -25,21 +26,28 @@ def items(steps: Sequence[Step]) -> int:
 
 def needs(steps: Sequence[Step]) -> dict[int, dict[int, int]]:
     """Return, by rank and then by item, in order, how many times what others put out is fetched."""
-    found: dict[int, dict[int, int]] = {}
+    fetched: dict[int, list[int]] = {}
     for step in _written(steps):
         if isinstance(step, Fetch | FetchReduce):
-            _add(found.setdefault(step.peer, {}), (step.item,))
+            fetched.setdefault(step.peer, []).append(step.item)
     if isinstance(steps, RepeatedSteps):
         for before, step in zip(*steps.examples, strict=True):
             if isinstance(before, Fetch | FetchReduce) and isinstance(step, Fetch | FetchReduce):
-                stride = step.item - before.item
-                _add(found[step.peer], [step.item + stride * ahead for ahead in range(1, steps.gap.rounds + 1)])
-    return {peer: dict(sorted(wanted.items())) for peer, wanted in found.items()}
+                fetched[step.peer].extend(_further(before.item, step.item, steps.gap.rounds))
+    return {peer: _times(sorted(numbers)) for peer, numbers in fetched.items()}
 
 
-def _add(wanted: dict[int, int], fetched: Iterable[int]) -> None:
-    for item in fetched:
-        wanted[item] = wanted.get(item, 0) + 1
+def _times(numbers: Sequence[int]) -> dict[int, int]:
+    once = dict.fromkeys(numbers, 1)
+    if len(once) < len(numbers):
+        return dict(Counter(numbers))
+    return once
+
+
+def _further(before: int, item: int, rounds: int) -> Sequence[int]:
+    """What is fetched in so many rounds more, after these two."""
+    stride = item - before
+    return range(item + stride, item + stride * (rounds + 1), stride) if stride else [item] * rounds
 
 
 def _written(steps: Sequence[Step]) -> Sequence[Step]:

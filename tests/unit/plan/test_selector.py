@@ -171,6 +171,41 @@ def test_chunks_stay_within_their_limits():
     assert chunk_sizes(Problem.of("all_reduce", 2, 2 * largest), 1) == (selector.CHUNK_MAX_BYTES,)
 
 
+def test_chunks_of_a_vector_at_the_most_there_are_and_one_past():
+    largest = selector.VECTOR_CHUNKS_MAX * selector.CHUNK_MAX_BYTES
+    assert chunk_sizes(Problem.of("all_reduce", 8, largest), 1) == (selector.CHUNK_MAX_BYTES,)
+    assert chunk_sizes(Problem.of("all_reduce", 8, largest + 1), 1) == (selector.CHUNK_MAX_BYTES + 1,)
+    half = largest // 2
+    assert chunk_sizes(Problem.of("all_reduce", 64, half), 1) == (512 * KIB, 1 * MIB)
+    assert chunk_sizes(Problem.of("all_reduce", 64, half + 1), 1) == (1 * MIB,)
+
+
+@pytest.mark.parametrize("collective", [name for name in COLLECTIVES if name not in PRIVATE_COLLECTIVES])
+def test_one_prediction_is_made_of_those_that_cut_nothing_and_of_no_others(collective):
+    """Whether predictions differ between chunks, somewhere."""
+    cutting = set()
+    for world, nbytes in [(2, 256 * KIB), (3, 4 * MIB), (8, 4 * MIB), (64, 64 * MIB)]:
+        count = {"all_gather": nbytes // world, "barrier": 0}.get(collective, nbytes)
+        problem = Problem.of(collective, world, count, 0, world)
+        for name in algorithms(collective, shared=True):
+            sizes = (size << 10 for size in (32, 128, 512, 1024))
+            found = {predict(problem, name, 1, size, ASYNCIO)._replace(chunk_bytes=0) for size in sizes}
+            if len(found) > 1:
+                cutting.add(name)
+    uncut = {name for known, name in selector.UNCUT if known == collective}
+    assert uncut == set(algorithms(collective, shared=True)) - cutting
+
+
+@pytest.mark.parametrize("nbytes", [128 * KIB, 128 * KIB + 1, 512 * KIB, 3 * MIB])
+def test_larger_chunks_than_all_there_is_would_change_nothing(nbytes, monkeypatch):
+    for collective in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"):
+        problem = Problem.of(collective, 4, nbytes if collective in ("all_reduce", "broadcast") else nbytes // 4)
+        found = candidates(problem, 1, one_host(4), lane_bytes=8 * MIB)
+        with monkeypatch.context() as patch:
+            patch.setattr(selector, "_first_of_all", lambda sizes, nbytes: len(sizes))
+            assert candidates(problem, 1, one_host(4), lane_bytes=8 * MIB) == found
+
+
 def test_the_chunk_is_the_best_of_those():
     problem = Problem.of("all_reduce", 16, 8 * MIB)
     tuning = Tuning(ASYNCIO_TCP)

@@ -1,0 +1,73 @@
+"""Where many steps wait for nothing, the loop turns between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncdist.executor.buffers import NO_BUFFER, FlatBuffer
+from asyncdist.executor.program import Program
+from asyncdist.executor.runner import START_STEPS, Execution
+from asyncdist.executor.scratch import ScratchPool
+from asyncdist.plan.builder import PlanBuilder
+from asyncdist.plan.steps import Buffer, Slice
+
+
+class Loop:
+    """Keeps what is to be called in its next turn."""
+
+    def __init__(self) -> None:
+        self.soon: list[tuple[Callable[..., object], tuple[object, ...]]] = []
+
+    def call_soon(self, callback: Callable[..., object], *arguments: object) -> None:
+        self.soon.append((callback, arguments))
+
+    def turn(self) -> None:
+        due, self.soon = self.soon, []
+        for callback, arguments in due:
+            callback(*arguments)
+
+
+class Copies(Execution):
+    """So many copies of single elements, none of which waits for another."""
+
+    __slots__ = ("ends", "loop", "target")
+
+    def __init__(self, count: int) -> None:
+        builder = PlanBuilder("all_gather", "test", 0, 1)
+        for index in range(count):
+            builder.copy(Slice(Buffer.INPUT, index, 1), Slice(Buffer.OUTPUT, index, 1))
+        source, self.target = np.ones(count, np.int64), np.zeros(count, np.int64)
+        self.loop = Loop()
+        self.ends: list[BaseException | None] = []
+        buffers = (FlatBuffer(source), FlatBuffer(self.target), NO_BUFFER)
+        loop: Any = self.loop
+        super().__init__(loop, Program(builder.build()), buffers, [], b"", 0, 8, None, ScratchPool())
+
+    def ended(self, error: BaseException | None) -> None:
+        self.ends.append(error)
+
+
+@pytest.mark.parametrize(("count", "turns"), [(1, 1), (START_STEPS, 1), (START_STEPS + 1, 2), (3 * START_STEPS, 3)])
+def test_so_many_start_in_one_turn(count: int, turns: int) -> None:
+    copies = Copies(count)
+    copies.start()
+    for turn in range(1, turns):
+        assert copies.target.sum() == turn * START_STEPS
+        assert not copies.ends
+        copies.loop.turn()
+    assert copies.target.sum() == count
+    assert copies.ends == [None]
+    assert not copies.loop.soon
+
+
+def test_an_operation_that_was_stopped_starts_no_more() -> None:
+    copies = Copies(START_STEPS + 1)
+    copies.start()
+    copies.stop()
+    copies.loop.turn()
+    assert copies.target.sum() == START_STEPS
+    assert not copies.ends
