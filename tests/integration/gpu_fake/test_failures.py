@@ -319,6 +319,7 @@ def test_without_a_gpu_arrays_on_one_are_refused() -> None:
     run_gpu(1, main)
 
 
+@punctual
 def test_a_thread_that_nccl_keeps_does_not_keep_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening blocks on one rank: the time-out comes all the same, and what opens too late is aborted."""
     blocked, genuine = threading.Event(), FakeNccl.open
@@ -329,19 +330,22 @@ def test_a_thread_that_nccl_keeps_does_not_keep_anybody(monkeypatch: pytest.Monk
         return genuine(self, size, unique_id, rank, device)
 
     monkeypatch.setattr(FakeNccl, "open", slow)
+    took_s: list[float] = []
 
     async def main(at: GpuRank) -> None:
         began = time.monotonic()
         error = await failure_of(dist.all_reduce(at.zeros(2), group=at.group, timeout=0.2))
         assert isinstance(error, CollectiveTimeoutError)
-        assert time.monotonic() - began < 5
+        took_s.append(time.monotonic() - began)
         blocked.set()
         assert at.cuda.nccl is not None
         await until(lambda: [one.state for one in at.cuda.nccl.communicators] == ["aborted"] * 2)  # type: ignore[union-attr]
 
     run_failing(2, main)
+    assert_within(5, max(took_s))
 
 
+@punctual
 def test_a_launch_that_blocks_is_ended_by_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first send of a pair connects, and blocks for as long as the other rank does not."""
     genuine = FakeCommunicator.send
@@ -353,6 +357,7 @@ def test_a_launch_that_blocks_is_ended_by_abort(monkeypatch: pytest.MonkeyPatch)
         genuine(self, *arguments)
 
     monkeypatch.setattr(FakeCommunicator, "send", blocking)
+    took_s: list[float] = []
 
     async def main(at: GpuRank) -> None:
         began = time.monotonic()
@@ -366,6 +371,7 @@ def test_a_launch_that_blocks_is_ended_by_abort(monkeypatch: pytest.MonkeyPatch)
         for one in (work, behind):
             assert isinstance(await failure_of(one), GroupAbortedError)
         await at.group.close()
-        assert time.monotonic() - began < 5
+        took_s.append(time.monotonic() - began)
 
     run_failing(2, main)
+    assert_within(5, max(took_s))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_fake_kit import GpuRank, failure_of, run_gpu
+from punctual import assert_within, punctual
 
 import asyncdist as dist
 from asyncdist.backend import ipc_scratch, staged_line
@@ -82,11 +83,13 @@ NOT_NOTICED = {"nothing"}
 @pytest.mark.parametrize("path", ["nccl", "ipc", "staged"])
 @pytest.mark.parametrize("warm", [False, True], ids=["first", "later"])
 @pytest.mark.parametrize("on_host", [0, 2])
+@punctual
 def test_one_rank_on_the_host(path: str, warm: bool, on_host: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCDIST_CUDA_PATH", path)
     monkeypatch.setattr(ipc_scratch, "LARGE_BYTES", 1 << 18)
     monkeypatch.setattr(staged_line, "BUFFER_BYTES", 1 << 18)
     outcomes: dict[str, list[str]] = {}
+    took_s: list[float] = []
 
     async def main(at: GpuRank) -> None:
         groups = {name: dist.new_group(timeout=60.0) for name in CALLS}
@@ -100,7 +103,7 @@ def test_one_rank_on_the_host(path: str, warm: bool, on_host: int, monkeypatch: 
             CALLS, await asyncio.gather(*(outcome(n, at, groups[n], shared) for n in CALLS)), strict=True
         ):
             outcomes.setdefault(name, []).append(said)
-        assert time.monotonic() - began < SOON_S
+        took_s.append(time.monotonic() - began)
         await dist.barrier(at.group)
         for name, said in outcomes.items():
             assert set(said) <= {"mismatch", "refused", "done"}, (name, said)
@@ -118,7 +121,7 @@ def test_one_rank_on_the_host(path: str, warm: bool, on_host: int, monkeypatch: 
         except (TypeError, ValueError):
             return "refused"
         try:
-            async with asyncio.timeout(SOON_S):
+            async with asyncio.timeout(5 * SOON_S):
                 await work
         except CollectiveMismatchError:
             return "mismatch"
@@ -127,3 +130,4 @@ def test_one_rank_on_the_host(path: str, warm: bool, on_host: int, monkeypatch: 
         return "done"
 
     run_gpu(SIZE, main, devices=1 if path != "nccl" else SIZE, may_differ=True)
+    assert_within(SOON_S, max(took_s))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, until
+from punctual import assert_within, punctual
 
 import asyncdist as dist
 from asyncdist.backend import ipc_scratch, staged_line
@@ -91,11 +92,13 @@ class Death:
 
 
 @pytest.mark.parametrize(("path", "stage", "victim"), CASES)
+@punctual
 def test_a_rank_dies(path: str, stage: str, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCDIST_CUDA_PATH", path)
     death = Death(stage, victim)
     death.install(monkeypatch)
     survivors: list[int] = []
+    took_s: list[float] = []
 
     async def main(at: GpuRank) -> None:
         death.world, death.loop = at.world, asyncio.get_running_loop()
@@ -120,7 +123,7 @@ def test_a_rank_dies(path: str, stage: str, victim: int, monkeypatch: pytest.Mon
         error = await failure_of(work)
         assert isinstance(error, PeerLostError), repr(error)
         assert error.rank == victim
-        assert time.monotonic() - began < SOON_S
+        took_s.append(time.monotonic() - began)
         if gate is not None:
             gate.open()
         with pytest.raises(GroupAbortedError):
@@ -138,6 +141,7 @@ def test_a_rank_dies(path: str, stage: str, victim: int, monkeypatch: pytest.Mon
     except PeerLostError:
         assert len(survivors) == SIZE - 1  # who was killed cannot leave well
     assert len(survivors) == SIZE - 1
+    assert_within(SOON_S, max(took_s))
 
 
 MESSAGES = {
@@ -151,6 +155,7 @@ MESSAGE_CASES.remove(("nccl", "unique id", 0))
 
 
 @pytest.mark.parametrize(("path", "stage", "victim"), MESSAGE_CASES)
+@punctual
 def test_a_rank_dies_over_its_first_message(
     path: str, stage: str, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +165,7 @@ def test_a_rank_dies_over_its_first_message(
     death.maker = 1
     death.install(monkeypatch)
     survivors: list[int] = []
+    took_s: list[float] = []
 
     async def main(at: GpuRank) -> None:
         death.world, death.loop = at.world, asyncio.get_running_loop()
@@ -180,7 +186,7 @@ def test_a_rank_dies_over_its_first_message(
                 return
             assert isinstance(error, PeerLostError), repr(error)
             assert error.rank == victim
-            assert time.monotonic() - began < SOON_S
+            took_s.append(time.monotonic() - began)
         else:
             await until(death.happened.is_set)
         if at.rank == 2:
@@ -197,3 +203,4 @@ def test_a_rank_dies_over_its_first_message(
     except PeerLostError:
         assert len(survivors) == SIZE - 1  # who was killed cannot leave well
     assert len(survivors) == SIZE - 1
+    assert_within(SOON_S, max(took_s))
