@@ -108,9 +108,17 @@ def _direct(world: int, nbytes: int, costs: Constants) -> float:
     )
 
 
+def _linear(world: int, nbytes: int, costs: Constants) -> float:
+    """Everything to rank 0, which reduces it, and back: as many vectors through one port, twice."""
+    others = world - 1
+    each_s = others * max(costs.overhead_s, nbytes * costs.beta_s)
+    return 2 * (costs.latency_s + each_s) + others * nbytes * costs.gamma_s
+
+
 FORMULAS: Final[Mapping[str, Callable[[int, int, Constants], float]]] = MappingProxyType(
     {
         "direct": _direct,
+        "linear": _linear,
         "recursive_doubling": _doubling,
         "halving_doubling": _halving,
         "circulant": _circulant,
