@@ -206,6 +206,7 @@ class Store(ABC):
         name: str | None = None,
         settle: Timeout = 3.0,
         grace: Timeout = 10.0,
+        bound: bool = True,
     ) -> Awaitable[Membership]:
         """Meet at least `min` and at most `max` (default `min`) members of a job; returns a `Membership`.
 
@@ -215,6 +216,8 @@ class Store(ABC):
             name: this member's, by default host, pid and a random number; no two members may share one.
             settle: seconds to wait for more than `min` members once they are there; with `max` it starts at once.
             grace: seconds after which a member whose connection broke is lost.
+            bound: False for members that are lost as soon as they were silent for `grace` seconds, as one is that is
+                stopped, or whose host is down: those do not break their connections.
 
         Raises DistStoreError for another member of that name or another `min` or `max`.
         """

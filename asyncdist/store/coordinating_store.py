@@ -95,6 +95,7 @@ class CoordinatingStore(RequestStore):
         name: str | None = None,
         settle: Timeout = DEFAULT_SETTLE_S,
         grace: Timeout = DEFAULT_GRACE_S,
+        bound: bool = True,
     ) -> Coroutine[Any, Any, Membership]:
         """Meet the other members of a job; see `Store.join`."""
         most = min if max is None else max
@@ -105,7 +106,7 @@ class CoordinatingStore(RequestStore):
             raise ValueError(f"a job has 1 to {messages.MAX_MEMBERS} members, not {min} to {most}")
         member_name = checked_key(default_name() if name is None else name)
         member = Membership(self, checked_key(job), min, most, seconds("settle", settle), member_name)
-        return member.enter(self, seconds("grace", grace) or 0.001, timeout)
+        return member.enter(self, seconds("grace", grace) or 0.001, bound, timeout)
 
     def status(self) -> asyncio.Future[dict[str, Any]]:
         """Return what the daemon says of itself: incarnation, keys, clients, waiters, leases, memory, age and more."""

@@ -114,6 +114,10 @@ class Membership(AsyncIterator[MemberEvent]):
             if event.kind == "expire":
                 raise LeaseLostError(f"{self!r} was taken for lost: the store did not hear from it in time")
 
+    async def wait_lost(self) -> str:
+        """Wait until this process is no member any more, or may not be, and return why; may be cancelled."""
+        return "it never joined" if self._lease is None else await self._lease.wait_lost()
+
     async def leave(self) -> None:
         """Leave the job; the others are told. May be called twice. DistStoreError if the store cannot be told."""
         if self._left:
@@ -136,9 +140,9 @@ class Membership(AsyncIterator[MemberEvent]):
         if self._lease is not None:
             self._lease.abandon()
 
-    async def enter(self, store: CoordinatingStore, grace_s: float, timeout: Timeout) -> Self:
+    async def enter(self, store: CoordinatingStore, grace_s: float, bound: bool, timeout: Timeout) -> Self:
         """Join for the first time."""
-        self._lease = await store.lease_keeper.granted(grace_s, True, store.timeout)
+        self._lease = await store.lease_keeper.granted(grace_s, bound, store.timeout)
         return await self.rejoin(timeout)
 
     async def __aenter__(self) -> Self:

@@ -183,10 +183,13 @@ class PrefixStore(Store):
         name: str | None = None,
         settle: Timeout = 3.0,
         grace: Timeout = 10.0,
+        bound: bool = True,
     ) -> Awaitable[Membership]:
         """Meet the members of a job of this view; see `Store.join`. Its keys are outside the view's prefix."""
         timeout_s = timeout_seconds(timeout, self.timeout)
-        return self._store.join(self._full(job), min, max, timeout_s, name=name, settle=settle, grace=grace)
+        return self._store.join(
+            self._full(job), min, max, timeout_s, name=name, settle=settle, grace=grace, bound=bound
+        )
 
     async def close(self) -> None:
         """End this view and what it waits for; the underlying store stays open."""

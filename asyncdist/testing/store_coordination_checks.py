@@ -260,6 +260,17 @@ async def a_round_settles_before_it_is_full(open_store: OpenStore) -> None:
         await second.leave()
 
 
+async def a_silent_member_is_lost(open_store: OpenStore) -> None:
+    async with clients(open_store, 2) as (a, b):
+        joins = [task(a.join("j", 1, 2, name="x")), task(b.join("j", 1, 2, name="y", grace=SHORT_S, bound=False))]
+        first, second = await asyncio.gather(*joins)
+        await b.close()  # which ends what is bound to its connection, and is no goodbye of anything else
+        event = await anext(first)
+        expect((event.kind, event.member), ("lost", "y"))
+        expect(await second.wait_lost(), "the store was closed")
+        await first.leave()
+
+
 async def joining_says_who_is_missing(open_store: OpenStore) -> None:
     async with clients(open_store, 2) as (a, b):
         error = await expect_raises(StoreTimeoutError, lambda: a.join("j", 3, timeout=SHORT_S))
@@ -339,6 +350,7 @@ COORDINATION_CHECKS: Final[tuple[StoreCheck, ...]] = (
     a_lock_not_had_is_not_taken,
     members_get_ranks_and_epochs,
     a_round_settles_before_it_is_full,
+    a_silent_member_is_lost,
     joining_says_who_is_missing,
     a_cancelled_join_leaves_nobody_behind,
     wrong_coordination_is_refused_at_the_call,
