@@ -27,12 +27,15 @@ HASTY_TIMEOUT_S = 0.25
 CHAOS = Chaos(cut_after=40_000, early=0.1, delayed=0.02, delay=0.02, piece=3_000, stall=0.1)
 GENTLE = Chaos(cut_after=200_000, stall=0.1)
 """For watches: one answer may hold thousands of events, and it comes whole or not at all."""
-LEASE_S = 30.0
+LEASE_S = 60.0
 """Time to live of leases that must never end: meeting a daemon that is killed every second may take many tries."""
 MORTAL_S = 1.0
 """Time to live of a lease that nobody keeps alive."""
-PATIENCE_S = 20.0
-"""Who has not met the daemon for so long is waited for before it is killed again: a client gives up after a minute."""
+PATIENCE_S = 10.0
+"""Who has not met the daemon for so long is waited for before it is killed again: a client gives up after a minute, and
+so does a lease, which was renewed up to 20 s before. Two outages may come first."""
+LONG_OUTAGE_S = 15.0
+"""Longer ones may end leases."""
 CLOCK_STEP_S = 0.002
 """uvloop's clock, by which the daemon goes, counts milliseconds, and stands still while callbacks run."""
 RELAXED_MS = 50
@@ -261,7 +264,7 @@ class Round:
         self.findings.longest_outage_s = max(outages, default=0.0)
         if self.mode.forgets:
             return
-        if self.findings.longest_outage_s < LEASE_S / 2:
+        if self.findings.longest_outage_s < LONG_OUTAGE_S:
             lost = [lease for lease in leases if lease.lost]
             gone = [n for n in range(1, len(leases) + 1) if not await store.check([f"{prefix}alive/{n}"])]
             if lost or gone:
