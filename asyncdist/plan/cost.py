@@ -152,8 +152,8 @@ def shape_of(problem: Problem, itemsize: int, chunk_bytes: int) -> Shape:
 
 def _seconds(load: Load, problem: Problem, constants: Constants) -> float:
     # fsum, since all ranks must get the same bits, and `sum` rounds otherwise from Python 3.12 on.
-    path_s = math.fsum(_hop_s(hop, constants) for hop in load.path)
-    idle_s = math.fsum(_hop_s(hop, constants, of_latency=True) for hop in load.idle)
+    path_s = math.fsum([_hop_s(hop, constants) for hop in load.path])
+    idle_s = math.fsum([_hop_s(hop, constants, of_latency=True) for hop in load.idle])
     idle_s = max(0.0, idle_s - load.hidden * constants.overhead_s)
     rank_s = _cpu_s(load.busiest, constants)
     port_s = max(load.busiest.sent, load.busiest.received) * constants.beta_s

@@ -34,7 +34,12 @@ class Toil(NamedTuple):
 
     def plus(self, other: Toil, times: float = 1) -> Toil:
         """Return the sum of this and `times` times `other`."""
-        return Toil(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+        return Toil(
+            self.steps + times * other.steps,
+            self.copied + times * other.copied,
+            self.worked + times * other.worked,
+            self.operands + times * other.operands,
+        )
 
     def seconds(self, constants: Constants) -> float:
         """Return what one processor takes."""

@@ -139,7 +139,12 @@ class Work(NamedTuple):
 
     def plus(self, other: Work, times: float = 1) -> Work:
         """Return the sum of this and `times` times `other`."""
-        return Work(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+        return Work(
+            self.messages + times * other.messages,
+            self.sent + times * other.sent,
+            self.received + times * other.received,
+            self.worked + times * other.worked,
+        )
 
 
 NO_WORK: Final = Work(0, 0, 0)
