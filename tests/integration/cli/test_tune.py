@@ -24,7 +24,7 @@ from asyncdist.tuning.trials import Trial
 def tune(tmp_path, *arguments):
     environment = {"XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "160"}
     command = [sys.executable, "-m", "asyncdist", "tune", *arguments]
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
 
 
 def test_it_measures_writes_and_shows(tmp_path):
