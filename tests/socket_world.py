@@ -21,7 +21,7 @@ async def socket_world(
     store = make_store()
 
     async def join(rank: int) -> dist.ProcessGroup:
-        return await dist.init_process_group(store=store, rank=rank, world_size=size, timeout=30)
+        return await dist.init_process_group(store=store, rank=rank, world_size=size, timeout=60)
 
     groups = await asyncio.gather(*(asyncio.create_task(join(rank)) for rank in range(size)))
     try:

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable
 
 import numpy as np
 import pytest
+from socket_world import descriptors, socket_world, turns
 
 import asyncdist as dist
 from asyncdist.store import HashStore
 
 PATIENCE_STEPS = 400
 """More turns of the loop than any of these operations takes."""
-
-
-async def turns(count: int) -> None:
-    """Let the event loop turn `count` times; every eighth turn gives the kernel a moment."""
-    for turn in range(count):
-        await asyncio.sleep(0 if turn % 8 else 0.0005)
 
 
 async def cancelled_after(steps: int, operation: Awaitable[object]) -> bool:
@@ -32,27 +26,6 @@ async def cancelled_after(steps: int, operation: Awaitable[object]) -> bool:
     with contextlib.suppress(asyncio.CancelledError, dist.DistError):
         await task
     return not ended
-
-
-def descriptors() -> int:
-    """Open file descriptors of this process."""
-    return len(os.listdir("/proc/self/fd"))
-
-
-@contextlib.asynccontextmanager
-async def world(size: int, make_store: Callable[[], dist.Store] = HashStore) -> AsyncIterator[list[dist.ProcessGroup]]:
-    """`size` ranks of this process over real sockets, each with a context of its own."""
-    store = make_store()
-
-    async def join(rank: int) -> dist.ProcessGroup:
-        return await dist.init_process_group(store=store, rank=rank, world_size=size, timeout=60)
-
-    groups = await asyncio.gather(*(asyncio.create_task(join(rank)) for rank in range(size)))
-    try:
-        yield list(groups)
-    finally:
-        await asyncio.gather(*(group.close() for group in groups), return_exceptions=True)
-        await store.close()
 
 
 @pytest.mark.parametrize("hosted", [False, True])
@@ -81,7 +54,7 @@ async def test_joining_cancelled_at_every_step_leaves_nothing_open(hosted: bool)
 
 
 async def test_a_recv_cancelled_at_every_step_loses_no_message() -> None:
-    async with world(2) as (sender, receiver):
+    async with socket_world(2) as (sender, receiver):
         for nbytes in (8, 300_000):
             sent, taken = [], 0
             for steps in range(0, 40, 2):
@@ -121,7 +94,7 @@ async def test_a_recv_cancelled_at_every_step_loses_no_message() -> None:
 
 
 async def test_waiters_of_collectives_and_sends_cancelled_at_every_step_change_nothing() -> None:
-    async with world(3) as groups:
+    async with socket_world(3) as groups:
         for steps in range(0, 60, 3):
             arrays = [np.full(50_000, float(rank)) for rank in range(3)]
             works = [group.all_reduce(array) for group, array in zip(groups, arrays, strict=True)]
@@ -147,7 +120,7 @@ async def test_waiters_of_collectives_and_sends_cancelled_at_every_step_change_n
 
 async def test_closing_cancelled_at_every_step_still_closes() -> None:
     for steps in range(1, 40, 2):
-        async with world(2) as groups:
+        async with socket_world(2) as groups:
             await asyncio.gather(*(group.barrier() for group in groups))
             other = asyncio.ensure_future(groups[1].close())
             await cancelled_after(steps, groups[0].close())
