@@ -59,7 +59,7 @@ FORMULAS: Final[Mapping[str, Mapping[str, Formula]]] = MappingProxyType(
             "binary_tree": formulas_trees.binary_reduce,
             "double_tree": formulas_trees.double_reduce,
         },
-        "barrier": {"dissemination": formulas.dissemination_barrier},
+        "barrier": {"dissemination": formulas.dissemination_barrier, "linear": formulas.linear_barrier},
         "scan": {"recursive_doubling": formulas.doubling_scan, "chain": formulas.chain_reduce},
         "exscan": {"recursive_doubling": formulas.doubling_scan, "chain": formulas.chain_reduce},
         "all_gather": {

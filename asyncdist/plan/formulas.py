@@ -23,6 +23,7 @@ __all__ = [
     "doubling_scan",
     "halving_doubling_all_reduce",
     "linear_all_reduce",
+    "linear_barrier",
     "linear_broadcast",
     "linear_reduce",
     "ordered_chain_reduce",
@@ -164,6 +165,14 @@ def doubling_scan(shape: Shape) -> Load:
 def dissemination_barrier(shape: Shape) -> Load:
     """L rounds of messages without elements."""
     return in_rounds(shape, [Round(0, shape.ahead(1 << bit)) for bit in range(shape.levels)])
+
+
+def linear_barrier(shape: Shape) -> Load:
+    """Signals to rank 0 and back."""
+    others, way = shape.world - 1, shape.rooted()
+    path = Hop(2, 0, 0, way)
+    hub = Work(2 * others + 2, 0, 0)  # and the last rank's two, which nothing hides
+    return Load((path,), (path,), hub, Work(4 * others, 0, 0), 0.0)
 
 
 def skips(shape: Shape, *, reduces: bool) -> list[Round]:

@@ -102,7 +102,7 @@ LAWS: Final[Mapping[str, Mapping[str, Law]]] = MappingProxyType(
             "chain": _LINE_VECTOR,
             "ordered_chain": _LINE_VECTOR,
         },
-        "barrier": {"dissemination": _DOUBLING},
+        "barrier": {"dissemination": _DOUBLING, "linear": _LINE_VECTOR},
         "all_gather": {
             "direct": _LINE_BLOCK,
             "recursive_doubling": _HALVING,

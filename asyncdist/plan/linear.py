@@ -1,15 +1,16 @@
 """Linear algorithms: the ranks concerned talk directly, in one round.
 
-One latency (two for all_reduce) instead of log2(p), paid with p-1 messages at the root, or at every rank where all
-talk to all. Best in small worlds, and for gather and scatter of large blocks, whose bytes a tree would forward.
-Messages go out in rotated order, a window of them at a time. Where all talk to all and everyone needs everything it is
-called `direct`.
+One latency (two for all_reduce and barrier) instead of log2(p), paid with p-1 messages at the root, or at every rank
+where all talk to all. Best in small worlds, and for gather and scatter of large blocks, whose bytes a tree would
+forward. Messages go out in rotated order, a window of them at a time. Where all talk to all and everyone needs
+everything it is called `direct`.
 
 | collective | messages (busiest rank) | bytes (busiest rank) |
 | --- | --- | --- |
 | broadcast | p-1 | (p-1)m |
 | reduce | p-1 | (p-1)m |
 | all_reduce | 2(p-1) | (p-1)m, each way |
+| barrier | 2(p-1) | none |
 | gather, scatter | p-1 | m(p-1)/p, m the whole vector |
 | all_to_all | p-1 | m(p-1)/p, m all a rank sends |
 
@@ -33,6 +34,7 @@ __all__ = [
     "EXCHANGE_WINDOW",
     "all_reduce",
     "all_to_all",
+    "barrier",
     "broadcast",
     "fold_in_rank_order",
     "gather",
@@ -51,9 +53,7 @@ def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     builder = PlanBuilder("broadcast", "linear", rank, problem.world)
     whole = Slice(Buffer.OUTPUT, 0, problem.total)
     if rank == problem.root:
-        window = Window(EXCHANGE_WINDOW)
-        for peer in _others(rank, problem.world):
-            window.add(builder.send(peer, whole, after=window.after))
+        _send_to_all(builder, whole)
     else:
         builder.recv(problem.root, whole)
     return builder.build()
@@ -93,10 +93,22 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
         if peer > EXCHANGE_WINDOW:
             builder.recv(peer, operand)
         builder.reduce(operand, whole, source_left=False)
-    window = Window(EXCHANGE_WINDOW)
-    for peer in range(1, world):
-        window.add(builder.send(peer, whole, after=window.after))
+    _send_to_all(builder, whole)
     return builder.build(ordered=True)
+
+
+def barrier(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Everyone tells rank 0, which tells everyone; `chunk_length` is not used."""
+    del chunk_length
+    builder = PlanBuilder("barrier", "linear", rank, problem.world)
+    if rank:
+        builder.signal(0)
+        builder.await_signal(0)
+        return builder.build()
+    heard = [builder.await_signal(peer) for peer in range(1, problem.world)]
+    for peer in range(1, problem.world):
+        builder.signal(peer, after=heard)
+    return builder.build()
 
 
 def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -132,6 +144,12 @@ def all_to_all(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone sends everyone its block, even or uneven; `chunk_length` is not used."""
     del chunk_length
     return direct(problem, "linear", rank, EXCHANGE_WINDOW, in_step=False)
+
+
+def _send_to_all(builder: PlanBuilder, whole: Slice) -> None:
+    window = Window(EXCHANGE_WINDOW)
+    for peer in _others(builder.rank, builder.world):
+        window.add(builder.send(peer, whole, after=window.after))
 
 
 def _others(rank: int, world: int) -> list[int]:

@@ -81,7 +81,7 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
                 "ordered_chain": ordered_chain.reduce,
             }
         ),
-        "barrier": MappingProxyType({"dissemination": dissemination.barrier}),
+        "barrier": MappingProxyType({"dissemination": dissemination.barrier, "linear": linear.barrier}),
         "all_gather": MappingProxyType(
             {
                 "direct": direct.all_gather,

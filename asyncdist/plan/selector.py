@@ -46,6 +46,7 @@ UNCUT: Final = frozenset(
         ("all_to_all", "linear"),
         ("all_to_all", "pairwise"),
         ("barrier", "dissemination"),
+        ("barrier", "linear"),
         ("barrier", "shared"),
         ("broadcast", "linear"),
         ("exscan", "recursive_doubling"),

@@ -81,6 +81,7 @@ def test_least_bytes(world):
         ("reduce", "binomial_tree", log2),
         ("reduce", "chain", lambda p: p - 1),
         ("barrier", "dissemination", log2),
+        ("barrier", "linear", lambda p: 2),
         ("all_gather", "direct", lambda p: 1),
         ("all_gather", "ring", lambda p: p - 1),
         ("all_gather", "circulant", log2),

@@ -72,6 +72,7 @@ def test_every_algorithm_has_a_formula():
         ("all_to_all", "linear", 8, 100 + 7 * 8),
         ("scan", "recursive_doubling", 8, 3 * (100 + 64 + 16)),
         ("barrier", "dissemination", 9, 4 * 100),
+        ("barrier", "linear", 9, 2 * 100),
     ],
 )
 def test_formulas_by_hand(collective, algorithm, world, microseconds):

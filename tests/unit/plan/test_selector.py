@@ -55,6 +55,13 @@ def test_all_reduce_on_one_small_host_is_as_measured(world, nbytes, algorithm):
     assert chosen("all_reduce", world, nbytes) == algorithm
 
 
+def test_ranks_that_share_cores_meet_at_rank_0():
+    """Measured: 76 us instead of 92 on 4 ranks, 240 to 270 instead of 315 to 320 on 8."""
+    for world in (4, 8):
+        assert chosen("barrier", world, 0, Tuning(replace(ASYNCIO_LOOPBACK, cores=2), world)) == "linear"
+    assert chosen("barrier", 8, 0, Tuning(ASYNCIO_TCP)) == "dissemination"
+
+
 def test_four_ranks_use_few_rounds_of_least_bytes_between_the_smallest_and_the_largest():
     assert chosen("all_reduce", 4, 1 * MIB) in ("circulant", "halving_doubling")
 
