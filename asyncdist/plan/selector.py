@@ -83,8 +83,8 @@ FAMILIAR: Final = (
 agree best with their formulas."""
 
 PLAN_CACHE_PLANS: Final = 512
-"""Plans kept. A model has a few hundred tensor shapes. A plan takes 1 to 300 kB in small worlds, so this is below
-150 MB with the largest vectors everywhere, and a few MB as a rule."""
+"""Plans kept. A model has a few hundred tensor shapes. A plan takes 1 to 400 kB, so this is 200 MB with the largest
+vectors everywhere, and a few MB as a rule."""
 
 
 def plan_for(
