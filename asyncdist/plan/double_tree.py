@@ -14,7 +14,7 @@ all_reduce reduces up each tree and broadcasts down it, both at once; the trees 
 they span all ranks but the root, which exchanges with the roots of both: so it, too, moves every byte once.
 
 Where hosts have several ranks, the trees are over hosts and over the ranks of each (`host_trees`): the table then says
-what a host's card sends, with L the levels over hosts, and inside a host a rank moves at most twice the vector more.
+what a host's card sends, with L the levels over hosts, and a rank sends up to m more.
 
 The operation must commute. Each element is reduced along one tree and its result comes from that tree's root, so all
 ranks have the same bits. Temporary memory: a window of chunks for each child, two at most, or four on hosts.
