@@ -25,6 +25,7 @@ from asyncdist.launch.config import (
     parse_nproc,
     worker_command,
 )
+from asyncdist.launch.rdzv_conf import RdzvTimes, parse_rdzv_conf
 from asyncdist.launch.signals import ENDING, parse_signals
 
 __all__ = ["run_command"]
@@ -44,7 +45,7 @@ def _to_nproc(ctx: click.Context, param: click.Parameter, value: str) -> int:
         raise click.BadParameter(str(error), ctx, param) from error
 
 
-def _to_nnodes(ctx: click.Context, param: click.Parameter, value: str) -> int:
+def _to_nnodes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:
     try:
         return parse_nnodes(value)
     except ValueError as error:
@@ -89,7 +90,12 @@ def _to_signals(ctx: click.Context, param: click.Parameter, value: str) -> tuple
     help="Workers on this node.",
 )
 @click.option(
-    "--nnodes", callback=_to_nnodes, metavar="N", default="1", show_default=True, help="Nodes (launchers) of the job."
+    "--nnodes",
+    callback=_to_nnodes,
+    metavar="N|MIN:MAX",
+    default="1",
+    show_default=True,
+    help="Nodes (launchers) of the job; of an elastic job the least and the most.",
 )
 @click.option("--node-rank", type=click.IntRange(0), help="This node's number; by default the store deals them out.")
 @click.option(
@@ -99,6 +105,12 @@ def _to_signals(ctx: click.Context, param: click.Parameter, value: str) -> tuple
     help="Where the nodes meet; the first of them hosts the store.",
 )
 @click.option("--rdzv-id", help="The job's name; keeps jobs on one store apart.")
+@click.option(
+    "--rdzv-conf",
+    metavar="KEY=VALUE,...",
+    help="Seconds of an elastic job: last_call_timeout (30), join_timeout, keep_alive_interval (5); and "
+    "keep_alive_max_attempt (4), intervals of silence after which a node is lost.",
+)
 @click.option("--master-addr", help="As --rdzv-endpoint, in two options: the address.")
 @click.option("--master-port", type=click.IntRange(1, 65535), help=f"... and the port (default {DEFAULT_PORT}).")
 @click.option("--standalone", is_flag=True, help="One node with a store of its own, whatever the environment says.")
@@ -180,17 +192,22 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
 
     environ = os.environ
     standalone: bool = options["standalone"]
-    if standalone and (options["nnodes"] > 1 or options["rdzv_endpoint"] or options["master_addr"]):
+    least, most = options["nnodes"]
+    if standalone and (most > 1 or options["rdzv_endpoint"] or options["master_addr"]):
         raise click.UsageError(
             "--standalone means one node with a store of its own: it excludes --nnodes above 1, "
             "--rdzv-endpoint and --master-addr"
         )
     try:
+        times = parse_rdzv_conf(options["rdzv_conf"] or "") if least < most else RdzvTimes()
+        for key in times.unused:
+            click.echo(f"asyncdist run: --rdzv-conf {key} has no meaning here and is not used", err=True)
         store_text = "" if standalone else environ.get("ASYNCDIST_STORE", "")
         return LaunchConfig(
             command=worker_command(script, args, module=options["module"], no_python=options["no_python"]),
             nproc_per_node=options["nproc_per_node"],
-            nnodes=options["nnodes"],
+            nnodes=most,
+            min_nodes=None if least == most else least,
             node_rank=options["node_rank"],
             endpoint=_endpoint(options),
             store=parse_endpoint(store_text) if store_text else None,
@@ -200,7 +217,9 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
             max_restarts=options["max_restarts"],
             grace_s=options["grace"],
             shutdown_timeout_s=options["shutdown_timeout"],
-            join_timeout_s=options["join_timeout"],
+            join_timeout_s=times.join_s or options["join_timeout"],
+            last_call_s=times.last_call_s,
+            lost_after_s=times.lost_after_s,
             pass_local_rank=options["pass_local_rank"],
             role=options["role"],
             logs=to_log_spec(options),

@@ -40,7 +40,6 @@ def unused_options(command: Command) -> Command:
 
     for option in (
         click.option("--rdzv-backend", type=click.Choice(["static", "c10d"]), **_hidden(quiet)),
-        click.option("--rdzv-conf", **_hidden(quiet)),
         click.option("--monitor-interval", type=float, **_hidden(quiet)),
         click.option("--start-method", **_hidden(quiet)),
         click.option("--use-env", is_flag=True, **_hidden(quiet)),

@@ -45,7 +45,7 @@ async def run(config: LaunchConfig, *, stdout_fd: int = 1, stderr_fd: int = 2) -
     """
     stdout = OutputWriter(stdout_fd)
     stderr = OutputWriter(stderr_fd)
-    agent = Agent(config, stdout, stderr)
+    agent = _agent_class(config)(config, stdout, stderr)
     finished = False
     try:
         exitcode = await agent.run()
@@ -56,6 +56,14 @@ async def run(config: LaunchConfig, *, stdout_fd: int = 1, stderr_fd: int = 2) -
         await agent.logs.close(timeout_s)
         await stdout.close(timeout_s)
         await stderr.close(timeout_s)
+
+
+def _agent_class(config: LaunchConfig) -> type[Agent]:
+    if config.min_nodes is None:
+        return Agent
+    from asyncdist.launch.elastic import ElasticAgent
+
+    return ElasticAgent
 
 
 class Agent:
@@ -142,7 +150,10 @@ class Agent:
             f"job {roster.run_id}, node {roster.node_rank} of {config.nnodes}, {ranks} of "
             f"{roster.world_size}, store {'hosted' if place.hosted else 'found'} at {place.endpoint}"
         )
-        if config.nproc_per_node > 1 and "OMP_NUM_THREADS" not in self._environ:
+        self._say_threads()
+
+    def _say_threads(self) -> None:
+        if self._config.nproc_per_node > 1 and "OMP_NUM_THREADS" not in self._environ:
             self.say("OMP_NUM_THREADS=1 for each worker, as several share this node; set it yourself to choose")
 
     def _node_place(self, place: StorePlace, roster: Roster) -> NodePlace:

@@ -98,11 +98,16 @@ class Attempt:
         """Pass on a signal that does not end the job (SIGUSR1, SIGUSR2)."""
         self._signal_all(signum)
 
-    def stop(self) -> None:
-        """Another node failed: the workers get their grace, then SIGTERM, then SIGKILL."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """Another node failed: the workers get their grace, then SIGTERM, then SIGKILL.
+
+        With `at_once` SIGTERM comes first, for workers that have no reason to end by themselves.
+        """
         if self._stage is Stage.RUNNING:
             self._stopped_by_others = True
-            self._enter(Stage.GRACE, self._grace_s)
+            self._enter(Stage.TERMINATING if at_once else Stage.GRACE, self._grace_s)
+            if at_once:
+                self._signal_all(signal.SIGTERM)
 
     async def run(self) -> AttemptResult:
         """Start the workers and wait for all of them."""

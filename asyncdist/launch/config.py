@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_GRACE_S",
     "DEFAULT_JOIN_TIMEOUT_S",
+    "DEFAULT_LAST_CALL_S",
+    "DEFAULT_LOST_AFTER_S",
     "DEFAULT_PORT",
     "DEFAULT_SHUTDOWN_TIMEOUT_S",
     "MAX_PROCESSES_PER_NODE",
@@ -39,6 +41,12 @@ DEFAULT_GRACE_S: Final = 3.0
 
 DEFAULT_SHUTDOWN_TIMEOUT_S: Final = 30.0
 """After a signal to the launcher: what the workers get to end by themselves (torchrun's value)."""
+
+DEFAULT_LAST_CALL_S: Final = 30.0
+"""How long an elastic job that has enough nodes waits for more (torchrun's last_call_timeout)."""
+
+DEFAULT_LOST_AFTER_S: Final = 20.0
+"""A launcher only waits, so 20 s of silence means that it, its machine or the network is gone."""
 
 DEFAULT_JOIN_TIMEOUT_S: Final = 600.0
 """How long nodes wait for the store and for each other (torchrun's join_timeout)."""
@@ -68,6 +76,9 @@ class LaunchConfig:
     says where the workers' output goes, `ending_signals` which signals to the launcher end the job. With
     `virtual_local_rank` each worker sees one GPU and is local rank 0. `interface` is the network interface the workers
     use. All times are seconds.
+
+    With `min_nodes` the job is elastic: `nnodes` are the most it may have, nodes come and go, a node is lost after
+    `lost_after_s` of silence, and `node_rank` says no more than whether this launcher may host the store.
     """
 
     command: tuple[str, ...]
@@ -89,6 +100,9 @@ class LaunchConfig:
     ending_signals: tuple[signal.Signals, ...] = ENDING
     virtual_local_rank: bool = False
     interface: str | None = None
+    min_nodes: int | None = None
+    last_call_s: float = DEFAULT_LAST_CALL_S
+    lost_after_s: float = DEFAULT_LOST_AFTER_S
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -99,6 +113,10 @@ class LaunchConfig:
             )
         if self.nnodes < 1:
             raise ValueError(f"nnodes must be at least 1, got {self.nnodes}")
+        if self.min_nodes is not None and not 1 <= self.min_nodes < self.nnodes:
+            raise ValueError(
+                f"a range of nodes begins with 1 or more and ends above, got {self.min_nodes}:{self.nnodes}"
+            )
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
             raise ValueError(f"node-rank must be between 0 and {self.nnodes - 1} (nnodes - 1), got {self.node_rank}")
         if self.nnodes > 1 and self.endpoint is None and self.store is None:
@@ -175,17 +193,18 @@ def parse_nproc(text: str, environ: Mapping[str, str] = os.environ) -> int:
     raise ValueError(f"{text!r} is neither a number nor auto, cpu or gpu")
 
 
-def parse_nnodes(text: str) -> int:
-    """Turn `--nnodes` into a number: digits, or torchrun's `N:N`.
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """Turn `--nnodes` into the least and the largest number of nodes: `4` and `4:4` are one number, `1:4` a range.
 
-    Raises ValueError for anything else, a range (`1:4`) among it.
+    Raises ValueError for anything else.
     """
     least, _, most = text.strip().partition(":")
-    if not (least.isascii() and least.isdigit()) or int(least) < 1:
-        raise ValueError(f"{text!r} is not a number of nodes (1 or more)")
-    if most not in ("", least):
-        raise ValueError(f"{text!r}: a job has a fixed number of nodes, so give {least} or {most}, not a range")
-    return int(least)
+    numbers = (least, most or least)
+    if not all(each.isascii() and each.isdigit() and int(each) >= 1 for each in numbers):
+        raise ValueError(f"{text!r} is not a number of nodes (1 or more), nor a range (1:4)")
+    if int(numbers[0]) > int(numbers[1]):
+        raise ValueError(f"{text!r} is a range that ends before it begins")
+    return int(numbers[0]), int(numbers[1])
 
 
 def worker_command(script: str, args: tuple[str, ...], *, module: bool, no_python: bool) -> tuple[str, ...]:

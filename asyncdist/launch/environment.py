@@ -24,6 +24,7 @@ class NodePlace:
     `master` is what MASTER_ADDR and MASTER_PORT say: the store's address, unless the user named another. `tls` says
     whether the store has TLS. All ranks of a job have one `role`, which is for the script to read. With
     `virtual_local_rank` each worker sees only its GPU. `interface` is the network interface to use, if one was chosen.
+    `restarts` is how many restarts an elastic job has had: its rounds, the attempts, may be more.
     """
 
     node_rank: int
@@ -39,6 +40,7 @@ class NodePlace:
     role: str = "default"
     virtual_local_rank: bool = False
     interface: str | None = None
+    restarts: int | None = None
 
 
 def worker_environment(
@@ -54,7 +56,7 @@ def worker_environment(
     Raises LaunchError if each worker is to see a GPU of its own and there are too few.
     """
     environment = dict(base)
-    for inherited in ("ASYNCDIST_TOKEN", "ASYNCDIST_TOKEN_FILE", "TORCHELASTIC_USE_AGENT_STORE"):
+    for inherited in ("ASYNCDIST_ROUND", "ASYNCDIST_TOKEN", "ASYNCDIST_TOKEN_FILE", "TORCHELASTIC_USE_AGENT_STORE"):
         environment.pop(inherited, None)
     if not place.tls:  # what was meant for a daemon does not hold for a store on loopback
         for name in TLS_VARIABLES:
@@ -74,9 +76,11 @@ def worker_environment(
         ASYNCDIST_STORE=str(place.store),
         ASYNCDIST_JOB_ID=f"{place.run_id}.{attempt}",
         TORCHELASTIC_RUN_ID=place.run_id,
-        TORCHELASTIC_RESTART_COUNT=str(attempt),
+        TORCHELASTIC_RESTART_COUNT=str(attempt if place.restarts is None else place.restarts),
         TORCHELASTIC_MAX_RESTARTS=str(max_restarts),
     )
+    if place.restarts is not None:
+        environment["ASYNCDIST_ROUND"] = str(attempt)
     if place.token is not None:
         environment["ASYNCDIST_TOKEN"] = place.token
     if place.virtual_local_rank:

@@ -117,6 +117,18 @@ async def test_where_all_speak_of_others_the_first_is_named() -> None:
     assert (await finished(task)).failure == Exit(1, 1001, 1)
 
 
+async def test_a_stop_at_once_begins_with_sigterm() -> None:
+    workers = [FakeWorker(0, obeys=(signal.SIGTERM,)), FakeWorker(1)]
+    attempt = attempt_of(workers)
+    task = await started(attempt, workers)
+    attempt.stop(at_once=True)
+    attempt.stop()
+    result = await finished(task)
+    assert result.failure is None
+    assert not result.all_succeeded
+    assert [worker.log for worker in workers] == [["SIGTERM", "reap"], ["SIGTERM", "SIGKILL", "reap"]]
+
+
 async def test_nobody_is_signalled_within_the_grace() -> None:
     workers = [FakeWorker(0), FakeWorker(1)]
     task = await started(attempt_of(workers, grace_s=60), workers)

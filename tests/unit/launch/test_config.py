@@ -61,9 +61,11 @@ def test_numbers_of_workers_that_are_none(text: str) -> None:
         parse_nproc(text, {})
 
 
-@pytest.mark.parametrize(("text", "count"), [("1", 1), (" 12 ", 12), ("3:3", 3)])
-def test_number_of_nodes(text: str, count: int) -> None:
-    assert parse_nnodes(text) == count
+@pytest.mark.parametrize(
+    ("text", "counts"), [("1", (1, 1)), (" 12 ", (12, 12)), ("3:3", (3, 3)), ("1:4", (1, 4)), ("2:10", (2, 10))]
+)
+def test_number_of_nodes(text: str, counts: tuple[int, int]) -> None:
+    assert parse_nnodes(text) == counts
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,10 @@ def test_number_of_nodes(text: str, count: int) -> None:
         ("-1", "1 or more"),
         ("", "1 or more"),
         ("x", "1 or more"),
-        ("1:4", "give 1 or 4, not a range"),
+        ("0:4", "1 or more"),
+        ("1:x", "1 or more"),
+        ("1:2:3", "1 or more"),
+        ("4:1", "ends before it begins"),
     ],
 )
 def test_numbers_of_nodes_that_are_none(text: str, message: str) -> None:
@@ -97,6 +102,9 @@ def test_gpu_without_one_is_an_error() -> None:
         ({"node_rank": 1}, "node-rank"),
         ({"nnodes": 2, "endpoint": Endpoint("a", 1), "node_rank": 2}, "node-rank"),
         ({"nnodes": 2, "store": Endpoint("a", 1)}, "--rdzv-id"),
+        ({"nnodes": 2, "min_nodes": 1, "store": Endpoint("a", 1)}, "--rdzv-id"),
+        ({"nnodes": 2, "min_nodes": 0, "endpoint": Endpoint("a", 1)}, "a range of nodes"),
+        ({"nnodes": 2, "min_nodes": 2, "endpoint": Endpoint("a", 1)}, "a range of nodes"),
     ],
 )
 def test_configurations_that_make_no_sense(changes: dict[str, Any], message: str) -> None:

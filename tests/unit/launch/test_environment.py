@@ -50,6 +50,14 @@ def test_what_a_worker_is_told() -> None:
     }
 
 
+def test_rounds_of_an_elastic_job_are_more_than_its_restarts() -> None:
+    environment = worker_environment(replace(place(), restarts=1), 2, attempt=4, max_restarts=3, base={})
+    assert environment["ASYNCDIST_JOB_ID"] == "ab12.4"
+    assert environment["ASYNCDIST_ROUND"] == "4"
+    assert environment["TORCHELASTIC_RESTART_COUNT"] == "1"
+    assert "ASYNCDIST_ROUND" not in worker_environment(place(), 2, 4, 3, base={"ASYNCDIST_ROUND": "9"})
+
+
 def test_the_users_choices_stay() -> None:
     environment = worker_environment(place(), 0, 0, 0, base={"OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": ""})
     assert environment["OMP_NUM_THREADS"] == "7"

@@ -1,0 +1,83 @@
+"""How a round of an elastic job ends: what each node says of its part, and what follows from all of it. No I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from asyncdist.launch.nodes import Failure
+
+__all__ = ["Conclusion", "End", "conclude"]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a node's workers ended.
+
+    `completed`: all of them ended with 0, none because it was told to. `left`: a signal to the launcher ended them, and
+    the node goes. `failure`: the worker that failed before anybody stopped it; `consequence`, if its last words were
+    that another one had failed.
+    """
+
+    completed: bool = False
+    left: bool = False
+    failure: Failure | None = None
+    consequence: bool = False
+
+    def to_json(self) -> str:
+        """For `from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes) -> End:
+        """What another node wrote."""
+        return cls(**_with_failure(json.loads(text)))
+
+
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """What follows: the job is "done", or "over" because of `failure`, or all nodes meet "again".
+
+    `counted` says whether that is one of the restarts that --max-restarts allows.
+    """
+
+    kind: Literal["done", "over", "again"]
+    counted: bool = False
+    failure: Failure | None = None
+
+    def to_json(self) -> str:
+        """For `from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Conclusion:
+        """What another node wrote."""
+        return cls(**_with_failure(json.loads(text)))
+
+
+def conclude(ends: Mapping[int, End], gone: Collection[int], restarts: int, max_restarts: int) -> Conclusion:
+    """Draw the conclusion of a round from its nodes' `ends` and from who is `gone` without one.
+
+    A node that is lost takes the workers of others with it, whatever their last words are: nothing that fails in such a
+    round counts as a failure of the script's. Without a loss, a failure that has a cause of its own comes before those
+    that say that another one failed, and a lower node before a higher one.
+    """
+    if not gone and all(end.completed for end in ends.values()):
+        return Conclusion("done")
+    if gone or any(end.left for end in ends.values()):
+        return Conclusion("again")
+    failed = sorted((end.consequence, node) for node, end in ends.items() if end.failure is not None)
+    if not failed:
+        return Conclusion("again")  # a node came, for which all were stopped
+    failure = ends[failed[0][1]].failure
+    if restarts < max_restarts:
+        return Conclusion("again", True, failure)
+    return Conclusion("over", False, failure)
+
+
+def _with_failure(fields: dict[str, Any]) -> dict[str, Any]:
+    if fields["failure"] is not None:
+        fields["failure"] = Failure(**fields["failure"])
+    return fields

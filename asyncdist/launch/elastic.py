@@ -1,0 +1,216 @@
+"""The launcher of one node of an elastic job: meets the others in round after round, as nodes come, go and fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+from collections.abc import Coroutine, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any, Final
+
+from asyncdist.errors import DistError, LaunchError
+from asyncdist.launch.agent import Agent
+from asyncdist.launch.attempt import Attempt, Stage
+from asyncdist.launch.cause import is_consequence
+from asyncdist.launch.conclusion import Conclusion, End
+from asyncdist.launch.config import LaunchConfig
+from asyncdist.launch.environment import NodePlace, own_device
+from asyncdist.launch.hosting import StorePlace, find_or_host, open_store
+from asyncdist.launch.meeting import Roster
+from asyncdist.launch.nodes import Failure
+from asyncdist.launch.output import OutputWriter
+from asyncdist.launch.round import Entry, Plan, Round, Stop
+from asyncdist.launch.rounds import JobOverError, Outcome, Rounds
+from asyncdist.launch.warden import Warden
+from asyncdist.launch.worker import Exit
+
+__all__ = ["ElasticAgent"]
+
+_END_MARGIN_S: Final = 5.0
+"""How long the launcher that hosts the store waits for the others to leave, beyond their grace periods."""
+
+_HOST_LEFT: Final = (
+    "its launcher hosted the job's store and was ended by {}; a standing daemon (asyncdist-server, ASYNCDIST_STORE) "
+    "lets any node leave"
+)
+
+
+class ElasticAgent(Agent):
+    """State of one launcher of an elastic job. `run` may be called once."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        stdout: OutputWriter,
+        stderr: OutputWriter,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        super().__init__(config, stdout, stderr, environ)
+        self._round: Round | None = None
+        self._stop: Stop | None = None
+        self._restarts = 0
+        self._announced = False
+        self._words: set[asyncio.Task[None]] = set()  # what others are being told
+
+    async def _run(self) -> int:
+        config = self._config
+        self.logs.check()
+        if config.virtual_local_rank:
+            own_device(config.nproc_per_node - 1, self._environ)  # before other nodes count on this one
+        async with AsyncExitStack() as stack:
+            place = await find_or_host(config)
+            if place.hosted is not None:
+                stack.push_async_callback(asyncio.to_thread, place.hosted.close)
+            rounds = Rounds(await open_store(place, config.join_timeout_s), config)
+            stack.push_async_callback(self._leave, rounds, place)
+            warden = stack.enter_context(contextlib.closing(Warden()))
+            self.say(f"waiting for {config.min_nodes} to {config.nnodes} nodes, store at {place.endpoint}")
+            while True:
+                try:
+                    exitcode = await self._one_round(rounds, place, warden)
+                except JobOverError as error:
+                    how = f"failed: {error.outcome.text}" if error.outcome.exitcode else "ended well"
+                    self.say(f"the job {how}, while this node waited to take part")
+                    return error.outcome.exitcode
+                except LaunchError:
+                    raise
+                except DistError as error:
+                    await rounds.lost(error)
+                    self.say(f"this node was taken for lost ({error}); joining anew")
+                    continue
+                if exitcode is not None:
+                    return exitcode
+
+    async def _one_round(self, rounds: Rounds, place: StorePlace, warden: Warden) -> int | None:
+        """Meet, run the workers, conclude; return the exit code if the job is over for this node."""
+        config = self._config
+        self._forget_round()
+        current = await rounds.meet()
+        try:
+            async with current.watched(self._on_stop):
+                self._round = current
+                entry = Entry(config.nproc_per_node, self._host, self._restarts)
+                plan = await current.agree(entry)
+                end = End()
+                if plan is not None:
+                    self._restarts = plan.restarts
+                    roster = Roster(current.rank, plan.nprocs, rounds.run_id)
+                    self._announce_round(place, plan, roster)
+                    end = await self._run_workers(plan, self._place_in(place, plan, roster), current, warden)
+                if self._interrupted_by is not None:
+                    assert self._own is not None
+                    await self._say_goodbye(current, place)
+                    return self._exit_code(self._own)
+                conclusion = await current.conclude(end, self._restarts, config.max_restarts)
+        finally:
+            self._round = None
+            await asyncio.gather(*self._words)
+        return await self._follow(conclusion, current, rounds)
+
+    def _forget_round(self) -> None:
+        self._stop = self._reported = self._own = None
+
+    async def _follow(self, conclusion: Conclusion, current: Round, rounds: Rounds) -> int | None:
+        if conclusion.kind == "done":
+            await rounds.finish(Outcome(0))
+            return 0
+        if conclusion.kind == "over":
+            failure = conclusion.failure
+            assert failure is not None
+            self._reported = failure
+            self._report()
+            await rounds.finish(Outcome(failure.exitcode, f"rank {failure.rank}: {failure.description}"))
+            return failure.exitcode
+        if conclusion.counted:
+            self._reported = conclusion.failure
+            self._report()
+            self._restarts += 1
+            self.say(f"restarting all workers (restart {self._restarts} of {self._config.max_restarts})")
+        else:
+            why = [f"{current.described(rank)}: {kind}" for rank, kind in current.gone.items()]
+            reason = ", ".join(why) or (self._stop.text if self._stop is not None else "nodes came or went")
+            self.say(f"meeting again with the nodes that are there ({reason})")
+        return None
+
+    def _announce_round(self, place: StorePlace, plan: Plan, roster: Roster) -> None:
+        """As for a fixed number of nodes, and once per launcher what does not change."""
+        nnodes = len(plan.nprocs)
+        first, last = roster.first_rank, roster.first_rank + self._config.nproc_per_node - 1
+        ranks = f"ranks {first}-{last}" if last > first else f"rank {first}"
+        self.say(
+            f"job {roster.run_id}, round {plan.number}: node {roster.node_rank} of {nnodes}, {ranks} of "
+            f"{roster.world_size}, store {'hosted' if place.hosted else 'found'} at {place.endpoint}"
+        )
+        if not self._announced:
+            self._announced = True
+            self._say_threads()
+            self.logs.open(roster.run_id, roster.node_rank, self._config.nnodes, self._config.nproc_per_node)
+
+    def _place_in(self, place: StorePlace, plan: Plan, roster: Roster) -> NodePlace:
+        nnodes = len(plan.nprocs)
+        return dataclasses.replace(self._node_place(place, roster), nnodes=nnodes, restarts=plan.restarts)
+
+    async def _run_workers(self, plan: Plan, place: NodePlace, current: Round, warden: Warden) -> End:
+        """Run this node's workers until they have ended, by themselves or because all nodes stop theirs."""
+        self.logs.start_attempt(plan.number)
+        failed: list[Exit] = []
+
+        def on_failure(exit: Exit) -> None:
+            failed.append(exit)
+            self._tell(current.stop(Stop("failed", f"rank {exit.rank} failed")))
+
+        attempt = Attempt(
+            [partial(self._start_worker, rank, plan.number, place, warden) for rank in range(place.nproc)],
+            grace_s=self._config.grace_s,
+            shutdown_timeout_s=self._config.shutdown_timeout_s,
+            on_failure=on_failure,
+        )
+        self._attempt = attempt
+        if self._stop is not None:  # a node went, or came, while this one got here
+            attempt.stop(at_once=True)
+        try:
+            self._own = result = await attempt.run()
+        finally:
+            self._attempt = None
+        if self._interrupted_by is not None:
+            return End(left=True)
+        completed = result.all_succeeded and attempt.stage in (Stage.RUNNING, Stage.GRACE)
+        if not failed or result.failure is None:
+            return End(completed)
+        return End(False, False, self._as_failure(result.failure, place), is_consequence(result.tail))
+
+    async def _say_goodbye(self, current: Round, place: StorePlace) -> None:
+        """A signal ended this node's workers: the others go on without it, if they can."""
+        if place.hosted is not None:
+            assert self._interrupted_by is not None
+            text = _HOST_LEFT.format(signal.Signals(self._interrupted_by).name)
+            failure = Failure(current.rank, -1, self._host, 0, 1, text)
+            await current.decree(Conclusion("over", False, failure))
+        await current.end(End(left=True))
+
+    async def _leave(self, rounds: Rounds, place: StorePlace) -> None:
+        if place.hosted is not None and self._interrupted_by is not None:
+            await rounds.finish(Outcome(1, "the launcher that hosted the store was ended by a signal"))
+        patience_s = 2 * self._config.grace_s + _END_MARGIN_S if self._interrupted_by is not None else _END_MARGIN_S
+        await rounds.leave(others_s=0.0 if place.hosted is None else patience_s)
+
+    def _tell(self, word: Coroutine[Any, Any, None]) -> None:
+        self._words.add(asyncio.create_task(word))
+
+    def _on_stop(self, why: Stop) -> None:
+        self._stop = why
+        if self._attempt is not None:
+            if why.kind != "failed":
+                self.say(f"{why.text}: stopping the workers")
+            self._attempt.stop(at_once=why.kind == "joined")
+
+    def _on_ending_signal(self, signum: int) -> None:
+        first = not self.interrupted
+        if first and self._round is not None and self._attempt is not None:
+            name = signal.Signals(signum).name
+            self._tell(self._round.stop(Stop("left", f"{self._round.described(self._round.rank)} leaves ({name})")))
+        super()._on_ending_signal(signum)

@@ -1,0 +1,211 @@
+"""How the launchers of an elastic job meet, again and again, with those that are there.
+
+They are members of a job of the store's: whoever is silent for too long is out of it, node ranks are those of the
+store's epochs, so that survivors keep their order and come first. A run of a job id has a name of its own, which is
+that of the store's job. Keys under `launch/<job id>/`, beside those of jobs with a fixed number of nodes:
+
+    elastic           name of the run that goes on; empty when it is over
+    runs              counter; names the runs of this job id apart
+    rounds/<run>      counter; numbers the rounds of a run, whatever became of the members
+
+and `over` among those of the store's job: JSON of how the run ended, for nodes that still wait for a place in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import Awaitable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+from asyncdist.errors import DistError, LaunchError, LeaseLostError, StoreTimeoutError, WatchCompactedError
+from asyncdist.launch.round import Round, shown
+from asyncdist.store.prefix_store import PrefixStore
+
+if TYPE_CHECKING:
+    from asyncdist.launch.config import LaunchConfig
+    from asyncdist.store.base import Store
+    from asyncdist.store.member import Membership
+
+__all__ = ["JobOverError", "Outcome", "Rounds"]
+
+_LEAVE_TIMEOUT_S: Final = 5.0
+"""Leaving is tried for this long; the others notice a silent launcher by themselves."""
+
+_REACH_TIMEOUT_S: Final = 5.0
+"""A store that says nothing for this long, after this node was out of touch for longer, is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: the launchers' exit code, and why in words if it is not 0."""
+
+    exitcode: int
+    text: str = ""
+
+
+class JobOverError(Exception):
+    """The run ended while this node waited for a place in it."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.text)
+        self.outcome = outcome
+
+
+class Rounds:
+    """This launcher among those of its job, from round to round. Owns the store client."""
+
+    def __init__(self, store: Store, config: LaunchConfig) -> None:
+        assert config.min_nodes is not None
+        self._store = store
+        self._job_id = config.job_id
+        self._least, self._most = config.min_nodes, config.nnodes
+        self._join_timeout_s = config.join_timeout_s
+        self._last_call_s = config.last_call_s
+        self._lost_after_s = config.lost_after_s
+        self._root = f"launch/{config.job_id or 'default'}/"
+        self._member: Membership | None = None
+        self._round: Round | None = None
+        self._losses: list[str] = []
+        self.run_id = ""
+
+    async def meet(self) -> Round:
+        """Wait for the next round.
+
+        Raises JobOverError if the run ends first, LaunchError if there is no place, or too few nodes come, within the
+        join time-out, and other DistErrors if this node was lost meanwhile; then `lost` tells what to do.
+        """
+        if self._round is not None:
+            self._losses += [f"{self._round.described(rank)}, {kind}" for rank, kind in self._round.gone.items()]
+        self._round = None
+        if self._member is None:
+            self._member = await self._join()
+        else:
+            try:
+                await self._unless_over(self._member.store, self._member.rejoin(self._join_timeout_s))
+            except StoreTimeoutError as error:
+                raise LaunchError(self._too_few(error)) from None
+        self._round = Round(self._member, self._most, self._next_number)
+        return self._round
+
+    async def lost(self, error: DistError) -> None:
+        """Forget a membership that has ended: the next meeting is a newcomer's. LaunchError if there can be none."""
+        member, self._member, self._round = self._member, None, None
+        try:
+            async with asyncio.timeout(_REACH_TIMEOUT_S):
+                await self._store.check([self._root + "elastic"])
+        except (DistError, TimeoutError) as unreachable:
+            raise LaunchError(
+                f"the connection to the job's store was lost: {unreachable or error}. If a launcher of the job hosted "
+                "it, the job ends with that launcher; a standing daemon (asyncdist-server, ASYNCDIST_STORE) does not"
+            ) from error
+        if not isinstance(error, LeaseLostError | WatchCompactedError):
+            raise LaunchError(str(error)) from error
+        if member is not None:
+            with contextlib.suppress(DistError):
+                await member.leave()
+
+    async def finish(self, outcome: Outcome) -> None:
+        """Note that the run is over, for launchers that wait and those to come. Every node says the same."""
+        if self._member is None:
+            return
+        with contextlib.suppress(DistError, TimeoutError):
+            async with asyncio.timeout(_LEAVE_TIMEOUT_S):
+                await self._store.compare_set(self._root + "elastic", self.run_id, b"")
+                await self._member.store.set("over", json.dumps(asdict(outcome)))
+                await self._store.delete_key(f"{self._root}rounds/{self.run_id}")
+
+    async def leave(self, *, others_s: float) -> None:
+        """Leave the job, after waiting for up to `others_s` until the others have left, and close the store client."""
+        try:
+            with contextlib.suppress(DistError, TimeoutError):
+                async with asyncio.timeout(others_s):
+                    if others_s and self._member is not None:
+                        await self._wait_alone(self._member)
+            with contextlib.suppress(DistError, TimeoutError):
+                async with asyncio.timeout(_LEAVE_TIMEOUT_S):
+                    if self._member is not None:
+                        await self._member.leave()
+        finally:
+            await self._store.close()
+
+    async def _wait_alone(self, member: Membership) -> None:
+        async with self._store.watch(f"job/{member.job}/members/") as watch:
+            while set(await member.store.list_keys("members/")) - {"members/" + member.name}:
+                await anext(watch)
+
+    async def _join(self) -> Membership:
+        while True:
+            run_id = await self._current_run()
+            job = quote(run_id, safe="")
+            view = PrefixStore(f"job/{job}", self._store)
+            joining = self._store.join(
+                job,
+                self._least,
+                self._most,
+                self._join_timeout_s,
+                settle=self._last_call_s,
+                grace=self._lost_after_s,
+                bound=False,  # a launcher that is stopped, or whose host is down, breaks no connection
+            )
+            try:
+                member = await self._unless_over(view, joining)
+            except StoreTimeoutError as error:
+                raise LaunchError(self._no_place(error)) from None
+            if await self._store.get(self._root + "elastic", timeout=0) == run_id.encode():
+                self.run_id = run_id
+                return member
+            await member.leave()  # the run was over just before, and may be forgotten already
+
+    async def _current_run(self) -> str:
+        """The name of the run that goes on, which begins now if there is none."""
+        key = self._root + "elastic"
+        with contextlib.suppress(StoreTimeoutError):
+            if name := await self._store.get(key, timeout=0):
+                return name.decode()
+        if self._job_id:
+            before = await self._store.add(self._root + "runs", 1) - 1
+            proposed = self._job_id + (f"-{before}" if before else "")
+        else:
+            proposed = secrets.token_hex(4)
+        return (await self._store.compare_set(key, b"", proposed)).decode()
+
+    async def _unless_over(self, view: Store, joining: Awaitable[Membership]) -> Membership:
+        """Wait for a round, unless the run ends before it begins."""
+        joined = asyncio.ensure_future(joining)
+        over = asyncio.ensure_future(view.get("over", timeout=None))
+        try:
+            await asyncio.wait((joined, over), return_when=asyncio.FIRST_COMPLETED)
+            if not over.done():
+                return joined.result()
+            outcome = Outcome(**json.loads(over.result()))
+            if joined.done() and joined.exception() is None:  # those who ended it have gone
+                await joined.result().leave()
+            raise JobOverError(outcome)
+        finally:
+            for each in (joined, over):
+                each.cancel()
+            await asyncio.gather(joined, over, return_exceptions=True)
+
+    async def _next_number(self) -> int:
+        return await self._store.add(f"{self._root}rounds/{self.run_id}", 1) - 1
+
+    def _too_few(self, error: StoreTimeoutError) -> str:
+        lost = f"; gone since this node joined: {'; '.join(self._losses)}" if self._losses else ""
+        return f"fewer than {self._least} nodes met within {self._join_timeout_s:g} s, missing: {_missing(error)}{lost}"
+
+    def _no_place(self, error: StoreTimeoutError) -> str:
+        if len(error.keys) >= self._most:
+            return (
+                f"no place in the job became free within {self._join_timeout_s:g} s: {self._most} nodes, the most that "
+                f"it may have, are at work ({_missing(error)})"
+            )
+        return self._too_few(error)
+
+
+def _missing(error: StoreTimeoutError) -> str:
+    return ", ".join(shown(key) if ":" in key else key for key in error.keys)
