@@ -83,6 +83,24 @@ def run_gpu(
     return results
 
 
+class ArrayMaker:
+    """Makes the arrays that a rank gives to a collective of `group`: on a device, or on the host where that is None."""
+
+    def __init__(self, at: GpuRank, group: dist.ProcessGroup, device: int | None) -> None:
+        self.rank = at.rank
+        self.group = group
+        self._device = device
+        self._runtime = at.cuda.runtime
+
+    def __call__(self, count: int = 4) -> Any:
+        values = np.ones(count, np.float32)
+        return values if self._device is None else self._runtime.array(values, self._device)
+
+    def each(self, count: int = 4) -> list[Any]:
+        """One for every rank."""
+        return [self(count) for _ in range(self.group.size)]
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for `condition`, looking at every turn of the loop."""
     async with asyncio.timeout(PATIENCE_S):

@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
-from gpu_fake_kit import GpuRank, run_gpu
+from gpu_fake_kit import ArrayMaker, GpuRank, run_gpu
 
 import asyncdist as dist
 from asyncdist.backend import device_questions, ipc_scratch, staged_line
@@ -19,24 +18,7 @@ LATE_S = 0.5
 """In which others ask several times, with what `eager` sets."""
 
 
-class One:
-    """What a call gets."""
-
-    def __init__(self, at: GpuRank, group: dist.ProcessGroup, device: int | None) -> None:
-        self.rank = at.rank
-        self.group = group
-        self._device = device
-        self._runtime = at.cuda.runtime
-
-    def __call__(self, count: int = 4) -> Any:
-        values = np.ones(count, np.float32)
-        return values if self._device is None else self._runtime.array(values, self._device)
-
-    def each(self, count: int = 4) -> list[Any]:
-        return [self(count) for _ in range(SIZE)]
-
-
-ARRAYS: dict[str, Callable[[One], Any]] = {
+ARRAYS: dict[str, Callable[[ArrayMaker], Any]] = {
     "all_reduce": lambda one: dist.all_reduce(one(), group=one.group),
     "premul": lambda one: dist.all_reduce(one(), dist.ReduceOp.PREMUL_SUM(one.rank + 1.0), one.group),
     "broadcast": lambda one: dist.broadcast(one(), 1, one.group),
@@ -54,7 +36,7 @@ ARRAYS: dict[str, Callable[[One], Any]] = {
     "large": lambda one: dist.all_reduce(one(100_000), group=one.group),
 }
 
-HOST: dict[str, Callable[[One], Any]] = {
+HOST: dict[str, Callable[[ArrayMaker], Any]] = {
     "scan": lambda one: dist.scan(one(), group=one.group),
     "barrier": lambda one: dist.barrier(one.group),
     "monitored_barrier": lambda one: dist.monitored_barrier(one.group, timeout=30.0),
@@ -105,11 +87,15 @@ def test_nothing_comes_of_it(path: str, on_host: bool, late: int, monkeypatch: p
     async def main(at: GpuRank) -> None:
         device = at.rank if path == "nccl" else 0
         groups = {name: dist.new_group(timeout=60.0) for name in calls}
-        await asyncio.gather(*(dist.all_reduce(One(at, group, device)(), group=group) for group in groups.values()))
+        await asyncio.gather(
+            *(dist.all_reduce(ArrayMaker(at, group, device)(), group=group) for group in groups.values())
+        )
         await dist.barrier()
         if at.rank == late:
             await asyncio.sleep(LATE_S)
-        await asyncio.gather(*(calls[name](One(at, groups[name], None if on_host else device)) for name in calls))
+        await asyncio.gather(
+            *(calls[name](ArrayMaker(at, groups[name], None if on_host else device)) for name in calls)
+        )
         await dist.barrier()
 
     run_gpu(SIZE, main, devices=SIZE if path == "nccl" else 1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_fake_kit import GpuRank, failure_of, run_gpu
+from gpu_fake_kit import ArrayMaker, GpuRank, failure_of, run_gpu
 from punctual import assert_within, punctual
 
 import asyncdist as dist
@@ -25,24 +25,7 @@ SOON_S = 6.0
 """When all of them must have failed that were issued at once, on a busy machine; time-outs here are a minute."""
 
 
-class Maker:
-    """Makes arrays of the kind that this rank gives."""
-
-    def __init__(self, at: GpuRank, group: dist.ProcessGroup, on_host: bool, shared: bool) -> None:
-        self.rank = at.rank
-        self.group = group
-        self._device = None if on_host else 0 if shared else at.rank
-        self._runtime = at.cuda.runtime
-
-    def __call__(self, count: int = 4) -> Any:
-        values = np.ones(count, np.float32)
-        return values if self._device is None else self._runtime.array(values, self._device)
-
-    def each(self, count: int = 4) -> list[Any]:
-        return [self(count) for _ in range(SIZE)]
-
-
-CALLS: dict[str, Callable[[Maker], Any]] = {
+CALLS: dict[str, Callable[[ArrayMaker], Any]] = {
     "all_reduce": lambda one: dist.all_reduce(one(), group=one.group),
     "broadcast": lambda one: dist.broadcast(one(), 1, one.group),
     "reduce": lambda one: dist.reduce(one(), 1, group=one.group),
@@ -96,7 +79,10 @@ def test_one_rank_on_the_host(path: str, warm: bool, on_host: int, monkeypatch: 
         shared = path != "nccl"
         if warm:
             await asyncio.gather(
-                *(dist.all_reduce(Maker(at, group, False, shared)(), group=group) for group in groups.values())
+                *(
+                    dist.all_reduce(ArrayMaker(at, group, 0 if shared else at.rank)(), group=group)
+                    for group in groups.values()
+                )
             )
         began = time.monotonic()
         for name, said in zip(
@@ -117,7 +103,8 @@ def test_one_rank_on_the_host(path: str, warm: bool, on_host: int, monkeypatch: 
 
     async def outcome(name: str, at: GpuRank, group: dist.ProcessGroup, shared: bool) -> str:
         try:
-            work = CALLS[name](Maker(at, group, at.rank == on_host, shared))
+            device = None if at.rank == on_host else 0 if shared else at.rank
+            work = CALLS[name](ArrayMaker(at, group, device))
         except (TypeError, ValueError):
             return "refused"
         try:
