@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -19,13 +20,14 @@ import engine_books
 from sim_store_client import PORT, TOKEN, SimulatedClient
 from sim_store_daemon import SimulatedDaemon
 from sim_store_ledger import Ledger
-from sim_store_scenario import Fault, StoreScenario
+from sim_store_scenario import StoreScenario
+from sim_store_strikes import Strikes
 
 from asyncdist.errors import QueueEmptyError
 from asyncdist.store import TCPStore
-from asyncdist.testing.hosts import SimulatedHost
 from asyncdist.testing.loop import DeadlockError
 from asyncdist.testing.network import SimulatedNetwork, run_simulated
+from asyncdist_server.messages import Limits
 
 __all__ = ["Outcome", "run_store_scenario"]
 
@@ -36,6 +38,8 @@ GONE_S: Final = 135.0
 LONGEST_TTL_S: Final = 20.0
 LINGER_S: Final = 125.0
 """How long a client that went away is remembered, and a history that nobody reads."""
+CONFIRMED_S: Final = 4.0
+"""How long it may take until the daemon knows that an item has arrived: a slow network, and a slow disk."""
 BLIND_S: Final = 60.0
 """How long after it was cut off without knowing a client may believe in a lock that is no longer its own."""
 
@@ -53,13 +57,14 @@ class Outcome:
     undecided: int
 
 
-class StoreWorld:
+class StoreWorld(Strikes):
     """One run."""
 
     def __init__(self, network: SimulatedNetwork, scenario: StoreScenario) -> None:
         self.network = network
         self.scenario = scenario
         self.ledger = Ledger(network.loop.time)
+        self.ledger.may_have_told = self.may_have_told
         self.ledger.on_problem = lambda text: network.trace("PROBLEM", text)
         self.dice = random.Random(f"world {scenario.seed}")
         self.daemon = SimulatedDaemon(network, scenario)
@@ -84,6 +89,8 @@ class StoreWorld:
             await self.daemon.start()
         audit.cancel()
         await asyncio.gather(audit, return_exceptions=True)
+        if self.faults["kill taker"] or self.dice.random() < 0.5:
+            await self.until_forgotten()
         if not self.ledger.problems:
             await self.finish()
 
@@ -93,6 +100,23 @@ class StoreWorld:
         client = SimulatedClient(index, host, self.daemon.host.address, self.scenario, self.ledger, self.locked)
         self.clients.append(client)
         host.spawn(client.main(), f"{client.name} main")
+
+    async def until_forgotten(self) -> None:
+        """Wait until the store knows no client any more, over a restart if it keeps its state: items go back."""
+        await asyncio.sleep(self.dice.random() * (GONE_S + LINGER_S))
+        if self.daemon.disk is not None:
+            self.daemon.end(host_too=False)
+            await self.daemon.start()
+        await asyncio.sleep(GONE_S + LINGER_S)
+        self.ledger.all_are_back = self.scenario.limits == Limits()  # else there may be no room
+
+    def may_have_told(self, who: str, popped_at: float) -> bool:
+        """Whether the store must know that a client has what it popped then: neither of them ended before it could."""
+        client = next(client for client in self.clients if client.name == who)
+        ends = [client.ended_at, *self.daemon.killed_at]
+        return not any(0 <= end - popped_at < CONFIRMED_S for end in ends) and (
+            client.ended_at == math.inf or not client.was_blind_since(popped_at)
+        )
 
     async def until_done(self, within_s: float) -> None:
         """Wait until all clients that live have ended."""
@@ -104,118 +128,6 @@ class StoreWorld:
                     self.ledger.problem(f"{client.name} hangs: {'; '.join(stuck) or 'closing'}")
                 return
             await asyncio.sleep(0.5)
-
-    # ---- what goes wrong
-
-    async def strike(self, fault: Fault) -> None:
-        """Wait for the time of a fault, let it happen, and undo it where it ends by itself."""
-        await asyncio.sleep(fault.at_s)
-        living = [client for client in self.clients if client.alive]
-        if not living:
-            return
-        client = living[fault.client % len(living)]
-        struck = await self._strike(fault, client, self.network, self.daemon.host)
-        if struck:
-            self.faults[fault.kind] += 1
-
-    async def _strike(
-        self, fault: Fault, client: SimulatedClient, network: SimulatedNetwork, daemon: SimulatedHost
-    ) -> bool:
-        kind = fault.kind
-        if kind == "reset":
-            return bool(network.reset(client.host, daemon))
-        if kind == "reset in the handshake":
-            network.reset(client.host, daemon)
-            for _ in range(8):
-                await asyncio.sleep(self.dice.random() * 4 * max(network.typical_latency_s, 0.01))
-                network.reset(client.host, daemon)
-        elif kind == "lose answers":
-            for _ in range(12):
-                for end in client.process.endpoints:
-                    end.peer.fuse = self.dice.choice((1, 1, 2, 5))
-                await asyncio.sleep(self.dice.random() * self.scenario.pace_s)
-        elif kind.startswith("cut"):
-            sides = (daemon, client.host) if kind == "cut to the client" else (client.host, daemon)
-            network.cut(*sides, both_ways=kind == "cut")
-            try:
-                await asyncio.sleep(fault.length_s)
-            finally:
-                network.heal(*sides)
-        elif kind == "pause client":
-            client.process.pause()
-            try:
-                await asyncio.sleep(fault.length_s)
-            finally:
-                if client.alive:
-                    client.resumed_at = network.loop.time()
-                    client.process.resume()
-        elif kind in ("kill client", "vanish client"):
-            (client.host.kill if kind == "kill client" else client.host.vanish)()
-            self.add_client(client.index)
-        else:
-            return await self._strike_daemon(fault, network, daemon)
-        return True
-
-    async def _strike_daemon(self, fault: Fault, network: SimulatedNetwork, daemon: SimulatedHost) -> bool:
-        if not self.daemon.up:
-            return False
-        if fault.kind in ("kill daemon", "vanish daemon", "stop daemon"):
-            if fault.kind == "stop daemon":
-                await self.daemon.stop()
-            else:
-                self.daemon.end(host_too=fault.kind == "vanish daemon")
-            await asyncio.sleep(fault.length_s)
-            await self.daemon.start()
-        elif fault.kind == "pause daemon":
-            process = daemon.process
-            process.pause()
-            try:
-                await asyncio.sleep(fault.length_s)
-            finally:
-                if process.alive:
-                    process.resume()
-        elif fault.kind in ("slow disk", "disk error"):
-            return await self._strike_disk(fault)
-        elif fault.kind == "refuse":
-            daemon.refusing = True
-            for client in self.clients:
-                network.reset(client.host, daemon)
-            try:
-                await asyncio.sleep(fault.length_s)
-            finally:
-                daemon.refusing = False
-        else:
-            network.slow_factor = 60.0
-            try:
-                await asyncio.sleep(fault.length_s)
-            finally:
-                network.slow_factor = 1.0
-        return True
-
-    async def _strike_disk(self, fault: Fault) -> bool:
-        disk, server = self.daemon.disk, self.daemon.server
-        if disk is None or server is None:
-            return False
-        if fault.kind == "slow disk":
-            disk.slow = True
-            try:
-                await asyncio.sleep(fault.length_s)
-            finally:
-                disk.slow = False
-            return True
-        disk.fail_next = True
-        try:
-            async with asyncio.timeout(30):
-                await server.failed.wait()
-        except TimeoutError:
-            return False
-        finally:
-            disk.fail_next = False
-        if self.daemon.server is server:
-            self.daemon.end(host_too=False)
-        await asyncio.sleep(fault.length_s)
-        await self.daemon.start()
-        return True
 
     # ---- what must be true all the time
 

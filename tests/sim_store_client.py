@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -115,6 +116,8 @@ class SimulatedClient:
         self.blind_at = -1e9
         """When it was last cut off without knowing."""
         self.resumed_at = -1e9
+        self.ended_at = math.inf
+        """When its process was killed, or began to close."""
         self.tasks: dict[asyncio.Task[None], str] = {}
         self.unsure_pops: list[str] = []
         self.last_read = b""
@@ -217,6 +220,7 @@ class SimulatedClient:
             if (error := task.exception()) is not None:
                 self.ledger.problem(f"{self.name}: {self.tasks[task]} raised {error!r}")
         self.closing = True
+        self.ended_at = self.now()
         started, stopped = self.now(), self.process.stopped_s
         full = self.scenario.limits.memory_bytes < MAX_MEMORY_BYTES  # there may be no room for what it gives back
         self.clean = self.clean and self.store._connection is not None and not (full and self.unsure_pops)

@@ -24,6 +24,7 @@ class SimulatedDaemon:
         self.disk = SimulatedDisk(scenario.seed) if scenario.mode == "durable" else None
         self.server: StoreServer | None = None
         self.started_at = 0.0
+        self.killed_at: list[float] = []
 
     @property
     def up(self) -> bool:
@@ -61,6 +62,7 @@ class SimulatedDaemon:
         """Kill it, or cut its host's power."""
         if self.up:
             self.server = None
+            self.killed_at.append(self.network.loop.time())
             if host_too:
                 self.host.vanish()
             else:

@@ -55,8 +55,12 @@ class Ledger:
         self.adds: defaultdict[tuple[str, str], list[int | None]] = defaultdict(list)
         self.appends: defaultdict[tuple[str, str], dict[str, bool]] = defaultdict(dict)
         self.pushed: defaultdict[str, dict[str, bool]] = defaultdict(dict)
-        self.popped: defaultdict[str, list[str]] = defaultdict(list)
+        self.popped: defaultdict[str, list[tuple[str, float, str]]] = defaultdict(list)  # item, when, by whom
         self.lost_pops: Counter[str] = Counter()
+        self.may_have_told: Callable[[str, float], bool] = lambda who, popped_at: True
+        """Whether a client had time to let the store know what it popped then; else that may go to another."""
+        self.all_are_back = False
+        """Whether the store has forgotten all clients and put back what was on its way to them."""
         self.watched: list[Watched] = []
         self.watched_sets: list[tuple[str, str, float, float]] = []  # incarnation, value, called, returned
         self.tokens: defaultdict[str, list[tuple[float, float, int, str]]] = defaultdict(list)
@@ -117,17 +121,20 @@ class Ledger:
 
     def _judge_queue(self, incarnation: str, items: list[str]) -> None:
         for where, pushed in self.pushed.items():
-            seen = Counter(self.popped[where])
+            seen = Counter(item for item, when, who in self.popped[where] if self.may_have_told(who, when))
+            took_along = {item for item, when, who in self.popped[where] if not self.may_have_told(who, when)}
             if where == incarnation:
                 seen.update(items)
-            for item, count in seen.items():
+            for item, count in (seen | Counter(took_along)).items():
                 if item not in pushed:
                     self.problem(f"the item {item} was popped and never pushed to this incarnation of the store")
                 elif count > 1:
                     self.problem(f"the item {item} was popped {count} times")
             if where == incarnation:
-                lost = [item for item, known in pushed.items() if known and item not in seen]
-                if len(lost) > self.lost_pops[where]:
+                lost = [item for item, known in pushed.items() if known and item not in seen and item not in took_along]
+                self.outcomes["items that came back"] += len(took_along & seen.keys())
+                allowed = 0 if self.all_are_back else self.lost_pops[where]
+                if len(lost) > allowed:
                     self.problem(f"acknowledged items are lost: {lost}; {self.lost_pops[where]} pops were cut off")
 
     def _judge_watches(self) -> None:

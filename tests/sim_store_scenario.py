@@ -34,6 +34,7 @@ CLIENT_FAULTS = (
     "cut to the client",
     "pause client",
     "kill client",
+    "kill taker",
     "vanish client",
 )
 DISK_FAULTS = ("slow disk", "disk error")
@@ -79,6 +80,8 @@ def store_scenario(seed: int, mode: str = "memory") -> StoreScenario:
     tracks = tuple(tuple(dice.choices(focus, k=dice.randrange(2, 6))) for _ in range(clients))
     faults = []
     kinds = CLIENT_FAULTS + (DAEMON_FAULTS if dice.random() < 0.85 else ())
+    if "queue" in focus:
+        kinds += ("kill taker",) * 4  # it takes somebody who pops
     if mode == "durable":
         kinds += (*DISK_FAULTS, "kill daemon", "kill daemon")
     for _ in range(dice.choice((0, 1, 3, 6, 10))):

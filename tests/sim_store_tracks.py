@@ -177,7 +177,7 @@ async def queue(client: SimulatedClient) -> None:
         cancel=0.2,
     )
     if asked.ok:
-        ledger.popped[client.incarnation].append(asked.value.decode())
+        ledger.popped[client.incarnation].append((asked.value.decode(), client.now(), client.name))
     if asked.ok or asked.refused:
         ledger.lost_pops[incarnation] -= 1
     else:

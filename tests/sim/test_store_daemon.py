@@ -24,6 +24,7 @@ from sim_store_totals import run_seeds
 from asyncdist.store.lease import Lease as ClientLease
 from asyncdist.store.pipeline import Pipeline
 from asyncdist.store.tcp_store import TCPStore
+from asyncdist_server.changes import ChangeLog
 from asyncdist_server.clients import Client
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.group_commit import GroupCommit
@@ -177,9 +178,28 @@ def forgets_clients() -> Patches:
     return [(StoreEngine, "restore_client", lambda self, *arguments: None)]
 
 
+def forgets_who_has_items() -> Patches:
+    restore = StoreEngine.restore_client
+
+    def forgetful(self: StoreEngine, client_id: bytes, space: str, replies: Any, taken: Any, now: float) -> None:
+        restore(self, client_id, space, replies, {}, now)
+
+    return [(StoreEngine, "restore_client", forgetful)]
+
+
+def forgets_what_has_arrived() -> Patches:
+    return [(ChangeLog, "let_go", lambda self, *arguments: None)]
+
+
+def keeps_items_of_lost_clients() -> Patches:
+    return [(Client, "unacknowledged_items", lambda self: [])]
+
+
 @pytest.mark.parametrize(
     ("plant", "noticed"),
     [
+        (forgets_who_has_items, "items are lost"),
+        (forgets_what_has_arrived, "popped 2 times"),
         (tells_before_it_is_on_the_disk, "acknowledged|linearizable|which .* holds|popped 2 times|told"),
         (forgets_clients, "was forgotten"),
     ],
@@ -203,6 +223,7 @@ def test_a_planted_fault_of_the_journal_is_noticed(plant: Callable[[], Patches],
         (reuses_tokens, "token"),
         (believes_in_leases, "ended too early|believes|which .* holds"),
         (never_gives_up, "took|hangs"),
+        (keeps_items_of_lost_clients, "items are lost"),
     ],
 )
 def test_a_planted_fault_is_noticed(plant: Callable[[], Patches], noticed: str) -> None:
