@@ -252,8 +252,8 @@ def test_an_unfinished_line_is_in_the_file_at_once_and_a_second_interrupt_does_n
         + """
     signal.signal(signal.SIGINT, lambda *_: os.write(1, b"hold on"))
     ready()
-    while True:
-        signal.pause()
+    while True:  # one that comes just before signal.pause() is seen after it only
+        time.sleep(0.02)
     """,
     )
     options = ["--tee=1", "--rdzv-id=job", f"--log-dir={tmp_path / 'logs'}"]

@@ -9,15 +9,15 @@ import pytest
 from launching import DEADLINE_S, pids_in, run, running, write_script
 
 HANDLE = """
-    import os, pathlib, signal, sys
+    import os, pathlib, signal, sys, time
     def handler(signum, frame):
         print("got", signal.Signals(signum).name, flush=True)
         sys.exit(3)
     for name in ("SIGQUIT", "SIGUSR1"):
         signal.signal(getattr(signal, name), handler)
     pathlib.Path(sys.argv[1], f"{os.getpid()}.pid").touch()
-    while True:
-        signal.pause()
+    while True:  # one that comes just before signal.pause() is seen after it only
+        time.sleep(0.02)
 """
 
 
