@@ -225,6 +225,7 @@ class LeaseKeeper:
             except ClosedError:
                 return  # the store takes leave of the daemon, and `close` follows
             self._asked.add_done_callback(answered)
+            self._schedule()  # the answer may be long in coming: leases end all the same
 
 
 def _ignore(reply: asyncio.Future[Any]) -> None:
