@@ -1,0 +1,326 @@
+"""Launchers of elastic jobs meet, lose each other while they do, and meet again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from asyncdist.errors import DistStoreError, LaunchError
+from asyncdist.launch.conclusion import Conclusion, End
+from asyncdist.launch.config import Endpoint, LaunchConfig
+from asyncdist.launch.nodes import Failure
+from asyncdist.launch.round import Entry, Plan, Round, Stop
+from asyncdist.launch.rounds import JobOverError, Outcome, Rounds
+from asyncdist.store import HashStore
+
+LOST_AFTER_S = 0.3
+FAILURE = Failure(node=0, rank=0, host="h", pid=12, exitcode=3, description="exit code 3")
+
+
+class Node:
+    """A launcher whose workers work until they are told to stop, or `finish` is set."""
+
+    def __init__(self, store: HashStore, nnodes: tuple[int, int], nproc: int = 1, join_s: float = 60.0) -> None:
+        config = LaunchConfig(
+            command=("true",),
+            nnodes=nnodes[1],
+            min_nodes=nnodes[0],
+            nproc_per_node=nproc,
+            store=Endpoint("h", 1),
+            job_id="job",
+            join_timeout_s=join_s,
+            last_call_s=0.02,
+            lost_after_s=LOST_AFTER_S,
+        )
+        self.store = store.clone()
+        self.rounds = Rounds(self.store, config)
+        self.nproc = nproc
+        self.restarts = 0
+        self.plans: list[tuple[int, Plan]] = []  # with the node's rank
+        self.changed = asyncio.Event()
+        self.finish = asyncio.Event()
+        self.fail = asyncio.Event()
+        self.stops: list[Stop] = []
+        self.conclusions: list[Conclusion] = []
+
+    async def live(self) -> Conclusion:
+        while True:
+            current = await self.rounds.meet()
+            stopped = asyncio.Event()
+
+            def on_stop(why: Stop, stopped: asyncio.Event = stopped) -> None:
+                self.stops.append(why)
+                stopped.set()
+
+            async with current.watched(on_stop):
+                plan = await current.agree(Entry(self.nproc, "h", self.restarts))
+                end = End()
+                if plan is not None:
+                    self.restarts = plan.restarts
+                    self.plans.append((current.rank, plan))
+                    self.changed.set()
+                    end = await self._work(current, stopped)
+                conclusion = await current.conclude(end, self.restarts, 1)
+            self.conclusions.append(conclusion)
+            self.restarts += conclusion.counted
+            if conclusion.kind != "again":
+                await self.rounds.finish(Outcome(0 if conclusion.kind == "done" else 3, "why"))
+                return conclusion
+
+    async def _work(self, current: Round, stopped: asyncio.Event) -> End:
+        waits = [asyncio.create_task(event.wait()) for event in (stopped, self.finish, self.fail)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        if self.fail.is_set() and not stopped.is_set():
+            self.fail.clear()
+            await current.stop(Stop("failed", "rank 0 failed"))
+            return End(failure=FAILURE)
+        return End(completed=self.finish.is_set())
+
+    async def until(self, condition: Callable[[int, Plan], bool]) -> tuple[int, Plan]:
+        async with asyncio.timeout(60):
+            while not self.plans or not condition(*self.plans[-1]):
+                self.changed.clear()
+                await self.changed.wait()
+        return self.plans[-1]
+
+    async def world_of(self, nodes: int, after: int = -1) -> tuple[int, Plan]:
+        return await self.until(lambda _, plan: len(plan.nprocs) == nodes and plan.number > after)
+
+
+class Cluster:
+    """A store and the launchers on it."""
+
+    def __init__(self) -> None:
+        self.store = HashStore()
+        self.lives: dict[Node, asyncio.Task[Conclusion]] = {}
+
+    def start(self, nnodes: tuple[int, int] = (1, 3), nproc: int = 1, join_s: float = 60.0) -> Node:
+        node = Node(self.store, nnodes, nproc, join_s)
+        self.lives[node] = asyncio.create_task(node.live())
+        return node
+
+    async def end(self, node: Node) -> Conclusion:
+        async with asyncio.timeout(60):
+            return await self.lives[node]
+
+    async def kill(self, node: Node) -> None:
+        """From one moment to the next it says nothing any more."""
+        await node.store.close()
+        self.lives[node].cancel()
+        await asyncio.gather(self.lives[node], return_exceptions=True)
+
+    async def leave(self, node: Node) -> None:
+        self.lives[node].cancel()
+        await asyncio.gather(self.lives[node], return_exceptions=True)
+        await node.rounds.leave(others_s=0)
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    for life in cluster.lives.values():
+        life.cancel()
+    await asyncio.gather(*cluster.lives.values(), return_exceptions=True)
+    for node in cluster.lives:
+        await node.store.close()
+    await cluster.store.close()
+
+
+async def test_all_have_one_plan_and_the_job_is_done_when_all_are(cluster: Cluster) -> None:
+    nodes = [cluster.start((3, 4), nproc) for nproc in (1, 2, 4)]
+    found = [await node.world_of(3) for node in nodes]
+    assert sorted(rank for rank, _ in found) == [0, 1, 2]
+    assert found[0][1] == found[1][1] == found[2][1]
+    for rank, (node, (own, plan)) in enumerate(zip(nodes, found, strict=True)):
+        assert plan.nprocs[own] == node.nproc, rank
+    nodes[0].finish.set()
+    nodes[1].finish.set()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not cluster.lives[nodes[0]].done()
+    nodes[2].finish.set()
+    assert {(await cluster.end(node)).kind for node in nodes} == {"done"}
+    assert [len(node.plans) for node in nodes] == [1, 1, 1]
+
+
+async def test_newcomers_are_met_together_and_leave_again_and_again(cluster: Cluster) -> None:
+    stayer = cluster.start((1, 3))
+    _, plan = await stayer.world_of(1)
+    for _ in range(3):
+        pair = [cluster.start((1, 3)), cluster.start((1, 3))]
+        rank, plan = await stayer.world_of(3, after=plan.number)
+        assert rank == 0
+        await cluster.leave(pair[0])
+        rank, plan = await stayer.world_of(2, after=plan.number)
+        await cluster.kill(pair[1])
+        rank, plan = await stayer.world_of(1, after=plan.number)
+    assert plan.restarts == 0
+    numbers = [plan.number for _, plan in stayer.plans]
+    assert numbers == sorted(set(numbers))
+    assert {why.kind for why in stayer.stops} == {"joined", "left", "lost"}
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+async def test_a_node_that_is_lost_during_the_meeting(cluster: Cluster, lost: int) -> None:
+    """The node met the others in the store, and says no more: not its part of the plan, and not the plan."""
+    members = [Node(cluster.store, (2, 3)) for _ in range(3)]
+    async with asyncio.timeout(60):
+        rounds = await asyncio.gather(*(member.rounds.meet() for member in members))
+    by_rank = {met.rank: (member, met) for member, met in zip(members, rounds, strict=True)}
+    await by_rank[lost][0].store.close()
+    survivors = [by_rank[rank] for rank in range(3) if rank != lost]
+
+    async def go_on(member: Node, current: Round) -> Round:
+        async with current.watched(lambda why: None):
+            assert await current.agree(Entry(1, "h", 0)) is None
+            assert await current.conclude(End(), 0, 0) == Conclusion("again")
+        return await member.rounds.meet()
+
+    async with asyncio.timeout(60):
+        again = await asyncio.gather(*(go_on(*survivor) for survivor in survivors))
+    assert [met.rank for met in again] == [0, 1]  # in the order they had
+    for member, _ in survivors:
+        await member.rounds.leave(others_s=0)
+
+
+async def test_a_plan_that_only_one_node_saw_before_a_loss_holds_nobody_up(cluster: Cluster) -> None:
+    members = [Node(cluster.store, (2, 3)) for _ in range(3)]
+    async with asyncio.timeout(60):
+        rounds = await asyncio.gather(*(member.rounds.meet() for member in members))
+        by_rank = {met.rank: (member, met) for member, met in zip(members, rounds, strict=True)}
+        stopped = [asyncio.Event(), asyncio.Event()]
+        async with contextlib.AsyncExitStack() as stack:
+            for rank in (0, 1):
+                await stack.enter_async_context(by_rank[rank][1].watched(lambda why, at=rank: stopped[at].set()))
+            entries = [asyncio.create_task(by_rank[rank][1].agree(Entry(1, "h", 0))) for rank in (0, 1)]
+            dead = by_rank[2][1]
+            await dead._store.set(f"{dead._keys}node/2", '{"nproc": 1, "host": "h", "restarts": 0}')
+            assert await entries[0] is not None
+            await by_rank[2][0].store.close()
+            await asyncio.gather(*(event.wait() for event in stopped))
+            await entries[1]
+            assert await by_rank[1][1].agree(Entry(1, "h", 0)) is None  # it has seen the loss by now
+            conclusions = await asyncio.gather(*(by_rank[rank][1].conclude(End(), 0, 0) for rank in (0, 1)))
+        assert conclusions == [Conclusion("again")] * 2
+    for rank in (0, 1):
+        await by_rank[rank][0].rounds.leave(others_s=0)
+
+
+async def test_failures_are_counted_by_all_and_end_the_job(cluster: Cluster) -> None:
+    nodes = [cluster.start((1, 2)) for _ in range(2)]
+    for node in nodes:
+        await node.world_of(2)
+    nodes[1].fail.set()
+    for node in nodes:
+        await node.until(lambda _, plan: plan.restarts == 1)
+    newcomer = cluster.start((1, 2))  # no room: nobody is disturbed
+    nodes[1].fail.set()
+    for node in nodes:
+        assert await cluster.end(node) == Conclusion("over", False, FAILURE)
+    with pytest.raises(JobOverError) as over:
+        await cluster.end(newcomer)
+    assert over.value.outcome == Outcome(3, "why")
+
+
+async def test_who_comes_when_workers_have_ended_disturbs_nobody_and_ends_with_the_job(cluster: Cluster) -> None:
+    nodes = [cluster.start((1, 3)), cluster.start((1, 3))]
+    for node in nodes:
+        await node.world_of(2)
+    rounds = [len(node.plans) for node in nodes]
+    nodes[0].finish.set()
+    await cluster.store.get(f"job/job/round/{nodes[0].rounds._member.epoch}/end/{nodes[0].plans[-1][0]}", timeout=60)  # type: ignore[union-attr]
+    async with asyncio.timeout(60), cluster.store.watch("job/job/members/") as watch:
+        newcomer = cluster.start((1, 3))
+        assert (await anext(watch)).kind == "set"
+    nodes[1].finish.set()
+    for node in nodes:
+        assert (await cluster.end(node)).kind == "done"
+        await node.rounds.leave(others_s=0)
+    with pytest.raises(JobOverError) as over:
+        await cluster.end(newcomer)
+    assert over.value.outcome.exitcode == 0
+    assert [len(node.plans) for node in nodes] == rounds
+
+
+async def test_the_next_run_has_another_name(cluster: Cluster) -> None:
+    names = []
+    for _ in range(2):
+        node = cluster.start((1, 2))
+        await node.world_of(1)
+        names.append(node.rounds.run_id)
+        node.finish.set()
+        await cluster.end(node)
+        await node.rounds.leave(others_s=0)
+    assert names == ["job", "job-1"]
+    assert set(await cluster.store.list_keys("launch/")) == {"launch/job/elastic", "launch/job/runs"}
+
+
+async def test_a_run_whose_launchers_were_all_killed_goes_on(cluster: Cluster) -> None:
+    first = cluster.start((1, 2))
+    _, plan = await first.world_of(1)
+    await cluster.kill(first)
+    second = cluster.start((1, 2))
+    _, plan = await second.world_of(1)
+    assert (second.rounds.run_id, plan.number) == ("job", 1)
+
+
+async def test_too_few_nodes(cluster: Cluster) -> None:
+    alone = cluster.start((2, 3), join_s=0.05)
+    with pytest.raises(LaunchError, match=r"fewer than 2 nodes met within 0\.05 s, missing: 1 more members"):
+        await cluster.end(alone)
+    first, second = (cluster.start((2, 3), join_s=2.0) for _ in range(2))
+    await first.world_of(2)
+    await cluster.kill(second)
+    with pytest.raises(LaunchError, match=r"within 2 s, missing: 1 more members; gone since .*: node . \(.*\), lost"):
+        await cluster.end(first)
+
+
+async def test_no_place(cluster: Cluster) -> None:
+    nodes = [cluster.start((1, 2)) for _ in range(2)]
+    for node in nodes:
+        await node.world_of(2)
+    with pytest.raises(LaunchError, match=r"no place in the job became free within 0\.1 s: 2 nodes, the most"):
+        await cluster.end(cluster.start((1, 2), join_s=0.1))
+
+
+@asynccontextmanager
+async def alone(cluster: Cluster) -> AsyncIterator[tuple[Node, Round]]:
+    node = Node(cluster.store, (1, 2))
+    yield node, await node.rounds.meet()
+    await node.rounds.leave(others_s=0)
+
+
+async def test_a_node_that_is_taken_for_lost_is_told_and_comes_back(cluster: Cluster) -> None:
+    async with alone(cluster) as (node, current):
+        stops: asyncio.Queue[Stop] = asyncio.Queue()
+        member = node.rounds._member
+        assert member is not None
+        async with current.watched(stops.put_nowait):
+            assert await current.agree(Entry(1, "h", 0)) is not None
+            await member.leave()
+            async with asyncio.timeout(60):
+                why = await stops.get()
+            with pytest.raises(DistStoreError) as error:
+                await current.conclude(End(), 0, 0)
+        assert "no longer part of the job" in why.text
+        await node.rounds.lost(error.value)
+        assert (await node.rounds.meet()).rank == 0
+
+
+async def test_a_store_that_is_gone_and_other_errors_end_the_launcher(cluster: Cluster) -> None:
+    async with alone(cluster) as (node, _):
+        with pytest.raises(LaunchError, match="full"):
+            await node.rounds.lost(DistStoreError("full"))
+        await node.store.close()
+        with pytest.raises(LaunchError, match="a standing daemon"):
+            await node.rounds.lost(DistStoreError("gone"))
