@@ -19,7 +19,10 @@ LEND_BYTES: Final = 64 << 10
 """Shortest item that is lent where its memory is shared: copying a shorter one costs less than having it back."""
 
 LENT_NEWS: Final = 16
-"""Lent items after which the others are told, the first at once: all of a large operation go out in one turn."""
+"""Lent items after which the others are told, the first at once: more than a hundred go out in one turn."""
+
+LEND_COST_BYTES: Final = 8 << 10
+"""What lending an item counts as in a turn: in the microseconds that it takes, so much could be copied."""
 
 TURN_BYTES: Final = 1 << 20
 """Bytes copied and reduced in one turn of the loop: some 0.2 ms, so that no callback holds it for a millisecond."""
@@ -188,6 +191,7 @@ class SharedPart:
         assert execution is not None
         if not lane.core.lend(operation, segment, offset, length):
             return False
+        lane.moved += LEND_COST_BYTES
         lane.changed = True
         if operation.published % LENT_NEWS == 1:
             lane.tell()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from asyncdist.errors import CollectiveMismatchError, PeerLostError
+from asyncdist.executor import shared_part
 from asyncdist.executor.program import Instruction, Program
 from asyncdist.executor.shared_lane import SharedLane
 from asyncdist.executor.shared_part import TURN_BYTES, SharedPart
@@ -165,6 +166,12 @@ class Execution:
         self.complete(index, ready)
         self.advance(ready)
 
+    def hold(self) -> None:
+        self.left += 1
+
+    def release(self) -> None:
+        self.left -= 1
+
     def message_failed(self, _token: object, error: BaseException) -> None:
         if self.error is None:
             self.error = error
@@ -279,6 +286,20 @@ def test_no_turn_moves_much_more_than_its_bytes() -> None:
     settle(ranks)
     assert all(work.done for work in works)
     assert all(rank.most <= TURN_BYTES + (256 << 10) for rank in ranks)
+
+
+def test_what_is_lent_counts_in_a_turn_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_part, "LEND_COST_BYTES", TURN_BYTES // 4)
+    ranks, _ = make(2)
+    lane = ranks[0].lane
+    lane.lend = lambda payload: (7, 0)
+    part = broadcast(ranks[0], 4 << 20, 0, 7).start().part
+    seen = []
+    for _ in range(3):
+        assert part.operation is not None
+        seen.append(part.operation.published)
+        ranks[0].loop.run_one()
+    assert seen == [4, 8, 12]
 
 
 def test_a_step_done_outside_of_a_turn_is_told_to_the_others() -> None:
