@@ -18,6 +18,7 @@ EXAMPLES = ROOT / "examples"
 DEMO = EXAMPLES / "train_digits.py"
 UPDATE = EXAMPLES / "weight_update.py"
 GPU_UPDATE = EXAMPLES / "gpu_weight_update.py"
+ELASTIC = EXAMPLES / "elastic_training.py"
 
 PRINTED = {
     "collectives": [
@@ -132,6 +133,7 @@ def test_every_example_is_tested_and_says_how_to_run_it() -> None:
         DEMO,
         UPDATE,
         GPU_UPDATE,
+        ELASTIC,  # tests/integration/launch/test_elastic_training.py
     }
     readme = (ROOT / "README.md").read_text()
     for path in files:
