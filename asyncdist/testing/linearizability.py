@@ -32,7 +32,10 @@ __all__ = ["IMPOSSIBLE", "MAX_STEPS", "KeyVerdict", "Model", "Report", "check_hi
 MAX_STEPS: Final = 1_000_000
 """Most states visited for one key: some ten seconds. A history of a correct object needs about one per operation."""
 QUICK_STEPS: Final = 20_000
-"""Most states visited only to show people how far one can get."""
+"""Most states visited before the search is tried in other ways, and only to show people how far one can get."""
+FEW_UNKNOWN: Final = (0, 1, 2, 4, 8)
+"""Other ways: with no more unknown operations than these, as most of them are of no use, and a search that is stuck
+tries all of them where it is before it goes back to where it went wrong."""
 SHOWN_OPERATIONS: Final = 12
 """Most operations of the longest order that an explanation shows: what matters is how it ends."""
 
@@ -252,8 +255,18 @@ class _Search:
 
     def run(self) -> bool | None:
         """Return whether there is such an order, None if the bound was reached before that was known."""
+        found = self._look(QUICK_STEPS, len(self.unknown))
+        if self.hopeless:
+            return False
+        for most_unknown in FEW_UNKNOWN:
+            if found is None and most_unknown < len(self.unknown):
+                found = self._look(QUICK_STEPS, most_unknown) or None
+        return self._look(self.max_steps, len(self.unknown)) if found is None else found
+
+    def _look(self, more_steps: int, most_unknown: int) -> bool | None:
+        """Look, within so many more steps, for an order with at most so many unknown operations."""
         known, unknown = self.known, self.unknown
-        max_steps = min(self.max_steps, QUICK_STEPS) if self.hopeless else self.max_steps
+        max_steps = min(self.steps + more_steps, self.max_steps)
         base = window = extra = 0
         taken: _Taken | None = None
         seen: set[tuple[int, int, int, Hashable]] = set()
@@ -264,6 +277,8 @@ class _Search:
                 next_base, next_window, next_extra = base, window, extra
                 if choice < 0:
                     next_extra |= 1 << ~choice
+                    if next_extra.bit_count() > most_unknown:
+                        continue
                 else:
                     next_window |= 1 << (choice - base)
                     filled = (~next_window & (next_window + 1)).bit_length() - 1
@@ -273,9 +288,9 @@ class _Search:
                 if place in seen:
                     continue
                 seen.add(place)
+                if self.steps >= max_steps:
+                    return None
                 self.steps += 1
-                if self.steps > max_steps:
-                    return False if self.hopeless else None
                 stack.append((options, base, window, extra, taken))
                 operation = known[choice] if choice >= 0 else unknown[~choice]
                 taken = _Taken(taken, operation, after, (taken.count if taken else 0) + (choice >= 0))

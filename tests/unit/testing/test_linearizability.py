@@ -12,7 +12,7 @@ import pytest
 from history_kit import op
 
 from asyncdist.testing.history import REFUSED, UNKNOWN, History, Operation
-from asyncdist.testing.linearizability import IMPOSSIBLE, Model, check_history
+from asyncdist.testing.linearizability import IMPOSSIBLE, QUICK_STEPS, Model, check_history
 from asyncdist.testing.store_models import LockModel, LogModel, QueueModel, RegisterModel
 
 
@@ -249,6 +249,19 @@ def test_unknown_operations_that_are_alike_are_not_tried_in_every_choice() -> No
     assert (found.outcome, found.steps) == ("violation", 40), "there are two to the fortieth"
     assert verdict(RegisterModel(), [*history, op(2, 3, "get", to=b"7" * 40)]) == "linearizable"
     assert verdict(RegisterModel(), [*history, op(2, 3, "get", to=b"7" * 41)]) == "violation"
+
+
+def test_unknown_operations_of_no_use_do_not_hide_an_order() -> None:
+    """The first tries go wrong at the end, where dozens of unknown writes could come in, in any order."""
+    unknown = [op(n, n, "append", b"%d," % n, to=UNKNOWN) for n in range(30)]
+    at_once = [
+        op(40, 41, "compare_set", b"", b"1", to=b"1"),
+        op(40, 42, "delete", to=True),
+        op(40, 43, "set", b"2"),
+    ]
+    [found] = check_history([*unknown, *at_once, op(50, 51, "get", to=b"1")], RegisterModel()).verdicts
+    assert found.outcome == "linearizable"
+    assert QUICK_STEPS < found.steps < 3 * QUICK_STEPS
 
 
 def test_an_explanation_shows_the_shortest_prefix_that_fails() -> None:
