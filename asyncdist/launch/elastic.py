@@ -53,6 +53,7 @@ class ElasticAgent(Agent):
         self._round: Round | None = None
         self._stop: Stop | None = None
         self._restarts = 0
+        self._number = -1  # of the last round
         self._announced = False
         self._words: set[asyncio.Task[None]] = set()  # what others are being told
 
@@ -93,11 +94,11 @@ class ElasticAgent(Agent):
         try:
             async with current.watched(self._on_stop):
                 self._round = current
-                entry = Entry(config.nproc_per_node, self._host, self._restarts)
+                entry = Entry(config.nproc_per_node, self._host, self._restarts, self._number)
                 plan = await current.agree(entry)
                 end = End()
                 if plan is not None:
-                    self._restarts = plan.restarts
+                    self._restarts, self._number = plan.restarts, plan.number
                     roster = Roster(current.rank, plan.nprocs, rounds.run_id)
                     self._announce_round(place, plan, roster)
                     end = await self._run_workers(plan, self._place_in(place, plan, roster), current, warden)

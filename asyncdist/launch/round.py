@@ -2,7 +2,7 @@
 
 Keys, under `job/<run>/round/<epoch>/` in the launchers' namespace; they vanish after the job's last launcher has gone:
 
-    node/<rank>    JSON: how many workers, which host, which restarts the node knows of
+    node/<rank>    JSON: how many workers, which host, its lease, which restarts and rounds the node knows of
     plan           JSON, by node 0: what all of them do
     stop           JSON: why all nodes stop their workers; the first word counts
     end/<rank>     JSON: how the node's workers ended
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -25,7 +26,10 @@ from asyncdist.launch.conclusion import Conclusion, End, conclude
 if TYPE_CHECKING:
     from asyncdist.store.member import MemberEvent, Membership
 
-__all__ = ["Entry", "Plan", "Round", "Stop", "shown"]
+__all__ = ["PRESENCE", "Entry", "Plan", "Round", "Stop", "shown"]
+
+PRESENCE: Final = "here/"
+"""What the keys begin with that live as long as a launcher's connection to the store."""
 
 _WORD_TIMEOUT_S: Final = 5.0
 """A word about a loss or a failure is tried for this long; the others notice a silent launcher by themselves."""
@@ -40,15 +44,28 @@ class Entry:
     nproc: int
     host: str
     restarts: int
+    after: int = -1
+    lease_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all nodes of a round do: its number in the run, restarts until now, and the workers of each node."""
+    """What all nodes of a round do: its number in the run, restarts until now, each node's workers and its lease."""
 
     number: int
     restarts: int
     nprocs: tuple[int, ...]
+    lease_ids: tuple[int, ...] = ()
+
+    def to_json(self) -> str:
+        """For `from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Plan:
+        """What node 0 wrote."""
+        fields = json.loads(text)
+        return cls(fields["number"], fields["restarts"], tuple(fields["nprocs"]), tuple(fields["lease_ids"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +92,10 @@ class Round:
         self._lost: DistError | None = None
         self.rank = member.rank
         self.members = tuple(member.members)
-        self.gone: dict[int, str] = {}
-        """Nodes that have left or were lost, and which of it, in the words of membership events."""
+        self.gone: dict[int, Literal["left", "lost"]] = {}
+        """Nodes that have left or were lost, and which of it."""
+        self._dead: set[int] = set()  # those whose connection broke for good
+        self._lease_ids: tuple[int, ...] = ()
 
     def described(self, rank: int) -> str:
         """A node as people know it."""
@@ -98,6 +117,7 @@ class Round:
         tasks = [
             asyncio.create_task(self._watch_members(on_lost)),
             asyncio.create_task(self._watch_lease(on_lost)),
+            asyncio.create_task(self._watch_presence(on_lost)),
             asyncio.create_task(self._watch_stop(on_stop, on_lost)),
         ]
         try:
@@ -111,6 +131,12 @@ class Round:
 
     async def agree(self, entry: Entry) -> Plan | None:
         """Return what all nodes do; None if one of them went before that was known."""
+        plan = await self._agreed(dataclasses.replace(entry, lease_id=self._member.lease_id))
+        if plan is not None:
+            self._lease_ids = plan.lease_ids
+        return plan
+
+    async def _agreed(self, entry: Entry) -> Plan | None:
         await self._while_member(self._store.set(f"{self._keys}node/{self.rank}", json.dumps(asdict(entry))))
         if self.rank == 0:
             keys = [f"{self._keys}node/{rank}" for rank in range(len(self.members))]
@@ -120,16 +146,20 @@ class Round:
             entries = [Entry(**json.loads(text)) for text in texts]
             number = await self._while_member(self._draw_number())
             assert number is not None  # as there is no `until`
-            plan = Plan(number, max(each.restarts for each in entries), tuple(each.nproc for each in entries))
-            await self._while_member(self._store.set(self._keys + "plan", json.dumps(asdict(plan))))
+            plan = Plan(
+                max(number, *(each.after + 1 for each in entries)),  # the counter is gone when the store lost its data
+                max(each.restarts for each in entries),
+                tuple(each.nproc for each in entries),
+                tuple(each.lease_id for each in entries),
+            )
+            await self._while_member(self._store.set(self._keys + "plan", plan.to_json()))
             return plan
         text = await self._while_member(
             self._store.get(self._keys + "plan", timeout=None), until=lambda: bool(self.gone)
         )
         if text is None:
             return None
-        fields = json.loads(text)
-        return Plan(**{**fields, "nprocs": tuple(fields["nprocs"])})
+        return Plan.from_json(text)
 
     async def stop(self, why: Stop) -> None:
         """Let all nodes stop their workers, if the store can be told."""
@@ -208,16 +238,31 @@ class Round:
             if event.kind == "joined":
                 return
             rank = self.members.index(event.member)
-            self.gone[rank] = event.kind
+            if rank == self.rank:
+                raise LeaseLostError("its connection to the store was broken for too long")
+            self.gone[rank] = kind = "lost" if rank in self._dead else event.kind
             self._news.set()
-            text = "left" if event.kind == "left" else "was lost"
-            await self.stop(Stop(event.kind, f"{self.described(rank)} {text}"))
+            await self.stop(Stop(kind, f"{self.described(rank)} {'left' if kind == 'left' else 'was lost'}"))
         elif event.kind == "joined" and len(self.members) - len(self.gone) < self._most and not await self._ending():
             await self.stop(Stop("joined", f"another node joins ({shown(event.member)})"))
 
     async def _ending(self) -> bool:
         """Whether some node's workers have ended: the job is ending, or all are about to meet again in any case."""
         return bool(await self._store.list_keys(self._keys + "end/"))
+
+    async def _watch_presence(self, on_lost: Callable[[DistError], None]) -> None:
+        """Give up who was killed: a broken connection that is not made anew says so long before silence does."""
+        try:
+            async with self._store.watch(PRESENCE) as watch:
+                async for event in watch:
+                    name = event.key.removeprefix(PRESENCE)
+                    if event.kind == "expire" and name in self.members and name != self._member.name:
+                        rank = self.members.index(name)
+                        self._dead.add(rank)
+                        if rank < len(self._lease_ids):
+                            await self._member.expel(self._lease_ids[rank])
+        except DistError as error:
+            on_lost(error)
 
     async def _watch_lease(self, on_lost: Callable[[DistError], None]) -> None:
         on_lost(LeaseLostError(await self._member.wait_lost()))

@@ -8,7 +8,8 @@ that of the store's job. Keys under `launch/<job id>/`, beside those of jobs wit
     runs              counter; names the runs of this job id apart
     rounds/<run>      counter; numbers the rounds of a run, whatever became of the members
 
-and `over` among those of the store's job: JSON of how the run ended, for nodes that still wait for a place in it.
+and `over` among those of the store's job: JSON of how the run ended, for nodes that still wait for a place in it; and
+`here/<member>`, which goes some seconds after the connection of a launcher, as when that is killed.
 """
 
 from __future__ import annotations
@@ -23,18 +24,22 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 from asyncdist.errors import DistError, LaunchError, LeaseLostError, StoreTimeoutError, WatchCompactedError
-from asyncdist.launch.round import Round, shown
+from asyncdist.launch.round import PRESENCE, Round, shown
 from asyncdist.store.prefix_store import PrefixStore
 
 if TYPE_CHECKING:
     from asyncdist.launch.config import LaunchConfig
     from asyncdist.store.base import Store
+    from asyncdist.store.lease import Lease
     from asyncdist.store.member import Membership
 
 __all__ = ["JobOverError", "Outcome", "Rounds"]
 
 _LEAVE_TIMEOUT_S: Final = 5.0
 """Leaving is tried for this long; the others notice a silent launcher by themselves."""
+
+_PRESENCE_GRACE_S: Final = 5.0
+"""A launcher makes a broken connection anew within a second or two; one that does not was killed."""
 
 _REACH_TIMEOUT_S: Final = 5.0
 """A store that says nothing for this long, after this node was out of touch for longer, is lost."""
@@ -69,6 +74,7 @@ class Rounds:
         self._lost_after_s = config.lost_after_s
         self._root = f"launch/{config.job_id or 'default'}/"
         self._member: Membership | None = None
+        self._presence: Lease | None = None
         self._round: Round | None = None
         self._losses: list[str] = []
         self.run_id = ""
@@ -84,6 +90,7 @@ class Rounds:
         self._round = None
         if self._member is None:
             self._member = await self._join()
+            await self._be_present(self._member)
         else:
             try:
                 await self._unless_over(self._member.store, self._member.rejoin(self._join_timeout_s))
@@ -95,6 +102,8 @@ class Rounds:
     async def lost(self, error: DistError) -> None:
         """Forget a membership that has ended: the next meeting is a newcomer's. LaunchError if there can be none."""
         member, self._member, self._round = self._member, None, None
+        if self._presence is not None:
+            self._presence.abandon()
         try:
             async with asyncio.timeout(_REACH_TIMEOUT_S):
                 await self._store.check([self._root + "elastic"])
@@ -137,6 +146,11 @@ class Rounds:
         async with self._store.watch(f"job/{member.job}/members/") as watch:
             while set(await member.store.list_keys("members/")) - {"members/" + member.name}:
                 await anext(watch)
+
+    async def _be_present(self, member: Membership) -> None:
+        """Let the others see at once when this launcher is killed, which by its silence they would see later."""
+        self._presence = await self._store.lease(min(_PRESENCE_GRACE_S, self._lost_after_s), bound=True)
+        await member.store.set(PRESENCE + member.name, b"", lease=self._presence)
 
     async def _join(self) -> Membership:
         while True:

@@ -23,6 +23,9 @@ LOST_AFTER_S = 5
 
 TIMES = f"--rdzv-conf=last_call_timeout=0.5,keep_alive_interval=1,keep_alive_max_attempt={LOST_AFTER_S}"
 
+PATIENT = "--rdzv-conf=last_call_timeout=0.5,keep_alive_interval=100"
+"""Nobody is lost by silence: only broken connections tell."""
+
 WORKER = """
     import json, os, pathlib, signal, sys, time
     folder = pathlib.Path(sys.argv[1])
@@ -97,9 +100,10 @@ class Nodes:
         self._stack = stack
         self._command = [script, str(folder)]
         self._changes = changes
+        self.times = TIMES
 
     def start(self, *options: str, nnodes: str = "1:3") -> Launcher:
-        arguments = [f"--nnodes={nnodes}", "--rdzv-id=job", "--grace=0.2", TIMES, *options, *self._command]
+        arguments = [f"--nnodes={nnodes}", "--rdzv-id=job", "--grace=0.2", self.times, *options, *self._command]
         return self._stack.enter_context(running(*arguments, **self._changes))
 
 
@@ -113,6 +117,7 @@ def cluster(folder: Path, source: str, **changes: str) -> Iterator[Nodes]:
 
 def test_nodes_come_are_killed_are_replaced_and_leave(tmp_path: Path) -> None:
     with cluster(tmp_path, WAIT) as nodes:
+        nodes.times = PATIENT
         first = nodes.start("--nproc-per-node=2")
         number, workers = world_of(tmp_path, first)
         assert [worker["WORLD_SIZE"] for worker in workers] == ["2", "2"]
@@ -163,6 +168,7 @@ def test_failures_are_restarts_of_all_nodes_and_end_the_job_when_there_are_none_
 
 def test_who_finds_no_place_waits_for_one(tmp_path: Path) -> None:
     with cluster(tmp_path, WAIT) as nodes:
+        nodes.times = PATIENT
         first, second = nodes.start(nnodes="1:2"), nodes.start(nnodes="1:2")
         number, _ = world_of(tmp_path, first, second)
         spare = nodes.start(nnodes="1:2")
@@ -210,6 +216,7 @@ def test_a_worker_that_takes_its_launcher_along_is_a_loss_and_no_failure(tmp_pat
     """
     )
     with cluster(tmp_path, source) as nodes:
+        nodes.times = PATIENT
         pair = [nodes.start(nnodes="1:2") for _ in range(2)]
         number, workers = world_of(tmp_path, *pair)
         order = launchers_by_rank(workers)
