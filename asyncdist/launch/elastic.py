@@ -110,6 +110,7 @@ class ElasticAgent(Agent):
         finally:
             self._round = None
             await asyncio.gather(*self._words)
+            self._words.clear()
         return await self._follow(conclusion, current, rounds)
 
     def _forget_round(self) -> None:

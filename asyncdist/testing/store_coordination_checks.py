@@ -271,6 +271,17 @@ async def a_silent_member_is_lost(open_store: OpenStore) -> None:
         await first.leave()
 
 
+async def a_member_can_be_expelled(open_store: OpenStore) -> None:
+    async with clients(open_store, 2) as (a, b):
+        first, second = await asyncio.gather(a.join("j", 1, 2, name="x"), b.join("j", 1, 2, name="y"))
+        await first.expel(second.lease_id)
+        event = await anext(first)
+        expect((event.kind, event.member), ("left", "y"))
+        await first.expel(second.lease_id)  # who is no longer there
+        await expect_raises(DistStoreError, lambda: second.rejoin())
+        await first.leave()
+
+
 async def joining_says_who_is_missing(open_store: OpenStore) -> None:
     async with clients(open_store, 2) as (a, b):
         error = await expect_raises(StoreTimeoutError, lambda: a.join("j", 3, timeout=SHORT_S))
@@ -351,6 +362,7 @@ COORDINATION_CHECKS: Final[tuple[StoreCheck, ...]] = (
     members_get_ranks_and_epochs,
     a_round_settles_before_it_is_full,
     a_silent_member_is_lost,
+    a_member_can_be_expelled,
     joining_says_who_is_missing,
     a_cancelled_join_leaves_nobody_behind,
     wrong_coordination_is_refused_at_the_call,

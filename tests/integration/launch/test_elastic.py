@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from jobs import free_port
-from launching import DEADLINE_S, is_alive, run, running, until, write_script
+from launching import DEADLINE_S, clean_environment, is_alive, run, running, until, write_script
 
 from asyncdist_server import serve_in_thread
 
@@ -271,6 +271,42 @@ def test_a_hosted_store_outlives_the_last_round(tmp_path: Path) -> None:
         world_of(tmp_path, *trio)
         (tmp_path / "done").touch()
         assert outcomes(*trio) == [0, 0, 0]
+
+
+@contextlib.contextmanager
+def daemon(port: int, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A store daemon that can be killed."""
+    command = [sys.executable, "-m", "asyncdist_server", f"--port={port}", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=clean_environment()) as process:
+        try:
+            assert process.stdout is not None
+            until(lambda: b" ready on " in process.stdout.readline(), "the daemon")
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_daemon_that_is_killed_and_started_again_ends_no_job(tmp_path: Path, durable: bool) -> None:
+    """Without its data it makes the launchers meet again; with it, nobody notices."""
+    port = free_port()
+    options = ["--durability=durable", f"--data-dir={tmp_path / 'data'}"] if durable else []
+    with ExitStack() as stack:
+        nodes = Nodes(stack, write_script(tmp_path, WAIT), tmp_path, ASYNCDIST_STORE=f"127.0.0.1:{port}")
+        nodes.times = PATIENT
+        with daemon(port, *options) as process:
+            pair = [nodes.start(nnodes="2:3") for _ in range(2)]
+            number, _ = world_of(tmp_path, *pair)
+            process.kill()
+        with daemon(port, *options):
+            if not durable:
+                number, _ = world_of(tmp_path, *pair, after=number)
+            third = nodes.start(nnodes="2:3")
+            number, workers = world_of(tmp_path, *pair, third, after=number)
+            assert launchers_by_rank(workers)[-1] == third.pid
+            assert {worker["ASYNCDIST_JOB_ID"] for worker in workers} == {f"job.{number}"}
+            (tmp_path / "done").touch()
+            assert outcomes(*pair, third) == [0, 0, 0]
 
 
 def test_a_job_id_can_be_used_again(tmp_path: Path) -> None:

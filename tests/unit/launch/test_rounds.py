@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -23,6 +24,8 @@ FAILURE = Failure(node=0, rank=0, host="h", pid=12, exitcode=3, description="exi
 
 class Node:
     """A launcher whose workers work until they are told to stop, or `finish` is set."""
+
+    max_restarts = 1
 
     def __init__(self, store: HashStore, nnodes: tuple[int, int], nproc: int = 1, join_s: float = 60.0) -> None:
         config = LaunchConfig(
@@ -64,7 +67,7 @@ class Node:
                     self.plans.append((current.rank, plan))
                     self.changed.set()
                     end = await self._work(current, stopped)
-                conclusion = await current.conclude(end, self.restarts, 1)
+                conclusion = await current.conclude(end, self.restarts, self.max_restarts)
             self.conclusions.append(conclusion)
             self.restarts += conclusion.counted
             if conclusion.kind != "again":
@@ -272,6 +275,46 @@ async def test_a_run_whose_launchers_were_all_killed_goes_on(cluster: Cluster) -
     second = cluster.start((1, 2))
     _, plan = await second.world_of(1)
     assert (second.rounds.run_id, plan.number) == ("job", 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whatever_happens_all_that_are_there_end_up_in_one_world(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Nodes come, leave, are killed, fail and are taken for lost, at any moment of meetings, rounds and conclusions."""
+    monkeypatch.setattr(Node, "max_restarts", 1000)
+    draw = random.Random(seed)
+    there = [cluster.start((1, 4), join_s=600.0) for _ in range(2)]
+    for _ in range(25):
+        for _ in range(draw.choice((0, 1, 5, 20, 100))):
+            await asyncio.sleep(0)
+        await asyncio.sleep(draw.choice((0, 0, 0.01, 0.03)))
+        node = draw.choice(there)
+        match draw.choice(("come", "come", "leave", "kill", "fail")):
+            case "come" if len(there) < 6:
+                there.append(cluster.start((1, 4), join_s=600.0))
+            case "leave" if len(there) > 1:
+                there.remove(node)
+                await cluster.leave(node)
+            case "kill" if len(there) > 1:
+                there.remove(node)
+                await cluster.kill(node)
+            case "fail" if node.plans:
+                node.fail.set()
+    count = min(len(there), 4)
+    async with asyncio.timeout(60):
+        while True:
+            worlds = [node.plans[-1] for node in there if node.plans]
+            newest = max((plan.number for _, plan in worlds), default=-1)
+            if sorted(rank for rank, plan in worlds if plan.number == newest) == list(range(count)):
+                break
+            assert not any(cluster.lives[node].done() for node in there)
+            await asyncio.sleep(0.01)
+        for node in there:
+            node.finish.set()
+        ends = await asyncio.gather(*(cluster.lives[node] for node in there), return_exceptions=True)
+    kinds = [end.kind if isinstance(end, Conclusion) else type(end).__name__ for end in ends]
+    assert sorted(kinds) == ["JobOverError"] * (len(there) - count) + ["done"] * count
 
 
 async def test_too_few_nodes(cluster: Cluster) -> None:
