@@ -46,6 +46,8 @@ class SimulatedDaemon:
         """Start it, unless it runs."""
         if not self.up:
             self.host.restart()
+            if self.disk is not None:
+                self.disk.fail_next = False  # it was to fail for the process before: who wanted that waits for its end
             persistence = None if self.disk is None else self.disk.persistence()
             self.server = self.host.run(StoreServer, self.config, persistence)
             self.started_at = self.network.loop.time()
