@@ -245,6 +245,8 @@ async def test_who_comes_when_workers_have_ended_disturbs_nobody_and_ends_with_t
     async with asyncio.timeout(60), cluster.store.watch("job/job/members/") as watch:
         newcomer = cluster.start((1, 3))
         assert (await anext(watch)).kind == "set"
+    for _ in range(100):  # long enough to be stopped, if anybody said so
+        await asyncio.sleep(0)
     nodes[1].finish.set()
     for node in nodes:
         assert (await cluster.end(node)).kind == "done"
@@ -332,8 +334,10 @@ async def test_no_place(cluster: Cluster) -> None:
     nodes = [cluster.start((1, 2)) for _ in range(2)]
     for node in nodes:
         await node.world_of(2)
+    rounds = [len(node.plans) for node in nodes]
     with pytest.raises(LaunchError, match=r"no place in the job became free within 0\.1 s: 2 nodes, the most"):
         await cluster.end(cluster.start((1, 2), join_s=0.1))
+    assert [len(node.plans) for node in nodes] == rounds  # nobody was disturbed
 
 
 @asynccontextmanager
