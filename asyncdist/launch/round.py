@@ -238,8 +238,6 @@ class Round:
             if event.kind == "joined":
                 return
             rank = self.members.index(event.member)
-            if rank == self.rank:
-                raise LeaseLostError("its connection to the store was broken for too long")
             self.gone[rank] = kind = "lost" if rank in self._dead else event.kind
             self._news.set()
             await self.stop(Stop(kind, f"{self.described(rank)} {'left' if kind == 'left' else 'was lost'}"))

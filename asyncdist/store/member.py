@@ -113,6 +113,8 @@ class Membership(AsyncIterator[MemberEvent]):
                 return MemberEvent(kinds.get(event.kind, "lost"), member)
             if event.kind == "expire":
                 raise LeaseLostError(f"{self!r} was taken for lost: the store did not hear from it in time")
+            if event.kind == "delete" and not self._left:
+                raise LeaseLostError(f"{self!r} was expelled by another member")
 
     async def wait_lost(self) -> str:
         """Wait until this process is no member any more, or may not be, and return why; may be cancelled."""

@@ -277,6 +277,7 @@ async def a_member_can_be_expelled(open_store: OpenStore) -> None:
         await first.expel(second.lease_id)
         event = await anext(first)
         expect((event.kind, event.member), ("left", "y"))
+        await expect_raises(LeaseLostError, lambda: anext(second))
         await first.expel(second.lease_id)  # who is no longer there
         await expect_raises(DistStoreError, lambda: second.rejoin())
         await first.leave()

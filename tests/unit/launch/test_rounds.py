@@ -354,7 +354,7 @@ async def test_a_node_that_is_taken_for_lost_is_told_and_comes_back(cluster: Clu
         assert member is not None
         async with current.watched(stops.put_nowait):
             assert await current.agree(Entry(1, "h", 0)) is not None
-            await member.leave()
+            await member.expel(member.lease_id)
             async with asyncio.timeout(60):
                 why = await stops.get()
             with pytest.raises(DistStoreError) as error:
