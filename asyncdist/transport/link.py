@@ -266,7 +266,8 @@ class Link:
         context = self._context
         connection = StreamConnection(context.loop, context.sockets, sock, self.core, self.label, self._ended)
         if on_this_host(sock):
-            context.neighbors.add(connection.poll, crowded=lives_here(context.identity.world_id, self.rank))
+            crowded = lives_here(context.identity.world_id, self.rank)
+            context.neighbors.add(connection.poll, connection.catch_up, crowded=crowded)
         else:
             context.keepalive.add(connection, sock, self.break_off)
         return connection

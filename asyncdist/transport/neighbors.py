@@ -17,18 +17,18 @@ _residents: dict[tuple[bytes, int], int] = {}
 
 
 class Neighbors:
-    """`pollers` read one socket each, if there is something to read; whether there was."""
+    """`pollers` read one socket each, if there is something to read; whether there was. Their values do it in bursts."""
 
     __slots__ = ("crowded", "pollers")
 
     def __init__(self) -> None:
-        self.pollers: dict[Callable[[], bool], None] = {}
+        self.pollers: dict[Callable[[], bool], Callable[[], object]] = {}
         self.crowded = False
         """Whether one of them lives in this process: while we look, it cannot do anything."""
 
-    def add(self, poller: Callable[[], bool], *, crowded: bool) -> None:
+    def add(self, poller: Callable[[], bool], catch_up: Callable[[], object], *, crowded: bool) -> None:
         """Another connection of this host is open."""
-        self.pollers[poller] = None
+        self.pollers[poller] = catch_up
         self.crowded |= crowded
 
     def remove(self, poller: Callable[[], bool]) -> None:

@@ -92,6 +92,11 @@ class PeerCore:
         return self._reader.left
 
     @property
+    def expects(self) -> bool:
+        """Whether a receive waits for this peer: what comes without one is stored, and copied when one is posted."""
+        return self._inbound.expects
+
+    @property
     def goodbye_sent(self) -> bool:
         """Whether our GOODBYE was accepted by the OS: the sending side may be shut down."""
         return self._out.goodbye_sent

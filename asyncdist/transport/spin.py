@@ -127,9 +127,10 @@ class Spinner:
         return fit and not (memory.crowded or neighbors.crowded)
 
     def catch_up(self) -> None:
-        """Read what has come from this host, and send what there was no room for."""
+        """Between calls: take what has come from this host for receives that are posted, and send what had no room."""
         if len(self._neighbors.pollers) <= MAX_NEIGHBORS:
-            self._poll_sockets()
+            for catch_up in list(self._neighbors.pollers.values()):
+                catch_up()
 
     def _poll_sockets(self) -> None:
         for poller in list(self._neighbors.pollers):

@@ -130,7 +130,7 @@ def test_sockets_of_this_host_count_as_ranks(monkeypatch: pytest.MonkeyPatch, so
     world = World(monkeypatch, ranks_here=0)
     pollers = [lambda index=index: world.poll() for index in range(sockets)]  # type: ignore[misc]
     for poller in pollers:
-        world.neighbors.add(poller, crowded=False)
+        world.neighbors.add(poller, poller, crowded=False)
     given: list[None] = []
     monkeypatch.setattr(spin, "_give_core_away", lambda: given.append(None))
     assert world.look(1)
@@ -139,7 +139,7 @@ def test_sockets_of_this_host_count_as_ranks(monkeypatch: pytest.MonkeyPatch, so
         world.neighbors.remove(poller)
         world.neighbors.remove(poller)
     assert not world.look(1)
-    world.neighbors.add(pollers[0], crowded=True)
+    world.neighbors.add(pollers[0], pollers[0], crowded=True)
     assert not world.look(1)
 
 
@@ -149,7 +149,7 @@ def test_no_more_ranks_than_cores_can_serve(monkeypatch: pytest.MonkeyPatch, cor
     monkeypatch.setattr(world.spinner, "_cores", cores)
     most = RANKS_PER_CORE * cores
     world.memory.ranks_here = most - 1
-    world.neighbors.add(world.poll, crowded=False)
+    world.neighbors.add(world.poll, world.poll, crowded=False)
     assert world.look(1)
     world.memory.ranks_here = most
     assert not world.look(1)
@@ -159,9 +159,9 @@ def test_no_more_sockets_than_are_worth_a_round(monkeypatch: pytest.MonkeyPatch)
     world = World(monkeypatch)
     monkeypatch.setattr(world.spinner, "_cores", 100)
     for number in range(MAX_NEIGHBORS):
-        world.neighbors.add(lambda number=number: world.poll(), crowded=False)  # type: ignore[misc]
+        world.neighbors.add(lambda number=number: world.poll(), world.poll, crowded=False)  # type: ignore[misc]
     assert world.look(1)
-    world.neighbors.add(lambda: False, crowded=False)
+    world.neighbors.add(lambda: False, lambda: False, crowded=False)
     assert not world.look(1)
 
 
@@ -169,14 +169,14 @@ def test_no_more_sockets_than_are_worth_a_round(monkeypatch: pytest.MonkeyPatch)
 def test_catching_up_is_one_round_of_the_sockets(monkeypatch: pytest.MonkeyPatch, sockets: int) -> None:
     world = World(monkeypatch)
     for number in range(sockets):
-        world.neighbors.add(lambda number=number: world.poll(), crowded=False)  # type: ignore[misc]
+        world.neighbors.add(lambda number=number: bool(number), world.poll, crowded=False)  # type: ignore[misc]
     world.spinner.catch_up()
     assert world.polls == (sockets if sockets <= MAX_NEIGHBORS else 0)
 
 
 def test_a_burst_of_calls_catches_up_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
-    world.neighbors.add(world.poll, crowded=False)
+    world.neighbors.add(world.poll, world.poll, crowded=False)
     owner: Any = SimpleNamespace()
     mesh = BaseMesh(0, 2, owner)
     mesh.issued(BURST)  # sockets of a mesh without a spinner are left to the loop

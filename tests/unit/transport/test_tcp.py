@@ -30,6 +30,7 @@ class FakeCore:
         self.left = False
         self.leaving = False
         self.goodbye_sent = False
+        self.expects = True
 
     def open(self, writer: object, arm: object) -> None:
         self.writer = writer
@@ -116,6 +117,26 @@ async def test_short_read_is_the_last(pair: Pair) -> None:
     pair.other.send(b"y" * 200)
     await eventually(lambda: len(pair.core.reads) == 2)
     assert len(calls) == 1, "a read for nothing"
+
+
+async def test_catching_up_reads_no_further_than_receives_are_posted(pair: Pair) -> None:
+    """What comes before its receive is stored, and copied when that is posted."""
+    pair.connection._recv_into = endless = ScriptedSocket()
+    pair.core.expects = False
+    pair.connection.catch_up()
+    assert not endless.calls
+    pair.core.expects = True
+
+    def updated(nbytes: int) -> int:
+        pair.core.expects = endless.calls < 3
+        return 1
+
+    pair.connection._updated = updated
+    pair.connection.catch_up()
+    assert endless.calls == 3
+    pair.core.expects = False
+    pair.connection.poll()
+    assert endless.calls == 4 + MAX_CALL_BYTES // BUFFER_BYTES - 1, "whoever looks takes all there is"
 
 
 @pytest.mark.parametrize(("frames_a_read", "reads"), [(1, MAX_CALL_BYTES // BUFFER_BYTES), (0, 16)])
