@@ -17,7 +17,7 @@ _residents: dict[tuple[bytes, int], int] = {}
 
 
 class Neighbors:
-    """`pollers` read one socket each, if there is something to read; whether there was. Their values do it in bursts."""
+    """`pollers` read one socket each, if there is something; whether there was. Their values do so between calls."""
 
     __slots__ = ("crowded", "pollers")
 

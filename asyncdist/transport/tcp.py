@@ -79,12 +79,9 @@ class StreamConnection(Connection):
         if self._armed:
             self._writable()
         if self._sock is not None and self._core.expects:
-            self._read(ahead=False)
+            self._readable(ahead=False)
 
-    def _readable(self) -> None:
-        self._read(ahead=True)
-
-    def _read(self, *, ahead: bool) -> None:
+    def _readable(self, *, ahead: bool = True) -> None:
         received = frames = 0
         while True:
             buffer = self._get_buffer()
@@ -105,12 +102,9 @@ class StreamConnection(Connection):
                 return
             received += nbytes
             # A short read has emptied the socket: asking again would only cost a system call.
-            if (
-                nbytes < len(buffer)
-                or not (ahead or self._core.expects)
-                or received >= MAX_CALL_BYTES
-                or frames >= MAX_CALL_FRAMES
-            ):
+            if nbytes < len(buffer) or received >= MAX_CALL_BYTES or frames >= MAX_CALL_FRAMES:
+                break
+            if not (ahead or self._core.expects):
                 break
         self.bytes_received += received
         self._took()
