@@ -40,7 +40,10 @@ burst of honest ranks needs, and a flood of strangers costs at most this many de
 
 @dataclass(frozen=True, slots=True)
 class TransportConfig:
-    """How a mesh connects. `transport` is one of `TRANSPORTS`; times are in seconds."""
+    """How a mesh connects. `transport` is one of `TRANSPORTS`; times are in seconds.
+
+    `local_ranks` is how many ranks share the host's cores, as far as that is known; who connects is counted besides.
+    """
 
     transport: str = "auto"
     connect_timeout_s: float = CONNECT_TIMEOUT_S
@@ -54,6 +57,7 @@ class TransportConfig:
     shared_bytes: int = DEFAULT_SHARED_BYTES
     arrays_bytes: int | None = None
     keepalive_s: float = DEFAULT_KEEPALIVE_S
+    local_ranks: int = 1
 
     @property
     def shares_memory(self) -> bool:
@@ -90,7 +94,13 @@ class TransportConfig:
             shared_bytes=_bytes_from_environ(environ, "ASYNCDIST_SHM_BYTES", DEFAULT_SHARED_BYTES),
             arrays_bytes=_bytes_from_environ(environ, "ASYNCDIST_EMPTY_BYTES", None),
             keepalive_s=keepalive_from_environ(environ),
+            local_ranks=_local_ranks(environ),
         )
+
+
+def _local_ranks(environ: Mapping[str, str]) -> int:
+    text = environ.get("LOCAL_WORLD_SIZE", "").strip()  # of the launcher, who has said so if it is no number
+    return int(text) if text.isascii() and text.isdigit() else 1
 
 
 def _bytes_from_environ(environ: Mapping[str, str], name: str, default: T) -> int | T:

@@ -70,7 +70,7 @@ class Mesh(BaseMesh):
         settle(self._context.identity)
         self.memory = self._context.memory
         if config.spin_us:
-            self.spinner = Spinner(self.memory, self._context.neighbors, config.spin_us)
+            self.spinner = Spinner(self.memory, self._context.neighbors, config.spin_us, config.local_ranks)
         self._listener = Listener(self._context, self._hello_came)
         self._links: dict[int, Link] = {}
         self._loopback: LoopbackConnection | None = None

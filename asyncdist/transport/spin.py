@@ -43,6 +43,7 @@ class Spinner:
         "_cores",
         "_last_turn_s",
         "_limit_s",
+        "_local_ranks",
         "_memory",
         "_misses",
         "_neighbors",
@@ -51,10 +52,11 @@ class Spinner:
         "_skipped",
     )
 
-    def __init__(self, memory: HostMemory, neighbors: Neighbors, limit_us: float) -> None:
+    def __init__(self, memory: HostMemory, neighbors: Neighbors, limit_us: float, local_ranks: int = 1) -> None:
         self._memory = memory
         self._neighbors = neighbors
         self._limit_s = limit_us * 1e-6
+        self._local_ranks = local_ranks
         affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
         # Bound to one core, as benchmarks do, a rank is not told where the others are: take it that they are elsewhere.
         self._cores = affinity if affinity > 1 else os.cpu_count() or 1
@@ -121,7 +123,7 @@ class Spinner:
         """Whether the ranks that we could hear from have cores to run on while we look."""
         memory, neighbors = self._memory, self._neighbors
         sockets = len(neighbors.pollers)
-        ranks = (memory.ranks_here or 1) + sockets
+        ranks = max((memory.ranks_here or 1) + sockets, self._local_ranks if sockets or memory.ranks_here else 1)
         self._shared_cores = ranks > self._cores
         fit = 1 < ranks <= RANKS_PER_CORE * self._cores and sockets <= MAX_NEIGHBORS
         return fit and not (memory.crowded or neighbors.crowded)

@@ -19,6 +19,7 @@ from asyncdist.spinning import (
 )
 from asyncdist.transport import spin
 from asyncdist.transport.base_mesh import BURST, BaseMesh
+from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
 from asyncdist.transport.spin import ALONE_S, RANKS_PER_CORE, Spinner
 
@@ -153,6 +154,27 @@ def test_no_more_ranks_than_cores_can_serve(monkeypatch: pytest.MonkeyPatch, cor
     assert world.look(1)
     world.memory.ranks_here = most
     assert not world.look(1)
+
+
+@pytest.mark.parametrize(("local_ranks", "given"), [(1, 0), (CORES, 0), (CORES + 1, 1)])
+def test_ranks_of_the_host_that_are_not_connected_need_cores_too(
+    monkeypatch: pytest.MonkeyPatch, local_ranks: int, given: int
+) -> None:
+    away: list[None] = []
+    monkeypatch.setattr(spin, "_give_core_away", lambda: away.append(None))
+    world = World(monkeypatch, ranks_here=0)
+    world.spinner = Spinner(world.memory, world.neighbors, LIMIT_US, local_ranks)
+    assert not world.look(1), "there is nobody to hear from"
+    world.neighbors.add(world.poll, world.poll, crowded=False)
+    assert world.look(1)
+    assert len(away) == given
+    world.spinner = Spinner(world.memory, world.neighbors, LIMIT_US, RANKS_PER_CORE * CORES + 1)
+    assert not world.look(1)
+
+
+@pytest.mark.parametrize(("text", "ranks"), [("", 1), ("8", 8), ("many", 1)])
+def test_how_many_ranks_share_the_host_is_read(text: str, ranks: int) -> None:
+    assert TransportConfig.from_environ({"LOCAL_WORLD_SIZE": text}).local_ranks == ranks
 
 
 def test_no_more_sockets_than_are_worth_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
