@@ -70,11 +70,6 @@ class Inbound:
         self._parked = self._parking.queues
         self._stalled = False  # on any channel
 
-    @property
-    def expects(self) -> bool:
-        """Whether anything that may come has its place already."""
-        return bool(self.entries or self.any_entries or self.pulls.by_id)
-
     # Posting
 
     def post_receive(self, receive: Receive) -> bool:

@@ -94,7 +94,8 @@ class PeerCore:
     @property
     def expects(self) -> bool:
         """Whether a receive waits for this peer: what comes without one is stored, and copied when one is posted."""
-        return self._inbound.expects
+        inbound = self._inbound
+        return bool(inbound.entries or inbound.any_entries or inbound.pulls.by_id)
 
     @property
     def goodbye_sent(self) -> bool:
