@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
 from asyncdist.errors import DistError
+from asyncdist.launch.beside import beside
 from asyncdist.launch.meeting import Meeting, Roster
 
 if TYPE_CHECKING:
@@ -84,18 +85,8 @@ class Nodes:
     @asynccontextmanager
     async def watching(self, attempt: int, on_failure: Callable[[Failure], None]) -> AsyncIterator[None]:
         """While inside, call `on_failure` once if any node fails, goes silent, or the store is lost."""
-        tasks = [
-            asyncio.create_task(self._await_failure(attempt, on_failure)),
-            asyncio.create_task(self._beat(attempt, on_failure)),
-        ]
-        try:
+        async with beside(self._await_failure(attempt, on_failure), self._beat(attempt, on_failure)):
             yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(outcome, Exception):  # a bug or a foreign record, not the cancellation
-                    raise outcome
 
     async def _await_failure(self, attempt: int, on_failure: Callable[[Failure], None]) -> None:
         try:

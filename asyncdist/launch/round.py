@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from asyncdist.errors import DistError, LeaseLostError, StoreTimeoutError
+from asyncdist.launch.beside import beside
 from asyncdist.launch.conclusion import Conclusion, End, conclude
 
 if TYPE_CHECKING:
@@ -114,20 +115,13 @@ class Round:
                 self._news.set()
                 on_stop(Stop("lost", f"this node is no longer part of the job: {error}"))
 
-        tasks = [
-            asyncio.create_task(self._watch_members(on_lost)),
-            asyncio.create_task(self._watch_lease(on_lost)),
-            asyncio.create_task(self._watch_presence(on_lost)),
-            asyncio.create_task(self._watch_stop(on_stop, on_lost)),
-        ]
-        try:
+        async with beside(
+            self._watch_members(on_lost),
+            self._watch_lease(on_lost),
+            self._watch_presence(on_lost),
+            self._watch_stop(on_stop, on_lost),
+        ):
             yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(outcome, Exception):  # a bug or a foreign record, not the cancellation
-                    raise outcome
 
     async def agree(self, entry: Entry) -> Plan | None:
         """Return what all nodes do; None if one of them went before that was known."""
