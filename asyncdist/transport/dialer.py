@@ -240,10 +240,13 @@ class Dialer:
     def attempt_answered(self, handshake: Handshake[DialerHello]) -> None:
         """Called by the attempt under way when the peer's verdict came."""
         verdict = handshake.hello.verdict
-        if verdict is Verdict.OK:
+        if verdict is Verdict.OK and not handshake.taken_back:
             self._owner.dial_agreed(handshake)
             return
         self._drop_attempt()
+        if verdict is Verdict.OK:  # this loop was busy for so long: nothing was sent yet, so nothing is lost
+            self.attempt_failed(ConnectionResetError("the peer had given this connection up before it was confirmed"))
+            return
         if verdict is Verdict.LEAVING:
             self.stop()
             self._owner.dial_met_leaver()

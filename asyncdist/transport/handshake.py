@@ -68,6 +68,20 @@ class Handshake(Generic[H]):
         if sent != len(data):
             self._loop.call_soon(self._fail, ConnectionAbortedError("no room in the send buffer of a new connection"))
 
+    @property
+    def taken_back(self) -> bool:
+        """Whether the listener has hung up behind its answer: it gave up waiting for our confirmation.
+
+        It sends nothing else before that, so there is nothing to read unless it is the end.
+        """
+        assert self._sock is not None
+        try:
+            return not self._sock.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            return True
+
     def detach(self) -> socket.socket:
         """End here and return the socket, positioned right behind the hello."""
         sock = self._release()
@@ -117,7 +131,16 @@ class Handshake(Generic[H]):
         self.on_step(self)
 
     def _expired(self, timeout_s: float) -> None:
-        self._fail(TimeoutError(f"no hello within {timeout_s:g} s"))
+        """The time is over; but if it was this loop that was busy, the peer's words may be here, unread."""
+        self._timer = None
+        awaited = self.hello.wanted
+        self._readable()
+        if self._sock is None or self._timer is not None:
+            return
+        if self.hello.wanted != awaited:  # a whole message, of which a hello has three at most
+            self.set_deadline(timeout_s)
+        else:
+            self._fail(TimeoutError(f"no hello within {timeout_s:g} s"))
 
     def _fail(self, error: Exception) -> None:
         if self._sock is not None:

@@ -1,0 +1,92 @@
+"""A rank whose loop is busy while a connection is made: late words are no loss, on either side."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from mesh_world import eventually, received, world
+
+from asyncdist.transport.handshake import Handshake
+from asyncdist.transport.hello import ACK_BYTES, DialerHello
+from asyncdist.transport.link import CONFIRM_TIMEOUT_FACTOR, Link
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
+HELLO_TIMEOUT_S = 0.03
+BUSY_S = 3 * CONFIRM_TIMEOUT_FACTOR * HELLO_TIMEOUT_S
+
+
+@TRANSPORTS
+async def test_a_dialer_that_reads_the_answer_when_it_was_taken_back_dials_again(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readable = Handshake._readable
+    late: list[object] = []
+
+    def busy(self: Handshake[DialerHello]) -> None:
+        if late or not isinstance(self.hello, DialerHello) or self.hello.wanted != ACK_BYTES:
+            readable(self)
+            return
+        loop, sock = asyncio.get_running_loop(), self._sock
+        assert sock is not None
+        late.append(self)
+        self.set_deadline(1000)
+        loop.remove_reader(sock.fileno())
+        loop.call_later(BUSY_S, loop.add_reader, sock.fileno(), self._readable)
+
+    monkeypatch.setattr(Handshake, "_readable", busy)
+    async with world(2, transport, hello_timeout_s=HELLO_TIMEOUT_S, backoff_first_s=0.01) as made:
+        one, two = made.ranks
+        one.send(1, b"x" * 100_000)
+        assert await received(two.receive(None, ranks=[0])) == b"x" * 100_000
+        assert late
+        assert not one.lost
+        assert not two.lost
+
+
+@TRANSPORTS
+async def test_a_listener_that_was_busy_beyond_the_deadline_finds_the_confirmation(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agreed = Link.dial_agreed
+    busy: list[object] = []
+
+    def confirm(self: Link, handshake: Handshake[DialerHello]) -> None:
+        agreed(self, handshake)
+        if not busy:
+            busy.append(self)
+            time.sleep(BUSY_S)
+
+    monkeypatch.setattr(Link, "dial_agreed", confirm)
+    async with world(2, transport, hello_timeout_s=HELLO_TIMEOUT_S, backoff_first_s=0.01) as made:
+        one, two = made.ranks
+        one.send(1, b"x" * 100)
+        assert await received(two.receive(None, ranks=[0])) == b"x" * 100
+        assert busy
+        assert not one.lost
+        assert not two.lost
+
+
+@TRANSPORTS
+async def test_a_listener_that_was_busy_beyond_the_deadline_finds_the_hello(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = DialerHello.feed
+    busy: list[object] = []
+
+    def say_hello(self: DialerHello, data: bytes) -> bytes:
+        answer = feed(self, data)
+        if answer and not busy:
+            busy.append(self)
+            asyncio.get_running_loop().call_soon(time.sleep, BUSY_S)
+        return answer
+
+    monkeypatch.setattr(DialerHello, "feed", say_hello)
+    async with world(2, transport, hello_timeout_s=HELLO_TIMEOUT_S, backoff_first_s=0.01) as made:
+        one, two = made.ranks
+        one.send(1, b"x" * 100)
+        assert await received(two.receive(None, ranks=[0])) == b"x" * 100
+        assert busy
+        await eventually(lambda: one.mesh.is_reached(1))
+        assert not two.mesh.statistics()["refused_connections"]
