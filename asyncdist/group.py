@@ -18,13 +18,7 @@ from asyncdist.backend.call import Call
 from asyncdist.causes import CONSEQUENCES, FAILED, abort_cause, aborted_by, explain, first_cause, kind_of
 from asyncdist.consistency import Consistency
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
-from asyncdist.errors import (
-    ClosedError,
-    CollectiveMismatchError,
-    DistError,
-    GroupAbortedError,
-    PeerLostError,
-)
+from asyncdist.errors import ClosedError, CollectiveMismatchError, DistError, GroupAbortedError, PeerLostError
 from asyncdist.executor.work import Work, until_ended
 from asyncdist.expiry import Expiry, timeout_error
 from asyncdist.failures import Failures
@@ -304,8 +298,8 @@ class ProcessGroup(Operations):
         """Wait for everything under way (receives that nothing matched are withdrawn), then leave; issue no more.
 
         The world's group closes all others first, then says goodbye to all peers and to the store. Raises, once, the
-        first failure of a work that nobody asked about. Cancelling lets the bounded end finish first. May be called
-        again, also meanwhile.
+        first failure of a work that nobody asked about. Cancelling aborts what is under way, and lets the bounded end
+        finish first. May be called again, also meanwhile.
         """
         self.world.check_thread(self.where("close"))
         if self._closing is None:
@@ -315,6 +309,9 @@ class ProcessGroup(Operations):
         try:
             await asyncio.shield(self._closing)
         except asyncio.CancelledError:
+            for group in [self, *self._inner()]:
+                if group._works or group.pairs.pending():
+                    group.abort("closing it was cancelled")
             await asyncio.wait([self._closing])
             raise
         unasked, self._unasked = self._unasked, None
@@ -331,9 +328,10 @@ class ProcessGroup(Operations):
                 await until_ended(self.pairs.pending())
         except TimeoutError:
             self.abort(f"closed with sends that nobody received for {CLOSE_SENDS_S:g} s")
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # the event loop ends
+            self.closed = True
             if self._is_world:
-                self.world.mesh.abort()
+                await self.world.abandon()
             raise
         await self._leave()
         unasked = self._failures.take_unasked(aborted=self._aborted is not None)

@@ -62,22 +62,29 @@ class StoreSource:
     server: HostedStore | None = None
 
     async def close(self) -> None:
-        """Close what was opened here; an explicit `store=` stays open."""
-        if self.owned:
-            await self.store.close()
-        if self.server is not None:
-            await asyncio.to_thread(self.server.close)
+        """Close what was opened here, also when cancelled; an explicit `store=` stays open."""
+        try:
+            if self.owned:
+                await self.store.close()
+        finally:
+            await self._stop_hosting()
 
     async def close_after_failure(self) -> None:
         """Close, but let those who are still connected to our server hear first why there will be no world."""
-        if self.owned:
-            await self.store.close()
+        try:
+            if self.owned:
+                await self.store.close()
+            if self.server is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(FAILURE_LINGER_S):
+                        while self.server.connection_count:  # noqa: ASYNC110 - it changes in the server's thread
+                            await asyncio.sleep(_LINGER_POLL_S)
+        finally:
+            await self._stop_hosting()
+
+    async def _stop_hosting(self) -> None:
         if self.server is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FAILURE_LINGER_S):
-                    while self.server.connection_count:  # noqa: ASYNC110 - it changes in the server's thread
-                        await asyncio.sleep(_LINGER_POLL_S)
-            await asyncio.to_thread(self.server.close)
+            await asyncio.shield(asyncio.to_thread(self.server.close))
 
 
 def parse_init_method(

@@ -185,8 +185,12 @@ async def open_world(
     world = await _join(source, method, name, deadline, environ, make_mesh, allow_pickle, tuning)
     ranks = tuple(range(world.world_size))
     named = parse_backend(backend)
-    group = ProcessGroup(world, derive_group_id(world.world_id), ranks, timeout_s, name, named, is_world=True)
-    group.bind_device(device)
+    try:
+        group = ProcessGroup(world, derive_group_id(world.world_id), ranks, timeout_s, name, named, is_world=True)
+        group.bind_device(device)
+    except BaseException:  # a backend of the user's, or none for this device
+        world.mesh.abort()
+        raise
     context.register_world(group)
     return group
 

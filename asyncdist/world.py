@@ -214,12 +214,21 @@ class World:
         if self.closed:
             return
         self.closed = True
-        await self.mesh.close(LEAVE_LIMIT_S)
-        if not (self.options.get("rank 0 hosts") and 0 in self.lost):  # else the store is gone with its host
-            await self._rendezvous.leave()
-        if self._source.server is not None:
-            await self._rendezvous.wait_for_goodbyes(self.lost)
-        await self._source.close()
+        try:
+            await self.mesh.close(LEAVE_LIMIT_S)
+            if not (self.options.get("rank 0 hosts") and 0 in self.lost):  # else the store is gone with its host
+                await self._rendezvous.leave()
+            if self._source.server is not None:
+                await self._rendezvous.wait_for_goodbyes(self.lost)
+        finally:
+            await self._source.close()
+
+    async def abandon(self) -> None:
+        """End without a word to anybody: peers see this rank as lost."""
+        if not self.closed:
+            self.closed = True
+            self.mesh.abort()
+            await self._source.close()
 
 
 def _bounded(part: Any) -> Any:

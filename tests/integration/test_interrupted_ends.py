@@ -1,0 +1,126 @@
+"""Worlds whose making or closing is cut short: whoever made them has nothing left, and the others hear of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from cancel_sweep import Cut, at_every_await, cancelling_at
+from group_kit import outcome
+from mesh_world import eventually
+from socket_world import descriptors, socket_world, turns
+
+import asyncdist as dist
+from asyncdist.backend.base import Backend
+from asyncdist.store import HashStore
+
+CLOSED_S = 5.0
+"""Far less than a collective may take, far more than closing does."""
+
+
+def at_most(count: int) -> Callable[[], bool]:
+    """Whether no more than `count` descriptors are open."""
+    return lambda: descriptors() <= count
+
+
+async def test_a_closing_that_the_end_of_the_loop_cancels_at_any_await_leaves_nothing_open() -> None:
+    before = 0
+    cut = Cut(0)
+    while not cut.at or cut.reached:
+        cut = Cut(cut.at + 1)
+        group = await dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1, timeout=10)
+        close = group._close
+
+        async def closing(cut: Cut = cut, close: Any = close) -> None:
+            await cancelling_at(cut, close())
+
+        group._close = closing  # type: ignore[method-assign]
+        await asyncio.gather(group.close(), return_exceptions=True)
+        await turns(10)
+        if not before:
+            before = descriptors()  # the default executor's with it
+        await eventually(at_most(before), f"cancelled at await {cut.at}")
+        assert group.closed
+    assert cut.at > 3
+
+
+async def test_a_backend_that_cannot_be_made_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unable(*_arguments: object) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setitem(Backend._factories, "unable", unable)
+    store = HashStore()
+
+    async def join(rank: int) -> dist.ProcessGroup:
+        name = "unable" if rank else "aio"
+        return await dist.init_process_group(name, store=store, rank=rank, world_size=2, timeout=10)
+
+    before = descriptors()
+    group, failure = await asyncio.gather(
+        *(asyncio.create_task(join(rank)) for rank in range(2)), return_exceptions=True
+    )
+    assert isinstance(failure, RuntimeError)
+    assert isinstance(group, dist.ProcessGroup)
+    error = await outcome(group.all_reduce(np.ones(3)))
+    assert isinstance(error, dist.PeerLostError)
+    assert error.rank == 1
+    await group.close()
+    await store.close()
+    assert descriptors() <= before + 1  # the default executor's
+
+
+@pytest.mark.parametrize("pending", ["all_reduce", "isend", "all_reduce in a group"])
+async def test_cancelling_close_aborts_what_is_under_way(pending: str) -> None:
+    async with socket_world(2) as (group, other):
+        await asyncio.gather(group.barrier(), other.barrier())
+        inner = [each.make_subgroup([0, 1], None, "inner") for each in (group, other)]
+        assert inner[0] is not None
+        if pending == "isend":
+            work: dist.Work[Any] = group.isend(np.ones(1_000_000), 1)
+        else:
+            work = (group if pending == "all_reduce" else inner[0]).all_reduce(np.ones(3))
+        closing = asyncio.create_task(group.close())
+        await turns(5)
+        assert not closing.done()
+        closing.cancel()
+        done, _ = await asyncio.wait([closing], timeout=CLOSED_S)
+        assert done
+        assert closing.cancelled()
+        assert group.closed
+        with pytest.raises(dist.GroupAbortedError, match="rank 0 aborted the group: closing it was cancelled"):
+            await work
+
+
+async def test_cancelling_close_at_any_await_closes() -> None:
+    store = HashStore()
+    groups: list[dist.ProcessGroup] = []
+
+    async def open_and_close() -> None:
+        group = await dist.init_process_group(store=store, rank=0, world_size=1, timeout=10)
+        groups.append(group)
+        await cancelling_at(cut, group.close())
+
+    cut = Cut(0)
+    while not cut.at or cut.reached:
+        cut = Cut(cut.at + 1)
+        task = asyncio.create_task(open_and_close())
+        await asyncio.wait([task])
+        assert task.cancelled() == cut.reached
+        assert groups[-1].closed
+    await store.close()
+
+
+async def test_joining_cancelled_at_every_await_leaves_no_descriptor() -> None:
+    before = descriptors()
+    async for cut, error in at_every_await(_join_and_leave):
+        # Two of the default executor's.
+        await eventually(at_most(before + 2), f"cancelled at await {cut.at}")
+        assert (error is None) == (not cut.reached)
+
+
+async def _join_and_leave() -> None:
+    async with dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1, timeout=10):
+        pass
