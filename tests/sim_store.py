@@ -295,7 +295,7 @@ def quiet(scenario: StoreScenario) -> Iterator[None]:
                 few = mock.patch("asyncdist_server.history.HISTORY_EVENTS", scenario.remembered_events)
                 stack.enter_context(few)
             if scenario.mode == "durable" and scenario.seed % 2:  # clean the journal all the time
-                stack.enter_context(mock.patch("asyncdist_server.batch.SLACK_BYTES", 0))
+                stack.enter_context(mock.patch("asyncdist_server.journal_size.SLACK_BYTES", 0))
                 stack.enter_context(mock.patch("asyncdist_server.batch.CLEAN_AT_ONCE_BYTES", 300))
             yield
     finally:

@@ -2,13 +2,14 @@
 
 A journal is a row of batches. Each says of whatever changed since the one before what it is now; what nothing is said
 of in any later batch is still as an earlier one has it. So the oldest batch can be dropped once what of it is still
-valid has been said again, and the journal needs no snapshots and stays below twice the size of what the store holds.
+valid has been said again, and the journal needs no snapshots and stays in proportion to what the store holds.
 What was appended to a value is said alone, and together with all before it when that has to be said again.
 
 A batch consists of sections (kind, namespace, rows), in this order, rows being
 
     CLIENTS    (client id, its namespace, or None if it was forgotten)
-    REPLIES    (client id, [reply...]), replies to mutations
+    REPLIES    (client id, [reply...], id below which the client has all replies, 0 if that is not known): replies to
+               mutations
     VALUES     (key, value, lease id), the lease 0 for none; value None if the key is gone
     PIECES     (key, where it begins, piece): the value goes on with this; void where the value was not said before
     QUEUES     (key, number of the first item, of the one after the last); both 0 if the queue is gone
@@ -22,7 +23,7 @@ A batch consists of sections (kind, namespace, rows), in this order, rows being
                None if it does no longer
     HOLDERS    (prefix, lease id, whether that lease holds it)
 
-The last two came with format 3, PIECES with format 2.
+Up to format 3 replies are without the third. TAKEN and HOLDERS came with format 3, PIECES with format 2.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from asyncdist_server.changes import ChangeLog, NamespaceChanges
+from asyncdist_server.changes import ChangeLog, NamespaceChanges, Reply
 from asyncdist_server.clients import value_bytes
 from asyncdist_server.engine import StoreEngine
+from asyncdist_server.journal_size import BATCH_BYTES, JournalSize
 from asyncdist_server.messages import MAX_KEY_BYTES
 from asyncdist_server.namespace import Namespace
 
@@ -60,10 +62,10 @@ GAPS: Final = 4
 
 PART_BYTES: Final = 16 * 1024 * 1024
 """A batch is cut into rows of about so many bytes, or one value that is larger."""
-SLACK_BYTES: Final = 4 * 1024 * 1024
-"""How much longer than twice what the store holds a journal may be: small stores are hardly ever cleaned."""
 CLEAN_AT_ONCE_BYTES: Final = 64 * 1024
 """How much is cleaned with a batch, besides twice what the last one wrote: more than grows, less than delays."""
+FLOOR_REPLIES: Final = 1024
+"""Among how many remembered replies, and a few for each new one, the oldest is looked for: each batch does it."""
 
 Section = tuple[int, str, list[Any]]
 
@@ -103,6 +105,7 @@ class BatchMaker:
         self._engine = engine
         self._changes = changes
         self._log: deque[Written] = deque()
+        self._size = JournalSize(engine)
         self._next_row = 1
         self._last_bytes = 0
         self._subjects: list[Section] = []
@@ -133,11 +136,11 @@ class BatchMaker:
         if clients:
             sections.append((CLIENTS, "", list(clients.items())))
         if replies:
-            sections.append((REPLIES, "", list(replies.items())))
+            sections.append((REPLIES, "", [(who, said, self._known_below(who, said)) for who, said in replies.items()]))
         subjects: list[Section] = []
         for kind, _, rows in sections:
             # Of a reply the id is enough.
-            ids = [row[0] for row in rows] if kind == CLIENTS else [(who, [r[0] for r in said]) for who, said in rows]
+            ids = [row[0] for row in rows] if kind == CLIENTS else [(row[0], [r[0] for r in row[1]]) for row in rows]
             subjects.append((kind, "", ids))
         if taken:  # said again with their replies
             sections.append((TAKEN, "", [(who, list(items.items())) for who, items in taken.items()]))
@@ -154,7 +157,12 @@ class BatchMaker:
         self._log.append(Written(batch.first_row, batch.next_row, batch.bytes, self._subjects))
         self._next_row = batch.next_row
         self._last_bytes = batch.bytes
+        self._size.grew(batch.bytes)
         self.bytes += batch.bytes
+
+    def _known_below(self, client_id: bytes, said: list[Reply]) -> int:
+        client = self._engine.client(client_id)
+        return 0 if client is None else client.oldest_remembered(FLOOR_REPLIES + 4 * len(said))
 
     def _take_namespace(self, changes: NamespaceChanges, sections: list[Section], subjects: list[Section]) -> None:
         name = changes.name
@@ -202,13 +210,13 @@ class BatchMaker:
 
     def _clean(self) -> int:
         """Note what the oldest batches say as changed, if the journal is too long; returns the first row to keep."""
-        excess = self.bytes - 2 * self._engine.memory_bytes - SLACK_BYTES
-        budget = min(excess, 2 * self._last_bytes + CLEAN_AT_ONCE_BYTES)
+        excess = self._size.excess(self.bytes, len(self._log))
+        budget = min(excess, 2 * (self._last_bytes + BATCH_BYTES) + CLEAN_AT_ONCE_BYTES)
         keep_from = self._log[0].first_row if self._log else self._next_row
         for written in self._log:
             if budget <= 0:
                 break
-            budget -= written.bytes
+            budget -= written.bytes + BATCH_BYTES
             keep_from = written.next_row
             for kind, name, ids in written.subjects:
                 if kind in (CLIENTS, REPLIES):
@@ -371,7 +379,7 @@ def _rough_weight(kind: int, rows: list[Any]) -> int:
     if kind == VALUES:
         return sum([len(value) + MAX_KEY_BYTES if value is not None else MAX_KEY_BYTES for _, value, _ in rows])
     if kind == REPLIES:
-        return sum([value_bytes(reply[2]) + 100 for _, replies in rows for reply in replies])
+        return sum([value_bytes(reply[2]) + 100 for row in rows for reply in row[1]])
     return sum(map(_weight, rows))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from asyncdist_server.changes import ChangeLog
-from asyncdist_server.messages import Limits, ProtocolError
+from asyncdist_server.messages import MAX_REQUEST_ID, Limits, ProtocolError
 from asyncdist_server.namespace import Namespace
 from asyncdist_server.waiters import Waiter
 
@@ -179,6 +179,18 @@ class Client:
             found.update((reply[0], reply) for reply in replies if reply[0] in wanted)
         found.update((reply[0], reply) for reply in self.unsent or () if reply[0] in wanted)
         return found
+
+    def oldest_remembered(self, most: int) -> int:
+        """Return the lowest id among the remembered replies, 0 if there may be lower ones.
+
+        Those of earlier connections, and more than `most`, are not looked through.
+        """
+        if self.replay or self.remembered + len(self.unsent or ()) > most:
+            return 0
+        said = [replies for _, _, replies in self._frames]
+        if self.unsent:
+            said.append(self.unsent)
+        return min([min(replies)[0] for replies in said], default=MAX_REQUEST_ID)
 
     def unacknowledged_items(self) -> list[tuple[bytes, bytes]]:
         """Return queue and item of each pop whose reply the client is not known to have, oldest first."""

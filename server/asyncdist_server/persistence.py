@@ -55,6 +55,8 @@ class Persistence:
         journal = self._new_journal(self._data_dir)
         runner = self._new_runner(asyncio.get_running_loop())
         gate = GroupCommit(engine, self.durability, journal, runner, on_released, on_failure)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         replay = await gate.start()
         found = engine.statistics()
         events.info(
@@ -62,6 +64,8 @@ class Persistence:
             durability=self.durability.name,
             kept_in=journal.description,
             bytes=gate.journal_bytes,
+            rows=gate.journal_rows,
+            seconds=round(loop.time() - began_s, 3),
             **{name: found[name] for name in ("keys", "queues", "leases", "clients_away")},
         )
         if self.durability.delay_s is not None and not replay.clean:

@@ -86,14 +86,15 @@ class Replay:
                 self._take_clients(rows)
                 subjects.append((kind, name, [row[0] for row in rows]))
             elif kind == REPLIES:
-                for client_id, replies in rows:
-                    known = self._replies.setdefault(client_id, {})
-                    known.update((reply[0], reply) for reply in replies)
-                subjects.append((kind, name, [(client_id, [r[0] for r in replies]) for client_id, replies in rows]))
+                self._take_replies(rows)
+                subjects.append((kind, name, [(row[0], [reply[0] for reply in row[1]]) for row in rows]))
             elif kind == TAKEN:
                 self._take_items(rows)
             else:
-                self._take(number, kind, self._namespaces.setdefault(name, _Stored()), rows)
+                stored = self._namespaces.get(name)
+                if stored is None:
+                    stored = self._namespaces[name] = _Stored()
+                self._take(number, kind, stored, rows)
                 wide = kind in (ITEMS, EVENTS, HOLDERS)
                 if kind != PIECES:  # these go with their value
                     subjects.append((kind, name, [(row[0], row[1]) if wide else row[0] for row in rows]))
@@ -115,6 +116,18 @@ class Replay:
                     table.pop(client_id, None)
             else:
                 self._clients[client_id] = namespace
+
+    def _take_replies(self, rows: list[Any]) -> None:
+        for client_id, replies, *floor in rows:
+            known = self._replies.get(client_id)
+            if known is None:
+                known = self._replies[client_id] = {}
+            for reply in replies:
+                known[reply[0]] = reply
+            # They stand in the order in which they were said. One that may be asked for again hides those behind it,
+            # whose requests were asked before its own and waited: they go when it does.
+            while floor and known and (first := next(iter(known))) < floor[0]:
+                del known[first]
 
     def _take_items(self, rows: list[Any]) -> None:
         for client_id, items in rows:

@@ -188,7 +188,15 @@ def forgets_who_has_items() -> Patches:
 
 
 def forgets_what_has_arrived() -> Patches:
-    return [(ChangeLog, "let_go", lambda self, *arguments: None)]
+    """Neither item by item nor by what is said beside later replies."""
+    return [
+        (ChangeLog, "let_go", lambda self, *arguments: None),
+        (Client, "oldest_remembered", lambda self, most: 0),
+    ]
+
+
+def believes_that_replies_arrive_at_once() -> Patches:
+    return [(Client, "oldest_remembered", lambda self, most: 2**62)]
 
 
 def keeps_items_of_lost_clients() -> Patches:
@@ -202,6 +210,10 @@ def keeps_items_of_lost_clients() -> Patches:
         (forgets_what_has_arrived, "popped 2 times"),
         (tells_before_it_is_on_the_disk, "acknowledged|linearizable|which .* holds|popped 2 times|told"),
         (forgets_clients, "was forgotten"),
+        (
+            believes_that_replies_arrive_at_once,
+            r"appended 2 times|popped|is \d+ after|linearizable|same sum|items are lost",
+        ),
     ],
 )
 def test_a_planted_fault_of_the_journal_is_noticed(plant: Callable[[], Patches], noticed: str) -> None:
