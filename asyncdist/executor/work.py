@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from asyncdist.arrays import human_bytes
 from asyncdist.deadline import timeout_seconds
+from asyncdist.transport.kept_error import anew
 from asyncdist.transport.spin import Spinner
 
 __all__ = ["DeviceTail", "Listener", "Work", "until_ended"]
@@ -40,9 +41,9 @@ class DeviceTail(Protocol):
 class Work(Generic[T]):
     """An operation of a group, issued when the call returned.
 
-    `await work` gives the result (the output array; the source rank for `recv`) or raises what went wrong. It may be
-    awaited never, once or many times, by any task of the group's event loop. Until it is done, the arrays it was given
-    belong to the operation: do not write to them.
+    `await work` gives the result (the output array; the source rank for `recv`) or raises what went wrong, an exception
+    of its own each time. It may be awaited never, once or many times, by any task of the group's event loop. Until it
+    is done, the arrays it was given belong to the operation: do not write to them.
     """
 
     __slots__ = (
@@ -98,7 +99,7 @@ class Work(Generic[T]):
             raise asyncio.InvalidStateError(f"{self!r} is not done")
         self._retrieved = True
         if self._error is not None:
-            raise self._error
+            raise anew(self._error)
         return self._result  # type: ignore[return-value]
 
     def exception(self) -> BaseException | None:
@@ -174,7 +175,7 @@ class Work(Generic[T]):
                 raise
         self._retrieved = True
         if self._error is not None:
-            raise self._error
+            raise anew(self._error)
         return self._result  # type: ignore[return-value]
 
     async def wait(self, timeout: float | timedelta | None = None) -> bool:
