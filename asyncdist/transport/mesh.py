@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from asyncdist import events
-from asyncdist.errors import ClosedError, PeerLostError
+from asyncdist.errors import ClosedError, ConnectTimeoutError, PeerLostError
 from asyncdist.transport.address import PeerAddress, host_id
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.config import TransportConfig
@@ -267,11 +267,14 @@ class Mesh(BaseMesh):
         """One look-up; every rank of it hears of an address or of a failure."""
         found: dict[int, PeerAddress] = {}
         problem: Exception | None = None
+        limit_s = self._context.config.connect_timeout_s
         try:
-            async with asyncio.timeout(self._context.config.connect_timeout_s):
+            async with asyncio.timeout(limit_s) as looking_up:
                 found = await self._resolve(ranks)
         except Exception as error:
             problem = error
+            if looking_up.expired():
+                problem = ConnectTimeoutError(f"its address was not to be had from the store within {limit_s:g} s")
         for rank in ranks:
             link = self._links[rank]
             if rank in found:
