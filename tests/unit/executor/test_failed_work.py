@@ -23,6 +23,12 @@ def failed() -> Work[Any]:
     return work
 
 
+async def asked(work: Work[Any], how: str) -> Any:
+    if how == "result":
+        return work.result()
+    return await (work if how == "await" else work.wait(timeout=1))
+
+
 async def test_every_waiter_gets_an_exception_of_its_own() -> None:
     work: Work[Any] = Work(asyncio.get_running_loop(), "all_reduce")
 
@@ -50,12 +56,7 @@ async def test_a_traceback_does_not_grow(ask: str) -> None:
     work, lengths = failed(), set()
     for _ in range(5):
         with pytest.raises(PeerLostError) as caught:
-            if ask == "await":
-                await work
-            elif ask == "result":
-                work.result()
-            else:
-                await work.wait(timeout=1)
+            await asked(work, ask)
         assert caught.value.rank == 3
         assert isinstance(caught.value.__cause__, ConnectionResetError)
         lengths.add(len(traceback.extract_tb(caught.value.__traceback__)))
