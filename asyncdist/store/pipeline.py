@@ -55,6 +55,9 @@ class Pipeline:
         self._in_flight = 0
         self._received = 0  # reply frames on this connection
         self._confirm = False  # whether the daemon is to be told of them even if there is nothing to ask
+        self._proof_id = (
+            0  # an answer to this request, or a later one, shows that it knows of the last item; 0: it does
+        )
         self._drained: asyncio.Future[None] | None = None
         self._closed = False
 
@@ -88,6 +91,13 @@ class Pipeline:
     def idle(self) -> bool:
         """Whether nothing is unanswered."""
         return not self._pending
+
+    @property
+    def at_stake(self) -> bool:
+        """Whether anything would be lost, or an item come to two clients, if the daemon was never reached again."""
+        return bool(self._proof_id) or any(
+            not reply.done() or reply.request[1] in TAKING for reply in self._pending.values()
+        )
 
     @property
     def has_unsent(self) -> bool:
@@ -174,10 +184,13 @@ class Pipeline:
             self._in_flight -= 1
             if reply.request[1] == messages.QUEUE_POP and code == messages.OK:
                 self._confirm = True
+                self._proof_id = self._last_id + 1
             if not reply.done():
                 settle(reply, code, value, self._where)
             elif code == messages.OK and reply.request[1] in TAKING:
                 self.give_back(reply.request, value)
+        if self._proof_id and replies and replies[-1][0] >= self._proof_id:
+            self._proof_id = 0
         if self._drained is not None and not pending and not self._drained.done():
             self._drained.set_result(None)
 
@@ -248,6 +261,7 @@ class Pipeline:
         those never sent, because they were meant for the data that is gone.
         """
         self._limits = welcome.limits
+        self._proof_id = 0  # the hello named all requests without an answer
         changed = self._incarnation not in (None, welcome.incarnation)
         self._incarnation = welcome.incarnation
         self._connected = True

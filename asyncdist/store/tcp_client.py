@@ -37,7 +37,7 @@ MAX_BACKOFF_S: Final = 2.0
 """Between two tries; jittered by half, so that a thousand clients of a restarted daemon do not come in step."""
 
 CLOSE_TIMEOUT_S: Final = 2.0
-"""How long closing waits for answers to what was issued before."""
+"""How long closing waits for answers to what was issued before, and tries to connect again where that needs it."""
 
 
 class TCPClient(CoordinatingStore):
@@ -289,7 +289,9 @@ class TCPClient(CoordinatingStore):
     async def close(self) -> None:
         """Wait, bounded, for the answers to what was issued, take leave of the daemon and close the connection.
 
-        Waiting verbs end at once with `ClosedError`. Cancelling it closes the connection without further waiting.
+        Where the connection is broken and something has no answer, or the daemon may not know that the last item of a
+        queue has arrived, it is made anew for that, within the same two seconds. Waiting verbs end at once with
+        `ClosedError`. Cancelling it closes the connection without further waiting.
         """
         if self._closed:
             if self._closing is not None:
@@ -305,20 +307,35 @@ class TCPClient(CoordinatingStore):
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await self._take_leave(self._pipeline)
         finally:
+            connector = self._connector
             self._abandon()
+            if connector is not None:
+                await asyncio.wait([connector])  # it is cancelled, and has nothing more to wait for
             self._closing.set_result(None)
 
     async def _take_leave(self, pipeline: Pipeline) -> None:
-        if self._connector is not None:
+        while self._connection is not None or await self._returned(pipeline):
+            if self._connection is not None:
+                self._connection.send()
+                await pipeline.drained()
+            if self._connection is not None:
+                pipeline.submit(messages.GOODBYE, (), None, 0, Reply).set_result(None)
+                self._connection.send()
+                await pipeline.drained()
+                if not pipeline.at_stake:
+                    return
+
+    async def _returned(self, pipeline: Pipeline) -> bool:
+        """Connect again if there was a connection and something is lost without one."""
+        if not self._lost or not pipeline.at_stake:
+            return False
+        if self._connector is not None:  # it may be between two tries, for longer than there is time
             self._connector.cancel()
             await asyncio.wait([self._connector])
-        if self._connection is not None:
-            self._connection.send()
-            await pipeline.drained()
-        if self._connection is not None:
-            pipeline.submit(messages.GOODBYE, (), None, 0, Reply)
-            self._connection.send()
-            await pipeline.drained()
+            self._backoff_s = FIRST_BACKOFF_S
+        connector = self._reconnect(Deadline.after(CLOSE_TIMEOUT_S, asyncio.get_running_loop().time()))
+        await asyncio.wait([connector])
+        return connector.result() is None
 
     def _abandon(self) -> None:
         """Give everything up at once."""
