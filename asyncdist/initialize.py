@@ -189,7 +189,7 @@ async def open_world(
         group = ProcessGroup(world, derive_group_id(world.world_id), ranks, timeout_s, name, named, is_world=True)
         group.bind_device(device)
     except BaseException:  # a backend of the user's, or none for this device
-        world.mesh.abort()
+        await world.resign()
         raise
     context.register_world(group)
     return group
@@ -221,17 +221,20 @@ async def _join(
         options["lanes"] = config.shares_memory and getattr(make_mesh, "shares_memory", False) and segments_available()
     host = host_id(config.socket_dir)
     met = await rendezvous.join(host, reachable.loopback, options, deadline, allow_pickle=allow_pickle)
-    agreed = _agreed_tuning(method.rank, met, overrides)
-    world = World(loop, method.rank, method.world_size, source, rendezvous, met)
-    world.host = host
-    secret = derive_key(load_token(environ), "peer", met.world_id)
-    mesh = make_mesh(method.rank, method.world_size, met.world_id, secret, rendezvous.addresses, world, config)
-    world.tuning = agreed
-    mesh.crowded = agreed.crowded
     try:
-        await rendezvous.publish(await mesh.listen(reachable.ips))
+        world = World(loop, method.rank, method.world_size, source, rendezvous, met)
+        world.tuning = _agreed_tuning(method.rank, met, overrides)
+        world.host = host
+        secret = derive_key(load_token(environ), "peer", met.world_id)
+        mesh = make_mesh(method.rank, method.world_size, met.world_id, secret, rendezvous.addresses, world, config)
+        mesh.crowded = world.tuning.crowded
+        try:
+            await rendezvous.publish(await mesh.listen(reachable.ips))
+        except BaseException:
+            mesh.abort()
+            raise
     except BaseException:
-        mesh.abort()
+        await rendezvous.resign()
         raise
     world.mesh = mesh
     return world

@@ -87,7 +87,7 @@ class Rendezvous:
         `host` identifies this host, `loopback` says that no other host can reach it; rank 0's `options` become
         everybody's; `allow_pickle` holds if all gave it. Raises DistError where the ranks contradict each other (the
         same rank twice, other world sizes, loopback addresses across hosts), and ConnectTimeoutError naming the ranks
-        that did not come. Cancelling leaves the rank counted as joined.
+        that did not come. Cancelling tells the others, bounded, that this rank does not come, and it may join again.
         """
         while True:
             self._restarted = False
@@ -97,9 +97,11 @@ class Rendezvous:
             except (asyncio.CancelledError, DistError):
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
+                    await self._withdraw()
                     raise
                 await asyncio.sleep(0)  # the news of a restart may be behind the failure it caused
                 if not self._restarted:
+                    self._release()
                     raise
                 events.info("%s: the store lost what it knew; joining again", self._who)
             finally:
@@ -113,6 +115,15 @@ class Rendezvous:
             self._attempt.cancel()
         elif self._published and self._republishing is None:
             self._republishing = asyncio.create_task(self._publish_again())
+
+    async def _withdraw(self) -> None:
+        """Joining was cancelled: nobody is to wait for this rank. Bounded."""
+        decision: bytes | None = None
+        if self._epoch:
+            decision = await self._publish_failure(f"{self._who} gave up joining: it was cancelled")
+        if decision is not None and "failure" not in _unpack(decision):
+            await self.resign()  # a world was formed, with this rank
+        self._release()
 
     async def _publish_again(self) -> None:
         try:
@@ -194,6 +205,13 @@ class Rendezvous:
         finally:
             self._release()
 
+    async def resign(self) -> None:
+        """Leave a world that was formed, but that this rank cannot be in: whoever looks for it is told so at once."""
+        with contextlib.suppress(DistError, TimeoutError):
+            async with asyncio.timeout(PUBLISH_LIMIT_S):
+                await self.publish(PeerAddress(""))
+        await self.leave()
+
     async def wait_for_goodbyes(self, lost: Collection[int]) -> None:
         """Wait, bounded, until every rank but the `lost` has said goodbye: for the rank that hosts the store."""
         keys = [f"left/{rank}" for rank in range(self.world_size) if rank not in lost] if lost else ["gone"]
@@ -207,14 +225,18 @@ class Rendezvous:
 
     async def _claim_rank(self) -> int:
         counter = f"joins/{self.rank}"
-        epoch = await self._store.add(counter, 1)
-        if epoch == 1:
+        self._epoch = 0
+        claim = asyncio.ensure_future(self._store.add(counter, 1))
+        try:
+            epoch = await asyncio.shield(claim)
+            holder = await self._holder_in(epoch - 1) if epoch > 1 else ""
+        except asyncio.CancelledError:
+            self._epoch = 0
+            if not self._restarted:
+                await self._take_back(counter, claim)
+            raise
+        if not holder:
             return epoch
-        self._epoch = epoch - 1
-        if await self.has_left(self.rank) or "failure" in await self._decision():
-            return epoch
-        known = await self._store.check([self._key(f"info/{self.rank}")])
-        holder = _unpack(await self._store.get(self._key(f"info/{self.rank}")))["who"] if known else "another process"
         await self._store.add(counter, -1)
         message = (
             f"{self._who} claims a rank that {holder} holds already: two processes were started with the same rank, "
@@ -222,6 +244,21 @@ class Rendezvous:
         )
         await self._publish_failure(message)
         raise DistError(message)
+
+    async def _holder_in(self, epoch: int) -> str:
+        """Who holds our rank in a world of that epoch; empty if nobody does any more."""
+        self._epoch = epoch
+        if await self.has_left(self.rank) or "failure" in await self._decision():
+            return ""
+        known = await self._store.check([self._key(f"info/{self.rank}")])
+        return _unpack(await self._store.get(self._key(f"info/{self.rank}")))["who"] if known else "another process"
+
+    async def _take_back(self, counter: str, claim: asyncio.Future[int]) -> None:
+        """Cancelled while it was not known whether the rank is ours: claim it no longer. Bounded."""
+        with contextlib.suppress(DistError, TimeoutError):
+            async with asyncio.timeout(PUBLISH_LIMIT_S):
+                await claim
+                await self._store.add(counter, -1)
 
     async def _agree_on_terms(self, host: str, loopback: bool) -> None:
         mine = {"world_size": self.world_size, "host": host, "loopback": loopback, "who": self._who}

@@ -224,11 +224,18 @@ class World:
             await self._source.close()
 
     async def abandon(self) -> None:
-        """End without a word to anybody: peers see this rank as lost."""
+        """End at once: peers see this rank as lost. In the store it resigns, bounded, so that it may join again."""
         if not self.closed:
-            self.closed = True
-            self.mesh.abort()
-            await self._source.close()
+            try:
+                await self.resign()
+            finally:
+                await self._source.close()
+
+    async def resign(self) -> None:
+        """The same, but leaving the store open."""
+        self.closed = True
+        self.mesh.abort()
+        await self._rendezvous.resign()
 
 
 def _bounded(part: Any) -> Any:

@@ -14,10 +14,14 @@ MAX_AWAITS = 400
 
 
 class Cut:
-    """Where an operation is to be cancelled: at its await number `at`, from 1; `reached` says whether it got there."""
+    """Where an operation is to be cancelled: at its await number `at`, from 1; `reached` says whether it got there.
 
-    def __init__(self, at: int) -> None:
+    `whom` is the task to cancel, by default the one that runs the operation.
+    """
+
+    def __init__(self, at: int, whom: asyncio.Task[Any] | None = None) -> None:
         self.at = at
+        self.whom = whom
         self.reached = False
 
 
@@ -35,7 +39,7 @@ def cancelling_at(cut: Cut, operation: Awaitable[Any]) -> Generator[Any, Any, An
         count += 1
         if count == cut.at:
             cut.reached = True
-            task = asyncio.current_task()
+            task = cut.whom or asyncio.current_task()
             assert task is not None
             task.cancel()
         error = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +12,21 @@ import pytest
 from cancel_sweep import Cut, at_every_await, cancelling_at
 from group_kit import outcome
 from mesh_world import eventually
+from punctual import assert_within, punctual
 from socket_world import descriptors, socket_world, turns
 
 import asyncdist as dist
 from asyncdist.backend.base import Backend
 from asyncdist.store import HashStore
+from asyncdist.transport.address import PeerAddress
+from asyncdist.transport.mesh import Mesh
 
 CLOSED_S = 5.0
 """Far less than a collective may take, far more than closing does."""
+
+
+NAMED_S = 1.0
+"""How soon failures are to name the rank."""
 
 
 def at_most(count: int) -> Callable[[], bool]:
@@ -70,6 +78,38 @@ async def test_a_backend_that_cannot_be_made_leaves_no_socket(monkeypatch: pytes
     await group.close()
     await store.close()
     assert descriptors() <= before + 1  # the default executor's
+
+
+@punctual
+async def test_who_fails_before_it_can_be_reached_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    listen = Mesh.listen
+
+    async def unable(self: Mesh, *arguments: Any) -> PeerAddress:
+        if self.rank == 1:
+            raise OSError("no address left")
+        return await listen(self, *arguments)
+
+    monkeypatch.setattr(Mesh, "listen", unable)
+    store = HashStore()
+
+    async def join(rank: int) -> dist.ProcessGroup:
+        return await dist.init_process_group(store=store, rank=rank, world_size=3, timeout=10)
+
+    first, failure, third = await asyncio.gather(
+        *(asyncio.create_task(join(rank)) for rank in range(3)), return_exceptions=True
+    )
+    assert isinstance(failure, OSError)
+    started = time.monotonic()
+    groups = [group for group in (first, third) if isinstance(group, dist.ProcessGroup)]
+    assert len(groups) == 2
+    for group in groups:
+        error = await outcome(group.all_reduce(np.ones(3)))
+        assert isinstance(error, dist.PeerLostError)
+        assert error.rank == 1
+        assert "could not be in this world" in str(error)
+    assert_within(NAMED_S, time.monotonic() - started)
+    await asyncio.gather(*(group.close() for group in groups))
+    await store.close()
 
 
 @pytest.mark.parametrize("pending", ["all_reduce", "isend", "all_reduce in a group"])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
+from cancel_sweep import Cut, cancelling_at
 
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError
 from asyncdist.rendezvous import GOODBYE_LIMIT_S, WORLD_LINGER_S, Met, Rendezvous
-from asyncdist.store import HashStore, PrefixStore
+from asyncdist.store import HashStore, PrefixStore, Store
 from asyncdist.testing.loop import VirtualTimeLoop
 from asyncdist.transport.address import PeerAddress
 
@@ -122,6 +124,87 @@ async def test_after_a_failure_the_ranks_can_try_again() -> None:
         await failures(join(Rendezvous(store, 0, 2)), join(Rendezvous(store, 1, 3)))
         worlds = await asyncio.gather(*(join(Rendezvous(store, rank, 2)) for rank in range(2)))
         assert worlds[0].world_id == worlds[1].world_id
+
+
+@virtually
+async def test_a_rank_that_gives_up_is_named_to_those_who_wait_at_once() -> None:
+    async with HashStore() as store:
+        one, two = (join(Rendezvous(store, rank, 3)) for rank in range(2))
+        await asyncio.sleep(1)
+        one.cancel()
+        (text,) = await failures(two)
+        assert "rank 0 (" in text
+        assert "gave up joining: it was cancelled" in text
+        assert asyncio.get_running_loop().time() < 1.1
+        assert one.cancelled()
+
+
+class DistantStore(Store):
+    """Every verb takes a millisecond there and one back."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store.timeout)
+        self.store = store
+
+
+def distant(name: str) -> Callable[..., Awaitable[Any]]:
+    async def verb(self: DistantStore, *arguments: Any, **options: Any) -> Any:
+        await asyncio.sleep(0.001)
+        result = await getattr(self.store, name)(*arguments, **options)
+        await asyncio.sleep(0.001)
+        return result
+
+    return verb
+
+
+for verb_name in Store.__abstractmethods__:
+    setattr(DistantStore, verb_name, distant(verb_name))
+DistantStore.__abstractmethods__ = frozenset()
+
+
+@virtually
+async def test_a_rank_cancelled_at_any_await_can_join_again() -> None:
+    async def persist(store: Store, rank: int, size: int) -> bytes:
+        """Join until everybody is there; who resigned from a world that was formed is not."""
+        for _ in range(4):
+            rendezvous = Rendezvous(store, rank, size)
+            with contextlib.suppress(DistError):
+                met = await join(rendezvous)
+                await rendezvous.publish(PeerAddress("here"))
+                found = await rendezvous.addresses(range(size))
+                if all(address.host_id for address in found.values()):
+                    return met.world_id
+                await rendezvous.leave()
+        raise AssertionError(f"rank {rank} never got in")
+
+    async def interrupted(cut: Cut, store: Store, size: int) -> None:
+        first = Rendezvous(store, 0, size)
+        attempt = first._join
+        cut.whom = asyncio.current_task()
+        first._join = lambda *given: cut_short(cut, attempt(*given))  # type: ignore[method-assign]
+        await first.join("a", True, {"rank": 0}, Deadline.after(10.0, asyncio.get_running_loop().time()))
+
+    async def cut_short(cut: Cut, attempt: Awaitable[Met]) -> Met:
+        met: Met = await cancelling_at(cut, attempt)
+        return met
+
+    for size in (1, 2):
+        cut = Cut(0)
+        while not cut.at or cut.reached:
+            cut = Cut(cut.at + 1)
+            async with HashStore() as near:
+                store = DistantStore(near)  # type: ignore[abstract]
+                others = [asyncio.create_task(persist(store, rank, size)) for rank in range(1, size)]
+                task = asyncio.create_task(interrupted(cut, store, size))
+                await asyncio.wait([task])
+                assert task.cancelled() == cut.reached
+                if cut.reached:
+                    met = await asyncio.gather(persist(store, 0, size), *others)
+                    assert len(set(met)) == 1
+                for other in others:
+                    other.cancel()
+                await asyncio.gather(*others, return_exceptions=True)
+        assert cut.at > 10
 
 
 @virtually
