@@ -238,7 +238,7 @@ class StoreModel:
         if any(other.member == name for other in self.members_waiting()):
             return "waits"
         if name not in job.members:
-            self.put(self.PREFIX + b"members/" + name, b"", lease)
+            self.put(self.PREFIX + b"members/" + name, b"%d" % lease, lease)
             self.hold(self.PREFIX, lease, JOB_LINGER_S)
             job.members[name] = lease
         self.waiting.append(waiter)

@@ -66,7 +66,7 @@ class ElasticAgent(Agent):
             place = await find_or_host(config)
             if place.hosted is not None:
                 stack.push_async_callback(asyncio.to_thread, place.hosted.close)
-            rounds = Rounds(await open_store(place, config.join_timeout_s), config)
+            rounds = Rounds(await open_store(place, config.join_timeout_s), config, self.say)
             stack.push_async_callback(self._leave, rounds, place)
             warden = stack.enter_context(contextlib.closing(Warden()))
             self.say(f"waiting for {config.min_nodes} to {config.nnodes} nodes, store at {place.endpoint}")

@@ -2,7 +2,7 @@
 
 Keys, under `job/<run>/round/<epoch>/` in the launchers' namespace; they vanish after the job's last launcher has gone:
 
-    node/<rank>    JSON: how many workers, which host, its lease, which restarts and rounds the node knows of
+    node/<rank>    JSON: how many workers, which host, which restarts and rounds the node knows of
     plan           JSON, by node 0: what all of them do
     stop           JSON: why all nodes stop their workers; the first word counts
     end/<rank>     JSON: how the node's workers ended
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -25,12 +24,10 @@ from asyncdist.launch.beside import beside
 from asyncdist.launch.conclusion import Conclusion, End, conclude
 
 if TYPE_CHECKING:
+    from asyncdist.launch.presence import Presence
     from asyncdist.store.member import MemberEvent, Membership
 
-__all__ = ["PRESENCE", "Entry", "Plan", "Round", "Stop", "shown"]
-
-PRESENCE: Final = "here/"
-"""What the keys begin with that live as long as a launcher's connection to the store."""
+__all__ = ["Entry", "Plan", "Round", "Stop", "shown"]
 
 _WORD_TIMEOUT_S: Final = 5.0
 """A word about a loss or a failure is tried for this long; the others notice a silent launcher by themselves."""
@@ -46,17 +43,15 @@ class Entry:
     host: str
     restarts: int
     after: int = -1
-    lease_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all nodes of a round do: its number in the run, restarts until now, each node's workers and its lease."""
+    """What all nodes of a round do: its number in the run, restarts until now, and each node's workers."""
 
     number: int
     restarts: int
     nprocs: tuple[int, ...]
-    lease_ids: tuple[int, ...] = ()
 
     def to_json(self) -> str:
         """For `from_json`."""
@@ -66,7 +61,7 @@ class Plan:
     def from_json(cls, text: bytes) -> Plan:
         """What node 0 wrote."""
         fields = json.loads(text)
-        return cls(fields["number"], fields["restarts"], tuple(fields["nprocs"]), tuple(fields["lease_ids"]))
+        return cls(fields["number"], fields["restarts"], tuple(fields["nprocs"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +78,11 @@ class Round:
     `draw_number` gives the round a number that no other round of the run has; called on node 0 only.
     """
 
-    def __init__(self, member: Membership, most: int, draw_number: Callable[[], Awaitable[int]]) -> None:
+    def __init__(
+        self, member: Membership, presence: Presence, most: int, draw_number: Callable[[], Awaitable[int]]
+    ) -> None:
         self._member = member
+        self._presence = presence
         self._store = member.store
         self._keys = f"round/{member.epoch}/"
         self._most = most
@@ -95,8 +93,7 @@ class Round:
         self.members = tuple(member.members)
         self.gone: dict[int, Literal["left", "lost"]] = {}
         """Nodes that have left or were lost, and which of it."""
-        self._dead: set[int] = set()  # those whose connection broke for good
-        self._lease_ids: tuple[int, ...] = ()
+        self._killed: set[str] = set()
 
     def described(self, rank: int) -> str:
         """A node as people know it."""
@@ -125,12 +122,6 @@ class Round:
 
     async def agree(self, entry: Entry) -> Plan | None:
         """Return what all nodes do; None if one of them went before that was known."""
-        plan = await self._agreed(dataclasses.replace(entry, lease_id=self._member.lease_id))
-        if plan is not None:
-            self._lease_ids = plan.lease_ids
-        return plan
-
-    async def _agreed(self, entry: Entry) -> Plan | None:
         await self._while_member(self._store.set(f"{self._keys}node/{self.rank}", json.dumps(asdict(entry))))
         if self.rank == 0:
             keys = [f"{self._keys}node/{rank}" for rank in range(len(self.members))]
@@ -144,7 +135,6 @@ class Round:
                 max(number, *(each.after + 1 for each in entries)),  # the counter is gone when the store lost its data
                 max(each.restarts for each in entries),
                 tuple(each.nproc for each in entries),
-                tuple(each.lease_id for each in entries),
             )
             await self._while_member(self._store.set(self._keys + "plan", plan.to_json()))
             return plan
@@ -232,7 +222,7 @@ class Round:
             if event.kind == "joined":
                 return
             rank = self.members.index(event.member)
-            self.gone[rank] = kind = "lost" if rank in self._dead else event.kind
+            self.gone[rank] = kind = "lost" if event.member in self._killed else event.kind
             self._news.set()
             await self.stop(Stop(kind, f"{self.described(rank)} {'left' if kind == 'left' else 'was lost'}"))
         elif event.kind == "joined" and len(self.members) - len(self.gone) < self._most and not await self._ending():
@@ -243,16 +233,8 @@ class Round:
         return bool(await self._store.list_keys(self._keys + "end/"))
 
     async def _watch_presence(self, on_lost: Callable[[DistError], None]) -> None:
-        """Give up who was killed: a broken connection that is not made anew says so long before silence does."""
         try:
-            async with self._store.watch(PRESENCE) as watch:
-                async for event in watch:
-                    name = event.key.removeprefix(PRESENCE)
-                    if event.kind == "expire" and name in self.members and name != self._member.name:
-                        rank = self.members.index(name)
-                        self._dead.add(rank)
-                        if rank < len(self._lease_ids):
-                            await self._member.expel(self._lease_ids[rank])
+            await self._presence.watch(self._killed.add)
         except DistError as error:
             on_lost(error)
 

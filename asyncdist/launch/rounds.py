@@ -8,8 +8,7 @@ that of the store's job. Keys under `launch/<job id>/`, beside those of jobs wit
     runs              counter; names the runs of this job id apart
     rounds/<run>      counter; numbers the rounds of a run, whatever became of the members
 
-and `over` among those of the store's job: JSON of how the run ended, for nodes that still wait for a place in it; and
-`here/<member>`, which goes some seconds after the connection of a launcher, as when that is killed.
+and `over` among those of the store's job: JSON of how the run ended, for nodes that still wait for a place in it.
 """
 
 from __future__ import annotations
@@ -18,28 +17,27 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 from asyncdist.errors import DistError, LaunchError, LeaseLostError, StoreTimeoutError, WatchCompactedError
-from asyncdist.launch.round import PRESENCE, Round, shown
+from asyncdist.launch.beside import beside
+from asyncdist.launch.presence import PRESENCE_GRACE_S, Presence
+from asyncdist.launch.round import Round, shown
+from asyncdist.store.member import default_name
 from asyncdist.store.prefix_store import PrefixStore
 
 if TYPE_CHECKING:
     from asyncdist.launch.config import LaunchConfig
     from asyncdist.store.base import Store
-    from asyncdist.store.lease import Lease
     from asyncdist.store.member import Membership
 
 __all__ = ["JobOverError", "Outcome", "Rounds"]
 
 _LEAVE_TIMEOUT_S: Final = 5.0
 """Leaving is tried for this long; the others notice a silent launcher by themselves."""
-
-_PRESENCE_GRACE_S: Final = 5.0
-"""A launcher makes a broken connection anew within a second or two; one that does not was killed."""
 
 _REACH_TIMEOUT_S: Final = 5.0
 """A store that says nothing for this long, after this node was out of touch for longer, is lost."""
@@ -62,11 +60,12 @@ class JobOverError(Exception):
 
 
 class Rounds:
-    """This launcher among those of its job, from round to round. Owns the store client."""
+    """This launcher among those of its job, from round to round. Owns the store client; `say` tells people."""
 
-    def __init__(self, store: Store, config: LaunchConfig) -> None:
+    def __init__(self, store: Store, config: LaunchConfig, say: Callable[[str], None]) -> None:
         assert config.min_nodes is not None
         self._store = store
+        self._say = say
         self._job_id = config.job_id
         self._least, self._most = config.min_nodes, config.nnodes
         self._join_timeout_s = config.join_timeout_s
@@ -74,7 +73,7 @@ class Rounds:
         self._lost_after_s = config.lost_after_s
         self._root = f"launch/{config.job_id or 'default'}/"
         self._member: Membership | None = None
-        self._presence: Lease | None = None
+        self._presence: Presence | None = None
         self._round: Round | None = None
         self._losses: list[str] = []
         self.run_id = ""
@@ -87,23 +86,22 @@ class Rounds:
         """
         if self._round is not None:
             self._losses += [f"{self._round.described(rank)}, {kind}" for rank, kind in self._round.gone.items()]
-        self._round = None
         if self._member is None:
             self._member = await self._join()
-            await self._be_present(self._member)
         else:
             try:
                 await self._unless_over(self._member.store, self._member.rejoin(self._join_timeout_s))
             except StoreTimeoutError as error:
                 raise LaunchError(self._too_few(error)) from None
-        self._round = Round(self._member, self._most, self._next_number)
+        assert self._presence is not None
+        self._round = Round(self._member, self._presence, self._most, self._next_number)
         return self._round
 
     async def lost(self, error: DistError) -> None:
         """Forget a membership that has ended: the next meeting is a newcomer's. LaunchError if there can be none."""
         member, self._member, self._round = self._member, None, None
         if self._presence is not None:
-            self._presence.abandon()
+            self._presence.end()
         try:
             async with asyncio.timeout(_REACH_TIMEOUT_S):
                 await self._store.check([self._root + "elastic"])
@@ -147,21 +145,19 @@ class Rounds:
             while set(await member.store.list_keys("members/")) - {"members/" + member.name}:
                 await anext(watch)
 
-    async def _be_present(self, member: Membership) -> None:
-        """Let the others see at once when this launcher is killed, which by its silence they would see later."""
-        self._presence = await self._store.lease(min(_PRESENCE_GRACE_S, self._lost_after_s), bound=True)
-        await member.store.set(PRESENCE + member.name, b"", lease=self._presence)
-
     async def _join(self) -> Membership:
         while True:
             run_id = await self._current_run()
             job = quote(run_id, safe="")
             view = PrefixStore(f"job/{job}", self._store)
+            self._presence = Presence(self._store, job, default_name(), min(PRESENCE_GRACE_S, self._lost_after_s))
+            await self._presence.show()
             joining = self._store.join(
                 job,
                 self._least,
                 self._most,
                 self._join_timeout_s,
+                name=self._presence.name,
                 settle=self._last_call_s,
                 grace=self._lost_after_s,
                 bound=False,  # a launcher that is stopped, or whose host is down, breaks no connection
@@ -174,6 +170,7 @@ class Rounds:
                 self.run_id = run_id
                 return member
             await member.leave()  # the run was over just before, and may be forgotten already
+            self._presence.end()
 
     async def _current_run(self) -> str:
         """The name of the run that goes on, which begins now if there is none."""
@@ -193,7 +190,8 @@ class Rounds:
         joined = asyncio.ensure_future(joining)
         over = asyncio.ensure_future(view.get("over", timeout=None))
         try:
-            await asyncio.wait((joined, over), return_when=asyncio.FIRST_COMPLETED)
+            async with beside(self._tell_who_goes(view)):
+                await asyncio.wait((joined, over), return_when=asyncio.FIRST_COMPLETED)
             if not over.done():
                 return joined.result()
             outcome = Outcome(**json.loads(over.result()))
@@ -204,6 +202,22 @@ class Rounds:
             for each in (joined, over):
                 each.cancel()
             await asyncio.gather(joined, over, return_exceptions=True)
+
+    async def _tell_who_goes(self, view: Store) -> None:
+        """Follow what becomes of the others while this node waits for them, and give up at once who was killed."""
+        assert self._presence is not None
+        killed: set[str] = set()
+        before = () if self._round is None else self._round.members
+        with contextlib.suppress(DistError):  # whoever waits for the round is told as well
+            async with view.watch("members/") as watch, beside(self._presence.watch(killed.add)):
+                async for event in watch:
+                    name = event.key.removeprefix("members/")
+                    if event.kind == "set" or name == self._presence.name:
+                        continue
+                    kind = "lost" if event.kind == "expire" or name in killed else "left"
+                    who = self._round.described(before.index(name)) if self._round and name in before else shown(name)
+                    self._losses.append(f"{who}, {kind}")
+                    self._say(f"{who} {'was lost' if kind == 'lost' else kind} while the nodes met")
 
     async def _next_number(self) -> int:
         return await self._store.add(f"{self._root}rounds/{self.run_id}", 1) - 1

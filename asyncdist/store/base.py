@@ -223,6 +223,14 @@ class Store(ABC):
         """
         self._not_offered("memberships")
 
+    def expel(self, job: str, member: str) -> Awaitable[None]:
+        """Take `member`, by its name, out of `job`, if it is there: for who knows before the store that it is dead.
+
+        Others are told that it left; itself, should it live, finds its membership lost. Anybody may do this, also who
+        is no member. DistStoreError if the daemon does not say what the member lives by, as older ones do not.
+        """
+        self._not_offered("memberships")
+
     def _not_offered(self, what: str) -> NoReturn:
         raise NotImplementedError(f"{type(self).__name__} has no {what}; TCPStore and HashStore have")
 

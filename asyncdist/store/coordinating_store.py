@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
+from asyncdist.errors import DistStoreError, StoreTimeoutError
 from asyncdist.store.arguments import checked_key, checked_value, encoded_key
 from asyncdist.store.lease import DEFAULT_GRACE_S, Lease, LeaseKeeper
 from asyncdist.store.lock import Lock
@@ -107,6 +108,23 @@ class CoordinatingStore(RequestStore):
         member_name = checked_key(default_name() if name is None else name)
         member = Membership(self, checked_key(job), min, most, seconds("settle", settle), member_name)
         return member.enter(self, seconds("grace", grace) or 0.001, bound, timeout)
+
+    def expel(self, job: str, member: str) -> Coroutine[Any, Any, None]:
+        """Take a member out of its job; see `Store.expel`."""
+        return self._expel(f"job/{checked_key(job)}/members/{checked_key(member)}", self._timeout_s)
+
+    async def _expel(self, key: str, timeout_s: float | None) -> None:
+        try:
+            value = await self.get(key, timeout=0)
+        except StoreTimeoutError:
+            return  # it has gone
+        try:
+            lease_id = int(value)
+        except ValueError:
+            lease_id = 0
+        if not 0 < lease_id <= messages.MAX_LEASE_ID:
+            raise DistStoreError(f"the value of {key!r} is no lease: the daemon is an older one, or it was overwritten")
+        await self._request(messages.REVOKE, (lease_id,), timeout_s)
 
     def status(self) -> asyncio.Future[dict[str, Any]]:
         """Return what the daemon says of itself: incarnation, keys, clients, waiters, leases, memory, age and more."""

@@ -120,18 +120,6 @@ class Membership(AsyncIterator[MemberEvent]):
         """Wait until this process is no member any more, or may not be, and return why; may be cancelled."""
         return "it never joined" if self._lease is None else await self._lease.wait_lost()
 
-    @property
-    def lease_id(self) -> int:
-        """The number of the lease that this member lives by, for `expel`; 0 before it has joined."""
-        return 0 if self._lease is None else self._lease.id
-
-    async def expel(self, lease_id: int) -> None:
-        """Take out the member that lives by this lease, if it is still there: for who knows better than the store.
-
-        Everybody is told that it left; the member itself finds its membership lost.
-        """
-        await self._ask(messages.REVOKE, (lease_id,), self._default_timeout_s)
-
     async def leave(self) -> None:
         """Leave the job; the others are told. May be called twice. DistStoreError if the store cannot be told."""
         if self._left:

@@ -191,6 +191,10 @@ class PrefixStore(Store):
             self._full(job), min, max, timeout_s, name=name, settle=settle, grace=grace, bound=bound
         )
 
+    def expel(self, job: str, member: str) -> Awaitable[None]:
+        """Take a member out of a job of this view; see `Store.expel`."""
+        return self._bounded(self._store.expel, self._full(job), member)
+
     async def close(self) -> None:
         """End this view and what it waits for; the underlying store stays open."""
         self._closed = True

@@ -272,13 +272,13 @@ async def a_silent_member_is_lost(open_store: OpenStore) -> None:
 
 
 async def a_member_can_be_expelled(open_store: OpenStore) -> None:
-    async with clients(open_store, 2) as (a, b):
+    async with clients(open_store, 3) as (a, b, c):
         first, second = await asyncio.gather(a.join("j", 1, 2, name="x"), b.join("j", 1, 2, name="y"))
-        await first.expel(second.lease_id)
+        await c.expel("j", "y")
         event = await anext(first)
         expect((event.kind, event.member), ("left", "y"))
         await expect_raises(LeaseLostError, lambda: anext(second))
-        await first.expel(second.lease_id)  # who is no longer there
+        await c.expel("j", "y")  # who is no longer there
         await expect_raises(DistStoreError, lambda: second.rejoin())
         await first.leave()
 

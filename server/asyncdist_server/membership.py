@@ -5,10 +5,11 @@ member of the previous round among them, and either `most` wait or nobody new ca
 epoch. Ranks: those who were members before keep their order and come first, so that rank 0 is one who has the job's
 state as long as anybody has it; then the new ones in the order of their names (numbers in names count as numbers).
 
-Everything is also to be seen as keys under `job/<job>/`: `members/<name>`, bound to the member's lease, from its first
-join until it leaves or is lost, and `epoch`, the last round as msgpack [epoch, [name...]]. So watching `members/` tells
-of arrivals, departures (deleted) and losses (expired), and a store that kept its keys knows its jobs again. The prefix
-is held by the members' leases: all of it goes when the last one has gone, after `JOB_LINGER_S`.
+Everything is also to be seen as keys under `job/<job>/`: `members/<name>`, bound to the member's lease, whose number is
+its value, from its first join until it leaves or is lost, and `epoch`, the last round as msgpack [epoch, [name...]]. So
+watching `members/` tells of arrivals, departures (deleted) and losses (expired), and a store that kept its keys knows
+its jobs again. The prefix is held by the members' leases: all of it goes when the last one has gone, after
+`JOB_LINGER_S`.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class Job:
         self.settle_s = settle_ms / 1000
         key = self.prefix + b"members/" + name
         if name not in self.leases:
-            if refused := state.put(self.namespace, key, b""):
+            if refused := state.put(self.namespace, key, b"%d" % lease.lease_id):
                 return request_id, LIMIT, refused
             if refused := state.leases.hold(lease, self.prefix, JOB_LINGER_S):
                 state.remove(self.namespace, key)

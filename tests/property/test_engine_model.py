@@ -314,7 +314,7 @@ class EngineMachine(RuleBasedStateMachine):
         """A member that was let in, or in already, and then met a limit, has left."""
         model, name = self.model, waiter.member
         if came and name not in model.job.members:
-            model.put(model.PREFIX + b"members/" + name, b"", waiter.lease)
+            model.put(model.PREFIX + b"members/" + name, b"%d" % waiter.lease, waiter.lease)
             if model.PREFIX not in self.engine.namespaces["job"].holds:
                 model.remove(model.PREFIX + b"members/" + name)
                 return
