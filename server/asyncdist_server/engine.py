@@ -295,7 +295,7 @@ class StoreEngine:
         reply = run(self._state, client, request, now)
         if reply is not None:
             results[reply[1]] += 1
-            if remember:
+            if remember and client.unsent is not None:
                 client.note_reply(reply)
         return reply
 

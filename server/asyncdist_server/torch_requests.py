@@ -24,6 +24,7 @@ from asyncdist_server.messages import (
     ProtocolError,
 )
 from asyncdist_server.operations import INT64_MAX, INT64_MIN, parse_number
+from asyncdist_server.torch_namespaces import JOB_KEY_STARTS
 from asyncdist_server.torch_wire import Query, encode_integer, encode_length, encode_nonce
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def _compare_set(session: TorchSession, key: bytes, expected: bytes, desired: by
 
 
 def _get(session: TorchSession, key: bytes) -> None:
-    session.name_jobs(key)
+    if key.startswith(JOB_KEY_STARTS):
+        session.name_jobs(key)
     session.say_string(session.stored.values.get(key, b""))
 
 
@@ -71,7 +73,8 @@ def _multi_get(session: TorchSession, keys: tuple[bytes, ...]) -> None:
 
 
 def _add(session: TorchSession, key: bytes, amount: int) -> None:
-    session.name_jobs(key)
+    if key.startswith(JOB_KEY_STARTS):
+        session.name_jobs(key)
     reply = session.ask(ADD, key, amount)
     if reply[1] == OK:
         session.say(encode_integer(reply[2]))

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from asyncdist_server.busy_poll import MAX_BUSY_POLL_US, MAX_SKIPPED, PATIENCE, BusyPoll, busy_poll
+from asyncdist_server.busy_poll import (
+    CAUGHT,
+    MAX_BUSY_POLL_US,
+    MAX_SKIPPED,
+    PATIENCE,
+    SHARED_SKIPPED,
+    BusyPoll,
+    _times_taken,
+    busy_poll,
+)
 from asyncdist_server.config import ConfigError, ServerConfig
 
 
@@ -17,6 +29,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.now_s = 5.0
+        self.taken = 0
         self.due: list[Callable[[], None]] = []
 
     def call_soon(self, callback: Callable[[], None]) -> None:
@@ -46,7 +59,7 @@ def turns() -> Turns:
 @pytest.fixture
 def poll(turns: Turns) -> BusyPoll:
     loop: Any = turns
-    return BusyPoll(loop, 50, lambda: turns.now_s)
+    return BusyPoll(loop, 50, lambda: turns.taken, lambda: turns.now_s)
 
 
 def test_nothing_is_polled_before_the_first_answer(turns: Turns, poll: BusyPoll) -> None:
@@ -87,6 +100,46 @@ def test_where_it_pays_again_it_is_done_always(turns: Turns, poll: BusyPoll) -> 
     turns.turns_until_asleep()
     poll.answered()
     assert turns.turn()
+
+
+@pytest.mark.parametrize(("taken", "shared"), [(CAUGHT // 2 - 1, False), (CAUGHT // 2, True)])
+def test_where_clients_share_its_core_it_looks_no_more(turns: Turns, poll: BusyPoll, taken: int, shared: bool) -> None:
+    for number in range(CAUGHT + 1):
+        poll.answered()
+        assert turns.turn() or not number
+        turns.taken += 0 < number <= taken
+    poll.answered()
+    assert turns.turn()
+    assert turns.turn() is not shared
+    polled = 0
+    for _ in range(SHARED_SKIPPED):
+        poll.answered()
+        polled += turns.turn()
+    assert polled == (0 if shared else SHARED_SKIPPED)
+
+
+def test_where_they_have_another_core_again_it_looks_again(turns: Turns, poll: BusyPoll) -> None:
+    for number in range(10 * SHARED_SKIPPED):
+        turns.taken += number < SHARED_SKIPPED
+        poll.answered()
+        turns.turn()
+    assert all(turns.turn() for _ in range(4))
+
+
+def test_how_often_the_core_was_taken_is_known_here() -> None:
+    before = _times_taken()
+    deadline_s = time.monotonic() + 20
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if sys.platform != "linux":
+        pytest.skip("only Linux tells it of a thread")
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+            while _times_taken() == before:
+                assert time.monotonic() < deadline_s
+            other.kill()
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def test_not_where_it_cannot_pay(turns: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
