@@ -20,7 +20,7 @@ T = TypeVar("T")
 async def run_there(thread: CommunicationThread, function: Callable[[], Awaitable[T]], context: Context) -> T:
     """Await `function()` in the thread and return its result, or raise what it raised.
 
-    Cancelling cancels it there and waits for its end, however it ends.
+    Cancelling cancels it there, once it has begun, and waits for its end, however it ends.
     """
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
@@ -43,7 +43,8 @@ async def run_there(thread: CommunicationThread, function: Callable[[], Awaitabl
     try:
         await asyncio.shield(ended)
     except asyncio.CancelledError:
-        thread.submit(lambda: tasks[0].cancel())
+        # In a later turn: a task that is cancelled before its first step never takes it, and closing must at least begin.
+        thread.submit(lambda: thread.loop.call_soon(tasks[0].cancel))
         while not ended.done():
             with contextlib.suppress(asyncio.CancelledError):  # re-raised below
                 await asyncio.shield(ended)

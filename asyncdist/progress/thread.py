@@ -72,6 +72,7 @@ class CommunicationThread:
             try:
                 self.loop.call_soon_threadsafe(self._work_off)
             except RuntimeError:
+                self._awake = False  # so that the next is told as well
                 raise self._gone() from None
         if self._pid != os.getpid():
             raise self._gone()

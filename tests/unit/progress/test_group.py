@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cancel_sweep import at_every_await
 from thread_worlds import another_rank, nothing_left, run_ranks, wait_without_loop
 
 import asyncdist as dist
@@ -279,6 +280,18 @@ async def test_cancelling_the_opening_leaves_nothing() -> None:
             await opening
         with pytest.raises(dist.ConnectTimeoutError, match="missing: rank 1"):
             await dist.init_process_group(store=dist.HashStore(), rank=0, world_size=2, progress="thread", timeout=0.05)
+
+
+async def test_cancelled_at_any_await_it_is_closed_all_the_same() -> None:
+    async def join_and_leave() -> None:
+        async with dist.init_process_group(
+            init_method="tcp://127.0.0.1:0", rank=0, world_size=1, progress="thread", timeout=10
+        ) as group:
+            await group.barrier()
+
+    async for cut, error in at_every_await(join_and_leave):
+        with nothing_left():
+            assert (error is None) == (not cut.reached)
 
 
 async def _await(awaitable: Any) -> Any:

@@ -28,7 +28,7 @@ def test_it_lives_as_long_as_somebody_needs_it() -> None:
         assert first.alive
         release(second)
         assert not first.alive
-        for use in (first.submit, first.call):
+        for use in (first.submit, first.call, first.submit, first.call):  # each of them, not the first alone
             with pytest.raises(ClosedError, match="has ended"):
                 use(int)
         third = acquire()
