@@ -43,7 +43,7 @@ async def run_there(thread: CommunicationThread, function: Callable[[], Awaitabl
     try:
         await asyncio.shield(ended)
     except asyncio.CancelledError:
-        # In a later turn: a task that is cancelled before its first step never takes it, and closing must at least begin.
+        # In a later turn: a task cancelled before its first step never takes it, and closing must at least begin.
         thread.submit(lambda: thread.loop.call_soon(tasks[0].cancel))
         while not ended.done():
             with contextlib.suppress(asyncio.CancelledError):  # re-raised below
