@@ -33,7 +33,7 @@ class PathRank:
         self.rank, self.size = group.rank, group.size
         self.loop = asyncio.get_running_loop()
         self.events = EventPool(runtime)
-        self.completions = Completions(self.loop)
+        self.completions = Completions(self.loop, runtime.set_device)
         tuning, pool = group.world.tuning, group.world.pool
         exchange = HostExchange(
             group.world.mesh, group.group_id, group.ranks, group.rank, loop=self.loop, pool=pool, tuning=tuning

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from asyncdist.cuda.interface import Event
@@ -61,8 +62,10 @@ class _Line:
 class Completions:
     """Of one event loop and one GPU. All methods are called on the loop's thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, set_device: Callable[[int], object]) -> None:
+        """`set_device` is the runtime's: a waiting thread's device is the first otherwise, whoever's that is."""
         self._loop = loop
+        self._set_device = set_device
         self._lines: dict[object, _Line] = {}
         self._looking = False
         self._polled: set[object] = set()
@@ -149,7 +152,8 @@ class Completions:
             self._polled.discard(line)
             found.waiting = True
             if found.waiter is None:
-                found.waiter = _Waiter(self._loop, lambda ended: self._waited(line, ended))
+                own = partial(self._set_device, entries[0].events[0].device)
+                found.waiter = _Waiter(self._loop, own, lambda ended: self._waited(line, ended))
             for entry in entries:
                 found.waiter.add(entry)
 
@@ -173,14 +177,19 @@ class Completions:
 
 
 class _Waiter:
-    """A thread that waits for entries, in order; `ended` is called on the loop with those that have."""
+    """A thread that waits for entries, in order; `ended` is called on the loop with those that have.
+
+    `set_device` is called first: CUDA would open a context on the thread's current device, in every process on GPU 0.
+    """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
+        set_device: Callable[[], object],
         ended: Callable[[Sequence[tuple[_Entry, BaseException | None]]], None],
     ) -> None:
         self._loop = loop
+        self._set_device = set_device
         self._ended = ended
         self._entries: deque[_Entry] = deque()
         self._wake = threading.Event()
@@ -197,6 +206,8 @@ class _Waiter:
         self._wake.set()
 
     def _run(self) -> None:
+        with contextlib.suppress(Exception):  # waiting says what is wrong
+            self._set_device()
         while not self._stopped:
             if not self._entries:
                 self._wake.wait()

@@ -29,6 +29,7 @@ from asyncdist.backend.device_paths import PATHS, several_gpus_refusal
 from asyncdist.backend.device_questions import Questions
 from asyncdist.backend.device_streams import EventPool, arrays_of_call, ready_after
 from asyncdist.backend.device_tail import Tail
+from asyncdist.backend.device_threads import stay_on
 from asyncdist.backend.host_exchange import HostExchange
 from asyncdist.cuda import Provider
 from asyncdist.errors import DistBackendError, DistError, PeerLostError, RemoteProtocolError
@@ -103,7 +104,7 @@ class DeviceBackend(GroupBackend):
         self._exchange = HostExchange(
             mesh, group_id, ranks, rank, loop=settings.loop, pool=settings.pool, tuning=settings.tuning
         )
-        self._completions = Completions(settings.loop)
+        self._completions = Completions(settings.loop, provider.runtime.set_device)
         self._events = EventPool(provider.runtime)
         self._path: DevicePath | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -160,6 +161,7 @@ class DeviceBackend(GroupBackend):
     def bind(self, device: int) -> None:
         """Use this GPU, and open what its first operation needs; nothing is said about the operation."""
         self.device = device
+        stay_on(self.provider.runtime, device)
         self._bound = True
         self._opening = self._loop.create_task(self._open((device,)), name="open a path for GPU arrays")
 
@@ -167,7 +169,8 @@ class DeviceBackend(GroupBackend):
         """Begin `call`, at once if the path is known."""
         devices = _devices(call)
         if self.device is None and len(devices) == 1:
-            self.device = call.device
+            self.device = devices[0]
+            stay_on(self.provider.runtime, devices[0])
         self.mark_ready(call)
         work.on_device = Tail(self.provider.runtime, f"{work.operation} #{work.number}")
         key = (work.tag, work.number)

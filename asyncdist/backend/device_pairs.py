@@ -34,7 +34,7 @@ from asyncdist.backend.device_messages import (
 from asyncdist.backend.device_path import Surroundings
 from asyncdist.backend.device_streams import ready_after
 from asyncdist.backend.device_tail import tail_of
-from asyncdist.backend.device_threads import Helpers, in_thread
+from asyncdist.backend.device_threads import Helpers, in_thread, stay_on
 from asyncdist.backend.ipc_messages import IpcLine
 from asyncdist.backend.nccl_channel import NcclChannel, NcclOperation
 from asyncdist.backend.point_to_point import PairWorkOwner
@@ -78,6 +78,7 @@ class DevicePairs:
     def send(self, array: DeviceArray, key: bytes, owner: PairWorkOwner, peer: int) -> DeviceSendWork:
         """A send to global rank `peer`, to be posted. Raises ValueError for an array that is not contiguous."""
         flat = DeviceFlat(array, writable=False).elements
+        stay_on(self.runtime, array.device)
         announcement = self._announcement(array, peer)
         ready = ready_after(self.runtime, self._around.events, [array])
         return DeviceSendWork(
@@ -95,6 +96,7 @@ class DevicePairs:
         withdrawable: bool,
     ) -> DeviceRecvWork:
         """A receive into `array`, to be posted. Raises ValueError for one that is read-only or not contiguous."""
+        stay_on(self.runtime, array.device)
         ready = ready_after(self.runtime, self._around.events, [array])
         return DeviceRecvWork(self._around.loop, operation, array, key, owner, self, peer, number, withdrawable, ready)
 

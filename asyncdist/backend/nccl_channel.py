@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,7 @@ from asyncdist.backend.device_threads import Helpers, in_thread
 from asyncdist.backend.nccl_calls import Place, issue, talks_to
 from asyncdist.cuda import Communicator, Event, Memory, Nccl, Runtime, Stream
 from asyncdist.errors import DistBackendError
+from asyncdist.reduce_op import PremulSum
 
 __all__ = ["MAX_LAUNCHED", "NcclChannel", "NcclOperation"]
 
@@ -28,10 +30,21 @@ _SINGLE: Final = frozenset({"all_reduce", "broadcast", "reduce"})
 """Collectives that are always one operation of NCCL's, which needs no group."""
 
 _NOBODY: Final[frozenset[int]] = frozenset()
+_NOTHING: Final[frozenset[object]] = frozenset()
 
 MAX_LAUNCHED: Final = 128
 """Operations of a channel that are queued on the GPU at once: enough that it never waits for the next, and, with three
 entries each and a few channels, below the thousand from which a launch blocks. The others wait here."""
+
+
+LAUNCH_GRACE_S: Final = 1.0
+"""How long aborting waits for a launch in a thread of ours: NCCL allows no abort while operations of the communicator
+are being put together. A launch that takes longer waits for a peer, inside of NCCL, where an abort is what ends it."""
+
+LEAST_SCRATCH_BYTES: Final = 2 << 20
+"""CUDA allocates no less. Doubled until it is enough: all that is outgrown is together less than the last."""
+
+_COMMUNICATOR: Final = "communicator"
 
 
 class NcclOperation:
@@ -73,6 +86,10 @@ class NcclChannel:
         self._launched = 0
         self._launching: asyncio.Task[None] | None = None
         self._met: set[int] = set()
+        self._prepared: set[object] = set()
+        """What launching needs only once, and may block for: the communicator's first launch, kernels by dtype."""
+        self._launch_ended = threading.Event()
+        self._launch_ended.set()
         self._streams: tuple[Stream, ...] = ()
         self._places: tuple[Place, ...] = ()
         self._communicators: tuple[Communicator, ...] = ()
@@ -125,11 +142,13 @@ class NcclChannel:
         while self._queue and self._launching is None and self._launched < MAX_LAUNCHED and not self._gone:
             operation = self._queue.popleft()
             operation.launched = True
-            new = self._not_met(operation.call)
-            if not new:
+            new, unprepared = self._not_met(operation.call), self._not_prepared(operation.call)
+            if not new and not unprepared:
                 self._launch_here(operation)
-            else:  # connecting to a peer blocks until it does the same
+            else:  # connecting to a peer blocks until it does the same, and compiling takes part of a second
                 self._met |= new
+                self._prepared |= unprepared
+                self._launch_ended.clear()
                 self._launching = self._around.loop.create_task(self._launch_there(operation), name="launch in NCCL")
 
     def _not_met(self, call: Call) -> frozenset[int]:
@@ -138,6 +157,18 @@ class NcclChannel:
             return _NOBODY
         peers = [talks_to(member, self._communicators[0]) for member in call.members or (call,)]
         return _NOBODY.union(*peers) - self._met
+
+    def _not_prepared(self, call: Call) -> frozenset[object]:
+        """What launching `call` needs for the first time.
+
+        A communicator's first launch connects, where the environment, or a library that used NCCL before us, has it so.
+        """
+        if self._prepared and not call.members and not isinstance(call.op, PremulSum):
+            return _NOTHING
+        needed: set[object] = {_COMMUNICATOR}
+        if not self._nccl.native_premul_sum:
+            needed |= {one.dtype for one in call.members or (call,) if isinstance(one.op, PremulSum)}
+        return frozenset(needed - self._prepared)
 
     def _launch_here(self, operation: NcclOperation) -> None:
         try:
@@ -149,7 +180,7 @@ class NcclChannel:
 
     async def _launch_there(self, operation: NcclOperation) -> None:
         try:
-            await in_thread(self._around.loop, self._launch, operation, on=(self._around.runtime, self.devices[0]))
+            await in_thread(self._around.loop, self._launch_now, operation, on=(self._around.runtime, self.devices[0]))
         except Exception as error:
             self._launching = None
             self._failed(operation, error)
@@ -157,6 +188,13 @@ class NcclChannel:
             self._launching = None
             self._is_launched(operation)
         self._go_on()
+
+    def _launch_now(self, operation: NcclOperation) -> None:
+        """In a thread."""
+        try:
+            self._launch(operation)
+        finally:
+            self._launch_ended.set()
 
     def _launch(self, operation: NcclOperation) -> None:
         """Queue everything on the GPU; in the loop's thread or one of its own."""
@@ -221,7 +259,7 @@ class NcclChannel:
 
     def scratch(self, nbytes: int, device: int) -> Memory:
         """More temporary memory, given back when the channel is."""
-        memory = self._around.runtime.allocate(max(nbytes, 1), device)
+        memory = self._around.runtime.allocate(nbytes, device)
         self._memory.append(memory)
         return memory
 
@@ -248,6 +286,7 @@ class NcclChannel:
             helpers.start(self._end_there, in_order, keep_alive=kept)
 
     def _end_there(self, in_order: bool) -> None:
+        self._launch_ended.wait(LAUNCH_GRACE_S)
         for communicator in self._communicators:
             if in_order:
                 with contextlib.suppress(DistBackendError):  # then it is aborted
@@ -271,7 +310,8 @@ class _Scratch:
 
     def __call__(self, nbytes: int) -> int:
         if self._memory is None or self._memory.nbytes < nbytes:
-            self._memory = self._channel.scratch(nbytes, self._device)
+            doubled = 1 << (max(nbytes, LEAST_SCRATCH_BYTES) - 1).bit_length()
+            self._memory = self._channel.scratch(doubled, self._device)
         return self._memory.pointer
 
 

@@ -57,7 +57,7 @@ class Line:
 
 async def test_what_is_short_is_found_by_the_loop(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_events, "POLL_S", PATIENCE_S)
-    line = Line(cuda, Completions(asyncio.get_running_loop()))
+    line = Line(cuda, Completions(asyncio.get_running_loop(), cuda.runtime.set_device))
     before = waiting_threads()
     for number in range(100):
         line.add(number)
@@ -73,7 +73,7 @@ async def test_what_is_long_is_waited_for_by_a_thread(
     cuda: Any, poll_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_events, "POLL_S", poll_s)
-    line = Line(cuda, Completions(asyncio.get_running_loop()))
+    line = Line(cuda, Completions(asyncio.get_running_loop(), cuda.runtime.set_device))
     for turn in range(3):
         gate = cuda.runtime.hold(line.stream)
         for number in range(50):
@@ -89,7 +89,7 @@ async def test_what_is_long_is_waited_for_by_a_thread(
 
 
 async def test_streams_do_not_wait_for_each_other(cuda: Any) -> None:
-    completions = Completions(asyncio.get_running_loop())
+    completions = Completions(asyncio.get_running_loop(), cuda.runtime.set_device)
     slow, quick = Line(cuda, completions), Line(cuda, completions)
     gate = cuda.runtime.hold(slow.stream)
     slow.add("slow")
@@ -106,7 +106,7 @@ async def test_what_is_kept_alive_and_until_when(cuda: Any) -> None:
     class Kept:
         pass
 
-    line = Line(cuda, Completions(asyncio.get_running_loop()))
+    line = Line(cuda, Completions(asyncio.get_running_loop(), cuda.runtime.set_device))
     for long in (False, True):
         kept = Kept()
         alive = weakref.ref(kept)
@@ -129,7 +129,7 @@ async def test_what_is_kept_alive_and_until_when(cuda: Any) -> None:
 
 async def test_a_dropped_line_is_told_nothing(cuda: Any) -> None:
     for wait_s in (0.0, 0.005):
-        line = Line(cuda, Completions(asyncio.get_running_loop()))
+        line = Line(cuda, Completions(asyncio.get_running_loop(), cuda.runtime.set_device))
         gate = cuda.runtime.hold(line.stream)
         line.add("never", "kept")
         await asyncio.sleep(wait_s)
@@ -143,7 +143,7 @@ async def test_a_dropped_line_is_told_nothing(cuda: Any) -> None:
 
 
 async def test_a_callback_may_drop_and_add(cuda: Any) -> None:
-    line = Line(cuda, Completions(asyncio.get_running_loop()))
+    line = Line(cuda, Completions(asyncio.get_running_loop(), cuda.runtime.set_device))
     event = cuda.runtime.new_event(0)
     event.record(line.stream)
 
@@ -161,7 +161,7 @@ async def test_a_callback_may_drop_and_add(cuda: Any) -> None:
 @pytest.mark.parametrize("poll_s", [0.0, PATIENCE_S])
 async def test_failures_are_told(cuda: Any, poll_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_events, "POLL_S", poll_s)
-    line = Line(cuda, Completions(asyncio.get_running_loop()))
+    line = Line(cuda, Completions(asyncio.get_running_loop(), cuda.runtime.set_device))
     gate = cuda.runtime.hold(line.stream)
     event = line.add("first")
     line.add("second")
@@ -174,3 +174,26 @@ async def test_failures_are_told(cuda: Any, poll_s: float, monkeypatch: pytest.M
         assert isinstance(line.ended[0], DistBackendError)
     assert line.ended[1] == "second"
     line.completions.close()
+
+
+async def test_a_waiting_thread_is_on_the_streams_gpu() -> None:
+    """Otherwise CUDA opens a context on the first one, in every process."""
+    with fake_cuda(2, mode="threads") as cuda:
+        chosen: list[tuple[str, int]] = []
+
+        def set_device(device: int) -> None:
+            chosen.append((threading.current_thread().name, device))
+            raise DistBackendError("no such device")  # which waiting for the event would say, too
+
+        completions = Completions(asyncio.get_running_loop(), set_device)
+        stream, event, ended = cuda.runtime.new_stream(1), cuda.runtime.new_event(1), asyncio.Event()
+        gate = cuda.runtime.hold(stream)
+        event.record(stream)
+        completions.add(stream, (event,), lambda error: ended.set())
+        async with asyncio.timeout(PATIENCE_S):
+            while not waiting_threads():  # noqa: ASYNC110 - of what threads do there is no event
+                await asyncio.sleep(0.001)
+            gate.open()
+            await ended.wait()
+        completions.close()
+        assert chosen == [("asyncdist gpu waiter", 1)]

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
-from asyncdist.backend.device_threads import Helpers, in_thread
+import numpy as np
+import pytest
+
+from asyncdist import blocking
+from asyncdist.backend.device_threads import Helpers, in_thread, stay_on
+from asyncdist.progress.thread import acquire, release
 from asyncdist.testing.fake_cuda import FakeRuntime
+from asyncdist.testing.fake_provider import fake_cuda
 
 
 async def test_the_device_is_current_in_the_thread() -> None:
@@ -20,3 +27,41 @@ async def test_the_device_is_current_in_the_thread() -> None:
     assert seen == [1]
     assert runtime.current_device() == 0
     runtime.close()
+
+
+def test_only_threads_of_ours_stay_on_a_device() -> None:
+    runtime = FakeRuntime(3)
+    seen: list[int] = []
+
+    def use() -> None:
+        stay_on(runtime, 2)
+        seen.append(runtime.current_device())
+
+    for name in ("asyncdist communication", "somebody's"):
+        thread = threading.Thread(target=use, name=name)
+        thread.start()
+        thread.join()
+    assert seen == [2, 0]
+    runtime.close()
+
+
+@pytest.mark.parametrize("way", ["collective", "message"])
+def test_the_communication_thread_stays_on_the_gpu_of_its_arrays(way: str) -> None:
+    """Each call there puts the current device back, and CUDA opens a context on what is put back."""
+    with fake_cuda(2, mode="threads") as cuda:
+        blocking.init_process_group(store=blocking.HashStore(), rank=0, world_size=1)
+        try:
+            there = acquire()
+            assert there.call(cuda.runtime.current_device) == 0
+            x = cuda.runtime.array(np.ones(4, np.float32), 1)
+            if way == "collective":
+                blocking.all_reduce(x)
+            else:
+                work = blocking.isend(x, 0)
+                blocking.recv(x, 0)
+                work.wait()
+            assert there.call(cuda.runtime.current_device) == 1
+            assert cuda.runtime.current_device() == 0
+            release(there)
+        finally:
+            blocking.destroy_process_group()
