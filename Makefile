@@ -84,28 +84,21 @@ multinode: $(VENV)/.base
 
 # Without a GPU this says so and fails. Without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=folder make gpu, or, where some
 # interpreter has all of it: make gpu GPU_PYTHON=python3. make gpu FAKE=1 tries it on a fake device, and writes nothing.
+# make gpu ARGS="--logs folder --only ipc" keeps all output, and runs the parts of that name.
 gpu:
 ifneq ($(strip $(FAKE)),)
 	@$(MAKE) --no-print-directory $(VENV)/.dev
-	$(call measure_gpu,ASYNCDIST_TEST_FAKE_CUDA=$(FAKE) $(BIN)/python,--smoke,ASYNCDIST_TEST_FAKE_FOLDER=$$place/gpu)
+	@ASYNCDIST_TEST_FAKE_CUDA=$(FAKE) $(BIN)/python -m bench.gpu_proof --smoke $(ARGS)
 else ifneq ($(strip $(GPU_PYTHON)),)
 	@$(GPU_PYTHON) bench/cuda_extra.py --installed
-	$(call measure_gpu,PYTHONPATH=$(CURDIR):$(CURDIR)/server:$$PYTHONPATH $(GPU_PYTHON),--write)
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/server:$$PYTHONPATH $(GPU_PYTHON) -m bench.gpu_proof --write $(ARGS)
 else
 	@extra=$$($(PYTHON) bench/cuda_extra.py) && $(MAKE) --no-print-directory gpu-with-$$extra
 endif
 
 .PRECIOUS: $(VENV)/.gpu-%
 gpu-with-%: $(VENV)/.gpu-%
-	$(call measure_gpu,$(BIN)/python,--write)
-
-# $(1) runs Python, $(2) says what becomes of the figures, $(3) is for them alone. What the tests found out goes into the document as well.
-define measure_gpu
-@place=$$(mktemp -d); mkdir $$place/gpu; status=0; \
-ASYNCDIST_GPU_REPORT=$$place/facts $(1) -m pytest -q tests/unit/cuda/test_cupy_surface.py tests/gpu $(ARGS) || status=1; \
-$(3) $(1) -m bench.nccl $(2) --facts $$place/facts || status=1; \
-rm -rf $$place; exit $$status
-endef
+	@$(BIN)/python -m bench.gpu_proof --write $(ARGS)
 
 clean:
 	rm -rf $(VENV) .multinode dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

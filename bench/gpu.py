@@ -28,6 +28,10 @@ extern "C" __global__ void spin(unsigned long long nanoseconds) {
 """
 
 
+class NoGpuError(RuntimeError):
+    """There is no GPU here; says why."""
+
+
 class Gpu:
     """The device `device` of whichever library is there."""
 
@@ -84,7 +88,7 @@ class Gpu:
 
 @contextmanager
 def open_gpu(device: int | None = None) -> Iterator[Gpu]:
-    """This process's device: LOCAL_RANK modulo how many there are. Raises RuntimeError that says why there is none."""
+    """This process's device: LOCAL_RANK modulo how many there are. Raises NoGpuError that says why there is none."""
     count = os.environ.get(FAKE_VARIABLE)
     if count:
         shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -95,7 +99,7 @@ def open_gpu(device: int | None = None) -> Iterator[Gpu]:
         return
     provider = cuda.find()
     if provider is None:
-        raise RuntimeError(cuda.reason())
+        raise NoGpuError(cuda.reason())
     yield Gpu(provider, _own_device(device, provider.runtime.device_count()))
 
 

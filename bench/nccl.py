@@ -1,34 +1,34 @@
 """``python -m bench.nccl``: GPU arrays, beside cupy's bare call, torch.distributed and cupyx on the same device.
 
 One rank shows what awaiting costs; two ranks on one device compare the paths. NCCL with several devices is
-`bench.all_reduce`'s business once there is a machine with several.
+`bench.all_reduce`'s business once there is a machine with several. Each part can be measured alone, as does
+`bench.gpu_proof`: a library that hangs or crashes then costs one part.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 
-from bench.gpu import FAKE_VARIABLE, open_gpu
-from bench.nccl_alone import measure_alone
-from bench.nccl_document import IPC_BYTES, TORCH_BYTES, Figures, document, nccl_table, versions
+from bench.gpu import Gpu, NoGpuError, open_gpu
+from bench.nccl_alone import NEIGHBORS, measure_beside, measure_stall
+from bench.nccl_document import beside_tables, nccl_table, versions
+from bench.nccl_figures import IPC_BYTES, TORCH_BYTES, Figures, Note, notes_to
 from bench.nccl_ranks import SHARING, measure_ranks
 
-__all__ = ["main", "refusal_among"]
-
-DOCUMENT: Final = Path(__file__).parent.parent / "docs" / "benchmarks" / "gpu.md"
-COMMAND: Final = "make gpu"
+__all__ = ["PARTS", "main"]
 
 SIZES: Final = (4, 1 << 10, 64 << 10, 1 << 20, 16 << 20, TORCH_BYTES, IPC_BYTES)
 SMOKE_SIZES: Final = (4, 1 << 12)
 SAMPLES: Final = 1000
 SMOKE_SAMPLES: Final = 5
 PATH_SAMPLES: Final = 30
+RANKS_LIMIT_S: Final = 60.0
+"""Libraries may hang on a shared device; a benchmark may not."""
 
 PATHS: Final[dict[str, dict[str, str]]] = {
     "ipc": {"ASYNCDIST_CUDA_PATH": "ipc"},
@@ -36,47 +36,62 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     **{f"nccl ({name})": {"ASYNCDIST_CUDA_PATH": "nccl", **environ} for name, environ in SHARING.items()},
 }
 
+PARTS: Final = (*NEIGHBORS, "stall", "copy", *PATHS)
+"""Parts by name: one rank beside a neighbor, the event loop, a copy within the device, and the paths."""
 
-def refusal_among(facts: Sequence[str], path: str) -> str:
-    """Why the tests could not use `path`, as they have written it down; empty if they could, or did not try."""
-    for way in SHARING:
-        for fact in facts:
-            before, found, said = fact.partition(f"{way}: ")
-            if path == f"nccl ({way})" and found and before.startswith("NCCL") and said != "works":
-                return said
-    return ""
+NEEDED: Final = ("bare", "ipc", "staged")
+"""What must work wherever there is a device; the others are neighbors, and ways that NCCL may refuse."""
 
 
 @click.command()
 @click.option("--smoke", is_flag=True, help="Only see that it runs.")
-@click.option("--write", is_flag=True, help=f"Write {DOCUMENT.name} into docs/benchmarks.")
-@click.option("--facts", type=click.Path(path_type=Path), help="A file with lines to add to the document.")
-def main(smoke: bool, write: bool, facts: Path | None) -> None:
+@click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, help="Only these; all by default.")
+@click.option("--figures", "file", type=click.Path(path_type=Path), help="Append what is measured, as JSON lines.")
+@click.option("--limit-s", default=RANKS_LIMIT_S, show_default=True, help="Seconds for the ranks of one path.")
+def main(smoke: bool, parts: tuple[str, ...], file: Path | None, limit_s: float) -> None:
     """Measure GPU arrays on this machine's first device."""
-    sizes, samples, path_samples = (SMOKE_SIZES, SMOKE_SAMPLES, 2) if smoke else (SIZES, SAMPLES, PATH_SAMPLES)
-    try:
-        with open_gpu(0) as gpu:
-            about = versions(gpu)
-            figures = Figures(measure_alone(gpu, sizes, samples))
-            figures.copy_bytes_per_s = gpu.copy_bandwidth(sizes[-1], path_samples)
-    except RuntimeError as error:
-        click.echo(f"no figures: {error}", err=True)
-        sys.exit(1)
-    if facts is not None and facts.exists():
-        figures.facts = tuple(facts.read_text().splitlines())
-    for name, environ in PATHS.items():
-        problem = refusal_among(figures.facts, name)
-        if not problem:  # what a test has seen fail is not waited for again
-            seconds, problem = measure_ranks(2, sizes, path_samples, environ)
+    figures = Figures()
+    write = notes_to(file) if file is not None else None
+
+    def note(kind: str, **fields: Any) -> None:
+        figures.take({"kind": kind, **fields})
+        if write is not None:
+            write(kind, **fields)
+
+    for part in parts or PARTS:
+        try:
+            _measure(part, smoke, limit_s, note)
+        except NoGpuError as error:
+            click.echo(f"no figures: {error}", err=True)
+            sys.exit(1)
+    click.echo("\n".join(beside_tables(figures)))
+    for name, seconds in figures.paths.items():
+        click.echo(f"# path {name}, 2 ranks on one device\n{nccl_table(seconds, 2)}\n")
+    for name, why in {**figures.missing, **figures.problems}.items():
+        click.echo(f"# {name}: {why}")
+    sys.exit(any(name in NEEDED for name in (*figures.missing, *figures.problems)))
+
+
+def _measure(part: str, smoke: bool, limit_s: float, note: Note) -> None:
+    sizes, samples = (SMOKE_SIZES, SMOKE_SAMPLES) if smoke else (SIZES, SAMPLES)
+    path_samples = 2 if smoke else PATH_SAMPLES
+    if part in PATHS:
+        seconds, problem = measure_ranks(2, sizes, path_samples, PATHS[part], limit_s)
+        for nbytes, taken in seconds.items():
+            note("path", name=part, nbytes=nbytes, seconds=taken)
         if problem:
-            figures.problems[name] = problem
+            note("problem", name=part, why=problem)
+        return
+    with open_gpu(0) as gpu:
+        note("about", values=versions(gpu))
+        single: dict[str, Callable[[Gpu], None]] = {
+            "stall": lambda gpu: measure_stall(gpu, samples, note),
+            "copy": lambda gpu: note("copy", bytes_per_s=gpu.copy_bandwidth(sizes[-1], path_samples)),
+        }
+        if part in single:
+            single[part](gpu)
         else:
-            figures.paths[name] = seconds
-            click.echo(f"# path {name}, 2 ranks on one device\n{nccl_table(seconds, 2)}\n")
-    text = document(figures, about, COMMAND)
-    click.echo(text)
-    if write and not os.environ.get(FAKE_VARIABLE):
-        DOCUMENT.write_text(text)
+            measure_beside(gpu, part, sizes, samples, note)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -14,51 +13,48 @@ import numpy as np
 import asyncdist as dist
 from asyncdist import HashStore
 from bench.gpu import Gpu
+from bench.lateness import Lateness, share
+from bench.nccl_figures import Note
 
-__all__ = ["Alone", "measure_alone"]
+__all__ = ["NEIGHBORS", "measure_beside", "measure_stall"]
 
 ROUNDS: Final = 5
 """Candidates take turns this often, so that a change of clock rates hits all of them."""
 
-TICK_S: Final = 0.001
+FEW: Final = 8
+"""Sizes above a mebibyte have so many times fewer samples."""
+
+KERNEL_S: Final = 1e-3
+"""How long the operations take during which the loop is watched."""
 
 Once = Callable[[], Awaitable[None]]
+Closing = list[Callable[[], object]]
+"""What ends the neighbor, last first."""
 
 
-@dataclass
-class Alone:
-    """Median seconds of all_reduce with one rank, by size in bytes and candidate; the rest in seconds."""
-
-    seconds: dict[int, dict[str, float]] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    overhead_s: float = 0.0
-    stall_s: float = 0.0
-
-
-def measure_alone(gpu: Gpu, sizes: tuple[int, ...], samples: int) -> Alone:
-    """Measure; candidates that are not installed are said to be missing."""
-    return dist.run(_measure(gpu, sizes, samples))
+def measure_beside(gpu: Gpu, neighbor: str, sizes: tuple[int, ...], samples: int, note: Note) -> None:
+    """Note asyncdist's time and the neighbor's, size by size, or why the neighbor cannot be measured."""
+    closing: Closing = []
+    try:
+        dist.run(_beside(gpu, neighbor, sizes, samples, note, closing))
+    finally:
+        while closing:
+            closing.pop()()
 
 
-async def _measure(gpu: Gpu, sizes: tuple[int, ...], samples: int) -> Alone:
-    result = Alone()
+async def _beside(gpu: Gpu, neighbor: str, sizes: tuple[int, ...], samples: int, note: Note, closing: Closing) -> None:
     async with dist.init_process_group(store=HashStore(), rank=0, world_size=1):
         for nbytes in sizes:
             count = max(1, nbytes // 4)
             x, y = gpu.full(count, 1), gpu.full(count, 0)
-            candidates: dict[str, Once] = {"asyncdist": lambda x=x: _ours(x)}  # type: ignore[misc]
-            for name, make in (("bare", _bare), ("torch", _torch), ("cupyx", _cupyx)):
-                try:
-                    candidates[name] = make(gpu, x, y, count)
-                except Exception as error:  # not installed, or does not work here: the others are measured
-                    result.missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            result.seconds[nbytes] = await _compare(candidates, samples if nbytes <= 1 << 20 else max(5, samples // 8))
-        smallest = result.seconds[min(sizes)]
-        result.overhead_s = smallest["asyncdist"] - smallest.get("bare", 0.0)
-        result.stall_s = await _stall(gpu, samples)
-    while _closing:
-        _closing.pop()()
-    return result
+            try:
+                theirs = NEIGHBORS[neighbor](gpu, x, y, count, closing)
+            except Exception as error:  # not installed, or does not work here
+                note("missing", name=neighbor, why=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+                return
+            candidates: dict[str, Once] = {"asyncdist": lambda x=x: _ours(x), neighbor: theirs}  # type: ignore[misc]
+            few = samples if nbytes <= 1 << 20 else max(ROUNDS, samples // FEW)
+            note("beside", name=neighbor, nbytes=nbytes, seconds=await _compare(candidates, few))
 
 
 async def _compare(candidates: dict[str, Once], samples: int) -> dict[str, float]:
@@ -78,7 +74,7 @@ async def _ours(x: Any) -> None:
     await dist.all_reduce(x)
 
 
-def _bare(gpu: Gpu, x: Any, y: Any, count: int) -> Once:
+def _bare(gpu: Gpu, x: Any, y: Any, count: int, closing: Closing) -> Once:
     """The binding's own call and an event that is waited for, as short as it can be written."""
     if gpu.fake:
         return _bare_fake(gpu, x, count)
@@ -111,7 +107,7 @@ def _bare_fake(gpu: Gpu, x: Any, count: int) -> Once:
     return once
 
 
-def _torch(gpu: Gpu, x: Any, y: Any, count: int) -> Once:
+def _torch(gpu: Gpu, x: Any, y: Any, count: int, closing: Closing) -> Once:
     import torch
     import torch.distributed as torch_dist
 
@@ -119,7 +115,7 @@ def _torch(gpu: Gpu, x: Any, y: Any, count: int) -> Once:
         raise RuntimeError("torch sees no device")
     if not torch_dist.is_initialized():
         torch_dist.init_process_group("nccl", store=torch_dist.HashStore(), rank=0, world_size=1)
-        _closing.append(torch_dist.destroy_process_group)
+        closing.append(torch_dist.destroy_process_group)
     tensor = torch.ones(count, device=f"cuda:{gpu.device}")
 
     async def once() -> None:
@@ -130,11 +126,9 @@ def _torch(gpu: Gpu, x: Any, y: Any, count: int) -> Once:
 
 
 _cupyx_backend: list[Any] = []
-_closing: list[Callable[[], object]] = []
-"""What ends the neighbors, last first."""
 
 
-def _cupyx(gpu: Gpu, x: Any, y: Any, count: int) -> Once:
+def _cupyx(gpu: Gpu, x: Any, y: Any, count: int, closing: Closing) -> Once:
     if gpu.fake:
         raise RuntimeError("cupyx has no fake device")
     import cupy
@@ -144,7 +138,7 @@ def _cupyx(gpu: Gpu, x: Any, y: Any, count: int) -> Once:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         _cupyx_backend.append(init_process_group(1, 0, port=port))
-        _closing.append(_cupyx_backend[0].stop)
+        closing.append(_cupyx_backend[0].stop)
     stream = cupy.cuda.get_current_stream()
 
     async def once() -> None:
@@ -154,24 +148,32 @@ def _cupyx(gpu: Gpu, x: Any, y: Any, count: int) -> Once:
     return once
 
 
-async def _stall(gpu: Gpu, samples: int) -> float:
-    """How late, 99 times of 100, a callback due every millisecond is while operations of a millisecond are awaited."""
-    x = gpu.full(1 << 16, 1)
-    late: list[float] = []
-    done = asyncio.Event()
+NEIGHBORS: Final[dict[str, Callable[[Gpu, Any, Any, int, Closing], Once]]] = {
+    "bare": _bare,
+    "torch": _torch,
+    "cupyx": _cupyx,
+}
+"""Each makes what performs one operation, given two arrays of so many floats. `bare` is cupy's own call."""
 
-    async def tick() -> None:
-        while not done.is_set():
-            due = time.perf_counter() + TICK_S
-            await asyncio.sleep(TICK_S)
-            late.append(time.perf_counter() - due)
 
-    gpu.spin(0.0)
-    gpu.synchronize()
-    ticking = asyncio.create_task(tick())
-    for _ in range(samples):
-        gpu.spin(0.001)
+def measure_stall(gpu: Gpu, samples: int, note: Note) -> None:
+    """Note how late, 99 times of 100, the loop calls back while operations of a millisecond are awaited."""
+    dist.run(_stall(gpu, samples, note))
+
+
+async def _stall(gpu: Gpu, samples: int, note: Note) -> None:
+    async with dist.init_process_group(store=HashStore(), rank=0, world_size=1):
+        x = gpu.full(1 << 16, 1)
         await dist.all_reduce(x)
-    done.set()
-    await ticking
-    return sorted(late)[int(len(late) * 0.99)]
+        gpu.spin(0.0)
+        gpu.synchronize()
+        idle = Lateness()
+        idle.start()
+        await asyncio.sleep(samples * KERNEL_S)
+        idle_s = idle.stop()
+        watched = Lateness()
+        watched.start()
+        for _ in range(samples):
+            gpu.spin(KERNEL_S)
+            await dist.all_reduce(x)
+        note("stall", seconds=share(watched.stop(), 0.99), idle_s=share(idle_s, 0.99))

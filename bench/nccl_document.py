@@ -5,36 +5,27 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from asyncdist.arrays import human_bytes
 from bench.gpu import Gpu
-from bench.nccl_alone import Alone
+from bench.nccl_figures import IPC_BYTES, TORCH_BYTES, Figures
 
-__all__ = ["Figures", "document", "nccl_table", "versions"]
+__all__ = ["Row", "beside_tables", "document", "nccl_table", "rows", "versions"]
 
 OVERHEAD_S: Final = 30e-6
 STALL_S: Final = 1e-3
 TORCH_SHARE: Final = 0.95
-TORCH_BYTES: Final = 64 << 20
 STAGED_FACTOR: Final = 5.0
-IPC_BYTES: Final = 256 << 20
 
 
-@dataclass
-class Figures:
-    """Everything that was measured."""
+class Row(NamedTuple):
+    """A promise: `verdict` is kept, missed or open, empty for what is only reported."""
 
-    alone: Alone
-    paths: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Seconds by size of all_reduce with two ranks on one device, by path."""
-
-    problems: dict[str, str] = field(default_factory=dict)
-    """Why a path has no figures."""
-
-    copy_bytes_per_s: float = 0.0
-    facts: tuple[str, ...] = ()
+    name: str
+    promise: str
+    value: str
+    verdict: str
 
 
 def versions(gpu: Gpu) -> dict[str, str]:
@@ -68,78 +59,118 @@ def nccl_table(seconds: Mapping[int, float], ranks: int) -> str:
     return "\n".join(lines)
 
 
-def document(figures: Figures, about: Mapping[str, str], command: str) -> str:
+def beside_tables(figures: Figures) -> list[str]:
+    """Lines: one rank's all_reduce beside each neighbor, with which it took turns."""
+    lines: list[str] = []
+    for neighbor, by_size in figures.beside.items():
+        lines += [f"| size | asyncdist | {neighbor} |", "| --- | ---: | ---: |"]
+        for nbytes, by_name in sorted(by_size.items()):
+            ours, theirs = (f"{by_name[name] * 1e6:.1f}" for name in ("asyncdist", neighbor))
+            lines.append(f"| {human_bytes(nbytes)} | {ours} | {theirs} |")
+        lines.append("")
+    return lines
+
+
+def document(figures: Figures, command: str) -> str:
     """The whole page."""
     parts = ["# On a GPU", "", f"Measured with `{command}`; written by it.", ""]
-    parts += ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in about.items()), ""]
+    parts += ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in figures.about.items()), ""]
     parts += ["## What was promised", "", "| measure | at least | measured | |", "| --- | --- | --- | --- |"]
-    parts += [f"| {name} | {promise} | {value} | {verdict} |" for name, promise, value, verdict in _verdicts(figures)]
-    parts += ["", "## One rank: all_reduce, microseconds (median)", ""]
-    names = list(next(iter(figures.alone.seconds.values()), {}))
-    parts += ["| size | " + " | ".join(names) + " |", "| --- |" + " ---: |" * len(names)]
-    for nbytes, by_name in figures.alone.seconds.items():
-        cells = " | ".join(f"{by_name[name] * 1e6:.1f}" if name in by_name else "-" for name in names)
-        parts.append(f"| {human_bytes(nbytes)} | {cells} |")
-    parts += ["", "`bare` is cupy's own NCCL call followed by an event that is waited for.", ""]
-    parts += [f"Not measured: {name} ({why})." for name, why in figures.alone.missing.items()]
+    parts += [f"| {row.name} | {row.promise} | {row.value} | {row.verdict} |" for row in rows(figures)]
+    parts += ["", "## One rank: all_reduce, microseconds (median)", "", *beside_tables(figures)]
+    parts += ["`bare` is cupy's own NCCL call followed by an event that is waited for.", ""]
+    if figures.stall_s is not None:
+        idle = f"The loop's lateness with nothing under way is {figures.idle_s * 1e3:.2f} ms (p99)."
+        parts += [idle, ""]
+    parts += [f"Not measured: {name} ({why})." for name, why in figures.missing.items()]
     parts += ["", "## Two ranks on one device: all_reduce", ""]
     for name, seconds in figures.paths.items():
         parts += [f"Path {name}:", "", "```", nccl_table(seconds, 2), "```", ""]
-    parts += [f"No figures of path {name}: {why}." for name, why in figures.problems.items()]
+    parts += [f"Path {name}: {why}." for name, why in figures.problems.items()]
     parts += ["", *(f"- {fact}" for fact in figures.facts)]
+    if figures.outcomes:
+        parts += ["", "## What ran", "", "| part | seconds | |", "| --- | ---: | --- |"]
+        for outcome in figures.outcomes:
+            said = "; ".join(filter(None, (outcome.problem, outcome.counts()))) or "ok"
+            parts.append(f"| {outcome.section.name} | {outcome.seconds:.0f} | {said} |")
+        reasons = dict.fromkeys(reason for outcome in figures.outcomes for reason in outcome.skipped)
+        parts += ["", *(f"Skipped: {reason}." for reason in reasons)]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _verdicts(figures: Figures) -> list[tuple[str, str, str, str]]:
-    alone = figures.alone
-    rows = [
+def rows(figures: Figures) -> list[Row]:
+    """What was promised, and what came of it."""
+    return [_tests(figures), *_alone(figures), *_shared(figures)]
+
+
+def _tests(figures: Figures) -> Row:
+    of_gpu = [one for one in figures.outcomes if any(word.startswith("tests/gpu") for word in one.section.arguments)]
+    begun = [outcome for outcome in of_gpu if outcome.tests]
+    passed = sum(outcome.count("PASSED") for outcome in of_gpu)
+    skipped = sum(outcome.count("SKIPPED") for outcome in of_gpu)
+    others = sum(len(outcome.tests) for outcome in of_gpu) - passed - skipped
+    value = f"{passed} passed, {others} not, {skipped} skipped" if begun else ""
+    if begun and len(begun) < len(of_gpu):
+        value += f"; {len(of_gpu) - len(begun)} of {len(of_gpu)} parts did not run"
+    return _row("`tests/gpu`", "all pass", value, bool(passed) and not any(outcome.problem for outcome in of_gpu))
+
+
+def _alone(figures: Figures) -> list[Row]:
+    bare = figures.beside.get("bare", {})
+    overhead_s = None
+    if bare:
+        smallest = bare[min(bare)]
+        overhead_s = smallest["asyncdist"] - smallest["bare"]
+    beside = figures.beside.get("torch", {}).get(TORCH_BYTES)
+    share = beside["torch"] / beside["asyncdist"] if beside else None
+    return [
         _row(
             "`await all_reduce` over the bare call and event, one rank, p50",
             f"<= {OVERHEAD_S * 1e6:.0f} us",
-            f"{alone.overhead_s * 1e6:.1f} us" if _has(alone, "bare") else "",
-            alone.overhead_s <= OVERHEAD_S,
+            "" if overhead_s is None else f"{overhead_s * 1e6:.1f} us",
+            overhead_s is not None and overhead_s <= OVERHEAD_S,
         ),
         _row(
             "lateness of a 1 ms callback while awaiting, p99",
             f"<= {STALL_S * 1e3:.0f} ms",
-            f"{alone.stall_s * 1e3:.2f} ms",
-            alone.stall_s <= STALL_S,
+            "" if figures.stall_s is None else f"{figures.stall_s * 1e3:.2f} ms",
+            figures.stall_s is not None and figures.stall_s <= STALL_S,
+        ),
+        _row(
+            f"beside torch.distributed's NCCL, {human_bytes(TORCH_BYTES)}, one rank",
+            f">= {TORCH_SHARE}x",
+            "" if share is None else f"{share:.2f}x",
+            share is not None and share >= TORCH_SHARE,
         ),
     ]
-    beside = alone.seconds.get(TORCH_BYTES, {})
-    share = beside["torch"] / beside["asyncdist"] if "torch" in beside else 0.0
-    rows.append(
-        _row(
-            "beside torch.distributed's NCCL, 64 MiB, one rank",
-            f">= {TORCH_SHARE}x",
-            f"{share:.2f}x" if share else "",
-            share >= TORCH_SHARE,
-        )
-    )
+
+
+def _shared(figures: Figures) -> list[Row]:
+    size = human_bytes(IPC_BYTES)
     ipc = figures.paths.get("ipc", {}).get(IPC_BYTES)
     staged = figures.paths.get("staged", {}).get(IPC_BYTES)
     factor = staged / ipc if ipc and staged else 0.0
-    rows.append(
+    share = ""
+    if ipc and figures.copy_bytes_per_s:
+        share = f"{IPC_BYTES / ipc / figures.copy_bytes_per_s:.0%} of {figures.copy_bytes_per_s / 1e9:.0f} GB/s"
+    return [
         _row(
-            "CUDA IPC beside staged, 256 MiB, 2 ranks on one device",
+            f"CUDA IPC beside staged, {size}, 2 ranks on one device",
             f">= {STAGED_FACTOR:.0f}x",
             f"{factor:.1f}x" if factor else "",
             factor >= STAGED_FACTOR,
-        )
-    )
-    if ipc and figures.copy_bytes_per_s:
-        share = IPC_BYTES / ipc / figures.copy_bytes_per_s
-        text = f"{share:.0%} of {figures.copy_bytes_per_s / 1e9:.0f} GB/s"
-        rows.append(("CUDA IPC 256 MiB, algorithm bandwidth of a device copy's", "reported", text, ""))
-    return rows
+        ),
+        Row(
+            f"CUDA IPC {size}, algorithm bandwidth of a device copy's",
+            "reported",
+            share or "not measured",
+            "" if share else "open",
+        ),
+    ]
 
 
-def _row(name: str, promise: str, value: str, kept: bool) -> tuple[str, str, str, str]:
-    return name, promise, value or "not measured", ("kept" if kept else "missed") if value else "open"
-
-
-def _has(alone: Alone, name: str) -> bool:
-    return any(name in by_name for by_name in alone.seconds.values())
+def _row(name: str, promise: str, value: str, kept: bool) -> Row:
+    return Row(name, promise, value or "not measured", ("kept" if kept else "missed") if value else "open")
 
 
 def _device_name(gpu: Gpu) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -11,11 +12,12 @@ import pytest
 from gpu_kit import SHARING, run_on_gpu
 
 from bench.gpu import Gpu, open_gpu
+from bench.gpu_proof import SHARING_VARIABLE, sharing_facts
 
 ALL_REDUCE = """
 async def main():
     with open_gpu() as gpu:
-        async with dist.init_process_group(timeout=40) as group:
+        async with dist.init_process_group(timeout=25) as group:
             x = gpu.full(1 << 20, group.rank + 1)
             await dist.all_reduce(x)
             assert (x.get() == 3).all()
@@ -23,8 +25,8 @@ async def main():
 dist.run(main())
 """
 
-REPORT_VARIABLE = "ASYNCDIST_GPU_REPORT"
-"""A file to which facts are appended that docs/benchmarks/gpu.md tells."""
+SHARING_LIMIT_S = 40.0
+"""Of each try: NCCL may hang on a shared device, and there is more to be tested."""
 
 
 @pytest.fixture
@@ -38,23 +40,31 @@ def gpu() -> Iterator[Gpu]:
 
 @pytest.fixture(scope="session")
 def sharing_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Each way to put two ranks of NCCL on one device, and why it does not work; empty if it does."""
-    results = {}
+    """Each way to put two ranks of NCCL on one device, and why it does not work; empty if it does.
+
+    What has been found out already, in other sessions of the same proof, is in the file that SHARING_VARIABLE names.
+    """
+    file = Path(os.environ.get(SHARING_VARIABLE) or tmp_path_factory.mktemp("sharing") / "results")
+    results = sharing_facts(file)
     for name, environ in SHARING.items():
-        folder = tmp_path_factory.mktemp("sharing")
-        try:
-            ranks = run_on_gpu(ALL_REDUCE, 2, folder, {"ASYNCDIST_CUDA_PATH": "nccl", **environ}, limit_s=60)
-            failed = [rank for rank in ranks if rank.returncode]
-            lines = failed[0].stderr.strip().splitlines() if failed else []
-            results[name] = (lines[-1][:300] if lines else f"exit code {failed[0].returncode}") if failed else ""
-        except subprocess.TimeoutExpired:
-            results[name] = "it hangs"
-    report = os.environ.get(REPORT_VARIABLE)
-    if report:
-        with Path(report).open("a") as file:
-            for name, problem in results.items():
-                file.write(f"NCCL, two ranks on one device, {name}: {problem or 'works'}\n")
+        if name not in results:
+            results[name] = "it hangs"  # so it is written down, should this process be stopped meanwhile
+            file.write_text(json.dumps(results))
+            results[name] = _try_sharing(environ, tmp_path_factory.mktemp("sharing"))
+            file.write_text(json.dumps(results))
     return results
+
+
+def _try_sharing(environ: dict[str, str], folder: Path) -> str:
+    try:
+        ranks = run_on_gpu(ALL_REDUCE, 2, folder, {"ASYNCDIST_CUDA_PATH": "nccl", **environ}, limit_s=SHARING_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return "it hangs"
+    failed = [rank for rank in ranks if rank.returncode]
+    if not failed:
+        return ""
+    lines = failed[0].stderr.strip().splitlines()
+    return lines[-1][:300] if lines else f"exit code {failed[0].returncode}"
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ pytestmark = on_gpu
 KILLED = """
 async def main():
     with open_gpu() as gpu:
-        group = await dist.init_process_group(timeout=60)
+        group = await dist.init_process_group(timeout=30)
         x = gpu.full(4 << 20, 1)
         await dist.all_reduce(x)
         await dist.barrier()
@@ -39,7 +39,7 @@ dist.run(main())
 LATE = """
 async def main():
     with open_gpu() as gpu:
-        group = await dist.init_process_group(timeout=60)
+        group = await dist.init_process_group(timeout=30)
         x = gpu.full(1 << 20, 1)
         await dist.all_reduce(x)
         await dist.barrier()
@@ -67,7 +67,7 @@ dist.run(main())
 MIXED = """
 async def main():
     with open_gpu() as gpu:
-        group = await dist.init_process_group(timeout=60)
+        group = await dist.init_process_group(timeout=30)
         await dist.all_reduce(gpu.full(10, 1))
         array = gpu.full(10, 1) if group.rank else np.ones(10, np.float32)
         start = time.monotonic()

@@ -47,7 +47,7 @@ async def collectives(gpu, group, count):
 
 async def main():
     with open_gpu() as gpu:
-        async with dist.init_process_group(timeout=60) as group:
+        async with dist.init_process_group(timeout=30) as group:
             for count in COUNTS:
                 await collectives(gpu, group, count)
             works = [dist.all_reduce(gpu.full(300, number)) for number in range(300)]
@@ -91,7 +91,7 @@ def test_staging(size: int, tmp_path: Path) -> None:
 MANY_DEVICES = """
 async def main():
     with open_gpu() as gpu:
-        async with dist.init_process_group(timeout=60) as group:
+        async with dist.init_process_group(timeout=30) as group:
             count = gpu.runtime.device_count()
             per_rank = max(1, count // group.size)
             devices = [(group.rank * per_rank + index) % count for index in range(per_rank)]
@@ -119,7 +119,7 @@ def test_two_processes_with_lists_of_arrays(tmp_path: Path) -> None:
 OVERLAP = """
 async def main():
     with open_gpu() as gpu:
-        async with dist.init_process_group(timeout=60) as group:
+        async with dist.init_process_group(timeout=30) as group:
             gpu.spin(0.0)
             x = gpu.full(1 << 20, 1)
             await dist.all_reduce(x)

@@ -13,9 +13,10 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent.parent
 sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the packages
 
-from bench import cuda_extra, nccl_document  # noqa: E402
-from bench.nccl import refusal_among  # noqa: E402
-from bench.nccl_alone import Alone  # noqa: E402
+from bench import cuda_extra  # noqa: E402
+from bench.gpu_sections import Outcome, Section  # noqa: E402
+from bench.nccl_document import document, nccl_table, rows  # noqa: E402
+from bench.nccl_figures import IPC_BYTES, TORCH_BYTES, Figures, notes_to  # noqa: E402
 
 
 def run(folder: Path, *command: str, devices: int = 1) -> subprocess.CompletedProcess[str]:
@@ -32,14 +33,24 @@ def run(folder: Path, *command: str, devices: int = 1) -> subprocess.CompletedPr
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    facts = tmp_path / "facts"
-    facts.write_text("Something that was found out\n")
-    folder = tmp_path / "gpu"
+    folder, file = tmp_path / "gpu", tmp_path / "figures"
     folder.mkdir()
-    done = run(folder, "-m", "bench.nccl", "--smoke", "--facts", str(facts))
+    done = run(folder, "-m", "bench.nccl", "--smoke", "--figures", str(file))
     assert done.returncode == 0, done.stderr
-    for heading in ("# On a GPU", "Path ipc:", "Path staged:", "algbw", "- Something that was found out"):
+    for heading in (
+        "| size | asyncdist | bare |",
+        "# path ipc, 2 ranks",
+        "# path staged, 2 ranks",
+        "algbw",
+        "# cupyx: ",
+    ):
         assert heading in done.stdout, done.stdout
+    figures = Figures.read(file)
+    assert figures.about["device"] == "fake"
+    assert set(figures.beside["bare"]) == {4, 4096} == set(figures.paths["ipc"]) == set(figures.paths["staged"])
+    assert figures.copy_bytes_per_s
+    assert figures.stall_s is not None
+    assert "Duplicate GPU" in figures.problems["nccl (distinct NCCL_HOSTID)"]
 
 
 @pytest.mark.parametrize(
@@ -98,34 +109,58 @@ def test_what_an_interpreter_lacks(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert capsys.readouterr().err == f"make gpu: {sys.executable} lacks no-such-package\n"
 
 
-def test_what_a_test_saw_fail_is_not_waited_for_again() -> None:
-    facts = (
-        "NCCL, two ranks on one device, NCCL_MULTI_RANK_GPU_ENABLE=1: works",
-        "NCCL, two ranks on one device, distinct NCCL_HOSTID: Duplicate GPU detected",
-        "something else: fails",
-    )
-    assert refusal_among(facts, "nccl (NCCL_MULTI_RANK_GPU_ENABLE=1)") == ""
-    assert refusal_among(facts, "nccl (distinct NCCL_HOSTID)") == "Duplicate GPU detected"
-    assert refusal_among(facts, "ipc") == ""
-    assert refusal_among((), "nccl (distinct NCCL_HOSTID)") == ""
-
-
 def test_figures_are_judged() -> None:
-    sixty_four = nccl_document.TORCH_BYTES
-    alone = Alone(
-        {4: {"asyncdist": 50e-6, "bare": 25e-6}, sixty_four: {"asyncdist": 1.0, "torch": 0.9}}, {}, 25e-6, 2e-3
-    )
-    figures = nccl_document.Figures(alone, {"ipc": {nccl_document.IPC_BYTES: 1e-3}}, {"staged": "it hangs"}, 1e12)
-    text = nccl_document.document(figures, {"device": "one"}, "make gpu")
+    figures = Figures()
+    for record in (
+        {"kind": "about", "values": {"device": "one"}},
+        {"kind": "beside", "name": "bare", "nbytes": 4, "seconds": {"asyncdist": 50e-6, "bare": 25e-6}},
+        {"kind": "beside", "name": "bare", "nbytes": 1024, "seconds": {"asyncdist": 1.0, "bare": 25e-6}},
+        {"kind": "beside", "name": "torch", "nbytes": TORCH_BYTES, "seconds": {"asyncdist": 1.0, "torch": 0.9}},
+        {"kind": "missing", "name": "cupyx", "why": "it is broken"},
+        {"kind": "stall", "seconds": 2e-3, "idle_s": 1e-4},
+        {"kind": "copy", "bytes_per_s": 1e12},
+        {"kind": "path", "name": "ipc", "nbytes": IPC_BYTES, "seconds": 1e-3},
+        {"kind": "problem", "name": "staged", "why": "not through after 50 s"},
+    ):
+        figures.take(record)
+    text = document(figures, "make gpu")
     assert "| 25.0 us | kept |" in text
     assert "| 2.00 ms | missed |" in text
     assert "| 0.90x | missed |" in text
     assert "| not measured | open |" in text
-    assert "No figures of path staged: it hangs." in text
+    assert "Path staged: not through after 50 s." in text
+    assert "Not measured: cupyx (it is broken)." in text
     assert "27% of 1000 GB/s" in text
+    assert [row.verdict for row in rows(figures)] == ["open", "kept", "missed", "missed", "open", ""]
+    assert {row.verdict for row in rows(Figures())} == {"open"}
+    with pytest.raises(ValueError, match="no such record: nonsense"):
+        figures.take({"kind": "nonsense"})
+
+
+def test_all_tests_must_have_passed() -> None:
+    """A part that hung, or did not begin, is none that passed."""
+    section = Section("one", ("-m", "pytest", "tests/gpu/test_one.py"), 1.0)
+    passed = Outcome(section, tests={"a": "PASSED", "b": "SKIPPED"})
+    for others, verdict, value in (
+        ([], "kept", "1 passed, 0 not, 1 skipped"),
+        ([Outcome(section, "exit code 1", tests={"c": "FAILED"})], "missed", "1 passed, 1 not, 1 skipped"),
+        ([Outcome(section, "stopped", tests={"c": "PASSED", "d": ""})], "missed", "2 passed, 1 not, 1 skipped"),
+        ([Outcome(section, "not begun")], "missed", "1 passed, 0 not, 1 skipped; 1 of 2 parts did not run"),
+    ):
+        row = rows(Figures(outcomes=[passed, *others]))[0]
+        assert (row.verdict, row.value) == (verdict, value)
+
+
+def test_records_survive_one_that_was_cut_off(tmp_path: Path) -> None:
+    file = tmp_path / "figures"
+    assert Figures.read(file) == Figures()
+    notes_to(file)("copy", bytes_per_s=3.0)
+    with file.open("a") as opened:
+        opened.write('{"kind": "copy", "bytes_per')
+    assert Figures.read(file).copy_bytes_per_s == 3.0
 
 
 def test_the_table_has_the_columns_of_nccl_tests() -> None:
-    table = nccl_document.nccl_table({1 << 20: 1e-3}, 2).splitlines()
+    table = nccl_table({1 << 20: 1e-3}, 2).splitlines()
     assert table[0].split() == ["#", "size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
     assert table[2].split() == ["1048576", "262144", "float", "sum", "-1", "1000.00", "1.05", "1.05", "0"]

@@ -1,0 +1,162 @@
+"""``python -m bench.gpu_proof``: test and measure on this machine's GPU, in parts, none of which can spoil the others.
+
+Every part is a process of its own with a limit of its own, and all of them together take less than eight minutes. The
+document is written anew after each, so that whatever ends early, what was found out is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import click
+
+from bench.gpu import FAKE_VARIABLE, FOLDER_VARIABLE
+from bench.gpu_sections import Outcome, Section, Sections
+from bench.nccl_document import document, rows
+from bench.nccl_figures import Figures
+from bench.nccl_ranks import SHARING
+
+__all__ = ["BUDGET_S", "SHARING_VARIABLE", "main", "sections", "sharing_facts"]
+
+DOCUMENT: Final = Path(__file__).parent.parent / "docs" / "benchmarks" / "gpu.md"
+COMMAND: Final = "make gpu"
+
+BUDGET_S: Final = 450.0
+"""Of all parts. With what starts them it is under eight minutes: machines with a GPU are lent by the minute."""
+
+SHARING_VARIABLE: Final = "ASYNCDIST_GPU_SHARING"
+"""A file in which the tests write which way, if any, NCCL takes two ranks on one device: found out once, as it may take
+a time-out each."""
+
+STOP_S: Final = 10.0
+"""How much sooner than the part itself its ranks are stopped, so that it can still say what they have measured."""
+
+TAILS_CHARACTERS: Final = 6000
+"""Of the ends of failed parts that are printed; with all else that fits in a screen's scroll, and the log has them."""
+
+PYTEST: Final = ("-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", "--tb=short", "-o", "faulthandler_timeout=50")
+
+
+def sections(figures: Path, *, smoke: bool) -> list[Section]:
+    """All parts, those first that must not be missed, should time be short."""
+
+    def tests(name: str, limit_s: float, *files: str) -> Section:
+        return Section(name, (*PYTEST, *files), limit_s)
+
+    def measure(part: str, limit_s: float) -> Section:
+        options = ["--part", part, "--figures", str(figures), "--limit-s", str(limit_s - STOP_S)]
+        return Section(f"measure {part}", ("-m", "bench.nccl", *options, *(["--smoke"] if smoke else ())), limit_s)
+
+    fake = bool(os.environ.get(FAKE_VARIABLE))
+    return [
+        *([] if fake else [tests("cupy's surface", 60, "tests/unit/cuda/test_cupy_surface.py")]),
+        tests("conformance", 120, "tests/gpu/test_conformance.py"),
+        tests("one rank", 90, "tests/gpu/test_one_rank.py"),
+        measure("bare", 45),
+        measure("torch", 60),
+        measure("stall", 30),
+        measure("copy", 30),
+        measure("ipc", 60),
+        measure("staged", 75),
+        tests("shared device", 150, "tests/gpu/test_shared_device.py"),
+        tests("failures", 120, "tests/gpu/test_failures.py"),
+        measure("cupyx", 45),
+        *(measure(f"nccl ({way})", 60) for way in SHARING),
+    ]
+
+
+def sharing_facts(file: Path) -> dict[str, str]:
+    """Why each way to let NCCL take two ranks on one device does not work; empty if it does. Only those tried."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return {str(way): str(why) for way, why in found.items()}
+
+
+@click.command()
+@click.option("--smoke", is_flag=True, help="Measure only to see that it runs.")
+@click.option("--write", is_flag=True, help=f"Write {DOCUMENT.name} into docs/benchmarks.")
+@click.option("--logs", type=click.Path(path_type=Path), help="A folder for log.txt, figures.jsonl and gpu.md.")
+@click.option("--only", multiple=True, help="Only the parts whose name contains this.")
+@click.option("--budget-s", default=BUDGET_S, show_default=True, help="Seconds for all parts together.")
+def main(smoke: bool, write: bool, logs: Path | None, only: tuple[str, ...], budget_s: float) -> None:
+    """Test and measure on this machine's GPU; the exit code is 1 if a part failed."""
+    place = logs or Path(tempfile.mkdtemp(prefix="asyncdist-gpu-"))
+    place.mkdir(parents=True, exist_ok=True)
+    file, log, sharing = place / "figures.jsonl", place / "log.txt", place / "sharing.json"
+    for old in (file, log, sharing):
+        old.unlink(missing_ok=True)
+    os.environ[SHARING_VARIABLE] = str(sharing)
+    fake = bool(os.environ.get(FAKE_VARIABLE))
+    runner, outcomes, text = Sections(budget_s, log), list[Outcome](), ""
+    click.echo(f"asyncdist on this machine's GPU, at most {budget_s:.0f} s; all output is in {log}")
+    figures = Figures()
+    for section in sections(file, smoke=smoke):
+        if only and not any(part in section.name for part in only):
+            continue
+        outcome = _refused(section, sharing_facts(sharing)) or _run(runner, section, place, fake=fake)
+        outcomes.append(outcome)
+        click.echo(outcome.line())
+        figures = Figures.read(file)
+        figures.outcomes = outcomes
+        figures.facts = [
+            f"NCCL, two ranks on one device, {way}: {why or 'works'}" for way, why in sharing_facts(sharing).items()
+        ]
+        text = document(figures, COMMAND)
+        (place / DOCUMENT.name).write_text(text)
+        if write and not fake:
+            DOCUMENT.write_text(text)
+    click.echo("\n" + "\n".join(_summary(figures, outcomes, text)))
+    if logs is None and not any(outcome.problem for outcome in outcomes):
+        shutil.rmtree(place)
+    sys.exit(any(outcome.problem for outcome in outcomes))
+
+
+def _refused(section: Section, facts: dict[str, str]) -> Outcome | None:
+    """What a test has seen fail is not waited for again: that NCCL takes no two ranks on a device is no failure."""
+    for way, why in facts.items():
+        if section.name == f"measure nccl ({way})" and why:
+            return Outcome(section)
+    return None
+
+
+def _run(runner: Sections, section: Section, place: Path, *, fake: bool) -> Outcome:
+    if not fake or section.tests:
+        return runner.run(section)
+    with tempfile.TemporaryDirectory(
+        dir=place
+    ) as folder:  # of its own: what a part leaves behind is not the next one's
+        os.environ[FOLDER_VARIABLE] = folder
+        try:
+            return runner.run(section)
+        finally:
+            del os.environ[FOLDER_VARIABLE]
+
+
+def _summary(figures: Figures, outcomes: Sequence[Outcome], text: str) -> list[str]:
+    """What is to be read, shortest last: the page, the ends of what failed, the promises."""
+    lines = [text]
+    left = TAILS_CHARACTERS
+    for outcome in outcomes:
+        tail = "\n".join(outcome.tail)[-left:] if left > 0 else ""
+        if tail:
+            lines += [f"--- {outcome.section.name}: {outcome.problem}", tail]
+            left -= len(tail)
+    failed = [outcome.section.name for outcome in outcomes if outcome.problem]
+    lines += ["", f"parts: {len(outcomes) - len(failed)} of {len(outcomes)} ended well"]
+    if failed:
+        lines[-1] += f"; not: {', '.join(failed)}"
+    lines += [f"{row.verdict or 'told':<7} {row.name}: {row.value} ({row.promise})" for row in rows(figures)]
+    return lines
+
+
+if __name__ == "__main__":
+    main()

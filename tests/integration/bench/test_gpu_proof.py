@@ -1,0 +1,212 @@
+"""What `make gpu` does when libraries hang, crash or are missing: other parts run, and what was measured is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+ROOT = Path(__file__).parent.parent.parent.parent
+sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the packages
+
+from bench import gpu_proof, gpu_sections  # noqa: E402
+from bench.gpu_proof import BUDGET_S, SHARING_VARIABLE, sharing_facts  # noqa: E402
+from bench.gpu_sections import Outcome, Section, Sections  # noqa: E402
+
+LONGEST_OUTPUT = 12_000
+"""Characters: as much as is certain to be seen of a command's output."""
+
+LIMIT_S = 60.0
+
+HANGS = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+print(f"<{child.pid}>", flush=True)
+def in_a_library():
+    time.sleep(1000)
+in_a_library()
+"""
+
+BROKEN = """
+import os, sys, time
+
+def broken(part):
+    if part == "stall":
+        time.sleep(1000)
+    if part == "torch":
+        sys.modules["torch"] = None
+    if part == "bare":
+        opened = []
+        def hook(event, arguments):
+            if event == "open" and str(arguments[0]).endswith("figures.jsonl"):
+                opened.append(arguments)
+                if len(opened) == 3:
+                    os.abort()
+        sys.addaudithook(hook)
+
+if "bench.nccl" in sys.orig_argv:
+    broken(sys.orig_argv[sys.orig_argv.index("--part") + 1])
+"""
+"""What Python runs first: one part hangs, one has no torch, one crashes between the first size and the second."""
+
+
+def section(code: str, limit_s: float = LIMIT_S, *more: str) -> Section:
+    return Section("a part", ("-c", code, *more), limit_s)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_part_that_hangs_is_stopped_with_all_that_it_started(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    outcome = Sections(LIMIT_S, log).run(section(HANGS, 2.0))
+    assert outcome.problem == "stopped after 2 s"
+    text = log.read_text()
+    assert "in in_a_library" in text, "it says where it was"
+    deadline_s = time.monotonic() + LIMIT_S
+    [child] = re.findall(r"<(\d+)>", text)
+    while alive(int(child)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert outcome.seconds < LIMIT_S / 2
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("print('fine')", ""),
+        ("import os; print('before', flush=True); os.abort()", "killed by SIGABRT"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
+        ("raise SystemExit('no device')", "exit code 1"),
+    ],
+)
+def test_how_parts_end(code: str, problem: str, tmp_path: Path) -> None:
+    sections = Sections(LIMIT_S, tmp_path / "log")
+    outcome = sections.run(section(code))
+    assert outcome.problem == problem
+    assert bool(outcome.tail) is bool(problem)
+    assert outcome.line().startswith("FAILED" if problem else "ok")
+    assert sections.run(section("print('the next')")).problem == ""
+
+
+@pytest.mark.parametrize(("budget_s", "begun"), [(0.9, False), (30.0, True)])
+def test_nothing_is_begun_when_the_time_is_over(budget_s: float, begun: bool, tmp_path: Path) -> None:
+    outcome = Sections(budget_s, tmp_path / "log").run(section("pass"))
+    assert outcome.problem == ("" if begun else "not begun: the time is over")
+    assert (tmp_path / "log").exists() is begun
+
+
+def test_a_part_gets_no_more_than_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_sections, "LEAST_S", 0.1)
+    assert Sections(1.0, tmp_path / "log").run(section(HANGS)).problem == "stopped after 1 s"
+
+
+def test_verdicts_are_read_as_far_as_they_came(tmp_path: Path) -> None:
+    """The test that was under way when its process ended is named."""
+    log = [
+        "tests/gpu/test_x.py::test_a PASSED                 [ 20%]",
+        "tests/gpu/test_x.py::test_b[staged and ipc] FAILED [ 40%]",
+        "tests/gpu/test_x.py::test_c SKIPPED (no torch)     [ 60%]",
+        "tests/gpu/test_x.py::test_d",
+    ]
+    outcome = Sections(LIMIT_S, tmp_path / "log").run(
+        section(f"print({os.linesep.join(log)!r}); import os; os._exit(3)", LIMIT_S, "pytest")
+    )
+    assert outcome.problem == "exit code 3: tests/gpu/test_x.py::test_d"
+    assert outcome.counts() == "1 passed, 1 failed, 1 skipped"
+    quiet = Sections(LIMIT_S, tmp_path / "log").run(section("pass", LIMIT_S, "pytest"))
+    assert quiet.problem == "no test ran"
+
+
+def test_the_parts_fit_eight_minutes(tmp_path: Path) -> None:
+    assert BUDGET_S <= 480 - 30
+    parts = gpu_proof.sections(tmp_path, smoke=False)
+    assert all(part.limit_s <= 150 for part in parts)
+    assert len({part.name for part in parts}) == len(parts)
+    tested = {word for part in parts for word in part.arguments if word.startswith("tests/gpu")}
+    assert tested == {f"tests/gpu/{file.name}" for file in (ROOT / "tests" / "gpu").glob("test_*.py")}
+
+
+def test_what_is_known_of_sharing(tmp_path: Path) -> None:
+    file = tmp_path / "sharing"
+    assert sharing_facts(file) == {}
+    file.write_text('{"one": "", "two": "it ha')
+    assert sharing_facts(file) == {}
+    file.write_text(json.dumps({"one": "", "two": "it hangs"}))
+    assert sharing_facts(file) == {"one": "", "two": "it hangs"}
+
+
+def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *only: str, **limits_s: float) -> Result:
+    """Run the parts of these names on a fake GPU; some for less long, by the last word of their names."""
+    real = gpu_proof.sections
+
+    def hurried(figures: Path, *, smoke: bool) -> list[Section]:
+        parts = real(figures, smoke=smoke)
+        return [dataclasses.replace(one, limit_s=limits_s.get(one.name.split()[-1], LIMIT_S)) for one in parts]
+
+    monkeypatch.setattr(gpu_proof, "sections", hurried)
+    monkeypatch.setenv("ASYNCDIST_TEST_FAKE_CUDA", "1")
+    monkeypatch.setenv(SHARING_VARIABLE, "")
+    chosen = [word for name in only for word in ("--only", name)]
+    return CliRunner().invoke(gpu_proof.main, ["--smoke", "--write", "--logs", str(tmp_path / "logs"), *chosen])
+
+
+def test_a_hang_a_crash_and_a_missing_module_cost_one_part_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = gpu_proof.DOCUMENT.read_text()
+    (tmp_path / "sitecustomize.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), *sys.path])))
+    result = prove(tmp_path, monkeypatch, "bare", "torch", "stall", "copy", stall=2.0)
+    assert result.exit_code == 1, result.output
+    assert len(result.output) < LONGEST_OUTPUT
+    said = {line.split()[2]: line for line in result.output.splitlines() if line[8:16] == "measure "}
+    assert said["bare"].startswith("FAILED")
+    assert "killed by SIGABRT" in said["bare"]
+    assert "stopped after" in said["stall"]
+    assert said["torch"].startswith("ok")
+    assert said["copy"].startswith("ok")
+    page = (tmp_path / "logs" / "gpu.md").read_text()
+    assert page in result.output
+    assert "| 4 B |" in page, "what was measured before the crash"
+    assert "| 4 KiB |" not in page
+    assert "Not measured: torch (ModuleNotFoundError" in page
+    assert "| measure stall | " in page
+    assert "parts: 2 of 4 ended well; not: measure bare, measure stall" in result.output
+    promises = [line.split()[0] for line in result.output.splitlines()[-6:]]
+    assert promises[0] == "open"
+    assert promises[1] in ("kept", "missed")
+    assert promises[2:] == ["open"] * 4
+    assert gpu_proof.DOCUMENT.read_text() == before, "a fake GPU's figures are nobody's"
+
+
+def test_parts_that_end_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests too; what they found NCCL to refuse is not measured, and is no failure."""
+    real = Sections.run
+
+    def run(self: Sections, one: Section) -> Outcome:
+        if one.tests:
+            one = dataclasses.replace(one, arguments=(*one.arguments, "-k", "takes_two_ranks"))
+        return real(self, one)
+
+    monkeypatch.setattr(Sections, "run", run)
+    result = prove(tmp_path, monkeypatch, "shared device", "measure nccl (distinct")
+    assert result.exit_code == 0, result.output
+    assert "parts: 2 of 2 ended well" in result.output
+    facts = sharing_facts(tmp_path / "logs" / "sharing.json")
+    assert facts["NCCL_MULTI_RANK_GPU_ENABLE=1"] == ""
+    assert "Duplicate GPU" in facts["distinct NCCL_HOSTID"]
+    page = (tmp_path / "logs" / "gpu.md").read_text()
+    assert "- NCCL, two ranks on one device, NCCL_MULTI_RANK_GPU_ENABLE=1: works" in page
+    assert "| `tests/gpu` | all pass | 1 passed, 0 not, 0 skipped | kept |" in page
