@@ -7,6 +7,7 @@ exits with 1. Needs nothing but the standard library: it runs before anything is
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,9 @@ NEEDED: Final = {
 }
 """Modules that the tests and the benchmark import, and the packages that bring them. torch is measured where it is."""
 
+OLDEST: Final = {"numpy": (2, 1), "pytest-asyncio": (1, 4)}
+"""Packages that an environment made for something else may have too old."""
+
 
 def extra(library_name: str = DRIVER_LIBRARY) -> tuple[str, str]:
     """The extra's name, or "" and why there is none."""
@@ -50,7 +54,16 @@ def extra(library_name: str = DRIVER_LIBRARY) -> tuple[str, str]:
 def lacking() -> str:
     """What this interpreter lacks, in words; empty if nothing."""
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
-    return f"{sys.executable} lacks {', '.join(missing)}" if missing else ""
+    old = [
+        f"{package} {'.'.join(map(str, oldest))} or newer (it has {found})"
+        for package, oldest in OLDEST.items()
+        if package not in missing and _numbers(found := importlib.metadata.version(package)) < oldest
+    ]
+    return f"{sys.executable} lacks {', '.join([*missing, *old])}" if missing or old else ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -109,6 +109,17 @@ def test_what_an_interpreter_lacks(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert capsys.readouterr().err == f"make gpu: {sys.executable} lacks no-such-package\n"
 
 
+@pytest.mark.parametrize(
+    ("found", "enough"), [("2.1.0", True), ("2.10.0rc1", True), ("2.0.2", False), ("1.26.4", False)]
+)
+def test_what_an_interpreter_has_too_old(found: str, enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_extra, "NEEDED", {"numpy": "numpy"})
+    monkeypatch.setattr(cuda_extra, "OLDEST", {"numpy": (2, 1)})
+    monkeypatch.setattr(cuda_extra.importlib.metadata, "version", lambda package: found)
+    said = cuda_extra.lacking()
+    assert said == ("" if enough else f"{sys.executable} lacks numpy 2.1 or newer (it has {found})")
+
+
 def test_figures_are_judged() -> None:
     figures = Figures()
     for record in (

@@ -20,6 +20,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason
 
 FOLDER = Path(asyncdist.cuda.__file__).parent
 
+ROOT = Path(__file__).parent.parent.parent.parent
+"""bench is not installed: it lives beside the packages."""
+
 LIMIT_S = 120.0
 
 PROGRAM = """
@@ -146,6 +149,40 @@ if nccl.available:
     ask("nccl.destroy", cupy_nccl._Communicator(again, 0, 1, 0, library.version()).destroy)
     ask("nccl.open", library.open, 1, bytes(128), 0, 0)
     answers["runtime connect"] = cupy_nccl.os.environ["NCCL_RUNTIME_CONNECT"]
+from asyncdist.cuda.nccl_types import NcclOp, NcclType
+answers["numbers"] = [
+    f"{ours!r} is {theirs} there" for prefix, ours in (
+        *((f"NCCL_{one.name}", one) for one in (*NcclType, *NcclOp)),
+    )
+    if (theirs := getattr(nccl, prefix, None)) not in (None, int(ours))
+]
+answers["numbers known"] = sum(hasattr(nccl, f"NCCL_{one.name}") for one in (*NcclType, *NcclOp))
+answers["not ready"] = [cupy_runtime.NOT_READY, getattr(runtime, "errorNotReady", cupy_runtime.NOT_READY)]
+kinds = [runtime.memoryTypeDevice, runtime.memoryTypeManaged]
+answers["memory"] = [kinds, list(cupy_runtime.DEVICE_MEMORY)]
+told = runtime.PointerAttributes(1, 16, 0, runtime.memoryTypeDevice)
+answers["pointer"] = [told.device, told.type]
+
+unowned = cupy.cuda.UnownedMemory(1 << 21, 4096, None, 0)
+array = cupy.ndarray((4, 8), np.float32, memptr=cupy.cuda.MemoryPointer(unowned, 128))
+answers["array"] = [array.data.ptr, array.device.id, list(array.shape), str(array.dtype), array.flags.c_contiguous]
+answers["strided"] = array[:, ::2].flags.c_contiguous
+
+import inspect
+import cupyx.distributed
+inspect.signature(cupyx.distributed.init_process_group).bind(1, 0, port=1)
+inspect.signature(cupyx.distributed.NCCLBackend.all_reduce).bind(None, array, array)
+answers["neighbors"] = [hasattr(cupyx.distributed.NCCLBackend, name) for name in ("stop", "all_reduce")]
+for name, make in {
+    "bench.stream": lambda: cupy.cuda.Stream(non_blocking=True),
+    "bench.event": lambda: cupy.cuda.Event(disable_timing=True),
+    "bench.device": lambda: cupy.cuda.Device(0).__enter__(),
+    "bench.array": lambda: cupy.asarray(np.ones(1)),
+    "bench.name": lambda: runtime.getDeviceProperties(0),
+}.items():
+    ask(name, make)
+from bench.gpu import SPIN
+ask("bench.spin", cupy.RawKernel(SPIN, "spin"), (1,), (1,), (np.uint64(1),))
 answers["missing"] = [
     name for place, names in json.loads(sys.argv[1]).items() for name in names
     if not hasattr({"runtime": runtime, "binding": nccl, "cupy": cupy}.get(place) or nccl.NcclCommunicator, name)
@@ -167,7 +204,7 @@ try:
     from cupy_backends.cuda.libs import nvrtc
     nvrtc.getVersion()
 except Exception as error:
-    print(f"no NVRTC: {error}")
+    print(f"no NVRTC: {type(error).__name__}")  # what it says has many lines
     sys.exit()
 compiler._get_arch_for_options_for_nvrtc = lambda arch=None: ("-arch=sm_90", "cubin")  # else it asks the device
 names = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 complex128".split()
@@ -188,7 +225,7 @@ print(f"compiled {count}")
 def used() -> dict[str, set[str]]:
     """The attributes of cupy's modules, and of its communicators, that our sources name."""
     found: dict[str, set[str]] = {"runtime": set(), "binding": set(), "cupy": set(), "_raw": set()}
-    for file in ("cupy_driver.py", "cupy_nccl.py", "cupy_runtime.py"):
+    for file in ("cupy_driver.py", "cupy_nccl.py", "cupy_runtime.py"):  # the benchmark's are asked for one by one
         for node in ast.walk(ast.parse((FOLDER / file).read_text())):
             if not isinstance(node, ast.Attribute):
                 continue
@@ -214,7 +251,7 @@ def run(program: str, *arguments: str) -> str:
     """The last line that a program prints which sees no device."""
     environ = {name: value for name, value in os.environ.items() if name != "NCCL_RUNTIME_CONNECT"}
     environ["CUDA_VISIBLE_DEVICES"] = ""
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path, str(ROOT)]))
     command = [sys.executable, "-c", program, *arguments]
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stderr
@@ -230,12 +267,26 @@ def test_every_attribute_exists() -> None:
 def test_cudas_functions_take_our_arguments() -> None:
     """What fails, fails for want of a device; a wrong argument is a TypeError of cupy's own before that."""
     asked = {
-        name: said for name, said in answers().items() if name.startswith(("runtime.", "ours.", "launch", "device"))
+        name: said
+        for name, said in answers().items()
+        if name.startswith(("runtime.", "ours.", "launch", "device", "bench."))
     }
     assert len(asked) > 50
     wrong = {name: said for name, said in asked.items() if said and not said.startswith("CUDARuntimeError: cudaError")}
     assert not wrong
     assert answers()["CUDARuntimeError"].startswith("cudaErrorIllegalAddress")
+
+
+def test_numbers_and_objects_are_what_we_take_them_for() -> None:
+    told = answers()
+    assert told["numbers"] == []
+    assert not told["nccl available"] or told["numbers known"] >= 14
+    assert told["not ready"][0] == told["not ready"][1]
+    assert told["memory"][0] == told["memory"][1]
+    assert told["pointer"] == [1, 2]
+    assert told["array"] == [(1 << 21) + 128, 0, [4, 8], "float32", True]
+    assert told["strided"] is False
+    assert told["neighbors"] == [True, True]
 
 
 def test_nccls_functions_take_our_arguments() -> None:
