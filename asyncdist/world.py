@@ -105,10 +105,11 @@ class World:
         return self._source.store
 
     def register(self, group: GroupListener) -> None:
-        """Deliver news to `group` from now on, old news first."""
+        """Deliver news to `group` from now on, old news first, if it is a member's."""
         self.groups[group.group_id] = group
         for sender, message in self._early.pop(group.group_id, ()):
-            group.control(sender, message)
+            if sender in group.ranks:
+                group.control(sender, message)
         for rank, error in self.lost.items():
             if rank in group.ranks:
                 group.peer_lost(rank, error)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import asyncdist as dist
 from asyncdist import world
+from asyncdist.subgroup import derive_group_id
 from asyncdist.testing import run_world
 
 SIZE = 8
@@ -142,6 +143,20 @@ def test_a_stranger_to_a_group_cannot_speak_for_it() -> None:
             assert isinstance(pair, dist.ProcessGroup)
             await pair.all_reduce(np.ones(1))
         await group.barrier()
+
+    run_world(3, main)
+
+
+def test_a_stranger_cannot_speak_for_a_group_that_is_still_to_come() -> None:
+    async def main(group: dist.ProcessGroup) -> None:
+        await group.barrier()
+        if group.rank == 0:
+            group_id = derive_group_id(group.group_id, 1, (0, 1))
+            group.world.control_received(2, msgpack.packb(["abort", group_id, "abort", "x", None, []]))
+            assert group_id in group.world._early
+        pair = dist.new_group([0, 1])
+        if isinstance(pair, dist.ProcessGroup):
+            await pair.all_reduce(np.ones(1))
 
     run_world(3, main)
 
