@@ -11,7 +11,9 @@ With L = ceil(log2 p), m bytes, latency a, b seconds per byte and g per byte red
 | all_reduce | 2mb + mg + 4aL + 2 sqrt(8abmL) | 2m |
 
 all_reduce reduces up each tree and broadcasts down it, both at once; the trees span all ranks. For broadcast and reduce
-they span all ranks but the root, which exchanges with the roots of both: so it, too, moves every byte once.
+they span all ranks but the root, which exchanges with the roots of both: so it, too, moves every byte once. A rank has
+few chunks on their way up a tree at a time: as a leaf it could send half the vector at once, but in the other tree its
+parent waits for what it sends there.
 
 Where hosts have several ranks, the trees are over hosts and over the ranks of each (`host_trees`): the table then says
 what a host's card sends, with L the levels over hosts, and a rank sends up to m more.
@@ -78,7 +80,7 @@ def _chunks(
         for start, length in zip(offsets(lengths), lengths, strict=False)
     ]
     longest = max((piece.length for half in halves for piece in half), default=0)
-    trees = [TreePipeline(builder, node, longest) for node in nodes]
+    trees = [TreePipeline(builder, node, longest, paired=True) for node in nodes]
     for pieces in zip_longest(*halves):
         for tree, piece in zip(trees, pieces, strict=True):
             if piece is not None:

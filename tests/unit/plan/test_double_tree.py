@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 from plan_counts import peers, plans_of, received, rounds, sent
 
+from asyncdist.plan.constants import ASYNCIO_TCP
 from asyncdist.plan.steps import Recv, Send
+from asyncdist.plan.sweep import Sweep
+from asyncdist.plan.tree_pipeline import SENDS_UP
 from asyncdist.plan.window import WINDOW
 
 WORLDS = [2, 3, 4, 5, 6, 8, 13, 24, 33, 64]
@@ -68,6 +71,24 @@ def test_no_rank_holds_more_than_two_windows(chunks):
     for collective in ("all_reduce", "reduce"):
         for plan in plans_of(collective, "double_tree", 13, 2 * 10 * chunks, chunk_length=10):
             assert plan.scratch_count <= 2 * WINDOW * 10
+
+
+@pytest.mark.parametrize("chunks", [SENDS_UP, SENDS_UP + 1])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce"])
+def test_a_leaf_has_few_chunks_on_their_way_up(collective, chunks):
+    """All are ready at once; the first one too many waits for the first."""
+    steps = plans_of(collective, "double_tree", 8, 2 * 10 * chunks, chunk_length=10)[2].steps
+    ready = [number for number, step in enumerate(steps) if isinstance(step, Send) and not step.after]
+    waiting = [step for step in steps if isinstance(step, Send) and step.after == (ready[0],)]
+    assert (len(ready), len(waiting)) == (SENDS_UP, chunks - SENDS_UP)
+
+
+def test_chunks_of_the_one_tree_do_not_hold_up_those_of_the_other():
+    """The wire is busy nearly all the time: two vectors pass each rank of all_reduce, one of reduce and broadcast."""
+    nbytes = 64 << 20
+    for collective, vectors in (("all_reduce", 2), ("reduce", 1), ("broadcast", 1)):
+        seconds = Sweep(collective, ASYNCIO_TCP).seconds("double_tree", 64, nbytes)
+        assert seconds < 1.35 * vectors * nbytes * ASYNCIO_TCP.beta_s
 
 
 def test_one_element_travels_in_one_tree():
