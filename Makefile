@@ -30,7 +30,8 @@ help:
 	@echo "                at random instants and ask the others (KILLS=200), kill the store's"
 	@echo "                daemon under load and judge every answer (KILLS=200)"
 	@echo "                and fuzz both doors of the store daemon (FRAMES=1000000 at each)"
-	@echo "make multinode  run the demo on 3 nodes in containers (as root; installs Debian's docker when missing)"
+	@echo "make multinode  run the demo on 3 nodes in containers, and an elastic job whose nodes come, are killed and are"
+	@echo "                cut off (as root; installs Debian's docker when missing)"
 	@echo "make gpu        test and measure on this machine's GPU in less than eight minutes: docs/benchmarks/gpu.md"
 	@echo "make clean      remove .venv and everything else that was built"
 

@@ -107,7 +107,7 @@ class Rounds:
                 await self._store.check([self._root + "elastic"])
         except (DistError, TimeoutError) as unreachable:
             raise LaunchError(
-                f"the connection to the job's store was lost: {unreachable or error}. If a launcher of the job hosted "
+                f"the connection to the job's store was lost: {str(unreachable) or error}. If a launcher of the job hosted "
                 "it, the job ends with that launcher; a standing daemon (asyncdist-server, ASYNCDIST_STORE) does not"
             ) from error
         if not isinstance(error, LeaseLostError | WatchCompactedError):

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Runs docker-compose.yml: the demo on three nodes of two ranks and a store daemon, in containers of a private network.
+# Runs docker-compose.yml: the demo on three nodes of two ranks and a store daemon, in containers of a private network,
+# and then an elastic job on nodes that come, are killed and are cut off (elastic.sh).
 #
 #   bash tests/multinode/run.sh [--skip-without-engine]
 #
 # Nothing is pulled: the base image is a debootstrap of the release that this machine runs, from the mirror that apt
 # uses, and the wheels come from the host. Missing tools are installed from Debian's packages and an engine is started
 # where none runs, both as root. Afterwards containers, network and images are gone and the engine is stopped if it was
-# started here; .multinode/ (ignored by git) keeps the bare base system for the next run. The exit status is the demo's.
+# started here; .multinode/ (ignored by git) keeps the bare base system for the next run. The exit status is 0 if both jobs
+# went as they should.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 exec </dev/null
@@ -52,6 +54,7 @@ clean_up() {
   set +e
   if [[ -f $CACHE/env ]]; then
     say "removing containers, network and images"
+    ((${#started[@]})) && docker rm --force "${started[@]}" >/dev/null 2>&1
     compose "$SHORT_S" down --volumes --timeout 5 >/dev/null 2>&1
     docker image rm --force "${IMAGES[@]}" >/dev/null 2>&1
   fi
@@ -65,6 +68,7 @@ clean_up() {
   if [[ $service ]]; then
     systemctl stop docker.socket docker.service
   fi
+  mount | awk -v rootfs="$CACHE/rootfs/" 'index($3, rootfs) == 1 { print $3 }' | sort -r | xargs --no-run-if-empty umount
   rm -rf "$CACHE/env" "$CACHE/context" "$CACHE/rootfs"
   exit "$status"
 }
@@ -163,7 +167,7 @@ show_logs() {
 
 run_demo() {
   say "store and ${#NODES[@]} nodes"
-  compose "$UP_S" up --detach --no-build || { show_logs; return 1; }
+  compose "$UP_S" up --detach --no-build store "${NODES[@]}" || { show_logs; return 1; }
   local containers statuses failed=0
   containers=$(compose "$SHORT_S" ps --quiet "${NODES[@]}")
   # shellcheck disable=SC2086  # one word per container
@@ -177,7 +181,11 @@ run_demo() {
   say "all nodes exited with status 0"
 }
 
-[[ ${1:-} == --skip-without-engine ]] && SKIP_WITHOUT_ENGINE=1
+case ${1:-} in
+  --skip-without-engine) SKIP_WITHOUT_ENGINE=1 ;;
+  ?*) echo "usage: bash tests/multinode/run.sh [--skip-without-engine]" >&2; exit 2 ;;
+esac
+source tests/multinode/elastic.sh
 mkdir -p "$CACHE"
 trap clean_up EXIT
 trap 'exit 130' INT
@@ -191,3 +199,5 @@ say "building images"
 build_image "${IMAGES[0]}" server/Dockerfile
 build_image "${IMAGES[1]}" tests/multinode/Dockerfile
 run_demo
+run_elastic
+say "done in $SECONDS s"
