@@ -106,9 +106,10 @@ class Rounds:
             async with asyncio.timeout(_REACH_TIMEOUT_S):
                 await self._store.check([self._root + "elastic"])
         except (DistError, TimeoutError) as unreachable:
+            why = str(unreachable) or str(error)  # a time-out says nothing
             raise LaunchError(
-                f"the connection to the job's store was lost: {str(unreachable) or error}. If a launcher of the job hosted "
-                "it, the job ends with that launcher; a standing daemon (asyncdist-server, ASYNCDIST_STORE) does not"
+                f"the connection to the job's store was lost: {why}. If a launcher of the job hosted it, "
+                "the job ends with that launcher; a standing daemon (asyncdist-server, ASYNCDIST_STORE) does not"
             ) from error
         if not isinstance(error, LeaseLostError | WatchCompactedError):
             raise LaunchError(str(error)) from error
