@@ -32,11 +32,16 @@ def stay_on(runtime: Runtime, device: int) -> None:
 
 
 def in_thread(
-    loop: asyncio.AbstractEventLoop, function: Callable[..., T], *arguments: Any, on: tuple[Runtime, int]
+    loop: asyncio.AbstractEventLoop,
+    function: Callable[..., T],
+    *arguments: Any,
+    on: tuple[Runtime, int],
+    keep_alive: object = None,
 ) -> asyncio.Future[T]:
     """Call `function(*arguments)` in a thread of its own; a future of its result. Cancelling that ends the waiting.
 
     `on` is the device to be current there: a fresh thread's is the first, where CUDA would open a context as well.
+    `keep_alive` is referenced until the call returns, whoever waits for it, and whatever becomes of the loop.
     """
     future: asyncio.Future[T] = loop.create_future()
 
@@ -49,7 +54,7 @@ def in_thread(
             future.set_exception(error)
 
     def run() -> None:
-        result, failure = None, None
+        result, failure, _kept = None, None, keep_alive
         try:
             on[0].set_device(on[1])
             result = function(*arguments)
@@ -72,9 +77,7 @@ class Helpers:
 
     def start(self, function: Callable[..., object], *arguments: Any, keep_alive: object = None) -> None:
         """Call it in a thread. What it raises is not heard of: there is nobody left who could do anything about it."""
-        future = in_thread(self._loop, function, *arguments, on=self._on)
-        self._futures.add(future)
-        future.add_done_callback(lambda ended, _kept=keep_alive: self._ended(ended))  # type: ignore[misc]
+        self.keep(in_thread(self._loop, function, *arguments, on=self._on, keep_alive=keep_alive))
 
     def keep(self, future: asyncio.Future[Any]) -> None:
         """Wait for this, too; its failure is not heard of either."""
@@ -87,7 +90,10 @@ class Helpers:
             future.exception()
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until all have ended, at most `timeout_s`; what waits for the others is then cancelled."""
+        """Wait until all have ended, at most `timeout_s`; what waits for the others is then cancelled.
+
+        Their threads go on, with what they keep alive: the GPU may still use it.
+        """
         if self._futures:
             _, late = await asyncio.wait(set(self._futures), timeout=timeout_s)
             for future in late:

@@ -235,11 +235,10 @@ class IpcChannel:
 
     def _say_done(self, sequence: int, operation: IpcOperation | None, fingerprint: int) -> None:
         """Once nothing of the operation is on the device any more, which is now unless it was dropped under way."""
-        if operation is None or operation.last_event is None:
+        event = self._event_behind(operation)
+        if operation is None or event is None:
             self._signals.tell(self._others, Record(DONE, sequence=sequence, fingerprint=fingerprint))
             return
-        event = self.new_event()
-        event.record(operation.stream)
         # The next operation has another stream: what this one still writes there must not come after what that writes.
         self._reading.setdefault(sequence, set()).add(self.rank)
 
@@ -249,6 +248,17 @@ class IpcChannel:
             self._go_on()
 
         self.watch(operation.stream, event, over, None)
+
+    def _event_behind(self, operation: IpcOperation | None) -> Event | None:
+        """Recorded behind all of an operation; None if nothing of it is on the device, or that is broken."""
+        if operation is None or operation.last_event is None:
+            return None
+        event = self.new_event()
+        try:
+            event.record(operation.stream)
+        except Exception:  # the operation has failed for that reason already
+            return None
+        return event
 
     # Signals.
 

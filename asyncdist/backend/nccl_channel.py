@@ -292,12 +292,15 @@ class NcclChannel:
                 with contextlib.suppress(DistBackendError):  # then it is aborted
                     communicator.destroy()
                     continue
-            communicator.abort()
+            with contextlib.suppress(DistBackendError):  # of several, the others have to end all the same
+                communicator.abort()
         for stream in self._streams:
-            stream.synchronize()
-            stream.close()
+            with contextlib.suppress(DistBackendError):  # of a GPU that is broken
+                stream.synchronize()
+                stream.close()
         for memory in self._memory:
-            memory.close()
+            with contextlib.suppress(DistBackendError):
+                memory.close()
 
 
 class _Scratch:

@@ -227,7 +227,11 @@ class StagedLine:
                 runtime.copy(target, source, nbytes, stream)
         except Exception as error:
             self._fail(operation, error)
-        event.record(stream)  # also behind what was begun of something that failed
+        try:
+            event.record(stream)  # also behind what was begun of something that failed
+        except Exception as error:  # the GPU is broken: its buffer is not used again, as nobody says when that is free
+            self._fail(operation, error)
+            return
         self._watched += 1
 
         def ended(error: BaseException | None) -> None:

@@ -22,6 +22,7 @@ from asyncdist.backend.staged import StagedPath
 from asyncdist.errors import CollectiveMismatchError, DistBackendError, PeerLostError
 from asyncdist.reduce_op import ReduceOp
 from asyncdist.testing.fake_cuda import FakeRuntime
+from asyncdist.testing.fake_queues import FakeEvent
 
 PATHS = (StagedPath, CudaIpcPath)
 paths = pytest.mark.parametrize("path", PATHS)
@@ -115,6 +116,34 @@ def test_refused_on_one_rank(runtime: FakeRuntime, path: type[DevicePath], kind:
         await check_sum(rank, LONG)
 
     run_ranks(3, path, main, runtime)
+
+
+@paths
+@pytest.mark.parametrize("good", [0, 3])
+def test_a_gpu_that_fails_in_the_middle(
+    runtime: FakeRuntime, path: type[DevicePath], good: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a kernel's failure every call of CUDA fails, events' too: the operation does, and nothing else happens."""
+    record, caller = FakeEvent.record, runtime.current_stream(0).handle
+    left = [10**9]
+
+    def failing(self: FakeEvent, stream: Any) -> None:
+        if stream.handle != caller:
+            left[0] -= 1
+            if left[0] < 0:
+                raise DistBackendError("cudaErrorIllegalAddress")
+        record(self, stream)
+
+    monkeypatch.setattr(FakeEvent, "record", failing)
+
+    async def main(rank: PathRank) -> None:
+        await check_sum(rank, LONG)
+        left[0] = good
+        error = await failure_of(rank.start(calls.all_reduce(rank.array(values(0, LONG)), ReduceOp.SUM)))
+        assert "cudaErrorIllegalAddress" in str(error)
+        left[0] = 10**9  # so that what was queued by then can be waited for
+
+    run_ranks(1, path, main, runtime)
 
 
 @paths

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from asyncdist.backend.device_threads import Helpers, in_thread, stay_on
 from asyncdist.progress.thread import acquire, release
 from asyncdist.testing.fake_cuda import FakeRuntime
 from asyncdist.testing.fake_provider import fake_cuda
+
+PATIENCE_S = 60.0
 
 
 async def test_the_device_is_current_in_the_thread() -> None:
@@ -26,6 +30,29 @@ async def test_the_device_is_current_in_the_thread() -> None:
     await helpers.wait(60)
     assert seen == [1]
     assert runtime.current_device() == 0
+    runtime.close()
+
+
+async def test_what_is_kept_alive_until_a_call_returns_that_nobody_waits_for() -> None:
+    """The GPU may write into arrays as long as an abort has not returned."""
+
+    class Kept:
+        pass
+
+    runtime, leave, kept = FakeRuntime(1), threading.Event(), Kept()
+    alive = weakref.ref(kept)
+    helpers = Helpers(asyncio.get_running_loop(), (runtime, 0))
+    helpers.start(leave.wait, PATIENCE_S, keep_alive=[kept])
+    del kept
+    await helpers.wait(0.01)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert alive() is not None
+    leave.set()
+    async with asyncio.timeout(PATIENCE_S):
+        while alive() is not None:
+            gc.collect()
+            await asyncio.sleep(0.001)
     runtime.close()
 
 

@@ -12,7 +12,7 @@ import pytest
 import asyncdist as dist
 from asyncdist import HashStore, ReduceOp
 from asyncdist.backend import nccl_channel
-from asyncdist.errors import DistError
+from asyncdist.errors import DistBackendError, DistError
 from asyncdist.testing.fake_provider import FakeCuda, fake_cuda
 
 PATIENCE_S = 60.0
@@ -132,3 +132,21 @@ async def test_temporary_memory_doubles(monkeypatch: pytest.MonkeyPatch) -> None
                 y = cuda.runtime.array(np.ones(mebibytes << 18, np.float32))
                 await dist.reduce_scatter_tensor(y, x, ReduceOp.PREMUL_SUM(2.0))
     assert allocated == [2 << 20, 4 << 20, 8 << 20, 16 << 20]
+
+
+async def test_an_abort_that_fails_leaves_no_other_communicator_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several GPUs: what runs on the second must end, and its stream be waited for, before arrays are given up."""
+    with fake_cuda(2, mode="threads") as cuda:
+        group = await world()
+        await dist.all_reduce_multigpu([cuda.runtime.array(np.ones(4, np.float32), device) for device in (0, 1)])
+        first, second = cuda.nccl.communicators
+
+        def broken() -> None:
+            raise DistBackendError("out of order")
+
+        monkeypatch.setattr(first, "abort", broken)
+        group.abort("enough")
+        await dist.destroy_process_group()
+        assert second.state == "aborted"
+        monkeypatch.undo()
+        first.abort()
