@@ -126,6 +126,7 @@ def _to_signals(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 @click.option(
     "--shutdown-timeout",
     type=click.FloatRange(0),
+    envvar=["PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"],  # torchrun reads both
     default=DEFAULT_SHUTDOWN_TIMEOUT_S,
     show_default=True,
     metavar="SECONDS",

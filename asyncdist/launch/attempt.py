@@ -51,7 +51,8 @@ class Attempt:
 
     `start` makes the workers one by one. `run` returns when none is left, and leaves no process and no descriptor,
     also when it is cancelled (then the workers are killed). `on_failure(exit)` is called once, synchronously, at this
-    node's first failure, so that other nodes can be told at once.
+    node's first failure, so that other nodes can be told at once; `on_escalation(signal, ranks)` when these ranks have
+    taken too long to end, and are sent that.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class Attempt:
         grace_s: float,
         shutdown_timeout_s: float,
         on_failure: Callable[[Exit], None] = lambda exit: None,
+        on_escalation: Callable[[signal.Signals, Sequence[int]], None] = lambda signum, ranks: None,
     ) -> None:
         self._start = start
         self._grace_s = grace_s
         self._shutdown_timeout_s = shutdown_timeout_s
         self._on_failure = on_failure
+        self._on_escalation = on_escalation
         self._loop = asyncio.get_running_loop()
         self._workers: list[Worker] = []
         self._stage = Stage.RUNNING
@@ -149,6 +152,7 @@ class Attempt:
             return
         stage, signum = _NEXT[self._stage]
         self._enter(stage, self._grace_s if stage is Stage.TERMINATING else None)
+        self._on_escalation(signum, [worker.rank for worker in self._workers if worker.exit is None])
         self._signal_all(signum)
 
     def _enter(self, stage: Stage, timeout_s: float | None) -> None:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import dataclasses
-import os
 import signal
-from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
-from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from asyncdist.errors import DistError, LaunchError
-from asyncdist.launch.agent import Agent
-from asyncdist.launch.attempt import Attempt, Stage
+from asyncdist.launch.attempt import Stage
 from asyncdist.launch.cause import is_consequence
 from asyncdist.launch.conclusion import Conclusion, End
-from asyncdist.launch.config import LaunchConfig
-from asyncdist.launch.environment import NodePlace, own_device
-from asyncdist.launch.hosting import StorePlace, find_or_host, open_store
+from asyncdist.launch.environment import NodePlace
+from asyncdist.launch.hosting import StorePlace, open_store
 from asyncdist.launch.meeting import Roster
+from asyncdist.launch.node_agent import NodeAgent
 from asyncdist.launch.nodes import Failure
-from asyncdist.launch.output import OutputWriter
 from asyncdist.launch.round import Entry, Plan, Round, Stop
 from asyncdist.launch.rounds import JobOverError, Outcome, Rounds
 from asyncdist.launch.warden import Warden
@@ -39,52 +32,36 @@ _HOST_LEFT: Final = (
 )
 
 
-class ElasticAgent(Agent):
-    """State of one launcher of an elastic job. `run` may be called once."""
+class ElasticAgent(NodeAgent):
+    """State of one launcher of an elastic job."""
 
-    def __init__(
-        self,
-        config: LaunchConfig,
-        stdout: OutputWriter,
-        stderr: OutputWriter,
-        environ: Mapping[str, str] = os.environ,
-    ) -> None:
-        super().__init__(config, stdout, stderr, environ)
+    def _prepare(self) -> None:
         self._round: Round | None = None
         self._stop: Stop | None = None
         self._restarts = 0
         self._number = -1  # of the last round
         self._announced = False
-        self._words: set[asyncio.Task[None]] = set()  # what others are being told
 
-    async def _run(self) -> int:
-        config = self._config
-        self.logs.check()
-        if config.virtual_local_rank:
-            own_device(config.nproc_per_node - 1, self._environ)  # before other nodes count on this one
-        async with AsyncExitStack() as stack:
-            place = await find_or_host(config)
-            if place.hosted is not None:
-                stack.push_async_callback(asyncio.to_thread, place.hosted.close)
-            rounds = Rounds(await open_store(place, config.join_timeout_s), config, self.say)
-            stack.push_async_callback(self._leave, rounds, place)
-            warden = stack.enter_context(contextlib.closing(Warden()))
-            self.say(f"waiting for {config.min_nodes} to {config.nnodes} nodes, store at {place.endpoint}")
-            while True:
-                try:
-                    exitcode = await self._one_round(rounds, place, warden)
-                except JobOverError as error:
-                    how = f"failed: {error.outcome.text}" if error.outcome.exitcode else "ended well"
-                    self.say(f"the job {how}, while this node waited to take part")
-                    return error.outcome.exitcode
-                except LaunchError:
-                    raise
-                except DistError as error:
-                    await rounds.lost(error)
-                    self.say(f"this node was taken for lost ({error}); joining anew")
-                    continue
-                if exitcode is not None:
-                    return exitcode
+    async def _take_part(self, place: StorePlace, stack: AsyncExitStack) -> int:
+        rounds = Rounds(await open_store(place, self._config.join_timeout_s), self._config, self.say)
+        stack.push_async_callback(self._leave, rounds, place)
+        warden = stack.enter_context(contextlib.closing(Warden()))
+        self.say(f"waiting for {self._config.min_nodes} to {self._config.nnodes} nodes, store at {place.endpoint}")
+        while True:
+            try:
+                exitcode = await self._one_round(rounds, place, warden)
+            except JobOverError as error:
+                how = f"failed: {error.outcome.text}" if error.outcome.exitcode else "ended well"
+                self.say(f"the job {how}, while this node waited to take part")
+                return error.outcome.exitcode
+            except LaunchError:
+                raise
+            except DistError as error:
+                await rounds.lost(error)
+                self.say(f"this node was taken for lost ({error}); joining anew")
+                continue
+            if exitcode is not None:
+                return exitcode
 
     async def _one_round(self, rounds: Rounds, place: StorePlace, warden: Warden) -> int | None:
         """Meet, run the workers, conclude; return the exit code if the job is over for this node."""
@@ -100,8 +77,12 @@ class ElasticAgent(Agent):
                 if plan is not None:
                     self._restarts, self._number = plan.restarts, plan.number
                     roster = Roster(current.rank, plan.nprocs, rounds.run_id)
-                    self._announce_round(place, plan, roster)
-                    end = await self._run_workers(plan, self._place_in(place, plan, roster), current, warden)
+                    self._announce(place, roster, f"job {roster.run_id}, round {plan.number}:")
+                    if not self._announced:
+                        self._announced = True
+                        self._open_logs(roster)
+                    node_place = self._node_place(place, roster, plan.restarts)
+                    end = await self._run_workers(plan, node_place, current, warden)
                 if self._interrupted_by is not None:
                     assert self._own is not None
                     await self._say_goodbye(current, place)
@@ -109,8 +90,7 @@ class ElasticAgent(Agent):
                 conclusion = await current.conclude(end, self._restarts, config.max_restarts)
         finally:
             self._round = None
-            await asyncio.gather(*self._words)
-            self._words.clear()
+            await self._told()
         return await self._follow(conclusion, current, rounds)
 
     def _forget_round(self) -> None:
@@ -138,40 +118,15 @@ class ElasticAgent(Agent):
             self.say(f"meeting again with the nodes that are there ({reason})")
         return None
 
-    def _announce_round(self, place: StorePlace, plan: Plan, roster: Roster) -> None:
-        """As for a fixed number of nodes, and once per launcher what does not change."""
-        nnodes = len(plan.nprocs)
-        first, last = roster.first_rank, roster.first_rank + self._config.nproc_per_node - 1
-        ranks = f"ranks {first}-{last}" if last > first else f"rank {first}"
-        self.say(
-            f"job {roster.run_id}, round {plan.number}: node {roster.node_rank} of {nnodes}, {ranks} of "
-            f"{roster.world_size}, store {'hosted' if place.hosted else 'found'} at {place.endpoint}"
-        )
-        if not self._announced:
-            self._announced = True
-            self._say_threads()
-            self.logs.open(roster.run_id, roster.node_rank, self._config.nnodes, self._config.nproc_per_node)
-
-    def _place_in(self, place: StorePlace, plan: Plan, roster: Roster) -> NodePlace:
-        nnodes = len(plan.nprocs)
-        return dataclasses.replace(self._node_place(place, roster), nnodes=nnodes, restarts=plan.restarts)
-
     async def _run_workers(self, plan: Plan, place: NodePlace, current: Round, warden: Warden) -> End:
         """Run this node's workers until they have ended, by themselves or because all nodes stop theirs."""
-        self.logs.start_attempt(plan.number)
         failed: list[Exit] = []
 
         def on_failure(exit: Exit) -> None:
             failed.append(exit)
             self._tell(current.stop(Stop("failed", f"rank {exit.rank} failed")))
 
-        attempt = Attempt(
-            [partial(self._start_worker, rank, plan.number, place, warden) for rank in range(place.nproc)],
-            grace_s=self._config.grace_s,
-            shutdown_timeout_s=self._config.shutdown_timeout_s,
-            on_failure=on_failure,
-        )
-        self._attempt = attempt
+        self._attempt = attempt = self._new_attempt(plan.number, place, warden, on_failure)
         if self._stop is not None:  # a node went, or came, while this one got here
             attempt.stop(at_once=True)
         try:
@@ -200,9 +155,6 @@ class ElasticAgent(Agent):
         patience_s = 2 * self._config.grace_s + _END_MARGIN_S if self._interrupted_by is not None else _END_MARGIN_S
         await rounds.leave(others_s=0.0 if place.hosted is None else patience_s)
 
-    def _tell(self, word: Coroutine[Any, Any, None]) -> None:
-        self._words.add(asyncio.create_task(word))
-
     def _on_stop(self, why: Stop) -> None:
         self._stop = why
         if self._attempt is not None:
@@ -210,9 +162,7 @@ class ElasticAgent(Agent):
                 self.say(f"{why.text}: stopping the workers")
             self._attempt.stop(at_once=why.kind == "joined")
 
-    def _on_ending_signal(self, signum: int) -> None:
-        first = not self.interrupted
-        if first and self._round is not None and self._attempt is not None:
+    def _on_first_ending_signal(self, signum: int) -> None:
+        if self._round is not None and self._attempt is not None:
             name = signal.Signals(signum).name
             self._tell(self._round.stop(Stop("left", f"{self._round.described(self._round.rank)} leaves ({name})")))
-        super()._on_ending_signal(signum)

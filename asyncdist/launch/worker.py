@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from asyncdist.launch.destination import Destination, Stream
+from asyncdist.launch.oom import oom_kills
 from asyncdist.launch.warden import Warden
 
 __all__ = ["Exit", "Worker"]
@@ -29,11 +30,15 @@ DRAIN_IDLE_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a worker ended. `returncode` is negative for a signal, as subprocess has it."""
+    """How a worker ended. `returncode` is negative for a signal, as subprocess has it.
+
+    `out_of_memory` says that the kernel ended some process of this host for want of memory while the worker ran.
+    """
 
     rank: int
     pid: int
     returncode: int
+    out_of_memory: bool = False
 
     @property
     def exitcode(self) -> int:
@@ -43,6 +48,8 @@ class Exit:
     def __str__(self) -> str:
         if self.returncode >= 0:
             return f"exit code {self.returncode}"
+        if self.returncode == -signal.SIGKILL and self.out_of_memory:
+            return "killed by SIGKILL, probably for want of memory: the kernel ended a process for that meanwhile"
         try:
             return f"killed by {signal.Signals(-self.returncode).name}"
         except ValueError:
@@ -74,6 +81,7 @@ class Worker:
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._warden = warden
+        self._oom_kills = oom_kills()
         # A worker has no terminal to read from (it is in another session); end of file at once beats EIO later.
         try:
             self._process = subprocess.Popen(
@@ -137,7 +145,7 @@ class Worker:
     def _look(self) -> None:
         returncode = self._peek()
         if returncode is not None and self.exit is None:
-            self.exit = Exit(self.rank, self.pid, returncode)
+            self.exit = Exit(self.rank, self.pid, returncode, oom_kills() > self._oom_kills)
             self._unwatch()
             self._ended.set()
             self.on_exit(self.exit)

@@ -172,11 +172,12 @@ def test_second_interrupt_kills_workers_that_ignore_the_first(tmp_path: Path) ->
 
 def test_shutdown_timeout_bounds_what_follows_a_signal(tmp_path: Path) -> None:
     script = write_script(tmp_path, FAMILY)
-    with running("--shutdown-timeout", "0.2", script, str(tmp_path), "ignore") as process:
+    with running(script, str(tmp_path), "ignore", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="0.2") as process:
         pids = pids_in(tmp_path, 2)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=DEADLINE_S)
+        _, stderr = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 128 + signal.SIGINT
+    assert b"asyncdist run: rank 0 is still running: SIGKILL" in stderr
     assert all_gone(pids)
 
 

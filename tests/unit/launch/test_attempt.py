@@ -77,7 +77,8 @@ async def test_success_needs_all() -> None:
 async def test_a_failure_is_told_once_and_leads_from_grace_to_sigterm_to_sigkill() -> None:
     workers = [FakeWorker(0), FakeWorker(1), FakeWorker(2, obeys=(signal.SIGTERM,)), FakeWorker(3)]
     told: list[Exit] = []
-    attempt = attempt_of(workers, on_failure=told.append)
+    sent: list[tuple[int, list[int]]] = []
+    attempt = attempt_of(workers, on_failure=told.append, on_escalation=lambda *word: sent.append(word))
     task = await started(attempt, workers)
     workers[1].end(7)
     assert attempt.stage is Stage.GRACE
@@ -89,6 +90,7 @@ async def test_a_failure_is_told_once_and_leads_from_grace_to_sigterm_to_sigkill
     assert workers[0].log == ["SIGTERM", "SIGKILL", "reap"]
     assert workers[2].log == ["SIGTERM", "reap"]
     assert workers[3].log == ["reap"]
+    assert sent == [(signal.SIGTERM, [0, 2]), (signal.SIGKILL, [0])]
 
 
 @pytest.mark.parametrize("error", [b"PeerLostError: rank 0 lost rank 1", b"GroupAbortedError"])

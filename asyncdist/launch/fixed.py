@@ -1,0 +1,114 @@
+"""The launcher of one node of a job with a fixed number of them: joins the others once, and runs attempts with them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Final
+
+from asyncdist.errors import DistError
+from asyncdist.launch.attempt import AttemptResult
+from asyncdist.launch.environment import NodePlace
+from asyncdist.launch.hosting import StorePlace, open_store
+from asyncdist.launch.meeting import Roster
+from asyncdist.launch.node_agent import NodeAgent
+from asyncdist.launch.nodes import Failure, Nodes
+from asyncdist.launch.warden import Warden
+from asyncdist.launch.worker import Exit
+
+if TYPE_CHECKING:
+    from asyncdist.store.base import Store
+
+__all__ = ["FixedAgent"]
+
+_END_MARGIN_S: Final = 10.0
+"""Beyond the grace periods: what other nodes get to say that a failed attempt is over there too."""
+
+
+class FixedAgent(NodeAgent):
+    """State of one launcher of a job whose nodes are all there, or none."""
+
+    def _prepare(self) -> None:
+        self._ending = asyncio.Event()  # a failure somewhere, or a signal: from now on every wait is bounded
+
+    async def _take_part(self, place: StorePlace, stack: AsyncExitStack) -> int:
+        nodes, roster = await self._join(place, stack)
+        self._announce(place, roster, f"job {roster.run_id},")
+        self._open_logs(roster)
+        warden = stack.enter_context(contextlib.closing(Warden()))
+        node_place = self._node_place(place, roster)
+        for number in range(self._config.max_restarts + 1):
+            result = await self._run_attempt(number, node_place, nodes, warden)
+            exitcode = self._exit_code(result)
+            if exitcode == 0 or self.interrupted:
+                break
+            self._report()
+            if number < self._config.max_restarts:
+                self.say(f"restarting all workers (attempt {number + 1} of {self._config.max_restarts})")
+        return exitcode
+
+    async def _join(self, place: StorePlace, stack: AsyncExitStack) -> tuple[Nodes | None, Roster]:
+        config = self._config
+        if config.nnodes == 1 and (place.hosted is not None or config.job_id is None):
+            # Nobody to meet, and a name that the store has not seen before.
+            return None, Roster(0, (config.nproc_per_node,), config.job_id or os.urandom(4).hex())
+        store: Store = await open_store(place, config.join_timeout_s)
+        nodes = Nodes(store, config.job_id, config.nnodes)
+        stack.push_async_callback(nodes.leave, hosting=place.hosted is not None, outlived=config.store is not None)
+        return nodes, await nodes.join(config.node_rank, config.nproc_per_node, self._host, config.join_timeout_s)
+
+    async def _run_attempt(self, number: int, place: NodePlace, nodes: Nodes | None, warden: Warden) -> AttemptResult:
+        self._reported, self._own = None, None
+        self._ending.clear()
+
+        def on_failure(exit: Exit) -> None:
+            self._reported = self._as_failure(exit, place)
+            self._ending.set()
+            if nodes is not None:
+                self._tell(nodes.report_failure(number, self._reported))
+
+        self._attempt = self._new_attempt(number, place, warden, on_failure)
+        try:
+            if nodes is None:
+                self._own = await self._attempt.run()
+                if self._own.failure is not None:
+                    self._reported = self._as_failure(self._own.failure, place)
+            else:
+                async with nodes.watching(number, self._on_others_failure):
+                    self._own = await self._attempt.run()
+                    await self._end_together(nodes, number, place, self._own)
+            return self._own
+        finally:
+            self._attempt = None
+            await self._told()
+
+    def _on_first_ending_signal(self, signum: int) -> None:
+        self._ending.set()
+
+    def _on_others_failure(self, failure: Failure) -> None:
+        self._reported = failure  # the store's word on which failure was first wins over our own
+        self._ending.set()
+        if self._attempt is not None:
+            self._attempt.stop()
+
+    async def _end_together(self, nodes: Nodes, number: int, place: NodePlace, result: AttemptResult) -> None:
+        """Wait until every node's attempt is over, because the store must outlive all of them."""
+        if self._interrupted_by is not None and not result.all_succeeded:
+            name = signal.Signals(self._interrupted_by).name
+            failure = Failure(place.node_rank, -1, self._host, 0, 128 + self._interrupted_by, f"ended by {name}")
+            await nodes.report_failure(number, failure)
+        outcome = "ok" if result.all_succeeded else "failed"
+        over = asyncio.create_task(nodes.end(number, outcome))
+        ending = asyncio.create_task(self._ending.wait())
+        try:
+            await asyncio.wait((over, ending), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((over,), timeout=2 * self._config.grace_s + _END_MARGIN_S)
+        finally:
+            over.cancel()
+            ending.cancel()
+            ended, _ = await asyncio.gather(over, ending, return_exceptions=True)
+        if isinstance(ended, DistError) and self._reported is None:
+            self._on_others_failure(nodes.store_lost(ended))

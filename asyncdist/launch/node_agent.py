@@ -1,0 +1,228 @@
+"""The launcher of one node, as far as it is the same for jobs of a fixed number of nodes and elastic ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any, Final
+
+from asyncdist.errors import LaunchError
+from asyncdist.launch.attempt import Attempt, AttemptResult
+from asyncdist.launch.config import LaunchConfig
+from asyncdist.launch.environment import NodePlace, line_prefix, own_device, worker_environment
+from asyncdist.launch.hosting import StorePlace, find_or_host
+from asyncdist.launch.logs import Logs
+from asyncdist.launch.meeting import Roster
+from asyncdist.launch.nodes import Failure
+from asyncdist.launch.output import OutputWriter
+from asyncdist.launch.signals import handle_signals
+from asyncdist.launch.warden import Warden
+from asyncdist.launch.worker import Exit, Worker
+
+__all__ = ["NodeAgent"]
+
+_SHOWN_RANKS: Final = 8
+"""More are counted: a line that nobody reads to its end says less."""
+
+
+class NodeAgent:
+    """State of one launcher. `run` may be called once; each kind of job has a `_take_part` of its own."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        stdout: OutputWriter,
+        stderr: OutputWriter,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._config = config
+        self._stdout = stdout
+        self._stderr = stderr
+        self._environ = environ
+        self._host = socket.gethostname()
+        self.logs = Logs(config.logs, stdout, stderr, self.say)
+        self._attempt: Attempt | None = None
+        self._interrupted_by: int | None = None
+        self._main: asyncio.Task[int] | None = None
+        self._reported: Failure | None = None
+        self._own: AttemptResult | None = None
+        self._words: set[asyncio.Task[None]] = set()  # what others are being told
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Set what a kind of job needs beyond this."""
+
+    async def _take_part(self, place: StorePlace, stack: AsyncExitStack) -> int:
+        """See this node through the job whose store is at `place`; return the exit code."""
+        raise NotImplementedError
+
+    def _on_first_ending_signal(self, signum: int) -> None:
+        """A signal ends this node's part in the job; the workers are told next."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal ended the job."""
+        return self._interrupted_by is not None
+
+    async def run(self) -> int:
+        """See `run` of the module agent."""
+        self._main = asyncio.create_task(self._run())
+        with handle_signals(self._on_ending_signal, self._on_passing_signal, self._config.ending_signals):
+            try:
+                return await self._main
+            except asyncio.CancelledError:
+                if self._interrupted_by is None:
+                    raise
+                return 128 + self._interrupted_by
+
+    def say(self, text: str) -> None:
+        """Print one line of the launcher's own on stderr."""
+        self._stderr.write(f"asyncdist run: {text}\n".encode(errors="backslashreplace"))
+
+    async def _run(self) -> int:
+        self.logs.check()
+        if self._config.virtual_local_rank:
+            own_device(self._config.nproc_per_node - 1, self._environ)  # before other nodes count on this one
+        async with AsyncExitStack() as stack:
+            place = await find_or_host(self._config)
+            if place.hosted is not None:
+                stack.push_async_callback(asyncio.to_thread, place.hosted.close)
+            return await self._take_part(place, stack)
+
+    def _announce(self, place: StorePlace, roster: Roster, what: str) -> None:
+        """Say which part of what this node has."""
+        first, last = roster.first_rank, roster.first_rank + self._config.nproc_per_node - 1
+        ranks = f"ranks {first}-{last}" if last > first else f"rank {first}"
+        self.say(
+            f"{what} node {roster.node_rank} of {len(roster.nprocs)}, {ranks} of {roster.world_size}, "
+            f"store {'hosted' if place.hosted else 'found'} at {place.endpoint}"
+        )
+
+    def _open_logs(self, roster: Roster) -> None:
+        """Say what holds for all of this launcher's workers, and make the run's folder."""
+        if self._config.nproc_per_node > 1 and "OMP_NUM_THREADS" not in self._environ:
+            self.say("OMP_NUM_THREADS=1 for each worker, as several share this node; set it yourself to choose")
+        self.logs.open(roster.run_id, roster.node_rank, self._config.nnodes, self._config.nproc_per_node)
+
+    def _node_place(self, place: StorePlace, roster: Roster, restarts: int | None = None) -> NodePlace:
+        return NodePlace(
+            node_rank=roster.node_rank,
+            nnodes=len(roster.nprocs),
+            first_rank=roster.first_rank,
+            nproc=self._config.nproc_per_node,
+            world_size=roster.world_size,
+            run_id=roster.run_id,
+            store=place.endpoint,
+            master=self._config.endpoint or place.endpoint,
+            token=place.token,
+            tls=place.tls is not None,
+            role=self._config.role,
+            virtual_local_rank=self._config.virtual_local_rank,
+            interface=self._config.interface,
+            restarts=restarts,
+        )
+
+    def _new_attempt(
+        self, number: int, place: NodePlace, warden: Warden, on_failure: Callable[[Exit], None]
+    ) -> Attempt:
+        """The workers of this node, not started yet; `number` counts attempts, or rounds."""
+        self.logs.start_attempt(number)
+        return Attempt(
+            [partial(self._start_worker, rank, number, place, warden) for rank in range(place.nproc)],
+            grace_s=self._config.grace_s,
+            shutdown_timeout_s=self._config.shutdown_timeout_s,
+            on_failure=on_failure,
+            on_escalation=self._on_escalation,
+        )
+
+    def _start_worker(self, local_rank: int, attempt: int, place: NodePlace, warden: Warden) -> Worker:
+        rank = place.first_rank + local_rank
+        command = list(self._config.command)
+        if self._config.pass_local_rank:
+            command.append(f"--local_rank={local_rank}")
+        environment = worker_environment(place, local_rank, attempt, self._config.max_restarts, self._environ)
+        stdout, stderr = self.logs.destinations(local_rank)
+        if (folder := self.logs.folder(local_rank)) is not None:
+            environment["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+        try:
+            return Worker(
+                rank,
+                command,
+                environment,
+                prefix=line_prefix(rank, local_rank, place.role, self._environ),
+                stdout=stdout,
+                stderr=stderr,
+                warden=warden,
+            )
+        except OSError as error:  # no more processes, descriptors or memory
+            raise LaunchError(f"cannot start local rank {local_rank} of {place.nproc}: {error}") from error
+
+    def _on_escalation(self, signum: signal.Signals, ranks: Sequence[int]) -> None:
+        self.say(f"{_shown(ranks)} still running: {signum.name}")
+
+    def _as_failure(self, exit: Exit, place: NodePlace) -> Failure:
+        files = ", ".join(self.logs.files(exit.rank - place.first_rank))
+        return Failure(place.node_rank, exit.rank, self._host, exit.pid, exit.exitcode, str(exit), files)
+
+    def _tell(self, word: Coroutine[Any, Any, None]) -> None:
+        """Let others know, while this node goes on; words are bounded in time, and raise nothing."""
+        self._words.add(asyncio.create_task(word))
+
+    async def _told(self) -> None:
+        """Wait until all words have been said."""
+        await asyncio.gather(*self._words)
+        self._words.clear()
+
+    def _exit_code(self, result: AttemptResult) -> int:
+        if self._interrupted_by is not None:
+            # Workers that all ended with 0 after the signal have done what a clean stop asks for.
+            return 0 if result.all_succeeded else 128 + self._interrupted_by
+        if self._reported is not None:
+            return self._reported.exitcode
+        return 0 if result.all_succeeded else 1
+
+    def _report(self) -> None:
+        """Say who failed first, and repeat its last lines if it is ours."""
+        failure = self._reported
+        if failure is None:
+            return
+        if failure.rank < 0:
+            self.say(f"node {failure.node} (host {failure.host}): {failure.description}")
+            return
+        own = self._own.failure if self._own is not None else None
+        tail = self._own.tail if self._own is not None and own is not None and own.rank == failure.rank else []
+        self.say(
+            f"rank {failure.rank} failed first: {failure.description} (host {failure.host}, pid {failure.pid})"
+            + (", its last lines were:" if tail else "")
+        )
+        for line in tail:
+            self._stderr.write(f"[rank {failure.rank}] ".encode() + line + b"\n")
+        if failure.files:
+            self.say(f"files of rank {failure.rank} on host {failure.host}: {failure.files}")
+
+    def _on_ending_signal(self, signum: int) -> None:
+        first = self._interrupted_by is None
+        if first:
+            self._interrupted_by = signum
+            self._on_first_ending_signal(signum)
+            outcome = "no worker is running" if self._attempt is None else "passed on to the workers"
+            self.say(f"{signal.Signals(signum).name}: {outcome}")
+        if self._attempt is not None:
+            self._attempt.interrupt(signum)
+        if self._main is not None and (self._attempt is None or (not first and signum == signal.SIGINT)):
+            self._main.cancel()
+
+    def _on_passing_signal(self, signum: int) -> None:
+        if self._attempt is not None:
+            self._attempt.pass_on(signum)
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is"
+    return f"ranks {', '.join(map(str, ranks))} are" if len(ranks) <= _SHOWN_RANKS else f"{len(ranks)} ranks are"
