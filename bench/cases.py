@@ -93,6 +93,13 @@ class Rank(Protocol):
         """Leave cleanly."""
 
 
+class Lender(Rank, Protocol):
+    """A rank whose process measures another candidate too."""
+
+    async def beside(self, address: str) -> Rank:
+        """Return one that is connected to the server at `address`."""
+
+
 def _slowest(records: Sequence[Record], index: int) -> int:
     return max(record.ends_ns[index] - record.starts_ns[index] for record in records)
 

@@ -57,7 +57,8 @@ class Candidate:
     """One program to measure. ``missing`` returns why it cannot run here, or None.
 
     ``entry`` names the `Rank` class as ``module:Class``; ``server`` starts the server it needs (given the core to pin
-    it to, or None); ``operations`` are those it can do.
+    it to, or None); ``operations`` are those it can do. ``ranks_of`` names another candidate whose processes measure
+    this one too, so that nothing but the server differs: where the kernel puts a process decides about microseconds.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Candidate:
     floor: bool = False
     max_ranks: int = 64
     lacks: Mapping[str, str] = field(default_factory=dict)
+    ranks_of: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Subject:
     """What is measured: cases for each number of ranks, and who is measured; ``modes`` replaces the profile's.
 
     ``wanted`` leaves candidates out of some cases and numbers of ranks. ``budgeted``: runs end when the profile's
-    budget is spent.
+    budget is spent. ``blocks``: each run is cut into so many short ones, which alternate as runs do.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Subject:
     modes: tuple[Mode, ...] | None = None
     budgeted: bool = False
     wanted: Callable[[Candidate, Case, int], bool] = lambda _candidate, _case, _ranks: True
+    blocks: int = 1
 
 
 @dataclass
@@ -163,8 +166,12 @@ class Cell:
 
     def ratio(self, candidate: str, other: str) -> float | None:
         """Return the median over the rounds of candidate's p50 divided by other's, None where one is missing."""
+        found = self.ratios(candidate, other)
+        return statistics.median(found) if found else None
+
+    def ratios(self, candidate: str, other: str) -> list[float]:
+        """Return candidate's p50 divided by other's, of each round that both have measured."""
         mine, theirs = self.measurements.get(candidate), self.measurements.get(other)
-        if mine is None or theirs is None or not mine.runs_s or not theirs.runs_s:
-            return None
-        pairs = zip(mine.medians_s(), theirs.medians_s(), strict=False)
-        return statistics.median(a / b for a, b in pairs)
+        if mine is None or theirs is None:
+            return []
+        return [a / b for a, b in zip(mine.medians_s(), theirs.medians_s(), strict=False)]

@@ -1,8 +1,8 @@
 """The program every measuring process runs: connect to the runner, then measure what it asks for.
 
-Commands (run a case; bind to a core or run anywhere; leave) and answers are JSON lines over a Unix socket of the
-runner's. Between two commands the process sleeps, so that candidates can stay connected while another one is measured.
-When the runner goes, the process ends.
+Commands (run a case; bind to a core or run anywhere; connect to another candidate's server; leave) and answers are
+JSON lines over a Unix socket of the runner's. Between two commands the process sleeps, so that candidates can stay
+connected while another one is measured. When the runner goes, the process ends.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import os
 import sys
 from collections.abc import Coroutine
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
-from bench.cases import Case, Rank, RankContext
+from bench.cases import Case, Lender, Rank, RankContext
 from bench.process import die_with_parent
 from bench.usage import pin_threads
 
@@ -42,6 +42,7 @@ async def serve(rank: Rank, number: int, control: str) -> None:
         writer.write(json.dumps(values).encode() + b"\n")
         await writer.drain()
 
+    borrowers: dict[str, Rank] = {}
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     await answer(rank=number, pid=os.getpid())
     try:
@@ -55,9 +56,14 @@ async def serve(rank: Rank, number: int, control: str) -> None:
                 pin_threads({cores[number % len(cores)]} if command["pinned"] else set(cores))
                 await answer(pinned=command["pinned"])
                 continue
-            record = await rank.measure(Case(**command["case"]))
+            if "beside" in command:
+                borrowers[command["beside"]] = await cast(Lender, rank).beside(command["address"])
+                await answer(ready=True)
+                continue
+            record = await borrowers.get(command.get("of", ""), rank).measure(Case(**command["case"]))
             await answer(**asdict(record))
-        await rank.close()
+        for each in (*borrowers.values(), rank):
+            await each.close()
         await answer(closed=True)
     except Exception as error:
         await answer(error=f"{type(error).__name__}: {error}")

@@ -37,7 +37,10 @@ LEGEND = """\
 n: samples; rate: message bytes (nccl-tests' algbw, 1e9 a second) or operations a second; bus: nccl-tests' busbw;
 cpu/op: processor time of one operation in the rank that used most; stall: the latest that a callback due every
 millisecond came, in brackets the processor time of the longest callback where it was taken; asyncdist /: its time
-divided by that candidate's, below 1 where asyncdist is faster (the median over the rounds)."""
+divided by that candidate's, below 1 where asyncdist is faster (the median over the rounds, in brackets the middle half
+of them where they are many)."""
+MANY_ROUNDS = 10
+"""From so many rounds on it is printed how far their ratios lie apart."""
 
 
 def format_time(seconds: float) -> str:
@@ -98,6 +101,17 @@ def format_stall(measurement: Measurement) -> str:
     return f"{text} ({format_time(extra['callback_max_s'])})" if "callback_max_s" in extra else text
 
 
+def format_ratio(ratios: Sequence[float]) -> str:
+    """Return the median of the rounds' ratios, with the quartiles where there are enough of them."""
+    if not ratios:
+        return ""
+    text = f"{statistics.median(ratios):.2f}"
+    if len(ratios) < MANY_ROUNDS:
+        return text
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return f"{text} ({low:.2f}-{high:.2f})"
+
+
 def short_failure(measurement: Measurement) -> str:
     """Return why there is no figure, in the few words a table has room for."""
     failure = measurement.failure or "not measured"
@@ -114,7 +128,7 @@ def rows(cell: Cell) -> list[tuple[str, ...]]:
             found.append((*head, "", short_failure(measurement), *[""] * (len(COLUMNS) - len(head) - 2)))
             continue
         bus = bus_gigabytes_per_second(cell, measurement)
-        ratio = cell.ratio(own, name) if own is not None and name != own else None
+        ratios = cell.ratios(own, name) if own is not None and name != own else []
         found.append(
             (
                 *head,
@@ -126,7 +140,7 @@ def rows(cell: Cell) -> list[tuple[str, ...]]:
                 "" if bus is None else f"{bus:.2f}",
                 format_time(measurement.cpu_s()) if measurement.cpu_s() else "",
                 format_stall(measurement),
-                "" if ratio is None else f"{ratio:.2f}",
+                format_ratio(ratios),
                 str(measurement.wrong) if measurement.failure is None else short_failure(measurement),
             )
         )

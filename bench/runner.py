@@ -35,11 +35,12 @@ class BenchError(Exception):
 
 
 class Session:
-    """The connected rank processes of one candidate."""
+    """The connected rank processes of one candidate; those of `lender`'s where it lends them (`Candidate.ranks_of`)."""
 
-    def __init__(self, candidate: Candidate, world_size: int) -> None:
+    def __init__(self, candidate: Candidate, world_size: int, lender: Session | None = None) -> None:
         self._candidate = candidate
         self._world_size = world_size
+        self._lender = lender
         self.pids: dict[int, int] = {}
         """Process ids by rank."""
         self._stack = contextlib.ExitStack()
@@ -67,6 +68,9 @@ class Session:
             self._stack.callback(self._server.close)
             address = self._server.address
             options["server_pid"] = self._server.child.pid
+        if self._lender is not None:
+            self._borrow(self._lender, address)
+            return
         description = {
             "entry": self._candidate.entry,
             "control": control,
@@ -80,6 +84,14 @@ class Session:
             self._children.append(child)
             self._stack.callback(child.stop)
         self._accept(listener)
+        for rank in self._connections:
+            self._read(rank, OPEN_TIMEOUT_S)
+
+    def _borrow(self, lender: Session, address: str) -> None:
+        """Have the ranks of another session connect to this one's server as well."""
+        self.pids, self._connections, self._readers = lender.pids, lender._connections, lender._readers
+        self._children = lender._children
+        self._command(beside=self._candidate.name, address=address)
         for rank in self._connections:
             self._read(rank, OPEN_TIMEOUT_S)
 
@@ -141,7 +153,8 @@ class Session:
 
     def begin(self, case: Case) -> None:
         """Send the ranks into a run; `finish` collects it."""
-        self._command(case=case.to_json())
+        borrowed = {} if self._lender is None else {"of": self._candidate.name}
+        self._command(case=case.to_json(), **borrowed)
 
     def finish(self, case: Case) -> Run:
         """Return the run that `begin` started."""
@@ -165,7 +178,10 @@ class Session:
         return self._server.child.resident_bytes("VmHWM") if self._server is not None else 0
 
     def close(self) -> None:
-        """Ask the ranks to leave, then end whatever is still there; bounded."""
+        """Ask the ranks to leave, then end whatever is still there; bounded. Ranks that are borrowed stay."""
+        if self._lender is not None:
+            self._stack.close()
+            return
         with contextlib.suppress(OSError, BenchError, ValueError):
             self._command(close=True)
             for rank in self._connections:

@@ -42,8 +42,13 @@ def count_runs(
     for world_size in ranks or subject.ranks:
         total += len(subject.candidates)
         for mode in modes or subject.modes or profile.modes:
-            total += profile.rounds * sum(len(cell.measurements) for cell in _cells(subject, profile, world_size, mode))
+            cells = _cells(subject, profile, world_size, mode)
+            total += profile.rounds * sum(_blocks(subject, cell.case) * len(cell.measurements) for cell in cells)
     return total
+
+
+def _blocks(subject: Subject, case: Case) -> int:
+    return min(subject.blocks, case.samples)
 
 
 def _cells(subject: Subject, profile: Profile, world_size: int, mode: Mode) -> list[Cell]:
@@ -75,7 +80,9 @@ def _run_world(
             if cell.mode != used:
                 used = cell.mode
                 _use(sessions, used, cells[position:])
-            for number in range(profile.rounds):
+            blocks = _blocks(subject, cell.case)
+            block = dataclasses.replace(cell.case, samples=cell.case.samples // blocks)
+            for number in range(profile.rounds * blocks):
                 names = [name for name in cell.measurements if name in sessions]
                 for name in names if number % 2 == 0 else reversed(names):
                     measurement = cell.measurements[name]
@@ -84,7 +91,7 @@ def _run_world(
                     progress(
                         f"{subject.name}: {cell.case.label}, {world_size} ranks, {cell.mode}, {name}, {number + 1}"
                     )
-                    failure = _run_once(sessions[name], cell.case, measurement, budget_s)
+                    failure = _run_once(sessions[name], block, measurement, budget_s)
                     if failure is not None:  # ranks may be out of step: this session is over
                         sessions.pop(name).close()
                         _fail(cells[position:], name, failure)
@@ -121,7 +128,7 @@ def _open_sessions(
         if failure is None:
             progress(f"starting {candidate.name}, {world_size} ranks")
             try:
-                session = Session(candidate, world_size)
+                session = Session(candidate, world_size, sessions.get(candidate.ranks_of))
             except BenchError as error:
                 failure = str(error)
             else:

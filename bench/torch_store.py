@@ -1,15 +1,18 @@
 """Subject torch-store: torch's own client, one request at a time, to asyncdist's daemon and to torch's server.
 
-Either server has a process of its own; the client is the same unmodified `torch.distributed.TCPStore` in both. get is
-two round trips of torch's (wait, then get); set has no answer, so each is followed by a check that it has arrived.
+Either server has a process of its own; one process is the client of both, with the same unmodified
+`torch.distributed.TCPStore`, and asks them in turns, a block of requests each. So wherever the kernel puts it, both are
+measured from there. get is two round trips of torch's (wait, then get); set has no answer, so each is followed by a
+check that it has arrived.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from time import perf_counter_ns
 
-from bench.cases import Case, Record
+from bench.cases import Case, RankContext, Record
 from bench.missing import missing_module, missing_torch
 from bench.model import Candidate, Profile, Subject
 from bench.servers import ServerProcess, asyncdist_server, torch_store_server
@@ -17,10 +20,22 @@ from bench.store import KEY, TorchStoreRank, value_of
 
 OPERATIONS = frozenset({"get", "set", "add", "check"})
 COUNTER = "bench/counter"
+BLOCKS = 8
+"""A run of 200 requests is as long as a few turns of the kernel's scheduler; of 25, one."""
 
 
 class TorchClientRank(TorchStoreRank):
     """torch's client, one request at a time."""
+
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        self._context = context
+
+    async def beside(self, address: str) -> TorchClientRank:
+        """Return a client of the server at `address`, in this process."""
+        other = TorchClientRank(dataclasses.replace(self._context, address=address))
+        await other.open()
+        return other
 
     async def measure(self, case: Case) -> Record:
         """Run one case."""
@@ -82,5 +97,6 @@ TORCH = Candidate(
     OPERATIONS,
     missing=missing_torch,
     server=torch_store_server,
+    ranks_of=ASYNCDIST.name,
 )
-SUBJECT = Subject("torch-store", "Store requests of torch's client", (1,), cases, (ASYNCDIST, TORCH))
+SUBJECT = Subject("torch-store", "Store requests of torch's client", (1,), cases, (ASYNCDIST, TORCH), blocks=BLOCKS)

@@ -301,10 +301,12 @@ class StoreEngine:
 
     def next_deadline(self) -> float | None:
         """Return when `expire` has something to do next, in whole milliseconds; None if nothing is due ever."""
-        soonest = self._state.deadlines.next()
-        timed = self._state.timers.next()
-        if timed is not None and (soonest is None or timed < soonest):
-            soonest = timed
+        deadlines, timers = self._state.deadlines, self._state.timers
+        soonest = deadlines.next() if deadlines.heap else None
+        if timers.heap:
+            timed = timers.next()
+            if timed is not None and (soonest is None or timed < soonest):
+                soonest = timed
         if self._away:
             forget_at = next(iter(self._away.values()))[0]
             if soonest is None or forget_at < soonest:

@@ -42,10 +42,11 @@ class Timed(Protocol):
 class Timers:
     """Things that become due, soonest first."""
 
-    __slots__ = ("_dead", "_heap", "_order")
+    __slots__ = ("_dead", "_order", "heap")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Timed]] = []
+        self.heap: list[tuple[float, int, Timed]] = []
+        """Empty when nothing is due ever."""
         self._order = 0
         self._dead = 0
 
@@ -54,7 +55,7 @@ class Timers:
         if not timed.armed and timed.deadline is not None:
             timed.armed = True
             self._order += 1
-            heapq.heappush(self._heap, (timed.deadline, self._order, timed))
+            heapq.heappush(self.heap, (timed.deadline, self._order, timed))
 
     def end(self, timed: Timed) -> None:
         """Note that `timed` never fires again."""
@@ -62,14 +63,14 @@ class Timers:
             return
         timed.done = True
         self._dead += timed.armed
-        if self._dead > COMPACT_AFTER and self._dead > len(self._heap) // 2:
-            self._heap = [entry for entry in self._heap if not entry[2].done]
-            heapq.heapify(self._heap)
+        if self._dead > COMPACT_AFTER and self._dead > len(self.heap) // 2:
+            self.heap = [entry for entry in self.heap if not entry[2].done]
+            heapq.heapify(self.heap)
             self._dead = 0
 
     def next(self) -> float | None:
         """Return when `take_due` may have something to do next."""
-        heap = self._heap
+        heap = self.heap
         while heap and (heap[0][2].done or heap[0][2].deadline is None):
             _, _, timed = heapq.heappop(heap)
             timed.armed = False
@@ -79,7 +80,7 @@ class Timers:
     def take_due(self, now: float) -> Timed | None:
         """Remove and return one thing whose deadline is not after `now`, None if there is none."""
         while (soonest := self.next()) is not None and soonest <= now:
-            _, _, timed = heapq.heappop(self._heap)
+            _, _, timed = heapq.heappop(self.heap)
             timed.armed = False
             if timed.deadline is not None and timed.deadline <= now:
                 return timed

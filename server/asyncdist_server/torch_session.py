@@ -30,7 +30,7 @@ from asyncdist_server.torch_wire import (
     Query,
     TorchReader,
     encode_length,
-    read_single,
+    read_small,
 )
 
 _QUEUE_POP: Final = int(Query.QUEUE_POP)
@@ -45,6 +45,8 @@ class TorchSession:
 
     protocol: Final = "torch"
     """The name of what this speaks, for metrics."""
+    rank: Final = None
+    """torch's protocol does not tell it."""
 
     __slots__ = (
         "_between",
@@ -64,6 +66,7 @@ class TorchSession:
         "closing",
         "engine",
         "error",
+        "job",
         "namespace",
         "now",
         "open",
@@ -93,6 +96,7 @@ class TorchSession:
         """The keys and queues of this port; read here, changed by the engine only."""
         self.address = address
         """Where the client is, for people."""
+        self.job = namespace.name  # as people know the namespace
         self.open = False
         """Whether the client has said the magic number."""
         self.busy = False
@@ -115,16 +119,6 @@ class TorchSession:
         """What goes back if the client ends without having read it."""
 
     @property
-    def job(self) -> str:
-        """The namespace that the client uses."""
-        return self.namespace.name
-
-    @property
-    def rank(self) -> int | None:
-        """None: torch's protocol does not tell."""
-        return None
-
-    @property
     def has_output(self) -> bool:
         """Whether `take_output` would return anything."""
         return bool(self._output)
@@ -133,30 +127,43 @@ class TorchSession:
 
     def receive(self, data: bytes, now: float) -> None:
         """Take the next bytes from the client and run what they complete; never raises for what they say."""
-        if self._between and (request := read_single(data, self.engine.limits)) is not None:
-            self.now = now
+        self.now = now
+        left = TURN_REQUESTS
+        if self._between:  # nearly always; nearly all requests are small, and come alone or in pairs
+            start, limits = 0, self.engine.limits
             self._running = True
             try:
-                self._run(request)
+                while (found := read_small(data, start, limits)) is not None:
+                    request, start = found
+                    self._run(request)
+                    if start == len(data):
+                        return
+                    left -= 1
+                    if not left or self.reply_bytes >= TURN_BYTES:
+                        break
             except ProtocolError as error:
                 self._stop(str(error))
             finally:
                 self._running = False
-        elif not self.closing:
+            data = data[start:]
+        if not self.closing:
             self._reader.feed(data)
-            self.resume(now)
+            self._run_more(left)
 
     def resume(self, now: float) -> None:
         """Run more of the requests received, for one turn."""
         self.now = now
+        self._run_more(TURN_REQUESTS)
+
+    def _run_more(self, left: int) -> None:
+        """Run what the reader has, that many requests at most."""
         self._running = True
-        budget = TURN_REQUESTS
         try:
-            while budget > 0 and self.reply_bytes < TURN_BYTES and not self.closing:
+            while left > 0 and self.reply_bytes < TURN_BYTES and not self.closing:
                 request = self._reader.next()
                 if request is None:
                     break
-                budget -= 1
+                left -= 1
                 if self.open:
                     self._run(request)
                 else:

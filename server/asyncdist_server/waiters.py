@@ -123,10 +123,11 @@ class WaitList:
 class Deadlines:
     """The waiters that expire, soonest first."""
 
-    __slots__ = ("_dead", "_heap", "_order")
+    __slots__ = ("_dead", "_order", "heap")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Waiter]] = []
+        self.heap: list[tuple[float, int, Waiter]] = []
+        """Empty when nothing is due ever."""
         self._order = 0  # breaks ties, so that waiters are never compared and equal deadlines expire in order
         self._dead = 0
 
@@ -134,21 +135,21 @@ class Deadlines:
         """Remember when `waiter` expires; one without a deadline never does."""
         if waiter.deadline is not None:
             self._order += 1
-            heapq.heappush(self._heap, (waiter.deadline, self._order, waiter))
+            heapq.heappush(self.heap, (waiter.deadline, self._order, waiter))
 
     def forget(self, waiter: Waiter) -> None:
         """Note that `waiter`, done before its deadline, need not be looked at again."""
         if waiter.deadline is None:
             return
         self._dead += 1
-        if self._dead > COMPACT_AFTER and self._dead > len(self._heap) // 2:
-            self._heap = [entry for entry in self._heap if not entry[2].done]
-            heapq.heapify(self._heap)
+        if self._dead > COMPACT_AFTER and self._dead > len(self.heap) // 2:
+            self.heap = [entry for entry in self.heap if not entry[2].done]
+            heapq.heapify(self.heap)
             self._dead = 0
 
     def next(self) -> float | None:
         """Return the soonest deadline of a waiter not yet done."""
-        heap = self._heap
+        heap = self.heap
         while heap and heap[0][2].done:
             heapq.heappop(heap)
             self._dead -= 1
@@ -158,5 +159,5 @@ class Deadlines:
         """Remove and return the waiters whose deadline is not after `now`, soonest first."""
         due = []
         while (deadline := self.next()) is not None and deadline <= now:
-            due.append(heapq.heappop(self._heap)[2])
+            due.append(heapq.heappop(self.heap)[2])
         return due

@@ -11,7 +11,7 @@ from torch_wire_kit import VALIDATE, MemoryTorchClient, World, blob, number, que
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.messages import Limits
 from asyncdist_server.torch_namespaces import CLAIM_S
-from asyncdist_server.torch_wire import Query, TorchReader, read_single
+from asyncdist_server.torch_wire import Query, TorchReader, read_small
 
 LIMITS = Limits(frame_bytes=2 << 20, value_bytes=1024, key_bytes=64, waiters=6, memory_bytes=20_000)
 KEYS = st.sampled_from([b"/k", b"/q", b"/b", b"", b"/torch.rendezvous.a", b"/asyncdist.job.a/x", b"barrier /b"])
@@ -105,16 +105,17 @@ def test_clients_among_each_other(script: list[tuple[int, bytes]]) -> None:
     check_unharmed(world, *clients)
 
 
-@given(REQUESTS, st.binary(max_size=3), st.integers(1, 20))
-def test_what_is_read_in_one_step_is_what_is_read_step_by_step(request: bytes, more: bytes, less: int) -> None:
+@given(st.binary(max_size=3), REQUESTS, st.binary(max_size=3), st.integers(1, 20))
+def test_what_is_read_in_one_step_is_what_is_read_step_by_step(
+    before: bytes, request: bytes, more: bytes, less: int
+) -> None:
     reader = TorchReader(LIMITS)
     reader.feed(VALIDATE + request)
     reader.next()
-    single = read_single(request, LIMITS)
-    assert single is None or single == reader.next()
-    assert read_single(request[:-less], LIMITS) is None
-    assert not more or read_single(request + more, LIMITS) is None
-    assert read_single(more, LIMITS) is None
+    small = read_small(before + request + more, len(before), LIMITS)
+    assert small is None or small == (reader.next(), len(before + request))
+    assert read_small(request[:-less], 0, LIMITS) is None
+    assert read_small(more, 0, LIMITS) is None
 
 
 @given(st.binary(max_size=60))
@@ -122,8 +123,10 @@ def test_any_bytes_are_read_in_one_step_as_step_by_step(data: bytes) -> None:
     reader = TorchReader(LIMITS)
     reader.feed(VALIDATE + data)
     reader.next()
-    single = read_single(data, LIMITS)
-    assert single is None or single == reader.next()
+    small = read_small(data, 0, LIMITS)
+    if small is not None:
+        assert small[0] == reader.next()
+        assert len(data) - small[1] == reader.buffered
 
 
 def test_a_long_seeded_flood() -> None:

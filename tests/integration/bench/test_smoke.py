@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,22 @@ sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the pac
 
 from click.testing import CliRunner  # noqa: E402
 
-from bench import all_reduce, durable, many_connections, overlap, p2p, rendezvous, store, targets, torch_store  # noqa: E402
+from bench import (  # noqa: E402
+    all_reduce,
+    durable,
+    many_connections,
+    overlap,
+    p2p,
+    rendezvous,
+    schedule,
+    store,
+    targets,
+    torch_store,
+)
 from bench.__main__ import main  # noqa: E402
 from bench.cases import Case, Record, combine, format_bytes  # noqa: E402
 from bench.model import FULL, SMOKE, Candidate, Cell, Measurement, Subject  # noqa: E402
+from bench.runner import Session  # noqa: E402
 from bench.schedule import run_subject  # noqa: E402
 from bench.servers import ServerProcess, asyncdist_server  # noqa: E402
 from bench.targets import main_job  # noqa: E402
@@ -60,6 +73,25 @@ def test_torchs_client_is_measured_on_our_daemon() -> None:
     if why := torch_store.missing():
         pytest.skip(why)
     assert_measured(run_subject(torch_store.SUBJECT, SMOKE))
+
+
+def test_one_client_is_measured_on_both_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose ranks are borrowed has none of its own, ends with its own server only, and both give right answers."""
+    if why := torch_store.missing():
+        pytest.skip(why)
+    opened: list[Session] = []
+
+    class Noted(Session):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            opened.append(self)
+
+    monkeypatch.setattr(schedule, "Session", Noted)
+    cells = run_subject(torch_store.SUBJECT, dataclasses.replace(SMOKE, neighbors=True))
+    assert_measured(cells)
+    assert all(len(cell.measurements) == 2 for cell in cells)
+    ours, torchs = opened
+    assert ours.pids == torchs.pids
 
 
 def test_a_connection_that_is_not_woken_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

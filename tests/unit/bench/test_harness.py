@@ -131,7 +131,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def monotonic() -> float:
             return CLOCK[0]
 
-    def open_session(candidate: Candidate, _world_size: int) -> Any:
+    def open_session(candidate: Candidate, _world_size: int, _lender: Any) -> Any:
         return FakeSession(slow.get(candidate.name, 0.01), ran, candidate.name)
 
     monkeypatch.setattr(schedule, "Session", open_session)
@@ -149,6 +149,15 @@ def test_runs_alternate_and_every_other_round_is_reversed(order: list[str]) -> N
     assert order == ["floor", "gloo", "mpi", "mpi", "gloo", "floor", "floor", "gloo", "mpi"]
     assert all(len(found.runs_s) == 3 for found in cell.measurements.values())
     assert count_runs(subject, profile) == len(PRESENT) + 9
+
+
+def test_runs_cut_into_blocks_alternate_block_by_block(order: list[str]) -> None:
+    subject = Subject("x", "", (2,), lambda _profile: [Case("all_reduce", 4, 6, 1)], PRESENT[:2], blocks=3)
+    profile = dataclasses.replace(FULL, rounds=1, modes=("free",))
+    (cell,) = run_subject(subject, profile)
+    assert order == ["floor", "gloo", "gloo", "floor", "floor", "gloo"]
+    assert all([len(run) for run in found.runs_s] == [2, 2, 2] for found in cell.measurements.values())
+    assert count_runs(subject, profile) == 2 + 6
 
 
 def test_a_run_under_a_time_limit_takes_as_many_samples_as_fit(order: list[str]) -> None:

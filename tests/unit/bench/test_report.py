@@ -223,3 +223,11 @@ def test_json_has_bandwidth_processor_time_and_samples() -> None:
     assert entry["bus_gigabytes_per_s"] == pytest.approx(1.5 * 4 * MIB / 1e6)
     assert entry["cpu_s_per_operation"] == 0.5e-3
     assert entry["wrong"] == 0
+
+
+def test_many_rounds_show_how_far_their_ratios_lie_apart() -> None:
+    assert report.format_ratio([]) == ""
+    few = [1.0] * (report.MANY_ROUNDS - 1)
+    assert report.format_ratio(few) == "1.00"
+    assert report.format_ratio([*few, 9.0]) == "1.00 (1.00-1.00)"
+    assert report.format_ratio([number / 10 for number in range(1, 20)]) == "1.00 (0.50-1.50)"

@@ -494,5 +494,5 @@ def test_many_cancelled_deadlines_do_not_pile_up(a: Handle) -> None:
     for _ in range(5000):
         a.ask(m.GET, b"k", 1000)
         a.run(m.CANCEL, a.next_id - 1)
-    assert len(a.engine._state.deadlines._heap) < 2500
+    assert len(a.engine._state.deadlines.heap) < 2500
     assert a.engine.next_deadline() is None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from engine_books import problems
 from torch_wire_kit import CANCELED, VALIDATE, WAITED, MemoryTorchClient, World, blob, number, query
 
 from asyncdist_server import messages as m
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.messages import Limits
-from asyncdist_server.torch_namespaces import CLAIM_S
+from asyncdist_server.session import TURN_BYTES, TURN_REQUESTS
 from asyncdist_server.torch_session import MAX_JOBS
 from asyncdist_server.torch_wire import MAX_VECTOR_KEYS, Query
 
@@ -229,151 +228,6 @@ def test_barriers_count_as_blocked_requests() -> None:
     assert set(world.engine.statistics().values()) == {0}
 
 
-# ---- queues
-
-
-def test_an_item_wakes_one_client_and_is_kept_for_it() -> None:
-    world = World()
-    first, second, thief = world.client(), world.client(), world.client()
-    for client in (first, second):
-        assert client.ask(Query.WAIT, [b"/q"]) == b""
-    thief.ask(Query.QUEUE_PUSH, b"/q", b"1")
-    assert (first.heard(), second.heard()) == (WAITED, b"")
-    assert thief.ask(Query.QUEUE_LEN, b"/q") == number(1)
-    assert thief.ask(Query.QUEUE_POP, b"/q") == number(0)
-    assert first.ask(Query.QUEUE_POP, b"/q") == number(1) + blob(b"1")
-    thief.ask(Query.QUEUE_PUSH, b"/q", b"2")
-    assert second.heard() == WAITED
-
-
-def test_an_item_that_is_there_is_kept_too() -> None:
-    world = World()
-    first, second = world.client(), world.client()
-    first.ask(Query.QUEUE_PUSH, b"/q", b"1")
-    assert first.ask(Query.WAIT, [b"/q"]) == WAITED
-    assert second.ask(Query.WAIT, [b"/q"]) == b""
-    assert first.ask(Query.QUEUE_POP, b"/q") == number(1) + blob(b"1")
-    first.ask(Query.QUEUE_PUSH, b"/q", b"2")
-    assert second.heard() == WAITED
-
-
-def test_items_that_were_popped_and_never_sent_go_back_in_their_order() -> None:
-    """A client that reads too slowly is not given the output its pops made; it closes before it is."""
-    world = World()
-    first, second = world.client(), world.client()
-    for item in (b"1", b"2", b"3"):
-        first.ask(Query.QUEUE_PUSH, b"/q", item)
-    assert first.ask(Query.QUEUE_POP, b"/q") == number(3) + blob(b"1")  # taken: it is on its way
-    first.session.receive(query(Query.QUEUE_POP, b"/q") * 2, 0.0)
-    assert second.ask(Query.WAIT, [b"/q"]) == b""
-    first.session.close(0.0)
-    assert second.heard() == WAITED
-    assert second.ask(Query.QUEUE_POP, b"/q") == number(2) + blob(b"2")
-    assert second.ask(Query.QUEUE_POP, b"/q") == number(1) + blob(b"3")
-
-
-@pytest.mark.parametrize(
-    ("meanwhile", "read"),
-    [
-        ("nothing", False),
-        ("its output is looked for", False),
-        ("it gets", True),
-        ("it sets", True),
-        ("it waits", True),
-        ("it pops", True),
-    ],
-)
-@pytest.mark.parametrize("unread", [False, True])
-def test_an_item_goes_back_if_its_client_ends_without_having_read_it(meanwhile: str, read: bool, unread: bool) -> None:
-    """It has read what it was sent before it asks for more, whether that has an answer or not."""
-    world = World()
-    first, second = world.client(), world.client()
-    for item in (b"1", b"2", b"3"):
-        second.ask(Query.QUEUE_PUSH, b"/q", item)
-    before = world.engine.memory_bytes
-    assert first.ask(Query.QUEUE_POP, b"/q") == number(3) + blob(b"1")
-    assert problems(world.engine) == []
-    assert world.engine.state.remembered_bytes == len(b"/q1")
-    if meanwhile == "its output is looked for":  # as when the client has read what filled the daemon's buffer
-        assert first.heard() == b""
-    elif meanwhile == "it gets":
-        first.ask(Query.GET, b"/k")
-    elif meanwhile == "it sets":
-        first.ask(Query.SET, b"/k", b"")
-    elif meanwhile == "it waits":
-        first.ask(Query.WAIT, [b"/k"])
-    elif meanwhile == "it pops":
-        assert first.ask(Query.QUEUE_POP, b"/q") == number(2) + blob(b"2")
-    assert world.engine.state.remembered_bytes == (0 if read and meanwhile != "it pops" else len(b"/q1"))
-    first.session.popped.unread = unread
-    first.leave()
-    assert problems(world.engine) == []
-    assert world.engine.state.remembered_bytes == 0
-    expected = [b"2", b"3"] if meanwhile != "it pops" else [b"2", b"3"] if unread else [b"3"]
-    if unread and not read:
-        expected = [b"1", b"2", b"3"]
-        assert world.engine.memory_bytes == before
-    for index, item in enumerate(expected):
-        assert second.ask(Query.QUEUE_POP, b"/q") == number(len(expected) - index) + blob(item)
-    assert second.ask(Query.QUEUE_LEN, b"/q") == number(0)
-
-
-@pytest.mark.parametrize("how", ["asks for something else", "leaves", "does nothing", "waits again"])
-def test_an_item_that_is_not_fetched_goes_to_the_next(how: str) -> None:
-    world = World()
-    first, second = world.client(), world.client()
-    for client in (first, second):
-        client.ask(Query.WAIT, [b"/q"])
-    pusher = world.client()
-    pusher.ask(Query.QUEUE_PUSH, b"/q", b"1")
-    assert first.heard() == WAITED
-    if how == "asks for something else":
-        first.ask(Query.GET, b"/k")
-    elif how == "leaves":
-        first.leave()
-    elif how == "waits again":
-        assert first.ask(Query.WAIT, [b"/q"]) == b""
-    else:
-        world.advance(CLAIM_S / 2)
-        assert second.heard() == b""
-        assert world.namespaces.next_deadline() == CLAIM_S
-        world.advance(CLAIM_S / 2)
-    assert second.heard() == WAITED
-    assert second.ask(Query.QUEUE_POP, b"/q") == number(1) + blob(b"1")
-    assert world.namespaces.next_deadline() is None
-
-
-def test_two_items_wake_two_clients() -> None:
-    world = World()
-    clients = [world.client() for _ in range(3)]
-    for client in clients:
-        client.ask(Query.WAIT, [b"/q"])
-    pusher = world.client()
-    pusher.send(query(Query.QUEUE_PUSH, b"/q", b"1") + query(Query.QUEUE_PUSH, b"/q", b"2"))
-    assert [client.heard() for client in clients] == [WAITED, WAITED, b""]
-
-
-def test_a_value_ends_the_wait_for_a_queue_of_that_name() -> None:
-    world = World()
-    waiting, other = world.client(), world.client()
-    waiting.ask(Query.WAIT, [b"/q"])
-    other.ask(Query.SET, b"/q", b"v")
-    assert waiting.heard() == WAITED
-    other.ask(Query.QUEUE_PUSH, b"/q", b"1")
-    assert waiting.heard() == b""
-    assert other.ask(Query.QUEUE_POP, b"/q") == number(1) + blob(b"1")
-
-
-def test_a_wait_that_was_cancelled_takes_no_item() -> None:
-    world = World()
-    first, second, other = world.client(), world.client(), world.client()
-    first.ask(Query.WAIT, [b"/q"])
-    second.ask(Query.WAIT, [b"/q"])
-    assert first.ask(Query.CANCEL_WAIT) == CANCELED
-    other.ask(Query.QUEUE_PUSH, b"/q", b"1")
-    assert (first.heard(), second.heard()) == (b"", WAITED)
-
-
 # ---- connections
 
 
@@ -465,14 +319,39 @@ def test_a_segment_that_looks_like_a_request_may_be_the_middle_of_another() -> N
     assert client.ask(Query.GETNUMKEYS) == number(1)
 
 
-def test_a_long_turn_is_cut() -> None:
+@pytest.mark.parametrize("request_", [query(Query.GETNUMKEYS), query(Query.ADD, b"/n", 1)])
+def test_a_long_turn_is_cut(request_: bytes) -> None:
+    """Those that are read step by step, and those that are read at once."""
     client = World().client()
-    client.session.receive(query(Query.GETNUMKEYS) * 1500, 0.0)
+    client.session.receive(request_ * TURN_REQUESTS, 0.0)
+    assert not client.session.busy
+    assert len(client.heard()) == 8 * TURN_REQUESTS
+    client.session.receive(request_ * (TURN_REQUESTS + 476), 0.0)
     assert client.session.busy
-    assert len(client.heard()) == 8 * 1024
+    assert len(client.heard()) == 8 * TURN_REQUESTS
     client.session.resume(0.0)
     assert not client.session.busy
     assert len(client.heard()) == 8 * 476
+
+
+def test_a_turn_ends_when_it_has_said_enough() -> None:
+    client = World().client()
+    client.ask(Query.SET, b"/k", bytes(TURN_BYTES // 2))
+    client.session.receive(query(Query.GET, b"/k") * 3, 0.0)
+    assert client.session.busy
+    assert len(client.heard()) == 2 * (8 + TURN_BYTES // 2)
+    client.session.resume(0.0)
+    assert len(client.heard()) == 8 + TURN_BYTES // 2
+
+
+def test_several_requests_at_once_up_to_one_that_is_wrong() -> None:
+    client = World().client()
+    set_and_check = query(Query.SET, b"/k", b"1") + query(Query.CHECK, [b"/k"])
+    assert client.send(set_and_check + query(Query.GET, b"/k")[:-1]) == b"\0"
+    assert client.send(b"k" + set_and_check + query(Query.APPEND, b"/n", b"x")) == blob(b"1") + b"\0"
+    assert client.send(set_and_check + query(Query.ADD, b"/n", 1) + set_and_check) == b"\0"
+    assert client.session.closing
+    assert "number" in client.session.error
 
 
 def test_native_requests_of_a_reader_change_nothing() -> None:
@@ -497,17 +376,3 @@ def test_a_connection_may_name_so_many_jobs() -> None:
     client.ask(Query.SET, b"/asyncdist.job.x/y", b"1")
     assert client.session.closing
     client.leave()
-
-
-def test_who_waits_for_many_queues_at_once_keeps_one_item() -> None:
-    """A chain of clients, each with an item of one queue and waiting for another, is no chain of calls."""
-    world = World()
-    clients = [world.client() for _ in range(600)]
-    for i, client in enumerate(clients):
-        own = b"/q%d" % (i + 1)
-        assert client.ask(Query.WAIT, [b"/q%d" % i]) == b""
-        assert client.send(query(Query.QUEUE_PUSH, own, b"1") + query(Query.WAIT, [own])) == WAITED
-    world.client().ask(Query.QUEUE_PUSH, b"/q0", b"1")
-    assert clients[0].heard() == WAITED
-    for client in clients:
-        client.leave()
