@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, TypeVar
 import numpy as np
 
 from asyncdist.arrays import Array
-from asyncdist.errors import PeerLostError
+from asyncdist.errors import CollectiveMismatchError, PeerLostError
 from asyncdist.executor.program import Program
 from asyncdist.executor.shared_part import TURN_BYTES, SharedExecution, SharedPart, different
 from asyncdist.transport.doorbell import Ringer
@@ -228,12 +228,9 @@ class SharedLane:
             if not self.pumping:
                 self.soon()
 
-    def available(self, operation: LaneOperation, member: int) -> int:
-        """How many items of `member` are there. Raises CollectiveMismatchError if it runs something else."""
-        try:
-            return self.core.available(operation, member)
-        except Differs as error:
-            raise different(self._ranks[error.member]) from None
+    def different(self, member: int) -> CollectiveMismatchError:
+        """A member runs another operation in this place of the order."""
+        return different(self._ranks[member])
 
     def close(self) -> None:
         """Touch the memory no more, and have nobody take what is still lent. Idempotent."""
@@ -300,7 +297,7 @@ class SharedLane:
                 return True
             except Exception as error:
                 if isinstance(error, Differs):
-                    error = different(self._ranks[error.member])
+                    error = self.different(error.member)
                 operation.fail(error)
                 return True
             express.popleft()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.executor.program import PUBLISH, Instruction, Program
-from asyncdist.transport.lane import LaneFault, LaneOperation
+from asyncdist.transport.lane import Differs, LaneFault, LaneOperation
 
 if TYPE_CHECKING:
     from asyncdist.executor.shared_lane import SharedLane
@@ -93,11 +93,13 @@ class SharedPart:
                     return True
                 self._publishes.append(index)
                 return False
-            if operation is not None and step.source < lane.available(operation, step.peer):
+            if operation is not None and step.source < lane.core.available(operation, step.peer):
                 return self._fetch(operation, step)
         except LaneFault as error:
             lane.fault(error)
             return False
+        except Differs as error:
+            raise lane.different(error.member) from None
         heappush(self._fetches.setdefault(step.peer, []), (step.source, index))
         return False
 
@@ -112,15 +114,18 @@ class SharedPart:
             return self._poll()
         except LaneFault:
             raise
+        except Differs as error:
+            self.fail(self._lane.different(error.member))
         except Exception as error:  # a mismatch, or a reduction of the user's own
             self.fail(error)
-            return True
+        return True
 
     def _poll(self) -> bool:
         operation, program, execution = self.operation, self._program, self._execution
         if operation is None or self.over or program is None or execution is None:
             return False
         instructions, lane = program.instructions, self._lane
+        available = lane.core.available
         done = False
         publishes = self._publishes
         while publishes and not self.over and lane.moved < TURN_BYTES:
@@ -133,7 +138,7 @@ class SharedPart:
         for member, waiting in list(self._fetches.items()):
             while waiting and not self.over and lane.moved < TURN_BYTES:
                 item, index = waiting[0]
-                if item >= lane.available(operation, member):
+                if item >= available(operation, member):
                     break
                 heappop(waiting)
                 done = True

@@ -17,7 +17,7 @@ __all__ = ["MAX_SHARED_RANKS", "USUAL_LANE_BYTES", "largest_item_bytes", "shared
 CHUNK_MIN_BYTES: Final = 32 << 10
 """Below this a step costs more than the copy, so that waiting for memory costs less than shorter chunks."""
 
-CHUNK_MAX_BYTES: Final = 256 << 10
+CHUNK_MAX_BYTES: Final = 512 << 10
 """Several of these stay in a processor's second-level cache, between the rank that writes and those that read."""
 
 ITEMS_MAX: Final = 4096

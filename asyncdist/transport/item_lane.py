@@ -36,6 +36,7 @@ from asyncdist.transport.lane_layout import (
     DESCRIPTOR,
     DESCRIPTORS,
     DESCRIPTORS_AT,
+    DESCRIPTOR_BYTES,
     FINISHED,
     ISSUED,
     LANE_HEAD_BYTES,
@@ -143,7 +144,8 @@ class ItemLane:
         at = self._place(length)
         if at < 0:
             return False
-        self._content(ROOM)
+        if self._wanting:
+            self._content(ROOM)
         self._pool[at : at + length] = payload
         self._items.add(self._published, at, length)
         self._describe(operation, at, length)
@@ -154,18 +156,22 @@ class ItemLane:
         peer = self._members[member]
         if peer is None:
             return operation.published
-        found = self._record(peer, operation)
-        if found is None:
-            return 0
-        first, count = found
-        if peer.published < first + count:
+        known = operation.begun.get(member)
+        if known is None:
+            known = self._begun(peer, operation)
+            if known is None:
+                return 0
+        first, end = known
+        if peer.published < end:
             published = peer.words[PUBLISHED]
             if published != peer.published:
                 if not peer.published < published < 1 << 63:
                     raise LaneFault(member, f"{published} items were put out after {peer.published}")
                 order()  # the count before what it counts
                 peer.published = published
-        return min(max(peer.published - first, 0), count)
+            if published < end:
+                return published - first if published > first else 0
+        return end - first
 
     def item(self, operation: LaneOperation, member: int, item: int) -> memoryview | None:
         """Item number `item` of `member` in `operation`, which is available; None if that member has given it up.
@@ -176,9 +182,9 @@ class ItemLane:
         if peer is None:
             first, segment, pool = operation.first, self._own, self._pool
         else:
-            first, segment, pool = peer.records[operation.number][0], peer.segment, peer.pool
+            first, segment, pool = operation.begun[member][0], peer.segment, peer.pool
         number = first + item
-        place = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR.size
+        place = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR_BYTES
         found, at, size, lent = DESCRIPTOR.unpack_from(segment, place)
         if found != number:
             raise LaneFault(member, f"item {found} is described in place of {number}")
@@ -201,12 +207,15 @@ class ItemLane:
         del needs[item]
         peer = self._members[member]
         if peer is not None and peer.retired == operation.number:
-            first, count = peer.records[operation.number]
-            self._consume(peer, first + min(next(iter(needs), count), count))
+            first, end = operation.begun[member]
+            upto = first + next(iter(needs)) if needs else end
+            self._consume(peer, upto if upto < end else end)
 
     def end(self, operation: LaneOperation) -> None:
         """Everything that `operation` needed was read, or it was given up; items not put out yet never will be."""
         operation.ended = True
+        for _, peer in self._others:
+            peer.settled = False
         self._skip_given_up()
         self.retire()
 
@@ -221,7 +230,7 @@ class ItemLane:
             room = self._consumed_seen + DESCRIPTORS  # descriptors before it may be in use
             upto = min(end, room)
             for missing in range(max(self._published, self._consumed_seen), upto):
-                at = DESCRIPTORS_AT + missing % DESCRIPTORS * DESCRIPTOR.size
+                at = DESCRIPTORS_AT + missing % DESCRIPTORS * DESCRIPTOR_BYTES
                 DESCRIPTOR.pack_into(self._own, at, missing, 0, ABSENT, 0)
             order()
             self._published = self._own_words[PUBLISHED] = max(upto, self._published)
@@ -237,18 +246,25 @@ class ItemLane:
         """Tell the others what is needed no more; to be called whenever one of them has begun something."""
         if self._queue and self._queue[0].ended:
             self._skip_given_up()
+        retired = False
         for index, peer in self._others:
-            while (operation := self._open.get(peer.retired)) is not None:
+            while not peer.settled and (operation := self._open.get(peer.retired)) is not None:
                 found = self._look_up(peer, operation.number)
                 if found is None:
                     break
                 first, count = found
                 if not operation.ended:
                     self._consume(peer, first + min(next(iter(operation.needs.get(index, ())), count), count))
+                    peer.settled = True
                     break
                 self._consume(peer, first + count)
                 del peer.records[operation.number]
                 peer.retired += 1
+                retired = True
+        if retired:
+            self._finish()
+
+    def _finish(self) -> None:
         oldest = min(peer.retired for _, peer in self._others)
         if oldest > self.finished:
             for number in range(self.finished, oldest):
@@ -300,7 +316,7 @@ class ItemLane:
     def _describe(self, operation: LaneOperation, at: int, length: int, segment: int = 0) -> None:
         """Put out the next item of `operation`, the first of the queue: it is there."""
         number = self._published
-        place = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR.size
+        place = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR_BYTES
         DESCRIPTOR.pack_into(self._own, place, number, at, length, segment)
         order()  # the bytes and where they are before their count
         self._published = self._own_words[PUBLISHED] = number + 1
@@ -312,11 +328,8 @@ class ItemLane:
     def _lent_item(self, member: int, segment: int, offset: int, length: int) -> memoryview | None:
         raise NotImplementedError
 
-    def _record(self, peer: Member, operation: LaneOperation) -> tuple[int, int] | None:
-        """First item and number of items of `peer` in `operation`; None if it has not begun it, or skips it."""
-        known = peer.records.get(operation.number)
-        if known is not None and peer.checked > operation.number:
-            return known
+    def _begun(self, peer: Member, operation: LaneOperation) -> tuple[int, int] | None:
+        """Where the items of `peer` in `operation` begin and end; None if it has not begun it, or skips it."""
         found = self._look_up(peer, operation.number)
         if found is None:
             return None
@@ -326,8 +339,8 @@ class ItemLane:
             return None
         if fingerprint != operation.fingerprint:
             raise Differs(peer.index)
-        peer.checked = operation.number + 1
-        return found
+        known = operation.begun[peer.index] = found[0], found[0] + found[1]
+        return known
 
     def _look_up(self, peer: Member, number: int) -> tuple[int, int] | None:
         """First item and number of items of `peer` in operation `number`; None if it has not begun it."""
@@ -358,7 +371,7 @@ class ItemLane:
         if length > pool.size:
             raise ValueError(f"an item of {length} bytes does not fit a pool of {pool.size}")
         number = self._published
-        if len(pool):
+        if pool.items:
             self._free()
         at = pool.place(length) if number - self._consumed_seen < DESCRIPTORS else -1
         if at >= 0:
@@ -369,12 +382,13 @@ class ItemLane:
 
     def _free(self) -> None:
         """Free the items that every other member has consumed, or will not need."""
-        place, least = CONSUMED + 8 * self.rank, self._next_item
+        place, seen, least = CONSUMED + 8 * self.rank, self._consumed_seen, self._next_item
         for index, peer in self._heeded:
             consumed = peer.words[place]
-            if not self._consumed_seen <= consumed <= self._next_item:
+            if not seen <= consumed <= self._next_item:
                 raise LaneFault(index, f"{consumed} items were consumed of {self._next_item}")
-            least = min(least, consumed)
+            if consumed < least:
+                least = consumed
         self._consumed_seen = least
         for operation in self._open.values():  # in their order
             own = operation.needs.get(self.rank)

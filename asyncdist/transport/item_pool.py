@@ -14,20 +14,18 @@ ALIGNMENT: Final = 64
 class ItemPool:
     """Places for items of up to `size` bytes in all, at most `most` at a time."""
 
-    __slots__ = ("_items", "_most", "_tail", "size")
+    __slots__ = ("_most", "_tail", "items", "size")
 
     def __init__(self, size: int, most: int) -> None:
         self.size = size
         self._most = most
-        self._items: deque[tuple[int, int]] = deque()  # number and place of the items that are there
+        self.items: deque[tuple[int, int]] = deque()
+        """Number and place of the items that are there."""
         self._tail = 0
-
-    def __len__(self) -> int:
-        return len(self._items)
 
     def place(self, length: int) -> int:
         """Where `length` bytes fit now; -1 if nowhere. An empty pool begins anew, so that few pages stay in use."""
-        items = self._items
+        items = self.items
         if not items:
             self._tail = 0
             return 0 if length <= self.size else -1
@@ -42,11 +40,11 @@ class ItemPool:
 
     def add(self, number: int, at: int, length: int) -> None:
         """Item `number` lies at `at`, which `place` has said."""
-        self._items.append((number, at))
+        self.items.append((number, at))
         self._tail = -(-(at + max(length, 1)) // ALIGNMENT) * ALIGNMENT
 
     def free(self, number: int) -> None:
         """Items before `number` are needed no more."""
-        items = self._items
+        items = self.items
         while items and items[0][0] < number:
             items.popleft()

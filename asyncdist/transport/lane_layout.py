@@ -13,6 +13,7 @@ __all__ = [
     "DESCRIPTOR",
     "DESCRIPTORS",
     "DESCRIPTORS_AT",
+    "DESCRIPTOR_BYTES",
     "EXPRESS_AT",
     "EXPRESS_BYTES",
     "FINISHED",
@@ -61,6 +62,7 @@ ISSUED, PUBLISHED, FINISHED, WANTING, CONSUMED = 0, 8, 16, 24, 32
 WORDS_BYTES: Final = 64 * (4 + MAX_LANE_RANKS)
 RECORD: Final = struct.Struct("<QQQQ")
 DESCRIPTOR: Final = struct.Struct("<QQQQ")
+DESCRIPTOR_BYTES: Final = DESCRIPTOR.size
 RECORDS_AT: Final = WORDS_BYTES
 RECORD_STRIDE: Final = 64 + EXPRESS_BYTES
 EXPRESS_AT: Final = 64
@@ -70,7 +72,7 @@ WIDE_BYTES: Final = 256 << 10
 """Payload of a wide express operation: as much as ranks rather reduce whole than in slices, with a second wait."""
 WIDE: Final = 8
 """Wide express operations a member may be ahead of the slowest."""
-WIDE_AT: Final = -(-(DESCRIPTORS_AT + DESCRIPTORS * DESCRIPTOR.size) // 4096) * 4096
+WIDE_AT: Final = -(-(DESCRIPTORS_AT + DESCRIPTORS * DESCRIPTOR_BYTES) // 4096) * 4096
 LANE_HEAD_BYTES: Final = WIDE_AT + WIDE * WIDE_BYTES
 """Bytes of a segment before its pool."""
 
@@ -100,7 +102,7 @@ class Differs(Exception):
 class LaneOperation:
     """One operation on this member. `number` is its place in the order, `needs` what it still has to read."""
 
-    __slots__ = ("ended", "fingerprint", "first", "item_count", "lent", "needs", "number", "published")
+    __slots__ = ("begun", "ended", "fingerprint", "first", "item_count", "lent", "needs", "number", "published")
 
     def __init__(self, number: int, fingerprint: int, first: int, item_count: int, needs: Needs) -> None:
         self.number = number
@@ -108,6 +110,7 @@ class LaneOperation:
         self.first = first
         self.item_count = item_count
         self.needs = needs
+        self.begun: dict[int, tuple[int, int]] = {}  # by member that runs it too, where its items begin and end
         self.published = 0
         self.lent = 0  # items before this number were lent, if any were
         self.ended = False
@@ -117,7 +120,6 @@ class Member:
     """Another member, as far as we have read what it says."""
 
     __slots__ = (
-        "checked",
         "consumed",
         "index",
         "issued",
@@ -126,6 +128,7 @@ class Member:
         "records",
         "retired",
         "segment",
+        "settled",
         "words",
     )
 
@@ -135,8 +138,8 @@ class Member:
         self.words = segment[:WORDS_BYTES].cast("Q")
         self.pool = segment[LANE_HEAD_BYTES:]
         self.issued = 0
-        self.checked = 0  # operations before this one run what we run
         self.published = 0
         self.retired = 0  # operations of which nothing of it is needed any more
+        self.settled = False  # whether the next of them has nothing to retire before it has ended here
         self.consumed = 0  # items of it that we need no more
         self.records: dict[int, tuple[int, int]] = {}  # by operation, once looked at: its first item and how many

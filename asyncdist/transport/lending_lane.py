@@ -18,6 +18,7 @@ from asyncdist.transport.lane_layout import (
     DESCRIPTOR,
     DESCRIPTORS,
     DESCRIPTORS_AT,
+    DESCRIPTOR_BYTES,
     ROOM,
     LaneFault,
     LaneOperation,
@@ -69,9 +70,9 @@ class LendingLane(ItemLane):
         """Whether a lent item that was read is still lent: else what was read may be anything."""
         peer = self._members[member]
         assert peer is not None
-        number = peer.records[operation.number][0] + item
+        number = operation.begun[member][0] + item
         order()  # its bytes before this look
-        at = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR.size
+        at = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR_BYTES
         found, _offset, size, _segment = DESCRIPTOR.unpack_from(peer.segment, at)
         still: bool = found == number and size != ABSENT
         return still
@@ -91,7 +92,7 @@ class LendingLane(ItemLane):
     def _revoke(self, operation: LaneOperation) -> None:
         self._free()
         for number in range(max(operation.first, self._consumed_seen), operation.lent):
-            at = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR.size
+            at = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR_BYTES
             if DESCRIPTOR.unpack_from(self._own, at)[3]:
                 DESCRIPTOR.pack_into(self._own, at, number, 0, ABSENT, 0)
         order()  # before anything is written to what was lent
