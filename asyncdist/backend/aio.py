@@ -11,7 +11,7 @@ from asyncdist.backend.call import Call
 from asyncdist.backend.call_items import ItemCall
 from asyncdist.backend.call_stream import StreamCall
 from asyncdist.backend.choice_trace import trace_choice
-from asyncdist.backend.express import ExpressOperation, goes_express
+from asyncdist.backend.express import ExpressOperation, express_of
 from asyncdist.backend.item_operation import ItemOperation
 from asyncdist.backend.lanes import RESERVED, WITHOUT_LANE, Lanes, TagLane
 from asyncdist.backend.operation import Operation, Recipe
@@ -118,9 +118,9 @@ class AioBackend(GroupBackend):
         if recipe is None or not recipe.met:
             recipe = self.recipe_for(call, place.lane_bytes)
         lane = place.lane
-        if recipe.express and lane is not None:
+        if recipe.express is not None and lane is not None:
             place.take_place(work.number)
-            express = ExpressOperation(self, lane, call, recipe, work, on_end)
+            express = ExpressOperation(self, lane, call, recipe, recipe.express, work, on_end)
             self._operations[work.tag, work.number] = express
             lane.add_express(express)
             return
@@ -253,7 +253,7 @@ class AioBackend(GroupBackend):
         kernel = None if call.op is None else reduction.kernel(call.op, call.dtype)
         if len(self._recipes) >= RECIPES_KEPT:
             del self._recipes[next(iter(self._recipes))]
-        recipe = Recipe(Program(plan), fingerprint, kernel, express=lane_bytes > 0 and goes_express(call, plan))
+        recipe = Recipe(Program(plan), fingerprint, kernel, express_of(call, plan, lane_bytes))
         self._recipes[call.recipe_key, lane_bytes] = recipe
         return recipe
 

@@ -6,42 +6,69 @@ memory of its own: what `plan.shared_reduce.all_reduce_direct` and `plan.shared_
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
+from asyncdist.arrays import Array, Flat
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.call import Call
-from asyncdist.backend.operation import Recipe
 from asyncdist.executor import reduction
+from asyncdist.executor.reduction import Kernel
 from asyncdist.executor.shared_lane import SharedLane
+from asyncdist.plan.records import by_records
 from asyncdist.plan.steps import Plan
 from asyncdist.reduce_op import ReduceOp
-from asyncdist.transport.lane_layout import WIDE_BYTES
 
 if TYPE_CHECKING:
     from asyncdist.backend.aio import AioBackend
+    from asyncdist.backend.operation import Recipe
 
-__all__ = ["ExpressOperation", "goes_express"]
+__all__ = ["Express", "ExpressOperation", "express_of"]
 
-_NOTHING = memoryview(b"")
+FOLD_BYTES: Final = 256 << 10
+"""Bytes of a result that are reduced at a time: they stay in the cache while all operands are added."""
 
 
-def goes_express(call: Call, plan: Plan) -> bool:
-    """Whether all calls like this one are carried out here; the same on all ranks."""
-    if call.collective == "barrier":
-        return plan.algorithm == "shared"
-    return (
-        call.collective == "all_reduce"
-        and plan.algorithm == "shared_direct"
-        and isinstance(call.op, ReduceOp)
-        and 0 < call.nbytes <= WIDE_BYTES
-    )
+Take: TypeAlias = "Callable[[Call, list[Array], int, Kernel], None]"
+"""take(call, operands, rank, kernel): put into the outputs of `call` what this rank has of all ranks' payloads."""
+
+
+class Express(NamedTuple):
+    """What all express calls of one kind share."""
+
+    nbytes: int
+    """What each rank puts out: its vector, its block, or its blocks for all."""
+    take: Take | None
+    """None if there is nothing to take."""
+
+
+def express_of(call: Call, plan: Plan, lane_bytes: int) -> Express | None:
+    """How calls like this one are carried out here, if they are; the same on all ranks."""
+    collective, even = call.collective, isinstance(call.counts, int)
+    if not (even or collective == "reduce_scatter") or not (call.op is None or isinstance(call.op, ReduceOp)):
+        return None
+    nbytes = call.nbytes * plan.world if even and collective in _BLOCKS_FOR_ALL else call.nbytes
+    if not by_records(collective, plan.algorithm, plan.world, nbytes, lane_bytes):
+        return None
+    return Express(nbytes, _TAKE[collective]) if nbytes or collective == "barrier" else None
 
 
 class ExpressOperation:
     """One call under way. `on_end(work, error)` is called once, unless the backend forgets the operation first."""
 
-    __slots__ = ("_backend", "_call", "_kernel", "_lane", "_on_end", "_work", "fingerprint", "number", "payload")
+    __slots__ = (
+        "_backend",
+        "_call",
+        "_kernel",
+        "_lane",
+        "_on_end",
+        "_take",
+        "_work",
+        "fingerprint",
+        "nbytes",
+        "number",
+        "payload",
+    )
 
     def __init__(
         self,
@@ -49,6 +76,7 @@ class ExpressOperation:
         lane: SharedLane,
         call: Call,
         recipe: Recipe,
+        express: Express,
         work: CollectiveWork,
         on_end: Callable[[CollectiveWork, BaseException | None], None],
     ) -> None:
@@ -59,24 +87,22 @@ class ExpressOperation:
         self._work = work
         self._on_end = on_end
         self.fingerprint = recipe.fingerprint
-        self.payload: memoryview = call.outputs[0].octets if call.outputs else _NOTHING
+        self.payload = [flat.octets for flat in call.inputs or call.outputs]
+        self.nbytes, self._take = express
         self.number = -1
 
     def ready(self) -> None:
-        """All members' operands are there: reduce them, in rank order."""
-        kernel = self._kernel
-        if kernel is None:
+        """All members' operands are there: take what this rank is to have."""
+        take = self._take
+        if take is None:
             return
         call = self._call
-        flat = call.outputs[0]
-        out = flat.elements
-        operands = self._lane.operands(self.number, out.dtype, len(self.payload))
-        kernel(operands[0], operands[1], out)
-        for operand in operands[2:]:
-            kernel(out, operand, out)
+        operands = self._lane.operands(self.number, call.dtype, self.nbytes)
+        take(call, operands, self._backend.rank, self._kernel or _no_kernel)
         if call.op is ReduceOp.AVG:
-            reduction.finish(ReduceOp.AVG, out, len(operands) * call.shares)
-        flat.write_back()
+            reduction.finish(ReduceOp.AVG, call.outputs[0].elements, len(operands) * call.shares)
+        for flat in call.outputs:
+            flat.write_back()
 
     def done(self) -> None:
         """Results are in place."""
@@ -96,3 +122,67 @@ class ExpressOperation:
     def waiting_for(self) -> tuple[int, ...]:
         """Group ranks that have not begun the operation."""
         return self._lane.not_begun(self.number)
+
+
+def _all_reduce(call: Call, operands: list[Array], rank: int, kernel: Kernel) -> None:
+    del rank
+    out = call.outputs[0].elements
+    if out.nbytes > FOLD_BYTES:
+        _fold(operands, 0, out, kernel)
+        return
+    kernel(operands[0], operands[1], out)
+    for operand in operands[2:]:
+        kernel(out, operand, out)
+
+
+def _reduce_scatter(call: Call, operands: list[Array], rank: int, kernel: Kernel) -> None:
+    out, counts = call.outputs[0].elements, call.counts
+    _fold(operands, out.size * rank if isinstance(counts, int) else sum(counts[:rank]), out, kernel)
+
+
+def _all_gather(call: Call, operands: list[Array], rank: int, kernel: Kernel) -> None:
+    del rank, kernel
+    for block, operand in zip(_blocks(call.outputs, len(operands)), operands, strict=True):
+        block[...] = operand
+
+
+def _all_to_all(call: Call, operands: list[Array], rank: int, kernel: Kernel) -> None:
+    del kernel
+    for block, operand in zip(_blocks(call.outputs, len(operands)), operands, strict=True):
+        block[...] = operand[rank * block.size : (rank + 1) * block.size]
+
+
+def _fold(operands: list[Array], start: int, out: Array, kernel: Kernel) -> None:
+    """Reduce, in rank order, what the operands hold from `start` on: a part at a time, which stays in the cache."""
+    step = max(1, FOLD_BYTES // out.itemsize)
+    for first in range(0, out.size, step):
+        part = out[first : first + step]
+        begin, end = start + first, start + first + part.size
+        kernel(operands[0][begin:end], operands[1][begin:end], part)
+        for operand in operands[2:]:
+            kernel(part, operand[begin:end], part)
+
+
+def _blocks(flats: Sequence[Flat], world: int) -> list[Array]:
+    """The blocks of all ranks, whether they are one array or several."""
+    if len(flats) > 1:
+        return [flat.elements for flat in flats]
+    whole = flats[0].elements
+    size = whole.size // world
+    return [whole[size * rank : size * (rank + 1)] for rank in range(world)]
+
+
+def _no_kernel(left: Array, right: Array, out: Array) -> None:
+    raise AssertionError("a collective without a reduction reduces")
+
+
+_BLOCKS_FOR_ALL: Final = ("all_to_all", "reduce_scatter")
+"""Collectives in which a rank puts out a block for every rank."""
+
+_TAKE: Final[dict[str, Take | None]] = {
+    "all_gather": _all_gather,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "barrier": None,
+    "reduce_scatter": _reduce_scatter,
+}

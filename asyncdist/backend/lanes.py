@@ -24,6 +24,7 @@ from asyncdist.errors import PeerLostError, RemoteProtocolError
 from asyncdist.executor.shared_lane import SharedLane
 from asyncdist.transport.doorbell import Ringer
 from asyncdist.transport.lane import LANE_HEAD_BYTES, SKIPPED, Lane
+from asyncdist.transport.lane_layout import pool_bytes
 
 if TYPE_CHECKING:
     from asyncdist.backend.aio import AioBackend
@@ -33,10 +34,11 @@ __all__ = ["RESERVED", "WITHOUT_LANE", "Lanes", "OnEnd", "TagLane"]
 
 OnEnd: TypeAlias = Callable[[CollectiveWork, BaseException | None], None]
 
-FIRST_POOL_BYTES: Final = 8 << 20
-"""Items of a rank's first lane: what its largest collectives have under way, several chunks of every slice."""
-POOL_BYTES: Final = 2 << 20
-"""Items of its other lanes, as long as there is memory to share."""
+FIRST_LANE_BYTES: Final = 12 << 20
+"""Payloads in a rank's first lane. Two thirds are for items: what its largest collectives have under way, several
+chunks of every slice."""
+LANE_BYTES: Final = 3 << 20
+"""Payloads in its other lanes, as long as there is memory to share."""
 
 RESERVED: Final = range(2**32 - 3, 2**32)
 """Sequence numbers of the three exchanges, which no collective ever reaches."""
@@ -172,8 +174,8 @@ class Lanes:
         offer = np.zeros(2, np.uint64)
         memory = self._memory
         if memory is not None and all(rank in memory.connections for rank in others):
-            pool_bytes = POOL_BYTES if memory.segments else FIRST_POOL_BYTES
-            number = self._tags[tag].segment = memory.new_segment(LANE_HEAD_BYTES + pool_bytes)
+            payload_bytes = LANE_BYTES if memory.segments else FIRST_LANE_BYTES
+            number = self._tags[tag].segment = memory.new_segment(LANE_HEAD_BYTES + payload_bytes)
             if number and memory.share(number, others):
                 offer[:] = 1, number
         self._exchange(tag, _OFFER, offer, self._offered)
@@ -209,11 +211,11 @@ class Lanes:
                 view = connection.take_segment(number).view
             except OSError as error:
                 return f"this rank cannot map what rank {rank} shares: {error}"
-            if len(view) <= LANE_HEAD_BYTES:
+            if not pool_bytes(len(view)):
                 raise RemoteProtocolError(f"rank {rank} shares {len(view)} bytes, more than {LANE_HEAD_BYTES} needed")
             views.append(view)
             ringers.append(connection.ringer)
-        state.pool_bytes = min(map(len, views)) - LANE_HEAD_BYTES
+        state.pool_bytes = min(pool_bytes(len(view)) for view in views)
         core = Lane(backend.rank, views, partial(borrow, memory, backend.ranks))
         lend = partial(lend_to, memory, [rank for rank in backend.ranks if rank != self._mesh.rank])
         state.mapped = SharedLane(backend.loop, core, backend.ranks, ringers, self._mesh.break_pair, lend)

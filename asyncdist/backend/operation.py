@@ -10,6 +10,7 @@ import numpy as np
 from asyncdist.arrays import Array
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.call import Call
+from asyncdist.backend.express import Express
 from asyncdist.executor import reduction
 from asyncdist.executor.buffers import NO_BUFFER, BlockBuffer, Bound, FlatBuffer, PieceBuffer
 from asyncdist.executor.program import Program
@@ -34,10 +35,12 @@ class Recipe:
 
     __slots__ = ("express", "fingerprint", "kernel", "met", "program", "shared", "spares")
 
-    def __init__(self, program: Program, fingerprint: int, kernel: Kernel | None, *, express: bool = False) -> None:
+    def __init__(
+        self, program: Program, fingerprint: int, kernel: Kernel | None, express: Express | None = None
+    ) -> None:
         self.program = program
         self.express = express
-        """Whether it travels in the records of a lane."""
+        """How it travels in the records of a lane, if it does."""
         self.fingerprint = fingerprint
         self.kernel = kernel
         self.shared = bool(program.items or program.needs)

@@ -20,7 +20,7 @@ from asyncdist.executor.program import Program
 from asyncdist.executor.shared_part import TURN_BYTES, SharedExecution, SharedPart, different
 from asyncdist.transport.doorbell import Ringer
 from asyncdist.transport.lane import Differs, Lane, LaneOperation
-from asyncdist.transport.lane_layout import RECORDS, LaneFault
+from asyncdist.transport.lane_layout import EXPRESS_BYTES, RECORDS, LaneFault
 
 __all__ = ["Express", "SharedLane"]
 
@@ -37,7 +37,10 @@ class Express(Protocol):
 
     number: int
     fingerprint: int
-    payload: memoryview
+    payload: Sequence[memoryview]
+    """What it puts out, one piece after another."""
+    nbytes: int
+    """How long that is."""
 
     def ready(self) -> None:
         """All members' payloads are there: take them."""
@@ -81,7 +84,7 @@ class SharedLane:
         self._parts: list[SharedPart] = []
         self._unbegun: deque[SharedPart | Express] = deque()
         self._express: deque[Express] = deque()
-        self._operands: dict[tuple[np.dtype[Any], int], list[list[Array] | None]] = {}
+        self._operands: dict[tuple[np.dtype[Any], int], dict[object, list[Array]]] = {}
         self._again: asyncio.Handle | None = None
         self.closed = False
 
@@ -136,13 +139,15 @@ class SharedLane:
         if kept is None:
             if len(self._operands) >= OPERAND_KINDS:
                 self._operands.clear()
-            kept = self._operands[dtype, nbytes] = [None] * RECORDS
-        place = number % RECORDS
-        found = kept[place]
+            kept = self._operands[dtype, nbytes] = {}
+        places = self.core.express_places(number) if nbytes > EXPRESS_BYTES else number % RECORDS
+        found = kept.get(places)
         if found is None:
+            if len(kept) >= RECORDS:
+                kept.clear()
             payload = self.core.express_payload
             found = [np.frombuffer(payload(number, member, nbytes), dtype) for member in range(len(self._ranks))]
-            kept[place] = found
+            kept[places] = found
         return found
 
     def not_begun(self, number: int) -> tuple[int, ...]:
@@ -274,7 +279,7 @@ class SharedLane:
         return done
 
     def _begin_express(self, operation: Express) -> bool:
-        number = self.core.express(operation.fingerprint, operation.payload)
+        number = self.core.express(operation.fingerprint, operation.payload, operation.nbytes)
         if number < 0:
             return False
         operation.number = number
@@ -305,7 +310,7 @@ class SharedLane:
             done = True
             if not number % EXPRESS_NEWS:
                 self.flush()
-            self.moved += len(operation.payload) * len(self._ranks)
+            self.moved += operation.nbytes * len(self._ranks)
             operation.done()
             if self.moved >= TURN_BYTES:
                 self.soon()

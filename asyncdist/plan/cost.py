@@ -26,6 +26,7 @@ from asyncdist.plan.constants import Constants
 from asyncdist.plan.formulas_shared import SHARED_FORMULAS, SharedFormula, shared_seconds
 from asyncdist.plan.load import Hop, Load, Shape, Work
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, Problem
+from asyncdist.plan.records import USUAL_LANE_BYTES
 
 __all__ = ["FORMULAS", "Formula", "Prediction", "predict", "shape_of"]
 
@@ -115,11 +116,18 @@ class Prediction(NamedTuple):
     """Temporary memory of the rank that needs most, beyond a window of chunks."""
 
 
-def predict(problem: Problem, algorithm: str, itemsize: int, chunk_bytes: int, constants: Constants) -> Prediction:
-    """Predict one algorithm. Raises KeyError for one without a formula."""
+def predict(
+    problem: Problem,
+    algorithm: str,
+    itemsize: int,
+    chunk_bytes: int,
+    constants: Constants,
+    lane_bytes: int = USUAL_LANE_BYTES,
+) -> Prediction:
+    """Predict one algorithm; `lane_bytes` is for those through shared memory. Raises KeyError without a formula."""
     shared = SHARED_FORMULAS.get(problem.collective, _NONE).get(algorithm)
     if shared is not None:
-        return _predict_shared(shared, problem, algorithm, itemsize, chunk_bytes, constants)
+        return _predict_shared(shared, problem, algorithm, itemsize, chunk_bytes, constants, lane_bytes)
     formula = FORMULAS[problem.collective][algorithm]
     if problem.world == 1:
         return Prediction(algorithm, chunk_bytes, 0.0, 0, 0)
@@ -130,11 +138,17 @@ def predict(problem: Problem, algorithm: str, itemsize: int, chunk_bytes: int, c
 
 
 def _predict_shared(
-    formula: SharedFormula, problem: Problem, algorithm: str, itemsize: int, chunk_bytes: int, constants: Constants
+    formula: SharedFormula,
+    problem: Problem,
+    algorithm: str,
+    itemsize: int,
+    chunk_bytes: int,
+    constants: Constants,
+    lane_bytes: int,
 ) -> Prediction:
     if problem.world == 1:
         return Prediction(algorithm, chunk_bytes, 0.0, 0, 0)
-    load = formula(shape_of(problem, itemsize, chunk_bytes))
+    load = formula(shape_of(problem, itemsize, chunk_bytes)._replace(lane_bytes=lane_bytes))
     seconds = shared_seconds(load, problem.world, constants)
     return Prediction(algorithm, chunk_bytes, seconds, load.rounds, round(load.published), round(load.scratch))
 

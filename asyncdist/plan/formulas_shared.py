@@ -12,13 +12,9 @@ from typing import Final, NamedTuple, TypeAlias
 
 from asyncdist.plan.constants import Constants
 from asyncdist.plan.load import Shape
+from asyncdist.plan.records import by_records
 
-__all__ = ["RECORD_BYTES", "SHARED_FORMULAS", "SharedFormula", "SharedLoad", "Toil", "shared_seconds"]
-
-
-RECORD_BYTES: Final = 256 << 10
-"""Largest vector that is all reduced from records of the lane, if ranks reduce all of it: it needs no items, and so no
-steps of a plan. As the transport has it."""
+__all__ = ["SHARED_FORMULAS", "SharedFormula", "SharedLoad", "Toil", "shared_seconds"]
 
 
 class Toil(NamedTuple):
@@ -81,9 +77,8 @@ def shared_seconds(load: SharedLoad, world: int, constants: Constants) -> float:
 def _direct_all_reduce(shape: Shape) -> SharedLoad:
     """Everyone publishes all and folds all; ranks with several below them fold those apart."""
     world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
-    if total <= RECORD_BYTES:
-        work = Toil(1, total, total * (world - 1), world)
-        return SharedLoad(1, work, Toil(0).plus(work, world), total, by_records=True)
+    if by_records("all_reduce", "shared_direct", world, total, shape.lane_bytes):
+        return _in_records(shape, total, worked=total * (world - 1))
     first = Toil(pieces * world, total, total * (world - 1))
     later = first.plus(Toil(0, total))
     everyone = Toil(0).plus(first, min(2, world)).plus(later, max(0, world - 2))
@@ -134,6 +129,8 @@ def _sliced_reduce(shape: Shape) -> SharedLoad:
 
 def _reduce_scatter(shape: Shape) -> SharedLoad:
     """Everyone publishes the others' blocks and folds its own."""
+    if by_records("reduce_scatter", "shared", shape.world, shape.total, shape.lane_bytes):
+        return _in_records(shape, shape.total, worked=shape.block * (shape.world - 1))
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
     work = Toil(pieces * 2 * others, block * (others + 1), block * others)
     return SharedLoad(1, work, Toil(0).plus(work, shape.world), block * others)
@@ -147,6 +144,8 @@ def _broadcast(shape: Shape) -> SharedLoad:
 
 def _all_gather(shape: Shape) -> SharedLoad:
     """Everyone publishes its block, and copies all of them, its own included."""
+    if by_records("all_gather", "shared", shape.world, shape.block, shape.lane_bytes):
+        return _in_records(shape, shape.block, copied=shape.block * shape.world)
     block, pieces = shape.block, shape.pieces(shape.block)
     work = Toil(pieces * shape.world, block * (shape.world + 1))
     return SharedLoad(1, work, Toil(0).plus(work, shape.world), block)
@@ -166,6 +165,8 @@ def _scatter(shape: Shape) -> SharedLoad:
 
 def _all_to_all(shape: Shape) -> SharedLoad:
     """Everyone publishes the others' blocks and copies those for it; its own it copies once."""
+    if by_records("all_to_all", "shared", shape.world, shape.total, shape.lane_bytes):
+        return _in_records(shape, shape.total, copied=shape.total)
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
     work = Toil(pieces * 2 * others, block * (2 * others + 1))
     return SharedLoad(1, work, Toil(0).plus(work, shape.world), block * others)
@@ -173,8 +174,13 @@ def _all_to_all(shape: Shape) -> SharedLoad:
 
 def _barrier(shape: Shape) -> SharedLoad:
     """Everyone says that it is here, and waits for all."""
-    work = Toil(1, operands=shape.world)
-    return SharedLoad(1, work, Toil(0).plus(work, shape.world), 0.0, by_records=True)
+    return _in_records(shape, 0.0)
+
+
+def _in_records(shape: Shape, payload: float, copied: float = 0.0, worked: float = 0.0) -> SharedLoad:
+    """Everyone puts its payload out and copies and reduces what it is to have."""
+    work = Toil(1, payload + copied, worked, shape.world)
+    return SharedLoad(1, work, Toil(0).plus(work, shape.world), payload, by_records=True)
 
 
 SHARED_FORMULAS: Final[Mapping[str, Mapping[str, SharedFormula]]] = MappingProxyType(

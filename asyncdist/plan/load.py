@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from asyncdist.plan.records import USUAL_LANE_BYTES
+
 __all__ = [
     "AT_HOME",
     "CACHE_BYTES",
@@ -59,6 +61,8 @@ class Shape(NamedTuple):
     """Longest chunk of the algorithms that cut."""
     ranks_per_host: int = 1
     root: int = 0
+    lane_bytes: float = USUAL_LANE_BYTES
+    """What each rank has for the items of shared memory."""
 
     @property
     def levels(self) -> int:

@@ -15,7 +15,8 @@ from typing import Final
 from asyncdist.plan.cost import FORMULAS, Prediction, predict
 from asyncdist.plan.problem import COLLECTIVES, EXCHANGES, Problem
 from asyncdist.plan.registry import algorithms, build, needs_lane, ordered_algorithms
-from asyncdist.plan.shared import USUAL_LANE_BYTES, shared_chunk_sizes
+from asyncdist.plan.records import USUAL_LANE_BYTES
+from asyncdist.plan.shared import shared_chunk_sizes
 from asyncdist.plan.steps import Plan
 from asyncdist.plan.tuning import DEFAULT_TUNING, Tuning
 
@@ -184,7 +185,8 @@ def candidates(
         else:
             continue
         last = 1 if (problem.collective, name) in UNCUT else _first_of_all(own_sizes, nbytes)
-        predictions = (predict(problem, name, itemsize, size, tuning.constants) for size in own_sizes[:last])
+        usual = lane_bytes or USUAL_LANE_BYTES
+        predictions = (predict(problem, name, itemsize, size, tuning.constants, usual) for size in own_sizes[:last])
         found.append(min(predictions, key=_seconds))
     found.sort(key=lambda one: (one.scratch_bytes > SCRATCH_MAX_BYTES, one.seconds))
     if not found:  # nothing is reduced, so there is no order

@@ -12,7 +12,7 @@ from typing import Final
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.shared_reduce import LOOKAHEAD
 
-__all__ = ["MAX_SHARED_RANKS", "USUAL_LANE_BYTES", "largest_item_bytes", "shared_chunk_sizes"]
+__all__ = ["MAX_SHARED_RANKS", "largest_item_bytes", "shared_chunk_sizes"]
 
 CHUNK_MIN_BYTES: Final = 32 << 10
 """Below this a step costs more than the copy, so that waiting for memory costs less than shorter chunks."""
@@ -29,9 +29,6 @@ LEAST_ITEMS: Final = 2
 
 MAX_SHARED_RANKS: Final = 104
 """Largest world that is expected on one host."""
-
-USUAL_LANE_BYTES: Final = 8 << 20
-"""Memory for a rank's items in a group's first lane, and what is reckoned with where there is no lane to ask."""
 
 _SLICED: Final = ("all_reduce", "reduce", "reduce_scatter", "all_to_all", "scatter")
 """Collectives in which somebody publishes a chunk for everyone else, one after another."""

@@ -57,6 +57,7 @@ from asyncdist.transport.lane_layout import (
     LaneOperation,
     Member,
     Needs,
+    wide_bytes,
 )
 
 __all__ = ["ItemLane"]
@@ -94,7 +95,7 @@ class ItemLane:
         self.rank = rank
         self._own = segments[rank]
         self._own_words = self._own[:WORDS_BYTES].cast("Q")
-        self._pool = self._own[LANE_HEAD_BYTES:]
+        self._pool = self._own[LANE_HEAD_BYTES + wide_bytes(len(self._own)) :]
         self._members = [None if index == rank else Member(index, segment) for index, segment in enumerate(segments)]
         self._others = [(index, member) for index, member in enumerate(self._members) if member is not None]
         self._issued = 0
@@ -126,6 +127,7 @@ class ItemLane:
             fingerprint,
             self._next_item,
             item_count,
+            0,
         )
         self._next_item += item_count
         self._open[number] = operation
@@ -304,12 +306,20 @@ class ItemLane:
     def _catch_up(self, number: int, ahead: int) -> bool:
         """Whether every member has finished enough for us to begin operation `number`, less than `ahead` of it."""
         for _ in range(2):
-            self._finished_seen = min((member.words[FINISHED] for _, member in self._heeded), default=number)
+            self._look_who_finished(number)
             if number - self._finished_seen < ahead:
                 self._content(TURN)
                 return True
             self._want(TURN)
         return False
+
+    def _look_who_finished(self, number: int) -> None:
+        """Take note of how many operations every member has finished; all before `number` if none is left."""
+        for _, member in self._heeded:
+            finished = member.words[FINISHED]
+            if finished < number:
+                number = finished
+        self._finished_seen = number
 
     # -- inside
 
@@ -352,7 +362,7 @@ class ItemLane:
                 return None
             order()  # the count before the record
         at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
-        theirs, _fingerprint, first, count = RECORD.unpack_from(peer.segment, at)
+        theirs, _fingerprint, first, count, _place = RECORD.unpack_from(peer.segment, at)
         if theirs != number or count > MAX_LANE_ITEMS or first >= 1 << 62:
             raise LaneFault(peer.index, f"operation {theirs} ({count} items) is described in place of {number}")
         peer.records[number] = first, count

@@ -5,7 +5,10 @@ Nothing here waits or wakes anybody.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from asyncdist.transport.fence import fence, order
+from asyncdist.transport.item_pool import ItemPool
 from asyncdist.transport.lane_layout import (
     CONSUMED,
     EXPRESS_AT,
@@ -19,45 +22,76 @@ from asyncdist.transport.lane_layout import (
     RECORDS,
     RECORDS_AT,
     SKIPPED,
-    WIDE,
-    WIDE_AT,
-    WIDE_BYTES,
+    TURN,
     Differs,
     LaneFault,
     LaneOperation,
     Needs,
+    wide_bytes,
 )
-from asyncdist.transport.lending_lane import LendingLane
+from asyncdist.transport.lending_lane import Borrow, LendingLane
 
 __all__ = ["LANE_HEAD_BYTES", "MAX_LANE_RANKS", "SKIPPED", "Differs", "Lane", "LaneFault", "LaneOperation", "Needs"]
 
 
 class Lane(LendingLane):
-    """See ItemLane. Express operations share its order: every member begins all of them, and ends them in turn."""
+    """See ItemLane. Express operations share its order: every member begins all of them, and ends them in turn.
 
-    __slots__ = ()
+    A payload of EXPRESS_BYTES lies in the record itself. A wide one lies where the record says, in memory for those: it
+    stays there until all members have finished the operation.
+    """
 
-    def express(self, fingerprint: int, payload: memoryview) -> int:
-        """Begin the next operation with its only item, WIDE_BYTES at most, in a place that its number gives it.
+    __slots__ = ("_wide", "_wide_pool")
+
+    def __init__(self, rank: int, segments: Sequence[memoryview], borrow: Borrow | None = None) -> None:
+        super().__init__(rank, segments, borrow)
+        self._wide = self._own[LANE_HEAD_BYTES : LANE_HEAD_BYTES + wide_bytes(len(self._own))]
+        self._wide_pool = ItemPool(len(self._wide), RECORDS, narrow=True)
+
+    def express(self, fingerprint: int, payload: Sequence[memoryview], length: int) -> int:
+        """Begin the next operation with its only item: the `length` bytes of `payload`, one piece after another.
 
         Returns its number; -1 if we are too far ahead of another member, or of ourselves. Ends with `express_done`.
         """
-        number, length = self._issued, len(payload)
-        ahead = RECORDS if length <= EXPRESS_BYTES else WIDE
-        if number - self.finished >= ahead:  # we still have to read our own payload
+        number = self._issued
+        if number - self.finished >= RECORDS:  # we still have to read our own payload
             return -1
-        if number - self._finished_seen >= ahead and not self._catch_up(number, ahead):
+        if number - self._finished_seen >= RECORDS and not self._catch_up(number, RECORDS):
             return -1
-        own = self._own
-        RECORD.pack_into(own, RECORDS_AT + number % RECORDS * RECORD_STRIDE, number, fingerprint, self._next_item, 0)
-        if length:
-            at = _express_place(number, length)
-            own[at : at + length] = payload
+        record = RECORDS_AT + number % RECORDS * RECORD_STRIDE
+        if length <= EXPRESS_BYTES:
+            memory, at = self._own, record + EXPRESS_AT
+        else:
+            memory, at = self._wide, self._wide_place(number, length)
+            if at < 0:
+                return -1
+        RECORD.pack_into(self._own, record, number, fingerprint, self._next_item, 0, at)
+        for piece in payload:
+            end = at + len(piece)
+            memory[at:end] = piece
+            at = end
         if self._open:
             self._open[number] = LaneOperation(number, fingerprint, self._next_item, 0, {})
         order()  # the record before its count
         self._issued = self._own_words[ISSUED] = number + 1
         return number
+
+    def _wide_place(self, number: int, length: int) -> int:
+        """Where a wide payload fits now; -1 if nowhere, until others have finished more."""
+        pool = self._wide_pool
+        if length > pool.size:
+            raise ValueError(f"a payload of {length} bytes does not fit memory of {pool.size}")
+        for _ in range(2):
+            if pool.items:
+                self._look_who_finished(number)
+                pool.free(min(self._finished_seen, self.finished))
+            at = pool.place(length)
+            if at >= 0:
+                self._content(TURN)
+                pool.add(number, at, length)
+                return at
+            self._want(TURN)
+        return -1
 
     def express_begun(self, number: int) -> bool:
         """Whether all members have begun operation `number`, which we have begun before this call. Fences."""
@@ -75,7 +109,7 @@ class Lane(LendingLane):
         order()  # the counts before the records
         at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
         for _, peer in self._others:
-            theirs, other, _first, _count = RECORD.unpack_from(peer.segment, at)
+            theirs, other, _first, _count, _place = RECORD.unpack_from(peer.segment, at)
             if other != fingerprint or theirs != number:
                 if other == SKIPPED:
                     return False
@@ -85,8 +119,20 @@ class Lane(LendingLane):
     def express_payload(self, number: int, member: int, length: int) -> memoryview:
         """The payload of `member` in operation `number`, which is ready."""
         peer = self._members[member]
-        at = _express_place(number, length)
-        return (self._own if peer is None else peer.segment)[at : at + length]
+        segment, wide = (self._own, self._wide) if peer is None else (peer.segment, peer.wide)
+        record = RECORDS_AT + number % RECORDS * RECORD_STRIDE
+        if length <= EXPRESS_BYTES:
+            return segment[record + EXPRESS_AT : record + EXPRESS_AT + length]
+        at = RECORD.unpack_from(segment, record)[4]
+        if at + length > len(wide):
+            raise LaneFault(member, f"a payload of {length} bytes lies at {at} of {len(wide)}")
+        return wide[at : at + length]
+
+    def express_places(self, number: int) -> tuple[int, ...]:
+        """Where each member's payload in operation `number`, which is ready, is said to lie."""
+        record = RECORDS_AT + number % RECORDS * RECORD_STRIDE
+        own, unpack = self._own, RECORD.unpack_from
+        return tuple([unpack(own if peer is None else peer.segment, record)[4] for peer in self._members])
 
     def express_done(self, number: int) -> None:
         """Operation `number` was read, or given up. Express operations end in their order."""
@@ -120,10 +166,3 @@ class Lane(LendingLane):
         finished = {index: peer.words[FINISHED] for index, peer in self._others}
         least = min(finished.values())
         return [index for index, count in finished.items() if count == least]
-
-
-def _express_place(number: int, length: int) -> int:
-    """Where the payload of an express operation is in every segment."""
-    if length <= EXPRESS_BYTES:
-        return RECORDS_AT + number % RECORDS * RECORD_STRIDE + EXPRESS_AT
-    return WIDE_AT + number % WIDE * WIDE_BYTES

@@ -30,15 +30,15 @@ __all__ = [
     "SKIPPED",
     "TURN",
     "WANTING",
-    "WIDE",
-    "WIDE_AT",
-    "WIDE_BYTES",
+    "WIDE_SHARE",
     "WORDS_BYTES",
     "Differs",
     "LaneFault",
     "LaneOperation",
     "Member",
     "Needs",
+    "pool_bytes",
+    "wide_bytes",
 ]
 
 Needs: TypeAlias = dict[int, dict[int, int]]
@@ -60,7 +60,7 @@ DESCRIPTORS: Final = 1024
 
 ISSUED, PUBLISHED, FINISHED, WANTING, CONSUMED = 0, 8, 16, 24, 32
 WORDS_BYTES: Final = 64 * (4 + MAX_LANE_RANKS)
-RECORD: Final = struct.Struct("<QQQQ")
+RECORD: Final = struct.Struct("<QQQQQ")
 DESCRIPTOR: Final = struct.Struct("<QQQQ")
 DESCRIPTOR_BYTES: Final = DESCRIPTOR.size
 RECORDS_AT: Final = WORDS_BYTES
@@ -68,13 +68,20 @@ RECORD_STRIDE: Final = 64 + EXPRESS_BYTES
 EXPRESS_AT: Final = 64
 """Where a record's payload begins in it: on a cache line of its own."""
 DESCRIPTORS_AT: Final = RECORDS_AT + RECORDS * RECORD_STRIDE
-WIDE_BYTES: Final = 256 << 10
-"""Payload of a wide express operation: as much as ranks rather reduce whole than in slices, with a second wait."""
-WIDE: Final = 8
-"""Wide express operations a member may be ahead of the slowest."""
-WIDE_AT: Final = -(-(DESCRIPTORS_AT + DESCRIPTORS * DESCRIPTOR_BYTES) // 4096) * 4096
-LANE_HEAD_BYTES: Final = WIDE_AT + WIDE * WIDE_BYTES
-"""Bytes of a segment before its pool."""
+LANE_HEAD_BYTES: Final = -(-(DESCRIPTORS_AT + DESCRIPTORS * DESCRIPTOR_BYTES) // 4096) * 4096
+"""Bytes of a segment before its memory for payloads."""
+WIDE_SHARE: Final = 3
+"""Of that memory, this part is for the payloads of express operations that do not fit their record, the rest the pool."""
+
+
+def wide_bytes(segment_bytes: int) -> int:
+    """Bytes in a segment, from LANE_HEAD_BYTES on, for wide express operations; the pool follows."""
+    return max(0, segment_bytes - LANE_HEAD_BYTES) // WIDE_SHARE // 4096 * 4096
+
+
+def pool_bytes(segment_bytes: int) -> int:
+    """Bytes of the pool, the rest of a segment."""
+    return max(0, segment_bytes - LANE_HEAD_BYTES) - wide_bytes(segment_bytes)
 
 
 ROOM, TURN = 1, 2
@@ -129,6 +136,7 @@ class Member:
         "retired",
         "segment",
         "settled",
+        "wide",
         "words",
     )
 
@@ -136,7 +144,9 @@ class Member:
         self.index = index
         self.segment = segment
         self.words = segment[:WORDS_BYTES].cast("Q")
-        self.pool = segment[LANE_HEAD_BYTES:]
+        wide = LANE_HEAD_BYTES + wide_bytes(len(segment))
+        self.wide = segment[LANE_HEAD_BYTES:wide]
+        self.pool = segment[wide:]
         self.issued = 0
         self.published = 0
         self.retired = 0  # operations of which nothing of it is needed any more

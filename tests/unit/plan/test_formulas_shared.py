@@ -14,7 +14,8 @@ from asyncdist.plan.formulas_shared import RECORD_BYTES, SHARED_FORMULAS
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, REDUCTIONS, Problem
 from asyncdist.plan.registry import SHARED_ALGORITHMS, build, needs_lane
 from asyncdist.plan.selector import candidates, choose, parse_overrides, plan_for, usable
-from asyncdist.plan.shared import USUAL_LANE_BYTES, shared_chunk_sizes
+from asyncdist.plan.records import USUAL_LANE_BYTES
+from asyncdist.plan.shared import shared_chunk_sizes
 from asyncdist.plan.simulate import simulate
 from asyncdist.plan.steps import Copy, Fetch, FetchReduce, Publish, Reduce
 from asyncdist.plan.tuning import Tuning, constants_from_terms, constants_to_terms

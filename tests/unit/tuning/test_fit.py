@@ -9,7 +9,7 @@ import pytest
 
 from asyncdist.plan.constants import ASYNCIO, SharedMemory
 from asyncdist.plan.selector import candidates
-from asyncdist.plan.shared import USUAL_LANE_BYTES
+from asyncdist.plan.records import USUAL_LANE_BYTES
 from asyncdist.plan.tuning import Tuning
 from asyncdist.tuning.check import judge, summary
 from asyncdist.tuning.exercises import ITEMSIZE, problem_of
