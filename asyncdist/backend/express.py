@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from asyncdist.backend.aio import AioBackend
     from asyncdist.backend.operation import Recipe
 
-__all__ = ["Express", "ExpressOperation", "express_of"]
+__all__ = ["ExpressKind", "ExpressOperation", "express_of"]
 
 FOLD_BYTES: Final = 256 << 10
 """Bytes of a result that are reduced at a time: they stay in the cache while all operands are added."""
@@ -33,8 +33,8 @@ Take: TypeAlias = "Callable[[Call, list[Array], int, Kernel], None]"
 """take(call, operands, rank, kernel): put into the outputs of `call` what this rank has of all ranks' payloads."""
 
 
-class Express(NamedTuple):
-    """What all express calls of one kind share."""
+class ExpressKind(NamedTuple):
+    """What all express calls with one recipe share."""
 
     nbytes: int
     """What each rank puts out: its vector, its block, or its blocks for all."""
@@ -42,7 +42,7 @@ class Express(NamedTuple):
     """None if there is nothing to take."""
 
 
-def express_of(call: Call, plan: Plan, lane_bytes: int) -> Express | None:
+def express_of(call: Call, plan: Plan, lane_bytes: int) -> ExpressKind | None:
     """How calls like this one are carried out here, if they are; the same on all ranks."""
     collective, even = call.collective, isinstance(call.counts, int)
     if not (even or collective == "reduce_scatter") or not (call.op is None or isinstance(call.op, ReduceOp)):
@@ -50,7 +50,7 @@ def express_of(call: Call, plan: Plan, lane_bytes: int) -> Express | None:
     nbytes = call.nbytes * plan.world if even and collective in _BLOCKS_FOR_ALL else call.nbytes
     if not by_records(collective, plan.algorithm, plan.world, nbytes, lane_bytes):
         return None
-    return Express(nbytes, _TAKE[collective]) if nbytes or collective == "barrier" else None
+    return ExpressKind(nbytes, _TAKE[collective]) if nbytes or collective == "barrier" else None
 
 
 class ExpressOperation:
@@ -76,7 +76,7 @@ class ExpressOperation:
         lane: SharedLane,
         call: Call,
         recipe: Recipe,
-        express: Express,
+        express: ExpressKind,
         work: CollectiveWork,
         on_end: Callable[[CollectiveWork, BaseException | None], None],
     ) -> None:

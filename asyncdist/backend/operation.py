@@ -10,7 +10,7 @@ import numpy as np
 from asyncdist.arrays import Array
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.call import Call
-from asyncdist.backend.express import Express
+from asyncdist.backend.express import ExpressKind
 from asyncdist.executor import reduction
 from asyncdist.executor.buffers import NO_BUFFER, BlockBuffer, Bound, FlatBuffer, PieceBuffer
 from asyncdist.executor.program import Program
@@ -36,7 +36,7 @@ class Recipe:
     __slots__ = ("express", "fingerprint", "kernel", "met", "program", "shared", "spares")
 
     def __init__(
-        self, program: Program, fingerprint: int, kernel: Kernel | None, express: Express | None = None
+        self, program: Program, fingerprint: int, kernel: Kernel | None, express: ExpressKind | None = None
     ) -> None:
         self.program = program
         self.express = express

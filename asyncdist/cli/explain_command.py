@@ -17,9 +17,9 @@ from asyncdist.cli.sizes import BYTES, show_bytes
 from asyncdist.host_constants import default_path, own_tuning, read_file, stored_constants
 from asyncdist.plan.constants import BUILT_IN, Constants
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, Problem
+from asyncdist.plan.records import USUAL_LANE_BYTES
 from asyncdist.plan.registry import ALGORITHMS
 from asyncdist.plan.selector import candidates, parse_overrides, usable
-from asyncdist.plan.records import USUAL_LANE_BYTES
 from asyncdist.plan.shared import MAX_SHARED_RANKS
 from asyncdist.plan.tuning import MAX_CORES, Tuning
 from asyncdist.transport.config import TRANSPORTS

@@ -19,7 +19,7 @@ from asyncdist.errors import CollectiveMismatchError, PeerLostError
 from asyncdist.executor.program import Program
 from asyncdist.executor.shared_part import TURN_BYTES, SharedExecution, SharedPart, different
 from asyncdist.transport.doorbell import Ringer
-from asyncdist.transport.lane import Differs, Lane, LaneOperation
+from asyncdist.transport.lane import Differs, Lane
 from asyncdist.transport.lane_layout import EXPRESS_BYTES, RECORDS, LaneFault
 
 __all__ = ["Express", "SharedLane"]
@@ -37,7 +37,7 @@ class Express(Protocol):
 
     number: int
     fingerprint: int
-    payload: Sequence[memoryview]
+    payload: list[memoryview]
     """What it puts out, one piece after another."""
     nbytes: int
     """How long that is."""

@@ -64,7 +64,7 @@ SHARED_MEMORY: Final = SharedMemory(
     wake_s=7e-6, step_s=5e-6, operand_s=0.9e-6, copy_s=1 / 28e9, reduce_s=1 / 31e9, begin_s=12e-6
 )
 """Python event loops that look at shared memory, woken by an eventfd; chunks that stay in the processor's cache. With
-these, ranks of a small host all reduce whole vectors up to some hundreds of kilobytes, and share the work beyond."""
+these, ranks of a small host all reduce whole vectors up to a megabyte, and share the work beyond."""
 
 
 @dataclass(frozen=True, slots=True)

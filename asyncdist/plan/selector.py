@@ -14,8 +14,8 @@ from typing import Final
 
 from asyncdist.plan.cost import FORMULAS, Prediction, predict
 from asyncdist.plan.problem import COLLECTIVES, EXCHANGES, Problem
-from asyncdist.plan.registry import algorithms, build, needs_lane, ordered_algorithms
 from asyncdist.plan.records import USUAL_LANE_BYTES
+from asyncdist.plan.registry import algorithms, build, needs_lane, ordered_algorithms
 from asyncdist.plan.shared import shared_chunk_sizes
 from asyncdist.plan.steps import Plan
 from asyncdist.plan.tuning import DEFAULT_TUNING, Tuning

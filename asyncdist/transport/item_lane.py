@@ -8,7 +8,8 @@ which items of the others it needs no more.
 | --- | --- |
 | words, each on a cache line | issued: operations begun; published: items put out; finished: operations of which it
 will look at nothing again; wanting: what it waits for; consumed[m]: items of member m that it needs no more |
-| records, a ring of RECORDS | of an operation: its number, its fingerprint, its first item, how many items it has |
+| records, a ring of RECORDS | of an operation: its number, its fingerprint, its first item, how many items it has, and
+where its payload lies (see Lane) |
 | descriptors, a ring of DESCRIPTORS | of an item: its number, where it lies, its length, and in which segment: 0 is
 the pool, others are of arrays (see LendingLane) |
 | the pool | the items' bytes, first in, first out |
@@ -28,96 +29,55 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from asyncdist.transport.fence import fence, order
+from asyncdist.transport.fence import order
 from asyncdist.transport.item_pool import ItemPool
 from asyncdist.transport.lane_layout import (
     ABSENT,
     CONSUMED,
     DESCRIPTOR,
+    DESCRIPTOR_BYTES,
     DESCRIPTORS,
     DESCRIPTORS_AT,
-    DESCRIPTOR_BYTES,
-    FINISHED,
     ISSUED,
     LANE_HEAD_BYTES,
-    MAX_LANE_ITEMS,
-    MAX_LANE_RANKS,
     PUBLISHED,
     RECORD,
     RECORD_STRIDE,
     RECORDS,
     RECORDS_AT,
     ROOM,
-    SKIPPED,
-    TURN,
-    WANTING,
-    WORDS_BYTES,
-    Differs,
     LaneFault,
     LaneOperation,
     Member,
     Needs,
     wide_bytes,
 )
+from asyncdist.transport.lane_order import LaneOrder
 
 __all__ = ["ItemLane"]
 
 
-class ItemLane:
-    """One member's side. `segments` are all members' in the order of the group, our own writable, each LANE_HEAD_BYTES
-    and a pool long. Every method raises LaneFault when a peer's memory says what cannot be.
+class ItemLane(LaneOrder):
+    """One member's side; see LaneOrder for its arguments. Every method raises LaneFault when a peer's memory says what
+    cannot be.
     """
 
-    __slots__ = (
-        "_consumed_seen",
-        "_finished_seen",
-        "_heeded",
-        "_issued",
-        "_items",
-        "_members",
-        "_next_item",
-        "_open",
-        "_others",
-        "_own",
-        "_own_words",
-        "_pool",
-        "_published",
-        "_queue",
-        "_wanting",
-        "finished",
-        "news",
-        "rank",
-    )
+    __slots__ = ("_consumed_seen", "_items", "_pool", "_published", "_queue")
 
     def __init__(self, rank: int, segments: Sequence[memoryview]) -> None:
-        if not 2 <= len(segments) <= MAX_LANE_RANKS:
-            raise ValueError(f"a lane has 2 to {MAX_LANE_RANKS} members, not {len(segments)}")
-        self.rank = rank
-        self._own = segments[rank]
-        self._own_words = self._own[:WORDS_BYTES].cast("Q")
+        super().__init__(rank, segments)
         self._pool = self._own[LANE_HEAD_BYTES + wide_bytes(len(self._own)) :]
-        self._members = [None if index == rank else Member(index, segment) for index, segment in enumerate(segments)]
-        self._others = [(index, member) for index, member in enumerate(self._members) if member is not None]
-        self._issued = 0
         self._published = 0
-        self._next_item = 0
         self._items = ItemPool(len(self._pool), DESCRIPTORS)
         self._queue: deque[LaneOperation] = deque()  # begun, in order, not all items published
-        self._open: dict[int, LaneOperation] = {}  # begun, and somebody's part in it not retired
-        self._heeded = self._others  # all but those that have left
-        self._wanting = 0
         self._consumed_seen = 0
-        self._finished_seen = 0
-        self.finished = 0
-        self.news = False
-        """Something was consumed or finished that another member may wait for; to be reset by the caller."""
 
     # -- operations
 
     def begin(self, fingerprint: int, item_count: int, needs: Needs) -> LaneOperation | None:
         """Begin the next operation; None if we are too far ahead of another member."""
         number = self._issued
-        if number - self._finished_seen >= RECORDS and not self._catch_up(number, RECORDS):
+        if number - self._finished_seen >= RECORDS and not self._catch_up(number):
             return None
         operation = LaneOperation(number, fingerprint, self._next_item, item_count, needs)
         RECORD.pack_into(
@@ -240,10 +200,6 @@ class ItemLane:
                 return
             queue.popleft()
 
-    def left(self, member: int) -> None:
-        """A member has left: what it has not read nobody keeps for it."""
-        self._heeded = [(index, peer) for index, peer in self._heeded if index != member]
-
     def retire(self) -> None:
         """Tell the others what is needed no more; to be called whenever one of them has begun something."""
         if self._queue and self._queue[0].ended:
@@ -266,61 +222,6 @@ class ItemLane:
         if retired:
             self._finish()
 
-    def _finish(self) -> None:
-        oldest = min(peer.retired for _, peer in self._others)
-        if oldest > self.finished:
-            for number in range(self.finished, oldest):
-                self._open.pop(number, None)
-            order()  # read before we say so
-            self.finished = self._own_words[FINISHED] = oldest
-            self.news = True
-
-    @property
-    def waiting(self) -> bool:
-        """Whether there is anything to look after: operations to retire, or news to tell."""
-        return bool(self._open) or self.news
-
-    def behind(self, number: int) -> list[int]:
-        """Members that have not begun operation `number`."""
-        return [index for index, peer in self._others if not self._look_for(peer, number)]
-
-    def wanted_by(self) -> list[int]:
-        """Members that wait for room, or for us to catch up: all of them where one waits for all to catch up.
-
-        For we may be waiting ourselves, to finish, for a third to begin.
-        """
-        fence()
-        wanting = [(index, peer.words[WANTING]) for index, peer in self._others]
-        every = any(wants & TURN for _, wants in wanting)
-        return [index for index, wants in wanting if wants or every]
-
-    def _look_for(self, peer: Member, number: int) -> bool:
-        """Whether `peer` has begun operation `number`, by what it says now."""
-        issued = peer.words[ISSUED]
-        if issued != peer.issued:
-            if not peer.issued < issued <= self._issued + RECORDS:
-                raise LaneFault(peer.index, f"{issued} operations were begun, {self._issued} are here")
-            peer.issued = issued
-        return issued > number
-
-    def _catch_up(self, number: int, ahead: int) -> bool:
-        """Whether every member has finished enough for us to begin operation `number`, less than `ahead` of it."""
-        for _ in range(2):
-            self._look_who_finished(number)
-            if number - self._finished_seen < ahead:
-                self._content(TURN)
-                return True
-            self._want(TURN)
-        return False
-
-    def _look_who_finished(self, number: int) -> None:
-        """Take note of how many operations every member has finished; all before `number` if none is left."""
-        for _, member in self._heeded:
-            finished = member.words[FINISHED]
-            if finished < number:
-                number = finished
-        self._finished_seen = number
-
     # -- inside
 
     def _describe(self, operation: LaneOperation, at: int, length: int, segment: int = 0) -> None:
@@ -337,36 +238,6 @@ class ItemLane:
 
     def _lent_item(self, member: int, segment: int, offset: int, length: int) -> memoryview | None:
         raise NotImplementedError
-
-    def _begun(self, peer: Member, operation: LaneOperation) -> tuple[int, int] | None:
-        """Where the items of `peer` in `operation` begin and end; None if it has not begun it, or skips it."""
-        found = self._look_up(peer, operation.number)
-        if found is None:
-            return None
-        at = RECORDS_AT + operation.number % RECORDS * RECORD_STRIDE
-        fingerprint = RECORD.unpack_from(peer.segment, at)[1]
-        if fingerprint == SKIPPED:
-            return None
-        if fingerprint != operation.fingerprint:
-            raise Differs(peer.index)
-        known = operation.begun[peer.index] = found[0], found[0] + found[1]
-        return known
-
-    def _look_up(self, peer: Member, number: int) -> tuple[int, int] | None:
-        """First item and number of items of `peer` in operation `number`; None if it has not begun it."""
-        found = peer.records.get(number)
-        if found is not None:
-            return found
-        if number >= peer.issued:
-            if not self._look_for(peer, number):
-                return None
-            order()  # the count before the record
-        at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
-        theirs, _fingerprint, first, count, _place = RECORD.unpack_from(peer.segment, at)
-        if theirs != number or count > MAX_LANE_ITEMS or first >= 1 << 62:
-            raise LaneFault(peer.index, f"operation {theirs} ({count} items) is described in place of {number}")
-        peer.records[number] = first, count
-        return first, count
 
     def _consume(self, peer: Member, upto: int) -> None:
         if upto > peer.consumed:
@@ -406,16 +277,3 @@ class ItemLane:
                 least = min(least, operation.first + next(iter(own)))
                 break
         self._items.free(least)
-
-    def _want(self, what: int) -> None:
-        """From now on the others say when they have consumed (ROOM) or finished (TURN) something."""
-        if not self._wanting & what:
-            self._wanting |= what
-            self._own_words[WANTING] = self._wanting
-        fence()  # before looking once more
-
-    def _content(self, what: int) -> None:
-        """What we waited for has come: nobody need say more."""
-        if self._wanting & what:
-            self._wanting &= ~what
-            self._own_words[WANTING] = self._wanting

@@ -37,11 +37,12 @@ class ItemPool:
         if len(items) >= self._most:
             return -1
         tail, oldest = self._tail, items[0][1]
+        taken = length or 1  # so that two items never lie at one place
         if tail > oldest:  # free: from the tail to the end, and from the beginning to the oldest
-            if tail + length <= self.size and not (self._narrow and length < oldest):
+            if tail + taken <= self.size and not (self._narrow and taken <= oldest):
                 return tail
-            return 0 if length < oldest else -1
-        return tail if tail + length < oldest else -1
+            return 0 if taken <= oldest else -1
+        return tail if tail + taken <= oldest else -1
 
     def add(self, number: int, at: int, length: int) -> None:
         """Item `number` lies at `at`, which `place` has said."""

@@ -56,7 +56,7 @@ class Lane(LendingLane):
         number = self._issued
         if number - self.finished >= RECORDS:  # we still have to read our own payload
             return -1
-        if number - self._finished_seen >= RECORDS and not self._catch_up(number, RECORDS):
+        if number - self._finished_seen >= RECORDS and not self._catch_up(number):
             return -1
         record = RECORDS_AT + number % RECORDS * RECORD_STRIDE
         if length <= EXPRESS_BYTES:

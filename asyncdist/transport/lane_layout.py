@@ -71,7 +71,7 @@ DESCRIPTORS_AT: Final = RECORDS_AT + RECORDS * RECORD_STRIDE
 LANE_HEAD_BYTES: Final = -(-(DESCRIPTORS_AT + DESCRIPTORS * DESCRIPTOR_BYTES) // 4096) * 4096
 """Bytes of a segment before its memory for payloads."""
 WIDE_SHARE: Final = 3
-"""Of that memory, this part is for the payloads of express operations that do not fit their record, the rest the pool."""
+"""Of that memory, this part is for payloads of express operations that do not fit a record; the pool is the rest."""
 
 
 def wide_bytes(segment_bytes: int) -> int:

@@ -16,9 +16,9 @@ from asyncdist.transport.item_lane import ItemLane
 from asyncdist.transport.lane_layout import (
     ABSENT,
     DESCRIPTOR,
+    DESCRIPTOR_BYTES,
     DESCRIPTORS,
     DESCRIPTORS_AT,
-    DESCRIPTOR_BYTES,
     ROOM,
     LaneFault,
     LaneOperation,

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from asyncdist.plan.constants import Constants
+from asyncdist.plan.records import USUAL_LANE_BYTES
 from asyncdist.plan.registry import needs_lane
 from asyncdist.plan.selector import candidates
-from asyncdist.plan.records import USUAL_LANE_BYTES
 from asyncdist.plan.tuning import Tuning
 from asyncdist.tuning.exercises import ITEMSIZE, problem_of
 from asyncdist.tuning.trials import Trial

@@ -8,24 +8,21 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Awaitable, Callable
-from contextvars import Context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from group_kit import Group, outcome
+from lane_kit import LIMIT_S, lane_of, run_ranks
 from mesh_world import eventually, open_fds
 
 import asyncdist as dist
-from asyncdist.backend.aio import AioBackend
-from asyncdist.executor.shared_lane import SharedLane
 from asyncdist.reduce_op import PremulSum
 from asyncdist.transport import doorbell
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.lane import LANE_HEAD_BYTES
 
-LIMIT_S = 60.0
 LARGE = 3 << 20
 """Elements of 8 bytes: three times a lane's pool."""
 
@@ -41,31 +38,6 @@ async def failure(call: Callable[[], Awaitable[Any]]) -> BaseException | Any:
         return await call()
     except dist.DistError as error:
         return error
-
-
-async def run_ranks(size: int, main: Callable[[Group], Awaitable[Any]], **options: Any) -> list[Any]:
-    """Run `main(group)` on `size` ranks that share memory."""
-    store = dist.HashStore()
-
-    async def rank_main(rank: int) -> Any:
-        opening = dist.init_process_group(store=store.clone(), rank=rank, world_size=size, timeout=LIMIT_S, **options)
-        async with opening as group:
-            return await main(group)
-
-    tasks = [asyncio.create_task(rank_main(rank), context=Context()) for rank in range(size)]
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def lane_of(group: Group, tag: int = 0) -> SharedLane | None:
-    backend = group._backend
-    assert isinstance(backend, AioBackend)
-    return None if backend._lanes is None else backend._lanes.lane(tag)
 
 
 def memory_of(group: Group) -> HostMemory:

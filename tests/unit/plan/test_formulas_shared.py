@@ -10,20 +10,21 @@ import pytest
 from asyncdist.plan import formulas_shared
 from asyncdist.plan.constants import ASYNCIO, SHARED_MEMORY, Constants, SharedMemory
 from asyncdist.plan.cost import predict, shape_of
-from asyncdist.plan.formulas_shared import RECORD_BYTES, SHARED_FORMULAS
+from asyncdist.plan.formulas_shared import SHARED_FORMULAS
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, REDUCTIONS, Problem
+from asyncdist.plan.records import PAYLOAD_SHARE, USUAL_LANE_BYTES
 from asyncdist.plan.registry import SHARED_ALGORITHMS, build, needs_lane
 from asyncdist.plan.selector import candidates, choose, parse_overrides, plan_for, usable
-from asyncdist.plan.records import USUAL_LANE_BYTES
 from asyncdist.plan.shared import shared_chunk_sizes
 from asyncdist.plan.simulate import simulate
 from asyncdist.plan.steps import Copy, Fetch, FetchReduce, Publish, Reduce
 from asyncdist.plan.tuning import Tuning, constants_from_terms, constants_to_terms
-from asyncdist.transport.lane_layout import WIDE_BYTES
 
 KIB = 1 << 10
 MIB = 1 << 20
 LANE = USUAL_LANE_BYTES
+WITHOUT_RECORDS = 1
+"""Memory of a lane so small that everything goes by items."""
 SHARED = [(collective, name) for collective, table in SHARED_ALGORITHMS.items() for name in table]
 
 ROUND = Constants(1.0, 1.0, 1.0, 0.0, shared=SharedMemory(100e-6, 10e-6, operand_s=1e-6, copy_s=1e-9, reduce_s=1e-9))
@@ -53,23 +54,37 @@ def problem_of(collective, world, nbytes):
         ("all_reduce", "shared_direct", 4, 100 + 4 * 10 + 2 * 1000 + 3 * 1000),
         ("reduce", "shared_direct", 4, 100 + 4 * 10 + 2 * 1000 + 3 * 1000),
         ("scan", "shared_direct", 4, 100 + 4 * 10 + 2 * 1000 + 3 * 1000),
-        ("barrier", "shared", 4, 100 + 10 + 4 * 1),
     ],
 )
 def test_formulas_by_hand(collective, algorithm, world, microseconds):
-    predicted = predict(problem_of(collective, world, 1_000_000), algorithm, 1, 10**7, ROUND)
+    predicted = predict(problem_of(collective, world, 1_000_000), algorithm, 1, 10**7, ROUND, WITHOUT_RECORDS)
     assert predicted.seconds == pytest.approx(microseconds * 1e-6)
     assert predicted.rounds == 1 + (algorithm == "shared" and collective in ("all_reduce", "reduce"))
 
 
-def test_vectors_in_records_need_no_steps_at_the_limit_and_one_past():
-    assert RECORD_BYTES == WIDE_BYTES
-    at, past = (
-        predict(problem_of("all_reduce", 2, RECORD_BYTES + more), "shared_direct", 1, MIB, ROUND) for more in (0, 1)
-    )
-    moved_s = 2 * RECORD_BYTES * 1e-9
+@pytest.mark.parametrize(
+    ("collective", "algorithm", "microseconds"),
+    [
+        # 1,000 kB: one step, a look at each of the ranks, and the bytes put out and taken
+        ("all_reduce", "shared_direct", 100 + 10 + 4 + 1000 + 3 * 1000),
+        ("all_gather", "shared", 100 + 10 + 4 + 250 + 4 * 250),
+        ("reduce_scatter", "shared", 100 + 10 + 4 + 1000 + 3 * 250),
+        ("all_to_all", "shared", 100 + 10 + 4 + 1000 + 1000),
+        ("barrier", "shared", 100 + 10 + 4),
+    ],
+)
+def test_those_in_records_need_no_steps(collective, algorithm, microseconds):
+    predicted = predict(problem_of(collective, 4, 1_000_000), algorithm, 1, 10**7, ROUND, 8_000_000)
+    assert predicted.seconds == pytest.approx(microseconds * 1e-6)
+    assert predicted.rounds == 1
+
+
+def test_vectors_in_records_at_the_limit_and_one_past():
+    largest = LANE // PAYLOAD_SHARE
+    at, past = (predict(problem_of("all_reduce", 2, largest + more), "shared_direct", 1, MIB, ROUND) for more in (0, 1))
+    moved_s = 2 * largest * 1e-9
     assert at.seconds == pytest.approx(100e-6 + 10e-6 + 2e-6 + moved_s)
-    assert past.seconds == pytest.approx(100e-6 + 2 * 10e-6 + moved_s, rel=1e-4)
+    assert past.seconds == pytest.approx(100e-6 + 4 * 10e-6 + moved_s, rel=1e-4), "two chunks"
 
 
 def test_collectives_of_items_have_to_be_begun_and_ended():
@@ -77,8 +92,10 @@ def test_collectives_of_items_have_to_be_begun_and_ended():
     for collective, algorithm, nbytes, more in (
         ("broadcast", "shared", MIB, 30),
         ("all_reduce", "shared", MIB, 30),
-        ("all_reduce", "shared_direct", RECORD_BYTES + 1, 30),
-        ("all_reduce", "shared_direct", RECORD_BYTES, 0),
+        ("all_reduce", "shared_direct", MIB + 1, 30),
+        ("all_reduce", "shared_direct", MIB, 0),
+        ("all_gather", "shared", 4 * MIB + 4, 30),
+        ("all_gather", "shared", 4 * MIB, 0),
         ("barrier", "shared", 0, 0),
     ):
         problem = problem_of(collective, 4, nbytes)
@@ -147,7 +164,7 @@ def test_every_algorithm_has_a_formula():
 
 @pytest.mark.parametrize(("collective", "algorithm"), SHARED)
 def test_formulas_and_simulation_agree(collective, algorithm, monkeypatch):
-    monkeypatch.setattr(formulas_shared, "RECORD_BYTES", -1)  # plans are simulated, and none goes by records
+    monkeypatch.setattr(formulas_shared, "by_records", lambda *_: False)  # plans are simulated, and none goes so
     ratios = []
     for cores in (0, 2):
         constants = replace(ASYNCIO, cores=cores, shared=replace(SHARED_MEMORY, operand_s=SHARED_MEMORY.step_s))
@@ -189,7 +206,7 @@ def chosen(collective, world, nbytes, **how):
 
 @pytest.mark.parametrize(
     ("world", "direct", "sliced"),
-    [(3, 256 * KIB, MIB), (4, 256 * KIB, 512 * KIB), (8, 256 * KIB, 512 * KIB)],
+    [(3, MIB, 2 * MIB), (4, MIB, 2 * MIB), (8, 512 * KIB, MIB)],
 )
 def test_small_vectors_are_reduced_whole_and_large_ones_in_slices(world, direct, sliced):
     """About where measurement on two cores has put it; two ranks take as long by either."""

@@ -14,9 +14,9 @@ import pytest
 
 from asyncdist.executor.program import Program
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, Problem
+from asyncdist.plan.records import USUAL_LANE_BYTES
 from asyncdist.plan.registry import build
 from asyncdist.plan.selector import VECTOR_CHUNKS_MAX, choose
-from asyncdist.plan.records import USUAL_LANE_BYTES
 from asyncdist.plan.steps import Plan
 
 KIB = 1 << 10

@@ -210,12 +210,12 @@ def test_a_lane_has_room_for_items_of_the_largest_length(outstanding):
         pool = ItemPool(size, 64)
         freed = 0
         for number in range(4000):
-            if len(pool) == outstanding or rng.random() < 0.3:
+            if len(pool.items) == outstanding or rng.random() < 0.3:
                 freed = max(freed, number - rng.randrange(outstanding))
                 pool.free(freed)
             length = rng.choice((most, most, rng.randint(0, most)))
             at = pool.place(length)
-            assert 0 <= at <= size - length, (number, length, len(pool))
+            assert 0 <= at <= size - length, (number, length, len(pool.items))
             pool.add(number, at, length)
 
 

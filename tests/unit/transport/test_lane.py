@@ -17,18 +17,23 @@ from asyncdist.transport.lane import (
     LaneFault,
     LaneOperation,
 )
-from asyncdist.transport.lane_layout import DESCRIPTORS, RECORDS, WIDE, WIDE_BYTES
+from asyncdist.transport.lane_layout import DESCRIPTORS, EXPRESS_BYTES, RECORD, RECORDS, RECORDS_AT
 
 POOL_BYTES = 4096
+WIDE_BYTES = 8192
 
 
-def make(size: int, pool_bytes: int = POOL_BYTES) -> tuple[list[Lane], list[memoryview]]:
-    segments = [memoryview(bytearray(LANE_HEAD_BYTES + pool_bytes)) for _ in range(size)]
+def make(size: int, payload_bytes: int = POOL_BYTES) -> tuple[list[Lane], list[memoryview]]:
+    segments = [memoryview(bytearray(LANE_HEAD_BYTES + payload_bytes)) for _ in range(size)]
     lanes = []
     for rank in range(size):
         seen = [segment if index == rank else segment.toreadonly() for index, segment in enumerate(segments)]
         lanes.append(Lane(rank, seen))
     return lanes, segments
+
+
+def express(lane: Lane, fingerprint: int, *pieces: bytes) -> int:
+    return lane.express(fingerprint, [memoryview(piece) for piece in pieces], sum(map(len, pieces)))
 
 
 def content(member: int, number: int, item: int, length: int) -> bytes:
@@ -170,7 +175,7 @@ def test_room_comes_back_when_items_are_consumed() -> None:
 
 
 def test_as_many_items_as_descriptors() -> None:
-    (one, two), _ = make(2, DESCRIPTORS * 64)
+    (one, two), _ = make(2, 3 * DESCRIPTORS * 64 // 2)
     mine = one.begin(1, DESCRIPTORS + 1, {})
     theirs = two.begin(1, 0, {0: {0: 1}})
     assert mine is not None
@@ -192,7 +197,7 @@ def test_express_operations_carry_their_payload_and_mix_with_others() -> None:
             mine, theirs = one.begin(7, 0, {1: {0: 1}}), two.begin(7, 1, {})
             assert mine is not None
             assert theirs is not None
-        before = [lane.express(1, memoryview(bytes([number % 251, lane.rank]))) for lane in (one, two)]
+        before = [express(lane, 1, bytes([number % 251, lane.rank])) for lane in (one, two)]
         assert before[0] == before[1] >= number
         if generic:
             assert two.publish(theirs, memoryview(b"item"))
@@ -210,13 +215,13 @@ def test_express_operations_carry_their_payload_and_mix_with_others() -> None:
 
 def test_an_express_operation_that_differs_or_is_given_up() -> None:
     (one, two), _ = make(2)
-    number = one.express(1, memoryview(b""))
+    number = express(one, 1, b"")
     assert not one.express_ready(number, 1)
     one.express_done(number)
     assert one.finished == 0
-    second = one.express(2, memoryview(b"x"))
-    two.express(1, memoryview(b""))
-    two.express(3, memoryview(b"y"))
+    second = express(one, 2, b"x")
+    express(two, 1, b"")
+    express(two, 3, b"y")
     with pytest.raises(Differs):
         one.express_ready(second, 2)
     one.express_done(second)
@@ -224,8 +229,8 @@ def test_an_express_operation_that_differs_or_is_given_up() -> None:
     assert one.finished == 2
     two.express_done(0)
     two.express_done(1)
-    assert [two.express(1, memoryview(b"")) for _ in range(RECORDS)] == list(range(2, RECORDS + 2))
-    assert two.express(1, memoryview(b"")) == -1
+    assert [express(two, 1, b"") for _ in range(RECORDS)] == list(range(2, RECORDS + 2))
+    assert express(two, 1, b"") == -1
 
 
 def test_an_operation_given_up_lets_the_next_go_on() -> None:
@@ -278,9 +283,14 @@ def test_a_peer_that_writes_anything_is_found_out_or_harmless(seed: int) -> None
 def test_limits_are_what_the_layout_has_room_for() -> None:
     words = 64 * (4 + MAX_LANE_RANKS)
     used = words + RECORDS * lane_module.RECORD_STRIDE + DESCRIPTORS * lane_module.DESCRIPTOR.size
-    assert used <= lane_module.WIDE_AT < used + 4096
-    assert lane_module.WIDE_AT + WIDE * WIDE_BYTES == LANE_HEAD_BYTES
+    assert used <= LANE_HEAD_BYTES < used + 4096
     assert LANE_HEAD_BYTES % 4096 == 0
+    for payloads in (0, 1, 4096, 3 * 4096 - 1, 3 * 4096, 12 << 20):
+        wide, pool = (part(LANE_HEAD_BYTES + payloads) for part in (lane_module.wide_bytes, lane_module.pool_bytes))
+        assert wide + pool == payloads
+        assert wide % 4096 == 0
+        assert payloads - 3 * 4096 < 3 * wide <= payloads
+    assert lane_module.pool_bytes(0) == lane_module.wide_bytes(0) == 0
 
 
 def begun(
@@ -395,30 +405,78 @@ def test_a_member_that_has_left_keeps_nobody_from_publishing() -> None:
     assert one.behind(0) == []
 
 
-def test_wide_operations_go_a_few_ahead() -> None:
-    (one, two), _ = make(2)
-    wide = memoryview(bytes(WIDE_BYTES))
-    assert [one.express(1, wide) for _ in range(WIDE)] == list(range(WIDE))
-    assert one.express(1, wide) == -1
-    assert one.express(1, memoryview(b"x")) == WIDE, "small ones go further"
-    assert two.express(1, wide) == 0
+def test_wide_operations_go_as_far_ahead_as_there_is_memory() -> None:
+    (one, two), _ = make(2, 3 * 4 * WIDE_BYTES)
+    wide = bytes(WIDE_BYTES)
+    assert [express(one, 1, wide) for _ in range(4)] == list(range(4))
+    assert express(one, 1, wide) == -1
+    assert express(one, 1, b"x") == 4, "small ones go further"
+    assert express(two, 1, wide) == 0
     assert two.express_ready(0, 1)
     two.express_done(0)
-    assert one.express(1, wide) == -1, "one small operation further on, its place is that of the next"
-    assert two.express(1, wide) == 1
-    two.express_done(1)
-    assert one.express(1, wide) == -1, "our own payloads are still to be read"
+    assert express(one, 1, wide) == -1, "our own payloads are still to be read"
+    assert express(two, 1, wide) == 1
     one.express_done(0)
+    assert express(one, 1, wide) == 5, "all have finished the first"
+    assert express(one, 1, wide) == -1
+    two.express_done(1)
     one.express_done(1)
-    assert one.express(1, wide) == WIDE + 1
+    assert express(one, 1, wide) == 6
+
+
+def test_a_wide_payload_of_several_pieces_stays_until_all_have_finished() -> None:
+    """Every member's, whatever the lengths and however far ahead: what is read is what was put out."""
+    rng = random.Random(3)
+    lanes, _ = make(3, 3 * 4 * WIDE_BYTES)
+    lengths = [
+        rng.choice([EXPRESS_BYTES + 1, EXPRESS_BYTES + 700, WIDE_BYTES // 2 + 3, WIDE_BYTES]) for _ in range(300)
+    ]
+    begun, ended = [0, 0, 0], [0, 0, 0]
+    while min(ended) < len(lengths):
+        member = rng.randrange(3)
+        lane, number = lanes[member], begun[member]
+        if number < len(lengths) and rng.random() < 0.6:
+            data = content(member, number, 0, lengths[number])
+            cut = rng.randrange(len(data))
+            if express(lane, 1, data[:cut], data[cut:]) == number:
+                begun[member] += 1
+        number = ended[member]
+        if number < begun[member] and lane.express_ready(number, 1):
+            places = lane.express_places(number)
+            for other in range(3):
+                payload = lane.express_payload(number, other, lengths[number])
+                assert payload == content(other, number, 0, lengths[number]), (number, other, places)
+            lane.express_done(number)
+            ended[member] += 1
+
+
+def test_wide_memory_at_its_limit_and_one_past() -> None:
+    (one, _), _ = make(2, 3 * 4 * WIDE_BYTES)
+    assert express(one, 1, bytes(4 * WIDE_BYTES)) == 0
+    with pytest.raises(ValueError, match="does not fit"):
+        express(one, 1, bytes(4 * WIDE_BYTES + 1))
+
+
+@pytest.mark.parametrize("past", [0, 1, 1 << 40, (1 << 64) - 1])
+def test_a_wide_payload_that_is_said_to_lie_elsewhere_is_found_out(past: int) -> None:
+    (one, two), segments = make(2, 3 * 4 * WIDE_BYTES)
+    assert express(one, 1, bytes(WIDE_BYTES)) == express(two, 1, bytes(WIDE_BYTES)) == 0
+    at = 3 * WIDE_BYTES + past
+    RECORD.pack_into(segments[1], RECORDS_AT, 0, 1, 0, 0, min(at, (1 << 64) - 1))
+    assert one.express_ready(0, 1)
+    if past:
+        with pytest.raises(LaneFault, match="lies at"):
+            one.express_payload(0, 1, WIDE_BYTES)
+    else:
+        assert len(one.express_payload(0, 1, WIDE_BYTES)) == WIDE_BYTES
 
 
 def test_own_payloads_and_items_stay_until_they_were_read_here() -> None:
     (one, two), _ = make(2)
     for number in range(RECORDS):
-        assert one.express(1, memoryview(bytes([number]))) == two.express(1, memoryview(b"?")) == number
+        assert express(one, 1, bytes([number])) == express(two, 1, b"?") == number
         two.express_done(number)
-    assert one.express(1, memoryview(b"too soon")) == -1
+    assert express(one, 1, b"too soon") == -1
     assert one.express_payload(0, 0, 1) == bytes([0])
     for number in range(RECORDS):
         assert one.express_ready(number, 1)
@@ -462,7 +520,7 @@ def test_a_member_that_writes_anything_is_a_fault_and_never_more(seed: int) -> N
                         assert view is None or len(view) <= POOL_BYTES
                         one.consumed(operation, 1, item)
                 one.end(operation)
-            number = one.express(9, memoryview(b"x"))
+            number = express(one, 9, b"x")
             if number >= 0:
                 one.express_ready(number, 9)
                 one.express_done(number)

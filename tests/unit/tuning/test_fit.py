@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from asyncdist.plan.constants import ASYNCIO, SharedMemory
-from asyncdist.plan.selector import candidates
 from asyncdist.plan.records import USUAL_LANE_BYTES
+from asyncdist.plan.selector import candidates
 from asyncdist.plan.tuning import Tuning
 from asyncdist.tuning.check import judge, summary
 from asyncdist.tuning.exercises import ITEMSIZE, problem_of
@@ -30,7 +30,7 @@ TRUTH = replace(
 """A machine three times as slow as the one that built-in constants are for."""
 
 
-def trials_of(constants, noise=0.0, lane_bytes=USUAL_LANE_BYTES, sizes=(1 << 10, 256 << 10, 4 << 20)):
+def trials_of(constants, noise=0.0, lane_bytes=USUAL_LANE_BYTES, sizes=(1 << 10, 16 << 10, 256 << 10, 4 << 20)):
     """What trials would say on a machine of these constants."""
     dice = random.Random(1)
     found = []
@@ -61,7 +61,7 @@ def test_choices_are_better_with_fitted_constants_than_without():
     before = summary(judge(trials, start))
     after = summary(judge(trials, replace(fitted(trials, start, CORES), cores=CORES)))
     assert before.close < after.close == after.cells
-    assert after.mean < 1.04 < before.mean
+    assert after.mean < 1.01 < before.mean
 
 
 def test_what_no_trial_tells_stays_as_it_was():

@@ -1,0 +1,207 @@
+"""Collectives that go through the records of a lane: right in every form, and theirs are the sizes up to a limit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from group_kit import Group
+from lane_kit import lane_of, run_ranks
+
+import asyncdist as dist
+from asyncdist.backend.aio import AioBackend
+from asyncdist.plan.records import PAYLOAD_SHARE, USUAL_LANE_BYTES
+from asyncdist.reduce_op import ReduceOp
+from asyncdist.transport.lane_layout import EXPRESS_BYTES
+
+WORLD = 3
+LARGEST = USUAL_LANE_BYTES // PAYLOAD_SHARE
+LENGTHS = (1, EXPRESS_BYTES // 24, EXPRESS_BYTES // 24 + 1, LARGEST // 24)
+"""Elements of a block, of 8 bytes: three blocks fit a record, or just do not, or fit a payload."""
+
+
+def express(group: Group, collective: str) -> list[bool]:
+    """Of all kinds of one collective so far, in order: whether they went by records."""
+    backend = group._backend
+    assert isinstance(backend, AioBackend)
+    recipes = [recipe for (key, lane), recipe in backend._recipes.items() if key[0] == collective and lane]
+    return [recipe.express is not None for recipe in recipes]
+
+
+def vector(group: Group, length: int, salt: int = 0) -> np.ndarray:
+    return np.arange(length) * 7 % 101 + 1000.0 * group.rank + salt
+
+
+def of_rank(rank: int, length: int, salt: int = 0) -> np.ndarray:
+    return np.arange(length) * 7 % 101 + 1000.0 * rank + salt
+
+
+async def gathered(group: Group, length: int) -> None:
+    own = vector(group, length)
+    expected = [of_rank(rank, length) for rank in range(group.size)]
+    whole = np.zeros(group.size * length)
+    await group.all_gather_into_tensor(whole, own)
+    assert (whole == np.concatenate(expected)).all()
+    parts = [np.zeros(length) for _ in range(group.size)]
+    await group.all_gather(parts, own)
+    assert all((part == wanted).all() for part, wanted in zip(parts, expected, strict=True))
+    block = whole[group.rank * length : (group.rank + 1) * length]
+    whole[:] = -1.0
+    block[:] = own
+    await group.all_gather_into_tensor(whole, block)
+    assert (whole == np.concatenate(expected)).all(), "in place"
+    strided = np.zeros((group.size * length, 2))[:, 0]
+    await group.all_gather_into_tensor(strided, own)
+    assert (strided == np.concatenate(expected)).all()
+
+
+async def scattered(group: Group, length: int) -> None:
+    rows = [vector(group, length, 17 * block) for block in range(group.size)]
+    wanted = [of_rank(rank, length, 17 * group.rank) for rank in range(group.size)]
+    out = np.zeros(length)
+    await group.reduce_scatter_tensor(out, np.concatenate(rows))
+    assert (out == sum(wanted)).all()
+    await group.reduce_scatter(out, rows, ReduceOp.MAX)
+    assert (out == np.maximum.reduce(wanted)).all()
+    await group.reduce_scatter_tensor(out, np.stack(rows), ReduceOp.AVG)
+    assert out == pytest.approx(sum(wanted) / group.size)
+    whole = np.concatenate(rows)
+    await group.reduce_scatter_tensor(whole[group.rank * length : (group.rank + 1) * length], whole)
+    assert (whole[group.rank * length : (group.rank + 1) * length] == sum(wanted)).all(), "into its own input"
+
+
+async def exchanged(group: Group, length: int) -> None:
+    sent = np.concatenate([vector(group, length, 17 * block) for block in range(group.size)])
+    wanted = np.concatenate([of_rank(rank, length, 17 * group.rank) for rank in range(group.size)])
+    received = np.zeros_like(sent)
+    await group.all_to_all_single(received, sent)
+    assert (received == wanted).all()
+    assert (sent[:length] == vector(group, length)).all(), "an input stays as it is"
+
+
+async def reduced(group: Group, length: int) -> None:
+    for op, wanted in (
+        (ReduceOp.SUM, sum(of_rank(rank, 3 * length) for rank in range(group.size))),
+        (ReduceOp.AVG, sum(of_rank(rank, 3 * length) for rank in range(group.size)) / group.size),
+        (ReduceOp.MIN, of_rank(0, 3 * length)),
+    ):
+        data = vector(group, 3 * length)
+        await group.all_reduce(data, op)
+        assert data == pytest.approx(wanted)
+
+
+FORMS: dict[str, Callable[[Group, int], Awaitable[None]]] = {
+    "all_gather": gathered,
+    "all_reduce": reduced,
+    "all_to_all": exchanged,
+    "reduce_scatter": scattered,
+}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("collective", FORMS)
+async def test_all_forms_are_right(collective: str, length: int) -> None:
+    async def main(group: Group) -> None:
+        await FORMS[collective](group, length)
+        kinds = express(group, collective)
+        assert kinds
+        assert all(kinds)
+
+    await run_ranks(WORLD, main)
+
+
+@pytest.mark.parametrize("collective", FORMS)
+async def test_longer_ones_go_by_items(collective: str) -> None:
+    async def main(group: Group) -> None:
+        await FORMS[collective](group, LARGEST // 8 + 1)
+        assert not any(express(group, collective))
+        await FORMS[collective](group, 5)
+        assert any(express(group, collective))
+
+    await run_ranks(WORLD, main)
+
+
+async def test_uneven_blocks_are_reduced_and_others_go_by_items() -> None:
+    async def main(group: Group) -> None:
+        counts = [5, 0, 300]
+        rows = [vector(group, count, 17 * block) for block, count in enumerate(counts)]
+        out = np.zeros(counts[group.rank])
+        await group.reduce_scatter(out, rows)
+        wanted = sum(of_rank(rank, counts[group.rank], 17 * group.rank) for rank in range(group.size))
+        assert (out == wanted).all()
+        assert express(group, "reduce_scatter") == [True]
+        parts = [np.zeros(count) for count in counts]
+        await group.all_gather(parts, vector(group, counts[group.rank]))
+        assert all((part == of_rank(rank, counts[rank])).all() for rank, part in enumerate(parts))
+        assert express(group, "all_gather")[-1] is False
+
+    await run_ranks(WORLD, main)
+
+
+async def test_reductions_of_ones_own_and_factors_go_by_items() -> None:
+    async def main(group: Group) -> None:
+        data = vector(group, 10)
+        await group.all_reduce(data, ReduceOp.custom(np.add, name="add"))
+        assert (data == sum(of_rank(rank, 10) for rank in range(group.size))).all()
+        out = np.zeros(4)
+        await group.reduce_scatter_tensor(out, np.ones(4 * group.size), ReduceOp.PREMUL_SUM(0.5))
+        assert (out == group.size / 2).all()
+        assert not any(express(group, "all_reduce") + express(group, "reduce_scatter"))
+
+    await run_ranks(WORLD, main)
+
+
+async def test_wide_ones_in_flight_wait_for_memory_and_keep_their_order() -> None:
+    """More than there is memory for, of lengths that fill it unevenly, while one rank is late."""
+
+    async def main(group: Group) -> None:
+        lengths = [LARGEST // 8 // (1 + number % 5) for number in range(40)]
+        if group.rank == 1:
+            await asyncio.sleep(0.05)
+        works = [(length, group.all_reduce(vector(group, length, number))) for number, length in enumerate(lengths)]
+        for number, (length, work) in enumerate(works):
+            wanted = sum(of_rank(rank, length, number) for rank in range(group.size))
+            assert (await work == wanted).all()
+        assert all(express(group, "all_reduce"))
+
+    await run_ranks(WORLD, main)
+
+
+async def test_cancelled_and_refused_ones_leave_the_others_right() -> None:
+    async def main(group: Group) -> None:
+        works = [group.all_gather_into_tensor(np.zeros(group.size * 900), vector(group, 900)) for _ in range(12)]
+        waiter = asyncio.ensure_future(_await(works[3]))
+        await asyncio.sleep(0)
+        waiter.cancel()
+        if group.rank == 2:
+            with pytest.raises(TypeError):
+                await group.all_gather_into_tensor("no array", vector(group, 900))
+        else:
+            with pytest.raises(dist.DistError, match="rank 2"):
+                await group.all_gather_into_tensor(np.zeros(group.size * 900), vector(group, 900))
+        wanted = np.concatenate([of_rank(rank, 900) for rank in range(group.size)])
+        for work in works:
+            assert (await work == wanted).all()
+        lane = lane_of(group)
+        assert lane is not None
+        assert not lane._express
+
+    await run_ranks(WORLD, main)
+
+
+async def _await(work: Any) -> Any:
+    return await work
+
+
+@pytest.mark.parametrize("length", [10, 2000])
+async def test_ranks_that_differ_are_told(length: int) -> None:
+    async def main(group: Group) -> None:
+        await group.barrier()
+        own = vector(group, length * (1 + (group.rank == 1)))
+        with pytest.raises(dist.CollectiveMismatchError, match="rank"):
+            await group.all_gather_into_tensor(np.zeros(own.size * group.size), own)
+
+    await run_ranks(WORLD, main)

@@ -1,0 +1,41 @@
+"""Which collectives go through records: all of one algorithm, up to two limits, each met and passed by one byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncdist.plan.records import PAYLOAD_SHARE, TAKEN_BYTES, USUAL_LANE_BYTES, by_records
+
+LARGEST = USUAL_LANE_BYTES // PAYLOAD_SHARE
+SUITED = {
+    "all_gather": "shared",
+    "all_reduce": "shared_direct",
+    "all_to_all": "shared",
+    "barrier": "shared",
+    "reduce_scatter": "shared",
+}
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), SUITED.items())
+def test_a_payload_is_at_most_a_share_of_the_lane(collective, algorithm):
+    for lane in (USUAL_LANE_BYTES, 2 << 20):
+        largest = lane // PAYLOAD_SHARE
+        assert by_records(collective, algorithm, 2, largest, lane)
+        assert not by_records(collective, algorithm, 2, largest + 1, lane)
+    assert not by_records(collective, algorithm, 2, 0, 0), "without a lane there is nothing"
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), SUITED.items())
+def test_what_one_member_takes_is_bounded(collective, algorithm):
+    world = 2 * TAKEN_BYTES // LARGEST
+    takes_all = collective in ("all_gather", "all_reduce")
+    assert by_records(collective, algorithm, world, LARGEST // 2, USUAL_LANE_BYTES)
+    assert by_records(collective, algorithm, world, LARGEST // 2 + 1, USUAL_LANE_BYTES) is not takes_all
+
+
+@pytest.mark.parametrize(
+    ("collective", "algorithm"),
+    [("all_reduce", "shared"), ("all_gather", "ring"), ("broadcast", "shared"), ("reduce", "shared_direct")],
+)
+def test_no_others_do(collective, algorithm):
+    assert not by_records(collective, algorithm, 2, 4, USUAL_LANE_BYTES)
