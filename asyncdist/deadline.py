@@ -10,6 +10,7 @@ import enum
 import math
 from dataclasses import dataclass
 from datetime import timedelta
+from numbers import Real
 from typing import Final, TypeAlias
 
 __all__ = ["DEFAULT_TIMEOUT_S", "INHERIT", "Deadline", "Inherit", "Timeout", "timeout_seconds"]
@@ -43,12 +44,13 @@ def timeout_seconds(timeout: Timeout, inherited_s: float | None) -> float | None
         return inherited_s
     if timeout is None:
         return None
-    if isinstance(timeout, timedelta):
-        seconds = timeout.total_seconds()
-    elif isinstance(timeout, int | float) and not isinstance(timeout, bool):
-        seconds = float(timeout)
-    else:
+    given: object = timeout
+    if isinstance(given, timedelta):
+        seconds = given.total_seconds()
+    elif isinstance(given, bool) or not isinstance(given, Real):  # numpy's numbers are Real
         raise TypeError(f"timeout must be seconds, a timedelta or None, not {type(timeout).__name__}")
+    else:
+        seconds = float(given)
     if math.isnan(seconds) or seconds < 0:
         raise ValueError(f"timeout must not be negative or NaN, got {seconds}")
     return None if math.isinf(seconds) else seconds

@@ -23,7 +23,7 @@ from asyncdist.executor.work import Work, until_ended
 from asyncdist.expiry import Expiry, timeout_error
 from asyncdist.failures import Failures
 from asyncdist.group_backends import GroupBackends
-from asyncdist.operations.issuer import check_rank
+from asyncdist.operations.issuer import check_rank, rank_number
 from asyncdist.operations.operations import Operations
 from asyncdist.overlap import OverlapWatch
 from asyncdist.pairs import Pairs
@@ -101,6 +101,7 @@ class ProcessGroup(Operations):
         """The group rank of global rank `rank`. Raises ValueError if it is not a member, TypeError if it is no int."""
         if self._is_world:
             return check_rank(rank, self.size, name)
+        rank = rank_number(rank, name)
         if rank not in self._group_rank:
             raise ValueError(f"{name}={rank} is not in group {self.name}: its global ranks are {list(self.ranks)}")
         return self._group_rank[rank]

@@ -22,6 +22,7 @@ from urllib.parse import parse_qsl, urlsplit
 from asyncdist import events
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError, DistNetworkError, DistStoreError
+from asyncdist.integers import as_int
 from asyncdist.store import FileStore, Store, TCPStore, TLSConfig
 from asyncdist.store.hosting import HostedStore, host_store
 from asyncdist.store.tls_config import load_tls
@@ -97,8 +98,10 @@ def parse_init_method(
 ) -> InitMethod:
     """Work out where to meet; arguments (rank, world_size >= 0) override the environment.
 
-    Raises ValueError for anything missing, contradictory or malformed, naming the variable or parameter.
+    Raises ValueError for anything missing, contradictory or malformed, naming the variable or parameter, and TypeError
+    for ranks and sizes that are no ints, such as texts from the environment.
     """
+    rank, world_size = as_int(rank, "rank must be an int"), as_int(world_size, "world_size must be an int")
     if has_store:
         if init_method is not None:
             raise ValueError("give either store= or init_method=, not both")

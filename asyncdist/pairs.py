@@ -13,6 +13,7 @@ from asyncdist.deadline import Timeout, timeout_seconds
 from asyncdist.device_array import DeviceArray, any_array
 from asyncdist.errors import ClosedError, DistError, GroupAbortedError
 from asyncdist.executor.work import Work
+from asyncdist.integers import as_int
 from asyncdist.transport.frame import pack_key
 from asyncdist.world import World
 
@@ -278,9 +279,8 @@ class Pairs:
 
 
 def check_tag(tag: int) -> int:
-    """Return `tag`. Raises TypeError for anything but an int, ValueError outside 0 .. MAX_TAG."""
-    if not isinstance(tag, int):
-        raise TypeError(f"tag must be an int, not {type(tag).__name__}")
+    """Return `tag` as an int. Raises TypeError for anything but a whole number, ValueError outside 0 .. MAX_TAG."""
+    tag = as_int(tag, "tag must be an int")
     if not 0 <= tag <= MAX_TAG:
         raise ValueError(f"tag must be between 0 and {MAX_TAG}, got {tag}")
     return tag

@@ -10,6 +10,7 @@ from asyncdist.backend.base import parse_backend
 from asyncdist.backend.device_choice import chosen_device
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.group import WORLD, ProcessGroup
+from asyncdist.integers import as_int
 from asyncdist.non_member import NonMember
 
 __all__ = ["GroupMember", "new_group"]
@@ -48,12 +49,10 @@ def new_group(
     """
     parent = resolve(group)
     parent.check_usable("new_group")
-    chosen = list(parent.ranks) if ranks is None else list(ranks)
+    chosen = list(parent.ranks) if ranks is None else [as_int(rank, "ranks must be ints") for rank in ranks]
     if not chosen:
         raise ValueError("ranks must not be empty")
     for rank in chosen:
-        if not isinstance(rank, int):
-            raise TypeError(f"ranks must be ints, not {type(rank).__name__}")
         if rank not in parent.ranks:
             raise ValueError(f"rank {rank} is not in group {parent.name}: its ranks are {_spell(parent.ranks)}")
     if len(set(chosen)) != len(chosen):

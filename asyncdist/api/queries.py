@@ -14,6 +14,7 @@ from asyncdist.cuda import provider
 from asyncdist.executor import reduction
 from asyncdist.group import ProcessGroup
 from asyncdist.non_member import NonMember
+from asyncdist.operations.issuer import rank_number
 from asyncdist.reduce_op import ReduceOpLike
 
 __all__ = [
@@ -84,13 +85,14 @@ def get_pg_count() -> int:
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """The rank that `global_rank` has in `group`. Raises ValueError if it is not a member."""
+    """The rank that `global_rank` has in `group`. ValueError if it is not a member, TypeError if it is no int."""
     return resolve(group).group_rank_of(global_rank)
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """The global rank of `group_rank`. Raises ValueError if the group has no such rank."""
+    """The global rank of `group_rank`. ValueError if the group has no such rank, TypeError if it is no int."""
     found = resolve(group)
+    group_rank = rank_number(group_rank, "group_rank")
     if not 0 <= group_rank < found.size:
         raise ValueError(f"group rank {group_rank} is not in group {found.name}: its ranks are 0 to {found.size - 1}")
     return found.ranks[group_rank]

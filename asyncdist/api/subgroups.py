@@ -10,6 +10,7 @@ from asyncdist.api.groups import new_group
 from asyncdist.api.resolve import Group, resolve
 from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.group import ProcessGroup
+from asyncdist.integers import as_int
 from asyncdist.non_member import NonMember
 
 __all__ = ["SHRINK_ABORT", "new_subgroups", "new_subgroups_by_enumeration", "shrink_group", "split_group"]
@@ -40,8 +41,7 @@ def new_subgroups(
         if text is None:
             raise ValueError("give group_size=: LOCAL_WORLD_SIZE, its default, is not set")
         group_size = int(text)
-    if not isinstance(group_size, int) or isinstance(group_size, bool):
-        raise TypeError(f"group_size must be an int, not {type(group_size).__name__}")
+    group_size = as_int(group_size, "group_size must be an int")
     if group_size <= 0 or parent.size % group_size:
         raise ValueError(f"group_size={group_size} does not divide group {parent.name}, which has {parent.size} ranks")
     ranks = parent.ranks
@@ -139,14 +139,12 @@ def shrink_group(
 
 def _parts(lists: Iterable[Iterable[int]], name: str) -> list[tuple[int, ...]]:
     """The lists of ranks, checked for what concerns them alone."""
-    parts = [tuple(part) for part in lists]
+    parts = [tuple(as_int(rank, f"{name} must hold ranks (ints)") for rank in part) for part in lists]
     if not parts or not all(parts):
         raise ValueError(f"{name} must not be empty, nor hold an empty list")
     seen: dict[int, tuple[int, ...]] = {}
     for part in parts:
         for rank in part:
-            if not isinstance(rank, int) or isinstance(rank, bool):
-                raise TypeError(f"{name} must hold ranks (ints), not {type(rank).__name__}")
             if rank in seen:
                 raise ValueError(f"rank {rank} appears in both {list(seen[rank])} and {list(part)} of {name}")
         seen.update(dict.fromkeys(part, part))

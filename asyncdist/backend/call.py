@@ -158,7 +158,7 @@ def gather(tensor: object, gather_list: object, root: int, rank: int, size: int)
     elif gather_list:
         raise ValueError("gather_list must not be given on ranks other than the destination")
     inputs = (flat_of(array, writable=False),)
-    return Call("gather", array.dtype, array.size, inputs, outputs, gather_list, root, device=device_of(array))
+    return Call("gather", array.dtype, array.size, inputs, outputs, gather_list or None, root, device=device_of(array))
 
 
 def scatter(tensor: object, scatter_list: object, root: int, rank: int, size: int) -> Call:

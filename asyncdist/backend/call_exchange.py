@@ -72,8 +72,8 @@ def gather_uneven(tensor: object, gather_list: object, root: int, rank: int, siz
     elif gather_list:
         raise ValueError("gather_list must not be given on ranks other than the destination")
     pieces = ([own.elements], [flat.elements for flat in outputs])
-    counts, device = (1,) * size, device_of(array)
-    return Call("gather_uneven", array.dtype, counts, (own,), outputs, gather_list, root, pieces=pieces, device=device)
+    counts, device, filled = (1,) * size, device_of(array), gather_list or None
+    return Call("gather_uneven", array.dtype, counts, (own,), outputs, filled, root, pieces=pieces, device=device)
 
 
 def scatter_uneven(tensor: object, scatter_list: object, root: int, rank: int, size: int) -> Call:

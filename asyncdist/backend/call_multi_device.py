@@ -19,6 +19,7 @@ from asyncdist.backend.call_members import multi_device
 from asyncdist.backend.packed import Packed, packed, room_for
 from asyncdist.device_array import device_of
 from asyncdist.executor import reduction
+from asyncdist.integers import as_int
 from asyncdist.reduce_op import ReduceOpLike
 
 __all__ = [
@@ -182,8 +183,7 @@ def _on_own_devices(arrays: list[Array], name: str) -> list[Array]:
 
 
 def _check_place(place: int, count: int, name: str) -> None:
-    if not isinstance(place, int) or isinstance(place, bool):
-        raise TypeError(f"{name} must be the number of an array (an int), not {type(place).__name__}")
+    place = as_int(place, f"{name} must be the number of an array (an int)")
     if not 0 <= place < count:
         raise ValueError(f"{name}={place} is not in tensor_list, which holds {count} arrays")
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from asyncdist.arrays import Array, Flat, host_array
 from asyncdist.backend.call import NO_BLOCKS, Call, blocks_like, check_same_dtype
+from asyncdist.integers import as_int
 
 __all__ = ["MAX_CHUNKS", "STREAM_WINDOW", "Progress", "StreamCall", "all_gather_stream", "broadcast_stream"]
 
@@ -139,8 +140,7 @@ def all_gather_stream(
 
 
 def _call(collective: str, array: Array, result: Any, chunk_bytes: int, progress: Progress) -> StreamCall:
-    if not isinstance(chunk_bytes, int) or isinstance(chunk_bytes, bool):
-        raise TypeError(f"chunk_bytes must be an int, not {type(chunk_bytes).__name__}")
+    chunk_bytes = as_int(chunk_bytes, "chunk_bytes must be an int")
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}")
     chunk_length = max(1, min(chunk_bytes // array.itemsize, array.size))

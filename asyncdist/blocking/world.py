@@ -62,9 +62,7 @@ def get_default_group() -> ProcessGroup:
     """The group that calls without `group=` act on. Raises ValueError if there is none."""
     session = current_session()
     if session is None:
-        raise ValueError(
-            "the default process group has not been initialized: call asyncdist.blocking.init_process_group() first"
-        )
+        raise ValueError("the default process group has not been initialized: call init_process_group() first")
     return wrap(session.inner, session)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from asyncdist.arrays import Array
+from asyncdist.integers import as_int
 
 __all__ = ["BUCKET_BYTES", "check_bucket_bytes", "divide"]
 
@@ -37,8 +38,7 @@ def divide(arrays: Sequence[Array], bucket_bytes: int) -> list[list[int]]:
 
 def check_bucket_bytes(value: int) -> int:
     """Return `value`. Raises TypeError for anything but an int, ValueError below 1."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"bucket_bytes must be an int, not {type(value).__name__}")
+    value = as_int(value, "bucket_bytes must be an int")
     if value < 1:
         raise ValueError(f"bucket_bytes must be at least 1, but is {value}")
     return value

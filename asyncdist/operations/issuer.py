@@ -16,9 +16,10 @@ from typing import Any
 from asyncdist.backend import call
 from asyncdist.deadline import Timeout
 from asyncdist.executor.work import Work
+from asyncdist.integers import as_int
 from asyncdist.pairs import Pairs, check_tag
 
-__all__ = ["Issuer", "check_rank"]
+__all__ = ["Issuer", "check_rank", "rank_number"]
 
 
 class Issuer:
@@ -46,9 +47,13 @@ class Issuer:
 
 
 def check_rank(rank: int, size: int, name: str) -> int:
-    """Return `rank`. Raises TypeError for anything but an int, ValueError outside the group."""
-    if not isinstance(rank, int) or isinstance(rank, bool):
-        raise TypeError(f"{name} must be a rank (an int), not {type(rank).__name__}")
+    """Return `rank` as an int. Raises TypeError for anything but a whole number, ValueError outside the group."""
+    rank = rank_number(rank, name)
     if not 0 <= rank < size:
         raise ValueError(f"{name}={rank} is not in this group: its ranks are 0 to {size - 1}")
     return rank
+
+
+def rank_number(rank: int, name: str) -> int:
+    """Return `rank` as an int, whatever group it is in. Raises TypeError for anything but a whole number."""
+    return rank if type(rank) is int else as_int(rank, f"{name} must be a rank (an int)")

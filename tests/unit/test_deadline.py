@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import numpy as np
 import pytest
 
 from asyncdist.deadline import INHERIT, Deadline, timeout_seconds
@@ -14,6 +15,7 @@ def test_what_is_accepted() -> None:
     assert timeout_seconds(None, 7.0) is None
     assert timeout_seconds(0, 7.0) == 0.0
     assert timeout_seconds(1.5, None) == 1.5
+    assert [timeout_seconds(number, None) for number in (np.int64(2), np.float32(0.5))] == [2.0, 0.5]
     assert timeout_seconds(timedelta(minutes=2), None) == 120.0
     assert timeout_seconds(float("inf"), 7.0) is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 from jobs import free_port
 
@@ -27,6 +28,20 @@ def test_the_environment_is_the_default() -> None:
 def test_arguments_override_the_environment() -> None:
     method = parse_init_method("env://", 2, 3, environ=ENVIRON)
     assert (method.rank, method.world_size) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "name"), [("2", 3, "rank"), (2, "3", "world_size"), (2, None, "world_size")]
+)
+def test_texts_are_no_ranks(rank: object, world_size: object, name: str) -> None:
+    """Such as `rank=os.environ["RANK"]`."""
+    with pytest.raises(TypeError, match=rf"^{name} must be an int, not (str|NoneType)$"):
+        parse_init_method("env://", rank, world_size, environ=ENVIRON)  # type: ignore[arg-type]
+
+
+def test_ranks_out_of_arrays_become_ints() -> None:
+    method = parse_init_method("env://", np.int64(2), np.int64(3), environ=ENVIRON)  # type: ignore[arg-type]
+    assert [type(number) for number in (method.rank, method.world_size)] == [int, int]
 
 
 def test_with_a_daemon_nobody_hosts() -> None:

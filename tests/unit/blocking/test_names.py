@@ -54,3 +54,19 @@ def test_what_gives_a_work_there_waits_here_or_gives_one_too(name: str) -> None:
 
 def test_the_world_is_spelled_as_in_torch() -> None:
     assert blocking.group.WORLD is asyncdist.group.WORLD is None
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("all_reduce_multigpu", ["tensor_list", "op", "group", "async_op"]),
+        ("broadcast_multigpu", ["tensor_list", "src", "group", "async_op"]),
+        ("reduce_multigpu", ["tensor_list", "dst", "op", "group", "async_op"]),
+        ("all_gather_multigpu", ["output_tensor_lists", "input_tensor_list", "group", "async_op"]),
+        ("reduce_scatter_multigpu", ["output_tensor_list", "input_tensor_lists", "op", "group", "async_op"]),
+    ],
+)
+def test_lists_of_torch_1_have_their_arguments_in_its_places(name: str, places: list[str]) -> None:
+    """What torch has after them is given by name here, as everywhere: `src_tensor` and `dst_tensor`."""
+    parameters = inspect.signature(getattr(blocking, name)).parameters.values()
+    assert [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD] == places

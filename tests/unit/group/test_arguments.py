@@ -43,6 +43,13 @@ from asyncdist.testing import run_world
         (lambda g: dist.new_group([]), ValueError, "empty"),
         (lambda g: dist.batch_isend_irecv([]), ValueError, "empty"),
         (lambda g: dist.P2POp(dist.barrier, np.zeros(1), 0), ValueError, "op must be"),
+        (lambda g: g.all_reduce(np.zeros(2), tag=True), TypeError, "tag must be an int, not bool"),
+        (lambda g: dist.new_group([True, 0]), TypeError, "ranks must be ints, not bool"),
+        (lambda g: dist.new_group([0, 1.0]), TypeError, "ranks must be ints, not float"),
+        (lambda g: dist.new_subgroups(1.0), TypeError, "group_size must be an int"),
+        (lambda g: dist.split_group(split_ranks=[["0"]]), TypeError, r"split_ranks must hold ranks \(ints\), not str"),
+        (lambda g: dist.get_global_rank(g, 1.0), TypeError, "group_rank must be a rank"),
+        (lambda g: dist.get_global_rank(g, -1), ValueError, "group rank -1 is not in group"),
     ],
 )
 def test_wrong_arguments_are_refused_at_the_call(
@@ -52,6 +59,52 @@ def test_wrong_arguments_are_refused_at_the_call(
         if group.rank == 0:
             with pytest.raises(error, match=message):
                 call(group)
+
+    run_world(2, main)
+
+
+@pytest.mark.parametrize("rank", [1.0, True, "1", [1], None])
+def test_in_a_subgroup_too_a_rank_is_a_whole_number(rank: object) -> None:
+    """Not what a dict takes to be equal to one."""
+
+    async def main(group: Group) -> None:
+        sub = dist.new_group([1, 0])
+        with pytest.raises(TypeError, match="rank must be a rank"):
+            dist.get_group_rank(sub, rank)  # type: ignore[arg-type]
+
+    run_world(2, main)
+
+
+def test_numbers_out_of_arrays_are_numbers() -> None:
+    """Ranks and sizes are computed with numpy where all else is."""
+
+    async def main(group: Group) -> None:
+        grid = np.arange(4).reshape(2, 2)
+        row = dist.new_subgroups_by_enumeration(grid)[0]
+        assert dist.new_group(grid[:, 0]).size == 2 if group.rank in grid[:, 0] else True
+        assert row.size == dist.new_subgroups(np.int64(2))[0].size == 2
+        x = np.full(2, group.rank)
+        root = grid[group.rank // 2].max()
+        await dist.broadcast(x, root, row, tag=np.uint8(7), timeout=np.int64(60))
+        assert x.tolist() == [root, root]
+        await row.broadcast(x, np.int64(0), timeout=np.float32(60))
+        assert dist.get_group_rank(row, root) == 1
+        assert dist.get_global_rank(row, np.int64(1)) == root
+        sent = dist.isend(x, grid[0, 0], tag=np.int64(3))
+        if group.rank == 0:
+            assert [await dist.recv(x, source, tag=3) for source in grid.flat] == [0, 1, 2, 3]
+        await sent
+
+    run_world(4, main)
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_an_empty_list_off_the_root_is_none(uneven: bool) -> None:
+    async def main(group: Group) -> None:
+        own, root = np.zeros(1), group.rank == 0
+        gathered = await group.gather(own, [np.zeros(1), np.zeros(1)] if root else [], uneven=uneven)
+        assert (gathered is None) is not root
+        assert await group.scatter(own, [np.zeros(1), np.zeros(1)] if root else [], uneven=uneven) is own
 
     run_world(2, main)
 

@@ -94,7 +94,7 @@ async def lists(group: Group) -> None:
     two = [own(group), own(group) * 2]
     await dist.all_reduce_multigpu(two, group=group)
     assert two[0][0] == two[1][0] == 333
-    await dist.broadcast_multigpu(two := [own(group), own(group) * 2], ranks[2], group, 1)
+    await dist.broadcast_multigpu(two := [own(group), own(group) * 2], ranks[2], group, src_tensor=1)
     assert two[0][0] == two[1][0] == 200
     await dist.reduce_multigpu(two := [own(group), own(group) * 2], ranks[1], group=group, dst_tensor=1)
     assert two[1][0] == (333 if group.rank == 1 else 2 * 10**group.rank)
