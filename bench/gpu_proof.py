@@ -68,6 +68,7 @@ def sections(figures: Path, *, smoke: bool) -> list[Section]:
         tests("shared device", 150, "tests/gpu/test_shared_device.py"),
         tests("failures", 120, "tests/gpu/test_failures.py"),
         measure("cupyx", 45),
+        *(measure(f"nccl beside torch ({way})", 75) for way in SHARING),
         *(measure(f"nccl ({way})", 60) for way in SHARING),
     ]
 
@@ -123,7 +124,7 @@ def main(smoke: bool, write: bool, logs: Path | None, only: tuple[str, ...], bud
 def _refused(section: Section, facts: dict[str, str]) -> Outcome | None:
     """What a test has seen fail is not waited for again: that NCCL takes no two ranks on a device is no failure."""
     for way, why in facts.items():
-        if section.name == f"measure nccl ({way})" and why:
+        if why and section.name.startswith("measure nccl ") and section.name.endswith(f"({way})"):
             return Outcome(section)
     return None
 

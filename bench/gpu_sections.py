@@ -22,8 +22,11 @@ __all__ = ["Outcome", "Section", "Sections"]
 
 ROOT: Final = Path(__file__).parent.parent
 
-TRACE_S: Final = 3.0
-"""How long a section that is stopped may write where it was."""
+TRACE_S: Final = 0.3
+"""How long each process of a section that is stopped may write where it was, one after the other: it is one log."""
+
+MOST_TRACED: Final = 8
+"""Processes of a section that write where they were: its own and the ranks that it has started."""
 
 LEAST_S: Final = 5.0
 """A section for which less is left is not begun: an interpreter and a device take as long to start."""
@@ -128,22 +131,31 @@ def _run(section: Section, limit_s: float, log: IO[bytes]) -> str:
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        _signal(process, signal.SIGABRT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(TRACE_S)
+        for pid in _members(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
+                time.sleep(TRACE_S)
         return f"stopped after {limit_s:.0f} s"
     finally:
-        _signal(process, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # those that it has left behind, too
         process.wait()
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}" if code else ""
 
 
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """To all of the section's processes, those that it has left behind too."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+def _members(group: int) -> list[int]:
+    """The processes of a section, its first one first, a few seconds' worth of them."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            pid = int(entry.name)
+            if os.getpgid(pid) == group:
+                found.append(pid)
+        except (ProcessLookupError, PermissionError):
+            continue
+    return sorted(found)[:MOST_TRACED]
 
 
 def _read_tests(outcome: Outcome, lines: list[str]) -> None:

@@ -16,7 +16,7 @@ import click
 
 from bench.gpu import Gpu, NoGpuError, open_gpu
 from bench.nccl_alone import NEIGHBORS, measure_beside, measure_stall
-from bench.nccl_document import beside_tables, nccl_table, versions
+from bench.nccl_document import nccl_table, versions
 from bench.nccl_figures import IPC_BYTES, TORCH_BYTES, Figures, Note, notes_to
 from bench.nccl_ranks import SHARING, measure_ranks
 
@@ -36,8 +36,11 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     **{f"nccl ({name})": {"ASYNCDIST_CUDA_PATH": "nccl", **environ} for name, environ in SHARING.items()},
 }
 
-PARTS: Final = (*NEIGHBORS, "stall", "copy", *PATHS)
-"""Parts by name: one rank beside a neighbor, the event loop, a copy within the device, and the paths."""
+TOGETHER: Final = {f"nccl beside torch ({name})": name for name in SHARING}
+
+PARTS: Final = (*NEIGHBORS, "stall", "copy", *PATHS, *TOGETHER)
+"""Parts by name: one rank beside a neighbor, the event loop, a copy within the device, two ranks on each path, and two
+on NCCL's beside torch."""
 
 NEEDED: Final = ("bare", "ipc", "staged")
 """What must work wherever there is a device; the others are neighbors, and ways that NCCL may refuse."""
@@ -64,7 +67,12 @@ def main(smoke: bool, parts: tuple[str, ...], file: Path | None, limit_s: float)
         except NoGpuError as error:
             click.echo(f"no figures: {error}", err=True)
             sys.exit(1)
-    click.echo("\n".join(beside_tables(figures)))
+    for neighbor, by_size in figures.beside.items():
+        for name in ("asyncdist", neighbor):
+            table = nccl_table({nbytes: by_name[name] for nbytes, by_name in by_size.items()}, 1)
+            click.echo(
+                f"# {name}, one rank, taking turns with {'asyncdist' if name == neighbor else neighbor}\n{table}\n"
+            )
     for name, seconds in figures.paths.items():
         click.echo(f"# path {name}, 2 ranks on one device\n{nccl_table(seconds, 2)}\n")
     for name, why in {**figures.missing, **figures.problems}.items():
@@ -78,7 +86,15 @@ def _measure(part: str, smoke: bool, limit_s: float, note: Note) -> None:
     if part in PATHS:
         seconds, problem = measure_ranks(2, sizes, path_samples, PATHS[part], limit_s)
         for nbytes, taken in seconds.items():
-            note("path", name=part, nbytes=nbytes, seconds=taken)
+            note("path", name=part, nbytes=nbytes, seconds=taken["asyncdist"])
+        if problem:
+            note("problem", name=part, why=problem)
+        return
+    if part in TOGETHER:
+        way = TOGETHER[part]
+        seconds, problem = measure_ranks(2, sizes, path_samples, PATHS[f"nccl ({way})"], limit_s, torch=True)
+        for nbytes, taken in seconds.items():
+            note("together", name=way, nbytes=nbytes, seconds=taken)
         if problem:
             note("problem", name=part, why=problem)
         return

@@ -10,6 +10,7 @@ A record is a JSON object with a `kind`:
 | `stall` | lateness of the loop while awaiting, and `idle_s` while nothing was under way |
 | `copy` | `bytes_per_s` of a copy within the device |
 | `path` | `seconds` of two ranks' all_reduce of `nbytes` on path `name` |
+| `together` | as `beside`, of two ranks through NCCL; `name` is the way to let it take them |
 | `problem` | `why` path `name` has no figures, or not all |
 """
 
@@ -46,6 +47,7 @@ class Figures:
     idle_s: float = 0.0
     copy_bytes_per_s: float = 0.0
     paths: dict[str, dict[int, float]] = field(default_factory=dict)
+    together: dict[str, dict[int, dict[str, float]]] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     facts: list[str] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
@@ -65,6 +67,8 @@ class Figures:
             self.copy_bytes_per_s = record["bytes_per_s"]
         elif kind == "path":
             self.paths.setdefault(record["name"], {})[record["nbytes"]] = record["seconds"]
+        elif kind == "together":
+            self.together.setdefault(record["name"], {})[record["nbytes"]] = dict(record["seconds"])
         elif kind == "problem":
             self.problems[record["name"]] = record["why"]
         else:

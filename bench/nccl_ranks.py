@@ -1,4 +1,4 @@
-"""Several ranks, each a process, on one device: the time of all_reduce by path.
+"""Several ranks, each a process, on one device: the time of all_reduce by path, and torch's in the same processes.
 
 ``python -m bench.nccl_ranks`` is one rank; `measure_ranks` starts them, never for longer than it is told.
 """
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -39,13 +39,18 @@ SIZE_S: Final = 4.0
 
 REASON_CHARACTERS: Final = 300
 
+Once = Callable[[], Awaitable[None]]
+
 
 def measure_ranks(
-    size: int, sizes: Sequence[int], samples: int, environ: Mapping[str, str], limit_s: float
-) -> tuple[dict[int, float], str]:
-    """Median seconds of the slowest rank by size in bytes, and why there are none of other sizes, if so."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    size: int, sizes: Sequence[int], samples: int, environ: Mapping[str, str], limit_s: float, *, torch: bool = False
+) -> tuple[dict[int, dict[str, float]], str]:
+    """Median seconds of the slowest rank by size in bytes and library, and why there are none of other sizes, if so.
+
+    With `torch`, torch.distributed's NCCL takes turns with asyncdist.
+    """
+    ports = [_free_port() for _ in range(2)]
+    task = [list(sizes), samples, limit_s, ports[1] if torch else 0]
     processes: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory() as folder:
         said: list[IO[str]] = []
@@ -53,7 +58,7 @@ def measure_ranks(
             for rank in range(size):
                 output = (Path(folder) / f"{rank}").open("w+")
                 said.append(output)
-                processes.append(_start(rank, size, port, (sizes, samples, limit_s), environ, output))
+                processes.append(_start(rank, size, ports[0], task, environ, output))
             problem = _wait(processes, limit_s)
         finally:
             for process in processes:
@@ -65,21 +70,30 @@ def measure_ranks(
             texts.append(output.read())
             output.close()
     found = [_figures(text) for text in texts]
-    everywhere = {nbytes: max(one[nbytes] for one in found) for nbytes in found[0] if all(nbytes in of for of in found)}
+    everywhere = {
+        nbytes: {name: max(one[nbytes][name] for one in found) for name in found[0][nbytes]}
+        for nbytes in found[0]
+        if all(nbytes in of for of in found)
+    }
     failed = next((rank for rank, process in enumerate(processes) if process.returncode > 0), None)
     if failed is not None:
         problem = _reason(texts[failed]) or f"exit code {processes[failed].returncode}"
     return everywhere, problem
 
 
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 def _start(
-    rank: int, size: int, port: int, task: tuple[Sequence[int], int, float], environ: Mapping[str, str], output: IO[str]
+    rank: int, size: int, port: int, task: list[Any], environ: Mapping[str, str], output: IO[str]
 ) -> subprocess.Popen[str]:
     own = {name: value.format(rank=rank) for name, value in environ.items()}
     ours = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     quiet = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN"}
     return subprocess.Popen(
-        [sys.executable, "-m", "bench.nccl_ranks", json.dumps([list(task[0]), task[1], task[2]])],
+        [sys.executable, "-m", "bench.nccl_ranks", json.dumps(task)],
         env={**os.environ, **quiet, **{name: str(value) for name, value in ours.items()}, **own},
         cwd=Path(__file__).parent.parent,
         stdout=output,
@@ -107,16 +121,16 @@ def _wait(processes: Sequence[subprocess.Popen[str]], limit_s: float) -> str:
     return f"not through after {limit_s:.0f} s"
 
 
-def _figures(text: str) -> dict[int, float]:
+def _figures(text: str) -> dict[int, dict[str, float]]:
     """What a rank has measured, among whatever libraries say."""
     found = {}
     for line in text.splitlines():
         if line.startswith("[") and line.endswith("]"):
             try:
-                nbytes, seconds = json.loads(line)
+                nbytes, by_name = json.loads(line)
             except ValueError:
                 continue
-            found[int(nbytes)] = float(seconds)
+            found[int(nbytes)] = {str(name): float(seconds) for name, seconds in by_name.items()}
     return found
 
 
@@ -127,35 +141,73 @@ def _reason(text: str) -> str:
     return "; ".join([*warnings[:1], *lines[-1:]])[:REASON_CHARACTERS]
 
 
-async def _rank(sizes: Sequence[int], samples: int, limit_s: float) -> None:
+async def _rank(sizes: Sequence[int], samples: int, limit_s: float, torch_port: int) -> None:
     with open_gpu() as gpu:
         async with dist.init_process_group(timeout=limit_s / 2) as group:
+            if torch_port:
+                _join_torch(gpu, group, torch_port)
             for nbytes in sizes:
-                print(json.dumps([nbytes, await _median(gpu, group, nbytes, samples)]), flush=True)
+                x = gpu.full(max(1, nbytes // 4), 1)
+                candidates = {"asyncdist": _ours(x)}
+                if torch_port:
+                    candidates["torch"] = _torch(max(1, nbytes // 4))
+                print(json.dumps([nbytes, await _medians(group, candidates, samples, x)]), flush=True)
+    if torch_port:
+        os._exit(0)  # all is said, and what torch does at the end of a process may take its time
 
 
-async def _median(gpu: Gpu, group: Any, nbytes: int, samples: int) -> float:
-    x = gpu.full(max(1, nbytes // 4), 1)
-    times: list[float] = []
+async def _medians(group: Any, candidates: Mapping[str, Once], samples: int, x: Any) -> dict[str, float]:
+    """Candidates take turns; `x` is what asyncdist adds up."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
 
-    async def once() -> None:
-        await dist.barrier()
-        start = time.perf_counter()
-        await dist.all_reduce(x)
-        times.append(time.perf_counter() - start)
+    async def turn() -> None:
+        for name, once in candidates.items():
+            await dist.barrier()
+            start = time.perf_counter()
+            await once()
+            times[name].append(time.perf_counter() - start)
 
     for _ in range(WARM_UP):
-        await once()
-    slowest = np.array([times[-1]])
+        await turn()
+    slowest = np.array([sum(taken[-1] for taken in times.values())])
     await dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks take as many
     count = min(samples, max(FEWEST, int(SIZE_S / float(slowest[0]))))
-    times.clear()
+    for taken in times.values():
+        taken.clear()
     for _ in range(count):
-        await once()
+        await turn()
     assert x[:1].get()[0] == float(group.size) ** (count + WARM_UP), "wrong result"
-    return sorted(times)[len(times) // 2]
+    return {name: sorted(taken)[len(taken) // 2] for name, taken in times.items()}
+
+
+def _ours(x: Any) -> Once:
+    async def once() -> None:
+        await dist.all_reduce(x)
+
+    return once
+
+
+def _join_torch(gpu: Gpu, group: Any, port: int) -> None:
+    import torch
+    import torch.distributed as torch_dist
+
+    if gpu.fake or not torch.cuda.is_available():
+        raise RuntimeError("torch sees no device")
+    torch_dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=group.rank, world_size=group.size)
+
+
+def _torch(count: int) -> Once:
+    import torch
+    import torch.distributed as torch_dist
+
+    tensor = torch.zeros(count, device="cuda")
+
+    async def once() -> None:
+        torch_dist.all_reduce(tensor, async_op=True).wait()
+        torch.cuda.synchronize()
+
+    return once
 
 
 if __name__ == "__main__":
-    _sizes, _samples, _limit_s = json.loads(sys.argv[1])
-    dist.run(_rank(_sizes, _samples, _limit_s))
+    dist.run(_rank(*json.loads(sys.argv[1])))

@@ -38,7 +38,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     done = run(folder, "-m", "bench.nccl", "--smoke", "--figures", str(file))
     assert done.returncode == 0, done.stderr
     for heading in (
-        "| size | asyncdist | bare |",
+        "# bare, one rank, taking turns with asyncdist",
         "# path ipc, 2 ranks",
         "# path staged, 2 ranks",
         "algbw",
@@ -51,6 +51,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     assert figures.copy_bytes_per_s
     assert figures.stall_s is not None
     assert "Duplicate GPU" in figures.problems["nccl (distinct NCCL_HOSTID)"]
+    assert "torch" in figures.problems["nccl beside torch (NCCL_MULTI_RANK_GPU_ENABLE=1)"]
 
 
 @pytest.mark.parametrize(
@@ -144,6 +145,12 @@ def test_figures_are_judged() -> None:
     assert "27% of 1000 GB/s" in text
     assert [row.verdict for row in rows(figures)] == ["open", "kept", "missed", "missed", "open", ""]
     assert {row.verdict for row in rows(Figures())} == {"open"}
+    figures.take({"kind": "together", "name": "way", "nbytes": 4, "seconds": {"asyncdist": 1.0, "torch": 2.0}})
+    assert [row.verdict for row in rows(figures)] == ["open", "kept", "missed", "missed", "open", ""], "it is no size"
+    seconds = {"asyncdist": 1.0, "torch": 0.95}
+    figures.take({"kind": "together", "name": "way", "nbytes": TORCH_BYTES, "seconds": seconds})
+    assert [row.verdict for row in rows(figures)] == ["open", "kept", "missed", "kept", "", "open", ""]
+    assert "| 64 MiB | 1000000.0 | 950000.0 |" in document(figures, "make gpu")
     with pytest.raises(ValueError, match="no such record: nonsense"):
         figures.take({"kind": "nonsense"})
 

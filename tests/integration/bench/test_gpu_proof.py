@@ -168,7 +168,7 @@ def test_a_hang_a_crash_and_a_missing_module_cost_one_part_each(
     before = gpu_proof.DOCUMENT.read_text()
     (tmp_path / "sitecustomize.py").write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), *sys.path])))
-    result = prove(tmp_path, monkeypatch, "bare", "torch", "stall", "copy", stall=2.0)
+    result = prove(tmp_path, monkeypatch, "bare", "measure torch", "stall", "copy", stall=2.0)
     assert result.exit_code == 1, result.output
     assert len(result.output) < LONGEST_OUTPUT
     said = {line.split()[2]: line for line in result.output.splitlines() if line[8:16] == "measure "}
