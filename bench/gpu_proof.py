@@ -41,14 +41,19 @@ STOP_S: Final = 10.0
 TAILS_CHARACTERS: Final = 6000
 """Of the ends of failed parts that are printed; with all else that fits in a screen's scroll, and the log has them."""
 
-PYTEST: Final = ("-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", "--tb=short", "-o", "faulthandler_timeout=50")
+PYTEST: Final = (
+    *("-m", "pytest", "-v", "-rs", "-p", "pytest_asyncio.plugin", "-p", "no:cacheprovider", "--tb=short"),
+    *("-o", "faulthandler_timeout=50"),
+)
+ALONE: Final = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""An interpreter that was made for something else has plugins of its own, whose warnings would be errors here."""
 
 
 def sections(figures: Path, *, smoke: bool) -> list[Section]:
     """All parts, those first that must not be missed, should time be short."""
 
     def tests(name: str, limit_s: float, *files: str) -> Section:
-        return Section(name, (*PYTEST, *files), limit_s)
+        return Section(name, (*PYTEST, *files), limit_s, ALONE)
 
     def measure(part: str, limit_s: float) -> Section:
         options = ["--part", part, "--figures", str(figures), "--limit-s", str(limit_s - STOP_S)]

@@ -92,7 +92,8 @@ def _measure(part: str, smoke: bool, limit_s: float, note: Note) -> None:
         return
     if part in TOGETHER:
         way = TOGETHER[part]
-        seconds, problem = measure_ranks(2, sizes, path_samples, PATHS[f"nccl ({way})"], limit_s, torch=True)
+        compared = [nbytes for nbytes in sizes if nbytes <= TORCH_BYTES]
+        seconds, problem = measure_ranks(2, compared, path_samples, PATHS[f"nccl ({way})"], limit_s, torch=True)
         for nbytes, taken in seconds.items():
             note("together", name=way, nbytes=nbytes, seconds=taken)
         if problem:

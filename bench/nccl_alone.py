@@ -85,6 +85,7 @@ def _bare(gpu: Gpu, x: Any, y: Any, count: int, closing: Closing) -> Once:
     stream = cupy.cuda.Stream(non_blocking=True)
     event = cupy.cuda.Event(disable_timing=True)
     pointer = x.data.ptr
+    closing.append(communicator.destroy)
 
     async def once() -> None:
         communicator.allReduce(pointer, pointer, count, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream.ptr)

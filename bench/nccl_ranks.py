@@ -21,7 +21,7 @@ import numpy as np
 import asyncdist as dist
 from bench.gpu import Gpu, open_gpu
 
-__all__ = ["SHARING", "measure_ranks"]
+__all__ = ["SHARING", "measure_ranks", "reason_in"]
 
 SHARING: Final[dict[str, dict[str, str]]] = {
     "NCCL_MULTI_RANK_GPU_ENABLE=1": {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8"},
@@ -77,7 +77,7 @@ def measure_ranks(
     }
     failed = next((rank for rank, process in enumerate(processes) if process.returncode > 0), None)
     if failed is not None:
-        problem = _reason(texts[failed]) or f"exit code {processes[failed].returncode}"
+        problem = reason_in(texts[failed]) or f"exit code {processes[failed].returncode}"
     return everywhere, problem
 
 
@@ -134,8 +134,8 @@ def _figures(text: str) -> dict[int, dict[str, float]]:
     return found
 
 
-def _reason(text: str) -> str:
-    """NCCL's own warning, if there is one, and the last line."""
+def reason_in(text: str) -> str:
+    """Why a rank failed, of all that it said: NCCL's own warning, if there is one, and the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     warnings = [line.partition("NCCL WARN ")[2] for line in lines if "NCCL WARN " in line]
     return "; ".join([*warnings[:1], *lines[-1:]])[:REASON_CHARACTERS]

@@ -55,6 +55,7 @@ def run_on_gpu(
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         "PYTHONWARNINGS": "default",
         "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_DEBUG": "WARN",
         **({FAKE_VARIABLE: FAKE, FOLDER_VARIABLE: str(folder)} if FAKE else {}),
         **(environ or {}),
     }

@@ -13,6 +13,7 @@ from gpu_kit import SHARING, run_on_gpu
 
 from bench.gpu import Gpu, open_gpu
 from bench.gpu_proof import SHARING_VARIABLE, sharing_facts
+from bench.nccl_ranks import reason_in
 
 ALL_REDUCE = """
 async def main():
@@ -63,8 +64,7 @@ def _try_sharing(environ: dict[str, str], folder: Path) -> str:
     failed = [rank for rank in ranks if rank.returncode]
     if not failed:
         return ""
-    lines = failed[0].stderr.strip().splitlines()
-    return lines[-1][:300] if lines else f"exit code {failed[0].returncode}"
+    return reason_in(f"{failed[0].stdout}\n{failed[0].stderr}") or f"exit code {failed[0].returncode}"
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from bench import cuda_extra  # noqa: E402
 from bench.gpu_sections import Outcome, Section  # noqa: E402
 from bench.nccl_document import document, nccl_table, rows  # noqa: E402
 from bench.nccl_figures import IPC_BYTES, TORCH_BYTES, Figures, notes_to  # noqa: E402
+from bench.nccl_ranks import REASON_CHARACTERS, reason_in  # noqa: E402
 
 
 def run(folder: Path, *command: str, devices: int = 1) -> subprocess.CompletedProcess[str]:
@@ -182,3 +183,10 @@ def test_the_table_has_the_columns_of_nccl_tests() -> None:
     table = nccl_table({1 << 20: 1e-3}, 2).splitlines()
     assert table[0].split() == ["#", "size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
     assert table[2].split() == ["1048576", "262144", "float", "sum", "-1", "1000.00", "1.05", "1.05", "0"]
+
+
+def test_the_reason_is_in_nccls_words() -> None:
+    said = "[[4, 1]\nhost:1:2 [0] init.cc:1 NCCL WARN Duplicate GPU detected : ranks 1 and 0\nx\nDistBackendError: no\n"
+    assert reason_in(said) == "Duplicate GPU detected : ranks 1 and 0; DistBackendError: no"
+    assert reason_in("Error: " + "x" * 1000) == "Error: " + "x" * (REASON_CHARACTERS - 7)
+    assert reason_in("\n") == ""
