@@ -89,7 +89,7 @@ def sharing_facts(file: Path) -> dict[str, str]:
 
 @click.command()
 @click.option("--smoke", is_flag=True, help="Measure only to see that it runs.")
-@click.option("--write", is_flag=True, help=f"Write {DOCUMENT.name} into docs/benchmarks.")
+@click.option("--write", is_flag=True, help=f"Write {DOCUMENT.name} into docs/benchmarks, unless --only.")
 @click.option("--logs", type=click.Path(path_type=Path), help="A folder for log.txt, figures.jsonl and gpu.md.")
 @click.option("--only", multiple=True, help="Only the parts whose name contains this.")
 @click.option("--budget-s", default=BUDGET_S, show_default=True, help="Seconds for all parts together.")
@@ -118,7 +118,7 @@ def main(smoke: bool, write: bool, logs: Path | None, only: tuple[str, ...], bud
         ]
         text = document(figures, COMMAND)
         (place / DOCUMENT.name).write_text(text)
-        if write and not fake:
+        if write and not fake and not only:  # a part of it is no page
             DOCUMENT.write_text(text)
     click.echo("\n" + "\n".join(_summary(figures, outcomes, text)))
     if logs is None and not any(outcome.problem for outcome in outcomes):

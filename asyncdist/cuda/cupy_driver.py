@@ -12,7 +12,7 @@ from cupy.cuda import runtime
 from asyncdist.cuda.provider import DRIVER_LIBRARY
 from asyncdist.errors import DistBackendError
 
-__all__ = ["address_range", "calling", "device_uuid"]
+__all__ = ["address_range", "calling", "close_ipc", "device_uuid"]
 
 UUID_BYTES: Final = 16
 
@@ -56,6 +56,7 @@ class calling:
         return DistBackendError(f"{self._what} failed: {error if str(error) else type(error).__name__}")
 
 
+@lru_cache(maxsize=64)  # every message says it
 def device_uuid(device: int) -> str:
     """UUID of a device, in hexadecimal; that of the instance on a partitioned device (MIG).
 
@@ -76,6 +77,15 @@ def address_range(pointer: int) -> tuple[int, int]:
     status = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(pointer))
     _check(status, "cuMemGetAddressRange")
     return base.value, nbytes.value
+
+
+def close_ipc(pointer: int) -> None:
+    """As cudaIpcCloseMemHandle, without the GIL; this thread must have a context.
+
+    It waits for all work on the device, that of the caller's kernels and of other groups too, and cupy's own call holds
+    the GIL meanwhile: nothing of this process would go on, heartbeats among it, nor what that work may wait for.
+    """
+    _check(_driver().cuIpcCloseMemHandle(ctypes.c_uint64(pointer)), "cuIpcCloseMemHandle")
 
 
 @lru_cache(maxsize=1)

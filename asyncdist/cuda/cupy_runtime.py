@@ -16,7 +16,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from asyncdist.cuda.cupy_driver import address_range, calling, device_uuid
+from asyncdist.cuda.cupy_driver import address_range, calling, close_ipc, device_uuid
 from asyncdist.cuda.interface import MAX_SOURCES, Event, Memory, Pinned, Runtime, Stream
 from asyncdist.cuda.kernels import OPTIONS, PACK_BYTES, reduce_source, scale_source
 from asyncdist.errors import DistBackendError
@@ -240,7 +240,8 @@ class CupyRuntime(Runtime):
                 return
             del self._opened[key]
         with calling("cudaIpcCloseMemHandle", key[1]):
-            runtime.ipcCloseMemHandle(pointer)
+            runtime.memGetInfo()  # as above
+            close_ipc(pointer)
 
     def ipc_event_handle(self, event: Event) -> bytes:
         """See Runtime."""

@@ -45,6 +45,11 @@ class Bindings:
 
         return call
 
+    def closed(self, pointer: int) -> int:
+        """What the driver says to closing a handle: 1 is CUDA_ERROR_INVALID_VALUE."""
+        self.calls.append(("cuIpcCloseMemHandle", self.getDevice(), pointer))
+        return int(pointer != 0x5000)
+
     def names(self) -> list[str]:
         return [call[0] for call in self.calls]
 
@@ -70,7 +75,7 @@ class Bindings:
                 name: self.record(name)
                 for name in (
                     *("streamDestroy", "streamWaitEvent", "streamSynchronize", "eventDestroy", "eventRecord"),
-                    *("eventSynchronize", "memcpyAsync", "memsetAsync", "free", "ipcCloseMemHandle"),
+                    *("eventSynchronize", "memcpyAsync", "memsetAsync", "free", "memGetInfo"),
                 )
             },
         )
@@ -122,6 +127,8 @@ def install(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ours:
         monkeypatch.delitem(sys.modules, name, raising=False)
     imported = [importlib.import_module(name) for name in ours]
+    driver = SimpleNamespace(cuIpcCloseMemHandle=lambda pointer: bindings.closed(pointer.value))
+    monkeypatch.setattr(imported[0], "_driver", lambda: driver)
     return SimpleNamespace(runtime=imported[1].CupyRuntime(), nccl=imported[2].CupyNccl())
 
 
@@ -228,7 +235,10 @@ def test_handles_are_opened_once_and_closed_with_the_last(bindings: Bindings, cu
     cuda.runtime.ipc_close(0x5000)
     assert bindings.names() == ["ipcOpenMemHandle"]
     cuda.runtime.ipc_close(0x5000)
-    assert bindings.names() == ["ipcOpenMemHandle", "ipcCloseMemHandle"]
+    assert bindings.names() == ["ipcOpenMemHandle", "memGetInfo", "cuIpcCloseMemHandle"]
+    assert bindings.calls[-1] == ("cuIpcCloseMemHandle", 1, 0x5000)
+    with pytest.raises(DistBackendError, match="cuIpcCloseMemHandle failed with CUDA error 1"):
+        sys.modules["asyncdist.cuda.cupy_driver"].close_ipc(0x6000)
     with pytest.raises(DistBackendError, match="not opened"):
         cuda.runtime.ipc_close(0x5000)
 

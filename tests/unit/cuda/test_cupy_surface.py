@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 import asyncdist.cuda
+from asyncdist.cuda.provider import DRIVER_LIBRARY
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="cupy is not installed")
 
@@ -58,7 +61,6 @@ RUNTIME = {
     "getDevice": (),
     "getDeviceCount": (),
     "hostAlloc": (1, runtime.hostAllocPortable),
-    "ipcCloseMemHandle": (0,),
     "ipcGetEventHandle": (0,),
     "ipcGetMemHandle": (0,),
     "ipcOpenEventHandle": (bytes(64),),
@@ -301,6 +303,17 @@ def test_nccls_functions_take_our_arguments() -> None:
     assert not {name: said for name, said in asked.items() if not said.startswith("NcclError: NCCL_ERROR_")}
     assert answers()["nccl name"].endswith(f"through cupy {answers()['version']}")
     assert answers()["runtime connect"] == "0"
+
+
+def test_the_drivers_functions_exist() -> None:
+    """Where there is a driver; they are called by name, without cupy."""
+    try:
+        library = ctypes.CDLL(DRIVER_LIBRARY)
+    except OSError as error:
+        pytest.skip(f"no NVIDIA driver: {error}")
+    named = set(re.findall(r"\b(cu[A-Z]\w+)\(", (FOLDER / "cupy_driver.py").read_text()))
+    assert {"cuInit", "cuDeviceGetUuid_v2", "cuMemGetAddressRange_v2", "cuIpcCloseMemHandle"} <= named
+    assert not {name for name in named if not hasattr(library, name)}
 
 
 def test_cupy_compiles_our_kernels() -> None:
