@@ -35,9 +35,6 @@ SHARING_VARIABLE: Final = "ASYNCDIST_GPU_SHARING"
 """A file in which the tests write which way, if any, NCCL takes two ranks on one device: found out once, as it may take
 a time-out each."""
 
-STOP_S: Final = 10.0
-"""How much sooner than the part itself its ranks are stopped, so that it can still say what they have measured."""
-
 TAILS_CHARACTERS: Final = 6000
 """Of the ends of failed parts that are printed; with all else that fits in a screen's scroll, and the log has them."""
 
@@ -56,8 +53,8 @@ def sections(figures: Path, *, smoke: bool) -> list[Section]:
         return Section(name, (*PYTEST, *files), limit_s, ALONE)
 
     def measure(part: str, limit_s: float) -> Section:
-        options = ["--part", part, "--figures", str(figures), "--limit-s", str(limit_s - STOP_S)]
-        return Section(f"measure {part}", ("-m", "bench.nccl", *options, *(["--smoke"] if smoke else ())), limit_s)
+        options = ["--part", part, "--figures", str(figures), *(["--smoke"] if smoke else ())]
+        return Section(f"measure {part}", ("-m", "bench.nccl", *options), limit_s)
 
     fake = bool(os.environ.get(FAKE_VARIABLE))
     return [
@@ -71,9 +68,9 @@ def sections(figures: Path, *, smoke: bool) -> list[Section]:
         measure("ipc", 60),
         measure("staged", 75),
         tests("shared device", 150, "tests/gpu/test_shared_device.py"),
+        *(measure(f"nccl beside torch ({way})", 60) for way in SHARING),
         tests("failures", 120, "tests/gpu/test_failures.py"),
         measure("cupyx", 45),
-        *(measure(f"nccl beside torch ({way})", 75) for way in SHARING),
         *(measure(f"nccl ({way})", 60) for way in SHARING),
     ]
 

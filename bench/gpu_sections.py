@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
-__all__ = ["Outcome", "Section", "Sections"]
+__all__ = ["LIMIT_VARIABLE", "Outcome", "Section", "Sections"]
 
 ROOT: Final = Path(__file__).parent.parent
 
@@ -35,6 +35,9 @@ TAIL_LINES: Final = 12
 """As many of a failed section's last lines are told at the end; the log has all."""
 
 LINE_CHARACTERS: Final = 160
+
+LIMIT_VARIABLE: Final = "ASYNCDIST_PART_LIMIT_S"
+"""How many seconds a part really has, for the part: less than its limit where others have used up the time."""
 
 _VERDICT: Final = re.compile(r"^(tests/\S+::.*?) (PASSED|FAILED|SKIPPED|ERROR)\b")
 _BEGUN: Final = re.compile(r"^(tests/\S+::\S+)")
@@ -119,6 +122,7 @@ class Sections:
 def _run(section: Section, limit_s: float, log: IO[bytes]) -> str:
     """What was wrong."""
     environ = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **section.environ}
+    environ[LIMIT_VARIABLE] = str(limit_s)
     process = subprocess.Popen(
         [sys.executable, *section.arguments],
         env=environ,

@@ -15,6 +15,7 @@ from typing import Any, Final
 import click
 
 from bench.gpu import Gpu, NoGpuError, open_gpu
+from bench.gpu_sections import LIMIT_VARIABLE
 from bench.nccl_alone import NEIGHBORS, measure_beside, measure_stall
 from bench.nccl_document import nccl_table, versions
 from bench.nccl_figures import IPC_BYTES, TORCH_BYTES, Figures, Note, notes_to
@@ -27,8 +28,10 @@ SMOKE_SIZES: Final = (4, 1 << 12)
 SAMPLES: Final = 1000
 SMOKE_SAMPLES: Final = 5
 PATH_SAMPLES: Final = 30
-RANKS_LIMIT_S: Final = 60.0
-"""Libraries may hang on a shared device; a benchmark may not."""
+LIMIT_S: Final = 70.0
+"""Of a part. Libraries may hang on a shared device; a benchmark may not."""
+STOP_S: Final = 10.0
+"""How much sooner than the part itself its ranks are stopped, so that it can still say what they have measured."""
 
 PATHS: Final[dict[str, dict[str, str]]] = {
     "ipc": {"ASYNCDIST_CUDA_PATH": "ipc"},
@@ -50,7 +53,7 @@ NEEDED: Final = ("bare", "ipc", "staged")
 @click.option("--smoke", is_flag=True, help="Only see that it runs.")
 @click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, help="Only these; all by default.")
 @click.option("--figures", "file", type=click.Path(path_type=Path), help="Append what is measured, as JSON lines.")
-@click.option("--limit-s", default=RANKS_LIMIT_S, show_default=True, help="Seconds for the ranks of one path.")
+@click.option("--limit-s", default=LIMIT_S, envvar=LIMIT_VARIABLE, help="Seconds for the ranks of one part.")
 def main(smoke: bool, parts: tuple[str, ...], file: Path | None, limit_s: float) -> None:
     """Measure GPU arrays on this machine's first device."""
     figures = Figures()
@@ -63,7 +66,7 @@ def main(smoke: bool, parts: tuple[str, ...], file: Path | None, limit_s: float)
 
     for part in parts or PARTS:
         try:
-            _measure(part, smoke, limit_s, note)
+            _measure(part, smoke, max(limit_s - STOP_S, STOP_S), note)
         except NoGpuError as error:
             click.echo(f"no figures: {error}", err=True)
             sys.exit(1)

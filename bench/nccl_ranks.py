@@ -34,8 +34,11 @@ WARM_UP: Final = 2
 FEWEST: Final = 3
 """Samples, however slow."""
 
-SIZE_S: Final = 4.0
+SIZE_S: Final = 2.5
 """How long one size is measured: ranks on one device take turns of milliseconds there, and some paths wait for many."""
+
+ENOUGH: Final = 0.6
+"""Of its time, after which a rank begins no other size: the next may take longer than all before."""
 
 REASON_CHARACTERS: Final = 300
 
@@ -146,7 +149,10 @@ async def _rank(sizes: Sequence[int], samples: int, limit_s: float, torch_port: 
         async with dist.init_process_group(timeout=limit_s / 2) as group:
             if torch_port:
                 _join_torch(gpu, group, torch_port)
+            begun_s = time.monotonic()
             for nbytes in sizes:
+                if await _longest(time.monotonic() - begun_s) > ENOUGH * limit_s:
+                    break
                 x = gpu.full(max(1, nbytes // 4), 1)
                 candidates = {"asyncdist": _ours(x)}
                 if torch_port:
@@ -169,15 +175,21 @@ async def _medians(group: Any, candidates: Mapping[str, Once], samples: int, x: 
 
     for _ in range(WARM_UP):
         await turn()
-    slowest = np.array([sum(taken[-1] for taken in times.values())])
-    await dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks take as many
-    count = min(samples, max(FEWEST, int(SIZE_S / float(slowest[0]))))
+    slowest_s = await _longest(sum(taken[-1] for taken in times.values()))
+    count = min(samples, max(FEWEST, int(SIZE_S / slowest_s)))  # on all ranks the same
     for taken in times.values():
         taken.clear()
     for _ in range(count):
         await turn()
     assert x[:1].get()[0] == float(group.size) ** (count + WARM_UP), "wrong result"
     return {name: sorted(taken)[len(taken) // 2] for name, taken in times.items()}
+
+
+async def _longest(seconds: float) -> float:
+    """Of all ranks'."""
+    longest = np.array([seconds])
+    await dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return float(longest[0])
 
 
 def _ours(x: Any) -> Once:

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from jobs import free_port
 
 ROOT = Path(__file__).parent.parent.parent.parent
 sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the packages
 
-from bench import gpu_proof, gpu_sections  # noqa: E402
+from bench import gpu_proof, gpu_sections, nccl_ranks  # noqa: E402
 from bench.gpu_proof import BUDGET_S, SHARING_VARIABLE, sharing_facts  # noqa: E402
-from bench.gpu_sections import Outcome, Section, Sections  # noqa: E402
+from bench.gpu_sections import LIMIT_VARIABLE, Outcome, Section, Sections  # noqa: E402
 
 LONGEST_OUTPUT = 12_000
 """Characters: as much as is certain to be seen of a command's output."""
@@ -110,6 +111,24 @@ def test_nothing_is_begun_when_the_time_is_over(budget_s: float, begun: bool, tm
 def test_a_part_gets_no_more_than_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_sections, "LEAST_S", 0.1)
     assert Sections(1.0, tmp_path / "log").run(section(HANGS)).problem == "stopped after 1 s"
+
+
+def test_a_part_is_told_what_is_left(tmp_path: Path) -> None:
+    outcome = Sections(20.0, tmp_path / "log").run(section(f"import os; print(os.environ['{LIMIT_VARIABLE}']); 1 / 0"))
+    assert 15.0 < float(outcome.tail[0]) <= 20.0
+
+
+@pytest.mark.parametrize(("enough", "measured"), [(1.0, [4, 8]), (0.0, [])])
+async def test_no_other_size_is_begun_when_time_is_short(
+    enough: float, measured: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rather than that the ranks are stopped, and with them the part."""
+    monkeypatch.setattr(nccl_ranks, "ENOUGH", enough)
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in {**environ, "ASYNCDIST_TEST_FAKE_CUDA": "1"}.items():
+        monkeypatch.setenv(name, value)
+    await nccl_ranks._rank([4, 8], 2, LIMIT_S, 0)
+    assert [json.loads(line)[0] for line in capsys.readouterr().out.splitlines()] == measured
 
 
 def test_verdicts_are_read_as_far_as_they_came(tmp_path: Path) -> None:
