@@ -7,11 +7,13 @@ operation, and connected to for that; those that did not, and those that do not 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.errors import CollectiveTimeoutError
+from asyncdist.transport.config import LATE_S
 from asyncdist.world import World
 
 __all__ = ["MAX_PROBE_DIALS", "MONITORED_BARRIER", "PROBE_S", "Expiry", "timeout_error"]
@@ -64,13 +66,14 @@ class Expiry:
         self._ranks = ranks
         self._works = works
         self._expired = expired
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._due_s = math.inf  # not the timer's to say: uvloop makes a plain handle of one that is due at once
         self._probes: dict[Key, _Probe] = {}
 
     def watch(self, work: CollectiveWork, timeout_s: float) -> None:
         """Watch a work that has just been issued."""
         at_s = work.deadline_s = self._loop.time() + timeout_s
-        if self._timer is None or at_s < self._timer.when():
+        if at_s < self._due_s:
             self._restart(at_s)
 
     def ask(self, rank: int, tag: int, sequence: int) -> bool:
@@ -100,6 +103,7 @@ class Expiry:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._due_s = math.inf
         for probe in self._probes.values():
             probe.timer.cancel()
         self._probes.clear()
@@ -108,9 +112,11 @@ class Expiry:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(at_s, self._check)
+        self._due_s = at_s
 
     def _check(self) -> None:
         self._timer = None
+        self._due_s = math.inf
         now_s = self._loop.time()
         upcoming_s = None
         for key, work in list(self._works.items()):
@@ -128,7 +134,16 @@ class Expiry:
         monitors = self._works[key].operation == MONITORED_BARRIER and self._ranks[0] == self._world.rank
         asked = self._world.tell(self._ranks, message, dial=monitors or len(self._ranks) <= MAX_PROBE_DIALS)
         if key in self._works:
-            self._probes[key] = _Probe(set(asked), set(), self._loop.call_later(PROBE_S, self._conclude, key))
+            self._probes[key] = _Probe(set(asked), set(), self._await_answers(key))
+
+    def _await_answers(self, key: Key) -> asyncio.TimerHandle:
+        return self._loop.call_later(PROBE_S, self._no_more_answers, key, self._loop.time() + PROBE_S)
+
+    def _no_more_answers(self, key: Key, due_s: float) -> None:
+        if self._loop.time() - due_s > LATE_S:  # answers may be here, unread
+            self._probes[key] = self._probes[key]._replace(timer=self._await_answers(key))
+        else:
+            self._conclude(key)
 
     def _conclude(self, key: Key) -> None:
         probe = self._probes.pop(key)

@@ -15,6 +15,7 @@ from asyncdist.transport.socket_dir import check_directory
 __all__ = [
     "CONNECT_TIMEOUT_S",
     "HELLO_TIMEOUT_S",
+    "LATE_S",
     "MAX_HALF_OPEN",
     "SILENT_TIMEOUT_S",
     "TRANSPORTS",
@@ -33,6 +34,8 @@ HELLO_TIMEOUT_S: Final = 5.0
 SILENT_TIMEOUT_S: Final = DEFAULT_TIMEOUT_S
 """Longest wait for a peer whose kernel accepts connections but which says nothing. The process exists, so its loop is
 busy (loading a model, say): that is for the operation's time-out to judge, not for ours."""
+LATE_S: Final = 0.1
+"""A timer that fires so late was held up by this very loop, which has not seen either what has come meanwhile."""
 MAX_HALF_OPEN: Final = 512
 """Accepted sockets that have not yet said who they are. Beyond it they wait in the kernel's queue, which is what a
 burst of honest ranks needs, and a flood of strangers costs at most this many descriptors."""
