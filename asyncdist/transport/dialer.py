@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 from asyncdist import events
 from asyncdist.errors import ConnectTimeoutError, RemoteProtocolError
 from asyncdist.transport.address import PeerAddress, endpoint_text, unix_text
-from asyncdist.transport.config import TransportConfig
+from asyncdist.transport.config import LATE_S, TransportConfig
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.handshake import Handshake
 from asyncdist.transport.hello import CHANNEL_SHARED_MEMORY, CHANNEL_STREAM, DialerHello, Verdict
@@ -98,6 +98,7 @@ class Dialer:
         "_attempt",
         "_context",
         "_deadline",
+        "_due_s",
         "_expired",
         "_next",
         "_owner",
@@ -137,6 +138,7 @@ class Dialer:
         self._attempt: _Attempt | None = None
         self._retry: asyncio.TimerHandle | asyncio.Handle | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
         self._paused = False
         self._expired = False
 
@@ -149,7 +151,7 @@ class Dialer:
         """Begin, or be ready to `resume`."""
         loop, config = self._context.loop, self._context.config
         self._targets, why = choose_targets(self._context.host_id, self._address, config)
-        self._deadline = loop.call_at(self._started_s + config.connect_timeout_s, self._expire)
+        self._expire_at(self._started_s + config.connect_timeout_s)
         self._paused = paused
         if not self._targets:
             self._retry = loop.call_soon(
@@ -264,12 +266,21 @@ class Dialer:
         delay_s = min(config.backoff_limit_s, config.backoff_first_s * 2 ** min(self._rounds - 1, 16))
         self._retry = self._context.loop.call_later(delay_s * random.uniform(0.5, 1.0), self._begin_round)
 
+    def _expire_at(self, due_s: float) -> None:
+        self._due_s = due_s
+        self._deadline = self._context.loop.call_at(due_s, self._expire)
+
     def _expire(self) -> None:
         """The connect timeout has passed; whoever was reached has until the silent timeout."""
         config = self._context.config
-        remaining_s = self._started_s + config.silent_timeout_s - self._context.loop.time()
+        now_s = self._context.loop.time()
+        late_s = now_s - self._due_s
+        if late_s > LATE_S:  # the peer may have answered long since
+            self._expire_at(now_s + late_s)
+            return
+        remaining_s = self._started_s + config.silent_timeout_s - now_s
         if not self._expired and (self._paused or self._reached) and remaining_s > 0:
-            self._deadline = self._context.loop.call_later(remaining_s, self._expire)
+            self._expire_at(now_s + remaining_s)
         else:
             self._time_is_up(config.silent_timeout_s if self._expired else config.connect_timeout_s)
         self._expired = True

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import pytest
 from mesh_world import eventually, received, world
 
+from asyncdist.transport.address import PeerAddress
+from asyncdist.transport.config import LATE_S
+from asyncdist.transport.dialer import Dialer
 from asyncdist.transport.handshake import Handshake
 from asyncdist.transport.hello import ACK_BYTES, DialerHello
 from asyncdist.transport.link import CONFIRM_TIMEOUT_FACTOR, Link
@@ -90,3 +94,41 @@ async def test_a_listener_that_was_busy_beyond_the_deadline_finds_the_hello(
         assert busy
         await eventually(lambda: one.mesh.is_reached(1))
         assert not two.mesh.statistics()["refused_connections"]
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("busy", ["while it looks up", "while it connects"])
+async def test_a_dialer_that_was_busy_beyond_the_connect_timeout_goes_on(
+    transport: str, busy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(2, transport, connect_timeout_s=HELLO_TIMEOUT_S, backoff_first_s=0.01) as made:
+        one, two = made.ranks
+        was_busy: list[bool] = []
+
+        def work() -> None:
+            if not was_busy:
+                was_busy.append(True)
+                time.sleep(BUSY_S + 2 * LATE_S)
+
+        if busy == "while it looks up":
+            resolve = one.mesh._resolve
+
+            async def distant(ranks: Sequence[int]) -> dict[int, PeerAddress]:
+                asyncio.get_running_loop().call_soon(work)
+                await asyncio.sleep(HELLO_TIMEOUT_S / 2)
+                return await resolve(ranks)
+
+            one.mesh._resolve = distant
+        else:
+            start = Dialer.start
+
+            def begin(self: Dialer, *, paused: bool = False) -> None:
+                start(self, paused=paused)
+                work()
+
+            monkeypatch.setattr(Dialer, "start", begin)
+        one.send(1, b"x" * 100)
+        assert await received(two.receive(None, ranks=[0])) == b"x" * 100
+        assert was_busy
+        assert not one.lost
+        assert not two.lost
