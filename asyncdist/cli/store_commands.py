@@ -29,23 +29,32 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The store that the commands talk to."""
+    """The store that the commands talk to, as it was given: what is missing is asked for when it is needed."""
 
-    endpoint: Endpoint
+    where: str | None
     namespace: str
-    token: str | None
-    tls: TLSConfig | None
+    token_file: Path | None
+    tls_options: dict[str, str]
     timeout_s: float
+
+    def _find(self) -> tuple[Endpoint, str | None, TLSConfig | None]:
+        try:
+            endpoint = parse_endpoint(self.where or _from_environment())
+            token = read_token_file(self.token_file) if self.token_file else load_token(os.environ)
+            return endpoint, token, load_tls({**os.environ, **self.tls_options})
+        except (ValueError, OSError) as error:
+            raise click.UsageError(str(error)) from error
 
     def run(self, work: Callable[[TCPStore], Awaitable[T]]) -> T:
         """Connect, do `work` and close; failures end the command with their message."""
+        endpoint, token, tls = self._find()
 
         async def main() -> T:
             async with TCPStore(
-                self.endpoint.host,
-                self.endpoint.port,
-                token=self.token,
-                tls=self.tls,
+                endpoint.host,
+                endpoint.port,
+                token=token,
+                tls=tls,
                 namespace=self.namespace,
                 timeout=self.timeout_s,
             ) as store:
@@ -89,14 +98,8 @@ def store_group(
     **tls_options: str | None,
 ) -> None:
     """Read and change the keys of a running store, and see who waits for what."""
-    try:
-        endpoint = parse_endpoint(where or _from_environment())
-        token = read_token_file(token_file) if token_file else load_token(os.environ)
-        given = {f"ASYNCDIST_{name.upper()}": text for name, text in tls_options.items() if text}
-        tls = load_tls({**os.environ, **given})
-    except (ValueError, OSError) as error:
-        raise click.UsageError(str(error)) from error
-    context.obj = Target(endpoint, namespace or os.environ.get("ASYNCDIST_JOB_ID", ""), token, tls, timeout)
+    given = {f"ASYNCDIST_{name.upper()}": text for name, text in tls_options.items() if text}
+    context.obj = Target(where, namespace or os.environ.get("ASYNCDIST_JOB_ID", ""), token_file, given, timeout)
 
 
 @store_group.command("get")

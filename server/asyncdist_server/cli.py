@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import os
 from pathlib import Path
 from typing import Final
 
 import click
 
+from asyncdist_server import failpoints
 from asyncdist_server.auth import load_token, read_token_file
 from asyncdist_server.busy_poll import DEFAULT_BUSY_POLL_US
 from asyncdist_server.config import (
@@ -21,10 +22,11 @@ from asyncdist_server.config import (
     ServerConfig,
     limits_for,
 )
+from asyncdist_server.descriptors import raise_descriptor_limit
 from asyncdist_server.durability import parse_durability
 from asyncdist_server.journal import JournalError
 from asyncdist_server.journal_commands import backup, restore, verify
-from asyncdist_server.logs import FORMATS, LEVELS, LogFormat, configure
+from asyncdist_server.logs import FORMATS, LEVELS, EventLog, LogFormat, configure
 from asyncdist_server.messages import (
     MAX_CONNECTIONS,
     MAX_IN_FLIGHT,
@@ -143,6 +145,7 @@ def main(
     if click.get_current_context().invoked_subcommand is not None:
         return
     configure(log_format, log_level)
+    _warn_of_unknown_variables()
     try:
         token = read_token_file(token_file) if token_file else load_token(os.environ)
         config = ServerConfig(
@@ -176,7 +179,7 @@ def main(
         )
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
-    _raise_file_limit()
+    raise_descriptor_limit()
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(run_until_signalled(config))
@@ -188,13 +191,12 @@ for command in (backup, restore, verify):
     main.add_command(command)
 
 
-def _raise_file_limit() -> None:
-    """Ask for as many file descriptors as this user may have: the usual 1,024 would stop at 1,000 ranks."""
-    try:
-        import resource
-    except ImportError:
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+def _warn_of_unknown_variables() -> None:
+    """A misspelt variable would leave an option at its default without a word."""
+    prefix = "ASYNCDIST_SERVER_"
+    commands = tuple(f"{prefix}{name.upper()}_" for name in main.commands)
+    known = {f"{prefix}{(parameter.name or '').upper()}" for parameter in main.params} | {failpoints.VARIABLE}
+    events = EventLog(logging.getLogger("asyncdist_server"))
+    for name in sorted(os.environ):
+        if name.startswith(prefix) and name not in known and not name.startswith(commands):
+            events.warning("unknown_variable", variable=name, reason="no option has this name: see --help")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import math
 import ssl
 from pathlib import Path
 from typing import Final
@@ -80,12 +81,7 @@ class ServerConfig:
         for name, port in (("port", self.port), ("HTTP port", self.http_port or 0), *torch_ports):
             if not 0 <= port <= 65535:
                 raise ConfigError(f"the {name} must be in 0..65535, not {port}")
-        if not 0 <= self.torch_linger_s < float("inf"):
-            raise ConfigError(f"the linger time of torch keys must be a number of seconds, not {self.torch_linger_s}")
-        if not 0 <= self.busy_poll_us <= MAX_BUSY_POLL_US:
-            raise ConfigError(
-                f"busy polling takes microseconds from 0 (never) to {MAX_BUSY_POLL_US:g}, not {self.busy_poll_us:g}"
-            )
+        self._check_times()
         for limit, value in zip(self.limits._fields, self.limits, strict=True):
             if value <= 0:
                 raise ConfigError(f"the limit {limit} must be positive, not {value}")
@@ -106,6 +102,19 @@ class ServerConfig:
             raise ConfigError("torch clients have no TLS: give them a port of their own with --torch-port, not --torch")
 
         self._check_durability()
+
+    def _check_times(self) -> None:
+        if not 0 <= self.torch_linger_s < math.inf:
+            raise ConfigError(f"the linger time of torch keys must be a number of seconds, not {self.torch_linger_s}")
+        if not 0 <= self.drain_timeout_s < math.inf:
+            raise ConfigError(f"the drain time-out must be a number of seconds, not {self.drain_timeout_s}")
+        for name, value in (("handshake", self.handshake_timeout_s), ("stall", self.stall_timeout_s)):
+            if not 0 < value < math.inf:
+                raise ConfigError(f"the {name} time-out must be a positive number of seconds, not {value}")
+        if not 0 <= self.busy_poll_us <= MAX_BUSY_POLL_US:
+            raise ConfigError(
+                f"busy polling takes microseconds from 0 (never) to {MAX_BUSY_POLL_US:g}, not {self.busy_poll_us:g}"
+            )
 
     def _check_durability(self) -> None:
         if self.durability.journaled and self.data_dir is None:

@@ -292,7 +292,10 @@ def in_order(connections: set[Connection]) -> list[Connection]:
 async def _bind(config: ServerConfig, port: int) -> list[socket.socket]:
     """Return listening sockets for all addresses of the host, all with the same port, a free one for 0."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(config.host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    try:
+        found = await loop.getaddrinfo(config.host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise OSError(error.errno, f"cannot listen on {config.host}: {error.strerror}") from error
     addresses = list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
     config.require_token_for([address for _, address in addresses])
     for attempt in range(BIND_ATTEMPTS):

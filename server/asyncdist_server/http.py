@@ -81,7 +81,12 @@ async def serve_http(server: StoreServer) -> AsyncIterator[str]:
     try:
         assert runner.server is not None
         protocols = _Bounded(runner.server)
-        listener = await asyncio.get_running_loop().create_server(protocols, config.http_host, config.http_port)
+        try:
+            listener = await asyncio.get_running_loop().create_server(protocols, config.http_host, config.http_port)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"cannot serve HTTP on {config.http_host} port {config.http_port}: {error}"
+            ) from error
         try:
             yield format_address(listener.sockets[0].getsockname())
         finally:

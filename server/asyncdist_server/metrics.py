@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from asyncdist_server.codes import OPERATION_NAMES
 from asyncdist_server.counters import RESULT_NAMES, Histogram
+from asyncdist_server.version import version
 
 if TYPE_CHECKING:
     from asyncdist_server.daemon import StoreServer
@@ -29,6 +30,7 @@ class Metric(NamedTuple):
 Value = float | Histogram
 Samples = Sequence[tuple[tuple[str, ...], Value]]
 
+BUILD_INFO: Final = Metric("build_info", "gauge", "Always 1: what runs here.", ("version", "durability"))
 OPERATIONS: Final = Metric("operations", "counter", "Requests answered.", ("operation", "result"))
 OPERATION_SECONDS: Final = Metric(
     "operation_seconds",
@@ -72,6 +74,7 @@ METRICS: Final = tuple(value for value in list(globals().values()) if isinstance
 
 def collect(server: StoreServer, now: float) -> Iterator[tuple[Metric, Samples]]:
     """Give every metric with what it is at this moment, `now` on the loop's clock; what does not apply is left out."""
+    yield BUILD_INFO, [((version(), server.config.durability.name), 1.0)]
     yield from _of_requests(server)
     yield from _of_connections(server)
     yield from _of_contents(server, now)

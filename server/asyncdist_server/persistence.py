@@ -54,6 +54,7 @@ class Persistence:
         assert self._data_dir is not None
         journal = self._new_journal(self._data_dir)
         runner = self._new_runner(asyncio.get_running_loop())
+        events.info("recovering", durability=self.durability.name, kept_in=journal.description)
         gate = GroupCommit(engine, self.durability, journal, runner, on_released, on_failure)
         loop = asyncio.get_running_loop()
         began_s = loop.time()

@@ -12,7 +12,9 @@ from pathlib import Path
 from asyncdist_server.backups import BackupRequests
 from asyncdist_server.config import ConfigError, ServerConfig
 from asyncdist_server.daemon import StoreServer
+from asyncdist_server.descriptors import SPARE_DESCRIPTORS, descriptor_limit
 from asyncdist_server.systemd import Notifier
+from asyncdist_server.version import version
 
 
 async def run_until_signalled(config: ServerConfig) -> None:
@@ -104,7 +106,11 @@ def _say_ready(server: StoreServer, http: str | None) -> None:
         reach = "every process that can connect" if config.torch_insecure_no_auth else "every process of this host"
         reason = f"torch clients are served without authentication, to {reach}"
         server.events.warning("torch_unauthenticated", ports=ports, reason=reason)
-    server.events.info("ready", address=server.address, http=http, pid=os.getpid())
+    allowed, wanted = descriptor_limit(), config.limits.connections + SPARE_DESCRIPTORS
+    if allowed is not None and allowed < wanted:
+        reason = f"--max-connections {config.limits.connections} needs more: raise the limit (ulimit -n, LimitNOFILE)"
+        server.events.warning("few_descriptors", allowed=allowed, wanted=wanted, reason=reason)
+    server.events.info("ready", address=server.address, http=http, pid=os.getpid(), version=version())
     print(f"asyncdist-server ready on {server.address}" + (f" (http {http})" if http else ""), flush=True)
 
 

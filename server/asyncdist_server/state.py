@@ -125,11 +125,8 @@ class StoreState:
         self.recorder.make_room(self.memory_bytes + growth - self.limits.memory_bytes)
         if self.memory_bytes + growth <= self.limits.memory_bytes:
             return ""
-        return (
-            f"the store holds {self.memory_bytes} of at most {self.limits.memory_bytes} bytes, {growth} more are needed"
-        )
-
-    # ---- values
+        limit = f"{self.limits.memory_bytes} bytes (a daemon's --max-memory-bytes)"
+        return f"the store holds {self.memory_bytes} of at most {limit}, {growth} more are needed"
 
     def put(
         self,

@@ -6,14 +6,17 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from asyncdist_server.version import version
+
 if TYPE_CHECKING:
     from asyncdist_server.daemon import StoreServer
 
 
 def describe(server: StoreServer) -> dict[str, Any]:
-    """Return the server's address, process, age, connections, memory and journal."""
+    """Return the server's version, address, process, age, connections, memory and journal."""
     gate = server.gate
     return {
+        "version": version(),
         "address": server.address,
         "pid": os.getpid(),
         "uptime_s": round(time.monotonic() - server.started_at, 3),

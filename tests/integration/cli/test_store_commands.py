@@ -57,6 +57,15 @@ def test_wait_says_what_is_missing(server: ThreadedServer, token_file: Path) -> 
     assert "still missing: absent" in result.output
 
 
+@pytest.mark.parametrize("command", sorted(store_group.commands))
+def test_help_needs_no_store(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ASYNCDIST_STORE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    shown = invoke(command, "--help")
+    assert shown.exit_code == 0
+    assert "Usage:" in shown.output
+
+
 def test_master_address_is_the_last_resort(
     server: ThreadedServer, token_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -19,6 +20,8 @@ from server_kit import SocketClient
 
 from asyncdist_server import messages as m
 from asyncdist_server.auth import new_token
+from asyncdist_server.descriptors import SPARE_DESCRIPTORS
+from asyncdist_server.version import version
 
 
 def run_daemon(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -128,13 +131,32 @@ def test_wrong_settings_are_one_clear_line(tmp_path: Path) -> None:
             (["--port", "0", "--max-key-bytes", "9000"], {}, "at most 8192 bytes"),
             (["--port", "0", "--max-value-bytes", "0"], {}, "must be positive"),
             (["--port", "0", "--max-value-bytes", str(2**32)], {}, "4 GiB"),
-            (["--port", "0", "--http-port", str(port)], {}, str(port)),
+            (["--port", "0", "--http-port", str(port)], {}, f"cannot serve HTTP on 127.0.0.1 port {port}"),
+            (["--port", "0", "--host", "nowhere.invalid"], {}, "cannot listen on nowhere.invalid"),
+            (["--port", "0", "--drain-timeout", "-1"], {}, "the drain time-out must be"),
         ]
         for arguments, changes, text in cases:
             refused = run_daemon(*arguments, env=environment(**changes))
             assert refused.returncode != 0
             assert text in refused.stderr
             assert "Traceback" not in refused.stderr
+
+
+def test_a_misspelt_variable_is_told(start: Callable[..., Daemon]) -> None:
+    daemon = start(env=environment(ASYNCDIST_SERVER_PROT="29501", ASYNCDIST_SERVER_BACKUP_TIMEOUT="5"))
+    _, _, errors = daemon.end()
+    (line,) = [line for line in errors.splitlines() if "unknown_variable" in line]
+    assert "variable=ASYNCDIST_SERVER_PROT" in line
+
+
+@pytest.mark.parametrize(("more", "told"), [(SPARE_DESCRIPTORS - 1, True), (SPARE_DESCRIPTORS, False)])
+def test_too_few_descriptors_for_the_connections_are_told(start: Callable[..., Daemon], more: int, told: bool) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        pytest.skip("nothing limits them here")
+    _, _, errors = start("--max-connections", str(hard - more)).end()
+    assert ("few_descriptors" in errors) is told
+    assert f"version={version()}" in errors
 
 
 def test_it_loads_neither_numpy_nor_asyncdist_nor_http_unasked(start: Callable[..., Daemon]) -> None:
