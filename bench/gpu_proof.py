@@ -35,8 +35,11 @@ SHARING_VARIABLE: Final = "ASYNCDIST_GPU_SHARING"
 """A file in which the tests write which way, if any, NCCL takes two ranks on one device: found out once, as it may take
 a time-out each."""
 
-TAILS_CHARACTERS: Final = 6000
-"""Of the ends of failed parts that are printed; with all else that fits in a screen's scroll, and the log has them."""
+PRINTED_CHARACTERS: Final = 11_500
+"""Of all that is printed: what certainly arrives of a command's output. The files have everything."""
+
+TAIL_CHARACTERS: Final = 1500
+"""Of a failed part's last lines: what failed, and how it ended."""
 
 PYTEST: Final = (
     *("-m", "pytest", "-v", "-rs", "-p", "pytest_asyncio.plugin", "-p", "no:cacheprovider", "--tb=short"),
@@ -100,14 +103,21 @@ def main(smoke: bool, write: bool, logs: Path | None, only: tuple[str, ...], bud
     os.environ[SHARING_VARIABLE] = str(sharing)
     fake = bool(os.environ.get(FAKE_VARIABLE))
     runner, outcomes, text = Sections(budget_s, log), list[Outcome](), ""
-    click.echo(f"asyncdist on this machine's GPU, at most {budget_s:.0f} s; all output is in {log}")
+    said = 0
+
+    def say(line: str) -> None:
+        nonlocal said
+        said += len(line) + 1
+        click.echo(line)
+
+    say(f"asyncdist on this machine's GPU, at most {budget_s:.0f} s; all output is in {log}")
     figures = Figures()
     for section in sections(file, smoke=smoke):
         if only and not any(part in section.name for part in only):
             continue
         outcome = _refused(section, sharing_facts(sharing)) or _run(runner, section, place, fake=fake)
         outcomes.append(outcome)
-        click.echo(outcome.line())
+        say(outcome.line())
         figures = Figures.read(file)
         figures.outcomes = outcomes
         figures.facts = [
@@ -117,7 +127,7 @@ def main(smoke: bool, write: bool, logs: Path | None, only: tuple[str, ...], bud
         (place / DOCUMENT.name).write_text(text)
         if write and not fake and not only:  # a part of it is no page
             DOCUMENT.write_text(text)
-    click.echo("\n" + "\n".join(_summary(figures, outcomes, text)))
+    click.echo(_summary(figures, outcomes, text, said))
     if logs is None and not any(outcome.problem for outcome in outcomes):
         shutil.rmtree(place)
     sys.exit(any(outcome.problem for outcome in outcomes))
@@ -144,21 +154,21 @@ def _run(runner: Sections, section: Section, place: Path, *, fake: bool) -> Outc
             del os.environ[FOLDER_VARIABLE]
 
 
-def _summary(figures: Figures, outcomes: Sequence[Outcome], text: str) -> list[str]:
-    """What is to be read, shortest last: the page, the ends of what failed, the promises."""
-    lines = [text]
-    left = TAILS_CHARACTERS
-    for outcome in outcomes:
-        tail = "\n".join(outcome.tail)[-left:] if left > 0 else ""
-        if tail:
-            lines += [f"--- {outcome.section.name}: {outcome.problem}", tail]
-            left -= len(tail)
-    failed = [outcome.section.name for outcome in outcomes if outcome.problem]
-    lines += ["", f"parts: {len(outcomes) - len(failed)} of {len(outcomes)} ended well"]
+def _summary(figures: Figures, outcomes: Sequence[Outcome], page: str, said: int) -> str:
+    """What is to be read, shortest last: the page if there is room, the ends of what failed, the promises."""
+    failed = [outcome for outcome in outcomes if outcome.problem]
+    last = ["", f"parts: {len(outcomes) - len(failed)} of {len(outcomes)} ended well"]
     if failed:
-        lines[-1] += f"; not: {', '.join(failed)}"
-    lines += [f"{row.verdict or 'told':<7} {row.name}: {row.value} ({row.promise})" for row in rows(figures)]
-    return lines
+        last[-1] += f"; not: {', '.join(outcome.section.name for outcome in failed)}"
+    last += [f"{row.verdict or 'told':<7} {row.name}: {row.value} ({row.promise})" for row in rows(figures)]
+    promises = "\n".join(last)
+    room = PRINTED_CHARACTERS - said - len(promises)
+    tails = [f"--- {one.section.name}: {one.problem}\n" + "\n".join(one.tail) for one in failed if one.tail]
+    share = max(0, min(TAIL_CHARACTERS, room // max(1, len(tails)) - 1))
+    tails = [tail[: share // 3] + tail[-(share - share // 3) :] if len(tail) > share else tail for tail in tails]
+    room -= sum(len(tail) + 1 for tail in tails)
+    pages = [page] if len(page) < room else []
+    return "\n".join([*pages, *tails, promises])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+import asyncdist
 from asyncdist.arrays import human_bytes
 from bench.gpu import Gpu
 from bench.nccl_figures import IPC_BYTES, TORCH_BYTES, Figures
@@ -31,13 +32,14 @@ class Row(NamedTuple):
 def versions(gpu: Gpu) -> dict[str, str]:
     """What it ran on."""
     found = {
+        "asyncdist": asyncdist.__version__,
         "device": _device_name(gpu),
         "runtime": gpu.runtime.name,
         "NCCL": gpu.provider.nccl.name if gpu.provider.nccl else gpu.provider.nccl_reason,
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
     }
-    for package in ("asyncdist", "torch", "numpy", "uvloop"):
+    for package in ("torch", "numpy", "uvloop"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -17,9 +17,11 @@ from jobs import free_port
 ROOT = Path(__file__).parent.parent.parent.parent
 sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the packages
 
-from bench import gpu_proof, gpu_sections, nccl_ranks  # noqa: E402
+from bench import gpu_proof, gpu_sections, nccl, nccl_alone, nccl_ranks  # noqa: E402
 from bench.gpu_proof import BUDGET_S, SHARING_VARIABLE, sharing_facts  # noqa: E402
 from bench.gpu_sections import LIMIT_VARIABLE, Outcome, Section, Sections  # noqa: E402
+from bench.nccl_document import document  # noqa: E402
+from bench.nccl_figures import Figures  # noqa: E402
 
 LONGEST_OUTPUT = 12_000
 """Characters: as much as is certain to be seen of a command's output."""
@@ -164,6 +166,37 @@ def test_what_is_known_of_sharing(tmp_path: Path) -> None:
     assert sharing_facts(file) == {}
     file.write_text(json.dumps({"one": "", "two": "it hangs"}))
     assert sharing_facts(file) == {"one": "", "two": "it hangs"}
+
+
+def test_what_is_printed_can_be_read_when_everything_fails(tmp_path: Path) -> None:
+    """Everything was measured before, in all sizes, and every part has much to say of its end."""
+    figures = Figures(about={f"what {number}": "x" * 40 for number in range(9)}, stall_s=1e-3, copy_bytes_per_s=4e12)
+    for nbytes in nccl.SIZES:
+        for name in nccl_alone.NEIGHBORS:
+            figures.take({"kind": "beside", "name": name, "nbytes": nbytes, "seconds": {"asyncdist": 1.0, name: 1.0}})
+        for name in nccl.PATHS:
+            figures.take({"kind": "path", "name": name, "nbytes": nbytes, "seconds": 1.0})
+        for way in nccl_ranks.SHARING:
+            figures.take(
+                {"kind": "together", "name": way, "nbytes": nbytes, "seconds": {"asyncdist": 1.0, "torch": 1.0}}
+            )
+    figures.problems = dict.fromkeys(nccl.PATHS, "x" * nccl_ranks.REASON_CHARACTERS)
+    figures.facts = ["x" * nccl_ranks.REASON_CHARACTERS for _ in nccl_ranks.SHARING]
+    line = "x" * gpu_sections.LINE_CHARACTERS
+    problem = "exit code 1: tests/gpu/test_shared_device.py::test_nccl_overlaps_with_a_kernel[one channel]"
+    for part in gpu_proof.sections(tmp_path, smoke=False):
+        tail = (line,) * gpu_sections.TAIL_LINES
+        figures.outcomes.append(Outcome(part, problem, 1.0, tail, {"a": "FAILED"}, (line[:80],)))
+    lines = "\n".join(one.line() for one in figures.outcomes)
+    text = gpu_proof._summary(figures, figures.outcomes, document(figures, "make gpu"), len(lines))
+    assert len(lines) + len(text) < LONGEST_OUTPUT
+    assert text.splitlines()[-1].startswith("told"), "the promises are the last that is said"
+    assert all(f"--- {one.section.name}: exit code 1" in text for one in figures.outcomes)
+    fine = [Outcome(one.section) for one in figures.outcomes]
+    figures.problems, figures.facts, figures.outcomes = {}, [], fine
+    page = document(figures, "make gpu")
+    text = gpu_proof._summary(figures, fine, page, len("\n".join(one.line() for one in fine)))
+    assert text.startswith(page), "there is room for it where nothing failed"
 
 
 def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *only: str, **limits_s: float) -> Result:
