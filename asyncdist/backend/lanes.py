@@ -209,10 +209,13 @@ class Lanes:
                 return f"rank {rank} is gone"
             try:
                 view = connection.take_segment(number).view
+                if not pool_bytes(len(view)):
+                    raise RemoteProtocolError(f"it shares {len(view)} bytes, more than {LANE_HEAD_BYTES} needed")
             except OSError as error:
                 return f"this rank cannot map what rank {rank} shares: {error}"
-            if not pool_bytes(len(view)):
-                raise RemoteProtocolError(f"rank {rank} shares {len(view)} bytes, more than {LANE_HEAD_BYTES} needed")
+            except RemoteProtocolError as error:
+                self._mesh.break_pair(rank, error)  # which ends all that it takes part in, on the other members too
+                raise
             views.append(view)
             ringers.append(connection.ringer)
         state.pool_bytes = min(pool_bytes(len(view)) for view in views)

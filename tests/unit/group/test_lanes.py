@@ -369,19 +369,29 @@ async def test_a_lane_that_not_all_can_map_is_for_nobody(monkeypatch: pytest.Mon
     await run_ranks(3, main)
 
 
-async def test_a_segment_too_short_for_a_lane_loses_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = HostMemory.new_segment
+@pytest.mark.parametrize("wrong", ["too short", "never passed"])
+async def test_who_shares_no_segment_that_makes_a_lane_is_lost_to_all(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    new_segment, share = HostMemory.new_segment, HostMemory.share
 
     async def main(group: Group) -> None:
-        await group.send(np.zeros(1), (group.rank + 1) % 2) if group.rank else await group.recv(np.zeros(1), 1)
-
-        def short(self: HostMemory, size: int) -> int:
-            return real(self, LANE_HEAD_BYTES if self is memory_of(group) else size)
-
-        if group.rank == 1:
-            monkeypatch.setattr(HostMemory, "new_segment", short)
+        memory = memory_of(group)
+        if group.rank == 1 and wrong == "too short":
+            monkeypatch.setattr(
+                HostMemory,
+                "new_segment",
+                lambda self, size: new_segment(self, LANE_HEAD_BYTES if self is memory else size),
+            )
+        elif group.rank == 1:
+            monkeypatch.setattr(
+                HostMemory,
+                "share",
+                lambda self, number, ranks: self is memory or share(self, number, ranks),
+            )
         error = await outcome(group.barrier())
-        assert isinstance(error, dist.DistError)
+        assert isinstance(error, dist.PeerLostError | dist.GroupAbortedError)
+        if group.rank != 1:
+            assert error.rank == 1
 
-    async with asyncio.timeout(LIMIT_S):
-        await asyncio.gather(run_ranks(2, main), return_exceptions=True)
+    await run_ranks(3, main)
