@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -40,16 +42,51 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Death:
-    """Kills rank `victim` of a world when it comes to `stage`, as a thread or a coroutine that never goes on."""
+    """Rank `victim` of a world is killed when it comes to `stage`: a thread or a coroutine never goes on."""
 
-    def __init__(self, stage: str, victim: int) -> None:
+    def __init__(self, path: str, stage: str, victim: int, monkeypatch: pytest.MonkeyPatch, maker: int = 0) -> None:
+        self.path = path
         self.stage = stage
         self.victim = victim
-        self.maker = 0  # of unique ids
+        self.maker = maker  # of unique ids
         self.world: Any = None
         self.loop: Any = None
         self.happened = threading.Event()
         self.over = threading.Event()
+        self.survivors: list[int] = []
+        self.took_s: list[float] = []
+        monkeypatch.setenv("ASYNCDIST_CUDA_PATH", path)
+        self.install(monkeypatch)
+
+    def run(self, main: Callable[[GpuRank, Any, int], Awaitable[None]]) -> None:
+        """Run `main(rank, group, device)` on all ranks; the others must have heard in time and gone on."""
+
+        async def on_rank(at: GpuRank) -> None:
+            self.world, self.loop = at.world, asyncio.get_running_loop()
+            await main(at, dist.new_group(timeout=60.0), at.rank if self.path == "nccl" else 0)
+
+        with contextlib.suppress(PeerLostError):  # who was killed cannot leave well
+            run_gpu(SIZE, on_rank, devices=SIZE if self.path == "nccl" else 1, may_differ=True)
+        assert len(self.survivors) == SIZE - 1
+        assert_within(SOON_S, max(self.took_s))
+
+    async def die(self, group: Any, work: Any) -> None:
+        """The end of the victim."""
+        await until(self.happened.is_set)
+        group.abort("this rank is dead, and nobody hears it")
+        assert isinstance(await failure_of(work), DistError)
+        await until(lambda: len(self.survivors) == SIZE - 1)
+
+    async def hear(self, work: Any, began_s: float) -> None:
+        """What another is told, and when."""
+        error = await failure_of(work)
+        assert isinstance(error, PeerLostError), repr(error)
+        assert error.rank == self.victim
+        self.took_s.append(time.monotonic() - began_s)
+
+    def survive(self, rank: int) -> None:
+        self.survivors.append(rank)
+        self.over.set()
 
     def comes(self, rank: int, stage: str) -> bool:
         return self.world is not None and rank == self.victim and stage == self.stage and not self.happened.is_set()
@@ -94,16 +131,9 @@ class Death:
 @pytest.mark.parametrize(("path", "stage", "victim"), CASES)
 @punctual
 def test_a_rank_dies(path: str, stage: str, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ASYNCDIST_CUDA_PATH", path)
-    death = Death(stage, victim)
-    death.install(monkeypatch)
-    survivors: list[int] = []
-    took_s: list[float] = []
+    death = Death(path, stage, victim, monkeypatch)
 
-    async def main(at: GpuRank) -> None:
-        death.world, death.loop = at.world, asyncio.get_running_loop()
-        group = dist.new_group(timeout=60.0)
-        device = at.rank if path == "nccl" else 0
+    async def main(at: GpuRank, group: Any, device: int) -> None:
         x = at.cuda.runtime.array(np.ones(3000, np.float32), device)
         gate = None
         if stage == "first" and at.rank != victim:  # the others' part never comes until the victim is dead
@@ -113,17 +143,10 @@ def test_a_rank_dies(path: str, stage: str, victim: int, monkeypatch: pytest.Mon
             if stage == "first":
                 await asyncio.wait([asyncio.ensure_future(work.enqueued())], timeout=0.3)
                 death.strike()
-            await until(death.happened.is_set)
-            group.abort("this rank is dead, and nobody hears it")
-            assert isinstance(await failure_of(work), DistError)
-            await until(lambda: len(survivors) == SIZE - 1)
+            await death.die(group, work)
             return
         await until(death.happened.is_set)
-        began = time.monotonic()
-        error = await failure_of(work)
-        assert isinstance(error, PeerLostError), repr(error)
-        assert error.rank == victim
-        took_s.append(time.monotonic() - began)
+        await death.hear(work, time.monotonic())
         if gate is not None:
             gate.open()
         with pytest.raises(GroupAbortedError):
@@ -133,15 +156,9 @@ def test_a_rank_dies(path: str, stage: str, victim: int, monkeypatch: pytest.Mon
         await dist.all_reduce(y, group=left)
         assert equal(y, np.full(3000, 3 - victim))
         await left.close()
-        survivors.append(at.rank)
-        death.over.set()
+        death.survive(at.rank)
 
-    try:
-        run_gpu(SIZE, main, devices=SIZE if path == "nccl" else 1, may_differ=True)
-    except PeerLostError:
-        assert len(survivors) == SIZE - 1  # who was killed cannot leave well
-    assert len(survivors) == SIZE - 1
-    assert_within(SOON_S, max(took_s))
+    death.run(main)
 
 
 MESSAGES = {
@@ -160,47 +177,23 @@ def test_a_rank_dies_over_its_first_message(
     path: str, stage: str, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Messages with others go on."""
-    monkeypatch.setenv("ASYNCDIST_CUDA_PATH", path)
-    death = Death(stage, victim)
-    death.maker = 1
-    death.install(monkeypatch)
-    survivors: list[int] = []
-    took_s: list[float] = []
+    death = Death(path, stage, victim, monkeypatch, maker=1)
 
-    async def main(at: GpuRank) -> None:
-        death.world, death.loop = at.world, asyncio.get_running_loop()
-        group = dist.new_group(timeout=60.0)
-        device = at.rank if path == "nccl" else 0
+    async def main(at: GpuRank, group: Any, device: int) -> None:
         x = at.cuda.runtime.array(np.full(3000, at.rank, np.float32), device)
-        other = 1 - victim
-        if at.rank < 2:
-            work = dist.isend(x, 1, group) if at.rank == 0 else dist.irecv(x, 0, group)
-            began = time.monotonic()
-            if at.rank == victim:
-                await until(death.happened.is_set)
-                group.abort("this rank is dead, and nobody hears it")
-            error = await failure_of(work)
-            assert isinstance(error, DistError), repr(error)
-            if at.rank == victim:
-                await until(lambda: len(survivors) == SIZE - 1)
-                return
-            assert isinstance(error, PeerLostError), repr(error)
-            assert error.rank == victim
-            took_s.append(time.monotonic() - began)
-        else:
-            await until(death.happened.is_set)
         if at.rank == 2:
+            await until(death.happened.is_set)
             y = at.cuda.runtime.array(np.zeros(3000, np.float32), device)
-            await dist.recv(y, other, group)
-            assert equal(y, np.full(3000, other))
+            await dist.recv(y, 1 - victim, group)
+            assert equal(y, np.full(3000, 1 - victim))
         else:
+            began_s = time.monotonic()
+            work = dist.isend(x, 1, group) if at.rank == 0 else dist.irecv(x, 0, group)
+            if at.rank == victim:
+                await death.die(group, work)
+                return
+            await death.hear(work, began_s)
             await dist.send(at.cuda.runtime.array(np.full(3000, at.rank, np.float32), device), 2, group)
-        survivors.append(at.rank)
-        death.over.set()
+        death.survive(at.rank)
 
-    try:
-        run_gpu(SIZE, main, devices=SIZE if path == "nccl" else 1, may_differ=True)
-    except PeerLostError:
-        assert len(survivors) == SIZE - 1  # who was killed cannot leave well
-    assert len(survivors) == SIZE - 1
-    assert_within(SOON_S, max(took_s))
+    death.run(main)
