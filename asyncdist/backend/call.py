@@ -31,6 +31,7 @@ __all__ = [
     "broadcast",
     "check_same_dtype",
     "gather",
+    "given_at_root",
     "monitored_barrier",
     "place_of",
     "reduce",
@@ -151,12 +152,8 @@ def gather(tensor: object, gather_list: object, root: int, rank: int, size: int)
     """`gather_list` only on the root: `size` arrays of the shape and dtype of `tensor`."""
     array = any_array(tensor)
     outputs: Sequence[Flat] = NO_BLOCKS
-    if rank == root:
-        if gather_list is None:
-            raise ValueError("gather_list must be given on the destination rank")
+    if given_at_root(gather_list, "gather_list", "destination", here=rank == root):
         outputs = blocks_like(gather_list, "gather_list", size, array, writable=True, hint=_UNEVEN_HINT)
-    elif gather_list:
-        raise ValueError("gather_list must not be given on ranks other than the destination")
     inputs = (flat_of(array, writable=False),)
     return Call("gather", array.dtype, array.size, inputs, outputs, gather_list or None, root, device=device_of(array))
 
@@ -165,12 +162,8 @@ def scatter(tensor: object, scatter_list: object, root: int, rank: int, size: in
     """`scatter_list` only on the root: `size` arrays of the shape and dtype of `tensor`."""
     array = any_array(tensor)
     inputs: Sequence[Flat] = NO_BLOCKS
-    if rank == root:
-        if scatter_list is None:
-            raise ValueError("scatter_list must be given on the source rank")
+    if given_at_root(scatter_list, "scatter_list", "source", here=rank == root):
         inputs = blocks_like(scatter_list, "scatter_list", size, array, writable=False, hint=_UNEVEN_HINT)
-    elif scatter_list:
-        raise ValueError("scatter_list must not be given on ranks other than the source")
     own = (flat_of(array, writable=True),)
     return Call("scatter", array.dtype, array.size, inputs, own, tensor, root, device=device_of(array))
 
@@ -221,6 +214,18 @@ def barrier() -> Call:
 def monitored_barrier() -> Call:
     """No data; not to be met by a plain barrier."""
     return Call("barrier", _BYTE, 0, NO_BLOCKS, NO_BLOCKS, None, detail="monitored")
+
+
+def given_at_root(values: object, name: str, role: str, *, here: bool) -> bool:
+    """Return `here`: whether this is the rank that alone gives a list, as source or destination (`role`).
+
+    Elsewhere an empty list is none.
+    """
+    if here and values is None:
+        raise ValueError(f"{name} must be given on the {role} rank")
+    if values and not here:
+        raise ValueError(f"{name} must not be given on ranks other than the {role}")
+    return here
 
 
 def arrays_of(values: object, name: str, size: int | None) -> list[Array]:

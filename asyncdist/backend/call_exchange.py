@@ -9,12 +9,11 @@ as one element, so that one plan serves all lengths; the transport compares thos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index as index_of
-from typing import SupportsIndex
 
 from asyncdist.arrays import Array, Flat
-from asyncdist.backend.call import NO_BLOCKS, Call, arrays_of, blocks_of, check_same_dtype
+from asyncdist.backend.call import NO_BLOCKS, Call, arrays_of, blocks_of, check_same_dtype, given_at_root
 from asyncdist.device_array import any_array, device_of, flat_of
+from asyncdist.integers import as_int
 from asyncdist.plan.chunks import offsets
 
 __all__ = ["all_to_all", "all_to_all_single", "gather_uneven", "scatter_uneven"]
@@ -65,12 +64,8 @@ def gather_uneven(tensor: object, gather_list: object, root: int, rank: int, siz
     array = any_array(tensor)
     own = flat_of(array, writable=False)
     outputs: Sequence[Flat] = NO_BLOCKS
-    if rank == root:
-        if gather_list is None:
-            raise ValueError("gather_list must be given on the destination rank")
+    if given_at_root(gather_list, "gather_list", "destination", here=rank == root):
         outputs = _flats(blocks_of(gather_list, "gather_list", size, array, rank), "gather_list", writable=True)
-    elif gather_list:
-        raise ValueError("gather_list must not be given on ranks other than the destination")
     pieces = ([own.elements], [flat.elements for flat in outputs])
     counts, device, filled = (1,) * size, device_of(array), gather_list or None
     return Call("gather_uneven", array.dtype, counts, (own,), outputs, filled, root, pieces=pieces, device=device)
@@ -81,12 +76,8 @@ def scatter_uneven(tensor: object, scatter_list: object, root: int, rank: int, s
     array = any_array(tensor)
     own = flat_of(array, writable=True)
     inputs: Sequence[Flat] = NO_BLOCKS
-    if rank == root:
-        if scatter_list is None:
-            raise ValueError("scatter_list must be given on the source rank")
+    if given_at_root(scatter_list, "scatter_list", "source", here=rank == root):
         inputs = _flats(blocks_of(scatter_list, "scatter_list", size, array, rank), "scatter_list", writable=False)
-    elif scatter_list:
-        raise ValueError("scatter_list must not be given on ranks other than the source")
     pieces = ([flat.elements for flat in inputs], [own.elements])
     counts, device = (1,) * size, device_of(array)
     return Call("scatter_uneven", array.dtype, counts, inputs, (own,), tensor, root, pieces=pieces, device=device)
@@ -122,10 +113,7 @@ def _lengths(array: Array, splits: object, name: str, size: int) -> tuple[int, .
         raise TypeError(f"{name}_split_sizes must be a list of ints, not {type(splits).__name__}")
     if len(splits) != size:
         raise ValueError(f"{name}_split_sizes must hold one size per rank: {size}, but holds {len(splits)}")
-    for index, split in enumerate(splits):
-        if not isinstance(split, SupportsIndex) or isinstance(split, bool):
-            raise TypeError(f"{name}_split_sizes[{index}] must be an int, not {type(split).__name__}")
-    sizes = [index_of(split) for split in splits]
+    sizes = [as_int(split, f"{name}_split_sizes[{index}] must be an int") for index, split in enumerate(splits)]
     if min(sizes) < 0:
         raise ValueError(f"{name}_split_sizes must not be negative: {sizes}")
     if sum(sizes) != rows:

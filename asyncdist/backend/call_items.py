@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from asyncdist.arrays import Array, Flat, decode_meta, describe, encode_meta, host_array, human_bytes
-from asyncdist.backend.call import NO_BLOCKS, Call
+from asyncdist.backend.call import NO_BLOCKS, Call, given_at_root
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.executor.items import Item
 from asyncdist.objects import OBJECT_META, decode, encode
@@ -131,12 +131,8 @@ def all_gather_object(object_list: object, value: object, terms: Terms) -> ItemC
 def gather_object(value: object, object_gather_list: object, root: int, terms: Terms) -> ItemCall:
     """`object_gather_list` only on the root, with one place per rank; the result is that list, filled."""
     finish: Finish = _nothing
-    if terms.rank == root:
-        if object_gather_list is None:
-            raise ValueError("object_gather_list must be given on the destination rank")
+    if given_at_root(object_gather_list, "object_gather_list", "destination", here=terms.rank == root):
         finish = partial(_fill, _places(object_gather_list, "object_gather_list", terms.size), terms)
-    elif object_gather_list:
-        raise ValueError("object_gather_list must not be given on ranks other than the destination")
     return _call("gather", "objects", [encode_object(value, terms)], root, terms, finish)
 
 
