@@ -45,8 +45,10 @@ class P2POp:
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work[Any]]:
     """Issue all operations, receives first, and return their Works in the order of `p2p_op_list`.
 
-    Raises TypeError for anything but P2POps, ValueError for an empty list or operations of several groups; nothing is
-    issued then.
+    The Works are those of `isend` and `irecv`, without time-outs: each may be awaited, the results are None and the
+    source's global rank. Raises TypeError for anything but P2POps, ValueError for an empty list or operations of
+    several groups; nothing is issued then. An array or tag that is wrong raises as in `isend` and `irecv`; other
+    operations of the list may be under way then.
     """
     if not p2p_op_list:
         raise ValueError("p2p_op_list must not be empty")

@@ -40,12 +40,13 @@ def new_group(
 ) -> ProcessGroup | NonMember:
     """Make a group of `ranks` (global; None: all of the parent's) out of `group` or the default group.
 
-    Local and immediate: nothing is sent. All ranks of the parent must call it in the same order, members or not; who
-    is no member gets a `NonMember`, whose operations raise. With `use_local_synchronization` only members call it;
-    those of the same ranks in the same order, whatever other groups there are. The time-out is the parent's unless one
-    is given. Group ranks follow global ranks, or, with `sort_ranks=False`, the order given. Raises ValueError for ranks
-    that are empty, repeated or not in the parent. `device_id` is as in `init_process_group`; `pg_options` is
-    accepted for torch's sake and not used.
+    Local and immediate: nothing is sent. All ranks of the parent must call it in the same order, members or not; who is
+    no member gets a `NonMember`, whose operations raise. With `use_local_synchronization` only members call it; those
+    of the same ranks in the same order, whatever other groups there are. The time-out is the parent's unless one is
+    given. Group ranks follow global ranks, or, with `sort_ranks=False`, the order given. Raises ValueError for ranks
+    that are empty, repeated or not in the parent, and for an unknown backend, TypeError for ranks that are no ints, and
+    ClosedError where the parent is closed. `device_id` is as in `init_process_group`; `pg_options` is accepted for
+    torch's sake and not used.
     """
     parent = resolve(group)
     parent.check_usable("new_group")

@@ -1,7 +1,7 @@
 """What `help(asyncdist.all_reduce)` says: a function's own words, its group's method's, and what all of a kind share.
 
-The shared part is written once, here. It is put together when the package is imported, which costs a few string
-operations.
+What operations on one subject share is said at the class of theirs, below its first line; the rest once, here. It is
+put together when the package is imported, which costs a few string operations.
 """
 
 from __future__ import annotations
@@ -32,17 +32,22 @@ CollectiveMismatchError then, and the group goes on. So do all where ranks diffe
 or root. CollectiveTimeoutError (`.missing`: ranks that did not come) and PeerLostError (`.rank`) end the group on all
 ranks: later calls raise GroupAbortedError."""
 
-_MESSAGE: Final = """\
+_RECEIVED: Final = """\
 Matched by source and `tag` (an int of at least 0), in order. `timeout` (seconds or a timedelta; None, the default, is
-no limit) bounds the operation: CollectiveTimeoutError, and nothing is lost if no message has matched.
+no limit) bounds the operation: CollectiveTimeoutError, and nothing is lost if no message has matched."""
 
+_SENT: Final = """\
+Matched by source and `tag` (an int of at least 0), in order. `timeout` (seconds or a timedelta; None, the default, is
+no limit) bounds the operation: CollectiveTimeoutError, and the connection is broken where the message was under way."""
+
+_MESSAGE: Final = """\
 Raises TypeError and ValueError at the call for wrong arguments, PeerLostError (`.rank`) where the other rank is lost;
 messages between other ranks go on."""
 
 _ARRAYS: Final = """\
 Arrays are numpy's, torch's tensors on the CPU, and whatever exposes its memory (buffer protocol, DLPack), also a GPU's
-(`__cuda_array_interface__`), of any dtype of fixed size; those of host memory may be strided. Until the Work is done
-they belong to the operation."""
+(`__cuda_array_interface__`), of any dtype of bools, integers, floats or complex numbers in native byte order; those of
+host memory may be strided. Until the Work is done they belong to the operation."""
 
 _REDUCED: Final = "Which dtypes an `op` takes is said at `ReduceOp`."
 _RANKS: Final = "`{0}` is a global rank, also in a smaller group; `group_{0}` is one of the group, as its methods take."
@@ -51,6 +56,8 @@ _METHODS: Final = {"all_gather_single": "all_gather_into_tensor", "reduce_scatte
 """Functions whose method has another name."""
 
 _ARRAY_NAMES: Final = ("tensor", "array", "input", "output")
+_NO_ARRAYS: Final = "object"
+"""In the names of functions whose inputs and outputs are lists of anything."""
 
 
 def complete_help(functions: Iterable[Callable[..., Any]]) -> None:
@@ -66,7 +73,12 @@ def complete_help(functions: Iterable[Callable[..., Any]]) -> None:
 
 def _of_method(method: Callable[..., Any] | None) -> list[str]:
     text = inspect.getdoc(method) if method is not None else None
-    return [] if not text else [f"ProcessGroup.{getattr(method, '__name__', '')}: {text}"]
+    if not text:
+        return []
+    subject = getattr(method, "__qualname__", "").partition(".")[0]
+    said = next((inspect.getdoc(base) or "" for base in ProcessGroup.__mro__ if base.__name__ == subject), "")
+    shared = said.partition("\n\n")[2]
+    return [f"ProcessGroup.{getattr(method, '__name__', '')}: {text}", *filter(None, [shared])]
 
 
 def _shared(function: Callable[..., Any]) -> list[str]:
@@ -77,10 +89,13 @@ def _shared(function: Callable[..., Any]) -> list[str]:
     roots = [name for name in ("src", "dst") if name in parameters]
     if roots:
         parts.append(_RANKS.format(roots[0]))
-    if any(kind in name for name in parameters for kind in _ARRAY_NAMES):
-        parts.append(_ARRAYS + (f" {_REDUCED}" if "op" in parameters else ""))
-    collective = parameters["timeout"].default is INHERIT
-    parts.append(_COLLECTIVE if collective else _MESSAGE)
+    takes_arrays = any(kind in name for name in parameters for kind in _ARRAY_NAMES)
+    if takes_arrays and _NO_ARRAYS not in function.__name__:
+        parts.append(_ARRAYS + (f"\n{_REDUCED}" if "op" in parameters else ""))
+    if parameters["timeout"].default is INHERIT:
+        parts.append(_COLLECTIVE)
+    else:
+        parts += [_SENT if "send" in function.__name__ else _RECEIVED, _MESSAGE]
     if "stream" not in function.__name__:  # what those return is iterated over, as their own words say
         parts.append(WITHDRAWN if function.__name__.startswith("recv") else AWAITED)
     return parts

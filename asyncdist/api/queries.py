@@ -177,7 +177,13 @@ def supports_complex(reduceOp: ReduceOpLike) -> bool:
 
 
 async def destroy_process_group(group: Group = None) -> Any:
-    """Close `group`; without one, the default group and with it all groups of its world. See `ProcessGroup.close`."""
+    """Close `group`; without one, the default group and with it all groups of its world. See `ProcessGroup.close`.
+
+    Waits for everything under way, but for receives that nothing matched, which are withdrawn; then leaves, which peers
+    can tell from being lost. Raises, once, the first failure of a work that nobody asked about; ValueError without a
+    default group. A group that is closed, or of which this process is no member, stays as it is. Cancelling aborts what
+    is under way, and lets the bounded end finish first.
+    """
     if isinstance(group, NonMember):
         return
     await resolve(group).close()

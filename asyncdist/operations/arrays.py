@@ -19,8 +19,8 @@ class Arrays(ItemIssuer):
     """all_gather_array, gather_array, broadcast_array and scatter_array.
 
     Arrays may differ between ranks in shape and dtype; nothing is exchanged beforehand. Results are new numpy arrays.
-    Where one is larger than `max_bytes`, or all that come to a rank than `max_total_bytes`, that rank raises
-    CollectiveMismatchError, which names the sender, and the group is aborted.
+    Where one is larger than `max_bytes` (1 GiB unless given), or all that come to a rank than `max_total_bytes` (8
+    GiB), that rank raises CollectiveMismatchError, which names the sender, and the group is aborted.
     """
 
     def all_gather_array(

@@ -16,11 +16,12 @@ __all__ = ["Coalesced"]
 
 
 class Coalesced(Issuer):
-    """Lists of arrays of one dtype travel as one message each way, and results are written in place.
+    """Collectives of lists of arrays.
 
-    The arrays are copied into one and back, which pays for many small ones; large ones are better issued one by one.
-    `all_reduce_coalesced` and `broadcast_coalesced` copy nothing where the arrays are adjacent pieces of one array.
-    Lists have the same length and sizes on all ranks; every call is one operation in the order of its tag.
+    Lists of arrays of one dtype travel as one message each way, and results are written in place. The arrays are copied
+    into one and back, which pays for many small ones; large ones are better issued one by one. `all_reduce_coalesced`
+    and `broadcast_coalesced` copy nothing where the arrays are adjacent pieces of one array. Lists have the same length
+    and sizes on all ranks; every call is one operation in the order of its tag.
     """
 
     def all_reduce_coalesced(

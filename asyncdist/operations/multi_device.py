@@ -16,9 +16,10 @@ __all__ = ["MultiDevice"]
 
 
 class MultiDevice(Issuer):
-    """Every rank has several arrays, all of one shape and dtype, as many on every rank.
+    """Collectives of several arrays a rank.
 
-    What is reduced is reduced over all arrays of all ranks; `ReduceOp.AVG` divides by their number.
+    Every rank has several arrays, all of one shape and dtype, as many on every rank; on GPUs, one array on each. What
+    is reduced is reduced over all arrays of all ranks; `ReduceOp.AVG` divides by their number.
     """
 
     def all_reduce_multigpu(

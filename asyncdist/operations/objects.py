@@ -24,9 +24,9 @@ class Objects(ItemIssuer):
     place, unless every rank gave `allow_pickle=True` to `init_process_group`. Objects are encoded at the call, so they
     may change afterwards. Lists are written when the operation has ended well, and until then must not be changed.
 
-    Objects encoded beyond `max_bytes` raise ValueError at the call; where a rank accepts less, CollectiveMismatchError
-    there, and the group is aborted. Bytes that are no object, or pickled ones nobody agreed on, raise
-    RemoteProtocolError that names the sender, on that rank alone.
+    Objects encoded beyond `max_bytes` (1 GiB unless given) raise ValueError at the call; where a rank accepts less,
+    CollectiveMismatchError there, and the group is aborted if it was a collective. Bytes that are no object, or pickled
+    ones nobody agreed on, raise RemoteProtocolError that names the sender, on that rank alone.
     """
 
     def all_gather_object(

@@ -15,7 +15,10 @@ __all__ = ["Scans"]
 
 
 class Scans(Issuer):
-    """MPI's scan and exscan, in place. Operands are reduced in rank order. ReduceOp.AVG is not defined for them."""
+    """MPI's scan and exscan, in place.
+
+    Operands are reduced in rank order. ReduceOp.AVG is not defined for them (TypeError).
+    """
 
     def scan(
         self, tensor: Any, op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT

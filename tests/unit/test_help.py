@@ -35,6 +35,27 @@ def test_errors_time_outs_and_cancelling_are_said(name: str) -> None:
     assert text.count("Issued at the call") <= 1  # completed once
 
 
+@pytest.mark.parametrize("name", [name for name in TIMED if "object" in name])
+def test_functions_of_objects_say_which_can_be_sent(name: str) -> None:
+    text = " ".join(help_of(name).split())
+    for word in ("frozenset", "allow_pickle", "RemoteProtocolError", "`max_bytes` (1 GiB"):
+        assert word in text
+    assert "buffer protocol" not in text
+
+
+@pytest.mark.parametrize("name", ["all_gather_array", "gather_array", "broadcast_array", "scatter_array"])
+def test_functions_of_arrays_of_unknown_size_say_what_bounds_them(name: str) -> None:
+    assert "`max_total_bytes` (8 GiB)" in " ".join(help_of(name).split())
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"), [("isend", False), ("send_object_list", False), ("irecv", True), ("recv", True)]
+)
+def test_only_receives_expire_without_loss(name: str, lost: bool) -> None:
+    assert ("nothing is lost" in help_of(name)) is lost
+    assert ("connection is broken" in help_of(name)) is not lost
+
+
 def of_all(name: str) -> bool:
     return inspect.signature(getattr(asyncdist, name)).parameters["timeout"].default is INHERIT
 
