@@ -330,6 +330,7 @@ class ProcessGroup(Operations):
         except TimeoutError:
             self.abort(f"closed with sends that nobody received for {CLOSE_SENDS_S:g} s")
         except asyncio.CancelledError:  # the event loop ends
+            self.abort("the event loop ended before it was closed")
             self.closed = True
             if self._is_world:
                 await self.world.abandon()

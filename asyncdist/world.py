@@ -62,6 +62,9 @@ class GroupListener(Protocol):
     def control(self, sender: int, message: list[Any]) -> None:
         """A control message about this group; its kind and group are known to be right."""
 
+    def abort(self, reason: str) -> None:
+        """Give up now, on all members."""
+
 
 class World:
     """Owner of the mesh, and the post office of its control messages."""
@@ -227,6 +230,8 @@ class World:
     async def abandon(self) -> None:
         """End at once: peers see this rank as lost. In the store it resigns, bounded, so that it may join again."""
         if not self.closed:
+            for group in list(self.groups.values()):
+                group.abort("the event loop ended before it was closed")
             try:
                 await self.resign()
             finally:

@@ -112,6 +112,21 @@ async def test_who_fails_before_it_can_be_reached_is_named_at_once(monkeypatch: 
     await store.close()
 
 
+async def test_a_closing_that_the_end_of_the_loop_cancels_ends_what_is_under_way() -> None:
+    async with socket_world(2) as (group, other):
+        await asyncio.gather(group.barrier(), other.barrier())
+        works = [group.all_reduce(np.ones(3)), group.isend(np.ones(1_000_000), 1), other.barrier(tag=1)]
+        closing = asyncio.create_task(group.close())
+        await turns(5)
+        assert group._closing is not None
+        group._closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        async with asyncio.timeout(CLOSED_S):
+            for work in works:
+                with pytest.raises(dist.GroupAbortedError, match="rank 0 aborted the group: the event loop ended"):
+                    await work
+
+
 @pytest.mark.parametrize("pending", ["all_reduce", "isend", "all_reduce in a group"])
 async def test_cancelling_close_aborts_what_is_under_way(pending: str) -> None:
     async with socket_world(2) as (group, other):
