@@ -25,6 +25,7 @@ class Daemon:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "asyncdist_server", "--port", "0", *arguments],
             env=env or environment(),
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -93,14 +93,19 @@ def back_up(directory: Path, timeout_s: float) -> Path:
     found = holder(directory)
     if found is not None:
         return _ask(directory, *found, timeout_s)
-    if not (directory / "identity").exists():
-        raise JournalError(f"there is no journal in {directory}")
+    require_journal(directory)
     journal = SqliteJournal(DataDirectory(directory))
     journal.read(lambda *row: None)
     path = directory.absolute() / "backups" / backup_name()
     journal.backup(path, lambda: None)
     journal.close()
     return path
+
+
+def require_journal(directory: Path) -> None:
+    """Raise `JournalError` if there is no journal in `directory`: to open it would make one."""
+    if not (directory / "identity").exists():
+        raise JournalError(f"there is no journal in {directory}")
 
 
 def _ask(directory: Path, process: int, listens: bool, timeout_s: float) -> Path:

@@ -65,6 +65,7 @@ def verify(file: Path | None, data_dir: Path | None) -> None:
         if file is not None:
             read_file(file, replay.row)
         elif data_dir is not None:
+            backups.require_journal(data_dir)
             journal = SqliteJournal(DataDirectory(data_dir))
             journal.read(replay.row)
             journal.close()

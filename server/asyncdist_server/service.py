@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -27,6 +28,8 @@ async def run_until_signalled(config: ServerConfig) -> None:
     server, stop, notifier = StoreServer(config), asyncio.Event(), Notifier(os.environ)
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, _on_signal, server, stop, signal_number)
+    if config.tls_cert is not None or not sys.stdin or not sys.stdin.isatty():  # else a terminal that closes ends it
+        loop.add_signal_handler(signal.SIGHUP, _reload, server)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(notifier.close)
         notifier.watch(loop)
@@ -39,8 +42,6 @@ async def run_until_signalled(config: ServerConfig) -> None:
             return
         try:
             _say_ready(server, http)
-            if config.tls_cert is not None:
-                loop.add_signal_handler(signal.SIGHUP, _renew_certificates, server)
             if server.gate is not None and config.data_dir is not None:
                 backups = BackupRequests(server, server.gate, Path(config.data_dir))
                 stack.push_async_callback(backups.close)
@@ -114,8 +115,11 @@ def _say_ready(server: StoreServer, http: str | None) -> None:
     print(f"asyncdist-server ready on {server.address}" + (f" (http {http})" if http else ""), flush=True)
 
 
-def _renew_certificates(server: StoreServer) -> None:
+def _reload(server: StoreServer) -> None:
     """Use renewed certificates from now on, without a restart; those that do not fit change nothing."""
+    if server.config.tls_cert is None:
+        server.events.info("nothing_to_reload", reason="without TLS; all other options count from the next start")
+        return
     try:
         server.reload_certificates()
     except ConfigError as error:

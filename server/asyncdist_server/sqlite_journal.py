@@ -55,6 +55,8 @@ class SqliteJournal:
         self._connect = connect
         self._connection: sqlite3.Connection | None = None
         self._since_checkpoint = 0
+        self._outdated = False  # an earlier version can still go on with the file
+        self._files: dict[Path, tuple[int, int]] = {}  # device and inode
         self.incarnation = b""
         self.description = f"SQLite {sqlite3.sqlite_version} in {self._path}"
 
@@ -113,8 +115,7 @@ class SqliteJournal:
             raise JournalError(f"{self._path} cannot have a write-ahead log ({mode}); use a directory on a local disk")
         for setting in ("synchronous = FULL", "fullfsync = ON", "checkpoint_fullfsync = ON"):
             db.execute(f"PRAGMA {setting}")
-        if db.execute("PRAGMA user_version").fetchone()[0] != FORMAT:
-            db.execute(f"PRAGMA user_version = {FORMAT}")  # before anything is written that older versions misread
+        self._outdated = db.execute("PRAGMA user_version").fetchone()[0] != FORMAT
         db.execute("PRAGMA secure_delete = OFF")  # some builds overwrite what was deleted
         db.execute("PRAGMA wal_autocheckpoint = 0")  # `tidy` does it, and looks at the result
 
@@ -126,6 +127,8 @@ class SqliteJournal:
             db = self._db
             failpoint("begun")
             db.execute("BEGIN IMMEDIATE")
+            if self._outdated:
+                db.execute(f"PRAGMA user_version = {FORMAT}")  # with the first row that older versions would misread
             size = 0
             for number, contents in enumerate(encode(batch), batch.first_row):
                 db.execute("INSERT INTO log VALUES (?, ?, ?)", (number, checksum(number, contents), contents))
@@ -133,11 +136,27 @@ class SqliteJournal:
             db.execute("DELETE FROM log WHERE number < ?", (batch.keep_from,))
             failpoint("written")
             db.execute("COMMIT")
+            self._outdated = False
+            self._require_files()
         except (sqlite3.Error, OSError) as error:
             raise self._error("write to", error) from error
         batch.bytes = size
         self._since_checkpoint += (size // PAGE_BYTES + PAGES_OF_A_COMMIT) * PAGE_BYTES
         failpoint("committed")
+
+    def _require_files(self) -> None:
+        """Raise `JournalError` if what was written went to files that have no name now: no restart would find it."""
+        for path in (self._path, self._path.with_name(f"{self._path.name}-wal")):
+            try:
+                found = path.stat()
+            except FileNotFoundError:
+                found = None
+            here = None if found is None else (found.st_dev, found.st_ino)
+            if here is None or self._files.setdefault(path, here) != here:
+                raise JournalError(
+                    f"{path} was removed or replaced while the daemon used it: what changed since may be lost; keep the "
+                    "data directory where nothing cleans up"
+                )
 
     def tidy(self) -> None:
         """Copy the write-ahead log into the main file when it is long."""

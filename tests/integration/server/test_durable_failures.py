@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,31 @@ def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         found = subprocess.run(running.command(), capture_output=True, text=True, timeout=60)
         assert found.returncode == 1
         assert "cannot use the data directory" in found.stderr
+
+
+def test_looking_at_a_directory_without_a_journal_makes_none(tmp_path: Path) -> None:
+    for command in ("verify", "backup"):
+        found = subprocess.run(
+            [sys.executable, "-m", "asyncdist_server", command, "--data-dir", str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert found.returncode == 1
+        assert f"there is no journal in {tmp_path}" in found.stderr
+        assert not list(tmp_path.iterdir())
+
+
+async def test_a_data_directory_that_is_removed_ends_the_daemon(tmp_path: Path) -> None:
+    with daemon(tmp_path / "data") as running:
+        running.start()
+        assert running.process is not None
+        async with TCPStore("127.0.0.1", running.port, namespace="job", timeout=0.5) as store:
+            await store.set("key", "value")
+            shutil.rmtree(tmp_path / "data")
+            with pytest.raises(DistError):
+                await store.set("key", "lost")
+            said = await asyncio.get_running_loop().run_in_executor(None, running.communicate)
+        assert running.process.returncode == 1
+        assert "was removed or replaced while the daemon used it" in said

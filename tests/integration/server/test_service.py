@@ -187,3 +187,14 @@ def test_a_signal_before_it_serves_ends_it_quietly(tmp_path: Path) -> None:
         [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_hangup_ends_no_daemon_that_has_nothing_to_reload(start: Callable[..., Daemon]) -> None:
+    """As `systemctl reload` and many a script for rotating logs send it."""
+    daemon = start("--log-format", "json")
+    daemon.process.send_signal(signal.SIGHUP)
+    with SocketClient(daemon.port) as client:
+        assert client.ask(m.SET, b"key", b"value") is None
+    code, _, errors = daemon.end()
+    assert code == 0
+    assert "nothing_to_reload" in [event["event"] for event in events(errors)]

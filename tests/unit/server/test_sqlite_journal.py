@@ -179,9 +179,18 @@ def test_a_changed_file_is_refused(tmp_path: Path, change: str, complaint: str) 
         opened(tmp_path)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_an_older_format_goes_on_as_this_one(tmp_path: Path, version: int) -> None:
-    """What was written under it is read; who knows only that refuses the file from now on."""
+def version_of(path: Path) -> int:
+    db = sqlite3.connect(path)
+    try:
+        found: int = db.execute("PRAGMA user_version").fetchone()[0]
+        return found
+    finally:
+        db.close()
+
+
+@pytest.mark.parametrize("version", range(1, FORMAT))
+def test_an_older_format_goes_on_as_this_one_from_the_first_write_on(tmp_path: Path, version: int) -> None:
+    """What was written under it is read; who knows only that refuses the file once there is more, and not before."""
     written(tmp_path)
     path = tmp_path / "journal.sqlite"
     db = sqlite3.connect(path)
@@ -189,10 +198,32 @@ def test_an_older_format_goes_on_as_this_one(tmp_path: Path, version: int) -> No
     db.close()
     journal, rows = opened(tmp_path)
     assert len(rows) == 5
+    copy = tmp_path / "copy.sqlite"
+    journal.backup(copy, lambda: None)
     journal.close()
-    db = sqlite3.connect(path)
-    assert db.execute("PRAGMA user_version").fetchone() == (FORMAT,)
-    db.close()
+    assert version_of(path) == version_of(copy) == version
+    journal, _ = opened(tmp_path)
+    journal.write(batch(6, b"more"))
+    journal.close()
+    assert version_of(path) == FORMAT
+
+
+@pytest.mark.parametrize("name", ["journal.sqlite", "journal.sqlite-wal"])
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_a_file_that_lost_its_name_is_noticed_by_the_next_write(tmp_path: Path, name: str, how: str) -> None:
+    """Nobody may be told that a change is on the disk where no restart finds it."""
+    journal, _ = opened(tmp_path)
+    journal.write(batch(1, b"a"))
+    journal.write(batch(2, b"b"))
+    path = tmp_path / name
+    contents = path.read_bytes()
+    path.unlink()
+    if how == "replaced":
+        (tmp_path / "other").write_bytes(contents)  # while the old one is open nobody gets its number
+        (tmp_path / "other").rename(path)
+    with pytest.raises(JournalError, match=f"{path} was removed or replaced while the daemon used it"):
+        journal.write(batch(3, b"c"))
+    journal.abandon()
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
