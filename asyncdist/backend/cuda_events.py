@@ -87,9 +87,13 @@ class Completions:
             self._look_at(line, found)
 
     def close(self) -> None:
-        """Forget everything, and let the threads end."""
+        """Tell nobody anything more, and let the threads end. What entries keep alive is kept until they are done."""
         for line in list(self._lines):
+            entries = tuple(self._lines[line].entries)
             self.drop(line)
+            if entries:
+                keeper = partial(_keep, entries, self._set_device)
+                threading.Thread(target=keeper, name="asyncdist gpu keeper", daemon=True).start()
 
     @property
     def pending(self) -> int:
@@ -227,6 +231,14 @@ class _Waiter:
         except Exception as error:
             return entry, error
         return entry, None
+
+
+def _keep(entries: Sequence[_Entry], set_device: Callable[[int], object]) -> None:
+    """In a thread: hold on to entries until the GPU is through with them."""
+    with contextlib.suppress(Exception):  # of a broken GPU: it does nothing any more
+        set_device(entries[0].events[0].device)
+        for entry in entries:
+            entry.synchronize()
 
 
 def _is_done(entry: _Entry) -> bool:

@@ -247,7 +247,7 @@ class IpcChannel:
             self._is_through(self.rank, sequence)
             self._go_on()
 
-        self.watch(operation.stream, event, over, None)
+        self.watch(operation.stream, event, over, operation.call)
 
     def _event_behind(self, operation: IpcOperation | None) -> Event | None:
         """Recorded behind all of an operation; None if nothing of it is on the device, or that is broken."""

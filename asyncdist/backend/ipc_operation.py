@@ -229,12 +229,21 @@ class IpcOperation:
         self._channel.watch(self.stream, event, ended, self.call)
 
     def _enqueue(self, slot: int, stage: Stage) -> Event:
-        channel, runtime, stream = self._channel, self._channel.runtime, self.stream
+        channel, stream = self._channel, self.stream
         if not self._queued:
             self._queued = True
             for ready in self._ready:
                 stream.wait_event(ready)
-        address = channel.scratch.address
+        event = channel.new_event()
+        try:
+            self._queue(slot, stage)
+        finally:  # also behind what was begun of something that failed
+            event.record(stream)
+            self.last_event = event
+        return event
+
+    def _queue(self, slot: int, stage: Stage) -> None:
+        runtime, stream, address = self._channel.runtime, self.stream, self._channel.scratch.address
         itemsize = self._dtype.itemsize
         for step in stage.work:
             target = address(step.target, slot)
@@ -247,9 +256,6 @@ class IpcOperation:
                 runtime.scale(self._dtype, target, sources[0], step.op.factor, count, stream)
             else:
                 runtime.reduce(step.op, self._dtype, target, sources, count, stream)
-        self.last_event = event = channel.new_event()
-        event.record(stream)
-        return event
 
     def _complete(self, running: _Running, stage: Stage) -> None:
         """A stage's work has ended on the device."""

@@ -241,6 +241,7 @@ class NcclChannel:
         failure = error if isinstance(error, DistBackendError) else DistBackendError(f"{error}")
         if failure is not error:
             failure.__cause__ = error
+        self._left_behind.append(operation)  # some of it may be on the stream, where no event tells of its end
         self._finish(operation, failure)
 
     def _finish(self, operation: NcclOperation, error: BaseException | None) -> None:

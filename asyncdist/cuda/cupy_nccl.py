@@ -19,7 +19,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import cupy
@@ -210,9 +210,12 @@ class CupyNccl(Nccl):
             binding.groupStart()
         try:
             yield
-        finally:
-            with calling("ncclGroupEnd"):
+        except BaseException:
+            with suppress(DistBackendError), calling("ncclGroupEnd"):  # it says again what has failed
                 binding.groupEnd()
+            raise
+        with calling("ncclGroupEnd"):
+            binding.groupEnd()
 
     def refusal(self, dtype: np.dtype[Any], op: ReduceOp | PremulSum) -> str:
         """See Nccl."""

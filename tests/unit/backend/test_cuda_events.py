@@ -197,3 +197,38 @@ async def test_a_waiting_thread_is_on_the_streams_gpu() -> None:
             await ended.wait()
         completions.close()
         assert chosen == [("asyncdist gpu waiter", 1)]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_closing_keeps_alive_what_the_gpu_still_uses(
+    cuda: Any, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of the caller's may hold operations up for as long as they like."""
+
+    class Kept:
+        pass
+
+    kept = Kept()
+    alive = weakref.ref(kept)
+    completions = Completions(asyncio.get_running_loop(), cuda.runtime.set_device)
+    stream, event = cuda.runtime.new_stream(0), cuda.runtime.new_event(0)
+    gate = cuda.runtime.hold(stream)
+    event.record(stream)
+    if broken:
+
+        def failing() -> None:
+            raise DistBackendError("the GPU is broken")
+
+        monkeypatch.setattr(event, "synchronize", failing)
+    completions.add(stream, (event,), lambda error: None, kept)
+    del kept
+    completions.close()
+    assert not completions.pending
+    await asyncio.sleep(0)
+    gc.collect()
+    assert broken or alive() is not None
+    gate.open()
+    async with asyncio.timeout(PATIENCE_S):
+        while alive() is not None:
+            gc.collect()
+            await asyncio.sleep(0.001)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -150,3 +152,37 @@ async def test_an_abort_that_fails_leaves_no_other_communicator_running(monkeypa
         assert second.state == "aborted"
         monkeypatch.undo()
         first.abort()
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Let go of what the functions held that an error came through."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+async def test_what_a_failed_launch_has_queued_finds_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy waits for the caller's kernels, NCCL refuses what comes after it, and the caller drops the arrays."""
+    with fake_cuda(1, mode="threads") as cuda:
+        group = await world()
+        await dist.all_reduce(cuda.runtime.array(np.ones(1)))
+
+        def refusing(self: Any, *arguments: Any) -> None:
+            raise DistBackendError("no")
+
+        monkeypatch.setattr(type(cuda.nccl.communicators[0]), "reduce_scatter", refusing)
+        x = cuda.runtime.array(np.ones(4, np.float32))
+        gate = cuda.runtime.hold(cuda.runtime.current_stream(0))
+        work = dist.reduce_scatter_tensor(cuda.runtime.array(np.ones(4, np.float32)), x, ReduceOp.PREMUL_SUM(2.0))
+        async with asyncio.timeout(PATIENCE_S):
+            while not work.done():  # noqa: ASYNC110 - others wait for it, too, without keeping its error
+                await asyncio.sleep(0.001)
+        forget_frames(work.exception())
+        alive = weakref.ref(x)
+        del work, x
+        gc.collect()
+        assert alive() is not None
+        gate.open()
+        await dist.destroy_process_group()
+        assert group.closed
+        assert not cuda.runtime.failure, cuda.runtime.failure

@@ -300,6 +300,23 @@ def test_collectives_are_translated(bindings: Bindings, cuda: Any) -> None:
     communicator.abort()
 
 
+def test_what_fails_in_a_group_is_what_is_raised(
+    bindings: Bindings, cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL says it again at the group's end, which must come all the same."""
+
+    def refusing() -> None:
+        bindings.calls.append(("groupEnd",))
+        raise RuntimeError("NCCL_ERROR_INVALID_USAGE")
+
+    monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "groupEnd", refusing)
+    with pytest.raises(ValueError, match="wrong"), cuda.nccl.group():
+        raise ValueError("wrong")
+    with pytest.raises(DistBackendError, match="ncclGroupEnd failed: NCCL_ERROR_INVALID_USAGE"), cuda.nccl.group():
+        pass
+    assert bindings.names() == ["groupStart", "groupEnd"] * 2
+
+
 def test_refusals(cuda: Any) -> None:
     communicator = cuda.nccl.open(1, bytes(128), 0, 0)
     stream = cuda.runtime.external_stream(0, 0)
