@@ -154,8 +154,8 @@ class SqliteJournal:
             here = None if found is None else (found.st_dev, found.st_ino)
             if here is None or self._files.setdefault(path, here) != here:
                 raise JournalError(
-                    f"{path} was removed or replaced while the daemon used it: what changed since may be lost; keep the "
-                    "data directory where nothing cleans up"
+                    f"{path} was removed or replaced while the daemon used it: what changed since may be lost; keep "
+                    "the data directory where nothing cleans up"
                 )
 
     def tidy(self) -> None:
