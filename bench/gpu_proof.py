@@ -17,6 +17,7 @@ from typing import Final
 
 import click
 
+from bench.cuda_extra import extra, lacking
 from bench.gpu import FAKE_VARIABLE, FOLDER_VARIABLE
 from bench.gpu_sections import Outcome, Section, Sections
 from bench.nccl_document import document, rows
@@ -95,13 +96,17 @@ def sharing_facts(file: Path) -> dict[str, str]:
 @click.option("--budget-s", default=BUDGET_S, show_default=True, help="Seconds for all parts together.")
 def main(smoke: bool, write: bool, logs: Path | None, only: tuple[str, ...], budget_s: float) -> None:
     """Test and measure on this machine's GPU; the exit code is 1 if a part failed."""
+    fake = bool(os.environ.get(FAKE_VARIABLE))
+    reason = "" if fake else extra()[1] or lacking()
+    if reason:
+        click.echo(reason, err=True)
+        sys.exit(1)
     place = logs or Path(tempfile.mkdtemp(prefix="asyncdist-gpu-"))
     place.mkdir(parents=True, exist_ok=True)
     file, log, sharing = place / "figures.jsonl", place / "log.txt", place / "sharing.json"
     for old in (file, log, sharing):
         old.unlink(missing_ok=True)
     os.environ[SHARING_VARIABLE] = str(sharing)
-    fake = bool(os.environ.get(FAKE_VARIABLE))
     runner, outcomes, text = Sections(budget_s, log), list[Outcome](), ""
     said = 0
 

@@ -214,6 +214,18 @@ def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *only: str, **limits_
     return CliRunner().invoke(gpu_proof.main, ["--smoke", "--write", "--logs", str(tmp_path / "logs"), *chosen])
 
 
+@pytest.mark.parametrize("lacks", ["a driver", "cupy"])
+def test_nothing_is_begun_where_there_is_no_gpu(lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASYNCDIST_TEST_FAKE_CUDA", raising=False)
+    monkeypatch.setattr(gpu_proof, "extra", lambda: ("", "no driver") if lacks == "a driver" else ("cuda13", ""))
+    monkeypatch.setattr(gpu_proof, "lacking", lambda: "lacks cupy")
+    before = gpu_proof.DOCUMENT.read_text()
+    result = CliRunner().invoke(gpu_proof.main, ["--write", "--logs", str(tmp_path / "logs")])
+    assert (result.exit_code, result.output) == (1, "no driver\n" if lacks == "a driver" else "lacks cupy\n")
+    assert not (tmp_path / "logs").exists()
+    assert gpu_proof.DOCUMENT.read_text() == before
+
+
 def test_a_hang_a_crash_and_a_missing_module_cost_one_part_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
