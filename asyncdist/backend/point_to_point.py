@@ -170,6 +170,12 @@ class RecvWork(PairWork):
             )
         return self._flat.octets[:nbytes]
 
+    def message_failed(self, token: object, error: BaseException) -> None:
+        """The transport gave the receive up."""
+        if isinstance(error, PeerLostError) and error.left:  # in order, so that no message was under way
+            self._retrieved = True  # had this rank closed first, nothing would be said of it either
+        super().message_failed(token, error)
+
     def _described(self, source: int, meta: bytes, nbytes: int) -> tuple[np.dtype[Any], tuple[int, ...]]:
         try:
             dtype, shape = decode_meta(meta)

@@ -9,7 +9,7 @@ import pytest
 from group_kit import Group
 
 import asyncdist as dist
-from asyncdist.testing import run_world
+from asyncdist.testing import SimulatedWorld, run_world
 
 
 def test_messages_of_all_sizes_and_tags_arrive_in_order() -> None:
@@ -162,3 +162,33 @@ def test_batch() -> None:
         assert got.tolist() == [left] * 4
 
     run_world(3, main)
+
+
+@pytest.mark.parametrize("source", [0, None])
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_receive_whose_source_leaves_first_is_no_failure_to_raise_at_the_end(
+    source: int | None, killed: bool
+) -> None:
+    """Closing withdraws what nothing matched: who closes last must not be worse off. Of a lost source it is told."""
+
+    async def main(group: Group, world: SimulatedWorld) -> None:
+        if group.rank == 0:
+            await group.recv(np.zeros(1), 1, tag=1)
+            if killed:
+                world.kill(0)
+            return
+        works.append(group.irecv(np.zeros(1), source))
+        await group.isend(np.zeros(1), 0, tag=1)
+        ended = asyncio.Event()
+        works[0].add_done_callback(lambda _work: ended.set())
+        await ended.wait()
+
+    works: list[dist.Work[int]] = []
+    if killed:
+        with pytest.raises(dist.PeerLostError):
+            run_world(2, main, pass_world=True)
+    else:
+        run_world(2, main, pass_world=True)
+    error = works[0].exception()
+    assert isinstance(error, dist.PeerLostError)
+    assert error.left is not killed
