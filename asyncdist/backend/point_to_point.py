@@ -232,6 +232,13 @@ class RecvWork(PairWork):
         self._told = True
         super().add_done_callback(callback)
 
+    def remove_done_callback(self, callback: Callable[[Work[Any]], object]) -> int:
+        """See Work; nobody is told any more, if that was the last."""
+        removed = super().remove_done_callback(callback)
+        if not self._done:
+            self._told = self._callbacks is not None
+        return removed
+
     def _unnoticed(self) -> None:
         if not self._told and self.give_back():
             self._source = None

@@ -189,12 +189,18 @@ class Work(Generic[T]):
             await self
             return True
         done = asyncio.Event()
-        self.add_done_callback(lambda _work: done.set())
+
+        def ended(_work: Work[T]) -> None:
+            done.set()
+
+        self.add_done_callback(ended)
         try:
             async with asyncio.timeout(timeout_s):
                 await done.wait()
         except TimeoutError:
             raise TimeoutError(f"{self!r} did not end within {timeout_s:g} s (the operation goes on)") from None
+        finally:
+            self.remove_done_callback(ended)
         self.result()
         return True
 

@@ -53,7 +53,6 @@ class Reader:
         "_any_entries",
         "_end",
         "_entries",
-        "_handlers",
         "_inbound",
         "_left_bytes",
         "_need",

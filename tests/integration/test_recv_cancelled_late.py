@@ -118,6 +118,19 @@ async def test_what_somebody_has_heard_of_is_not_given_to_another(canceller: Can
         assert fourth.cancel()
 
 
+async def test_who_waited_for_a_while_and_gave_up_has_not_heard_of_it(canceller: Canceller) -> None:
+    async with socket_world(2) as (sender, receiver):
+        await asyncio.gather(sender.barrier(), receiver.barrier())
+        got = np.zeros(3)
+        work = receiver.recv(got, 0)
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await work.wait(timeout=0.001)
+        await canceller.run(work, lambda: sender.isend(np.ones(3), 1))
+        assert await receiver.recv(got, 0) == 0
+        assert (got == 1).all()
+
+
 @pytest.mark.parametrize("others", [0, 1])
 async def test_a_receive_that_had_ended_when_it_was_awaited(others: int) -> None:
     """Its task may be cancelled while it lets the loop turn, and then has not been told either."""

@@ -79,6 +79,19 @@ async def test_wait_bounds_only_the_waiting() -> None:
     assert await work.wait(0)
 
 
+async def test_waits_that_ended_early_leave_nothing_behind() -> None:
+    work: Work[None] = Work(asyncio.get_running_loop(), "barrier")
+    for _ in range(5):
+        with pytest.raises(TimeoutError):
+            await work.wait(timeout=0.0001)
+    waiting = asyncio.create_task(work.wait(timeout=60))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert not work._callbacks
+    work._finish(None)
+
+
 async def test_wait_raises_the_failure() -> None:
     work = pending()
     asyncio.get_running_loop().call_soon(work._fail, ValueError("no"))
