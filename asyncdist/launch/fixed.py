@@ -57,6 +57,8 @@ class FixedAgent(NodeAgent):
             return None, Roster(0, (config.nproc_per_node,), config.job_id or os.urandom(4).hex())
         store: Store = await open_store(place, config.join_timeout_s)
         nodes = Nodes(store, config.job_id, config.nnodes)
+        if config.nnodes > 1:
+            self.say(f"waiting for {config.nnodes} nodes, store at {place.endpoint}")
         stack.push_async_callback(nodes.leave, hosting=place.hosted is not None, outlived=config.store is not None)
         return nodes, await nodes.join(config.node_rank, config.nproc_per_node, self._host, config.join_timeout_s)
 

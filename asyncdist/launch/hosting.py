@@ -11,7 +11,7 @@ import asyncio
 import errno
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -38,6 +38,9 @@ _NAMESPACE: Final = "asyncdist-launch"
 _PROBE_TIMEOUT_S: Final = 5.0
 _RETRY_S: Final = 0.2
 """Between two looks for a store whose launcher has not started yet."""
+
+_SILENT_S: Final = 3.0
+"""Launchers of one job start within a second or two; who waits longer for the store is told what for."""
 
 
 class HostedStore(Protocol):
@@ -74,15 +77,15 @@ def run_token(config: LaunchConfig) -> str | None:
     return new_token() if config.nnodes == 1 else None
 
 
-async def find_or_host(config: LaunchConfig) -> StorePlace:
-    """Return the job's store, hosting it here if this node should.
+async def find_or_host(config: LaunchConfig, say: Callable[[str], None] = lambda text: None) -> StorePlace:
+    """Return the job's store, hosting it here if this node should. `say` tells people when that takes long.
 
     Raises LaunchError: nothing answers within the join time-out, something else holds the port, or an address other
     machines can reach would be served without a token.
     """
     token = run_token(config)
     if config.store is not None:
-        found = await _until_it_answers(config.store, [token], config.tls, config.join_timeout_s)
+        found = await _until_it_answers(config.store, [token], config.tls, config.join_timeout_s, say)
         return StorePlace(config.store, found, None, config.tls)
     endpoint = config.endpoint or Endpoint("127.0.0.1", 0)
     tls = config.tls
@@ -93,7 +96,7 @@ async def find_or_host(config: LaunchConfig) -> StorePlace:
         if hosted is not None:
             return StorePlace(Endpoint(endpoint.host, hosted.port), token, hosted, tls)
     # Another launcher of this job serves with the run's key, a daemon that was there before with its own.
-    found = await _until_it_answers(endpoint, [token, config.token], tls, config.join_timeout_s)
+    found = await _until_it_answers(endpoint, [token, config.token], tls, config.join_timeout_s, say)
     return StorePlace(endpoint, found, None, tls)
 
 
@@ -180,10 +183,22 @@ async def _is_store(endpoint: Endpoint) -> bool:
 
 
 async def _until_it_answers(
-    endpoint: Endpoint, tokens: Sequence[str | None], tls: TLSConfig | None, timeout_s: float
+    endpoint: Endpoint,
+    tokens: Sequence[str | None],
+    tls: TLSConfig | None,
+    timeout_s: float,
+    say: Callable[[str], None],
 ) -> str | None:
     """Wait for a store there and return the first of `tokens` it takes."""
     last: OSError | None = None
+
+    def problem() -> str:
+        return "nothing listens there" if isinstance(last, ConnectionRefusedError) else str(last or "no answer")
+
+    def say_why() -> None:
+        say(f"no store answers at {endpoint} yet ({problem()}); trying for up to {timeout_s:g} s")
+
+    reminder = asyncio.get_running_loop().call_later(_SILENT_S, say_why)
     try:
         async with asyncio.timeout(timeout_s):
             while True:
@@ -193,11 +208,12 @@ async def _until_it_answers(
                     last = error
                     await asyncio.sleep(_RETRY_S)
     except TimeoutError:
-        problem = "nothing listens there" if isinstance(last, ConnectionRefusedError) else last or "no answer"
         raise LaunchError(
-            f"no store answers at {endpoint} after {timeout_s:g} s ({problem}); is the launcher of node 0, or the "
+            f"no store answers at {endpoint} after {timeout_s:g} s ({problem()}); is the launcher of node 0, or the "
             "daemon, running there?"
         ) from last
+    finally:
+        reminder.cancel()
 
 
 async def _fitting_token(endpoint: Endpoint, tokens: Sequence[str | None], tls: TLSConfig | None) -> str | None:

@@ -89,7 +89,7 @@ class NodeAgent:
         if self._config.virtual_local_rank:
             own_device(self._config.nproc_per_node - 1, self._environ)  # before other nodes count on this one
         async with AsyncExitStack() as stack:
-            place = await find_or_host(self._config)
+            place = await find_or_host(self._config, self.say)
             if place.hosted is not None:
                 stack.push_async_callback(asyncio.to_thread, place.hosted.close)
             return await self._take_part(place, stack)

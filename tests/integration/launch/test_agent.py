@@ -15,6 +15,7 @@ from jobs import free_port
 from launching import is_alive, pids_in, write_script
 
 from asyncdist.errors import LaunchError
+from asyncdist.launch import hosting
 from asyncdist.launch import worker as worker_module
 from asyncdist.launch.agent import run
 from asyncdist.launch.config import Endpoint, LaunchConfig
@@ -120,6 +121,10 @@ async def test_a_signal_before_the_workers_exist_ends_the_wait_for_the_store(cap
         assert await task == 128 + signal.SIGTERM
 
 
-async def test_a_launcher_that_cannot_start_says_why(captured: Captured) -> None:
-    with pytest.raises(LaunchError, match=r"no store answers at 127\.0\.0\.1:1 after 0\.1 s"):
-        await captured.run("true", store=Endpoint("127.0.0.1", 1), join_timeout_s=0.1)
+async def test_a_launcher_that_cannot_start_says_why(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting, "_SILENT_S", 0.05)
+    why = r"no store answers at 127\.0\.0\.1:1 after 0\.3 s \(nothing listens there\)"
+    with pytest.raises(LaunchError, match=why):
+        await captured.run("true", store=Endpoint("127.0.0.1", 1), join_timeout_s=0.3)
+    waiting = "no store answers at 127.0.0.1:1 yet (nothing listens there); trying for up to 0.3 s"
+    assert captured.err.read_text().splitlines() == [f"asyncdist run: {waiting}"]

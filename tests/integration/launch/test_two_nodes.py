@@ -175,6 +175,7 @@ def test_a_node_that_never_comes_is_named(tmp_path: Path, port: int) -> None:
     assert f"no store answers at 127.0.0.1:{port} after 0.3 s" in done.stderr
     done = run("--nnodes=3", "--node-rank=0", f"--rdzv-endpoint=127.0.0.1:{port}", "--join-timeout=0.3", script)
     assert done.returncode == 1
+    assert "waiting for 3 nodes, store at" in done.stderr
     assert "nodes [1, 2] of 3 did not join within 0.3 s" in done.stderr
     assert done.stdout == ""
 
@@ -234,7 +235,8 @@ def test_a_job_id_can_be_used_again_whatever_became_of_the_last_run(tmp_path: Pa
             subprocess.run([sys.executable, "-m", "asyncdist", *seen], check=True, timeout=DEADLINE_S)
             waiting.send_signal(signal.SIGINT)
             returncode, _, stderr = outcome(waiting)
-            assert (returncode, stderr) == (130, "asyncdist run: SIGINT: no worker is running\n")
+            said = [f"waiting for 2 nodes, store at {server.address}", "SIGINT: no worker is running"]
+            assert (returncode, stderr.splitlines()) == (130, [f"asyncdist run: {text}" for text in said])
         assert run("--nproc-per-node=2", "--rdzv-id=job", script, **store).returncode == 0
         with nodes(two, two, **store) as launched:
             assert [outcome(process)[0] for process in launched] == [0, 0]
