@@ -42,6 +42,8 @@ LIMIT_VARIABLE: Final = "ASYNCDIST_PART_LIMIT_S"
 _VERDICT: Final = re.compile(r"^(tests/\S+::.*?) (PASSED|FAILED|SKIPPED|ERROR)\b")
 _BEGUN: Final = re.compile(r"^(tests/\S+::\S+)")
 _SKIPPED: Final = re.compile(r"^SKIPPED \[\d+\] (.*)")
+_FRAME: Final = re.compile(r'^  File "(<frozen|.*/(_pytest|pluggy|pytest|pytest_asyncio|click)/)')
+"""Of what calls the part's own code, in a trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,8 @@ class Sections:
         if section.tests:
             _read_tests(outcome, lines)
         if problem:
-            outcome.tail = tuple(line[:LINE_CHARACTERS] for line in lines if line.strip())[-TAIL_LINES:]
+            telling = [line[:LINE_CHARACTERS] for line in lines if line.strip() and not _FRAME.search(line)]
+            outcome.tail = tuple(telling[-TAIL_LINES:])
         return outcome
 
 

@@ -150,6 +150,19 @@ def test_verdicts_are_read_as_far_as_they_came(tmp_path: Path) -> None:
     assert quiet.problem == "no test ran"
 
 
+def test_a_test_that_hangs_is_named_and_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_x.py").write_text(
+        "import time\ndef test_a(): pass\ndef in_a_library(): time.sleep(1000)\ndef test_b(): in_a_library()\n"
+    )
+    monkeypatch.setattr(gpu_sections, "ROOT", tmp_path)
+    part = Section("x", (*gpu_proof.PYTEST, "tests/test_x.py"), 5.0, gpu_proof.ALONE)
+    outcome = Sections(LIMIT_S, tmp_path / "log").run(part)
+    assert outcome.problem == "stopped after 5 s: tests/test_x.py::test_b"
+    assert outcome.counts() == "1 passed"
+    assert any("in in_a_library" in line for line in outcome.tail), outcome.tail
+
+
 def test_the_parts_fit_eight_minutes(tmp_path: Path) -> None:
     assert BUDGET_S <= 480 - 30
     parts = gpu_proof.sections(tmp_path, smoke=False)
