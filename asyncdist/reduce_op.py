@@ -7,9 +7,11 @@ write it, is `ReduceOp.SUM`; so are PRODUCT, MIN and MAX.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Complex
 from typing import Any, Final, TypeAlias
 
 __all__ = ["MAX", "MIN", "PRODUCT", "SUM", "CustomOp", "PremulSum", "ReduceOp", "ReduceOpLike"]
@@ -68,10 +70,19 @@ class ReduceOp(enum.Enum):
     __hash__ = object.__hash__  # members are compared by identity; Enum's own hashes the name, in Python
 
     def __call__(self, factor: float | complex) -> PremulSum:
-        """Return the operation with its factor; only PREMUL_SUM has one."""
+        """Return the operation with its factor, a number or an array of one; only PREMUL_SUM has one.
+
+        Raises TypeError for anything else. What fits a dtype is known when there is an array: reals fit all.
+        """
         if self is not ReduceOp.PREMUL_SUM:
             raise TypeError(f"{self} takes no factor; only ReduceOp.PREMUL_SUM does")
-        return PremulSum(factor)
+        number: object = factor
+        if hasattr(factor, "item"):  # numpy's and torch's
+            with contextlib.suppress(ValueError, RuntimeError):  # of several elements
+                number = factor.item()
+        if isinstance(number, bool) or not isinstance(number, Complex):
+            raise TypeError(f"the factor of ReduceOp.PREMUL_SUM must be a number, got {factor!r}")
+        return PremulSum(number)  # type: ignore[arg-type]  # which knows no numbers.Complex
 
     @staticmethod
     def custom(function: Callable[[Any, Any], Any], *, commutative: bool = True, name: str | None = None) -> CustomOp:
