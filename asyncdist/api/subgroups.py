@@ -62,7 +62,8 @@ def new_subgroups_by_enumeration(
 
     Returns the group of this rank (a `NonMember` if it is in none, never None, which would mean the default group) and
     the list of all. To be called by all ranks of `group`, or of the default group, like `new_group`. Raises ValueError
-    for an empty list, a rank in two lists, and what `new_group` refuses; nothing is made then.
+    for an empty list, a rank in two lists, and what `new_group` refuses, TypeError for a rank that is no int; nothing
+    is made then.
     """
     parent = resolve(group)
     parts = _parts(ranks_per_subgroup_list, "ranks_per_subgroup_list")
@@ -83,7 +84,8 @@ def split_group(
     """Divide `parent_pg` as `split_ranks` says, lists of its group ranks, and return the group of this rank.
 
     A rank in none of the lists gets a `NonMember` (torch: None). To be called by all ranks of `parent_pg`. Raises
-    ValueError for no or empty lists, a rank in two lists, or one that the parent does not have; nothing is made then.
+    ValueError for no or empty lists, a rank in two lists, or one that the parent does not have, TypeError for one that
+    is no int; nothing is made then.
     """
     parent = resolve(parent_pg)
     parts = _parts(() if split_ranks is None else split_ranks, "split_ranks")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -27,7 +28,7 @@ class Work(Generic[T]):
     its own type, in each thread that waits; a failure nobody asked about is raised by `destroy_process_group`.
     """
 
-    __slots__ = ("_done", "_inner", "_locks", "_mutex", "_session")
+    __slots__ = ("_callbacks", "_done", "_inner", "_locks", "_mutex", "_session")
 
     def __init__(self, session: Session, inner: InnerWork[T]) -> None:
         """Called in the communication thread, as long as nobody else knows `inner`."""
@@ -35,6 +36,7 @@ class Work(Generic[T]):
         self._inner = inner
         self._mutex = _thread.allocate_lock()
         self._locks: list[Any] = []
+        self._callbacks: list[Callable[[Work[T]], object]] = []
         self._done = inner._done
         if not self._done:
             inner._listener = self
@@ -44,10 +46,13 @@ class Work(Generic[T]):
         with self._mutex:
             self._done = True
             locks, self._locks = self._locks, []
+            callbacks, self._callbacks = self._callbacks, []
         if locks:
             self._inner._retrieved = True  # they will be told
         for lock in locks:
             lock.release()
+        for callback in callbacks:
+            self._inner._loop.call_soon(callback, self)
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Wait until the operation has ended; True, or raise what went wrong.
@@ -114,6 +119,18 @@ class Work(Generic[T]):
             if error is not self._inner._error:
                 raise
         return self._inner._error
+
+    def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
+        """Call `callback(work)` once the operation has ended, in the communication thread; here, if it already has.
+
+        In that thread nothing may be waited for, or all operations stand still: what would wait raises RuntimeError.
+        Hand over what takes long, for example to a `queue.Queue`. What the callback raises there is logged.
+        """
+        with self._mutex:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
 
     def source_rank(self) -> int:
         """The rank a receive got its message from. Raises RuntimeError for anything but a completed receive."""

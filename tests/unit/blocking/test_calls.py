@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import queue
 import signal
 import threading
 import time
@@ -128,6 +129,32 @@ def test_wrong_arguments_raise_at_the_call(alone: dist.ProcessGroup) -> None:
     with pytest.raises(TypeError, match="progress="):
         dist.init_process_group(progress="thread")
     dist.barrier()
+
+
+def test_callbacks_are_called_in_the_communication_thread_where_nothing_waits(alone: dist.ProcessGroup) -> None:
+    told: queue.Queue[tuple[object, str, BaseException | None]] = queue.Queue()
+
+    def callback(work: dist.Work[int]) -> None:
+        error = None
+        try:
+            dist.barrier()
+        except RuntimeError as refused:
+            error = refused
+        told.put((work, threading.current_thread().name, error))
+
+    y = np.zeros(1)
+    work = dist.irecv(y, 0)
+    for _ in range(2):
+        work.add_done_callback(callback)
+    assert told.empty()
+    dist.send(np.ones(1), 0)
+    for _ in range(2):
+        found, thread, error = told.get(timeout=LIMIT_S)
+        assert found is work
+        assert thread != threading.current_thread().name
+        assert "running event loop" in str(error)
+    work.add_done_callback(callback)  # has ended: called here, where waiting is allowed
+    assert told.get_nowait() == (work, threading.current_thread().name, None)
 
 
 def test_errors_keep_their_type_and_are_raised_in_every_waiting_thread(alone: dist.ProcessGroup) -> None:
