@@ -48,7 +48,7 @@ class Place:
         self.communicator = communicator
         self.stream = stream
         self.scratch = scratch
-        """`scratch(nbytes)`: a pointer to memory that is this call's until it ends on the stream."""
+        """`scratch(nbytes)`: a pointer to memory that nobody else has until the launch has ended on the stream."""
 
 
 def issue(call: Call, place: Place) -> Callable[[], None] | None:

@@ -44,6 +44,9 @@ are being put together. A launch that takes longer waits for a peer, inside of N
 LEAST_SCRATCH_BYTES: Final = 2 << 20
 """CUDA allocates no less. Doubled until it is enough: all that is outgrown is together less than the last."""
 
+ALIGN_BYTES: Final = 256
+"""Where parts of it begin: what CUDA's own allocations are aligned to."""
+
 _COMMUNICATOR: Final = "communicator"
 
 
@@ -92,6 +95,7 @@ class NcclChannel:
         self._launch_ended.set()
         self._streams: tuple[Stream, ...] = ()
         self._places: tuple[Place, ...] = ()
+        self._scratches: tuple[_Scratch, ...] = ()
         self._communicators: tuple[Communicator, ...] = ()
         self._memory: list[Memory] = []
         self._left_behind: list[NcclOperation] = []
@@ -121,9 +125,10 @@ class NcclChannel:
             raise
         runtime = around.runtime
         self._streams = tuple(runtime.new_stream(device) for device in self.devices)
+        self._scratches = tuple(_Scratch(self, device) for device in self.devices)
         self._places = tuple(
-            Place(nccl, runtime, communicator, stream, _Scratch(self, device))
-            for communicator, stream, device in zip(found, self._streams, self.devices, strict=True)
+            Place(nccl, runtime, communicator, stream, scratch)
+            for communicator, stream, scratch in zip(found, self._streams, self._scratches, strict=True)
         )
         self._communicators = tuple(found)
         self._go_on()
@@ -199,6 +204,8 @@ class NcclChannel:
     def _launch(self, operation: NcclOperation) -> None:
         """Queue everything on the GPU; in the loop's thread or one of its own."""
         call, streams = operation.call, self._streams
+        for scratch in self._scratches:
+            scratch.begin()
         for event in call.ready:
             for stream in streams:
                 stream.wait_event(event)
@@ -305,18 +312,29 @@ class NcclChannel:
 
 
 class _Scratch:
-    """Temporary memory in the order of one stream: each call may use it from its start, as those before have ended."""
+    """Temporary memory in the order of one stream: each launch may use it from its start, as those before have ended.
+
+    What is launched together, the members of one call, has parts of its own.
+    """
 
     def __init__(self, channel: NcclChannel, device: int) -> None:
         self._channel = channel
         self._device = device
         self._memory: Memory | None = None
+        self._used = 0
+
+    def begin(self) -> None:
+        """Another launch."""
+        self._used = 0
 
     def __call__(self, nbytes: int) -> int:
-        if self._memory is None or self._memory.nbytes < nbytes:
-            doubled = 1 << (max(nbytes, LEAST_SCRATCH_BYTES) - 1).bit_length()
+        start = -(-self._used // ALIGN_BYTES) * ALIGN_BYTES
+        if self._memory is None or self._memory.nbytes < start + nbytes:
+            doubled = 1 << (max(start + nbytes, LEAST_SCRATCH_BYTES) - 1).bit_length()
             self._memory = self._channel.scratch(doubled, self._device)
-        return self._memory.pointer
+            start = 0  # what this launch had before stays where it is
+        self._used = start + nbytes
+        return self._memory.pointer + start
 
 
 def _abort_late(on: tuple[Runtime, int], future: asyncio.Future[Communicator]) -> None:

@@ -163,6 +163,30 @@ def test_coalesced(size: int) -> None:
 
 
 @sizes
+@pytest.mark.parametrize("path", ["nccl", "ipc", "staged"])
+def test_coalesced_operations_have_temporary_memory_of_their_own(
+    path: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them are launched together, after all copies."""
+    monkeypatch.setenv("ASYNCDIST_CUDA_PATH", path)
+
+    async def main(at: GpuRank) -> None:
+        group, rank = at.group, at.rank
+        parts = [[values_of(one, (size * 3,), "float32", seed) for seed in range(3)] for one in range(size)]
+        outs = [at.zeros(3) for _ in range(3)]
+        inputs = [at.array(part) for part in parts[rank]]
+        await dist.reduce_scatter_tensor_coalesced(outs, inputs, ReduceOp.PREMUL_SUM(2.0), group=group)
+        for index, out in enumerate(outs):
+            assert equal(out, 2 * sum(part[index] for part in parts)[3 * rank : 3 * rank + 3])
+        wholes = [at.array(part) for part in parts[rank]]
+        await dist.all_gather_into_tensor_coalesced(wholes, [whole[:3] for whole in wholes], group)
+        for index, whole in enumerate(wholes):
+            assert equal(whole, np.concatenate([part[index][:3] for part in parts]))
+
+    run_gpu(size, main)
+
+
+@sizes
 def test_inputs_that_are_outputs(size: int) -> None:
     async def main(at: GpuRank) -> None:
         group, rank = at.group, at.rank

@@ -6,6 +6,8 @@ import asyncio
 import gc
 import threading
 import weakref
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -186,3 +188,30 @@ async def test_what_a_failed_launch_has_queued_finds_its_arrays(monkeypatch: pyt
         await dist.destroy_process_group()
         assert group.closed
         assert not cuda.runtime.failure, cuda.runtime.failure
+
+
+def test_temporary_memory_of_one_launch_is_apart() -> None:
+    """Also where it grows meanwhile; the next launch uses it again."""
+
+    class Channel:
+        def __init__(self) -> None:
+            self.blocks: list[Any] = []
+
+        def scratch(self, nbytes: int, device: int) -> Any:
+            start = 1 << 40 if not self.blocks else self.blocks[-1].pointer + self.blocks[-1].nbytes
+            self.blocks.append(SimpleNamespace(pointer=start, nbytes=nbytes))
+            return self.blocks[-1]
+
+    channel: Any = Channel()
+    scratch = nccl_channel._Scratch(channel, 0)
+    first = 0
+    for _launch in range(3):
+        scratch.begin()
+        parts = sorted((scratch(nbytes), nbytes) for nbytes in (1, 100, 1 << 20, 3 << 20, 7, 5 << 20))
+        for (start, nbytes), (following, _) in pairwise(parts):
+            assert start + nbytes <= following
+        assert all(start % nccl_channel.ALIGN_BYTES == 0 for start, _ in parts)
+        blocks = len(channel.blocks)
+        assert not first or blocks <= first + 1
+        first = blocks
+    assert sum(block.nbytes for block in channel.blocks) < 2 * channel.blocks[-1].nbytes
