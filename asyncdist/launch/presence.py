@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["PRESENCE_GRACE_S", "Presence"]
 
 PRESENCE_GRACE_S: Final = 1.0
-"""A launcher only waits, and makes a broken connection anew within milliseconds; one that does not was killed. One that
-was merely slow finds itself expelled, and joins anew."""
+"""A launcher only waits, and makes a broken connection anew within milliseconds; one that does not was killed (a daemon
+that comes back waits longer for its clients). One that was merely slow finds itself expelled, and joins anew."""
 
 _HERE: Final = "here/"
 _MEMBERS: Final = "members/"

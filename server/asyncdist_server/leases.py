@@ -24,6 +24,9 @@ LEASED_KEY_BYTES: Final = 150
 """What binding a key to a lease costs: its entries in two tables."""
 HOLD_BYTES: Final = 700
 """What holding a prefix costs besides the prefix."""
+RETURN_S: Final = 5.0
+"""What a lease bound to a connection gets at least when the daemon has come back: its clients were not gone, and try
+again every two seconds at most."""
 STALL_S: Final = 0.5
 """A timer that is later than this means that the daemon was stopped, or its host was: what its clients said meanwhile
 has arrived and was not read. Clients renew a lease three times in its time, so that shorter stalls do no harm."""
@@ -61,12 +64,12 @@ class Lease:
         self.armed = False
         self.done = False
 
-    def postpone(self, now: float) -> None:
+    def postpone(self, now: float, least_s: float = 0.0) -> None:
         """Let the lease end `ttl_s` after `now`, which may be a while ago where there is a clock that knows better."""
         clock = self._state.clock
         if clock is not None:
             now = max(now, clock())
-        self.deadline = now + self.ttl_s
+        self.deadline = now + max(self.ttl_s, least_s)
         self._state.timers.arm(self)
 
     def fire(self, now: float) -> None:
@@ -168,7 +171,7 @@ class Leases:
     def renew_all(self, namespace: Namespace, now: float) -> None:
         """Give every lease its full time again: the daemon was away, not those who vouch for them."""
         for lease in namespace.leases.values():
-            lease.postpone(now)
+            lease.postpone(now, 0.0 if lease.owner is None else RETURN_S)
 
     def spare(self, namespace: Namespace, late_s: float, now: float) -> None:
         """Let no lease end for as long as the daemon did not run, up to its own time: it may have been kept alive."""

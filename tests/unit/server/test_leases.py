@@ -9,6 +9,7 @@ from engine_user import User, pass_time
 
 from asyncdist_server import messages as m
 from asyncdist_server.engine import StoreEngine
+from asyncdist_server.leases import RETURN_S
 
 
 def test_a_lease_by_time_ends_unless_kept_alive(users: list[User]) -> None:
@@ -52,6 +53,23 @@ def test_a_goodbye_ends_a_bound_lease_at_once(users: list[User]) -> None:
     a.ask(m.SET_LEASED, b"k", b"v", 7)
     a.leave()
     assert b.ask(m.CHECK, (b"k",)) is False
+
+
+@pytest.mark.parametrize(("after_s", "there"), [(RETURN_S - 0.1, True), (RETURN_S, False)])
+def test_short_bound_leases_wait_for_their_clients_when_the_store_was_away(
+    users: list[User], engine: StoreEngine, after_s: float, there: bool
+) -> None:
+    a = users[0]
+    a.ask(m.GRANT, 7, 1000, True)
+    a.lose()
+    engine.renew_leases(a.now)
+    pass_time(users, after_s)
+    a.connect()
+    assert a.ask(m.KEEP_ALIVE, (7,)) == ([] if there else [7])
+    a.lose()
+    pass_time(users, 1)  # its own time counts again
+    a.connect()
+    assert a.ask(m.KEEP_ALIVE, (7,)) == [7]
 
 
 def test_a_store_that_was_away_renews_leases_in_full(users: list[User], engine: StoreEngine) -> None:
