@@ -215,3 +215,16 @@ def test_temporary_memory_of_one_launch_is_apart() -> None:
         assert not first or blocks <= first + 1
         first = blocks
     assert sum(block.nbytes for block in channel.blocks) < 2 * channel.blocks[-1].nbytes
+
+
+async def test_nobody_looks_for_messages_while_nccl_works() -> None:
+    """They would keep the loop from looking at the GPU; operations on host arrays do."""
+    with fake_cuda(1, mode="threads") as cuda:
+        async with world():
+            on_gpu = dist.all_reduce(cuda.runtime.array(np.ones(4, np.float32)))
+            on_host = dist.all_reduce(np.ones(4, np.float32))
+            await asyncio.gather(on_gpu, on_host)
+            later = dist.all_reduce(cuda.runtime.array(np.ones(4, np.float32)))
+            await later
+            assert on_gpu._spinner is later._spinner is None
+            assert on_host._spinner is not None
