@@ -1,7 +1,8 @@
 """Lanes of one group: how its members agree to share memory, tag by tag, and who takes which place in the order.
 
-At the first collective of a tag the members exchange three small messages with everyone, as ordinary collectives: the
-first makes all connections, the second says who can (it shares memory with all the others, and has some left), and
+At the first collective of tag 0, and at the second of any other, the members exchange three small messages with
+everyone, as ordinary collectives: a tag that is used once, such as the number of a request, is not worth it. The first
+message makes all connections, the second says who can (it shares memory with all the others, and has some left), and
 which segment of its own the others shall map, the third who has mapped all of them. All can, or none does. What is
 issued meanwhile waits.
 """
@@ -91,7 +92,8 @@ class Lanes:
         tag = self._tags.get(work.tag)
         if tag is not None and tag.decided:
             return tag
-        if work.number >= _GREETING:
+        first_of_many = work.tag != 0 and work.number == 0
+        if first_of_many or work.number >= _GREETING:
             return WITHOUT_LANE
         if tag is not None:
             tag.held.append((call, work, on_end))

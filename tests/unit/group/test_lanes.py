@@ -364,6 +364,7 @@ async def test_a_lane_that_not_all_can_map_is_for_nobody(monkeypatch: pytest.Mon
         assert lane_of(group) is None
         await total(group, 10_000)
         await total(group, tag=1)
+        await total(group, tag=1)
         assert lane_of(group, 1) is not None
 
     await run_ranks(3, main)
