@@ -60,6 +60,6 @@ def default_group() -> ProcessGroup:
         names = ", ".join(world.name for world in alive)
         raise ValueError(f"several worlds are open on this event loop ({names}) and this context has none: pass group=")
     raise ValueError(
-        "the default process group has not been initialized: call init_process_group() first"
-        + (" (this context's group is closed)" if group is not None else "")
+        "the default process group has not been initialized: call init_process_group() first, "
+        "and in asyncio code await it" + (" (this context's group is closed)" if group is not None else "")
     )

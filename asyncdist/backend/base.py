@@ -116,7 +116,7 @@ def parse_backend(backend: str | None) -> Backends:
     """
     if backend is None:
         return Backends(Backend(Backend.AIO), None)
-    if ":" not in backend:
+    if not isinstance(backend, str) or ":" not in backend:
         named = Backend(backend)
         if named == Backend.NCCL:
             return Backends(None, named)

@@ -6,6 +6,8 @@ import asyncio
 import gc
 import weakref
 
+import pytest
+
 import asyncdist as dist
 from asyncdist.testing import run_world
 
@@ -41,3 +43,10 @@ async def test_worlds_made_and_closed_on_one_loop_are_freed() -> None:
     await asyncio.sleep(0)  # the loop still holds the callbacks of its last turn
     gc.collect()
     assert len(groups) == 0
+
+
+async def test_who_forgot_to_await_is_told() -> None:
+    async with dist.HashStore() as store:
+        dist.init_process_group(store=store, rank=0, world_size=1)  # does nothing by itself
+        with pytest.raises(ValueError, match=r"call init_process_group\(\) first, and in asyncio code await it"):
+            dist.barrier()
