@@ -186,7 +186,8 @@ class Lanes:
         backend, memory, state = self._backend, self._memory, self._tags[tag]
         able = [rank for rank, (can, _) in zip(backend.ranks, gathered, strict=True) if can]
         if len(able) < len(backend.ranks) or memory is None:
-            events.info("group %x tag %d: no shared memory; only ranks %s could", backend.group_id, tag, able)
+            who = f"only ranks {able} share some with all others" if able else "no rank shares some with all others"
+            events.info("group %x tag %d: no shared memory; %s", backend.group_id, tag, who)
             self._free(state)
             self._decided(tag)
             return
