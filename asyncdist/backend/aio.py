@@ -253,7 +253,7 @@ class AioBackend(GroupBackend):
         kernel = None if call.op is None else reduction.kernel(call.op, call.dtype)
         if len(self._recipes) >= RECIPES_KEPT:
             del self._recipes[next(iter(self._recipes))]
-        recipe = Recipe(Program(plan), fingerprint, kernel, express_of(call, plan, lane_bytes))
+        recipe = Recipe(Program(plan), fingerprint, kernel, express_of(call, plan, self.rank, lane_bytes))
         self._recipes[call.recipe_key, lane_bytes] = recipe
         return recipe
 

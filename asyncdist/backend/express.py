@@ -7,6 +7,7 @@ memory of its own: what `plan.shared_reduce.all_reduce_direct` and `plan.shared_
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from asyncdist.arrays import Array, Flat
@@ -37,20 +38,38 @@ class ExpressKind(NamedTuple):
     """What all express calls with one recipe share."""
 
     nbytes: int
-    """What each rank puts out: its vector, its block, or its blocks for all."""
+    """What each rank that gives puts out: its vector, its block, or its blocks for all."""
     take: Take | None
     """None if there is nothing to take."""
+    gives: bool
+    """Whether this rank does."""
+    needed: tuple[int, ...] | None
+    """Whose payload this rank takes; None: everybody's, as everybody takes its own."""
+    readers: tuple[int, ...] = ()
+    """Who takes from this rank, if not all do."""
 
 
-def express_of(call: Call, plan: Plan, lane_bytes: int) -> ExpressKind | None:
-    """How calls like this one are carried out here, if they are; the same on all ranks."""
-    collective, even = call.collective, isinstance(call.counts, int)
+def express_of(call: Call, plan: Plan, rank: int, lane_bytes: int) -> ExpressKind | None:
+    """How calls like this one are carried out here, if they are: all ranks answer that alike."""
+    collective, world, root = call.collective, plan.world, call.root
+    even = isinstance(call.counts, int)
     if not (even or collective == "reduce_scatter") or not (call.op is None or isinstance(call.op, ReduceOp)):
         return None
-    nbytes = call.nbytes * plan.world if even and collective in _BLOCKS_FOR_ALL else call.nbytes
-    if not by_records(collective, plan.algorithm, plan.world, nbytes, lane_bytes):
+    nbytes = call.nbytes * world if even and collective in _BLOCKS_FOR_ALL else call.nbytes
+    if not by_records(collective, plan.algorithm, world, nbytes, lane_bytes):
         return None
-    return ExpressKind(nbytes, _TAKE[collective]) if nbytes or collective == "barrier" else None
+    if not nbytes and collective != "barrier":
+        return None
+    take, everyone = _TAKE[collective], tuple(range(world))
+    if collective in _FROM_ROOT:
+        if rank == root:
+            return ExpressKind(nbytes, take, gives=True, needed=(), readers=everyone)
+        return ExpressKind(nbytes, take, gives=False, needed=(root,))
+    if collective in _TO_ROOT:
+        if rank == root:
+            return ExpressKind(nbytes, take, gives=True, needed=everyone)
+        return ExpressKind(nbytes, None, gives=True, needed=(), readers=(root,))
+    return ExpressKind(nbytes, take, gives=True, needed=None)
 
 
 class ExpressOperation:
@@ -60,12 +79,13 @@ class ExpressOperation:
         "_backend",
         "_call",
         "_kernel",
+        "_kind",
         "_lane",
         "_on_end",
-        "_take",
         "_work",
         "fingerprint",
         "nbytes",
+        "needed",
         "number",
         "payload",
     )
@@ -87,17 +107,25 @@ class ExpressOperation:
         self._work = work
         self._on_end = on_end
         self.fingerprint = recipe.fingerprint
-        self.payload = [flat.octets for flat in call.inputs or call.outputs]
-        self.nbytes, self._take = express
+        self.nbytes = express.nbytes
+        self.payload = list(map(_octets, call.inputs or call.outputs)) if express.gives else []
+        self.needed = express.needed
+        self._kind = express
         self.number = -1
 
+    def wakes(self, *, last: bool) -> tuple[int, ...]:
+        """Who may go on now that we have begun, where not all take from all: who takes from one, at last the root."""
+        readers = self._kind.readers
+        return readers if last or len(readers) > 1 else ()
+
     def ready(self) -> None:
-        """All members' operands are there: take what this rank is to have."""
-        take = self._take
+        """All payloads that this rank takes are there: take what it is to have."""
+        kind = self._kind
+        take = kind.take
         if take is None:
             return
         call = self._call
-        operands = self._lane.operands(self.number, call.dtype, self.nbytes)
+        operands = self._lane.operands(self.number, call.dtype, kind.nbytes, kind.needed)
         take(call, operands, self._backend.rank, self._kernel or _no_kernel)
         if call.op is ReduceOp.AVG:
             reduction.finish(ReduceOp.AVG, call.outputs[0].elements, len(operands) * call.shares)
@@ -120,8 +148,9 @@ class ExpressOperation:
         self._lane.drop_express(self)
 
     def waiting_for(self) -> tuple[int, ...]:
-        """Group ranks that have not begun the operation."""
-        return self._lane.not_begun(self.number)
+        """Group ranks that we wait for to begin the operation."""
+        missing = self._lane.not_begun(self.number)
+        return missing if self.needed is None else tuple(rank for rank in missing if rank in self.needed)
 
 
 def _all_reduce(call: Call, operands: list[Array], rank: int, kernel: Kernel) -> None:
@@ -152,6 +181,21 @@ def _all_to_all(call: Call, operands: list[Array], rank: int, kernel: Kernel) ->
         block[...] = operand[rank * block.size : (rank + 1) * block.size]
 
 
+def _broadcast(call: Call, operands: list[Array], rank: int, kernel: Kernel) -> None:
+    del rank, kernel
+    for operand in operands:  # the root takes none
+        call.outputs[0].elements[...] = operand
+
+
+def _scatter(call: Call, operands: list[Array], rank: int, kernel: Kernel) -> None:
+    del kernel
+    own = call.outputs[0].elements
+    if call.inputs:
+        own[...] = call.inputs[rank].elements
+    for operand in operands:
+        own[...] = operand[rank * own.size : (rank + 1) * own.size]
+
+
 def _fold(operands: list[Array], start: int, out: Array, kernel: Kernel) -> None:
     """Reduce, in rank order, what the operands hold from `start` on: a part at a time, which stays in the cache."""
     step = max(1, FOLD_BYTES // out.itemsize)
@@ -176,13 +220,21 @@ def _no_kernel(left: Array, right: Array, out: Array) -> None:
     raise AssertionError("a collective without a reduction reduces")
 
 
-_BLOCKS_FOR_ALL: Final = ("all_to_all", "reduce_scatter")
+_octets = attrgetter("octets")
+
+_BLOCKS_FOR_ALL: Final = ("all_to_all", "reduce_scatter", "scatter")
 """Collectives in which a rank puts out a block for every rank."""
+_FROM_ROOT: Final = ("broadcast", "scatter")
+_TO_ROOT: Final = ("gather", "reduce")
 
 _TAKE: Final[dict[str, Take | None]] = {
     "all_gather": _all_gather,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,
     "barrier": None,
+    "broadcast": _broadcast,
+    "gather": _all_gather,
+    "reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
+    "scatter": _scatter,
 }

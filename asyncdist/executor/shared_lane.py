@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar
 
@@ -38,12 +38,17 @@ class Express(Protocol):
     number: int
     fingerprint: int
     payload: list[memoryview]
-    """What it puts out, one piece after another."""
+    """What it puts out, one piece after another: nothing where only others do."""
     nbytes: int
-    """How long that is."""
+    """How long the payload of each member is that has one."""
+    needed: tuple[int, ...] | None
+    """Members whose payload it takes; None: all, as they take ours."""
+
+    def wakes(self, *, last: bool) -> Iterable[int]:
+        """Members that may go on now that we have begun, where not all take from all; `last` if all have begun."""
 
     def ready(self) -> None:
-        """All members' payloads are there: take them."""
+        """All payloads that it takes are there."""
 
     def done(self) -> None:
         """Report success. It may issue others."""
@@ -84,7 +89,7 @@ class SharedLane:
         self._parts: list[SharedPart] = []
         self._unbegun: deque[SharedPart | Express] = deque()
         self._express: deque[Express] = deque()
-        self._operands: dict[tuple[np.dtype[Any], int], dict[object, list[Array]]] = {}
+        self._operands: dict[tuple[np.dtype[Any], int, tuple[int, ...] | None], dict[int, list[Array]]] = {}
         self._again: asyncio.Handle | None = None
         self.closed = False
 
@@ -117,11 +122,18 @@ class SharedLane:
         except LaneFault as error:
             self.fault(error)
             return
-        if last:
+        if operation.needed is not None:
+            for member in operation.wakes(last=last):
+                ringer = self._ringers[member]
+                if ringer is not None:
+                    ringer.knock()
+        elif last:
             for ringer in self._others:
                 ringer.knock()
-            if self._express[0] is operation:
-                self._advance_express()
+        else:
+            return
+        if self._express[0] is operation:
+            self._advance_express()
 
     def drop_express(self, operation: Express) -> None:
         """Forget an operation."""
@@ -133,21 +145,20 @@ class SharedLane:
             place = SharedPart(self, operation.fingerprint, None, None)
             self._unbegun[self._unbegun.index(operation)] = place
 
-    def operands(self, number: int, dtype: np.dtype[Any], nbytes: int) -> list[Array]:
-        """The members' payloads in express operation `number`, as arrays over the lane's memory."""
-        kept = self._operands.get((dtype, nbytes))
+    def operands(
+        self, number: int, dtype: np.dtype[Any], nbytes: int, needed: tuple[int, ...] | None = None
+    ) -> list[Array]:
+        """The payloads of the members that are `needed`, or of all, as arrays over the lane's memory."""
+        kept = self._operands.get((dtype, nbytes, needed))
         if kept is None:
             if len(self._operands) >= OPERAND_KINDS:
                 self._operands.clear()
-            kept = self._operands[dtype, nbytes] = {}
-        places = self.core.express_places(number) if nbytes > EXPRESS_BYTES else number % RECORDS
-        found = kept.get(places)
+            kept = self._operands[dtype, nbytes, needed] = {}
+        place = number % RECORDS
+        found = kept.get(place)
         if found is None:
-            if len(kept) >= RECORDS:
-                kept.clear()
-            payload = self.core.express_payload
-            found = [np.frombuffer(payload(number, member, nbytes), dtype) for member in range(len(self._ranks))]
-            kept[places] = found
+            payload, members = self.core.express_payload, range(len(self._ranks)) if needed is None else needed
+            found = kept[place] = [np.frombuffer(payload(number, member, nbytes), dtype) for member in members]
         return found
 
     def not_begun(self, number: int) -> tuple[int, ...]:
@@ -294,7 +305,7 @@ class SharedLane:
             operation = express[0]
             number = operation.number
             try:
-                if not core.express_ready(number, operation.fingerprint):
+                if not core.express_ready(number, operation.fingerprint, operation.needed):
                     break
                 operation.ready()
             except LaneFault as error:
@@ -308,7 +319,7 @@ class SharedLane:
             express.popleft()
             core.express_done(number)
             done = True
-            if not number % EXPRESS_NEWS:
+            if operation.nbytes > EXPRESS_BYTES or not number % EXPRESS_NEWS:  # one may wait for the next slot already
                 self.flush()
             self.moved += operation.nbytes * len(self._ranks)
             operation.done()

@@ -88,6 +88,8 @@ def _direct_all_reduce(shape: Shape) -> SharedLoad:
 
 def _direct_reduce(shape: Shape) -> SharedLoad:
     """Everyone publishes all, the root folds it."""
+    if by_records("reduce", "shared_direct", shape.world, shape.total, shape.lane_bytes):
+        return _to_root(shape, shape.total, worked=shape.total * (shape.world - 1))
     world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
     root, other = Toil(pieces * (world - 1), total, total * (world - 1)), Toil(pieces, total)
     return SharedLoad(1, root.plus(other, 1 / pieces), root.plus(other, world - 1), total)
@@ -138,6 +140,8 @@ def _reduce_scatter(shape: Shape) -> SharedLoad:
 
 def _broadcast(shape: Shape) -> SharedLoad:
     """The root publishes chunks, which the others copy while it publishes more; the last one remains."""
+    if by_records("broadcast", "shared", shape.world, shape.total, shape.lane_bytes):
+        return _from_root(shape, shape.total, shape.total)
     work, pieces = Toil(shape.pieces(shape.total), shape.total), shape.pieces(shape.total)
     return SharedLoad(1, work.plus(work, 1 / pieces), Toil(0).plus(work, shape.world), shape.total)
 
@@ -152,7 +156,13 @@ def _all_gather(shape: Shape) -> SharedLoad:
 
 
 def _gather(shape: Shape) -> SharedLoad:
-    """Everyone publishes its block, the root copies all; scatter is the same the other way round."""
+    """Everyone publishes its block, the root copies all."""
+    if by_records("gather", "shared", shape.world, shape.block, shape.lane_bytes):
+        return _to_root(shape, shape.block, copied=shape.block * shape.world)
+    return _blocks_of_root(shape)
+
+
+def _blocks_of_root(shape: Shape) -> SharedLoad:
     block, pieces = shape.block, shape.pieces(shape.block)
     one = Toil(pieces, block)
     root = Toil(0, block).plus(one, shape.world - 1)
@@ -160,7 +170,10 @@ def _gather(shape: Shape) -> SharedLoad:
 
 
 def _scatter(shape: Shape) -> SharedLoad:
-    return _gather(shape)._replace(published=shape.block * (shape.world - 1))
+    """The same the other way round."""
+    if by_records("scatter", "shared", shape.world, shape.total, shape.lane_bytes):
+        return _from_root(shape, shape.total, shape.block)
+    return _blocks_of_root(shape)._replace(published=shape.block * (shape.world - 1))
 
 
 def _all_to_all(shape: Shape) -> SharedLoad:
@@ -181,6 +194,18 @@ def _in_records(shape: Shape, payload: float, copied: float = 0.0, worked: float
     """Everyone puts its payload out and copies and reduces what it is to have."""
     work = Toil(1, payload + copied, worked, shape.world)
     return SharedLoad(1, work, Toil(0).plus(work, shape.world), payload, by_records=True)
+
+
+def _from_root(shape: Shape, payload: float, copied: float) -> SharedLoad:
+    """The root puts its payload out, then the others copy what they are to have."""
+    root, other = Toil(1, payload), Toil(1, copied, operands=1)
+    return SharedLoad(1, root.plus(other), root.plus(other, shape.world - 1), payload, by_records=True)
+
+
+def _to_root(shape: Shape, payload: float, copied: float = 0.0, worked: float = 0.0) -> SharedLoad:
+    """Everyone puts its payload out, then the root copies or reduces all."""
+    other, root = Toil(1, payload), Toil(0, copied, worked, shape.world)
+    return SharedLoad(1, other.plus(root), root.plus(other, shape.world), payload, by_records=True)
 
 
 SHARED_FORMULAS: Final[Mapping[str, Mapping[str, SharedFormula]]] = MappingProxyType(

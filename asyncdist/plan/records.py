@@ -1,8 +1,7 @@
 """Which collectives of one host go through the records of their lane, without items and without the steps of a plan.
 
-Every member puts its whole payload out at once and waits for all; then each takes what it is to have, in one go. That
-suits collectives in which everyone waits for everyone anyway, as long as they are small enough: nothing overlaps, and
-the loop does not turn meanwhile.
+Every member that gives puts its whole payload out at once; who takes waits for those it takes from, and takes what it
+is to have in one go. That suits small collectives: nothing overlaps, and the loop does not turn meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def by_records(collective: str, algorithm: str, world: int, nbytes: float, lane_
     """
     if algorithm != _ALGORITHMS.get(collective) or not lane_bytes:
         return False
-    taken = nbytes * world if collective in ("all_reduce", "all_gather") else nbytes
+    taken = nbytes * world if collective in _OF_ALL else nbytes
     return nbytes <= lane_bytes / PAYLOAD_SHARE and taken <= TAKEN_BYTES
 
 
@@ -38,6 +37,13 @@ _ALGORITHMS: Final = {
     "all_reduce": "shared_direct",
     "all_to_all": "shared",
     "barrier": "shared",
+    "broadcast": "shared",
+    "gather": "shared",
+    "reduce": "shared_direct",
     "reduce_scatter": "shared",
+    "scatter": "shared",
 }
 """By collective, the algorithm that does by items what records do."""
+
+_OF_ALL: Final = ("all_gather", "all_reduce", "gather", "reduce")
+"""Collectives of which somebody takes the whole payload of every member."""

@@ -12,18 +12,13 @@ ALIGNMENT: Final = 64
 
 
 class ItemPool:
-    """Places for items of up to `size` bytes in all, at most `most` at a time.
+    """Places for items of up to `size` bytes in all, at most `most` at a time."""
 
-    With `narrow` they lie at the beginning wherever they can, so that little memory is in use and stays in the
-    processor's cache; but then what is free is not always enough for what would fit otherwise.
-    """
+    __slots__ = ("_most", "_tail", "items", "size")
 
-    __slots__ = ("_most", "_narrow", "_tail", "items", "size")
-
-    def __init__(self, size: int, most: int, *, narrow: bool = False) -> None:
+    def __init__(self, size: int, most: int) -> None:
         self.size = size
         self._most = most
-        self._narrow = narrow
         self.items: deque[tuple[int, int]] = deque()
         """Number and place of the items that are there."""
         self._tail = 0
@@ -39,7 +34,7 @@ class ItemPool:
         tail, oldest = self._tail, items[0][1]
         taken = length or 1  # so that two items never lie at one place
         if tail > oldest:  # free: from the tail to the end, and from the beginning to the oldest
-            if tail + taken <= self.size and not (self._narrow and taken <= oldest):
+            if tail + taken <= self.size:
                 return tail
             return 0 if taken <= oldest else -1
         return tail if tail + taken <= oldest else -1

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncdist.transport.fence import fence, order
-from asyncdist.transport.item_pool import ItemPool
 from asyncdist.transport.lane_layout import (
     CONSUMED,
     EXPRESS_AT,
@@ -19,9 +18,11 @@ from asyncdist.transport.lane_layout import (
     MAX_LANE_RANKS,
     RECORD,
     RECORD_STRIDE,
+    RECORD_WORDS,
     RECORDS,
     RECORDS_AT,
     SKIPPED,
+    SLOTS,
     TURN,
     Differs,
     LaneFault,
@@ -37,61 +38,62 @@ __all__ = ["LANE_HEAD_BYTES", "MAX_LANE_RANKS", "SKIPPED", "Differs", "Lane", "L
 class Lane(LendingLane):
     """See ItemLane. Express operations share its order: every member begins all of them, and ends them in turn.
 
-    A payload of EXPRESS_BYTES lies in the record itself. A wide one lies where the record says, in memory for those: it
-    stays there until all members have finished the operation.
+    A payload of EXPRESS_BYTES lies in the record itself. A wide one lies in one of SLOTS slots beside the records, one
+    that is too long for that in one of half as many, twice as long, in the same memory; the operation's number says in
+    which. It stays there until all members have finished the operation.
     """
 
-    __slots__ = ("_wide", "_wide_pool")
+    __slots__ = ("_slots", "_wide_bytes", "_wide_number")
 
     def __init__(self, rank: int, segments: Sequence[memoryview], borrow: Borrow | None = None) -> None:
         super().__init__(rank, segments, borrow)
-        self._wide = self._own[LANE_HEAD_BYTES : LANE_HEAD_BYTES + wide_bytes(len(self._own))]
-        self._wide_pool = ItemPool(len(self._wide), RECORDS, narrow=True)
+        self._wide_bytes = min(wide_bytes(len(segment)) for segment in segments)
+        self._slots = 0  # of the last wide operation, whose number is
+        self._wide_number = -1
 
     def express(self, fingerprint: int, payload: Sequence[memoryview], length: int) -> int:
-        """Begin the next operation with its only item: the `length` bytes of `payload`, one piece after another.
+        """Begin the next operation with its only item: `payload`, one piece after another, or nothing.
 
-        Returns its number; -1 if we are too far ahead of another member, or of ourselves. Ends with `express_done`.
+        `length` is that of the payload of every member that has one. Returns the operation's number; -1 if we are too
+        far ahead of another member, or of ourselves. Ends with `express_done`.
         """
         number = self._issued
-        if number - self.finished >= RECORDS:  # we still have to read our own payload
-            return -1
-        if number - self._finished_seen >= RECORDS and not self._catch_up(number):
-            return -1
-        record = RECORDS_AT + number % RECORDS * RECORD_STRIDE
         if length <= EXPRESS_BYTES:
-            memory, at = self._own, record + EXPRESS_AT
+            slots, ahead = 0, RECORDS
         else:
-            memory, at = self._wide, self._wide_place(number, length)
-            if at < 0:
-                return -1
-        RECORD.pack_into(self._own, record, number, fingerprint, self._next_item, 0, at)
+            slots = self._slots_for(length)
+            ahead = slots if slots == self._slots else min(slots, number - self._wide_number)
+        if number - self.finished >= ahead:  # we have to read our own payload, or others to begin what we have ended
+            self._want(TURN)
+            return -1
+        if number - self._finished_seen >= ahead and not self._catch_up(number, ahead):
+            return -1
+        own = self._own
+        RECORD.pack_into(own, RECORDS_AT + number % RECORDS * RECORD_STRIDE, number, fingerprint, self._next_item, 0)
+        at = self._express_place(number, length)
         for piece in payload:
-            end = at + len(piece)
-            memory[at:end] = piece
-            at = end
+            own[at : at + len(piece)] = piece
+            at += len(piece)
+        if slots:
+            self._slots, self._wide_number = slots, number
         if self._open:
             self._open[number] = LaneOperation(number, fingerprint, self._next_item, 0, {})
         order()  # the record before its count
         self._issued = self._own_words[ISSUED] = number + 1
         return number
 
-    def _wide_place(self, number: int, length: int) -> int:
-        """Where a wide payload fits now; -1 if nowhere, until others have finished more."""
-        pool = self._wide_pool
-        if length > pool.size:
-            raise ValueError(f"a payload of {length} bytes does not fit memory of {pool.size}")
-        for _ in range(2):
-            if pool.items:
-                self._look_who_finished(number)
-                pool.free(min(self._finished_seen, self.finished))
-            at = pool.place(length)
-            if at >= 0:
-                self._content(TURN)
-                pool.add(number, at, length)
-                return at
-            self._want(TURN)
-        return -1
+    def _slots_for(self, length: int) -> int:
+        slots = SLOTS if length <= self._wide_bytes // SLOTS else SLOTS // 2
+        if length > self._wide_bytes // slots:
+            raise ValueError(f"a payload of {length} bytes does not fit {slots} slots in {self._wide_bytes}")
+        return slots
+
+    def _express_place(self, number: int, length: int) -> int:
+        """Where the payload of an express operation is in every segment."""
+        if length <= EXPRESS_BYTES:
+            return RECORDS_AT + number % RECORDS * RECORD_STRIDE + EXPRESS_AT
+        slots = self._slots_for(length)
+        return LANE_HEAD_BYTES + number % slots * (self._wide_bytes // slots)
 
     def express_begun(self, number: int) -> bool:
         """Whether all members have begun operation `number`, which we have begun before this call. Fences."""
@@ -101,16 +103,21 @@ class Lane(LendingLane):
                 return False
         return True
 
-    def express_ready(self, number: int, fingerprint: int) -> bool:
-        """Whether all members have begun operation `number`. Raises Differs if one runs something else there."""
-        for _, peer in self._others:
+    def express_ready(self, number: int, fingerprint: int, needed: Sequence[int] | None = None) -> bool:
+        """Whether the members that are `needed`, or all, have begun operation `number`.
+
+        Raises Differs if one of them runs something else there.
+        """
+        others = self._others if needed is None else [one for one in self._others if one[0] in needed]
+        for _, peer in others:
             if peer.issued <= number and not self._look_for(peer, number):
                 return False
         order()  # the counts before the records
-        at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
-        for _, peer in self._others:
-            theirs, other, _first, _count, _place = RECORD.unpack_from(peer.segment, at)
-            if other != fingerprint or theirs != number:
+        at = number % RECORDS * RECORD_WORDS
+        for _, peer in others:
+            words = peer.record_words
+            other = words[at + 1]
+            if other != fingerprint or words[at] != number:
                 if other == SKIPPED:
                     return False
                 raise Differs(peer.index)
@@ -119,20 +126,8 @@ class Lane(LendingLane):
     def express_payload(self, number: int, member: int, length: int) -> memoryview:
         """The payload of `member` in operation `number`, which is ready."""
         peer = self._members[member]
-        segment, wide = (self._own, self._wide) if peer is None else (peer.segment, peer.wide)
-        record = RECORDS_AT + number % RECORDS * RECORD_STRIDE
-        if length <= EXPRESS_BYTES:
-            return segment[record + EXPRESS_AT : record + EXPRESS_AT + length]
-        at = RECORD.unpack_from(segment, record)[4]
-        if at + length > len(wide):
-            raise LaneFault(member, f"a payload of {length} bytes lies at {at} of {len(wide)}")
-        return wide[at : at + length]
-
-    def express_places(self, number: int) -> tuple[int, ...]:
-        """Where each member's payload in operation `number`, which is ready, is said to lie."""
-        record = RECORDS_AT + number % RECORDS * RECORD_STRIDE
-        own, unpack = self._own, RECORD.unpack_from
-        return tuple([unpack(own if peer is None else peer.segment, record)[4] for peer in self._members])
+        at = self._express_place(number, length)
+        return (self._own if peer is None else peer.segment)[at : at + length]
 
     def express_done(self, number: int) -> None:
         """Operation `number` was read, or given up. Express operations end in their order."""

@@ -26,8 +26,10 @@ __all__ = [
     "RECORDS",
     "RECORDS_AT",
     "RECORD_STRIDE",
+    "RECORD_WORDS",
     "ROOM",
     "SKIPPED",
+    "SLOTS",
     "TURN",
     "WANTING",
     "WIDE_SHARE",
@@ -60,16 +62,19 @@ DESCRIPTORS: Final = 1024
 
 ISSUED, PUBLISHED, FINISHED, WANTING, CONSUMED = 0, 8, 16, 24, 32
 WORDS_BYTES: Final = 64 * (4 + MAX_LANE_RANKS)
-RECORD: Final = struct.Struct("<QQQQQ")
+RECORD: Final = struct.Struct("<QQQQ")
 DESCRIPTOR: Final = struct.Struct("<QQQQ")
 DESCRIPTOR_BYTES: Final = DESCRIPTOR.size
 RECORDS_AT: Final = WORDS_BYTES
 RECORD_STRIDE: Final = 64 + EXPRESS_BYTES
+RECORD_WORDS: Final = RECORD_STRIDE // 8
 EXPRESS_AT: Final = 64
 """Where a record's payload begins in it: on a cache line of its own."""
 DESCRIPTORS_AT: Final = RECORDS_AT + RECORDS * RECORD_STRIDE
 LANE_HEAD_BYTES: Final = -(-(DESCRIPTORS_AT + DESCRIPTORS * DESCRIPTOR_BYTES) // 4096) * 4096
 """Bytes of a segment before its memory for payloads."""
+SLOTS: Final = 8
+"""Wide express operations a member may be ahead of the slowest; of the longest, half as many."""
 WIDE_SHARE: Final = 3
 """Of that memory, this part is for payloads of express operations that do not fit a record; the pool is the rest."""
 
@@ -132,11 +137,11 @@ class Member:
         "issued",
         "pool",
         "published",
+        "record_words",
         "records",
         "retired",
         "segment",
         "settled",
-        "wide",
         "words",
     )
 
@@ -144,9 +149,8 @@ class Member:
         self.index = index
         self.segment = segment
         self.words = segment[:WORDS_BYTES].cast("Q")
-        wide = LANE_HEAD_BYTES + wide_bytes(len(segment))
-        self.wide = segment[LANE_HEAD_BYTES:wide]
-        self.pool = segment[wide:]
+        self.record_words = segment[RECORDS_AT:DESCRIPTORS_AT].cast("Q")
+        self.pool = segment[LANE_HEAD_BYTES + wide_bytes(len(segment)) :]
         self.issued = 0
         self.published = 0
         self.retired = 0  # operations of which nothing of it is needed any more

@@ -89,9 +89,12 @@ class LaneOrder:
         For we may be waiting ourselves, to finish, for a third to begin.
         """
         fence()
-        wanting = [(index, peer.words[WANTING]) for index, peer in self._others]
-        every = any(wants & TURN for _, wants in wanting)
-        return [index for index, wants in wanting if wants or every]
+        wanted = 0
+        for _, peer in self._others:
+            wanted |= peer.words[WANTING]
+        if not wanted:
+            return []
+        return [index for index, peer in self._others if wanted & TURN or peer.words[WANTING]]
 
     def _look_for(self, peer: Member, number: int) -> bool:
         """Whether `peer` has begun operation `number`, by what it says now."""
@@ -102,11 +105,11 @@ class LaneOrder:
             peer.issued = issued
         return issued > number
 
-    def _catch_up(self, number: int) -> bool:
-        """Whether every member has finished enough for us to begin operation `number`."""
+    def _catch_up(self, number: int, ahead: int = RECORDS) -> bool:
+        """Whether every member has finished enough for us to begin operation `number`, less than `ahead` of it."""
         for _ in range(2):
             self._look_who_finished(number)
-            if number - self._finished_seen < RECORDS:
+            if number - self._finished_seen < ahead:
                 self._content(TURN)
                 return True
             self._want(TURN)
@@ -155,7 +158,7 @@ class LaneOrder:
                 return None
             order()  # the count before the record
         at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
-        theirs, _fingerprint, first, count, _place = RECORD.unpack_from(peer.segment, at)
+        theirs, _fingerprint, first, count = RECORD.unpack_from(peer.segment, at)
         if theirs != number or count > MAX_LANE_ITEMS or first >= 1 << 62:
             raise LaneFault(peer.index, f"operation {theirs} ({count} items) is described in place of {number}")
         peer.records[number] = first, count

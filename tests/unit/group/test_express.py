@@ -9,15 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 from group_kit import Group
-from lane_kit import lane_of, run_ranks
+from lane_kit import LIMIT_S, lane_of, run_ranks
 
 import asyncdist as dist
 from asyncdist.backend.aio import AioBackend
 from asyncdist.plan.records import PAYLOAD_SHARE, USUAL_LANE_BYTES
 from asyncdist.reduce_op import ReduceOp
+from asyncdist.transport import doorbell
 from asyncdist.transport.lane_layout import EXPRESS_BYTES
 
 WORLD = 3
+
+
+@pytest.fixture(autouse=True)
+def no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wake-up that got lost is a hang here, and fails."""
+    monkeypatch.setattr(doorbell, "RECHECK_S", 10 * LIMIT_S)
+
+
 LARGEST = USUAL_LANE_BYTES // PAYLOAD_SHARE
 LENGTHS = (1, EXPRESS_BYTES // 24, EXPRESS_BYTES // 24 + 1, LARGEST // 24)
 """Elements of a block, of 8 bytes: three blocks fit a record, or just do not, or fit a payload."""
@@ -93,11 +102,50 @@ async def reduced(group: Group, length: int) -> None:
         assert data == pytest.approx(wanted)
 
 
+async def spread(group: Group, length: int) -> None:
+    for root in range(group.size):
+        data = of_rank(root, length) if group.rank == root else np.zeros((length, 2))[:, 0]
+        data.flags.writeable = group.rank != root
+        await group.broadcast(data, root)
+        assert (data == of_rank(root, length)).all()
+
+
+async def dealt(group: Group, length: int) -> None:
+    for root in range(group.size):
+        rows = [of_rank(root, length, 17 * block) for block in range(group.size)] if group.rank == root else None
+        out = np.zeros(length)
+        await group.scatter(out, rows, root)
+        assert (out == of_rank(root, length, 17 * group.rank)).all()
+
+
+async def collected(group: Group, length: int) -> None:
+    for root in range(group.size):
+        parts = [np.zeros(length) for _ in range(group.size)] if group.rank == root else None
+        await group.gather(vector(group, length), parts, root)
+        for rank, part in enumerate(parts or ()):
+            assert (part == of_rank(rank, length)).all()
+
+
+async def folded(group: Group, length: int) -> None:
+    for root in range(group.size):
+        for op, wanted in (
+            (ReduceOp.SUM, sum(of_rank(rank, length) for rank in range(group.size))),
+            (ReduceOp.AVG, sum(of_rank(rank, length) for rank in range(group.size)) / group.size),
+        ):
+            data = vector(group, length)
+            await group.reduce(data, root, op)
+            assert data == pytest.approx(wanted if group.rank == root else vector(group, length))
+
+
 FORMS: dict[str, Callable[[Group, int], Awaitable[None]]] = {
     "all_gather": gathered,
     "all_reduce": reduced,
     "all_to_all": exchanged,
+    "broadcast": spread,
+    "gather": collected,
+    "reduce": folded,
     "reduce_scatter": scattered,
+    "scatter": dealt,
 }
 
 
@@ -188,6 +236,36 @@ async def test_cancelled_and_refused_ones_leave_the_others_right() -> None:
         lane = lane_of(group)
         assert lane is not None
         assert not lane._express
+
+    await run_ranks(WORLD, main)
+
+
+@pytest.mark.parametrize("length", [5, LARGEST // 8])
+async def test_a_root_that_gives_waits_for_nobody_and_goes_ahead_until_there_is_no_room(length: int) -> None:
+    """The others come late, one after the other, and take what is theirs; then all go on."""
+
+    async def main(group: Group) -> None:
+        await group.barrier()
+        rounds = 100
+        if group.rank == 0:
+            first = group.broadcast(np.full(length, 0.0), 0)
+            await first
+            assert first.is_completed()
+            assert express(group, "broadcast") == [True]
+        else:
+            await asyncio.sleep(0.02 * group.rank)
+            data = np.full(length, -1.0)
+            await group.broadcast(data, 0)
+            assert (data == 0).all()
+        works = [group.broadcast(np.full(length, float(number)), 0) for number in range(rounds)]
+        for number, work in enumerate(works):
+            assert (await work == number).all()
+        parts = [np.zeros(length) for _ in range(group.size)] if group.rank == 0 else None
+        works = [group.gather(vector(group, length, number), parts, 0) for number in range(rounds)]
+        for work in works:
+            await work
+        for rank, part in enumerate(parts or ()):
+            assert (part == of_rank(rank, length, rounds - 1)).all()
 
     await run_ranks(WORLD, main)
 

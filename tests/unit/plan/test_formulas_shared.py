@@ -71,6 +71,10 @@ def test_formulas_by_hand(collective, algorithm, world, microseconds):
         ("reduce_scatter", "shared", 100 + 10 + 4 + 1000 + 3 * 250),
         ("all_to_all", "shared", 100 + 10 + 4 + 1000 + 1000),
         ("barrier", "shared", 100 + 10 + 4),
+        ("broadcast", "shared", 100 + 2 * 10 + 1 + 2 * 1000),
+        ("scatter", "shared", 100 + 2 * 10 + 1 + 1000 + 250),
+        ("gather", "shared", 100 + 10 + 4 + 250 + 4 * 250),
+        ("reduce", "shared_direct", 100 + 10 + 4 + 1000 + 3 * 1000),
     ],
 )
 def test_those_in_records_need_no_steps(collective, algorithm, microseconds):
@@ -90,7 +94,7 @@ def test_vectors_in_records_at_the_limit_and_one_past():
 def test_collectives_of_items_have_to_be_begun_and_ended():
     begun = replace(ROUND, shared=replace(ROUND.shared, begin_s=30e-6))
     for collective, algorithm, nbytes, more in (
-        ("broadcast", "shared", MIB, 30),
+        ("broadcast", "shared", 2 * MIB, 30),
         ("all_reduce", "shared", MIB, 30),
         ("all_reduce", "shared_direct", MIB + 1, 30),
         ("all_reduce", "shared_direct", MIB, 0),
@@ -112,7 +116,8 @@ def test_collectives_of_items_have_to_be_begun_and_ended():
 
 def test_chunks_let_readers_begin_early():
     whole, cut = (
-        predict(problem_of("broadcast", 2, MIB), "shared", 1, chunk, ROUND).seconds for chunk in (MIB, MIB // 8)
+        predict(problem_of("broadcast", 2, MIB), "shared", 1, chunk, ROUND, WITHOUT_RECORDS).seconds
+        for chunk in (MIB, MIB // 8)
     )
     assert whole == pytest.approx(100e-6 + 2 * 10e-6 + 2 * MIB * 1e-9)
     assert cut == pytest.approx(100e-6 + 9 * 10e-6 + 9 / 8 * MIB * 1e-9)

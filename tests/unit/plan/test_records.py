@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncdist.plan.records import PAYLOAD_SHARE, TAKEN_BYTES, USUAL_LANE_BYTES, by_records
+from asyncdist.transport.lane_layout import LANE_HEAD_BYTES, SLOTS, pool_bytes, wide_bytes
 
 LARGEST = USUAL_LANE_BYTES // PAYLOAD_SHARE
 SUITED = {
@@ -12,7 +13,11 @@ SUITED = {
     "all_reduce": "shared_direct",
     "all_to_all": "shared",
     "barrier": "shared",
+    "broadcast": "shared",
+    "gather": "shared",
+    "reduce": "shared_direct",
     "reduce_scatter": "shared",
+    "scatter": "shared",
 }
 
 
@@ -25,17 +30,23 @@ def test_a_payload_is_at_most_a_share_of_the_lane(collective, algorithm):
     assert not by_records(collective, algorithm, 2, 0, 0), "without a lane there is nothing"
 
 
+def test_two_lengths_of_slots_have_room_for_all_that_goes_so():
+    for payloads in (12 << 20, 3 << 20):
+        wide, pool = wide_bytes(LANE_HEAD_BYTES + payloads), pool_bytes(LANE_HEAD_BYTES + payloads)
+        assert wide // (SLOTS // 2) == pool // PAYLOAD_SHARE
+
+
 @pytest.mark.parametrize(("collective", "algorithm"), SUITED.items())
 def test_what_one_member_takes_is_bounded(collective, algorithm):
     world = 2 * TAKEN_BYTES // LARGEST
-    takes_all = collective in ("all_gather", "all_reduce")
+    takes_all = collective in ("all_gather", "all_reduce", "gather", "reduce")
     assert by_records(collective, algorithm, world, LARGEST // 2, USUAL_LANE_BYTES)
     assert by_records(collective, algorithm, world, LARGEST // 2 + 1, USUAL_LANE_BYTES) is not takes_all
 
 
 @pytest.mark.parametrize(
     ("collective", "algorithm"),
-    [("all_reduce", "shared"), ("all_gather", "ring"), ("broadcast", "shared"), ("reduce", "shared_direct")],
+    [("all_reduce", "shared"), ("all_gather", "ring"), ("reduce", "shared"), ("scan", "shared_direct")],
 )
 def test_no_others_do(collective, algorithm):
     assert not by_records(collective, algorithm, 2, 4, USUAL_LANE_BYTES)

@@ -17,10 +17,10 @@ from asyncdist.transport.lane import (
     LaneFault,
     LaneOperation,
 )
-from asyncdist.transport.lane_layout import DESCRIPTORS, EXPRESS_BYTES, RECORD, RECORDS, RECORDS_AT
+from asyncdist.transport.lane_layout import DESCRIPTORS, EXPRESS_BYTES, RECORDS, SLOTS
 
 POOL_BYTES = 4096
-WIDE_BYTES = 8192
+WIDE_BYTES = 32768
 
 
 def make(size: int, payload_bytes: int = POOL_BYTES) -> tuple[list[Lane], list[memoryview]]:
@@ -32,8 +32,9 @@ def make(size: int, payload_bytes: int = POOL_BYTES) -> tuple[list[Lane], list[m
     return lanes, segments
 
 
-def express(lane: Lane, fingerprint: int, *pieces: bytes) -> int:
-    return lane.express(fingerprint, [memoryview(piece) for piece in pieces], sum(map(len, pieces)))
+def express(lane: Lane, fingerprint: int, *pieces: bytes, length: int = 0) -> int:
+    views = [memoryview(piece) for piece in pieces]
+    return lane.express(fingerprint, views, length or sum(map(len, pieces)))
 
 
 def content(member: int, number: int, item: int, length: int) -> bytes:
@@ -405,70 +406,81 @@ def test_a_member_that_has_left_keeps_nobody_from_publishing() -> None:
     assert one.behind(0) == []
 
 
-def test_wide_operations_go_as_far_ahead_as_there_is_memory() -> None:
-    (one, two), _ = make(2, 3 * 4 * WIDE_BYTES)
-    wide = bytes(WIDE_BYTES)
-    assert [express(one, 1, wide) for _ in range(4)] == list(range(4))
+@pytest.mark.parametrize(("share", "ahead"), [(SLOTS, SLOTS), (SLOTS // 2, SLOTS // 2)])
+def test_wide_operations_go_as_far_ahead_as_there_are_slots(share: int, ahead: int) -> None:
+    (one, two), _ = make(2, 3 * WIDE_BYTES)
+    wide = bytes(WIDE_BYTES // share)
+    assert [express(one, 1, wide) for _ in range(ahead)] == list(range(ahead))
     assert express(one, 1, wide) == -1
-    assert express(one, 1, b"x") == 4, "small ones go further"
+    assert express(one, 1, b"x") == ahead, "small ones go further"
     assert express(two, 1, wide) == 0
     assert two.express_ready(0, 1)
     two.express_done(0)
     assert express(one, 1, wide) == -1, "our own payloads are still to be read"
+    assert two.wanted_by() == [0], "and we want to hear when the others have finished theirs"
     assert express(two, 1, wide) == 1
     one.express_done(0)
-    assert express(one, 1, wide) == 5, "all have finished the first"
-    assert express(one, 1, wide) == -1
+    assert express(one, 1, wide) == -1, "one small operation further on, its place is that of the next"
     two.express_done(1)
     one.express_done(1)
-    assert express(one, 1, wide) == 6
+    assert express(one, 1, wide) == ahead + 1, "all have finished the first two"
+    assert express(one, 1, wide) == -1
+    assert two.wanted_by() == [0]
 
 
-def test_a_wide_payload_of_several_pieces_stays_until_all_have_finished() -> None:
-    """Every member's, whatever the lengths and however far ahead: what is read is what was put out."""
+def test_longer_slots_take_the_place_of_shorter_ones_once_those_were_read() -> None:
+    (one, two), _ = make(2, 3 * WIDE_BYTES)
+    short, long = bytes(WIDE_BYTES // SLOTS), bytes(WIDE_BYTES // SLOTS + 1)
+    assert [express(one, 1, short) for _ in range(2)] == [0, 1]
+    assert express(one, 1, b"") == 2
+    assert express(one, 1, long) == -1
+    for number, data in enumerate((short, short, b"")):
+        assert express(two, 1, data) == number
+        assert express(one, 1, long) == -1, "others may still read"
+        two.express_done(number)
+        assert express(one, 1, long) == -1, "we may"
+        one.express_done(number)
+        if number:
+            break
+    assert express(one, 1, long) == 3, "what is short lies elsewhere"
+    assert express(one, 1, long) == 4
+    assert express(one, 1, short) == -1
+
+
+def test_wide_payloads_stay_until_all_have_finished() -> None:
+    """Every member's, whatever the lengths, who gives, and how far ahead: what is read is what was put out."""
     rng = random.Random(3)
-    lanes, _ = make(3, 3 * 4 * WIDE_BYTES)
-    lengths = [
-        rng.choice([EXPRESS_BYTES + 1, EXPRESS_BYTES + 700, WIDE_BYTES // 2 + 3, WIDE_BYTES]) for _ in range(300)
-    ]
+    lanes, _ = make(3, 3 * WIDE_BYTES)
+    sizes = [1, EXPRESS_BYTES, EXPRESS_BYTES + 1, WIDE_BYTES // SLOTS, WIDE_BYTES // SLOTS + 3, 2 * WIDE_BYTES // SLOTS]
+    lengths = [rng.choice(sizes) for _ in range(600)]
+    givers = [rng.choice([(0,), (2,), (0, 1, 2)]) for _ in lengths]
     begun, ended = [0, 0, 0], [0, 0, 0]
     while min(ended) < len(lengths):
         member = rng.randrange(3)
         lane, number = lanes[member], begun[member]
         if number < len(lengths) and rng.random() < 0.6:
-            data = content(member, number, 0, lengths[number])
-            cut = rng.randrange(len(data))
-            if express(lane, 1, data[:cut], data[cut:]) == number:
+            data = content(member, number, 0, lengths[number]) if member in givers[number] else b""
+            cut = rng.randrange(len(data) + 1)
+            if express(lane, 1, data[:cut], data[cut:], length=lengths[number]) == number:
                 begun[member] += 1
+        lane.retire()
         number = ended[member]
-        if number < begun[member] and lane.express_ready(number, 1):
-            places = lane.express_places(number)
-            for other in range(3):
+        if number < begun[member] and lane.express_ready(number, 1, givers[number]):
+            for other in givers[number]:
                 payload = lane.express_payload(number, other, lengths[number])
-                assert payload == content(other, number, 0, lengths[number]), (number, other, places)
+                assert payload == content(other, number, 0, lengths[number]), (number, other)
             lane.express_done(number)
             ended[member] += 1
+    for lane in lanes * 2:
+        lane.retire()
+        assert lane.finished == len(lengths)
 
 
 def test_wide_memory_at_its_limit_and_one_past() -> None:
-    (one, _), _ = make(2, 3 * 4 * WIDE_BYTES)
-    assert express(one, 1, bytes(4 * WIDE_BYTES)) == 0
-    with pytest.raises(ValueError, match="does not fit"):
-        express(one, 1, bytes(4 * WIDE_BYTES + 1))
-
-
-@pytest.mark.parametrize("past", [0, 1, 1 << 40, (1 << 64) - 1])
-def test_a_wide_payload_that_is_said_to_lie_elsewhere_is_found_out(past: int) -> None:
-    (one, two), segments = make(2, 3 * 4 * WIDE_BYTES)
-    assert express(one, 1, bytes(WIDE_BYTES)) == express(two, 1, bytes(WIDE_BYTES)) == 0
-    at = 3 * WIDE_BYTES + past
-    RECORD.pack_into(segments[1], RECORDS_AT, 0, 1, 0, 0, min(at, (1 << 64) - 1))
-    assert one.express_ready(0, 1)
-    if past:
-        with pytest.raises(LaneFault, match="lies at"):
-            one.express_payload(0, 1, WIDE_BYTES)
-    else:
-        assert len(one.express_payload(0, 1, WIDE_BYTES)) == WIDE_BYTES
+    (one, _), _ = make(2, 3 * WIDE_BYTES)
+    assert express(one, 1, bytes(2 * WIDE_BYTES // SLOTS)) == 0
+    with pytest.raises(ValueError, match="does not fit 4 slots"):
+        express(one, 1, bytes(2 * WIDE_BYTES // SLOTS + 1))
 
 
 def test_own_payloads_and_items_stay_until_they_were_read_here() -> None:

@@ -28,6 +28,17 @@ TRUTH = replace(
     shared=SharedMemory(30e-6, 15e-6, 3e-6, 1 / 6e9, 1 / 5e9, 40e-6),
 )
 """A machine three times as slow as the one that built-in constants are for."""
+OTHER = replace(
+    TRUTH,
+    alpha_s=30e-6,
+    beta_s=1 / 8e9,
+    gamma_s=1 / 10e9,
+    overhead_s=4e-6,
+    copy_s=1 / 10e9,
+    turn_s=50e-6,
+    shared=SharedMemory(100e-6, 15e-6, 3e-6, 1 / 1.5e9, 1 / 1.5e9, 40e-6),
+)
+"""One with other strengths: messages are fast, and shared memory is slow."""
 
 
 def trials_of(constants, noise=0.0, lane_bytes=USUAL_LANE_BYTES, sizes=(1 << 10, 16 << 10, 256 << 10, 4 << 20)):
@@ -51,17 +62,18 @@ def test_constants_are_found_again():
     assert found.overhead_s == pytest.approx(TRUTH.overhead_s, rel=0.4), "part of a message in most of what is tried"
     for name in ("wake_s", "copy_s"):
         assert getattr(found.shared, name) == pytest.approx(getattr(TRUTH.shared, name), rel=0.15), name
-    for name in ("step_s", "reduce_s", "begin_s"):
+    for name in ("step_s", "reduce_s"):  # to begin and to end items is little beside the bytes of all that has items
         assert getattr(found.shared, name) == pytest.approx(getattr(TRUTH.shared, name), rel=0.5), name
 
 
 def test_choices_are_better_with_fitted_constants_than_without():
-    trials = trials_of(TRUTH, noise=0.03)
+    trials = trials_of(OTHER, noise=0.03)
     start = replace(ASYNCIO, cores=CORES)
     before = summary(judge(trials, start))
     after = summary(judge(trials, replace(fitted(trials, start, CORES), cores=CORES)))
-    assert before.close < after.close == after.cells
-    assert after.mean < 1.01 < before.mean
+    assert before.close < after.close
+    assert before.tolerable < after.tolerable == after.cells
+    assert after.mean < 1.04 < before.mean
 
 
 def test_what_no_trial_tells_stays_as_it_was():
@@ -78,7 +90,7 @@ def test_a_few_trials_that_somebody_disturbed_do_not_decide():
     disturbed = [one._replace(seconds=20 * one.seconds) if not index % 15 else one for index, one in enumerate(trials)]
     found = fitted(disturbed, ASYNCIO, CORES)
     assert found.alpha_s == pytest.approx(TRUTH.alpha_s, rel=0.5)
-    assert found.shared.begin_s == pytest.approx(TRUTH.shared.begin_s, rel=0.6)
+    assert found.shared.wake_s == pytest.approx(TRUTH.shared.wake_s, rel=0.6)
 
 
 def test_no_constant_moves_further_than_it_can_be_believed():
