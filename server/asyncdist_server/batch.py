@@ -136,7 +136,8 @@ class BatchMaker:
         if clients:
             sections.append((CLIENTS, "", list(clients.items())))
         if replies:
-            sections.append((REPLIES, "", [(who, said, self._known_below(who, said)) for who, said in replies.items()]))
+            known_below = self._known_below
+            sections.append((REPLIES, "", [(who, said, known_below(who, said)) for who, said in replies.items()]))
         subjects: list[Section] = []
         for kind, _, rows in sections:
             # Of a reply the id is enough.

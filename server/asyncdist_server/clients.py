@@ -187,10 +187,12 @@ class Client:
         """
         if self.replay or self.remembered + len(self.unsent or ()) > most:
             return 0
-        said = [replies for _, _, replies in self._frames]
-        if self.unsent:
-            said.append(self.unsent)
-        return min([min(replies)[0] for replies in said], default=MAX_REQUEST_ID)
+        lowest = min(self.unsent)[0] if self.unsent else MAX_REQUEST_ID
+        for _, _, replies in self._frames:
+            first = min(replies)[0]
+            if first < lowest:
+                lowest = first
+        return lowest
 
     def unacknowledged_items(self) -> list[tuple[bytes, bytes]]:
         """Return queue and item of each pop whose reply the client is not known to have, oldest first."""

@@ -56,7 +56,8 @@ class SqliteJournal:
         self._connection: sqlite3.Connection | None = None
         self._since_checkpoint = 0
         self._outdated = False  # an earlier version can still go on with the file
-        self._files: dict[Path, tuple[int, int]] = {}  # device and inode
+        self._paths = (str(self._path), f"{self._path}-wal")
+        self._files: dict[str, tuple[int, int]] = {}  # device and inode of each
         self.incarnation = b""
         self.description = f"SQLite {sqlite3.sqlite_version} in {self._path}"
 
@@ -146,13 +147,14 @@ class SqliteJournal:
 
     def _require_files(self) -> None:
         """Raise `JournalError` if what was written went to files that have no name now: no restart would find it."""
-        for path in (self._path, self._path.with_name(f"{self._path.name}-wal")):
+        for path in self._paths:
             try:
-                found = path.stat()
+                found = os.stat(path)
             except FileNotFoundError:
-                found = None
-            here = None if found is None else (found.st_dev, found.st_ino)
-            if here is None or self._files.setdefault(path, here) != here:
+                here = (0, 0)
+            else:
+                here = (found.st_dev, found.st_ino)
+            if not here[1] or self._files.setdefault(path, here) != here:
                 raise JournalError(
                     f"{path} was removed or replaced while the daemon used it: what changed since may be lost; keep "
                     "the data directory where nothing cleans up"
