@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import warnings
 import weakref
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-__all__ = ["OverlapWatch"]
+__all__ = ["TAGS_KEPT", "OverlapWatch"]
+
+TAGS_KEPT: Final = 1024
+"""Tags whose last task is remembered: a program has a few, or uses each once and then never overlaps."""
 
 
 class _Owner(Protocol):
@@ -41,6 +44,8 @@ class OverlapWatch:
             if earlier is not None and any(work_tag == tag for work_tag, _ in self._owner._works):
                 self._warn(tag, operation, earlier)
         if task is not None:
+            if last is None and len(self._last) >= TAGS_KEPT:
+                self._last.clear()
             self._last[tag] = weakref.ref(task)
 
     def _warn(self, tag: int, operation: str, earlier: asyncio.Task[Any]) -> None:

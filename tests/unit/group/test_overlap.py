@@ -1,0 +1,36 @@
+"""What is remembered of tags, so as to warn of collectives that overlap."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from asyncdist.overlap import TAGS_KEPT, OverlapWatch
+
+
+@pytest.mark.parametrize(("tags", "kept"), [(TAGS_KEPT, TAGS_KEPT), (TAGS_KEPT + 1, 1)])
+async def test_so_many_tags_are_remembered(tags: int, kept: int) -> None:
+    watch = OverlapWatch(SimpleNamespace(_works={}, name="default"), asyncio.get_running_loop())
+    for tag in range(tags):
+        watch.issue(tag, "all_reduce")
+        watch.issue(tag, "all_reduce")
+    assert len(watch._last) == kept
+
+
+async def test_it_warns_after_having_forgotten() -> None:
+    owner = SimpleNamespace(_works={}, name="default")
+    watch = OverlapWatch(owner, asyncio.get_running_loop())
+    for tag in range(TAGS_KEPT + 1):
+        watch.issue(tag, "all_reduce")
+    owner._works[TAGS_KEPT, 0] = None
+
+    async def another() -> None:
+        watch.issue(TAGS_KEPT, "barrier")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        await asyncio.create_task(another())
+    assert ["overlaps" in str(warning.message) for warning in caught] == [True]
