@@ -17,7 +17,8 @@ NAMED_S = 1.0
 """How soon a failure is to name the rank."""
 
 RANKS = 4
-VICTIM = 2
+HOST = 0
+"""The rank that hosts the store."""
 
 PROGRAM = """
 SMALL, LARGE = 4, 1 << 16
@@ -93,22 +94,22 @@ dist.run(main())
 """
 
 
-@pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
+@pytest.mark.parametrize(("transport", "victim"), [("shm", 2), ("unix", HOST), ("tcp", 3)])
 @punctual
-def test_all_hear_who_was_killed_and_go_on_without_it(transport: str) -> None:
-    ended = finish(start_ranks(PROGRAM, RANKS, {"ASYNCDIST_TRANSPORT": transport, "VICTIM": str(VICTIM)}))
-    killed_s = json.loads(ended[VICTIM].stdout)
-    assert ended[VICTIM].returncode == -signal.SIGKILL
+def test_all_hear_who_was_killed_and_go_on_without_it(transport: str, victim: int) -> None:
+    ended = finish(start_ranks(PROGRAM, RANKS, {"ASYNCDIST_TRANSPORT": transport, "VICTIM": str(victim)}))
+    killed_s = json.loads(ended[victim].stdout)
+    assert ended[victim].returncode == -signal.SIGKILL
     latest_s = killed_s
     for rank in ended:
-        if rank.rank == VICTIM:
+        if rank.rank == victim:
             continue
         assert rank.returncode == 0, rank.stderr
         told: dict[str, Any] = json.loads(rank.stdout)
         assert len(told) == 28
         for name, (kind, lost, at_s, text) in told.items():
             assert kind in ("PeerLostError", "GroupAbortedError"), (name, text)
-            assert lost == VICTIM, (name, text)
-            assert f"lost rank {VICTIM}" in text
+            assert lost == victim, (name, text)
+            assert f"lost rank {victim}" in text
             latest_s = max(latest_s, at_s)
     assert_within(NAMED_S, latest_s - killed_s)
