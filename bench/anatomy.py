@@ -32,6 +32,14 @@ RANKS: Final = (2, 4)
 SPINNING, SLEEPING = TRANSPORTS["shm"].name, ASYNCDIST_DOORBELL.name
 BESIDE: Final = "beside another process"
 LARGE: Final = 64 << 20
+COPIED: Final = "copied"
+ADDED: Final = "added to another array"
+WAYS: Final = {
+    COPIED: parts.copying,
+    ADDED: parts.adding,
+    "copied in and out of 256 KiB in the cache": parts.copying_twice,
+    "read as another process's by process_vm_readv": parts.reading_a_process,
+}
 PARTS_HEADER: Final = ("part", "min", "p50", "p99")
 SUMS_HEADER: Final = ("all_reduce", "parts", "sum", "measured p50")
 
@@ -85,9 +93,9 @@ def measure_parts(rounds: int, passes: int, nbytes: int) -> dict[str, list[float
     for name, samples in parts.interpreter_on_a_shared_core(rounds, RANKS[-1]).items():
         found[f"{_python(name, RANKS[-1])}, {BESIDE}"] = samples
     for processes in (1, *RANKS):
-        for add in (False, True):
-            samples = parts.passes(passes, processes, nbytes, add=add)
-            found[_pass(processes, add=add)] = [sample * LARGE / nbytes for sample in samples]
+        for what, make in WAYS.items():
+            samples = parts.passes(passes, processes, nbytes, make)
+            found[_pass(processes, what)] = [sample * LARGE / nbytes for sample in samples]
     return found
 
 
@@ -97,7 +105,7 @@ def sums(parts_s: Mapping[str, float]) -> list[Row]:
     word, hand_over = parts_s["a word seen by the other core"], parts_s["the core given to another process"]
     woken = parts_s["woken by an eventfd, on another core"]
     own = two["call"] + two["finish"] + two["await"]
-    copies, additions = ({ranks: parts_s[_pass(ranks, add=add)] for ranks in RANKS} for add in (False, True))
+    copies, additions = ({ranks: parts_s[_pass(ranks, what)] for ranks in RANKS} for what in (COPIED, ADDED))
     return [
         Row(4, 2, SPINNING, "call, word, finish, await", own + word),
         Row(4, 2, SLEEPING, "call, woken, finish, await", own + woken),
@@ -133,8 +141,7 @@ def _python(part: str, ranks: int) -> str:
     return f"Python, {ranks} ranks: {what}"
 
 
-def _pass(processes: int, *, add: bool) -> str:
-    what = "added to another array" if add else "copied"
+def _pass(processes: int, what: str) -> str:
     return f"{format_bytes(LARGE)} {what}, by {processes} at once" if processes > 1 else f"{format_bytes(LARGE)} {what}"
 
 

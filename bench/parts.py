@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import mmap
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import uvloop
@@ -30,7 +31,13 @@ LINES: Final = (0, 64)
 TIMEOUT_S: Final = 60.0
 PASSES: Final = 10
 
+CHUNK_BYTES: Final = 256 << 10
+
 Samples = list[float]
+Array: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float32]]
+Pass: TypeAlias = Callable[[], object]
+MakePass: TypeAlias = Callable[[int], Pass]
+"""make(nbytes): what takes so many bytes somewhere."""
 
 
 # The machine's parts.
@@ -60,23 +67,20 @@ def wake_ups(rounds: int, cores: tuple[int, int]) -> Samples:
             os.close(bell)
 
 
-def passes(rounds: int, processes: int, nbytes: int, *, add: bool) -> Samples:
-    """Seconds in which each of several processes copies `nbytes`, or adds one array of it to another: all share memory.
+def passes(rounds: int, processes: int, nbytes: int, make: MakePass) -> Samples:
+    """Seconds in which each of several processes takes its `nbytes` somewhere once: all share memory.
 
     One sample: from the first that begins `PASSES` such passes to the last that ends, divided by their number.
     """
     cores = os.cpu_count() or 1
 
     def one() -> Samples:
-        source, target = (np.ones(nbytes // 4, np.float32) for _ in range(2))
+        once = make(nbytes)
         began_s = 0.0
         for number in range(1 + PASSES):
             if number == 1:
                 began_s = time.monotonic()
-            if add:
-                np.add(target, source, out=target)
-            else:
-                np.copyto(target, source)
+            once()
         return [began_s, time.monotonic()]
 
     found = []
@@ -84,6 +88,55 @@ def passes(rounds: int, processes: int, nbytes: int, *, add: bool) -> Samples:
         spans = _together([one] * processes, [rank % cores for rank in range(processes)])
         found.append((max(ended for _, ended in spans) - min(began for began, _ in spans)) / PASSES)
     return found
+
+
+def copying(nbytes: int) -> Pass:
+    """From one array to another."""
+    source, target = _two_arrays(nbytes)
+    return lambda: np.copyto(target, source)
+
+
+def adding(nbytes: int) -> Pass:
+    """To another array."""
+    source, target = _two_arrays(nbytes)
+    return lambda: np.add(target, source, out=target)
+
+
+def copying_twice(nbytes: int) -> Pass:
+    """In and out of `CHUNK_BYTES` that stay in the cache, as through shared memory."""
+    source, target = _two_arrays(nbytes)
+    room = np.ones(CHUNK_BYTES // 4, np.float32)
+
+    def once() -> None:
+        for start in range(0, source.size, room.size):
+            part = source[start : start + room.size]
+            room[: part.size] = part
+            target[start : start + room.size] = room[: part.size]
+
+    return once
+
+
+def reading_a_process(nbytes: int) -> Pass:
+    """By process_vm_readv, as from another process. Raises OSError where the system does not let us."""
+    source, target = _two_arrays(nbytes)
+    readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    readv.restype = ctypes.c_ssize_t
+    readv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+    places = (ctypes.c_size_t * 4)()
+
+    def once() -> None:
+        for start in range(0, nbytes, CHUNK_BYTES):
+            length = min(CHUNK_BYTES, nbytes - start)
+            places[:] = [target.ctypes.data + start, length, source.ctypes.data + start, length]
+            here, there = ctypes.addressof(places), ctypes.addressof(places) + 2 * ctypes.sizeof(ctypes.c_size_t)
+            if readv(os.getpid(), here, 1, there, 1, 0) != length:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "process_vm_readv")
+
+    return once
+
+
+def _two_arrays(nbytes: int) -> tuple[Array, Array]:
+    return np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32)
 
 
 def _do_nothing() -> None:
