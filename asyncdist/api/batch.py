@@ -7,7 +7,9 @@ from typing import Any
 
 from asyncdist.api.point_to_point import irecv, isend, recv, send
 from asyncdist.api.resolve import Group, required_peer, resolve
+from asyncdist.device_array import any_array
 from asyncdist.executor.work import Work
+from asyncdist.pairs import check_tag
 
 __all__ = ["P2POp", "batch_isend_irecv"]
 
@@ -15,8 +17,9 @@ __all__ = ["P2POp", "batch_isend_irecv"]
 class P2POp:
     """One send or receive of a batch.
 
-    `op` is `isend` or `irecv` (or `send`, `recv`), `peer` a global rank, `group_peer` a rank in `group`. Raises
-    ValueError for another `op`, and where the peer is missing or given twice.
+    `op` is `isend` or `irecv` (or `send`, `recv`), `tensor` an array as these take, `peer` a global rank,
+    `group_peer` a rank in `group`. Raises TypeError for what is no array or no tag, ValueError for another `op`, a
+    tag out of range, and where the peer is missing or given twice.
     """
 
     __slots__ = ("group", "group_peer", "op", "tag", "tensor")
@@ -32,11 +35,12 @@ class P2POp:
     ) -> None:
         if op not in (isend, irecv, send, recv):
             raise ValueError("op must be asyncdist.isend or asyncdist.irecv")
+        any_array(tensor)
         self.op = op
         self.tensor = tensor
         self.group = resolve(group)
         self.group_peer = required_peer(self.group, peer, group_peer, "peer")
-        self.tag = tag
+        self.tag = check_tag(tag)
 
     def __repr__(self) -> str:
         return f"P2POp({self.op.__name__}, group_peer={self.group_peer}, tag={self.tag})"
@@ -47,8 +51,8 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work[Any]]:
 
     The Works are those of `isend` and `irecv`, without time-outs: each may be awaited, the results are None and the
     source's global rank. Raises TypeError for anything but P2POps, ValueError for an empty list or operations of
-    several groups; nothing is issued then. An array or tag that is wrong raises as in `isend` and `irecv`; other
-    operations of the list may be under way then.
+    several groups; nothing is issued then. For a receive into an array that cannot be written ValueError as well: the
+    receives before it are withdrawn.
     """
     if not p2p_op_list:
         raise ValueError("p2p_op_list must not be empty")
@@ -59,10 +63,17 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work[Any]]:
             raise ValueError("all operations of a batch must be on the same group")
     works: dict[int, Work[Any]] = {}
     receives_first = sorted(range(len(p2p_op_list)), key=lambda index: p2p_op_list[index].op in (isend, send))
-    for index in receives_first:
-        operation = p2p_op_list[index]
-        if operation.op in (isend, send):
-            works[index] = operation.group.isend(operation.tensor, operation.group_peer, operation.tag)
-        else:
-            works[index] = irecv(operation.tensor, None, operation.group, operation.tag, group_src=operation.group_peer)
+    try:
+        for index in receives_first:
+            works[index] = _issue(p2p_op_list[index])
+    except BaseException:
+        for work in works.values():
+            work.cancel()
+        raise
     return [works[index] for index in range(len(p2p_op_list))]
+
+
+def _issue(operation: P2POp) -> Work[Any]:
+    if operation.op in (isend, send):
+        return operation.group.isend(operation.tensor, operation.group_peer, operation.tag)
+    return irecv(operation.tensor, None, operation.group, operation.tag, group_src=operation.group_peer)

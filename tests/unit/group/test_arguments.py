@@ -43,6 +43,8 @@ from asyncdist.testing import run_world
         (lambda g: dist.new_group([]), ValueError, "empty"),
         (lambda g: dist.batch_isend_irecv([]), ValueError, "empty"),
         (lambda g: dist.P2POp(dist.barrier, np.zeros(1), 0), ValueError, "op must be"),
+        (lambda g: dist.P2POp(dist.isend, [1.0], 0), TypeError, "tensor must be a numpy array"),
+        (lambda g: dist.P2POp(dist.irecv, np.zeros(1), 0, tag=-1), ValueError, "tag must be between"),
         (lambda g: g.all_reduce(np.zeros(2), tag=True), TypeError, "tag must be an int, not bool"),
         (lambda g: dist.new_group([True, 0]), TypeError, "ranks must be ints, not bool"),
         (lambda g: dist.new_group([0, 1.0]), TypeError, "ranks must be ints, not float"),

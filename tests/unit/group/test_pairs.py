@@ -192,3 +192,24 @@ def test_a_receive_whose_source_leaves_first_is_no_failure_to_raise_at_the_end(
     error = works[0].exception()
     assert isinstance(error, dist.PeerLostError)
     assert error.left is not killed
+
+
+def test_a_batch_that_is_refused_leaves_no_receive_behind() -> None:
+    """It would take the message that the next attempt is to get."""
+
+    async def main(group: Group) -> None:
+        if group.rank == 0:
+            await group.recv(np.zeros(1), 1)
+            await group.send(np.array([7.0]), 1)
+            return
+        x, constant = np.zeros(1), np.zeros(1)
+        constant.flags.writeable = False
+        good = dist.P2POp(dist.irecv, x, 0)
+        with pytest.raises(ValueError, match="read-only"):
+            dist.batch_isend_irecv([good, dist.P2POp(dist.isend, x, 0, tag=1), dist.P2POp(dist.irecv, constant, 0)])
+        await group.send(x, 0)
+        y = np.zeros(1)
+        assert await group.recv(y, 0) == 0
+        assert (x[0], y[0]) == (0.0, 7.0)
+
+    run_world(2, main)
