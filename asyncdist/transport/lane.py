@@ -74,6 +74,8 @@ class Lane(LendingLane):
         for piece in payload:
             own[at : at + len(piece)] = piece
             at += len(piece)
+        if self._wanting:
+            self._content(TURN)
         if slots:
             self._slots, self._wide_number = slots, number
         if self._open:

@@ -424,6 +424,7 @@ def test_wide_operations_go_as_far_ahead_as_there_are_slots(share: int, ahead: i
     two.express_done(1)
     one.express_done(1)
     assert express(one, 1, wide) == ahead + 1, "all have finished the first two"
+    assert two.wanted_by() == []
     assert express(one, 1, wide) == -1
     assert two.wanted_by() == [0]
 
@@ -481,6 +482,21 @@ def test_wide_memory_at_its_limit_and_one_past() -> None:
     assert express(one, 1, bytes(2 * WIDE_BYTES // SLOTS)) == 0
     with pytest.raises(ValueError, match="does not fit 4 slots"):
         express(one, 1, bytes(2 * WIDE_BYTES // SLOTS + 1))
+
+
+def test_who_has_room_again_need_not_be_told_any_more() -> None:
+    (one, two), _ = make(2)
+    for number in range(RECORDS):
+        assert express(one, 1, b"x") == express(two, 1, b"y") == number
+        two.express_done(number)
+    one.express_done(0)
+    assert express(one, 1, b"x") == RECORDS
+    assert two.wanted_by() == []
+    assert express(one, 1, b"x") == -1, "our own payloads are still to be read"
+    assert two.wanted_by() == [0]
+    one.express_done(1)
+    assert express(one, 1, b"x") == RECORDS + 1
+    assert two.wanted_by() == []
 
 
 def test_own_payloads_and_items_stay_until_they_were_read_here() -> None:
