@@ -107,7 +107,9 @@ async def test_nothing_at_stake_is_not_worth_a_connection(server: ThreadedServer
         assert connector is not None
         await store.close()
         assert connector.cancelled()
-        assert (await other.status())["clients"] == 1
+        assert store._connection is None
+        await all_forgotten(other)  # it is away at first: it took no leave
+        assert await other.queue_len("q") == 0
 
 
 async def test_closing_gives_up_a_daemon_that_is_away_in_time(
