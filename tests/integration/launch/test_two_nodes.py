@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from jobs import free_port
 from launching import DEADLINE_S, is_alive, pids_in, run, running, until, write_script
 
+from asyncdist.launch.nodes import BEAT_S, LOST_AFTER_BEATS
 from asyncdist_server import serve_in_thread
 from asyncdist_server.auth import new_token
 
@@ -166,6 +168,21 @@ def test_an_interrupt_of_one_node_ends_the_other(tmp_path: Path, port: int) -> N
     assert [result[0] for result in results] == [130, 130]
     assert "node 0 (host " in results[1][2]
     assert "ended by SIGINT" in results[1][2]
+
+
+def test_a_launcher_that_is_killed_ends_the_job_long_before_its_silence_would(tmp_path: Path, port: int) -> None:
+    script = write_script(tmp_path, READY + "    ready()\n    wait_for_signals()\n")
+    common = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "--grace=0.2"]
+    both = [[*common, f"--node-rank={node}", script, str(tmp_path)] for node in range(2)]
+    with nodes(*both) as launched:
+        pids = pids_in(tmp_path, 2)
+        launched[1].kill()
+        begun_s = time.monotonic()
+        returncode, _, stderr = outcome(launched[0])
+    assert time.monotonic() - begun_s < BEAT_S * LOST_AFTER_BEATS
+    assert returncode == 1
+    assert f"node 1 (host {socket.gethostname()}): its launcher was killed" in stderr
+    until(lambda: not any(is_alive(pid) for pid in pids), "all workers to end")
 
 
 def test_a_node_that_never_comes_is_named(tmp_path: Path, port: int) -> None:

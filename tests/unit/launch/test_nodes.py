@@ -118,6 +118,22 @@ async def test_a_silent_node_is_reported_by_its_neighbor(monkeypatch: pytest.Mon
     await all_leave(launched)
 
 
+async def test_nobody_waits_for_a_node_that_went_before_another_attempt() -> None:
+    launched = launchers(3)
+    await all_join(launched, [0, 1, 2], [1, 1, 1])
+    heard: asyncio.Queue[Failure] = asyncio.Queue()
+    async with asyncio.timeout(60), launched[1].watching(0, heard.put_nowait):
+        await launched[2]._store.close()
+        ends = [asyncio.create_task(launched[node].end(1, "failed")) for node in (0, 1)]
+        async with launched[0].watching(1, heard.put_nowait), launched[1].watching(1, heard.put_nowait):
+            failures = [await heard.get() for _ in range(2)]
+            await asyncio.gather(*ends)
+    assert failures[0] == failures[1]
+    assert (failures[0].node, failures[0].rank, failures[0].host, failures[0].exitcode) == (2, -1, "h", 1)
+    assert "killed" in failures[0].description
+    await all_leave(launched)
+
+
 async def test_a_closed_store_is_a_failure_that_says_so() -> None:
     store = HashStore()
     nodes = Nodes(store, None, 1)
