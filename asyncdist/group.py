@@ -281,6 +281,9 @@ class ProcessGroup(Operations):
             return
         if first:
             self._aborted = error
+        # Before messages under way are broken off: who receives those is to know the reason by then.
+        self.world.tell_aborted(self.group_id, self.ranks, ["abort", self.group_id, kind, text, rank, list(missing)])
+        if first:
             self._expiry.stop()
             differences = self._consistency.stop()
             if isinstance(error, CollectiveMismatchError):
@@ -292,8 +295,6 @@ class ProcessGroup(Operations):
                 self._fail(work, explain(self.where(work.operation, work.sequence), differences.get(key, error)))
         if also_pairs:
             self.pairs.abort(error)
-        message = ["abort", self.group_id, kind, text, rank, list(missing)]
-        self.world.tell_aborted(self.group_id, self.ranks, message)
 
     async def close(self) -> None:
         """Wait for everything under way (receives that nothing matched are withdrawn), then leave; issue no more.

@@ -228,6 +228,7 @@ async def _join(
         secret = derive_key(load_token(environ), "peer", met.world_id)
         mesh = make_mesh(method.rank, method.world_size, met.world_id, secret, rendezvous.addresses, world, config)
         mesh.crowded = world.tuning.crowded
+        mesh.hear_out = world.hear_out
         try:
             await rendezvous.publish(await mesh.listen(reachable.ips))
         except BaseException:

@@ -11,6 +11,7 @@ Keys, under `world/<group name>/`:
 | `<epoch>/joined` | every rank | counter; who makes it reach the world size decides |
 | `<epoch>/picklers` | ranks that allow pickle, before they have joined | counter |
 | `<epoch>/ready` | one rank | the decision: the world id and what all allow, or why the world could not be formed |
+| `<epoch>/words/<rank>` | ranks that leave aborted groups behind | why, for whoever finds them gone |
 | `<epoch>/left`, `<epoch>/left/<rank>` | every rank | counter and flags of clean exits |
 | `<epoch>/gone` | the last to leave | nobody needs the store any more |
 
@@ -52,6 +53,8 @@ WORLD_LINGER_S: Final = 60.0
 """How long a world without ranks is remembered: those of its next run find its epoch, and no stale addresses."""
 PUBLISH_LIMIT_S: Final = 2.0
 """How long telling the others about a failure may take before it is raised here."""
+WORDS_LIMIT_S: Final = 0.5
+"""How long asking for a leaver's last words may take: who is gone is to be named within a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,26 @@ class Rendezvous:
         """Whether `rank` has said goodbye."""
         return await self._store.check([self._key(f"left/{rank}")])
 
+    async def leave_words(self, words: bytes) -> None:
+        """Publish what whoever finds this rank gone should know; before it is gone. Bounded; raises no DistError."""
+        key = self._key(f"words/{self.rank}")
+        self._published[key] = words
+        try:
+            async with asyncio.timeout(PUBLISH_LIMIT_S):
+                await self._store.set(key, words)
+        except (DistError, TimeoutError) as error:
+            events.info("%s could not leave word in the store: %s", self._who, error)
+
+    async def words_of(self, rank: int) -> bytes:
+        """What `rank` has left to say; empty if nothing. Bounded; never raises a DistError."""
+        key = self._key(f"words/{rank}")
+        try:
+            async with asyncio.timeout(WORDS_LIMIT_S):
+                return await self._store.get(key) if await self._store.check([key]) else b""
+        except (DistError, TimeoutError) as error:
+            events.info("%s could not ask why rank %d is gone: %s", self._who, rank, error)
+            return b""
+
     async def leave(self) -> None:
         """Say goodbye; the last one to leave takes the epoch's keys away. Bounded; never raises a DistError."""
         self._published.clear()
@@ -313,6 +336,8 @@ class Rendezvous:
     async def _clean_up(self) -> None:
         names = [f"{kind}/{rank}" for kind in ("info", "address") for rank in range(self.world_size)]
         names += ["terms", "joined", "picklers"]
+        words = await self._store.list_keys(self._key("words/"))
+        names += [f"words/{key.rpartition('/')[2]}" for key in words]
         await asyncio.gather(*(self._store.delete_key(self._key(name)) for name in names))
         await self._store.set(self._key("gone"), b"1")  # last: who hosts the store stops it now
 

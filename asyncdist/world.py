@@ -17,6 +17,7 @@ News of a group that does not exist here yet is kept, within bounds, until it do
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
@@ -46,6 +47,10 @@ ABORTS_KEPT: Final = 256
 """Aborted groups that ranks connecting later are told of, the newest: older ones nobody waits for any more."""
 ENDED_KEPT: Final = 256
 """Groups closed here of which others may still ask what was issued on them, the newest."""
+MAX_WORDS_BYTES: Final = 256 << 10
+"""News of aborts that a leaving rank puts into the store, the newest: a few of the longest, hundreds of usual ones."""
+WORDS_HEAD_BYTES: Final = 5
+"""What msgpack puts before a list, or bytes, of any length."""
 LEAVE_LIMIT_S: Final = 5.0
 """How long saying goodbye to peers may take."""
 
@@ -213,14 +218,39 @@ class World:
             if len(parked) < room:
                 parked.append((rank, message))
 
+    async def hear_out(self, rank: int) -> None:
+        """`rank` takes no connection any more: hear, bounded, which groups it aborted before, and why."""
+        if self._store_is_lost:
+            return
+        words = await self._rendezvous.words_of(rank)
+        try:
+            for payload in _split_words(rank, words):
+                self.control_received(rank, payload)
+        except RemoteProtocolError as error:
+            events.info("rank %d: %s", self.rank, error)
+
+    async def _leave_words(self) -> None:
+        """Say in the store why groups were aborted: those who look for this rank only later find nobody to ask.
+
+        Where there is time, before connections are refused: whoever comes meanwhile is told over them.
+        """
+        if self._aborts and not self._store_is_lost:
+            await self._rendezvous.leave_words(_join_words([payload for _, payload in self._aborts.values()]))
+
+    @property
+    def _store_is_lost(self) -> bool:
+        """Whether the store is gone with its host."""
+        return bool(self.options.get("rank 0 hosts")) and 0 in self.lost
+
     async def close(self) -> None:
         """Leave: flush, say goodbye to every peer and in the store, stop hosting. Bounded."""
         if self.closed:
             return
         self.closed = True
         try:
+            await self._leave_words()
             await self.mesh.close(LEAVE_LIMIT_S)
-            if not (self.options.get("rank 0 hosts") and 0 in self.lost):  # else the store is gone with its host
+            if not self._store_is_lost:
                 await self._rendezvous.leave()
             if self._source.server is not None:
                 await self._rendezvous.wait_for_goodbyes(self.lost)
@@ -241,14 +271,41 @@ class World:
         """The same, but leaving the store open."""
         self.closed = True
         self.mesh.abort()
+        await self._leave_words()
         await self._rendezvous.resign()
 
 
 def _bounded(part: Any) -> Any:
-    """Cut texts and lists of ranks so that any message fits a control frame."""
+    """Cut texts and lists of ranks so that any message fits a control frame; texts may hold what no UTF-8 can."""
     if isinstance(part, str):
-        return part[:MAX_TEXT]
+        return part[:MAX_TEXT].encode(errors="backslashreplace").decode()
     return part[:MAX_RANKS_NAMED] if isinstance(part, list) else part
+
+
+def _join_words(payloads: list[bytes]) -> bytes:
+    """The newest of `payloads` that fit MAX_WORDS_BYTES, the oldest of them first."""
+    kept: list[bytes] = []
+    room = MAX_WORDS_BYTES - WORDS_HEAD_BYTES
+    for payload in reversed(payloads):
+        room -= len(payload) + WORDS_HEAD_BYTES
+        if room < 0:
+            break
+        kept.append(payload)
+    words: bytes = msgpack.packb(kept[::-1])
+    return words
+
+
+def _split_words(rank: int, words: bytes) -> list[bytes]:
+    """The payloads that `_join_words` has joined. Raises RemoteProtocolError for anything else."""
+    if not words:
+        return []
+    payloads: Any = None
+    if len(words) <= MAX_WORDS_BYTES:
+        with contextlib.suppress(ValueError, msgpack.UnpackException):
+            payloads = msgpack.unpackb(words, max_array_len=ABORTS_KEPT, max_map_len=0)
+    if not isinstance(payloads, list) or not all(isinstance(payload, bytes) for payload in payloads):
+        raise RemoteProtocolError(f"rank {rank} left malformed words in the store")
+    return payloads
 
 
 _MAX_PLACES: Final = 1 << 32

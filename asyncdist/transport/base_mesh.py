@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 from asyncdist.errors import ClosedError, PeerLostError
@@ -50,6 +50,9 @@ class BaseMesh:
         self.memory: HostMemory | None = None
         self.crowded = False
         """Whether ranks of this host share cores; to be set before there are connections."""
+        self.hear_out: Callable[[int], Awaitable[None]] | None = None
+        """Hears, bounded, what a rank that takes no connection any more has left to say; what waits for that rank fails
+        only then. To be set before there are connections."""
         self._owner = owner
         self._any_source = AnySourceTable()
         self._dropped = DroppedGroups()
@@ -57,6 +60,7 @@ class BaseMesh:
         self._all_ended = asyncio.Event()
         self._closing = False
         self._closed_because = ""
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def closing(self) -> bool:
@@ -182,6 +186,26 @@ class BaseMesh:
             dropped=self._dropped,
             write_bytes=MAX_CALL_BYTES if self.crowded else FRAGMENT_BYTES,
         )
+
+    def _begin(self, steps: Coroutine[Any, Any, None], name: str) -> None:
+        """Run `steps` as a task that ends with the mesh."""
+        task = asyncio.get_running_loop().create_task(steps, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _after_words(self, rank: int, then: Callable[[], None]) -> None:
+        """Call `then` once we have heard what `rank`, which was not met, has left to say: at once if nobody asks."""
+        if self.hear_out is None or self._closing:
+            then()
+        else:
+            self._begin(self._hear_out(self.hear_out, rank, then), f"asyncdist words of rank {rank}")
+
+    @staticmethod
+    async def _hear_out(hear_out: Callable[[int], Awaitable[None]], rank: int, then: Callable[[], None]) -> None:
+        try:
+            await hear_out(rank)
+        finally:
+            then()
 
     def _all_gone(self, ranks: Collection[int]) -> bool:
         """Whether nobody can send any more: all others of `ranks` are gone, and we never were a peer of our own."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import socket
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from asyncdist import events
@@ -58,6 +59,9 @@ class LinkOwner(Protocol):
 
     def address_wanted(self, rank: int) -> None:
         """Look up where `rank` is; `Link.address_known` or `dial_failed` follows."""
+
+    def link_not_met(self, rank: int, then: Callable[[], None]) -> None:
+        """The peer takes no connection: call `then`, now or soon, which ends the link unless that is done or open."""
 
     def link_open(self, rank: int) -> None:
         """A connection was confirmed; what was posted is about to be written."""
@@ -238,11 +242,19 @@ class Link:
 
     def dial_failed(self, error: Exception) -> None:
         """Nothing more will be tried."""
-        self.break_off(error)
+        self._owner.link_not_met(self.rank, lambda: self._not_met(error))
 
     def dial_met_leaver(self) -> None:
         """The peer is leaving and wants no connection any more."""
-        self._left()
+        self._owner.link_not_met(self.rank, lambda: self._not_met(None))
+
+    def _not_met(self, error: Exception | None) -> None:
+        if self.state is not LinkState.CONNECTING:  # it dialed us meanwhile, or the mesh is closed
+            return
+        if error is None:
+            self._left()
+        else:
+            self.break_off(error)
 
     # -- the connection
 

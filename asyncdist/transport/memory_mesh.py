@@ -121,6 +121,8 @@ class MemoryMesh(BaseMesh):
             pass
         finally:
             self._shut("the mesh is closed")
+            if self._tasks:
+                await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def abort(self, reason: str = "the mesh was aborted") -> None:
         """See BaseMesh.abort."""
@@ -164,6 +166,11 @@ class MemoryMesh(BaseMesh):
 
     def link_refused(self, rank: int, left: bool) -> None:
         """`rank` has ended before a connection was made."""
+        self._after_words(rank, lambda: self._not_met(rank, left))
+
+    def _not_met(self, rank: int, left: bool) -> None:
+        if self._peers[rank].ended:
+            return
         if left:
             self._peer_left(rank)
         else:
@@ -251,6 +258,8 @@ class MemoryMesh(BaseMesh):
             return
         self._closing = True
         self._closed_because = reason
+        for task in self._tasks:
+            task.cancel()
         error = ClosedError(f"rank {self.rank}: {reason}")
         for rank, peer in list(self._peers.items()):
             if not peer.ended:

@@ -76,7 +76,6 @@ class Mesh(BaseMesh):
         self._loopback: LoopbackConnection | None = None
         self._unresolved: list[int] = []
         self._resolve_turn: asyncio.Handle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self, ips: Sequence[str] = ("127.0.0.1",)) -> PeerAddress:
         """Listen on `ips` (and on a Unix socket, as configured) and return the address to publish.
@@ -213,6 +212,10 @@ class Mesh(BaseMesh):
         if self._resolve_turn is None:
             self._resolve_turn = self._context.loop.call_soon(self._begin_resolving)
 
+    def link_not_met(self, rank: int, then: Callable[[], None]) -> None:
+        """Hear what the rank has left to say, then go on."""
+        self._after_words(rank, then)
+
     def link_open(self, rank: int) -> None:
         """Tell the owner."""
         self._owner.peer_connected(rank)
@@ -259,9 +262,7 @@ class Mesh(BaseMesh):
     def _begin_resolving(self) -> None:
         self._resolve_turn = None
         ranks, self._unresolved = self._unresolved, []
-        task = self._context.loop.create_task(self._resolve_all(ranks), name=f"asyncdist resolve {len(ranks)} ranks")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._begin(self._resolve_all(ranks), f"asyncdist resolve {len(ranks)} ranks")
 
     async def _resolve_all(self, ranks: list[int]) -> None:
         """One look-up; every rank of it hears of an address or of a failure."""

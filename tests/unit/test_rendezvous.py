@@ -12,7 +12,7 @@ from cancel_sweep import Cut, cancelling_at
 
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError
-from asyncdist.rendezvous import GOODBYE_LIMIT_S, WORLD_LINGER_S, Met, Rendezvous
+from asyncdist.rendezvous import GOODBYE_LIMIT_S, PUBLISH_LIMIT_S, WORDS_LIMIT_S, WORLD_LINGER_S, Met, Rendezvous
 from asyncdist.store import HashStore, PrefixStore, Store
 from asyncdist.testing.loop import VirtualTimeLoop
 from asyncdist.transport.address import PeerAddress
@@ -305,3 +305,38 @@ async def test_leaving_does_not_wait_for_a_store_that_takes_nothing_any_more() -
         await met.leave()
         assert loop.time() - began_s <= GOODBYE_LIMIT_S
         assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@virtually
+async def test_last_words_are_kept_as_long_as_somebody_may_ask() -> None:
+    async with HashStore() as store:
+        ranks = [Rendezvous(store, rank, 2) for rank in range(2)]
+        await asyncio.gather(*map(join, ranks))
+        await ranks[0].leave_words(b"why")
+        await ranks[0].leave()
+        assert await ranks[1].words_of(0) == b"why"
+        assert await ranks[1].words_of(1) == b""
+        await ranks[1].leave()
+        assert not [key for key in await store.list_keys() if "words" in key]
+
+
+@virtually
+async def test_last_words_are_bounded_in_time() -> None:
+    store = HashStore()
+    rendezvous = Rendezvous(store, 0, 1)
+    await join(rendezvous)
+
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    loop = asyncio.get_running_loop()
+    rendezvous._store.set = never  # type: ignore[method-assign]
+    rendezvous._store.check = never  # type: ignore[method-assign, assignment]
+    start_s = loop.time()
+    await rendezvous.leave_words(b"why")
+    assert loop.time() - start_s == PUBLISH_LIMIT_S
+    assert await rendezvous.words_of(0) == b""
+    assert loop.time() - start_s == PUBLISH_LIMIT_S + WORDS_LIMIT_S
+    await store.close()
+    await rendezvous.leave_words(b"why")
+    assert await rendezvous.words_of(0) == b""

@@ -75,11 +75,12 @@ def test_any_bytes_are_understood_or_refused(payload: bytes) -> None:
     assert message[0] in ("abort", "refused", "probe", "status", "mismatch", "check")
 
 
-def test_messages_fit_a_frame_whatever_they_say() -> None:
+@pytest.mark.parametrize("letter", ["x", "\U0001f642", "\udc80"], ids=["letter", "wide", "surrogate"])
+def test_messages_fit_a_frame_whatever_they_say(letter: str) -> None:
     async def main(group: dist.ProcessGroup) -> None:
         await group.barrier()
         if group.rank == 0:
-            group.abort("x" * 1_000_000)
+            group.abort(letter * 1_000_000)
         with pytest.raises(dist.GroupAbortedError):
             await group.barrier()
 
@@ -181,3 +182,59 @@ def test_reports_leave_room_for_other_news_of_a_group_that_comes_later(past: int
         return "aborted" in repr(late)
 
     assert run_world(2, main) == [True, None]
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_last_words_at_their_limit(over: int) -> None:
+    whole = world.MAX_WORDS_BYTES - 4 * world.WORDS_HEAD_BYTES
+    payloads = [b"old" * 10, bytes(whole // 2), bytes(whole - whole // 2 - 30 + over)]
+    words = world._join_words(payloads)
+    assert len(words) <= world.MAX_WORDS_BYTES
+    assert world._split_words(3, words) == payloads[over:]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"\xc1",
+        b"\x91",
+        msgpack.packb(None),
+        msgpack.packb(["text"]),
+        msgpack.packb({"a": b""}),
+        msgpack.packb([b""] * (world.ABORTS_KEPT + 1)),
+        msgpack.packb([bytes(world.MAX_WORDS_BYTES)]),
+    ],
+)
+def test_malformed_last_words_are_protocol_errors(words: bytes) -> None:
+    with pytest.raises(dist.RemoteProtocolError, match="rank 3 left malformed words"):
+        world._split_words(3, words)
+
+
+def test_as_many_last_words_as_aborts_are_kept() -> None:
+    payloads = [b"%d" % number for number in range(world.ABORTS_KEPT)]
+    assert world._split_words(3, world._join_words(payloads)) == payloads
+    assert world._split_words(3, b"") == []
+
+
+@pytest.mark.parametrize("words", [None, b"\xc1", msgpack.packb([msgpack.packb(["abort"])])])
+def test_a_rank_that_is_gone_is_asked_why(words: bytes | None) -> None:
+    """Nobody but the rank that is gone could tell, and nobody met it; and it may have left nonsense."""
+
+    async def main(group: dist.ProcessGroup, made: Any) -> None:
+        if group.rank == 1:
+            group.abort("the disk is full")
+            if words is not None:
+                await asyncio.sleep(2)
+            return
+        await asyncio.sleep(1)
+        if words is not None:
+            made.network.cut(1, made.world_id)
+            await made.store.set("world/default/1/words/1", words)
+        if group.rank == 2:
+            with pytest.raises(dist.DistError) as caught:
+                await group.recv(np.zeros(4), 1)
+            assert isinstance(caught.value, dist.PeerLostError if words else dist.GroupAbortedError)
+            assert ("the disk is full" in str(caught.value)) == (words is None)
+            assert caught.value.rank == 1
+
+    run_world(3, main, pass_world=True)

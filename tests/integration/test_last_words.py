@@ -1,0 +1,182 @@
+"""Ranks that find another gone, which they never met, hear why it aborted their group before they hear that it left."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from group_kit import Group, outcome
+from mesh_world import PATIENCE_S, Done, eventually
+from punctual import assert_within, punctual
+from socket_world import socket_world, turns
+
+import asyncdist as dist
+from asyncdist.rendezvous import WORDS_LIMIT_S
+from asyncdist.store import HashStore
+from asyncdist.transport.frame import pack_key
+from asyncdist.transport.matching import SendOp
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
+NAMED_S = 1.0
+"""Within which a rank that is gone is named."""
+
+
+def expire(group: Group) -> None:
+    """What a deadline does."""
+    error = dist.CollectiveTimeoutError("all_reduce #0 took too long", [2])
+    group._abort(error, "timeout", str(error), missing=[2])
+
+
+def differ(group: Group) -> None:
+    """What a difference does, whoever finds it."""
+    group._differ((0, 0), dist.CollectiveMismatchError("ranks differ: rank 0 runs this, rank 1 runs that"))
+
+
+def fail(group: Group) -> None:
+    """What an operation does that cannot go on."""
+    group._abort(dist.DistError("no memory"), "failed", "no memory", group.world.rank)
+
+
+ENDS: list[tuple[Callable[[Group], None], type[Exception], str]] = [
+    (
+        lambda group: group.abort("the disk is full"),
+        dist.GroupAbortedError,
+        "rank 1 aborted the group: the disk is full",
+    ),
+    (expire, dist.CollectiveTimeoutError, "took too long"),
+    (differ, dist.CollectiveMismatchError, "rank 0 runs this, rank 1 runs that"),
+    (fail, dist.GroupAbortedError, "no memory"),
+]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Chooses a transport."""
+    return lambda transport: monkeypatch.setenv("ASYNCDIST_TRANSPORT", transport)
+
+
+@TRANSPORTS
+@pytest.mark.parametrize(("end", "kind", "text"), ENDS, ids=["abort", "timeout", "mismatch", "failed"])
+async def test_who_comes_when_the_rank_is_gone(
+    transport: str, end: Callable[[Group], None], kind: type[Exception], text: str, quick: Callable[[str], None]
+) -> None:
+    quick(transport)
+    async with socket_world(3) as (_, gone, late):
+        end(gone)
+        await gone.close()
+        error = await outcome(late.all_reduce(np.zeros(4)))
+        assert type(error) is kind, error
+        assert text in str(error)
+
+
+@TRANSPORTS
+async def test_who_comes_while_the_rank_is_leaving(transport: str, quick: Callable[[str], None]) -> None:
+    quick(transport)
+    async with socket_world(3) as (holder, gone, late):
+        gone.abort("the disk is full")
+        op = SendOp(pack_key(1, 0, 0, 0, 0), memoryview(bytes(200_000)), b"", Done(), None)
+        gone.world.mesh.post_send(0, op)  # as long as nobody receives it, rank 1 is leaving
+        closing = asyncio.ensure_future(gone.close())
+        await eventually(lambda: gone.world.mesh.closing)
+        error = await outcome(late.recv(np.zeros(1), 1))
+        assert isinstance(error, dist.GroupAbortedError), error
+        assert "the disk is full" in str(error)
+        assert not closing.done()
+        holder.world.mesh.abort()
+        await closing
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+async def test_the_reason_comes_before_a_message_breaks_off(transport: str, quick: Callable[[str], None]) -> None:
+    quick(transport)
+    async with socket_world(2) as (receiver, sender):
+        pending = receiver.irecv(np.zeros(8_000_000), 1)
+        sending = sender.isend(np.zeros(8_000_000), 0)
+        while receiver.world.mesh.statistics()["bytes_received"] < 1_000_000:
+            await turns(1)
+        sender.abort("the disk is full")
+        for work in (pending, sending):
+            error = await outcome(work)
+            assert isinstance(error, dist.GroupAbortedError)
+            assert "the disk is full" in str(error)
+
+
+@TRANSPORTS
+async def test_what_a_block_left_with_an_exception_says(transport: str, quick: Callable[[str], None]) -> None:
+    quick(transport)
+    async with socket_world(3) as (_, gone, late):
+        with pytest.raises(ZeroDivisionError):
+            async with gone:
+                raise ZeroDivisionError("by nothing")
+        error = await outcome(late.recv(np.zeros(1), 1))
+        assert isinstance(error, dist.GroupAbortedError)
+        assert "left with ZeroDivisionError: by nothing" in str(error)
+
+
+@TRANSPORTS
+@punctual
+async def test_who_left_in_order_is_named_at_once(transport: str, quick: Callable[[str], None]) -> None:
+    quick(transport)
+    async with socket_world(3) as (_, gone, late):
+        await gone.close()
+        start = time.monotonic()
+        error = await outcome(late.all_reduce(np.zeros(4)))
+        assert isinstance(error, dist.PeerLostError)
+        assert error.rank == 1
+        assert_within(NAMED_S, time.monotonic() - start)
+
+
+@punctual
+async def test_a_store_that_does_not_answer_holds_nobody_up(quick: Callable[[str], None]) -> None:
+    quick("unix")
+
+    class Silent(HashStore):
+        silent = False
+
+        def check(self, keys: Any) -> Any:
+            return asyncio.Event().wait() if self.silent else super().check(keys)
+
+    store = Silent()
+    async with socket_world(3, lambda: store) as (_, gone, late):
+        gone.abort("nobody hears this")
+        await gone.close()
+        store.silent = True
+        start = time.monotonic()
+        error = await outcome(late.all_reduce(np.zeros(4)))
+        took_s = time.monotonic() - start
+        assert isinstance(error, dist.PeerLostError)
+        assert error.rank == 1
+        assert took_s >= WORDS_LIMIT_S * 0.9
+        assert_within(NAMED_S, took_s)
+        store.silent = False
+
+
+async def test_closing_does_not_wait_for_words(quick: Callable[[str], None]) -> None:
+    """Whoever is asking when its own world ends asks no more."""
+    quick("unix")
+
+    class Silent(HashStore):
+        asked: asyncio.Event
+        silent = False
+
+        def check(self, keys: Any) -> Any:
+            if not self.silent:
+                return super().check(keys)
+            self.asked.set()
+            return asyncio.Event().wait()
+
+    store = Silent()
+    store.asked = asyncio.Event()
+    async with socket_world(3, lambda: store) as (_, gone, late):
+        await gone.close()
+        store.silent = True
+        pending = late.isend(np.zeros(1), 1)
+        async with asyncio.timeout(PATIENCE_S):
+            await store.asked.wait()
+        late.world.mesh.abort()
+        assert isinstance(await outcome(pending), dist.ClosedError)
+        store.silent = False
