@@ -279,8 +279,7 @@ class ProcessGroup(Operations):
         also_pairs = kind == "abort" and not self.pairs.aborted  # even where collectives have ended already
         if self.closed or self.world.forked or not (first or also_pairs):
             return
-        if first:
-            self._aborted = error
+        self._aborted = error if first else self._aborted
         # Before messages under way are broken off: who receives those is to know the reason by then.
         self.world.tell_aborted(self.group_id, self.ranks, ["abort", self.group_id, kind, text, rank, list(missing)])
         if first:
