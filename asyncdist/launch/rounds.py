@@ -39,6 +39,11 @@ __all__ = ["JobOverError", "Outcome", "Rounds"]
 _LEAVE_TIMEOUT_S: Final = 5.0
 """Leaving is tried for this long; the others notice a silent launcher by themselves."""
 
+_MAY_BE_HOSTED: Final = (
+    ". If a launcher of the job hosted it, the job ends with that launcher; a standing daemon (asyncdist-server, "
+    "ASYNCDIST_STORE) does not"
+)
+
 _REACH_TIMEOUT_S: Final = 5.0
 """A store that says nothing for this long, after this node was out of touch for longer, is lost."""
 
@@ -76,6 +81,7 @@ class Rounds:
         self._presence: Presence | None = None
         self._round: Round | None = None
         self._losses: list[str] = []
+        self._hint = "" if config.store is not None else _MAY_BE_HOSTED
         self.run_id = ""
 
     async def meet(self) -> Round:
@@ -107,10 +113,7 @@ class Rounds:
                 await self._store.check([self._root + "elastic"])
         except (DistError, TimeoutError) as unreachable:
             why = str(unreachable) or str(error)  # a time-out says nothing
-            raise LaunchError(
-                f"the connection to the job's store was lost: {why}. If a launcher of the job hosted it, "
-                "the job ends with that launcher; a standing daemon (asyncdist-server, ASYNCDIST_STORE) does not"
-            ) from error
+            raise LaunchError(f"the connection to the job's store was lost: {why}{self._hint}") from error
         if not isinstance(error, LeaseLostError | WatchCompactedError):
             raise LaunchError(str(error)) from error
         if member is not None:
