@@ -120,7 +120,7 @@ def main(smoke: bool, write: bool, logs: Path | None, only: tuple[str, ...], bud
     for section in sections(file, smoke=smoke):
         if only and not any(part in section.name for part in only):
             continue
-        outcome = _refused(section, sharing_facts(sharing)) or _run(runner, section, place, fake=fake)
+        outcome = _refused(section, sharing_facts(sharing)) or _run(runner, section, fake=fake)
         outcomes.append(outcome)
         say(outcome.line())
         figures = Figures.read(file)
@@ -146,12 +146,11 @@ def _refused(section: Section, facts: dict[str, str]) -> Outcome | None:
     return None
 
 
-def _run(runner: Sections, section: Section, place: Path, *, fake: bool) -> Outcome:
+def _run(runner: Sections, section: Section, *, fake: bool) -> Outcome:
     if not fake or section.tests:
         return runner.run(section)
-    with tempfile.TemporaryDirectory(
-        dir=place
-    ) as folder:  # of its own: what a part leaves behind is not the next one's
+    # Of its own: what a part leaves behind is not the next one's. The path of a socket in it must be short.
+    with tempfile.TemporaryDirectory(prefix="asyncdist-") as folder:
         os.environ[FOLDER_VARIABLE] = folder
         try:
             return runner.run(section)
