@@ -2,9 +2,11 @@
 
 To be woken takes a process about as long as the daemon needs to answer. So for some microseconds after an answer the
 loop turns without sleeping, each time giving its core away to whoever wants it. Where that is mostly in vain, because
-clients ask seldom or are many, it is tried less and less often; a daemon that is asked nothing sleeps. Where clients
-share the daemon's core, looking can only take their time: they run as soon as they have an answer, and the next
-request is there when the daemon gets its core back. That shows in how often it is taken away.
+clients ask seldom or are many, it is tried less and less often; a daemon that is asked nothing sleeps.
+
+A daemon that is bound to one core may have clients on it. Looking can only take their time then: they run as soon as they
+have an answer, and the next request is there when the daemon gets its core back. That shows in how often it is taken
+away. One that is not bound goes on looking, for that is how the system sees that two could run, and parts them.
 """
 
 from __future__ import annotations
@@ -119,7 +121,13 @@ def _times_taken() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw if sys.platform == "linux" else 0
 
 
+def _never() -> int:
+    """Return nothing: whoever shares the core will be moved to another."""
+    return 0
+
+
 def busy_poll(loop: asyncio.AbstractEventLoop, duration_us: float) -> BusyPoll | None:
     """Return one, or None where `duration_us` is 0 or nobody could ask meanwhile, for want of another core."""
     several = (os.cpu_count() or 1) > 1 and hasattr(os, "sched_yield")
-    return BusyPoll(loop, duration_us, _times_taken) if several and duration_us > 0 else None
+    bound = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1
+    return BusyPoll(loop, duration_us, _times_taken if bound else _never) if several and duration_us > 0 else None

@@ -151,6 +151,18 @@ def test_not_where_it_cannot_pay(turns: Turns, monkeypatch: pytest.MonkeyPatch) 
     assert busy_poll(loop, 50) is None
 
 
+@pytest.mark.parametrize(("cores", "heeds"), [({0}, True), ({0, 1}, False)])
+def test_only_who_is_bound_to_a_core_heeds_whose_it_is_too(
+    turns: Turns, monkeypatch: pytest.MonkeyPatch, cores: set[int], heeds: bool
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores, raising=False)
+    loop: Any = turns
+    made = busy_poll(loop, 50)
+    assert made is not None
+    assert (made._times_taken is _times_taken) is heeds
+
+
 def test_times_have_bounds() -> None:
     assert ServerConfig(busy_poll_us=MAX_BUSY_POLL_US).busy_poll_us == MAX_BUSY_POLL_US
     for wrong in (-1.0, MAX_BUSY_POLL_US + 1, float("nan")):
