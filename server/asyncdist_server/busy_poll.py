@@ -4,9 +4,9 @@ To be woken takes a process about as long as the daemon needs to answer. So for 
 loop turns without sleeping, each time giving its core away to whoever wants it. Where that is mostly in vain, because
 clients ask seldom or are many, it is tried less and less often; a daemon that is asked nothing sleeps.
 
-A daemon that is bound to one core may have clients on it. Looking can only take their time then: they run as soon as they
-have an answer, and the next request is there when the daemon gets its core back. That shows in how often it is taken
-away. One that is not bound goes on looking, for that is how the system sees that two could run, and parts them.
+A daemon that is bound to one core may have clients on it. Looking can only take their time then: they run as soon as
+they have an answer, and the next request is there when the daemon gets its core back. That shows in how often it is
+taken away. One that is not bound goes on looking, for that is how the system sees that two could run, and parts them.
 """
 
 from __future__ import annotations
