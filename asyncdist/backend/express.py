@@ -1,7 +1,8 @@
-"""ExpressOperation: a collective so small that its operands travel in the records of a lane.
+"""ExpressOperation: a collective so small that what ranks give each other travels in the records of a lane.
 
-It publishes with one store, is done with the first look that finds all members there, and needs neither plan steps nor
-memory of its own: what `plan.shared_reduce.all_reduce_direct` and `plan.shared_move.barrier` say, by a shorter way.
+A rank publishes with one store, and takes what it is to have with the first look that finds there all that it needs.
+That takes neither plan steps nor memory of its own: it is what the plans of `plan.shared_reduce` and `plan.shared_move`
+say, by a shorter way. Which collectives go so, `plan.records` says.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class ExpressKind(NamedTuple):
     needed: tuple[int, ...] | None
     """Whose payload this rank takes; None: everybody's, as everybody takes its own."""
     readers: tuple[int, ...] = ()
-    """Who takes from this rank, if not all do."""
+    """Who takes from this rank, if not all do: everyone from it alone, or one from everyone."""
 
 
 def express_of(call: Call, plan: Plan, rank: int, lane_bytes: int) -> ExpressKind | None:
