@@ -217,7 +217,9 @@ class Rendezvous:
             async with asyncio.timeout(GOODBYE_LIMIT_S):
                 if self._republishing is not None:
                     await self._republishing
-                # Issued together, so answered together: who hosts the store may stop it after either.
+                # Issued together, so answered together: who hosts the store may stop it after any of them. Nothing may
+                # follow, as closing the store would wait for its answer.
+                self._release()
                 flag = self._store.set(self._key(f"left/{self.rank}"), b"1")
                 count = self._store.add(self._key("left"), 1)
                 await flag

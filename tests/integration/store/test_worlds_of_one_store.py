@@ -8,6 +8,7 @@ import weakref
 
 import asyncdist as dist
 import asyncdist_server
+from asyncdist.deadline import Deadline
 from asyncdist.initialize import _Restarts
 from asyncdist.rendezvous import Rendezvous
 
@@ -29,5 +30,22 @@ async def test_the_store_keeps_none_of_them_and_its_owners_callback_once() -> No
             assert len(hook.watching) <= 1
             hook()
             assert len(calls) == 1
+    finally:
+        await asyncio.to_thread(server.close)
+
+
+async def test_who_has_left_has_nothing_under_way() -> None:
+    """The rank that hosts the store stops it then: whoever waited for an answer still, would wait for two seconds."""
+    server = await asyncio.to_thread(asyncdist_server.serve_in_thread, "127.0.0.1", 0)
+    try:
+        async with dist.TCPStore("127.0.0.1", server.port) as one, dist.TCPStore("127.0.0.1", server.port) as two:
+            ranks = [Rendezvous(store, rank, 2) for rank, store in enumerate((one, two))]
+            deadline = Deadline.after(30, asyncio.get_running_loop().time())
+            await asyncio.gather(*(rank.join("host", True, {}, deadline) for rank in ranks))
+            for rank, store in zip(ranks, (one, two), strict=True):
+                assert rank._lease is not None
+                await rank.leave()
+                assert store._pipeline is not None
+                assert store._pipeline.idle
     finally:
         await asyncio.to_thread(server.close)
