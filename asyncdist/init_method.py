@@ -242,7 +242,7 @@ def _host_port(text: str, name: str) -> tuple[str, int]:
     host, colon, port_text = text.rpartition(":")
     if not colon or not host:
         raise ValueError(f"{name}: {text!r} is not host:port")
-    port = _integer(port_text, name)
+    port = _integer(port_text, f"{name}: the port")
     if not 0 <= port <= 65535:
         raise ValueError(f"{name}: port {port} is not between 0 and 65535")
     return host.strip("[]"), port

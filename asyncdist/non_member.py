@@ -34,7 +34,10 @@ class NonMember:
 
     def refuse(self) -> NoReturn:
         """Raise the ValueError every operation raises."""
-        raise ValueError(f"rank {self._world_rank} is not a member of group {self.name}")
+        raise ValueError(
+            f"rank {self._world_rank} is not a member of this group ({self.name}): only members, whose group.rank is "
+            "not -1, call its operations"
+        )
 
     def __getattr__(self, name: str) -> Any:
         """Every operation of a group exists here too, and raises."""

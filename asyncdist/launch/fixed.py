@@ -40,8 +40,10 @@ class FixedAgent(NodeAgent):
         self._open_logs(roster)
         warden = stack.enter_context(contextlib.closing(Warden()))
         node_place = self._node_place(place, roster)
+        # Where there are no others, a daemon that has gone is no reason to end: the workers say whether they need it.
+        others = nodes if self._config.nnodes > 1 else None
         for number in range(self._config.max_restarts + 1):
-            result = await self._run_attempt(number, node_place, nodes, warden)
+            result = await self._run_attempt(number, node_place, others, warden)
             exitcode = self._exit_code(result)
             if exitcode == 0 or self.interrupted:
                 break

@@ -130,7 +130,10 @@ class Meeting:
             return None
         mine = seat if node_rank is None else node_rank
         if await self._store.add(f"{self.keys}claim/{mine}", 1) > 1:
-            raise _ContradictionError(f"two launchers of job {self._job_id!r} claim node rank {mine}")
+            job = "this job" if self._job_id is None else f"job {self._job_id!r}"
+            raise _ContradictionError(
+                f"two launchers of {job} claim node rank {mine}: give each a --node-rank of its own, or none"
+            )
         return mine
 
     async def _meet(

@@ -83,6 +83,7 @@ def test_a_missing_variable_is_named(missing: str) -> None:
         ("tcp://host:1", -1, 2, {}, "rank is missing"),
         ("tcp://host:1", 0, -1, {}, "world_size is missing"),
         ("tcp://host", 0, 2, {}, "is not host:port"),
+        ("tcp://host:abc", 0, 2, {}, "init_method tcp://host:abc: the port is not an integer: 'abc'"),
         ("tcp://host:70000", 0, 2, {}, "port 70000"),
         ("file://x", 0, 2, {}, "file:///absolute/path"),
         ("foo://x", 0, 2, {}, "no rendezvous for 'foo://x'"),

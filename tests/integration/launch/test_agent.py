@@ -15,10 +15,11 @@ from jobs import free_port
 from launching import is_alive, pids_in, write_script
 
 from asyncdist.errors import LaunchError
-from asyncdist.launch import hosting
+from asyncdist.launch import hosting, nodes
 from asyncdist.launch import worker as worker_module
 from asyncdist.launch.agent import run
 from asyncdist.launch.config import Endpoint, LaunchConfig
+from asyncdist_server import serve_in_thread
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +120,28 @@ async def test_a_signal_before_the_workers_exist_ends_the_wait_for_the_store(cap
     os.kill(os.getpid(), signal.SIGTERM)
     async with asyncio.timeout(60):
         assert await task == 128 + signal.SIGTERM
+
+
+async def test_one_node_needs_no_daemon_once_it_runs(
+    captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are no other nodes to hear from: the job ends when its workers do, with what they say."""
+    beat_s = 0.02
+    monkeypatch.setattr(nodes, "BEAT_S", beat_s)
+    waits = 'touch "$1/$$.pid"; while [ ! -e "$1/end" ]; do sleep 0.02; done'
+    server = await asyncio.to_thread(serve_in_thread, "127.0.0.1", 0)
+    place = Endpoint("127.0.0.1", server.port)
+    task = asyncio.create_task(captured.run("sh", "-c", waits, "sh", str(tmp_path), store=place, job_id="job"))
+    try:
+        await asyncio.to_thread(pids_in, tmp_path, 1)
+    finally:
+        await asyncio.to_thread(server.close)
+    await asyncio.wait((task,), timeout=5 * nodes.LOST_AFTER_BEATS * beat_s)  # several nodes would give up by then
+    assert not task.done()
+    (tmp_path / "end").touch()
+    async with asyncio.timeout(60):
+        assert await task == 0
+    assert "lost" not in captured.err.read_text()
 
 
 async def test_a_launcher_that_cannot_start_says_why(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
