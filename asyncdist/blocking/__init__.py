@@ -232,11 +232,12 @@ broadcast_array = collective(arrays.broadcast_array, returns_result=True)
 gather_array = collective(arrays.gather_array, returns_result=True)
 scatter_array = collective(arrays.scatter_array, returns_result=True)
 
-all_gather_object = collective(objects.all_gather_object)
-broadcast_object_list = collective(objects.broadcast_object_list)
-gather_object = collective(objects.gather_object)
+# torch has no async_op in these, and the root within the group in its place.
+all_gather_object = collective(objects.all_gather_object, has_place=False)
+broadcast_object_list = collective(objects.broadcast_object_list, has_place=False)
+gather_object = collective(objects.gather_object, has_place=False)
 recv_object_list = completed(objects.recv_object_list)
-scatter_object_list = collective(objects.scatter_object_list)
+scatter_object_list = collective(objects.scatter_object_list, has_place=False)
 send_object_list = completed(objects.send_object_list)
 
 all_gather_stream = issued(streams.all_gather_stream)

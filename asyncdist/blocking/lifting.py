@@ -72,20 +72,23 @@ def completed(function: Callable[P, Awaitable[T]], *, returns_nothing: bool = Fa
     return _marked(lifted, function, _COMPLETED, _WITHDRAWN)
 
 
-def collective(function: Callable[..., Awaitable[Any]], *, returns_result: bool = False) -> Callable[..., Any]:
+def collective(
+    function: Callable[..., Awaitable[Any]], *, returns_result: bool = False, has_place: bool = True
+) -> Callable[..., Any]:
     """Waits and returns None, as torch does (or the result, where that is new); with `async_op=True` gives a Work.
 
-    `async_op` may be given in its place as in torch, right after `group`.
+    `async_op` may be given in its place as in torch, right after `group`, unless torch has something else there.
     """
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     place = len(positional)
-    async_op = inspect.Parameter("async_op", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False, annotation="bool")
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if has_place else inspect.Parameter.KEYWORD_ONLY
+    async_op = inspect.Parameter("async_op", kind, default=False, annotation="bool")
 
     @functools.wraps(function)
     def lifted(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        if len(args) == place + 1:
+        if has_place and len(args) == place + 1:
             *args, async_op = args  # type: ignore[assignment]
         if async_op:
             work: Work[Any] = _run(Session.call, function, tuple(args), kwargs)

@@ -70,3 +70,14 @@ def test_lists_of_torch_1_have_their_arguments_in_its_places(name: str, places: 
     """What torch has after them is given by name here, as everywhere: `src_tensor` and `dst_tensor`."""
     parameters = inspect.signature(getattr(blocking, name)).parameters.values()
     assert [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD] == places
+
+
+@pytest.mark.parametrize("name", ["all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"])
+def test_what_has_no_async_op_in_torch_takes_it_by_name_only(name: str) -> None:
+    """torch's last place is another thing's, `group_dst` for example: as `async_op` it would choose the wrong root."""
+    function = getattr(blocking, name)
+    parameters = inspect.signature(function).parameters
+    assert parameters["async_op"].kind is inspect.Parameter.KEYWORD_ONLY
+    places = [one for one in parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    with pytest.raises(TypeError, match="positional arguments but"):
+        function([None], *[None] * (len(places) - 1), 1)
