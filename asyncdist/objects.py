@@ -61,6 +61,7 @@ _SCALAR: Final = 7
 
 _SEQUENCES: Final[dict[type, int]] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
 _BUILDERS: Final[dict[int, Callable[[list[Any]], Any]]] = {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset}
+_BASES: Final = (dict, list, tuple, set, frozenset, str, bytes, int, float, complex)
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, bytearray, memoryview)
 
 
@@ -295,10 +296,16 @@ def _reason(value: object) -> str:
     if isinstance(value, np.ndarray | np.generic):
         name = kind.__name__ if kind is not np.ndarray else "an array"
         return f"it is {name} of dtype {value.dtype}; send arrays of numpy's own kind with numeric dtypes"
-    return (
-        f"it is of type {kind.__module__}.{kind.__qualname__}; None, numbers, str, bytes, list, tuple, dict, set and "
-        "numpy arrays can be sent, and other types if every rank gives allow_pickle=True to init_process_group"
-    )
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    base = next((base for base in _BASES if isinstance(value, base)), None)
+    if base is not None:
+        instead = f"it would arrive as a plain {base.__name__}: send {base.__name__}(...) of it"
+    elif hasattr(kind, "__array__"):
+        instead = "send it as a numpy array, numpy.asarray(...), or a tensor's .numpy()"
+    else:
+        instead = "None, numbers, str, bytes, list, tuple, dict, set and numpy arrays can be sent"
+    pickled = "any type can be sent if every rank gives allow_pickle=True to init_process_group"
+    return f"it is of type {name}; {instead}. Pickled, {pickled}"
 
 
 def _brief(key: object) -> str:

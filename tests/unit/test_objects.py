@@ -25,6 +25,13 @@ class Color(enum.IntEnum):
     RED = 1
 
 
+class Tensor:
+    """What numpy can read, and may not be changed into an array unasked."""
+
+    def __array__(self) -> np.ndarray[Any, Any]:
+        return np.zeros(1)
+
+
 class Plain:
     """Something only pickle can send."""
 
@@ -123,7 +130,9 @@ def test_arrays_are_writable_aligned_and_apart_from_what_was_encoded() -> None:
         ([{Plain}], "an element of .*type builtins.type"),
         ({Color.RED: 1}, "a key of the object cannot be encoded: .*Color"),
         ([Color.RED], r"the object\[0\]"),
-        (collections.OrderedDict(), "OrderedDict"),
+        ([{Plain}], r"numpy arrays can be sent\. Pickled, any type can be sent if"),
+        (collections.OrderedDict(), r"OrderedDict; it would arrive as a plain dict: send dict\(...\) of it\. Pickled"),
+        (Tensor(), r"Tensor; send it as a numpy array, .*, or a tensor's \.numpy\(\)\. Pickled"),
         (collections.namedtuple("Point", "x")(1), "Point"),
         (np.array(["text"]), "an array of dtype <U4"),
         (np.array([object()]), "dtype object"),
