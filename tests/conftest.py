@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import uvloop
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+"""Inherited by all that the tests start: numpy's library makes a thread per core and lets it spin, a fifth of a start."""
 
 
 def pytest_asyncio_loop_factories(
