@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-"""Inherited by all that the tests start: numpy's library makes a thread per core and lets it spin, a fifth of a start."""
+"""What the tests start inherits it: numpy's library makes a thread per core and lets it spin, a fifth of a start."""
 
 
 def pytest_asyncio_loop_factories(

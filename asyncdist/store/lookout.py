@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Final, Protocol
 
 from asyncdist.spinning import CATCH, MAX_SKIPPED, PATIENCE, TURN_S
-from asyncdist_server.threaded import served_here
+from asyncdist_server.running import served_here
 
 __all__ = ["ALONE", "Lookout", "same_host"]
 

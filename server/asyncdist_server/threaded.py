@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 import threading
-import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -15,6 +14,7 @@ from typing import Final
 from asyncdist_server.config import ServerConfig
 from asyncdist_server.daemon import StoreServer
 from asyncdist_server.messages import Limits
+from asyncdist_server.running import running
 
 STOP_MARGIN_S: Final = 5.0
 """How long `close` waits beyond the drain time-out before it gives up on the thread."""
@@ -63,7 +63,7 @@ class ThreadedServer:
                 self._loop.call_soon_threadsafe(self._stop_event.set)
         if self._loop is not None:
             self._thread.join(self._config.drain_timeout_s + STOP_MARGIN_S)
-        _running.discard(self)
+        running.discard(self)
 
     def close_after_fork(self) -> None:
         """In a forked child: give up the copies of the sockets, or the port would stay taken when the parent ends.
@@ -108,9 +108,6 @@ class ThreadedServer:
             await server.stop()
 
 
-_running: weakref.WeakSet[ThreadedServer] = weakref.WeakSet()
-
-
 @functools.cache
 def _watch_forks() -> None:
     os.register_at_fork(after_in_child=_after_fork)
@@ -118,18 +115,13 @@ def _watch_forks() -> None:
 
 def _give_up_in_forked_children(server: ThreadedServer) -> None:
     _watch_forks()
-    _running.add(server)
+    running.add(server)
 
 
 def _after_fork() -> None:
-    for server in list(_running):
+    for server in list(running):
         server.close_after_fork()
-    _running.clear()
-
-
-def served_here(port: int) -> bool:
-    """Whether a thread of this process serves that port: looking for its answers would keep it from giving them."""
-    return any(server.port == port for server in list(_running))
+    running.clear()
 
 
 def serve_in_thread(
