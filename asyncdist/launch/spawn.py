@@ -7,6 +7,7 @@ else is pickled: a child's traceback comes back as text.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -27,6 +28,7 @@ from asyncdist.launch.config import DEFAULT_GRACE_S, MAX_PROCESSES_PER_NODE, End
 from asyncdist.launch.environment import NodePlace, worker_environment
 from asyncdist.launch.exec_guard import die_with_parent
 from asyncdist.launch.hosting import HostedStore, host_store
+from asyncdist.loop import run
 from asyncdist_server.auth import load_token
 
 __all__ = ["SpawnContext", "spawn"]
@@ -150,18 +152,21 @@ def spawn(
 ) -> SpawnContext | None:
     """Run `fn(local_rank, *args)` in `nprocs` processes whose environment makes `init_process_group()` work.
 
-    The store is hosted by this process (in a thread) until the children are joined; with ASYNCDIST_STORE set, that
-    daemon is used. `fn` and `args` must be picklable unless `start_method` is "fork"; `fn` must be importable by the
-    children, so a script guards its own start with `if __name__ == "__main__"`. `join=True` waits and returns None;
-    `join=False` returns a `SpawnContext` whose `join` must be called. No child outlives this process.
+    An `async def` is run by `asyncdist.run` there. The store is hosted by this process (in a thread) until the children
+    are joined; with ASYNCDIST_STORE set, that daemon is used. `fn` and `args` must be picklable unless `start_method`
+    is "fork"; `fn` must be importable by the children, so a script guards its own start with
+    `if __name__ == "__main__"`. `join=True` waits and returns None; `join=False` returns a `SpawnContext` whose `join`
+    must be called. No child outlives this process.
 
-    Raises LaunchError for the first child that fails (see `SpawnContext.join`); ValueError for wrong arguments.
-    Blocks while it joins: call it in a program's main function, not on an event loop.
+    Raises LaunchError for the first child that fails (see `SpawnContext.join`); ValueError and TypeError for wrong
+    arguments. Blocks while it joins: call it in a program's main function, not on an event loop.
     """
     if not 1 <= nprocs <= MAX_PROCESSES_PER_NODE:
         raise ValueError(f"nprocs must be between 1 and {MAX_PROCESSES_PER_NODE}, got {nprocs}")
     if not callable(fn):
         raise TypeError(f"fn must be callable, not {type(fn).__name__}")
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"args must be a tuple of what fn gets after its rank, not {type(args).__name__}")
     multiprocess = multiprocessing.get_context(start_method)
     place, hosted = _place(nprocs)
     context = SpawnContext(hosted)
@@ -230,7 +235,9 @@ def _child(
         else:
             os.environ[name] = value
     try:
-        fn(local_rank, *args)
+        result = fn(local_rank, *args)
+        if inspect.iscoroutine(result):
+            run(result)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)  # the parent had the same Ctrl-C and says so
     except Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,9 +11,11 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launching import clean_environment, is_alive, pids_in, until, write_script
 
+import asyncdist as dist
 from asyncdist.errors import LaunchError, PeerLostError
 from asyncdist.launch.spawn import MAX_TRACEBACK_BYTES, spawn
 
@@ -67,6 +70,24 @@ def stay(local_rank: int, folder: str) -> None:
 
 def nothing(local_rank: int) -> None:
     pass
+
+
+async def exchange(local_rank: int, folder: str) -> None:
+    async with dist.init_process_group() as group:
+        ranks = np.zeros(group.size)
+        await group.all_gather_into_tensor(ranks, np.array([float(local_rank)]))
+        await asyncio.to_thread(Path(folder, str(local_rank)).write_text, str(ranks.tolist()))
+
+
+async def fail_in_a_coroutine(local_rank: int) -> None:
+    raise ZeroDivisionError("in a coroutine")
+
+
+def test_coroutine_functions_are_run(tmp_path: Path) -> None:
+    spawn(exchange, (str(tmp_path),), nprocs=2)
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["[0.0, 1.0]"] * 2
+    with pytest.raises(LaunchError, match="in a coroutine"):
+        spawn(fail_in_a_coroutine)
 
 
 def test_environment_of_the_children(tmp_path: Path) -> None:
@@ -171,3 +192,5 @@ def test_wrong_numbers(arguments: dict[str, int], error: type[Exception]) -> Non
 def test_what_cannot_be_called() -> None:
     with pytest.raises(TypeError, match="fn must be callable"):
         spawn("nothing")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="args must be a tuple of what fn gets after its rank, not int"):
+        spawn(nothing, 1)  # type: ignore[call-overload]
