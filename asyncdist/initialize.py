@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 from asyncdist import context, events
 from asyncdist.backend.base import parse_backend
@@ -125,6 +125,19 @@ class GroupOpening:
     ) -> None:
         assert self._group is not None
         await self._group.__aexit__(kind, error, traceback)
+
+    if not TYPE_CHECKING:  # a type checker says so by itself
+
+        def __enter__(self) -> NoReturn:
+            raise TypeError("init_process_group() is entered with `async with`, not with `with`")
+
+        def __exit__(self, *exc_info: object) -> NoReturn:
+            raise AssertionError("it cannot have been entered")
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"init_process_group() was not awaited: only the group that comes of it has a {name!r}"
+            )
 
     async def _open(self) -> ProcessGroup:
         name = self._group_name or "default"

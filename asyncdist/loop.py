@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import signal
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
@@ -29,8 +30,10 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
 
     The first SIGTERM cancels `main`, so that groups are left in order and `finally` blocks run; SystemExit(143) is
     raised then. A second SIGTERM ends the process at once. Ctrl-C works as in `asyncio.run`. Raises RuntimeError within
-    a running event loop.
+    a running event loop, and TypeError for what cannot be awaited.
     """
+    if not inspect.isawaitable(main):
+        raise TypeError(f"asyncdist.run() takes a coroutine, as in run(main()), not {main!r}")
     if _is_running():
         main.close()
         raise RuntimeError("asyncdist.run() cannot be called from a running event loop: await the coroutine there")

@@ -79,3 +79,16 @@ async def test_a_second_run_within_the_first_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="running event loop"):
         dist.run(main())
+
+
+def test_a_function_in_place_of_its_coroutine_is_named() -> None:
+    with pytest.raises(TypeError, match=r"takes a coroutine, as in run\(main\(\)\), not <function abandon"):
+        dist.run(abandon)  # type: ignore[arg-type]
+
+
+async def test_a_world_that_was_not_awaited_says_so() -> None:
+    opening = dist.init_process_group(store=HashStore(), rank=0, world_size=1)
+    with pytest.raises(AttributeError, match=r"init_process_group\(\) was not awaited: .* has a 'rank'"):
+        opening.rank  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(TypeError, match="entered with `async with`"), opening:  # type: ignore[attr-defined]
+        pass
