@@ -7,32 +7,39 @@ What was appended to a value is said alone, and together with all before it when
 
 A batch consists of sections (kind, namespace, rows), in this order, rows being
 
-    CLIENTS    (client id, its namespace, or None if it was forgotten)
+    AGE        (the store's age in seconds, that at which the daemon started if this is its first batch, else None)
+    CLIENTS    (client id, its namespace, or None if it was forgotten, since)
     REPLIES    (client id, [reply...], id below which the client has all replies, 0 if that is not known): replies to
                mutations
     VALUES     (key, value, lease id), the lease 0 for none; value None if the key is gone
     PIECES     (key, where it begins, piece): the value goes on with this; void where the value was not said before
     QUEUES     (key, number of the first item, of the one after the last); both 0 if the queue is gone
     ITEMS      (key, number, item)
-    LEASES     (lease id, ttl in seconds, the client it is bound to or None); ttl None if the lease is gone
-    HOLDS      (prefix, time to linger in seconds, None, (job, least, most) or None); linger None if it is gone. Up to
-               format 2 the ids of all leases that held it stood in the third place
-    HISTORIES  (prefix, floor, for how many steps of time nobody has watched); floor None if it is gone
+    LEASES     (lease id, ttl in seconds, the client it is bound to or None, since); ttl None if the lease is gone
+    HOLDS      (prefix, time to linger in seconds, None, (job, least, most) or None, since); linger None if it is gone.
+               Up to format 2 the ids of all leases that held it stood in the third place
+    HISTORIES  (prefix, floor, since); floor None if it is gone. Up to format 4 the third was for how many steps of 15 s
+               nobody had watched
     EVENTS     (prefix, revision, kind, key, value)
     TAKEN      (client id, [(request id, queue)...]), whose item is in that reply and goes back if the client is lost;
                None if it does no longer
     HOLDERS    (prefix, lease id, whether that lease holds it)
 
-Up to format 3 replies are without the third. TAKEN and HOLDERS came with format 3, PIECES with format 2.
+`since` is the age from which on the time counts that is left to it; None: from the next start of a daemon on. So what
+nobody vouches for has its full time after one restart, and what is left of that after further ones.
+
+Up to format 4 there are no ages, up to format 3 replies are without the third. TAKEN and HOLDERS came with format 3,
+PIECES with format 2.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final
 
+from asyncdist_server.batch_rows import client_row, history_row, hold_row, holder_row, holds, lease_row, value_rows
 from asyncdist_server.changes import ChangeLog, NamespaceChanges, Reply
 from asyncdist_server.clients import value_bytes
 from asyncdist_server.engine import StoreEngine
@@ -52,6 +59,7 @@ EVENTS: Final = 9
 PIECES: Final = 10
 TAKEN: Final = 11
 HOLDERS: Final = 12
+AGE: Final = 13
 
 CLEAN: Final = 1
 """Flag of a batch: the store stopped after it, nothing is missing."""
@@ -109,6 +117,9 @@ class BatchMaker:
         self._next_row = 1
         self._last_bytes = 0
         self._subjects: list[Section] = []
+        self._started_age: float | None = 0.0  # until a batch has said it
+        self.age = 0.0
+        """How old the store was when the last batch was taken."""
         self.bytes = 0
         """Of all rows in the journal."""
 
@@ -116,6 +127,10 @@ class BatchMaker:
     def rows(self) -> int:
         """Rows in the journal."""
         return self._next_row - (self._log[0].first_row if self._log else self._next_row)
+
+    def start(self, age: float) -> None:
+        """Take note of how old the store is as its daemon starts."""
+        self._started_age = self.age = age
 
     def recall(self, written: Written) -> None:
         """Take note of a batch found in the journal; oldest first."""
@@ -132,17 +147,19 @@ class BatchMaker:
         taken, changes.taken = changes.taken, {}
         touched, changes.touched = changes.touched, []
         changes.dirty = changes.late = False
-        sections: list[Section] = []
+        self.age = max(self.age, self._engine.state.age())
+        sections: list[Section] = [(AGE, "", [(self.age, self._started_age)])]
+        self._started_age = None
+        subjects: list[Section] = []
         if clients:
-            sections.append((CLIENTS, "", list(clients.items())))
+            find = self._engine.client
+            sections.append((CLIENTS, "", [client_row(who, name, find(who)) for who, name in clients.items()]))
+            subjects.append((CLIENTS, "", list(clients)))
         if replies:
             known_below = self._known_below
             sections.append((REPLIES, "", [(who, said, known_below(who, said)) for who, said in replies.items()]))
-        subjects: list[Section] = []
-        for kind, _, rows in sections:
             # Of a reply the id is enough.
-            ids = [row[0] for row in rows] if kind == CLIENTS else [(row[0], [r[0] for r in row[1]]) for row in rows]
-            subjects.append((kind, "", ids))
+            subjects.append((REPLIES, "", [(who, [reply[0] for reply in said]) for who, said in replies.items()]))
         if taken:  # said again with their replies
             sections.append((TAKEN, "", [(who, list(items.items())) for who, items in taken.items()]))
         for each in touched:
@@ -170,7 +187,7 @@ class BatchMaker:
         namespace = self._engine.namespaces.get(name) or Namespace(name)
         changes.touched = False
         if changes.keys:
-            rows = _value_rows(changes.homes, namespace, changes.keys, self._next_row)
+            rows = value_rows(changes.homes, namespace, changes.keys, self._next_row)
             if rows:
                 sections.append((VALUES, name, rows))
                 subjects.append((VALUES, name, [row[0] for row in rows if row[1] is not None]))
@@ -190,10 +207,10 @@ class BatchMaker:
             subjects.append((QUEUES, name, list(queues)))
             subjects.append((ITEMS, name, list(items)))
         tables: tuple[tuple[int, set[Any], Callable[[Namespace, Any], Any]], ...] = (
-            (LEASES, changes.leases, _lease_row),
-            (HOLDS, changes.holds, _hold_row),
-            (HOLDERS, changes.holders, _holder_row),
-            (HISTORIES, changes.histories, _history_row),
+            (LEASES, changes.leases, lease_row),
+            (HOLDS, changes.holds, hold_row),
+            (HOLDERS, changes.holders, holder_row),
+            (HISTORIES, changes.histories, history_row),
         )
         for kind, ids, row_of in tables:
             if ids:
@@ -289,7 +306,7 @@ def _note_holds(namespace: Namespace, changes: NamespaceChanges, prefixes: list[
 
 def _note_holders(namespace: Namespace, changes: NamespaceChanges, holders: list[tuple[bytes, int]]) -> None:
     for prefix, lease_id in holders:
-        if _holds(namespace, prefix, lease_id):
+        if holds(namespace, prefix, lease_id):
             changes.holder(prefix, lease_id)
 
 
@@ -306,48 +323,6 @@ _NOTE: Final[dict[int, Callable[[Namespace, NamespaceChanges, list[Any]], None]]
     HOLDERS: _note_holders,
     HISTORIES: _note_histories,
 }
-
-
-def _value_rows(homes: dict[bytes, int], namespace: Namespace, keys: Iterable[bytes], first_row: int) -> list[Any]:
-    rows: list[Any] = []
-    values, leased = namespace.values, namespace.leased
-    for key in keys:
-        value = values.get(key)
-        if value is not None:
-            homes[key] = first_row
-            rows.append((key, value, leased[key].lease_id if key in leased else 0))
-        elif homes.pop(key, None) is not None:
-            rows.append((key, None, 0))
-    return rows
-
-
-def _lease_row(namespace: Namespace, lease_id: int) -> tuple[int, float | None, bytes | None]:
-    lease = namespace.leases.get(lease_id)
-    if lease is None:
-        return lease_id, None, None
-    return lease_id, lease.ttl_s, lease.owner if isinstance(lease.owner, bytes) else None
-
-
-def _hold_row(namespace: Namespace, prefix: bytes) -> tuple[bytes, float | None, None, Any]:
-    hold = namespace.holds.get(prefix)
-    if hold is None:
-        return prefix, None, None, None
-    job = hold.job
-    return prefix, hold.linger_s, None, None if job is None else (job.name, job.least, job.most)
-
-
-def _holder_row(namespace: Namespace, holder: tuple[bytes, int]) -> tuple[bytes, int, bool]:
-    return *holder, _holds(namespace, *holder)
-
-
-def _holds(namespace: Namespace, prefix: bytes, lease_id: int) -> bool:
-    hold, lease = namespace.holds.get(prefix), namespace.leases.get(lease_id)
-    return hold is not None and lease in hold.leases
-
-
-def _history_row(namespace: Namespace, prefix: bytes) -> tuple[bytes, int | None, int]:
-    history = namespace.histories.get(prefix)
-    return (prefix, None, 0) if history is None else (prefix, history.floor, history.steps)
 
 
 def _cut(sections: list[Section]) -> list[list[Section]]:

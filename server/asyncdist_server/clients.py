@@ -35,6 +35,7 @@ class Client:
         "client_id",
         "closed",
         "deliver",
+        "idle_since",
         "in_flight",
         "leaving",
         "max_keys",
@@ -70,6 +71,7 @@ class Client:
         self.resumed = False
         self.leaving = False  # said goodbye: not to be remembered
         self.closed = False
+        self.idle_since: float | None = None  # of one not seen since a restart: how old the store was then
         self.name = ""  # these three are for people
         self.rank: int | None = None
         self.address = ""

@@ -93,6 +93,7 @@ def _keep_alive(state: StoreState, client: Client, request: Request, now: float)
             unknown.append(lease_id)
         elif lease.deadline is not None:  # else its owner is connected
             lease.postpone(now)
+            lease.vouched()
     return request_id, OK, unknown
 
 

@@ -135,6 +135,7 @@ class StoreServer:
             await self.stop()
             raise
         self.not_ready = ""
+        self.settle()  # what the journal brought back may end before anybody comes
 
     def _accept(self) -> asyncio.Protocol:
         connection = Connection(self)

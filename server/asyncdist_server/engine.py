@@ -43,7 +43,7 @@ from asyncdist_server.messages import (
 from asyncdist_server.namespace import Namespace
 from asyncdist_server.operations import OPERATIONS, Request, malformed
 from asyncdist_server.state import StoreState
-from asyncdist_server.timers import in_whole_ms
+from asyncdist_server.timers import in_whole_ms, left_s
 
 __all__ = ["Client", "Reply", "Request", "StoreEngine"]
 
@@ -203,20 +203,27 @@ class StoreEngine:
         return self._namespaces.get(name) or self._new_namespace(name)
 
     def restore_client(
-        self, client_id: bytes, namespace: str, replies: dict[int, Reply], taken: dict[int, bytes], now: float
+        self,
+        client_id: bytes,
+        namespace: str,
+        replies: dict[int, Reply],
+        taken: dict[int, bytes],
+        since: float,
+        now: float,
     ) -> None:
-        """Remember a client from before a restart as if it had just gone.
+        """Remember a client from before a restart as if it had gone when the store was `since` seconds old.
 
         `replies` are those that it may ask for again; `taken` says from which queues they took items that it is not
-        known to have.
+        known to have. Those gone for longest come first.
         """
         home = self._namespaces.get(namespace) or Namespace(namespace)
         client = Client(home, client_id, _deliver_to_nobody, None, self.limits)
         client.closed = True
+        client.idle_since = since
         client.changes = self._changes
         # A client's requests get items of a queue in the order of their ids; the journal may have told it otherwise.
         self._state.remember(client.resume(replies, {number: (taken[number], True) for number in sorted(taken)}))
-        self._away[client_id] = (now + CLIENT_LINGER_S, client)
+        self._away[client_id] = (now + left_s(CLIENT_LINGER_S, since, self._state.age_at(now)), client)
 
     def give_up(self, client_id: bytes) -> None:
         """Forget a client that does not come back. Items that it is not known to have are put back where they were."""
@@ -334,7 +341,7 @@ class StoreEngine:
             self.give_up(client_id)
 
     def renew_leases(self, now: float) -> None:
-        """Give every lease its full time again, after the store was away and has come back with its state."""
+        """Give every lease its time again, after the store was away and has come back with its state."""
         for namespace in self._namespaces.values():
             self._state.leases.renew_all(namespace, now)
 

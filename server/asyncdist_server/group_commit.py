@@ -29,6 +29,9 @@ from asyncdist_server.torch_namespaces import TORCH_PREFIX
 
 LATE_S: Final = 0.05
 """How long what nobody waits for may stay out of the journal; most of it goes with a commit that comes sooner."""
+FIRST_AGE_S: Final = 1.0
+"""After so long a daemon that came back with something to end notes for how long it has run, then whenever it has run
+twice as long as it noted: so at least half of each longer life counts, for few commits, whatever ends it."""
 TIDY_BYTES: Final = 1024 * 1024
 """How much is written between two looks at whether the journal has something to tidy up."""
 
@@ -117,6 +120,8 @@ class GroupCommit:
         self._untidy_bytes = 0
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None  # for the next commit
         self._patient = False  # whether that is one nobody waits for
+        self._age_timer: asyncio.TimerHandle | None = None
+        self._started_age = 0.0
         self._idle: asyncio.Future[None] | None = None
         self._failed = False
         self._closed = False
@@ -158,14 +163,15 @@ class GroupCommit:
             self._runner.close()
             self.journal.abandon()
             raise
+        self._started_age = replay.age
+        if replay.timed:
+            self._age_timer = self._loop.call_later(FIRST_AGE_S, self._note_age)
         return replay
 
     async def close(self) -> None:
         """Write what is left, say that nothing is missing, and close the journal."""
         try:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            self._cancel_timers()
             while self._under_way:
                 self._idle = self._loop.create_future()
                 await self._idle
@@ -219,6 +225,23 @@ class GroupCommit:
 
     # ---- commits
 
+    def _cancel_timers(self) -> None:
+        for timer in (self._timer, self._age_timer):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._age_timer = None
+
+    def _note_age(self) -> None:
+        """See to it that the journal knows of half the time for which this daemon has run, at least."""
+        lived_s = self._engine.state.age() - self._started_age
+        noted_s = self._maker.age - self._started_age
+        if lived_s >= 2 * noted_s and not self._under_way:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._begin()
+            noted_s = lived_s
+        self._age_timer = self._loop.call_later(max(2 * noted_s - lived_s, FIRST_AGE_S), self._note_age)
+
     def _begin(self) -> None:
         self._timer = None
         if self._under_way or self._failed:
@@ -264,6 +287,7 @@ class GroupCommit:
         if self._failed:
             return
         self._failed = True
+        self._cancel_timers()
         self.journal.abandon()
         self._gathering.clear()
         self._committing.clear()

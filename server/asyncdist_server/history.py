@@ -13,6 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from asyncdist_server.codes import OK
+from asyncdist_server.timers import left_s
 
 if TYPE_CHECKING:
     from asyncdist_server.namespace import Namespace
@@ -27,9 +28,8 @@ HISTORY_BYTES: Final = 8 * 1024 * 1024
 """Most bytes of events remembered for a prefix; the newest stays whatever its size."""
 HISTORY_LINGER_S: Final = 120.0
 """How long a prefix nobody watches is still recorded: as long as a client that went away is remembered."""
-HISTORY_STEPS: Final = 8
-"""In so many steps that time is counted, and noted in the journal: a restart adds one step to it at most."""
-_STEP_S: Final = HISTORY_LINGER_S / HISTORY_STEPS
+NOTED_S: Final = 15.0
+"""After so much of that time the journal is told when it began; without that, a restart begins it anew."""
 HISTORY_OVERHEAD_BYTES: Final = 1500
 """What a history costs besides its events: the object, a deque's first block, its places in tables (measured)."""
 EVENT_BYTES: Final = 160
@@ -57,13 +57,18 @@ class Recorder:
         """Return the history of `prefix`, which begins now if there is none."""
         history = namespace.histories.get(prefix)
         if history is None:
-            history = namespace.histories[prefix] = History(self._state, namespace, prefix)
-            self._histories[history] = None
-            namespace.prefix_lengths[len(prefix)] = namespace.prefix_lengths.get(len(prefix), 0) + 1
-            self._state.record_bytes(history.bytes)
+            history = self.begin(namespace, prefix)
             if namespace.changes is not None:
                 namespace.changes.history(prefix)
         history.seen()
+        return history
+
+    def begin(self, namespace: Namespace, prefix: bytes) -> History:
+        """Begin a history, whose time is still to be set."""
+        history = namespace.histories[prefix] = History(self._state, namespace, prefix)
+        self._histories[history] = None
+        namespace.prefix_lengths[len(prefix)] = namespace.prefix_lengths.get(len(prefix), 0) + 1
+        self._state.record_bytes(history.bytes)
         return history
 
     def end(self, history: History) -> None:
@@ -116,10 +121,11 @@ class History:
         "done",
         "events",
         "floor",
+        "idle_since",
         "namespace",
         "pinned",
         "prefix",
-        "steps",
+        "seen_at",
     )
 
     def __init__(self, state: StoreState, namespace: Namespace, prefix: bytes) -> None:
@@ -130,17 +136,27 @@ class History:
         self.floor = state.revision
         self.bytes = HISTORY_OVERHEAD_BYTES + len(prefix)
         self.pinned = False  # a job needs it
-        self.steps = 0  # for so many nobody has watched
+        self.seen_at = 0.0  # when somebody watched last
+        self.idle_since: float | None = None  # how old the store was then, once the journal is to know it
         self.deadline: float | None = None
         self.armed = False
         self.done = False
 
     def seen(self) -> None:
         """Note that somebody watches, or did until now."""
-        if self.steps:
-            self.steps = 0
+        self.seen_at = self._state.now
+        if self.idle_since is not None:
+            self.idle_since = None
             self._changed()
-        self.deadline = self._state.now + _STEP_S
+        if self.deadline is None:
+            self.deadline = self.seen_at + NOTED_S
+            self._state.timers.arm(self)
+
+    def resume(self, since: float, now: float) -> None:
+        """Go on where nobody has watched since the store's age was `since`."""
+        self.idle_since = since
+        self.seen_at = now - HISTORY_LINGER_S + left_s(HISTORY_LINGER_S, since, self._state.age_at(now))
+        self.deadline = self.seen_at + HISTORY_LINGER_S
         self._state.timers.arm(self)
 
     def _changed(self) -> None:
@@ -193,13 +209,12 @@ class History:
         """End the history when nobody has waited for more of it for long enough."""
         if self.pinned or self.prefix in self.namespace.watchers:
             self.seen()
-            return
-        assert self.deadline is not None
-        while self.deadline <= now:
-            self.steps += 1
-            self.deadline += _STEP_S
-        if self.steps < HISTORY_STEPS:
-            self._changed()
-            self._state.timers.arm(self)
-        else:
+        ends_at = self.seen_at + HISTORY_LINGER_S
+        if ends_at <= now:
             self._state.recorder.end(self)
+            return
+        if self.idle_since is None and self.seen_at + NOTED_S <= now:
+            self.idle_since = self._state.age_at(self.seen_at)
+            self._changed()
+        self.deadline = self.seen_at + NOTED_S if self.idle_since is None else ends_at
+        self._state.timers.arm(self)

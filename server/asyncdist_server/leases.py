@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from asyncdist_server.codes import EVENT_DELETE, EVENT_EXPIRE
 from asyncdist_server.messages import MAX_LEASES
+from asyncdist_server.timers import left_s
 
 if TYPE_CHECKING:
     from asyncdist_server.clients import Client
@@ -41,6 +42,7 @@ class Lease:
         "deadline",
         "done",
         "holds",
+        "idle_since",
         "jobs",
         "keys",
         "lease_id",
@@ -60,17 +62,37 @@ class Lease:
         self.keys: dict[bytes, None] = {}
         self.holds: dict[Hold, None] = {}
         self.jobs: dict[Job, bytes] = {}
+        # How old the store was when a daemon came back that nobody has told since that the lease is needed; else None.
+        self.idle_since: float | None = None
         self.deadline: float | None = None
         self.armed = False
         self.done = False
 
-    def postpone(self, now: float, least_s: float = 0.0) -> None:
+    def postpone(self, now: float) -> None:
         """Let the lease end `ttl_s` after `now`, which may be a while ago where there is a clock that knows better."""
         clock = self._state.clock
         if clock is not None:
             now = max(now, clock())
-        self.deadline = now + max(self.ttl_s, least_s)
+        self._end_after(self.ttl_s, now)
+
+    def resume(self, now: float) -> None:
+        """Let the lease end after what is left of its time, now that the daemon is back."""
+        state = self._state
+        if state.clock is not None:
+            now = max(now, state.clock())
+        time_s = self.ttl_s if self.owner is None else max(self.ttl_s, RETURN_S)
+        self._end_after(time_s if self.idle_since is None else left_s(time_s, self.idle_since, state.age_at(now)), now)
+
+    def _end_after(self, time_s: float, now: float) -> None:
+        self.deadline = now + time_s
         self._state.timers.arm(self)
+
+    def vouched(self) -> None:
+        """Note that somebody vouches for the lease, for the journal if it does not know."""
+        if self.idle_since is not None:
+            self.idle_since = None
+            if self.namespace.changes is not None:
+                self.namespace.changes.lease(self.lease_id)
 
     def fire(self, now: float) -> None:
         """Nobody vouched for it in time."""
@@ -80,7 +102,18 @@ class Lease:
 class Hold:
     """A prefix whose keys go when nobody needs them any more; satisfies `timers.Timed`."""
 
-    __slots__ = ("_state", "armed", "deadline", "done", "job", "leases", "linger_s", "namespace", "prefix")
+    __slots__ = (
+        "_state",
+        "armed",
+        "deadline",
+        "done",
+        "idle_since",
+        "job",
+        "leases",
+        "linger_s",
+        "namespace",
+        "prefix",
+    )
 
     def __init__(self, state: StoreState, namespace: Namespace, prefix: bytes) -> None:
         self._state = state
@@ -89,6 +122,7 @@ class Hold:
         self.leases: set[Lease] = set()
         self.linger_s = 0.0
         self.job: Job | None = None  # the job that ends with it
+        self.idle_since: float | None = None  # as of a lease, of a prefix that nobody held even then
         self.deadline: float | None = None
         self.armed = False
         self.done = False
@@ -101,8 +135,10 @@ class Hold:
             self.linger(now)
 
     def linger(self, now: float) -> None:
-        """Let the prefix go when its time to linger is over, from `now` on."""
-        self.deadline = now + self.linger_s
+        """Let the prefix go when its time to linger is over, from `now` on or from before a restart."""
+        since = self.idle_since
+        left = self.linger_s if since is None else left_s(self.linger_s, since, self._state.age_at(now))
+        self.deadline = now + left
         self._state.timers.arm(self)
 
     def changed(self) -> None:
@@ -159,6 +195,7 @@ class Leases:
         """Stop the clocks of the leases bound to a client that is there again."""
         for lease in client.namespace.bound.get(client.identity, ()):
             lease.deadline = None
+            lease.vouched()
 
     def client_went(self, client: Client, for_good: bool, now: float) -> None:
         """Start the clocks of the leases bound to `client`, or end them if it cannot come back."""
@@ -169,9 +206,12 @@ class Leases:
                 lease.postpone(now)
 
     def renew_all(self, namespace: Namespace, now: float) -> None:
-        """Give every lease its full time again: the daemon was away, not those who vouch for them."""
+        """Give every lease its full time again: the daemon was away, not those who vouch for them.
+
+        One that nobody vouched for since an earlier restart only has what was left of it.
+        """
         for lease in namespace.leases.values():
-            lease.postpone(now, 0.0 if lease.owner is None else RETURN_S)
+            lease.resume(now)
 
     def spare(self, namespace: Namespace, late_s: float, now: float) -> None:
         """Let no lease end for as long as the daemon did not run, up to its own time: it may have been kept alive."""
@@ -212,7 +252,7 @@ class Leases:
             hold.linger_s = linger_s
             hold.changed()
         hold.leases.add(lease)
-        hold.deadline = None
+        hold.deadline = hold.idle_since = None
         lease.holds[hold] = None
         hold.changed_for(lease)
         return ""

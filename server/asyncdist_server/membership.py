@@ -257,5 +257,6 @@ def find_job(state: StoreState, namespace: Namespace, name: bytes) -> Job | str:
             return refused
         job = namespace.jobs[name] = Job(state, namespace, name)
         state.memory_bytes += JOB_BYTES
-        state.recorder.history(namespace, members).pinned = True
+        # One that is there already is not seen by that: the journal would have to be told.
+        (namespace.histories.get(members) or state.recorder.history(namespace, members)).pinned = True
     return job

@@ -9,9 +9,11 @@ Later batches overrule earlier ones; nothing is put into the engine before all a
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, Final
 
 from asyncdist_server.batch import (
+    AGE,
     CLEAN,
     CLIENTS,
     EVENTS,
@@ -34,11 +36,17 @@ from asyncdist_server.batch import (
 from asyncdist_server.changes import ChangeLog
 from asyncdist_server.clients import Reply
 from asyncdist_server.engine import StoreEngine
-from asyncdist_server.history import Event
+from asyncdist_server.history import Event, History
 from asyncdist_server.leases import HOLD_BYTES, LEASE_BYTES, Hold, Lease
 from asyncdist_server.membership import Job, find_job
 from asyncdist_server.namespace import Namespace
 from asyncdist_server.state import StoreState
+
+STEP_S: Final = 15.0
+"""In steps of so many seconds journals up to format 4 count for how long nobody has watched a prefix."""
+
+_Began = tuple[float | None, int]
+"""From which age of the store on a time counts, if the journal says it; and after how many starts of daemons it did."""
 
 
 class _Stored:
@@ -51,10 +59,11 @@ class _Stored:
         self.homes: dict[bytes, int] = {}
         self.bounds: dict[bytes, tuple[int, int]] = {}
         self.items: dict[bytes, dict[int, bytes]] = {}
-        self.leases: dict[int, tuple[float, bytes | None]] = {}
+        self.leases: dict[int, tuple[float, bytes | None, _Began]] = {}
         self.holds: dict[bytes, tuple[float, Any]] = {}  # time to linger and job
+        self.lingering: dict[bytes, _Began] = {}
         self.holders: dict[bytes, set[int]] = {}
-        self.histories: dict[bytes, tuple[int, int]] = {}  # floor and steps
+        self.histories: dict[bytes, tuple[int, _Began]] = {}  # with the floor
         self.events: dict[bytes, dict[int, Event]] = {}
 
 
@@ -65,12 +74,22 @@ class Replay:
         self.revision = 0
         self.clean = True
         """Whether the store stopped in order after the last batch."""
+        self.age = 0.0
+        """For how many seconds daemons have served the store, as far as they noted it."""
+        self._aged = False  # a row has said it: earlier ones are of an older format
+        self._starts: list[float] = []  # how old it was when they started, the oldest ones perhaps left out
         self._batches: list[Written] = []
         self._namespaces: dict[str, _Stored] = {}
-        self._clients: dict[bytes, str] = {}
+        self._clients: dict[bytes, tuple[str, _Began]] = {}
         self._replies: dict[bytes, dict[int, Reply]] = {}
         self._taken: dict[bytes, dict[int, bytes]] = {}
         self._lost: dict[bytes, None] = {}  # clients of a store that this is a copy of: none of them comes back
+
+    @property
+    def timed(self) -> bool:
+        """Whether anything was found that ends by itself."""
+        each = self._namespaces.values()
+        return bool(self._clients) or any(stored.leases or stored.holds or stored.histories for stored in each)
 
     def row(self, number: int, size: int, revision: int, flags: int, sections: list[Section]) -> None:
         """Take the next row. Each counts as a batch of its own: that it was written with others matters no more."""
@@ -82,7 +101,9 @@ class Replay:
             self.forget_histories()
         subjects: list[Section] = []
         for kind, name, rows in sections:
-            if kind == CLIENTS:
+            if kind == AGE:
+                self._take_age(*rows[0])
+            elif kind == CLIENTS:
                 self._take_clients(rows)
                 subjects.append((kind, name, [row[0] for row in rows]))
             elif kind == REPLIES:
@@ -108,14 +129,31 @@ class Replay:
             stored.histories.clear()
             stored.events.clear()
 
+    def _take_age(self, age: float, started_age: float | None) -> None:
+        self._aged = True
+        self.age = age
+        if started_age is not None:
+            self._starts.append(started_age)
+
+    def _began(self, row: tuple[Any, ...], place: int) -> _Began:
+        return row[place] if len(row) > place else None, len(self._starts)
+
+    def _since(self, began: _Began) -> float:
+        """Return from which age on a time counts: the present one if no daemon has started since that was said."""
+        since, starts = began
+        if since is None:
+            since = self._starts[starts] if starts < len(self._starts) else self.age
+        return since
+
     def _take_clients(self, rows: list[Any]) -> None:
-        for client_id, namespace in rows:
+        for row in rows:
+            client_id, namespace = row[:2]
             self._lost.pop(client_id, None)
             if namespace is None:
                 for table in (self._clients, self._replies, self._taken):
                     table.pop(client_id, None)
             else:
-                self._clients[client_id] = namespace
+                self._clients[client_id] = namespace, self._began(row, 2)
 
     def _take_replies(self, rows: list[Any]) -> None:
         for client_id, replies, *floor in rows:
@@ -165,8 +203,11 @@ class Replay:
             for prefix, *event in rows:
                 stored.events.setdefault(prefix, {})[event[0]] = tuple(event)
         elif kind == HOLDS:
-            for prefix, linger_s, holders, job in rows:
+            for row in rows:
+                prefix, linger_s, holders, job = row[:4]
+                stored.lingering[prefix] = self._began(row, 4)
                 if linger_s is None:
+                    del stored.lingering[prefix]
                     stored.holds.pop(prefix, None)
                     stored.holders.pop(prefix, None)
                 else:
@@ -177,21 +218,35 @@ class Replay:
             for prefix, lease_id, holds in rows:
                 known = stored.holders.setdefault(prefix, set())
                 (known.add if holds else known.discard)(lease_id)
-        else:
-            tables: dict[int, dict[Any, Any]] = {LEASES: stored.leases, HISTORIES: stored.histories}
-            for key, *what in rows:
-                if what[0] is None:
-                    tables[kind].pop(key, None)
-                    if kind == HISTORIES:
-                        stored.events.pop(key, None)
+                stored.lingering[prefix] = None, len(self._starts)
+        elif kind == LEASES:
+            for row in rows:
+                if row[1] is None:
+                    stored.leases.pop(row[0], None)
                 else:
-                    tables[kind][key] = (what[0], what[1] if len(what) > 1 else 0) if kind == HISTORIES else tuple(what)
+                    stored.leases[row[0]] = row[1], row[2], self._began(row, 3)
+        elif kind == HISTORIES:
+            for row in rows:
+                if row[1] is None:
+                    stored.histories.pop(row[0], None)
+                    stored.events.pop(row[0], None)
+                else:
+                    stored.histories[row[0]] = row[1], self._unwatched(row)
+        else:
+            raise ValueError(f"unknown kind {kind}")
+
+    def _unwatched(self, row: tuple[Any, ...]) -> _Began:
+        if self._aged:
+            return self._began(row, 2)
+        steps = row[2] if len(row) > 2 else 0
+        return (-steps * STEP_S if steps else None), 0  # the store's age is 0 as long as nothing says it
 
     # ---- back into an engine
 
     def restore(self, engine: StoreEngine, changes: ChangeLog, maker: BatchMaker, now: float) -> None:
-        """Fill an engine without clients, and what is to be known of the journal. Every lease begins anew."""
+        """Fill an engine without clients, and what is to be known of the journal."""
         self.fill(engine, now)
+        maker.start(self.age)
         engine.note_changes(changes)
         for name, stored in self._namespaces.items():
             noted = changes.of(name)
@@ -203,10 +258,11 @@ class Replay:
                     noted.history(prefix)  # a job's, begun anew
             if name not in engine.namespaces:
                 changes.namespace_dropped(name)
-        for client_id, namespace in self._clients.items():
+        clients = [(self._since(began), client_id) for client_id, (_, began) in self._clients.items()]
+        for since, client_id in sorted(clients, key=operator.itemgetter(0)):
             changes.known.add(client_id)
             replies, taken = self._replies.get(client_id, {}), self._taken.get(client_id, {})
-            engine.restore_client(client_id, namespace, replies, taken, now)
+            engine.restore_client(client_id, self._clients[client_id][0], replies, taken, since, now)
         for client_id in self._lost:
             engine.give_up(client_id)
         for written in self._batches:
@@ -216,6 +272,7 @@ class Replay:
         """Put all that lives in namespaces into an engine."""
         state = engine.state
         state.now = now
+        state.age_offset_s = self.age - now
         state.revision = max(state.revision, self.revision)
         for name, stored in self._namespaces.items():
             self._restore_namespace(engine, name, stored, now)
@@ -226,8 +283,8 @@ class Replay:
         if not (stored.values or stored.bounds or stored.leases or stored.holds or stored.histories):
             return
         namespace = engine.restore_namespace(name)
-        for lease_id, (ttl_s, owner) in stored.leases.items():
-            _restore_lease(state, namespace, lease_id, ttl_s, owner)
+        for lease_id, (ttl_s, owner, began) in stored.leases.items():
+            _restore_lease(state, namespace, lease_id, ttl_s, owner, self._since(began))
         for key, (value, lease_id) in stored.values.items():
             if key in stored.pieces:
                 value = b"".join((value, *stored.pieces[key]))
@@ -240,10 +297,14 @@ class Replay:
             for number in range(head, tail):
                 state.memory_bytes += namespace.growth_by_item(key, items[number])
                 namespace.push_item(key, items[number], at_head=False)
-        for prefix, (floor, steps) in stored.histories.items():
-            _restore_history(state, namespace, prefix, floor, steps, stored.events.get(prefix, {}))
+        for prefix, (floor, began) in stored.histories.items():
+            history = _restore_history(state, namespace, prefix, floor, stored.events.get(prefix, {}))
+            history.resume(self._since(began), now)
         for prefix, (linger_s, job) in stored.holds.items():
-            _restore_hold(state, namespace, prefix, linger_s, stored.holders.get(prefix, set()), now)
+            hold = _restore_hold(state, namespace, prefix, linger_s, stored.holders.get(prefix, set()))
+            if not hold.leases:
+                hold.idle_since = self._since(stored.lingering[prefix])
+                hold.linger(now)
             if job is not None:
                 _restore_job(state, namespace, prefix, *job)
 
@@ -262,8 +323,11 @@ def _append(stored: _Stored, key: bytes, start: int, piece: bytes) -> None:
     stored.lengths[key] += len(piece)
 
 
-def _restore_lease(state: StoreState, namespace: Namespace, lease_id: int, ttl_s: float, owner: bytes | None) -> None:
+def _restore_lease(
+    state: StoreState, namespace: Namespace, lease_id: int, ttl_s: float, owner: bytes | None, since: float
+) -> None:
     lease = Lease(state, namespace, lease_id, ttl_s, owner)
+    lease.idle_since = since
     namespace.leases[lease_id] = lease
     state.memory_bytes += LEASE_BYTES
     state.leases.count += 1
@@ -272,18 +336,17 @@ def _restore_lease(state: StoreState, namespace: Namespace, lease_id: int, ttl_s
 
 
 def _restore_history(
-    state: StoreState, namespace: Namespace, prefix: bytes, floor: int, steps: int, events: dict[int, Event]
-) -> None:
-    history = state.recorder.history(namespace, prefix)
-    history.floor, history.steps = floor, steps
+    state: StoreState, namespace: Namespace, prefix: bytes, floor: int, events: dict[int, Event]
+) -> History:
+    history = state.recorder.begin(namespace, prefix)
+    history.floor = floor
     for revision in sorted(events):
         if revision > floor:
             history.append(events[revision])
+    return history
 
 
-def _restore_hold(
-    state: StoreState, namespace: Namespace, prefix: bytes, linger_s: float, lease_ids: set[int], now: float
-) -> None:
+def _restore_hold(state: StoreState, namespace: Namespace, prefix: bytes, linger_s: float, lease_ids: set[int]) -> Hold:
     hold = namespace.holds[prefix] = Hold(state, namespace, prefix)
     state.memory_bytes += HOLD_BYTES + len(prefix)
     hold.linger_s = linger_s
@@ -291,8 +354,7 @@ def _restore_hold(
         lease = namespace.leases[lease_id]
         hold.leases.add(lease)
         lease.holds[hold] = None
-    if not hold.leases:
-        hold.linger(now)
+    return hold
 
 
 def _restore_job(state: StoreState, namespace: Namespace, prefix: bytes, name: bytes, least: int, most: int) -> None:

@@ -26,10 +26,10 @@ from asyncdist_server.messages import INCARNATION_BYTES
 
 APPLICATION_ID: Final = 0x61646A6C
 """What says in the file's header that it is a journal of this daemon ("adjl")."""
-FORMAT: Final = 4
+FORMAT: Final = 5
 """Format 1 has no pieces of values, and of histories no time; 2 does not say which items have arrived, 3 not which
-replies. All are read, and go on as format 4."""
-READABLE_FORMATS: Final = (1, 2, 3, FORMAT)
+replies, 4 not how old the store is. All are read, and go on as format 5."""
+READABLE_FORMATS: Final = (1, 2, 3, 4, FORMAT)
 CHECKPOINT_BYTES: Final = 16 * 1024 * 1024
 """After so much the write-ahead log is copied into the main file: so seldom that it costs little."""
 PAGE_BYTES: Final = 4096

@@ -41,6 +41,7 @@ class StoreState:
     """The engine's bookkeeping. A method that can be refused returns why, or an empty text."""
 
     __slots__ = (
+        "age_offset_s",
         "clients",
         "clock",
         "counters",
@@ -83,9 +84,21 @@ class StoreState:
         self.counters = Counters(())
         self.revision = first_revision  # grows with every change that is recorded, in any namespace, and every lock
         self.now = 0.0  # of the request or expiry under way
+        self.age_offset_s = 0.0
         self.clock: Callable[[], float] | None = None  # tells when it is where `now` may be a while ago
         self.describe: Callable[[], dict[str, Any]] = dict
         self.every_client: Callable[[], Iterable[Client]] = tuple  # those that are away, too
+
+    def age(self) -> float:
+        """Return for how many seconds daemons have served this store by now, as far as the journal knows of them.
+
+        Times that restarts must not begin anew again and again are counted in it. It stands still while no daemon runs.
+        """
+        return self.age_at(self.now if self.clock is None else max(self.now, self.clock()))
+
+    def age_at(self, time: float) -> float:
+        """Return the store's age at a time of the clock that this daemon goes by."""
+        return time + self.age_offset_s
 
     def remember(self, grown_bytes: int) -> None:
         """Charge, or no longer charge, what replies need that are remembered."""

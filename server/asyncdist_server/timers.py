@@ -27,6 +27,11 @@ def in_whole_ms(deadline: float) -> float:
     return max(deadline, math.ceil(deadline * 1000 - FLOAT_ERROR_MS) / 1000)
 
 
+def left_s(time_s: float, since: float, age: float) -> float:
+    """Return what is left of `time_s` that began when the store was `since` seconds old, at the age of `age`."""
+    return min(max(time_s - (age - since), 0.0), time_s)
+
+
 class Timed(Protocol):
     """Something with a deadline. A deadline, once set, only moves to later times or to None."""
 

@@ -35,7 +35,7 @@ from asyncdist_server.messages import (
 from asyncdist_server.replay import Replay
 
 CLIENT = b"client-012345678"
-STEP_S = history.HISTORY_LINGER_S / history.HISTORY_STEPS
+STEP_S = history.NOTED_S
 
 
 class Store:
@@ -329,13 +329,15 @@ def test_a_piece_that_does_not_fit_is_damage() -> None:
             replay.row(2, 10, 1, 0, [(batch.PIECES, "job", [(b"k", start, b"more")])])
 
 
-def test_a_history_of_an_older_journal_has_all_its_time() -> None:
+@pytest.mark.parametrize(("row", "left_s"), [((b"p", 3), 120), ((b"p", 3, 0), 120), ((b"p", 3, 5), 45)])
+def test_a_history_of_an_older_journal_has_the_time_that_it_says_in_steps(row: Any, left_s: float) -> None:
+    """Format 1 says nothing of it; up to 4 it is counted in steps of 15 s."""
     replay = Replay()
-    replay.row(1, 10, 7, 0, [(batch.HISTORIES, "job", [(b"p", 3)])])
+    replay.row(1, 10, 7, 0, [(batch.HISTORIES, "job", [row])])
     engine = StoreEngine(b"")
-    replay.fill(engine, 0.0)
+    replay.fill(engine, 7.0)
     found = engine.namespaces["job"].histories[b"p"]
-    assert (found.floor, found.steps) == (3, 0)
+    assert (found.floor, found.deadline) == (3, 7.0 + left_s)
 
 
 def test_events_that_were_dropped_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ def test_a_changed_value_is_named_by_its_row(tmp_path: Path) -> None:
         ("UPDATE log SET contents = (SELECT contents FROM log WHERE number = 2) WHERE number = 3", "row 3 has a wrong"),
         ("UPDATE log SET contents = 'text' WHERE number = 1", "row 1 has a wrong checksum"),
         ("UPDATE store SET incarnation = x'00'", "is not the journal that was made in"),
-        ("PRAGMA user_version = 5", "has format 5, this version of asyncdist-server knows up to 4"),
+        ("PRAGMA user_version = 6", "has format 6, this version of asyncdist-server knows up to 5"),
         ("PRAGMA application_id = 1", "is not a journal of asyncdist-server"),
         ("DROP TABLE log", "no such table"),
     ],
