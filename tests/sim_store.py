@@ -38,6 +38,10 @@ GONE_S: Final = 135.0
 LONGEST_TTL_S: Final = 20.0
 LINGER_S: Final = 125.0
 """How long a client that went away is remembered, and a history that nobody reads."""
+LONGEST_LIFE_S: Final = 15.0
+"""How long a daemon runs at most that is restarted again and again."""
+NOTED: Final = 0.5
+"""Of such a life at least so much counts."""
 CONFIRMED_S: Final = 4.0
 """How long it may take until the daemon knows that an item has arrived: a slow network, and a slow disk."""
 BLIND_S: Final = 60.0
@@ -104,11 +108,25 @@ class StoreWorld(Strikes):
     async def until_forgotten(self) -> None:
         """Wait until the store knows no client any more, over a restart if it keeps its state: items go back."""
         await asyncio.sleep(self.dice.random() * (GONE_S + LINGER_S))
-        if self.daemon.disk is not None:
+        if self.daemon.disk is not None and self.dice.random() < 0.3:
+            await self.until_forgotten_in_short_lives()
+        else:
+            if self.daemon.disk is not None:
+                self.daemon.end(host_too=False)
+                await self.daemon.start()
+            await asyncio.sleep(GONE_S + LINGER_S)
+        self.ledger.all_are_back = self.scenario.limits == Limits()  # else there may be no room
+
+    async def until_forgotten_in_short_lives(self) -> None:
+        """The same, over a restart every few seconds."""
+        self.faults["short lives"] += 1
+        until = self.network.loop.time() + LINGER_S / NOTED + LONGEST_LIFE_S
+        while self.network.loop.time() < until:
             self.daemon.end(host_too=False)
             await self.daemon.start()
-        await asyncio.sleep(GONE_S + LINGER_S)
-        self.ledger.all_are_back = self.scenario.limits == Limits()  # else there may be no room
+            await asyncio.sleep(2.0 + self.dice.random() * (LONGEST_LIFE_S - 2.0))
+        if away := self.daemon.engine.statistics()["clients_away"]:
+            self.ledger.problem(f"{away} clients are not forgotten by a daemon that is restarted again and again")
 
     def may_have_told(self, who: str, popped_at: float) -> bool:
         """Whether the store must know that a client has what it popped then: neither of them ended before it could."""
@@ -286,12 +304,13 @@ def of_the_dead(context: dict[str, Any], world: list[StoreWorld]) -> bool:
 
 @contextlib.contextmanager
 def quiet(scenario: StoreScenario) -> Iterator[None]:
-    """Log nothing, occupy no memory, and remember few events where the scenario says so."""
+    """Log nothing, always occupy the same memory, and remember few events where the scenario says so."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch("asyncdist_server.status.resident_bytes", return_value=0))  # it is in the trace
+            # A client may ask for that, and then it is in the trace.
+            stack.enter_context(mock.patch("asyncdist_server.status.resident_bytes", return_value=2**26))
             if scenario.remembered_events is not None:
                 few = mock.patch("asyncdist_server.history.HISTORY_EVENTS", scenario.remembered_events)
                 stack.enter_context(few)

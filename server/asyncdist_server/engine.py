@@ -324,12 +324,11 @@ class StoreEngine:
         """Answer the blocked requests whose time is over with TIMEOUT, end leases, forget clients that stayed away.
 
         `late_s` is by how much the call comes later than it was asked for. If that is long, the caller was stopped, and
-        leases that were kept alive meanwhile get a chance to be so.
+        whoever kept a lease alive meanwhile, or came back, gets a chance to be heard.
         """
         self._state.now = now
         if late_s > STALL_S:
-            for namespace in self._namespaces.values():
-                self._state.leases.spare(namespace, late_s, now)
+            self._spare(late_s, now)
         while (timed := self._state.timers.take_due(now)) is not None:
             timed.fire(now)
             self._drop_unused(timed.namespace)
@@ -339,6 +338,14 @@ class StoreEngine:
             if forget_at > now:
                 break
             self.give_up(client_id)
+
+    def _spare(self, late_s: float, now: float) -> None:
+        self._state.age_offset_s -= late_s  # nobody was served meanwhile
+        for namespace in self._namespaces.values():
+            self._state.leases.spare(namespace, late_s, now)
+        self._state.recorder.spare(late_s, now)
+        least = now + min(late_s, CLIENT_LINGER_S)
+        self._away = {who: (max(forget_at, least), client) for who, (forget_at, client) in self._away.items()}
 
     def renew_leases(self, now: float) -> None:
         """Give every lease its time again, after the store was away and has come back with its state."""

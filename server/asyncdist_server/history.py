@@ -102,6 +102,11 @@ class Recorder:
                 for waiter in namespace.watchers.take_all(prefix):
                     state.finish(waiter, (waiter.request_id, OK, answer))
 
+    def spare(self, late_s: float, now: float) -> None:
+        """End nothing for as long as the daemon did not run, up to the whole time: somebody may want to watch."""
+        for history in self._histories:
+            history.seen_at = max(history.seen_at, now - HISTORY_LINGER_S + min(late_s, HISTORY_LINGER_S))
+
     def make_room(self, needed_bytes: int) -> None:
         """Forget events worth `needed_bytes`: what happened is worth less than what happens."""
         limit = self._state.memory_bytes - needed_bytes

@@ -214,10 +214,13 @@ class Leases:
             lease.resume(now)
 
     def spare(self, namespace: Namespace, late_s: float, now: float) -> None:
-        """Let no lease end for as long as the daemon did not run, up to its own time: it may have been kept alive."""
+        """Let nothing end for as long as the daemon did not run, up to its own time: it may have been kept alive."""
         for lease in namespace.leases.values():
             if lease.deadline is not None:
                 lease.deadline = max(lease.deadline, now + min(late_s, lease.ttl_s))
+        for hold in namespace.holds.values():
+            if hold.deadline is not None:
+                hold.deadline = max(hold.deadline, now + min(late_s, hold.linger_s))
 
     def attach(self, lease: Lease, key: bytes) -> None:
         """Bind a key that exists to `lease`, instead of another one."""

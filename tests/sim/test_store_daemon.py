@@ -30,6 +30,7 @@ from asyncdist_server.group_commit import GroupCommit
 from asyncdist_server.history import History
 from asyncdist_server.leases import Lease
 from asyncdist_server.messages import Welcome
+from asyncdist_server.replay import Replay
 from asyncdist_server.state import StoreState
 
 SEEDS = 40
@@ -89,7 +90,7 @@ def loses_events() -> Patches:
 
     def forgetful(self: History, event: Any) -> None:
         count[0] += 1
-        if count[0] % 5:
+        if count[0] % 2:
             append(self, event)
 
     return [(History, "append", forgetful)]
@@ -112,7 +113,7 @@ def does_not_wake() -> Patches:
 
     def sleepy(self: StoreState, *arguments: Any) -> None:
         count[0] += 1
-        if count[0] % 5:
+        if count[0] % 2:
             wake(self, *arguments)
 
     return [(StoreState, "wake", sleepy)]
@@ -178,11 +179,18 @@ def forgets_clients() -> Patches:
     return [(StoreEngine, "restore_client", lambda self, *arguments: None)]
 
 
+def begins_times_anew() -> Patches:
+    """With each restart, as the store's age is not known."""
+    return [(Replay, "_take_age", lambda self, age, started_age: None)]
+
+
 def forgets_who_has_items() -> Patches:
     restore = StoreEngine.restore_client
 
-    def forgetful(self: StoreEngine, client_id: bytes, space: str, replies: Any, taken: Any, now: float) -> None:
-        restore(self, client_id, space, replies, {}, now)
+    def forgetful(
+        self: StoreEngine, client_id: bytes, space: str, replies: Any, taken: Any, since: float, now: float
+    ) -> None:
+        restore(self, client_id, space, replies, {}, since, now)
 
     return [(StoreEngine, "restore_client", forgetful)]
 
@@ -210,6 +218,7 @@ def keeps_items_of_lost_clients() -> Patches:
         (forgets_what_has_arrived, "popped 2 times"),
         (tells_before_it_is_on_the_disk, "acknowledged|linearizable|which .* holds|popped 2 times|told"),
         (forgets_clients, "was forgotten"),
+        (begins_times_anew, "are not forgotten"),
         (
             believes_that_replies_arrive_at_once,
             r"appended 2 times|popped|is \d+ after|linearizable|same sum|items are lost",

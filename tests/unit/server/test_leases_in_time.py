@@ -101,6 +101,36 @@ def test_a_lease_that_nobody_kept_alive_ends_after_a_stop() -> None:
     assert clock.ask(m.KEEP_ALIVE, (1,)) == [1]
 
 
+def test_a_daemon_that_was_stopped_hears_first_who_came_back_and_what_is_needed() -> None:
+    """Whoever connected meanwhile was not heard: clients, those who take a prefix up again, those who watch."""
+    clock = Clock()
+    other = clock.engine.open("job", lambda reply: None, client_id=b"other-0123456789", now=100.0)
+    clock.engine.close(other, 100.0)
+    clock.ask(m.GRANT, 1, 1000, False)
+    clock.ask(m.HOLD, b"p/", 1, 20_000)
+    clock.ask(m.SET, b"p/key", b"")
+    clock.ask(m.REVOKE, 1)
+    begun = clock.ask(m.WATCH, b"w/", None, 0)
+    assert isinstance(begun, tuple)
+    clock.ask(m.SET, b"w/key", b"")
+    age = clock.engine.state.age()
+    for stopped_s in (300.0, 1000.0):
+        clock.now = clock.real = clock.now + stopped_s
+        clock.engine.expire(clock.now, stopped_s - 20.0)
+        assert clock.engine.client(b"other-0123456789") is not None
+        assert clock.engine.namespaces["job"].holds[b"p/"].deadline == clock.now + 20.0  # not longer than it was
+        assert clock.ask(m.WATCH, b"w/", begun[0], 0)
+    assert clock.engine.state.age() == age + 40.0  # it served nobody else
+    clock.now = clock.real = clock.now + 119.9
+    clock.engine.expire(clock.now, 0.01)
+    assert b"p/key" not in clock.engine.namespaces["job"].values
+    assert clock.engine.client(b"other-0123456789") is not None
+    clock.now = clock.real = clock.now + 0.2
+    clock.engine.expire(clock.now, 0.01)
+    assert clock.engine.client(b"other-0123456789") is None
+    assert not clock.engine.namespaces["job"].histories
+
+
 def test_a_short_delay_spares_nobody() -> None:
     clock = Clock()
     clock.ask(m.GRANT, 1, 1000, False)

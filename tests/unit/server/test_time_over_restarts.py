@@ -287,6 +287,19 @@ def test_the_age_never_goes_back_and_grows_with_the_lives_only() -> None:
     assert round(lives.store.replay.age, 6) == 17.0
 
 
+def test_daemons_that_do_nothing_but_restart_do_not_let_the_journal_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_size, "SLACK_BYTES", 50_000)
+    lives = Lives()
+    lives.ask(lives.open(LOST), GRANT, 1, 10**9, False)
+    for _ in range(500):
+        for _ in range(3):
+            lives.live(1.0)
+        lives.restart()
+        assert len(lives.journal.rows) < 100
+    assert min(lives.journal.rows) > 1000
+    assert lives.space.leases[1].deadline == lives.now + 10**6 - 499 * 3.0
+
+
 def test_times_of_an_older_journal_begin_with_the_first_daemon_that_counts() -> None:
     """Up to format 4 its rows have no places for them."""
     lives = Lives()
