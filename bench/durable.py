@@ -117,11 +117,9 @@ class AsyncdistRank(WritersRank):
         await asyncio.gather(*(store.close() for store in self._stores))
 
     async def set(self, writer: int, value: bytes) -> None:
-        """Set the key of a writer."""
         await self._stores[writer % self._connections].set(f"writer/{writer}", value)
 
     async def read(self) -> list[bytes]:
-        """Return what all writers' keys hold."""
         values: list[bytes] = await self._stores[0].multi_get([f"writer/{writer}" for writer in range(WRITERS)])
         return values
 
@@ -144,11 +142,9 @@ class RedisRank(WritersRank):
         await self._redis.aclose()
 
     async def set(self, writer: int, value: bytes) -> None:
-        """Set the key of a writer."""
         await self._redis.set(f"writer/{writer}", value)
 
     async def read(self) -> list[bytes]:
-        """Return what all writers' keys hold."""
         values: list[bytes] = await self._redis.mget([f"writer/{writer}" for writer in range(WRITERS)])
         return values
 

@@ -154,15 +154,12 @@ class BlockingRank(_OverlapRank):
         self._dist = importlib.import_module("asyncdist.blocking")
 
     async def open(self) -> None:
-        """Join the world; rank 0 hosts the store."""
         await asyncio.to_thread(lambda: self._dist.init_process_group(**self._arguments()))
 
     async def close(self) -> None:
-        """Leave the world."""
         await asyncio.to_thread(self._dist.destroy_process_group)
 
     async def measure(self, case: Case) -> Record:
-        """Run one case, in a thread of its own."""
         return await asyncio.to_thread(self._measure_here, case)
 
     def _measure_here(self, case: Case) -> Record:

@@ -165,13 +165,11 @@ class TorchStoreRank(BlockingRank):
     """The client of torch's TCPStore."""
 
     async def open(self) -> None:
-        """Connect."""
         distributed = importlib.import_module("torch.distributed")
         host, port = host_and_port(self._address)
         self._client = distributed.TCPStore(host, port, is_master=False, wait_for_workers=False)
 
     async def close(self) -> None:
-        """Disconnect."""
         self._client = None
 
     def _check(self, _number: int) -> int:
@@ -191,13 +189,11 @@ class RedisRank(BlockingRank):
     """The client of Redis: redis-py, blocking."""
 
     async def open(self) -> None:
-        """Connect."""
         host, port = host_and_port(self._address)
         self._client = importlib.import_module("redis").Redis(host, port)
         self._client.ping()
 
     async def close(self) -> None:
-        """Disconnect."""
         self._client.close()
 
     def _check(self, _number: int) -> int:

@@ -38,7 +38,6 @@ class TorchClientRank(TorchStoreRank):
         return other
 
     async def measure(self, case: Case) -> Record:
-        """Run one case."""
         operation = {"get": self._get, "set": self._set, "add": self._add, "check": self._check}[case.operation]
         self._client.set(KEY, value_of(0))
         record = Record()

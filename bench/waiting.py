@@ -110,7 +110,6 @@ class NativeClient(WaitingClient):
     """asyncdist's own protocol."""
 
     def begin(self) -> None:
-        """Begin the handshake."""
         self._handshake: ClientHandshake | None = ClientHandshake(None, store_context(NAMESPACE))
         self._reader = messages.FrameReader()
         self._encoder = messages.Encoder()
@@ -150,12 +149,10 @@ class NativeClient(WaitingClient):
         self.transport.write(self._encoder.requests(self._received, numbered))
 
     def arm(self, key: bytes) -> None:
-        """Wait, and have a later request answered."""
         self._waiting_id = self._last_id + 1
         self._ask((messages.WAIT, (key,), None), (messages.PING,))
 
     def set(self, key: bytes) -> None:
-        """Store something."""
         self._ask((messages.SET, key, b"go"))
 
 
@@ -191,7 +188,6 @@ class TorchClient(WaitingClient):
         self.transport.write(bytes([Query.WAIT]) + struct.pack("<Q", 1) + _blob(key) + self._ping())
 
     def set(self, key: bytes) -> None:
-        """Store something."""
         self.transport.write(bytes([Query.SET]) + _blob(key) + _blob(b"go"))
 
 
@@ -199,7 +195,6 @@ class RedisClient(WaitingClient):
     """Redis, which has no waiting for a key: a channel to which everybody subscribes, and one message."""
 
     def begin(self) -> None:
-        """See that the server is there."""
         self._buffer = b""
         self.transport.write(b"PING\r\n")
 
@@ -217,11 +212,9 @@ class RedisClient(WaitingClient):
                 note()
 
     def arm(self, key: bytes) -> None:
-        """Subscribe."""
         self.transport.write(b"SUBSCRIBE " + key + b"\r\n")
 
     def set(self, key: bytes) -> None:
-        """Publish."""
         self.transport.write(b"PUBLISH " + key + b" go\r\n")
 
 

@@ -87,7 +87,6 @@ class RotatedExpressions(Expressions):
         self._ranks, self._ordered = [1], [True]  # by form
 
     def ranks(self, expression: int) -> int:
-        """Return the ranks that contribute, as bits."""
         form, shift = divmod(expression, self.world)
         return self._turned(self._ranks[form], shift)
 

@@ -77,7 +77,6 @@ class ThreadedGroup(ProcessGroup):
     # Issuing.
 
     def check_usable(self, operation: str) -> None:
-        """See ProcessGroup."""
         inner = self._inner_group
         if inner._closing is not None or inner.closed or inner.world.forked:
             inner.check_usable(operation)  # raises
@@ -118,7 +117,6 @@ class ThreadedGroup(ProcessGroup):
             work.follow(inner)
 
     def refuse(self, operation: str, tag: int, error: Exception) -> None:
-        """See ProcessGroup."""
         self.check_usable(operation)
         self._communication.submit(_quietly, self._inner_group.refuse, operation, tag, error)
 
@@ -150,12 +148,10 @@ class ThreadedGroup(ProcessGroup):
     # The end.
 
     def abort(self, reason: str = "") -> None:
-        """See ProcessGroup."""
         with contextlib.suppress(ClosedError):
             self._communication.call(self._inner_group.abort, reason)
 
     async def close(self) -> None:
-        """See ProcessGroup."""
         if self.world.forked:
             return
         if self._communication.alive:

@@ -21,7 +21,6 @@ class StoreOfLoop(Store):
         self._loop = loop
 
     def set_timeout(self, timeout: Any) -> None:
-        """See Store."""
         super().set_timeout(timeout)
         self._store.set_timeout(timeout)
 

@@ -153,7 +153,6 @@ class ThreadWork(Work[T]):
         super().wait_stream(stream)
 
     async def enqueued(self) -> None:
-        """See `Work.enqueued`."""
         queued = asyncio.Event()
         self.add_done_callback(lambda _work: queued.set())
         loop = self._courier.loop

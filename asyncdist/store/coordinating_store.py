@@ -50,7 +50,6 @@ class CoordinatingStore(RequestStore):
         return self._request(operation, arguments, timeout_s)
 
     def set(self, key: str, value: str | bytes, *, lease: Lease | None = None) -> asyncio.Future[None]:
-        """Store `value` under `key`, replacing what was there; see `Store.set`."""
         if lease is None:
             return super().set(key, value)
         if not isinstance(lease, Lease):
@@ -61,21 +60,18 @@ class CoordinatingStore(RequestStore):
         return self._request(messages.SET_LEASED, arguments, self._timeout_s, len(data))
 
     def lease(self, ttl: Timeout = DEFAULT_GRACE_S, *, bound: bool = False) -> Coroutine[Any, Any, Lease]:
-        """Return a lease; see `Store.lease`."""
         ttl_s = seconds("ttl", ttl)
         if not ttl_s:
             raise ValueError("a lease needs a ttl of more than 0 s")
         return self.lease_keeper.granted(ttl_s, bound, self._timeout_s)
 
     def hold(self, prefix: str, lease: Lease, *, linger: Timeout = 0.0) -> asyncio.Future[None]:
-        """Let what begins with `prefix` live as long as `lease`, or another that holds it; see `Store.hold`."""
         if not isinstance(lease, Lease):
             raise TypeError(f"a lease must be one that store.lease() gave, not {type(lease).__name__}")
         linger_ms = math.ceil(seconds("linger", linger) * 1000)
         return self._request(messages.HOLD, (encoded_key(prefix), lease.id, linger_ms), self._timeout_s)
 
     def watch(self, prefix: str = "", from_revision: int | None = None) -> Watch:
-        """Return the changes of keys that begin with `prefix`, as an async iterator; see `Store.watch`."""
         if from_revision is not None and (isinstance(from_revision, bool) or not isinstance(from_revision, int)):
             raise TypeError(f"a revision must be int or None, not {type(from_revision).__name__}")
         return Watch(
@@ -83,7 +79,6 @@ class CoordinatingStore(RequestStore):
         )
 
     def lock(self, name: str, *, grace: Timeout = DEFAULT_GRACE_S, timeout: Timeout = INHERIT) -> Lock:
-        """Return a lock, for `async with store.lock(name) as token`; see `Store.lock`."""
         return Lock(self, name, seconds("grace", grace) or 0.001, timeout)
 
     def join(
@@ -98,7 +93,6 @@ class CoordinatingStore(RequestStore):
         grace: Timeout = DEFAULT_GRACE_S,
         bound: bool = True,
     ) -> Coroutine[Any, Any, Membership]:
-        """Meet the other members of a job; see `Store.join`."""
         most = min if max is None else max
         for count in (min, most):
             if isinstance(count, bool) or not isinstance(count, int):
@@ -110,7 +104,6 @@ class CoordinatingStore(RequestStore):
         return member.enter(self, seconds("grace", grace) or 0.001, bound, timeout)
 
     def expel(self, job: str, member: str) -> Coroutine[Any, Any, None]:
-        """Take a member out of its job; see `Store.expel`."""
         return self._expel(f"job/{checked_key(job)}/members/{checked_key(member)}", self._timeout_s)
 
     async def _expel(self, key: str, timeout_s: float | None) -> None:

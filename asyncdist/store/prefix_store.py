@@ -69,13 +69,11 @@ class PrefixStore(Store):
         self._own_timeout = timeout is not INHERIT
 
     def set(self, key: str, value: str | bytes, *, lease: Lease | None = None) -> Awaitable[None]:
-        """Store `value` under `key`, replacing what was there; see `Store.set`."""
         if lease is None:
             return self._bounded(self._store.set, self._full(key), value)
         return self._bounded(self._store.set, self._full(key), value, lease=lease)
 
     def get(self, key: str, *, timeout: Timeout = INHERIT) -> Awaitable[bytes]:
-        """Return the value of `key`, waiting until it exists."""
         return self._get(self._full(key), timeout_seconds(timeout, self.timeout))
 
     async def _get(self, key: str, timeout_s: float | None) -> bytes:
@@ -83,11 +81,9 @@ class PrefixStore(Store):
             return await self._store.get(key, timeout=timeout_s)
 
     def add(self, key: str, amount: int) -> Awaitable[int]:
-        """Add `amount` to the counter `key` and return the sum."""
         return self._bounded(self._store.add, self._full(key), amount)
 
     def wait(self, keys: Iterable[str], timeout: Timeout = INHERIT) -> Awaitable[None]:
-        """Wait until all `keys` exist at one moment."""
         return self._wait(self._all_full(keys), timeout_seconds(timeout, self.timeout))
 
     async def _wait(self, keys: Sequence[str], timeout_s: float | None) -> None:
@@ -95,23 +91,18 @@ class PrefixStore(Store):
             await self._store.wait(keys, timeout_s)
 
     def check(self, keys: Iterable[str]) -> Awaitable[bool]:
-        """Return whether all `keys` exist now."""
         return self._bounded(self._store.check, self._all_full(keys))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> Awaitable[bytes]:
-        """Set `key` to `desired` if its value is `expected`; see `Store.compare_set`."""
         return self._bounded(self._store.compare_set, self._full(key), expected, desired)
 
     def delete_key(self, key: str) -> Awaitable[bool]:
-        """Delete `key`; return whether it existed."""
         return self._bounded(self._store.delete_key, self._full(key))
 
     def append(self, key: str, value: str | bytes) -> Awaitable[None]:
-        """Append `value` to the value of `key`, which is empty when missing."""
         return self._bounded(self._store.append, self._full(key), value)
 
     def multi_get(self, keys: Iterable[str], *, timeout: Timeout = INHERIT) -> Awaitable[list[bytes]]:
-        """Return the values of `keys` in their order, waiting until all exist at one moment."""
         return self._multi_get(self._all_full(keys), timeout_seconds(timeout, self.timeout))
 
     async def _multi_get(self, keys: Sequence[str], timeout_s: float | None) -> list[bytes]:
@@ -119,7 +110,6 @@ class PrefixStore(Store):
             return await self._store.multi_get(keys, timeout=timeout_s)
 
     def multi_set(self, keys: Iterable[str], values: Iterable[str | bytes]) -> Awaitable[None]:
-        """Set each of `keys` to its value, all at one moment."""
         return self._bounded(self._store.multi_set, self._all_full(keys), values)
 
     def num_keys(self) -> Awaitable[int]:
@@ -139,11 +129,9 @@ class PrefixStore(Store):
         return [key[length:] for key in await self._bounded(self._store.list_keys, prefix)]
 
     def queue_push(self, key: str, value: str | bytes) -> Awaitable[None]:
-        """Append `value` to the queue `key`; one waiting `queue_pop` gets it."""
         return self._bounded(self._store.queue_push, self._full(key), value)
 
     def queue_pop(self, key: str, block: bool = True, *, timeout: Timeout = INHERIT) -> Awaitable[bytes]:
-        """Take the oldest value from the queue `key`, waiting for one; `QueueEmptyError` with `block=False`."""
         return self._queue_pop(self._full(key), block, timeout_seconds(timeout, self.timeout))
 
     async def _queue_pop(self, key: str, block: bool, timeout_s: float | None) -> bytes:
@@ -151,7 +139,6 @@ class PrefixStore(Store):
             return await self._store.queue_pop(key, block, timeout=timeout_s)
 
     def queue_len(self, key: str) -> Awaitable[int]:
-        """Return how many values the queue `key` holds."""
         return self._bounded(self._store.queue_len, self._full(key))
 
     def lease(self, ttl: Timeout = 10.0, *, bound: bool = False) -> Awaitable[Lease]:

@@ -46,72 +46,58 @@ class RequestStore(Store):
         """Undo what a request of an operation in `TAKING` took for somebody who no longer wants it."""
 
     def set(self, key: str, value: str | bytes, *, lease: Lease | None = None) -> asyncio.Future[None]:
-        """Store `value` under `key`, replacing what was there."""
         if lease is not None:
             self._not_offered("leases")
         data = checked_value(value)
         return self._request(messages.SET, (encoded_key(key), data), self._timeout_s, len(data))
 
     def get(self, key: str, *, timeout: Timeout = INHERIT) -> asyncio.Future[bytes]:
-        """Return the value of `key`, waiting until it exists."""
         timeout_s = self._timeout_s if timeout is INHERIT else timeout_seconds(timeout, None)
         return self._request(messages.GET, (encoded_key(key),), timeout_s)
 
     def add(self, key: str, amount: int) -> asyncio.Future[int]:
-        """Add `amount` to the counter `key` and return the sum; see `Store.add`."""
         return self._request(messages.ADD, (encoded_key(key), checked_amount(amount)), self._timeout_s)
 
     def wait(self, keys: Iterable[str], timeout: Timeout = INHERIT) -> asyncio.Future[None]:
-        """Wait until all `keys` exist at one moment."""
         timeout_s = timeout_seconds(timeout, self._timeout_s)
         return self._with_keys(messages.WAIT, keys, timeout_s)
 
     def check(self, keys: Iterable[str]) -> asyncio.Future[bool]:
-        """Return whether all `keys` exist now."""
         return self._with_keys(messages.CHECK, keys, self._timeout_s)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> asyncio.Future[bytes]:
-        """Set `key` to `desired` if its value is `expected`; see `Store.compare_set`."""
         old, new = checked_value(expected), checked_value(desired)
         arguments = (encoded_key(key), old, new)
         return self._request(messages.COMPARE_SET, arguments, self._timeout_s, len(old) + len(new))
 
     def delete_key(self, key: str) -> asyncio.Future[bool]:
-        """Delete `key`; return whether it existed."""
         return self._request(messages.DELETE, (encoded_key(key),), self._timeout_s)
 
     def append(self, key: str, value: str | bytes) -> asyncio.Future[None]:
-        """Append `value` to the value of `key`, which is empty when missing."""
         data = checked_value(value)
         return self._request(messages.APPEND, (encoded_key(key), data), self._timeout_s, len(data))
 
     def multi_get(self, keys: Iterable[str], *, timeout: Timeout = INHERIT) -> asyncio.Future[list[bytes]]:
-        """Return the values of `keys` in their order, waiting until all exist at one moment."""
         timeout_s = timeout_seconds(timeout, self._timeout_s)
         return self._with_keys(messages.MULTI_GET, keys, timeout_s)
 
     def multi_set(self, keys: Iterable[str], values: Iterable[str | bytes]) -> asyncio.Future[None]:
-        """Set each of `keys` to its value, all at one moment; ValueError if their numbers differ."""
         names = encoded_keys(keys)
         data = checked_values(len(names), values)
         size_bytes = sum(map(len, names)) + sum(map(len, data))
         return self._request(messages.MULTI_SET, (names, data), self._timeout_s, size_bytes)
 
     def num_keys(self) -> asyncio.Future[int]:
-        """Return how many keys exist."""
         return self._request(messages.NUM_KEYS, (), self._timeout_s)
 
     def list_keys(self, prefix: str = "") -> asyncio.Future[list[str]]:
-        """Return the keys that start with `prefix`, in no particular order."""
         return self._request(messages.LIST_KEYS, (encoded_key(prefix),), self._timeout_s)
 
     def queue_push(self, key: str, value: str | bytes) -> asyncio.Future[None]:
-        """Append `value` to the queue `key`; one waiting `queue_pop` gets it."""
         data = checked_value(value)
         return self._request(messages.QUEUE_PUSH, (encoded_key(key), data), self._timeout_s, len(data))
 
     def queue_pop(self, key: str, block: bool = True, *, timeout: Timeout = INHERIT) -> Coroutine[Any, Any, bytes]:
-        """Take the oldest value from the queue `key`, waiting for one; see `Store.queue_pop`."""
         timeout_s = timeout_seconds(timeout, self._timeout_s)
         return self._pop(encoded_key(key), timeout_s if block else 0.0, Reply if block else NonBlockingPop)
 
@@ -127,7 +113,6 @@ class RequestStore(Store):
         return item
 
     def queue_len(self, key: str) -> asyncio.Future[int]:
-        """Return how many values the queue `key` holds; 0 when it does not exist."""
         return self._request(messages.QUEUE_LEN, (encoded_key(key),), self._timeout_s)
 
     def _with_keys(self, operation: int, keys: Iterable[str], timeout_s: float | None) -> asyncio.Future[Any]:

@@ -132,7 +132,6 @@ class TCPStore(TCPClient):
         return await store.__aenter__()
 
     async def open_by(self, deadline: Deadline) -> Self:
-        """Open as `async with` does, until an instant of the running loop's clock that a caller has fixed before."""
         if self._opened:
             return await super().open_by(deadline)
         try:

@@ -151,34 +151,27 @@ class FakeRuntime(Runtime):
     # What Runtime asks for.
 
     def device_count(self) -> int:
-        """See Runtime."""
         return self._devices
 
     def current_device(self) -> int:
-        """See Runtime."""
         return int(getattr(self._thread, "device", 0))
 
     def set_device(self, device: int) -> None:
-        """See Runtime."""
         self._check_device(device)
         self._thread.device = device
 
     def device_id(self, device: int) -> str:
-        """See Runtime."""
         self._check_device(device)
         return f"GPU-fake-{device}"
 
     def peer_access(self, device: int, other_id: str) -> bool:
-        """See Runtime."""
         return other_id in {self.device_id(other) for other in range(self._devices)}
 
     def pointer_device(self, pointer: int) -> int | None:
-        """See Runtime."""
         with self._lock:
             return self.memory.device_of(pointer)
 
     def new_stream(self, device: int) -> Stream:
-        """See Runtime."""
         self._check_device(device)
         with self._lock:
             self._next_handle += 1
@@ -187,20 +180,17 @@ class FakeRuntime(Runtime):
         return FakeStream(self.scheduler, queue, owned=True)
 
     def current_stream(self, device: int) -> Stream:
-        """See Runtime."""
         self._check_device(device)
         queue = self._current().get(device) or self._queues[0, device]
         return FakeStream(self.scheduler, queue, owned=False)
 
     def external_stream(self, handle: int, device: int) -> Stream:
-        """See Runtime."""
         queue = self._queues.get((handle, device))
         if queue is None:
             raise DistBackendError(f"invalid resource handle: no stream {handle:#x} on device {device}")
         return FakeStream(self.scheduler, queue, owned=False)
 
     def new_event(self, device: int, *, interprocess: bool = False) -> Event:
-        """See Runtime."""
         self._check_device(device)
         if not interprocess:
             return FakeEvent(self.scheduler, device)
@@ -214,7 +204,6 @@ class FakeRuntime(Runtime):
         return event
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """See Runtime."""
         if nbytes:
             view = self.memory.view
 
@@ -226,35 +215,29 @@ class FakeRuntime(Runtime):
             self._submit(stream, [(target, nbytes), (source, nbytes)], body)
 
     def fill(self, pointer: int, nbytes: int, byte: int, stream: Stream) -> None:
-        """See Runtime."""
         if nbytes:
             self._submit(stream, [(pointer, nbytes)], lambda: self.view(pointer, nbytes).fill(byte))
 
     def pinned(self, nbytes: int) -> Pinned:
-        """See Runtime."""
         return FakePinned(self._allocate(nbytes, None), self._release)
 
     def allocate(self, nbytes: int, device: int) -> Memory:
-        """See Runtime."""
         self._check_device(device)
         if nbytes <= 0:
             raise ValueError(f"nbytes must be positive, not {nbytes}")
         return FakeMemory(self._allocate(nbytes, device), self._release)
 
     def memory_range(self, pointer: int) -> tuple[int, int]:
-        """See Runtime."""
         block = self._device_block(pointer)
         return block.pointer, block.nbytes
 
     def ipc_handle(self, pointer: int) -> bytes:
-        """See Runtime."""
         block = self._device_block(pointer)
         if block.opened:
             raise DistBackendError("invalid argument: only its own process gives out handles of memory")
         return make_handle("memory", block.key, block.nbytes)
 
     def ipc_open(self, handle: bytes, device: int) -> int:
-        """See Runtime."""
         key, nbytes = read_handle("memory", handle)
         with self._lock:
             self._collect()
@@ -268,7 +251,6 @@ class FakeRuntime(Runtime):
         return block.pointer
 
     def ipc_close(self, pointer: int) -> None:
-        """See Runtime."""
         block = self._device_block(pointer)
         with self._lock:
             if block.opened:
@@ -277,13 +259,11 @@ class FakeRuntime(Runtime):
                     self._release(block)
 
     def ipc_event_handle(self, event: Event) -> bytes:
-        """See Runtime."""
         if not isinstance(event, FakeEvent) or not event.key:
             raise DistBackendError("invalid resource handle: the event was not made with interprocess=True")
         return make_handle("event", event.key, 16)
 
     def ipc_event_open(self, handle: bytes, device: int) -> Event:
-        """See Runtime."""
         key, nbytes = read_handle("event", handle)
         own = self._events.get(key)
         if own is not None:
@@ -299,7 +279,6 @@ class FakeRuntime(Runtime):
     def reduce(
         self, op: ReduceOp, dtype: np.dtype[Any], target: int, sources: Sequence[int], count: int, stream: Stream
     ) -> None:
-        """See Runtime."""
         if isinstance(op, PremulSum):
             raise TypeError("scale first: factors may differ between ranks")
         validate(op, dtype)
@@ -322,7 +301,6 @@ class FakeRuntime(Runtime):
     def scale(
         self, dtype: np.dtype[Any], target: int, source: int, factor: float | complex, count: int, stream: Stream
     ) -> None:
-        """See Runtime."""
         op = PremulSum(factor)
         validate(op, dtype)
         nbytes = count * dtype.itemsize

@@ -95,7 +95,6 @@ class LocalMeeting(Meeting):
         self._lock = threading.Lock()
 
     def join(self, rank: int, device_id: str) -> None:
-        """See Meeting."""
         with self._lock:
             if rank in self._devices:
                 self.failure = f"ncclInvalidArgument: rank {rank} joined twice"
@@ -107,11 +106,9 @@ class LocalMeeting(Meeting):
 
     @property
     def complete(self) -> bool:
-        """See Meeting."""
         return len(self._devices) == self.size
 
     def bring(self, slot: str, rank: int, expected: Sequence[int], words: str, contribution: bytes) -> None:
-        """See Meeting."""
         with self._lock:
             place = self._slots.setdefault(slot, Slot(tuple(expected)))
             place.words[rank] = words
@@ -121,7 +118,6 @@ class LocalMeeting(Meeting):
                 self.violations.append(f"operation {slot}: {said}")
 
     def take(self, slot: str, rank: int) -> dict[int, bytes] | None:
-        """See Meeting."""
         with self._lock:
             place = self._slots.get(slot)
             if place is None or not place.agreed or not self.complete or self.failure:
@@ -147,24 +143,19 @@ class RemoteMeeting(Meeting):
         threading.Thread(target=self._listen, name="fake NCCL", daemon=True).start()
 
     def join(self, rank: int, device_id: str) -> None:
-        """See Meeting."""
         self._send("join", rank, device_id)
 
     @property
     def complete(self) -> bool:
-        """See Meeting."""
         return self._complete
 
     def bring(self, slot: str, rank: int, expected: Sequence[int], words: str, contribution: bytes) -> None:
-        """See Meeting."""
         self._send("bring", slot, rank, list(expected), words, contribution)
 
     def take(self, slot: str, rank: int) -> dict[int, bytes] | None:
-        """See Meeting."""
         return self._results.pop((slot, rank), None)
 
     def leave(self) -> None:
-        """See Meeting."""
         # Closing it is for the thread that reads from it.
         with self._lock, contextlib.suppress(OSError):
             descriptor = os.dup(self._connection.fileno())

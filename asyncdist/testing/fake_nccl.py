@@ -73,11 +73,9 @@ class FakeNccl(Nccl):
             self._servers.pop()()
 
     def version(self) -> int:
-        """See Nccl."""
         return self._version
 
     def unique_id(self) -> bytes:
-        """See Nccl."""
         unique_id = secrets.token_bytes(UNIQUE_ID_BYTES)
         folder = self.runtime.folder
         if folder is not None:
@@ -85,7 +83,6 @@ class FakeNccl(Nccl):
         return unique_id
 
     def open(self, size: int, unique_id: bytes, rank: int, device: int) -> Communicator:
-        """See Nccl."""
         if len(unique_id) != UNIQUE_ID_BYTES:
             raise DistBackendError(f"a unique id has {UNIQUE_ID_BYTES} bytes, not {len(unique_id)}")
         if not 0 <= rank < size:
@@ -98,7 +95,6 @@ class FakeNccl(Nccl):
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """See Nccl."""
         depth = getattr(self._thread, "depth", 0)
         if not depth:
             self._thread.calls = []
@@ -111,7 +107,6 @@ class FakeNccl(Nccl):
                 self._launch(self._thread.calls)
 
     def refusal(self, dtype: np.dtype[Any], op: ReduceOp | PremulSum) -> str:
-        """See Nccl."""
         return refusal(dtype, op, self._version)
 
     def issue(self, call: Call, stream: Stream) -> None:
@@ -171,43 +166,35 @@ class FakeCommunicator(Communicator):
         self._error = text
 
     def all_reduce(self, source: int, target: int, count: int, dtype: np.dtype[Any], op: Op, stream: Stream) -> None:
-        """See Communicator."""
         self._collective("all_reduce", source, target, count, count, dtype, stream, op=op)
 
     def reduce(
         self, source: int, target: int, count: int, dtype: np.dtype[Any], op: Op, root: int, stream: Stream
     ) -> None:
-        """See Communicator."""
         where = target if self.rank == root else 0
         self._collective(f"reduce to {root}", source, where, count, count, dtype, stream, op=op)
 
     def broadcast(self, source: int, target: int, count: int, dtype: np.dtype[Any], root: int, stream: Stream) -> None:
-        """See Communicator."""
         origin = source if self.rank == root else 0
         self._collective(f"broadcast from {root}", origin, target, count, count, dtype, stream, part=root)
 
     def all_gather(self, source: int, target: int, count: int, dtype: np.dtype[Any], stream: Stream) -> None:
-        """See Communicator."""
         self._collective("all_gather", source, target, count, self.size * count, dtype, stream)
 
     def reduce_scatter(
         self, source: int, target: int, count: int, dtype: np.dtype[Any], op: Op, stream: Stream
     ) -> None:
-        """See Communicator."""
         self._collective(
             "reduce_scatter", source, target, self.size * count, count, dtype, stream, op=op, part=self.rank
         )
 
     def send(self, source: int, count: int, dtype: np.dtype[Any], peer: int, stream: Stream) -> None:
-        """See Communicator."""
         self._pair(self.rank, peer, (source, count * dtype.itemsize), None, dtype, stream)
 
     def recv(self, target: int, count: int, dtype: np.dtype[Any], peer: int, stream: Stream) -> None:
-        """See Communicator."""
         self._pair(peer, self.rank, None, (target, count * dtype.itemsize), dtype, stream)
 
     def async_error(self) -> str:
-        """See Communicator."""
         if self.state != "open":
             return ""
         if self.nccl.strict and self.meeting.violations:
@@ -215,14 +202,12 @@ class FakeCommunicator(Communicator):
         return self._error or self.meeting.failure
 
     def abort(self) -> None:
-        """See Communicator."""
         if self.state == "open":
             self.state = "aborted"
             self.meeting.leave()
             self.nccl.runtime.scheduler.stir()
 
     def destroy(self) -> None:
-        """See Communicator. Raises with work in flight as well, which NCCL would wait for, perhaps forever."""
         self._check()
         if self.pending:
             raise DistBackendError(f"destroyed with {self.pending} operations in flight")
@@ -230,7 +215,6 @@ class FakeCommunicator(Communicator):
         self.meeting.leave()
 
     def split(self, color: int, key: int) -> Communicator | None:
-        """See Communicator."""
         self._check()
         if not self.nccl.can_split:
             raise DistBackendError("ncclCommSplit needs mode 'threads'")

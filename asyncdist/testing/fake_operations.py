@@ -87,11 +87,9 @@ class Launch(Step):
         self._calls = calls
 
     def ready(self) -> bool:
-        """Whether all are."""
         return sum(call.ready() for call in self._calls) == len(self._calls)  # not all(): each must bring its part
 
     def run(self) -> None:
-        """Write all results."""
         for call in self._calls:
             call.run()
 

@@ -221,18 +221,15 @@ class FakeStream(Stream):
         self.device = queue.device
 
     def wait_event(self, event: Event) -> None:
-        """See Stream."""
         if not isinstance(event, FakeEvent):
             raise TypeError(f"expected an event of the fake runtime, got {event!r}")
         event.check_open()
         self._scheduler.submit(self.queue, _Waiting(event))
 
     def synchronize(self) -> None:
-        """See Stream."""
         self._scheduler.wait(lambda: self.queue.idle, "synchronizing a stream")
 
     def close(self) -> None:
-        """See Stream."""
         if self._owned:
             self.queue.closed = True
 
@@ -252,7 +249,6 @@ class FakeEvent(Event):
         self._closed = False
 
     def record(self, stream: Stream) -> None:
-        """See Event."""
         self.check_open()
         if self.foreign:
             raise DistBackendError("invalid resource handle: only its own process records an interprocess event")
@@ -267,13 +263,11 @@ class FakeEvent(Event):
         self._scheduler.submit(stream.queue, Step(body=lambda: self._happen(number)))
 
     def done(self) -> bool:
-        """See Event."""
         self.check_open()
         self._scheduler.check()
         return self.reached(int(self.counts[0]))
 
     def synchronize(self) -> None:
-        """See Event."""
         self.check_open()
         self._scheduler.wait(lambda: self.reached(int(self.counts[0])), "synchronizing an event")
 
@@ -334,7 +328,6 @@ class Delay(Step):
         self._end: float | None = None
 
     def ready(self) -> bool:
-        """Whether it has been at the head of its queue for long enough."""
         now = time.monotonic()
         if self._end is None:
             self._end = now + self._seconds

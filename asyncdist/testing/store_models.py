@@ -35,7 +35,6 @@ class RegisterModel(Model):
     initial: Hashable = None
 
     def apply(self, state: Any, operation: Operation) -> Hashable:
-        """See `Model.apply`."""
         name, arguments, result = operation.name, operation.arguments, operation.result
         if name == "get":
             return state if result is UNKNOWN or result == state else IMPOSSIBLE
@@ -60,13 +59,11 @@ class RegisterModel(Model):
         raise ValueError(f"a register knows nothing of {name}")
 
     def only_reads(self, operation: Operation) -> bool:
-        """See `Model.only_reads`."""
         if operation.name == "compare_set":
             return bool(operation.result != operation.arguments[1])
         return operation.name in ("get", "check") or (operation.name, operation.result) in _NOTHING_DONE
 
     def kind(self, operation: Operation) -> Hashable | None:
-        """See `Model.kind`."""
         return operation.name, operation.arguments
 
     def infer(self, operations: list[Operation]) -> tuple[list[Operation], Pairs]:
@@ -127,7 +124,6 @@ class QueueModel(Model):
     initial: Hashable = ((), ())
 
     def apply(self, state: Any, operation: Operation) -> Hashable:
-        """See `Model.apply`."""
         name, result = operation.name, operation.result
         items, taken = state
         if name == "push":
@@ -147,7 +143,6 @@ class QueueModel(Model):
         raise ValueError(f"a queue knows nothing of {name}")
 
     def only_reads(self, operation: Operation) -> bool:
-        """See `Model.only_reads`."""
         return operation.name == "len" or (operation.name == "pop" and operation.result is None)
 
     def infer(self, operations: list[Operation]) -> tuple[list[Operation], Pairs]:
@@ -224,7 +219,6 @@ class LockModel(Model):
     initial: Hashable = (None, 0)
 
     def apply(self, state: Any, operation: Operation) -> Hashable:
-        """See `Model.apply`."""
         holder, largest = state
         if operation.name == "acquire":
             if holder is not None:

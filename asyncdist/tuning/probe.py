@@ -89,7 +89,6 @@ class Probe(Execution):
         )
 
     def ended(self, error: BaseException | None) -> None:
-        """See Execution."""
         if not self._done.done():
             if error is None:
                 self._done.set_result(None)

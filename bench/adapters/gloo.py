@@ -19,7 +19,6 @@ class Gloo(BaseAdapter):
     _dist: Any
 
     async def open(self) -> None:
-        """Join the group."""
         self._torch = importlib.import_module("torch")
         self._dist = importlib.import_module("torch.distributed")
         self._torch.set_num_threads(1)
@@ -29,7 +28,6 @@ class Gloo(BaseAdapter):
         self._dist.barrier()
 
     async def close(self) -> None:
-        """Leave the group."""
         self._dist.destroy_process_group()
 
     def barrier(self) -> Any:
@@ -63,19 +61,15 @@ class Gloo(BaseAdapter):
         return partial(_done, starts[operation])
 
     def send(self, array: Any, peer: int) -> Any:
-        """Send."""
         return self._dist.isend(array, peer)
 
     def receive(self, array: Any, peer: int) -> Any:
-        """Post a receive."""
         return self._dist.irecv(array, peer)
 
     def issue(self, array: Any) -> Any:
-        """Start an all_reduce."""
         return self._dist.all_reduce(array, async_op=True)
 
     def new_world(self) -> Callable[[Any], Any]:
-        """Make another group of all ranks."""
         return partial(self._dist.all_reduce, group=self._dist.new_group(), async_op=True)
 
     @staticmethod

@@ -28,7 +28,6 @@ class Mpi(BaseAdapter):
         self._comm.Barrier()
 
     async def close(self) -> None:
-        """Finalize."""
         self._mpi.Finalize()
 
     def barrier(self) -> Any:
@@ -58,15 +57,12 @@ class Mpi(BaseAdapter):
         self._comm.Send(array, peer)
 
     def receive(self, array: Any, peer: int) -> Any:
-        """Post a receive."""
         return self._comm.Irecv(array, peer)
 
     def issue(self, array: Any) -> Any:
-        """Start an all_reduce."""
         return self._comm.Iallreduce(self._mpi.IN_PLACE, array)
 
     def new_world(self) -> Callable[[Any], Any]:
-        """Make another communicator of all ranks."""
         return partial(self._comm.Dup().Iallreduce, self._mpi.IN_PLACE)
 
     @staticmethod

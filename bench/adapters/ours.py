@@ -23,7 +23,6 @@ class Asyncdist(BaseAdapter):
         self._shared_arrays = bool(context.options.get("shared_arrays"))
 
     async def open(self) -> None:
-        """Join the world; rank 0 hosts the store."""
         self._group = self._dist.init_process_group(
             init_method=f"tcp://{self.context.address}", rank=self.rank, world_size=self.size
         )
@@ -31,7 +30,6 @@ class Asyncdist(BaseAdapter):
         await self._dist.barrier()
 
     async def close(self) -> None:
-        """Leave the world."""
         await self._group.__aexit__(None, None, None)
 
     def allocate(self, elements: int) -> Array:
@@ -67,18 +65,14 @@ class Asyncdist(BaseAdapter):
         return starts[operation]
 
     def send(self, array: Any, peer: int) -> Any:
-        """Send."""
         return self._dist.isend(array, peer)
 
     def receive(self, array: Any, peer: int) -> Any:
-        """Post a receive."""
         return self._dist.irecv(array, peer)
 
     def issue(self, array: Any) -> Any:
-        """Start an all_reduce."""
         return self._dist.all_reduce(array)
 
     def new_world(self) -> Callable[[Any], Any]:
-        """Make another group of all ranks."""
         issue: Callable[[Any], Any] = self._dist.new_group().all_reduce
         return issue
