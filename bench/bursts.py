@@ -57,9 +57,7 @@ async def measure(adapter: Adapter, case: Case, context: RankContext) -> Record:
         issues = adapter.sub_worlds(case.operations)
     for number in range(case.warmup + case.samples):
         np.add(base, np.float32(number + context.rank), out=whole)
-        work: Any = adapter.barrier()
-        if work is not None:
-            await work
+        await adapter.pass_barrier()
         cpu_ns = time.process_time_ns()
         start_ns = time.perf_counter_ns()
         await (_each(adapter, arrays) if case.operation == ONE_BY_ONE else _all(adapter, issues, arrays))

@@ -45,7 +45,7 @@ class AdapterRank:
 
     async def measure(self, case: Case) -> Record:
         """Run one case."""
-        await enter_barrier(self._adapter)
+        await self._adapter.pass_barrier()
         if case.operation in messages.OPERATIONS:
             return await messages.measure(self._adapter, case, self._context.rank)
         if case.operation in bursts.OPERATIONS:
@@ -77,7 +77,7 @@ class AdapterRank:
             record.extra = await self._memory(case, buffers, start)
         await _samples(adapter, case, buffers, start, record)
         if case.stall_samples:
-            record.extra |= await watch(start, lambda: enter_barrier(adapter), case.stall_samples)
+            record.extra |= await watch(start, adapter.pass_barrier, case.stall_samples)
         return record
 
     async def _memory(self, case: Case, buffers: Buffers, start: Start) -> dict[str, float]:
@@ -93,15 +93,8 @@ class AdapterRank:
         work = start()
         if work is not None:
             await work
-        await enter_barrier(self._adapter)
+        await self._adapter.pass_barrier()
         return {"memory_bytes": float(peak.growth_bytes()), "segment_bytes": float(own_segment_bytes())}
-
-
-async def enter_barrier(adapter: Adapter) -> None:
-    """Pass a barrier of the library's own."""
-    work: Any = adapter.barrier()
-    if work is not None:
-        await work
 
 
 async def _samples(adapter: Adapter, case: Case, buffers: Buffers, start: Start, record: Record) -> None:
@@ -109,9 +102,7 @@ async def _samples(adapter: Adapter, case: Case, buffers: Buffers, start: Start,
     total = case.warmup + case.samples
     for number in range(total):
         buffers.fill(number)
-        barrier: Any = adapter.barrier()
-        if barrier is not None:
-            await barrier
+        await adapter.pass_barrier()
         cpu_ns = time.process_time_ns()
         start_ns = time.perf_counter_ns()
         work: Any = start()

@@ -94,19 +94,13 @@ async def _pong(adapter: Adapter, case: Case) -> None:
                 wait(sent)
 
 
-async def _barrier(adapter: Adapter) -> None:
-    work: Any = adapter.barrier()
-    if work is not None:
-        await work
-
-
 async def _one_way_out(adapter: Adapter, case: Case, record: Record) -> None:
     pattern = MessagePattern(case.nbytes)
     array = _array(adapter, pattern)
     message = adapter.message(array)
     for number in range(case.warmup + case.samples):
         pattern.fill(array, number)
-        await _barrier(adapter)
+        await adapter.pass_barrier()
         cpu_ns = time.process_time_ns()
         start_ns = time.perf_counter_ns()
         await _finish(adapter, adapter.send(message, 1))
@@ -122,7 +116,7 @@ async def _one_way_in(adapter: Adapter, case: Case, record: Record) -> None:
     message = adapter.message(array)
     for number in range(case.warmup + case.samples):
         arrived = adapter.receive(message, 0)
-        await _barrier(adapter)
+        await adapter.pass_barrier()
         cpu_ns = time.process_time_ns()
         start_ns = time.perf_counter_ns()
         if wait is None:
@@ -145,7 +139,7 @@ async def _window(adapter: Adapter, case: Case, rank: int, record: Record) -> No
     for number in range(case.warmup + case.samples):
         if rank == 0:
             pattern.fill(array, number)
-        await _barrier(adapter)
+        await adapter.pass_barrier()
         cpu_ns = time.process_time_ns()
         start_ns = time.perf_counter_ns()
         if rank == 0:

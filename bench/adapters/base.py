@@ -8,7 +8,7 @@ it is done; an awaitable library's returns what is to be awaited.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,54 +20,15 @@ Start = Callable[[], Any]
 """Start an operation; return an awaitable, or None when it is done."""
 
 
-class Adapter(Protocol):
-    """One rank of one library."""
-
-    in_place: bool
-    """Whether reductions and broadcasts work on one array, as a user of this library would call them."""
-    verifies: bool
-    """Whether the results mean anything (raw copies have none)."""
-
-    async def open(self) -> None:
-        """Join the world."""
-
-    async def close(self) -> None:
-        """Leave it."""
-
-    def allocate(self, elements: int) -> Array:
-        """Return an array of float32 that the library likes best."""
-
-    def barrier(self) -> Any:
-        """Enter a barrier; an awaitable, or None when it is over."""
-
-    def prepare(self, operation: str, buffers: Buffers) -> Start:
-        """Return the function that starts ``operation`` on ``buffers`` once."""
-
-    def send(self, array: Any, peer: int) -> Any:
-        """Send what `message` made; a handle for `wait`, or None when the array may be reused."""
-
-    def receive(self, array: Any, peer: int) -> Any:
-        """Post a receive into what `message` made; a handle for `wait`."""
-
-    def message(self, array: Array) -> Any:
-        """Return what `send` and `receive` take in place of ``array``."""
-
-    wait: Callable[[Any], object] | None
-    """Wait for a handle of `send` or `receive`; None where handles are awaited."""
-
-    def issue(self, array: Any) -> Any:
-        """Start an all_reduce of what `message` made without waiting; a handle for `wait`."""
-
-    def sub_worlds(self, count: int) -> list[Callable[[Any], Any]]:
-        """Return `issue` for each of so many groups of all ranks, made when they are first asked for."""
-
-
-class BaseAdapter:
-    """What most adapters have in common; subclasses override what their library offers."""
+class Adapter:
+    """One rank of one library; a subclass overrides what its library offers."""
 
     in_place = True
+    """Whether reductions and broadcasts work on one array, as a user of this library would call them."""
     verifies = True
+    """Whether the results mean anything (raw copies have none)."""
     wait: Callable[[Any], object] | None = None
+    """Wait for a handle of `send` or `receive`; None where handles are awaited."""
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
@@ -82,31 +43,45 @@ class BaseAdapter:
         """Leave it."""
 
     def allocate(self, elements: int) -> Array:
-        """Return an ordinary array."""
+        """Return an array of float32 that the library likes best."""
         return np.empty(elements, np.float32)
 
+    def barrier(self) -> Any:
+        """Enter a barrier; an awaitable, or None when it is over."""
+        raise NotImplementedError
+
+    async def pass_barrier(self) -> None:
+        """Enter a barrier and wait for its end, outside the timed part."""
+        work = self.barrier()
+        if work is not None:
+            await work
+
+    def prepare(self, operation: str, buffers: Buffers) -> Start:
+        """Return the function that starts ``operation`` on ``buffers`` once."""
+        raise NotImplementedError
+
     def message(self, array: Array) -> Any:
-        """Messages are numpy arrays."""
+        """Return what `send` and `receive` take in place of ``array``."""
         return array
 
     def send(self, array: Any, peer: int) -> Any:
-        """Not offered."""
+        """Send what `message` made; a handle for `wait`, or None when the array may be reused."""
         raise NotImplementedError
 
     def receive(self, array: Any, peer: int) -> Any:
-        """Not offered."""
+        """Post a receive into what `message` made; a handle for `wait`."""
         raise NotImplementedError
 
     def issue(self, array: Any) -> Any:
-        """Not offered."""
+        """Start an all_reduce of what `message` made without waiting; a handle for `wait`."""
         raise NotImplementedError
 
     def sub_worlds(self, count: int) -> list[Callable[[Any], Any]]:
-        """Return `issue` for each of so many groups."""
+        """Return `issue` for each of so many groups of all ranks, made when they are first asked for."""
         while len(self._sub_worlds) < count:
             self._sub_worlds.append(self.new_world())
         return self._sub_worlds[:count]
 
     def new_world(self) -> Callable[[Any], Any]:
-        """Make another group of all ranks and return its `issue`; not offered."""
+        """Make another group of all ranks and return its `issue`."""
         raise NotImplementedError

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from bench.adapters.base import BaseAdapter, Start
+from bench.adapters.base import Adapter, Start
 from bench.cases import RankContext
 from bench.floors import FloorMesh
 from bench.operations import Buffers
 from bench.verify import Array, bytes_of
 
 
-class Floor(BaseAdapter):
+class Floor(Adapter):
     """One rank of the least honest program. Option ``family``: unix, else TCP over loopback."""
 
     def __init__(self, context: RankContext) -> None:
@@ -25,19 +25,15 @@ class Floor(BaseAdapter):
         self._received: dict[int, int] = {}
 
     async def open(self) -> None:
-        """Connect every pair."""
         await self._mesh.open()
 
     async def close(self) -> None:
-        """Close every link."""
         self._mesh.close()
 
     def barrier(self) -> Any:
-        """Enter a barrier."""
         return self._mesh.barrier()
 
     def prepare(self, operation: str, buffers: Buffers) -> Start:
-        """Return the function that starts ``operation`` once."""
         if operation == "barrier":
             return self._mesh.barrier
         return partial(self._mesh.all_reduce, buffers.output, np.empty_like(buffers.output))
@@ -71,7 +67,6 @@ class Memcpy(Floor):
         return np.zeros(elements, np.float32)
 
     def prepare(self, operation: str, buffers: Buffers) -> Start:
-        """Return the function that copies once."""
         larger = max(buffers.input, buffers.output, key=lambda array: array.size)
         source, target = np.ones_like(larger), larger
         return partial(np.copyto, target, source)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bench.adapters.base import BaseAdapter, Start
+from bench.adapters.base import Adapter, Start
 from bench.operations import Buffers
 from bench.verify import Array
 
 
-class Gloo(BaseAdapter):
+class Gloo(Adapter):
     """One rank."""
 
     _torch: Any
@@ -31,7 +31,6 @@ class Gloo(BaseAdapter):
         self._dist.destroy_process_group()
 
     def barrier(self) -> Any:
-        """Pass a barrier."""
         self._dist.barrier()
 
     def message(self, array: Array) -> Any:
@@ -39,7 +38,6 @@ class Gloo(BaseAdapter):
         return self._torch.from_numpy(array)
 
     def prepare(self, operation: str, buffers: Buffers) -> Start:
-        """Return the function that carries ``operation`` out once."""
         dist = self._dist
         source, target = self.message(buffers.input), self.message(buffers.output)
         root = self.rank == 0

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bench.adapters.base import BaseAdapter, Start
+from bench.adapters.base import Adapter, Start
 from bench.operations import Buffers
 
 
-class Mpi(BaseAdapter):
+class Mpi(Adapter):
     """One rank of COMM_WORLD."""
 
     _mpi: Any
@@ -31,11 +31,9 @@ class Mpi(BaseAdapter):
         self._mpi.Finalize()
 
     def barrier(self) -> Any:
-        """Pass a barrier."""
         self._comm.Barrier()
 
     def prepare(self, operation: str, buffers: Buffers) -> Start:
-        """Return the function that carries ``operation`` out once."""
         comm, here = self._comm, self._mpi.IN_PLACE
         source, target = buffers.input, buffers.output
         root = self.rank == 0

@@ -6,13 +6,13 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from bench.adapters.base import BaseAdapter, Start
+from bench.adapters.base import Adapter, Start
 from bench.cases import RankContext
 from bench.operations import Buffers
 from bench.verify import Array
 
 
-class Asyncdist(BaseAdapter):
+class Asyncdist(Adapter):
     """One rank. Option ``shared_arrays``: its arrays come from `asyncdist.empty`."""
 
     def __init__(self, context: RankContext) -> None:
@@ -40,11 +40,9 @@ class Asyncdist(BaseAdapter):
         return array
 
     def barrier(self) -> Any:
-        """Enter a barrier."""
         return self._dist.barrier()
 
     def prepare(self, operation: str, buffers: Buffers) -> Start:
-        """Return the function that starts ``operation`` once."""
         dist, source, target = self._dist, buffers.input, buffers.output
         root = self.rank == 0
         if operation == "gather":

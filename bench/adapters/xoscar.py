@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from bench.adapters.base import BaseAdapter, Start
+from bench.adapters.base import Adapter, Start
 from bench.operations import Buffers
 
 LOCALHOST = "127.0.0.1"
 
 
-class Xoscar(BaseAdapter):
+class Xoscar(Adapter):
     """One rank."""
 
     in_place = False
@@ -38,11 +38,9 @@ class Xoscar(BaseAdapter):
         self.barrier()
 
     def barrier(self) -> Any:
-        """Reduce one element."""
         self._group.allreduce(self._one, self._sum)
 
     def prepare(self, operation: str, buffers: Buffers) -> Start:
-        """Return the function that carries ``operation`` out once."""
         group, source, target = self._group, buffers.input, buffers.output
         if operation == "broadcast":
             return partial(group.broadcast, source if self.rank == 0 else None, target, root=0)
