@@ -11,8 +11,10 @@ import numpy as np
 from asyncdist.arrays import Array
 from asyncdist.cuda.interface import Memory, Runtime, Stream
 from asyncdist.cuda.nccl_interface import Communicator, Nccl
+from asyncdist.executor.reduction import finish, kernel
+from asyncdist.reduce_op import ReduceOp
 
-__all__ = ["download", "equal", "every_dtype", "on_ranks", "operands", "upload"]
+__all__ = ["download", "equal", "every_dtype", "on_ranks", "operands", "reduced", "upload"]
 
 PATIENCE_S: Final = 120.0
 """Far more than any check takes; ranks that are still at it have hung."""
@@ -83,11 +85,9 @@ def equal(one: Array, other: Array) -> bool:
         return bool(np.all(same | (np.isnan(one.astype(np.complex128)) & np.isnan(other.astype(np.complex128)))))
 
 
-def on_ranks(
-    runtime: Runtime, nccl: Nccl, main: Callable[[Communicator, Stream], T], size: int | None = None
-) -> list[T]:
+def on_ranks(runtime: Runtime, nccl: Nccl, main: Callable[[Communicator, Stream], T]) -> list[T]:
     """Run `main(communicator, stream)` on as many ranks as there are devices, two at most, each in its own thread."""
-    ranks = size or min(2, runtime.device_count())
+    ranks = min(2, runtime.device_count())
     unique_id = nccl.unique_id()
     results: list[Any] = [None] * ranks
     errors: list[BaseException] = []
@@ -114,6 +114,15 @@ def on_ranks(
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "ranks hang"
     return results
+
+
+def reduced(op: ReduceOp, arrays: Sequence[Array]) -> Array:
+    """What the CPU makes of `arrays`, one after the other."""
+    result = arrays[0].copy()
+    for array in arrays[1:]:
+        kernel(op, result.dtype)(result, array, result)
+    finish(op, result, len(arrays))
+    return result
 
 
 def same(results: Sequence[Array], expected: Array) -> None:

@@ -20,9 +20,10 @@ import numpy as np
 from asyncdist.arrays import Array
 from asyncdist.cuda.interface import MAX_SOURCES, Runtime
 from asyncdist.errors import DistBackendError
-from asyncdist.executor.reduction import finish, kernel, prepare, validate
+from asyncdist.executor.reduction import prepare, validate
 from asyncdist.reduce_op import PremulSum, ReduceOp, ReduceOpLike
-from asyncdist.testing.cuda_check_tools import download, equal, every_dtype, operands, upload
+from asyncdist.testing.checks import checks_of, expect_refused
+from asyncdist.testing.cuda_check_tools import download, equal, every_dtype, operands, reduced, upload
 
 __all__ = ["CUDA_CHECKS", "CudaCheck"]
 
@@ -108,8 +109,8 @@ def check_pointers(runtime: Runtime) -> None:
     host = np.zeros(16)
     assert runtime.pointer_device(host.ctypes.data) is None
     for call in (runtime.memory_range, runtime.ipc_handle):
-        _refused(lambda call=call: call(host.ctypes.data), DistBackendError)  # type: ignore[misc]
-    _refused(lambda: runtime.allocate(0, 0), ValueError)
+        expect_refused(DistBackendError, lambda call=call: call(host.ctypes.data))  # type: ignore[misc]
+    expect_refused(ValueError, lambda: runtime.allocate(0, 0))
 
 
 def check_events(runtime: Runtime) -> None:
@@ -201,24 +202,24 @@ def check_reduce(runtime: Runtime) -> None:
         for op in ReduceOp:
             if op is not ReduceOp.PREMUL_SUM and _defined(op, dtype):
                 arrays = operands(dtype, COUNT, 3)
-                assert equal(_reduced(runtime, op, arrays), _expected(op, arrays)), f"{op} of {dtype}"
+                assert equal(_reduced(runtime, op, arrays), reduced(op, arrays)), f"{op} of {dtype}"
             else:
-                _refused(lambda op=op, dtype=dtype: _reduced(runtime, op, operands(dtype, 4, 2)), TypeError)  # type: ignore[misc]
+                expect_refused(TypeError, lambda op=op, dtype=dtype: _reduced(runtime, op, operands(dtype, 4, 2)))  # type: ignore[misc]
 
 
 def check_reduce_shapes(runtime: Runtime) -> None:
     """One source is a copy; many sources, no elements, odd addresses, and the target as a source."""
     for number in (1, 2, 7, MAX_SOURCES):
         arrays = operands(FLOAT, COUNT, number, special=False)
-        assert equal(_reduced(runtime, ReduceOp.SUM, arrays), _expected(ReduceOp.SUM, arrays))
+        assert equal(_reduced(runtime, ReduceOp.SUM, arrays), reduced(ReduceOp.SUM, arrays))
     for count in (0, 1, 3, 4, 5):
         arrays = operands(FLOAT, count, 2, special=False)
-        assert equal(_reduced(runtime, ReduceOp.AVG, arrays), _expected(ReduceOp.AVG, arrays))
+        assert equal(_reduced(runtime, ReduceOp.AVG, arrays), reduced(ReduceOp.AVG, arrays))
     arrays = operands(FLOAT, COUNT, 2)
-    assert equal(_reduced(runtime, ReduceOp.MAX, arrays, pad=4), _expected(ReduceOp.MAX, arrays))
-    assert equal(_reduced(runtime, ReduceOp.MIN, arrays, in_place=True), _expected(ReduceOp.MIN, arrays))
-    _refused(lambda: _reduced(runtime, ReduceOp.SUM, []), ValueError)
-    _refused(lambda: _reduced(runtime, ReduceOp.SUM, operands(FLOAT, 2, MAX_SOURCES + 1)), ValueError)
+    assert equal(_reduced(runtime, ReduceOp.MAX, arrays, pad=4), reduced(ReduceOp.MAX, arrays))
+    assert equal(_reduced(runtime, ReduceOp.MIN, arrays, in_place=True), reduced(ReduceOp.MIN, arrays))
+    expect_refused(ValueError, lambda: _reduced(runtime, ReduceOp.SUM, []))
+    expect_refused(ValueError, lambda: _reduced(runtime, ReduceOp.SUM, operands(FLOAT, 2, MAX_SOURCES + 1)))
 
 
 def check_scale(runtime: Runtime) -> None:
@@ -226,7 +227,7 @@ def check_scale(runtime: Runtime) -> None:
     for dtype in every_dtype():
         factor = 0.3 - 2j if dtype.kind == "c" else 0.3
         if not _defined(PremulSum(factor), dtype):
-            _refused(lambda dtype=dtype: _scaled(runtime, operands(dtype, 4, 1)[0], 2.0), TypeError)  # type: ignore[misc]
+            expect_refused(TypeError, lambda dtype=dtype: _scaled(runtime, operands(dtype, 4, 1)[0], 2.0))  # type: ignore[misc]
             continue
         [array] = operands(dtype, COUNT, 1)
         expected = array.copy()
@@ -254,14 +255,6 @@ def _scaled(runtime: Runtime, array: Array, factor: float | complex) -> Array:
         return download(runtime, block.pointer, len(array), array.dtype, stream)
 
 
-def _expected(op: ReduceOp, arrays: list[Array]) -> Array:
-    result = arrays[0].copy()
-    for array in arrays[1:]:
-        kernel(op, result.dtype)(result, array, result)
-    finish(op, result, len(arrays))
-    return result
-
-
 def _defined(op: ReduceOpLike, dtype: np.dtype[np.generic]) -> bool:
     try:
         validate(op, dtype)
@@ -270,25 +263,4 @@ def _defined(op: ReduceOpLike, dtype: np.dtype[np.generic]) -> bool:
     return True
 
 
-def _refused(call: Callable[[], object], kind: type[Exception]) -> None:
-    try:
-        call()
-    except kind:
-        return
-    raise AssertionError(f"{kind.__name__} was expected")
-
-
-CUDA_CHECKS: Final[tuple[CudaCheck, ...]] = (
-    check_devices,
-    check_copies,
-    check_pinned_memory,
-    check_pointers,
-    check_events,
-    check_interprocess_events,
-    check_waiting_streams,
-    check_streams_of_others,
-    check_threads,
-    check_reduce,
-    check_reduce_shapes,
-    check_scale,
-)
+CUDA_CHECKS: Final[tuple[CudaCheck, ...]] = checks_of(__name__)

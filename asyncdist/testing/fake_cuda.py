@@ -48,25 +48,16 @@ class FakeRuntime(Runtime):
     """`devices` devices in host memory.
 
     `mode` is "inline", "threads" or "manual" (see `asyncdist.testing.fake_queues`). With `folder`, devices are shared
-    by all processes that name that folder, which must be empty at first; then the mode is "threads". `own_handles`
-    lets a process open its own IPC handles, which CUDA refuses, so that all ranks can live in one process; it is the
-    default without a folder.
+    by all processes that name that folder, which must be empty at first; then the mode is "threads", and a process
+    cannot open its own IPC handles, as in CUDA. Without it all ranks can live in one process.
     """
 
-    def __init__(
-        self,
-        devices: int = 1,
-        *,
-        mode: Mode = "inline",
-        folder: Path | None = None,
-        own_handles: bool | None = None,
-    ) -> None:
+    def __init__(self, devices: int = 1, *, mode: Mode = "inline", folder: Path | None = None) -> None:
         self.name = "fake"
         self.folder = folder
         self.scheduler = Scheduler("threads" if folder is not None else mode)
         self.memory = MemoryMap(folder)
         self._devices = devices
-        self._own_handles = folder is None if own_handles is None else own_handles
         self._thread = threading.local()
         self._lock = threading.RLock()
         self._garbage: deque[Block] = deque()
@@ -246,7 +237,7 @@ class FakeRuntime(Runtime):
                 if self.folder is None:
                     raise DistBackendError("invalid argument: the memory of this handle was freed")
                 block = self.memory.open(key, nbytes, device)
-            elif not self._own_handles:
+            elif self.folder is not None:
                 raise DistBackendError("invalid device context: a process cannot open its own handle")
         return block.pointer
 
@@ -267,7 +258,7 @@ class FakeRuntime(Runtime):
         key, nbytes = read_handle("event", handle)
         own = self._events.get(key)
         if own is not None:
-            if not self._own_handles:
+            if self.folder is not None:
                 raise DistBackendError("invalid device context: a process cannot open its own handle")
             return FakeEvent(self.scheduler, device, own.counts, foreign=True)
         if self.folder is None:

@@ -28,7 +28,7 @@ __all__ = ["FakeCommunicator", "FakeNccl"]
 
 UNIQUE_ID_BYTES: Final = 128
 
-DEFAULT_VERSION: Final = 23004
+VERSION: Final = 23004
 
 
 class FakeNccl(Nccl):
@@ -46,7 +46,6 @@ class FakeNccl(Nccl):
         strict: bool = False,
         multi_rank_gpu: bool = False,
         native_premul_sum: bool = False,
-        version: int = DEFAULT_VERSION,
     ) -> None:
         self.name = "fake NCCL"
         self.runtime = runtime
@@ -54,7 +53,6 @@ class FakeNccl(Nccl):
         self.can_split = self.blocking = runtime.scheduler.mode == "threads"
         self.native_premul_sum = native_premul_sum
         self.communicators: list[FakeCommunicator] = []
-        self._version = version
         self._multi_rank_gpu = multi_rank_gpu
         self._meetings: dict[bytes, Meeting] = {}
         self._servers: list[Callable[[], None]] = []
@@ -73,7 +71,7 @@ class FakeNccl(Nccl):
             self._servers.pop()()
 
     def version(self) -> int:
-        return self._version
+        return VERSION
 
     def unique_id(self) -> bytes:
         unique_id = secrets.token_bytes(UNIQUE_ID_BYTES)
@@ -107,7 +105,7 @@ class FakeNccl(Nccl):
                 self._launch(self._thread.calls)
 
     def refusal(self, dtype: np.dtype[Any], op: ReduceOp | PremulSum) -> str:
-        return refusal(dtype, op, self._version)
+        return refusal(dtype, op, VERSION)
 
     def issue(self, call: Call, stream: Stream) -> None:
         """Queue an operation, or remember it until the group ends."""

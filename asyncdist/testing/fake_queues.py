@@ -322,8 +322,8 @@ class Delay(Step):
 
     polled = True
 
-    def __init__(self, seconds: float, spans: Sequence[Span] = ()) -> None:
-        super().__init__(spans)
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
         self._seconds = seconds
         self._end: float | None = None
 

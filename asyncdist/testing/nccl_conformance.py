@@ -10,13 +10,12 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from asyncdist.arrays import Array
 from asyncdist.cuda.interface import Runtime, Stream
 from asyncdist.cuda.nccl_interface import Communicator, Nccl
 from asyncdist.errors import DistBackendError
-from asyncdist.executor.reduction import finish, kernel
 from asyncdist.reduce_op import ReduceOp
-from asyncdist.testing.cuda_check_tools import download, every_dtype, on_ranks, operands, same, upload
+from asyncdist.testing.checks import checks_of, expect_refused
+from asyncdist.testing.cuda_check_tools import download, every_dtype, on_ranks, operands, reduced, same, upload
 
 __all__ = ["NCCL_CHECKS", "NcclCheck"]
 
@@ -61,7 +60,7 @@ def check_collectives(runtime: Runtime, nccl: Nccl) -> None:
     def main(communicator: Communicator, stream: Stream) -> None:
         size, rank, device = communicator.size, communicator.rank, communicator.device
         arrays = operands(FLOAT, size * COUNT, size, special=False)
-        total, nbytes = _sum(arrays), COUNT * FLOAT.itemsize
+        total, nbytes = reduced(ReduceOp.SUM, arrays), COUNT * FLOAT.itemsize
         with (
             upload(runtime, arrays[rank], device) as source,
             runtime.allocate(size * nbytes, device) as target,
@@ -142,9 +141,7 @@ def check_ends(runtime: Runtime, nccl: Nccl) -> None:
                 communicator.abort()
             communicator.abort()
             assert communicator.async_error() == ""
-            _refused(use)
-            _refused(communicator.destroy)
-            _refused(lambda: communicator.split(0, 0))
+            expect_refused(DistBackendError, use, communicator.destroy, lambda: communicator.split(0, 0))
 
     on_ranks(runtime, nccl, main)
 
@@ -194,40 +191,11 @@ def _check_reduction(
             communicator.all_reduce(pointer, pointer, COUNT, dtype, op, stream)
 
         if nccl.refusal(dtype, op):
-            _refused(reduce)
+            expect_refused(DistBackendError, reduce)
             return
         reduce()
         result = download(runtime, pointer, COUNT, dtype, stream)
-        assert np.allclose(result.astype(np.complex128), _total(op, arrays).astype(np.complex128)), f"{op} of {dtype}"
+        assert np.allclose(result.astype(np.complex128), reduced(op, arrays).astype(np.complex128)), f"{op} of {dtype}"
 
 
-def _total(op: ReduceOp, arrays: list[Array]) -> Array:
-    result = arrays[0].copy()
-    for array in arrays[1:]:
-        kernel(op, result.dtype)(result, array, result)
-    finish(op, result, len(arrays))
-    return result
-
-
-def _sum(arrays: list[Array]) -> Array:
-    return _total(ReduceOp.SUM, arrays)
-
-
-def _refused(call: Callable[[], object]) -> None:
-    try:
-        call()
-    except DistBackendError:
-        return
-    raise AssertionError("DistBackendError was expected")
-
-
-NCCL_CHECKS: Final[tuple[NcclCheck, ...]] = (
-    check_identity,
-    check_reductions,
-    check_collectives,
-    check_moves_any_dtype,
-    check_groups,
-    check_ends,
-    check_abort_frees_the_stream,
-    check_split,
-)
+NCCL_CHECKS: Final[tuple[NcclCheck, ...]] = checks_of(__name__)

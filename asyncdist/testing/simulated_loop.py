@@ -65,12 +65,6 @@ class SimulatedLoop(VirtualTimeLoop):
         timer._scheduled = True  # type: ignore[attr-defined]
         return timer
 
-    def call_later(
-        self, delay: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        """As the base class; the timer fires only while its process runs."""
-        return self.call_at(self.time() + delay, callback, *args, context=context)
-
     def run_again(self, handle: asyncio.Handle) -> None:
         """Run a callback that its paused process held back."""
         if not handle.cancelled():

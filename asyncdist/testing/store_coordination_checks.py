@@ -14,6 +14,7 @@ from asyncdist.errors import (
     WatchCompactedError,
 )
 from asyncdist.store.watch import Watch
+from asyncdist.testing.checks import checks_of, expect_refused
 from asyncdist.testing.store_check_tools import (
     SHORT_S,
     OpenStore,
@@ -337,35 +338,9 @@ async def wrong_coordination_is_refused_at_the_call(open_store: OpenStore) -> No
             lambda: a.join("j", 2, 1),
             lambda: a.lock("k", grace=-1),
         ]
-        for kind, calls in ((TypeError, types), (ValueError, values)):
-            for call in calls:
-                try:
-                    call()
-                except kind:
-                    continue
-                raise AssertionError(f"expected a {kind.__name__} at the call")
+        expect_refused(TypeError, *types)
+        expect_refused(ValueError, *values)
 
 
-COORDINATION_CHECKS: Final[tuple[StoreCheck, ...]] = (
-    a_lease_takes_its_keys_along,
-    a_lease_is_kept_alive,
-    closing_ends_what_is_bound_to_the_connection,
-    an_unattended_lease_expires,
-    held_prefixes_go_with_the_last_lease,
-    a_watch_sees_everything_in_order,
-    a_watch_goes_on_from_a_revision,
-    an_unknown_revision_is_said,
-    cancelled_reading_loses_no_event,
-    closing_ends_watches,
-    locks_exclude_and_count_up,
-    a_lock_passes_on_when_its_holder_goes,
-    a_lock_not_had_is_not_taken,
-    members_get_ranks_and_epochs,
-    a_round_settles_before_it_is_full,
-    a_silent_member_is_lost,
-    a_member_can_be_expelled,
-    joining_says_who_is_missing,
-    a_cancelled_join_leaves_nobody_behind,
-    wrong_coordination_is_refused_at_the_call,
-)
+COORDINATION_CHECKS: Final[tuple[StoreCheck, ...]] = checks_of(__name__)
 """Each takes an `OpenStore`, as those of `STORE_CHECKS`."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from asyncdist.errors import ClosedError, DistStoreError, QueueEmptyError
+from asyncdist.testing.checks import checks_of, expect_refused
 from asyncdist.testing.store_check_tools import OpenStore, StoreCheck, clients, expect, expect_none, expect_raises
 
 __all__ = ["VERB_CHECKS"]
@@ -167,23 +168,13 @@ async def wrong_types_are_refused_at_the_call(open_store: OpenStore) -> None:
             lambda: a.queue_len(1),
             lambda: a.get("k", timeout="1"),
         ]
-        for call in wrong:
-            try:
-                call()
-            except TypeError:
-                continue
-            raise AssertionError("expected a TypeError at the call")
+        expect_refused(TypeError, *wrong)
         refusals: list[Callable[[], object]] = [
             lambda: a.add("k", 2**63),
             lambda: a.get("k", timeout=-1),
             lambda: a.set("\ud800", "v"),
         ]
-        for refused in refusals:
-            try:
-                refused()
-            except ValueError:
-                continue
-            raise AssertionError("expected a ValueError at the call")
+        expect_refused(ValueError, *refusals)
         expect(await store.num_keys(), 0)
 
 
@@ -206,21 +197,4 @@ async def many_at_once_in_order(open_store: OpenStore) -> None:
         expect(await a.get("log"), "".join(f"{index}," for index in range(200)).encode())
 
 
-VERB_CHECKS: Final[tuple[StoreCheck, ...]] = (
-    set_then_get,
-    large_value,
-    add_counts,
-    add_refuses_text,
-    check_counts_all_keys,
-    compare_set_table,
-    delete_key_says_whether,
-    append_concatenates,
-    multi_set_then_multi_get,
-    keys_are_counted_and_listed,
-    queues_are_fifo,
-    empty_queue_is_said,
-    queues_are_beside_keys,
-    wrong_types_are_refused_at_the_call,
-    closed_store_refuses,
-    many_at_once_in_order,
-)
+VERB_CHECKS: Final[tuple[StoreCheck, ...]] = checks_of(__name__)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from asyncdist.errors import PeerLostError
-from asyncdist.transport.base_mesh import MeshOwner
+from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.frame import pack_key
 from asyncdist.transport.matching import Receive, SendOp
 
-__all__ = ["GROUP", "MeshCheck", "MeshLike", "OpenMeshes", "Operation", "Rank", "eventually", "open_world", "pattern"]
+__all__ = ["GROUP", "MeshCheck", "OpenMeshes", "Operation", "Rank", "eventually", "open_world", "pattern"]
 
 PATIENCE_S: Final = 30.0
 """Far more than any check takes; one that waits this long has failed."""
@@ -23,40 +23,7 @@ GROUP: Final = 11
 """The group whose messages the checks send."""
 
 
-class MeshLike(Protocol):
-    """The methods of `Mesh` that upper layers use."""
-
-    rank: int
-
-    def post_send(self, rank: int, op: SendOp) -> bool:
-        """See Mesh."""
-
-    def post_receive(self, rank: int, receive: Receive) -> bool:
-        """See Mesh."""
-
-    def post_receive_any(self, ranks: Collection[int], receive: Receive) -> bool:
-        """See Mesh."""
-
-    def withdraw(self, receive: Receive, rank: int | None = None) -> bool:
-        """See Mesh."""
-
-    def send_control(self, rank: int, payload: bytes) -> None:
-        """See Mesh."""
-
-    def break_pair(self, rank: int, cause: Exception) -> None:
-        """See Mesh."""
-
-    def drop_group(self, group: bytes, error: BaseException) -> None:
-        """See Mesh."""
-
-    async def close(self, timeout_s: float) -> None:
-        """See Mesh."""
-
-    def abort(self, reason: str = "") -> None:
-        """See Mesh."""
-
-
-OpenMeshes: TypeAlias = Callable[[Sequence[MeshOwner]], Awaitable[Sequence[MeshLike]]]
+OpenMeshes: TypeAlias = Callable[[Sequence[MeshOwner]], Awaitable[Sequence[BaseMesh]]]
 """Open one mesh per owner, ranks 0, 1, ... of a new world, all listening and able to find each other."""
 
 MeshCheck: TypeAlias = Callable[[OpenMeshes], Coroutine[Any, Any, None]]
@@ -143,7 +110,7 @@ class Rank:
         self.greetings: list[bytes] = []  # controls sent to whoever is connected
         self.controls: list[tuple[int, bytes]] = []
         self.events: list[str] = []
-        self.mesh: MeshLike
+        self.mesh: BaseMesh
 
     def peer_connected(self, rank: int) -> None:
         """Connected."""

@@ -16,6 +16,7 @@ import asyncio
 from typing import Final
 
 from asyncdist.errors import CollectiveMismatchError, PeerLostError
+from asyncdist.testing.checks import checks_of
 from asyncdist.testing.transport_check_tools import (
     GROUP,
     MeshCheck,
@@ -371,23 +372,5 @@ async def _exchange(one: Rank, two: Rank) -> bool:
     return [await receive.done() for receive in receives] == [b"ping", b"ping"]
 
 
-MESH_CHECKS: Final[tuple[MeshCheck, ...]] = (
-    check_sizes,
-    check_order,
-    check_tags_out_of_order,
-    check_both_directions,
-    check_self,
-    check_any_source,
-    check_refused,
-    check_mismatch,
-    check_withdraw,
-    check_drop_group,
-    check_control_overtakes,
-    check_greeting,
-    check_peer_lost,
-    check_break_off,
-    check_clean_leave,
-    check_nobody_left,
-    check_thousands_in_flight,
-)
+MESH_CHECKS: Final[tuple[MeshCheck, ...]] = checks_of(__name__)
 """Every check; each takes an `OpenMeshes`."""
