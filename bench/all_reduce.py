@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bench import collectives
 from bench.candidates import ASYNCDIST_TCP, FLOOR_TCP, GLOO, MPI
-from bench.cases import LARGE_BYTES, Case
+from bench.cases import Case
 from bench.model import Profile, Subject
 
 PROMISED_BYTES = (4, 64 << 10)
@@ -19,12 +20,7 @@ INFORMATION_BYTES = (1 << 20, 64 << 20)
 
 def cases(profile: Profile, sizes: Sequence[int] = PROMISED_BYTES + INFORMATION_BYTES) -> Sequence[Case]:
     """Return the cells of a profile."""
-    found = []
-    for nbytes in sizes:
-        if nbytes <= profile.large_bytes:
-            samples, warmup = profile.samples(large=nbytes > LARGE_BYTES)
-            found.append(Case("all_reduce", nbytes, samples, warmup))
-    return found
+    return collectives.cases(profile, ("all_reduce",), sizes, stall=False)
 
 
 CANDIDATES = (ASYNCDIST_TCP, FLOOR_TCP, GLOO, MPI)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ from bench.model import Candidate, Profile, Subject
 from bench.process import Child
 from bench.servers import ServerProcess, asyncdist_server, redis_server
 from bench.store import (
-    REDIS_BENCHMARK_TIMEOUT_S,
     asyncdist_run,
     host_and_port,
     missing_redis,
@@ -124,28 +122,14 @@ class AsyncdistRank(WritersRank):
         return values
 
 
-class RedisRank(WritersRank):
+class RedisRank(store.RedisAsyncClient, WritersRank):
     """redis-py with asyncio: a connection for each task that waits."""
 
-    def __init__(self, context: RankContext) -> None:
-        self._address = context.address
-        self._redis: Any = None
-
-    async def open(self) -> None:
-        """Connect."""
-        host, port = host_and_port(self._address)
-        self._redis = importlib.import_module("redis.asyncio").Redis(host=host, port=port)
-        await self._redis.ping()
-
-    async def close(self) -> None:
-        """Disconnect."""
-        await self._redis.aclose()
-
     async def set(self, writer: int, value: bytes) -> None:
-        await self._redis.set(f"writer/{writer}", value)
+        await self._client.set(f"writer/{writer}", value)
 
     async def read(self) -> list[bytes]:
-        values: list[bytes] = await self._redis.mget([f"writer/{writer}" for writer in range(WRITERS)])
+        values: list[bytes] = await self._client.mget([f"writer/{writer}" for writer in range(WRITERS)])
         return values
 
 
@@ -155,15 +139,7 @@ class RedisBenchmarkRank(store.RedisBenchmarkRank):
     async def measure(self, case: Case) -> Record:
         """Set; every sample is the run's mean time for ``case.operations``."""
         count = str(case.operations * case.samples)
-        command = ["redis-benchmark", "-p", self._port, "-c", str(WRITERS), "-n", count, "-d", "8", "-r", str(WRITERS)]
-        output = subprocess.run(  # noqa: ASYNC221 - nothing else runs in this process
-            [*command, "-t", "set", "--csv"], capture_output=True, check=True, timeout=REDIS_BENCHMARK_TIMEOUT_S
-        ).stdout.decode()
-        rate = next(float(line.split(",")[1].strip('"')) for line in output.splitlines() if line.startswith('"S'))
-        record = Record()
-        for _ in range(case.samples):
-            record.add(0, int(case.operations * 1e9 / rate))
-        return record
+        return self._run(case, "-c", str(WRITERS), "-n", count, "-r", str(WRITERS), "-t", "set")
 
 
 def cases(profile: Profile) -> Sequence[Case]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -101,16 +101,6 @@ def open_gpu(device: int | None = None) -> Iterator[Gpu]:
     if provider is None:
         raise NoGpuError(cuda.reason())
     yield Gpu(provider, _own_device(device, provider.runtime.device_count()))
-
-
-def median_seconds(measured: Callable[[], None], samples: int, warm_up: int = 10) -> float:
-    """The median time of a call."""
-    times = []
-    for _ in range(warm_up + samples):
-        start = time.perf_counter()
-        measured()
-        times.append(time.perf_counter() - start)
-    return sorted(times[warm_up:])[samples // 2]
 
 
 def _own_device(device: int | None, count: int) -> int:

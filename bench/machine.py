@@ -25,13 +25,18 @@ def about() -> dict[str, str]:
         "Python": platform.python_version(),
     }
     for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
+        found[package] = package_version(package)
     for name, (program, option) in PROGRAMS.items():
         found[name] = _program_version(program, option)
     return found
+
+
+def package_version(package: str) -> str:
+    """Return the version of an installed package, or that there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _program_version(program: str, option: str) -> str:

@@ -20,8 +20,9 @@ from bench.cases import Case, RankContext, Record
 from bench.missing import missing_module, missing_torch
 from bench.model import Candidate, Profile, Subject
 from bench.process import raise_file_limit
-from bench.servers import ServerProcess, asyncdist_server, redis_server, torch_store_server
+from bench.servers import ServerProcess, asyncdist_server, asyncdist_torch_server, redis_server, torch_store_server
 from bench.store import host_and_port, missing_redis
+from bench.usage import status_bytes
 from bench.waiting import WIRES, Fleet, WaitingClient
 
 RANKS: Final = 4
@@ -52,7 +53,7 @@ class WaitingRank:
     async def open(self) -> None:
         """Look how large the server is while nobody is connected; the first process connects to set the key later."""
         raise_file_limit()
-        self._bytes_before = resident_bytes(self._server_pid)
+        self._bytes_before = status_bytes("VmRSS", self._server_pid)
         if self._context.rank == 0:
             self._setter = await self._connect(fleet := Fleet(1))
             if not await fleet.until("opened", 1, STEP_TIMEOUT_S):
@@ -98,7 +99,7 @@ class WaitingRank:
         await self._meet(key)
         start_ns = time.perf_counter_ns()
         if self._setter is not None:
-            grown = resident_bytes(self._server_pid) - self._bytes_before
+            grown = status_bytes("VmRSS", self._server_pid) - self._bytes_before
             record.extra["connection_bytes"] = grown / (fleet.size * self._context.world_size)
             start_ns = time.perf_counter_ns()
             self._setter.set(key.encode())
@@ -117,20 +118,9 @@ class WaitingRank:
             await asyncio.sleep(POLL_S)  # of other processes set no event, and nothing else is to be done here
 
 
-def resident_bytes(pid: int) -> int:
-    """Return a process's present resident memory."""
-    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-    return int(status.partition("VmRSS:")[2].split()[0]) * 1024
-
-
 def redis_for_many(core: int | None) -> ServerProcess:
     """Start Redis with room for all: it allows 10,000 by itself, which does not leave one for the setter."""
     return redis_server(core, "--maxclients", str(CONNECTIONS + 100))
-
-
-def torch_daemon(core: int | None) -> ServerProcess:
-    """Start asyncdist's daemon for torch's protocol."""
-    return asyncdist_server(core, "--torch")
 
 
 def cases(profile: Profile) -> Sequence[Case]:
@@ -163,7 +153,7 @@ ASYNCDIST_TORCH = Candidate(
     ENTRY,
     ALL,
     missing=lambda: missing_module("asyncdist_server"),
-    server=torch_daemon,
+    server=asyncdist_torch_server,
     options={"wire": "torch"},
     own=True,
 )

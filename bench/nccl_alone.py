@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -15,6 +14,7 @@ from asyncdist import HashStore
 from bench.gpu import Gpu
 from bench.lateness import Lateness, share
 from bench.nccl_figures import Note
+from bench.runner import unused_port
 
 __all__ = ["NEIGHBORS", "measure_beside", "measure_stall"]
 
@@ -136,9 +136,7 @@ def _cupyx(gpu: Gpu, x: Any, y: Any, count: int, closing: Closing) -> Once:
     from cupyx.distributed import init_process_group
 
     if not _cupyx_backend:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        _cupyx_backend.append(init_process_group(1, 0, port=port))
+        _cupyx_backend.append(init_process_group(1, 0, port=unused_port()))
         closing.append(_cupyx_backend[0].stop)
     stream = cupy.cuda.get_current_stream()
 

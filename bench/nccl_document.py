@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from collections.abc import Mapping
 from typing import Final, NamedTuple
@@ -10,6 +9,7 @@ from typing import Final, NamedTuple
 import asyncdist
 from asyncdist.arrays import human_bytes
 from bench.gpu import Gpu
+from bench.machine import package_version
 from bench.nccl_figures import IPC_BYTES, TORCH_BYTES, Figures
 
 __all__ = ["Row", "beside_tables", "document", "nccl_table", "rows", "versions"]
@@ -39,12 +39,7 @@ def versions(gpu: Gpu) -> dict[str, str]:
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
     }
-    for package in ("torch", "numpy", "uvloop"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    return found | {package: package_version(package) for package in ("torch", "numpy", "uvloop")}
 
 
 def nccl_table(seconds: Mapping[int, float], ranks: int) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import numpy as np
 
 import asyncdist as dist
 from bench.gpu import Gpu, open_gpu
+from bench.runner import unused_port
 
 __all__ = ["SHARING", "measure_ranks", "reason_in"]
 
@@ -52,7 +52,7 @@ def measure_ranks(
 
     With `torch`, torch.distributed's NCCL takes turns with asyncdist.
     """
-    ports = [_free_port() for _ in range(2)]
+    ports = [unused_port() for _ in range(2)]
     task = [list(sizes), samples, limit_s, ports[1] if torch else 0]
     processes: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -82,11 +82,6 @@ def measure_ranks(
     if failed is not None:
         problem = reason_in(texts[failed]) or f"exit code {processes[failed].returncode}"
     return everywhere, problem
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _start(

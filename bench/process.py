@@ -91,14 +91,6 @@ class Child:
         self._log.seek(max(0, size - ERROR_TAIL_BYTES))
         return self._log.read().decode(errors="replace").strip()
 
-    def resident_bytes(self, field: str = "VmHWM") -> int:
-        """Return the child's peak (``VmHWM``) or present (``VmRSS``) resident memory in bytes."""
-        with open(f"/proc/{self.pid}/status", encoding="ascii") as status:
-            for line in status:
-                if line.startswith(field + ":"):
-                    return int(line.split()[1]) * 1024
-        return 0
-
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """End the child: wait while it leaves by itself, then SIGTERM, then SIGKILL to its whole group."""
         for sign in (signal.SIGTERM, signal.SIGKILL):

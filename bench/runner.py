@@ -22,7 +22,7 @@ from typing import Any
 from bench.cases import Case, Record, combine, entered_before_left
 from bench.model import Candidate, Mode, Run, Server
 from bench.process import Child
-from bench.usage import pin_threads
+from bench.usage import pin_threads, status_bytes
 
 OPEN_TIMEOUT_S = 60.0
 """Until every rank of a session is connected; importing torch in four processes on two cores takes some 10 s."""
@@ -175,7 +175,7 @@ class Session:
 
     def server_peak_bytes(self) -> int:
         """Return the server's peak resident memory, 0 without a server."""
-        return self._server.child.resident_bytes("VmHWM") if self._server is not None else 0
+        return status_bytes("VmHWM", self._server.child.pid) if self._server is not None else 0
 
     def close(self) -> None:
         """Ask the ranks to leave, then end whatever is still there; bounded. Ranks that are borrowed stay."""

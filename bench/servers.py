@@ -44,6 +44,11 @@ def asyncdist_server(core: int | None, *arguments: str) -> ServerProcess:
     return ServerProcess(child, f"{LOCALHOST}:{ports[0]}")
 
 
+def asyncdist_torch_server(core: int | None) -> ServerProcess:
+    """Start asyncdist's daemon for torch's clients."""
+    return asyncdist_server(core, "--torch")
+
+
 def torch_store_server(core: int | None) -> ServerProcess:
     """Start torch's TCPStore server (libuv, the default)."""
     child = Child(

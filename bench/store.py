@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from bench.cases import Case, RankContext, Record
@@ -30,6 +31,9 @@ CLIENTS = 8
 KEY = "bench/key"
 CHECK_NUMBER_BYTES = 8
 REDIS_BENCHMARK_TIMEOUT_S = 60.0
+
+Operation = Callable[[int], int | Awaitable[int]]
+"""Carry the sample of this number out; return, or give once awaited, how many answers were wrong."""
 
 
 def value_of(number: int) -> bytes:
@@ -49,12 +53,50 @@ def asyncdist_run() -> Callable[..., Any]:
     return run
 
 
-class AsyncdistStoreRank:
-    """The client of asyncdist's daemon."""
+class StoreRank:
+    """One client, or several; `_client` has a `set`. A request's method returns how many answers were wrong."""
+
+    _client: Any = None
 
     def __init__(self, context: RankContext) -> None:
         self._address = context.address
-        self._store: Any = None
+
+    async def measure(self, case: Case) -> Record:
+        """Run one case."""
+        operation = self._operations()[case.operation]
+        record = Record()
+        for number in range(case.warmup + case.samples):
+            stored = self._client.set(KEY, value_of(number))
+            if inspect.isawaitable(stored):
+                await stored
+            start_ns = time.perf_counter_ns()
+            wrong = operation(number)
+            if not isinstance(wrong, int):
+                wrong = await wrong
+            end_ns = time.perf_counter_ns()
+            record.wrong += wrong
+            if number >= case.warmup:
+                record.add(start_ns, end_ns)
+        return record
+
+    def _operations(self) -> dict[str, Operation]:
+        return {"get": self._get, "check": self._check, "burst": self._burst}
+
+    def _get(self, number: int) -> int | Awaitable[int]:
+        return int(self._client.get(KEY) != value_of(number))
+
+    def _check(self, number: int) -> int | Awaitable[int]:
+        raise NotImplementedError
+
+    def _burst(self, number: int) -> int | Awaitable[int]:
+        raise NotImplementedError
+
+
+class AsyncdistStoreRank(StoreRank):
+    """The client of asyncdist's daemon."""
+
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
         self._clients: list[Any] = []
         self.run = asyncdist_run()
 
@@ -62,42 +104,25 @@ class AsyncdistStoreRank:
         """Connect."""
         store_class: Any = importlib.import_module("asyncdist.store").TCPStore
         self._clients = [store_class(*host_and_port(self._address)) for _ in range(CLIENTS)]
-        self._store = self._clients[0]
-        await self._store.set(KEY, value_of(0))
+        self._client = self._clients[0]
+        await self._client.set(KEY, value_of(0))
 
     async def close(self) -> None:
         """Disconnect."""
         for store in self._clients:
             await store.close()
 
-    async def measure(self, case: Case) -> Record:
-        """Run one case."""
-        operation = {
-            "get": self._get,
-            "check": self._check,
-            "burst": self._burst,
-            "tasks": self._tasks,
-            "clients": self._all_clients,
-        }[case.operation]
-        record = Record()
-        for number in range(case.warmup + case.samples):
-            await self._store.set(KEY, value_of(number))
-            start_ns = time.perf_counter_ns()
-            wrong = await operation(number)
-            end_ns = time.perf_counter_ns()
-            record.wrong += wrong
-            if number >= case.warmup:
-                record.add(start_ns, end_ns)
-        return record
+    def _operations(self) -> dict[str, Operation]:
+        return {**super()._operations(), "tasks": self._tasks, "clients": self._all_clients}
 
     async def _get(self, number: int) -> int:
-        return int(await self._store.get(KEY) != value_of(number))
+        return int(await self._client.get(KEY) != value_of(number))
 
     async def _check(self, _number: int) -> int:
-        return int(await self._store.check([KEY]) is not True)
+        return int(await self._client.check([KEY]) is not True)
 
     async def _burst(self, number: int) -> int:
-        return await self._bursts(self._store, "bench", number)
+        return await self._bursts(self._client, "bench", number)
 
     async def _all_clients(self, number: int) -> int:
         every = (self._bursts(store, f"bench/{name}", number) for name, store in enumerate(self._clients))
@@ -116,7 +141,7 @@ class AsyncdistStoreRank:
         return wrong
 
     async def _tasks(self, number: int) -> int:
-        store = self._store
+        store = self._client
 
         async def one(index: int) -> int:
             wrong = 0
@@ -129,47 +154,17 @@ class AsyncdistStoreRank:
         return sum(await asyncio.gather(*(one(index) for index in range(IN_FLIGHT))))
 
 
-class BlockingRank:
-    """A client whose calls return when the daemon has answered; `_client` has torch's and Redis' `set`."""
-
-    _client: Any = None
-
-    def __init__(self, context: RankContext) -> None:
-        self._address = context.address
-
-    async def measure(self, case: Case) -> Record:
-        """Run one case."""
-        operation = {"get": self._get, "check": self._check, "burst": self._burst}[case.operation]
-        record = Record()
-        for number in range(case.warmup + case.samples):
-            self._client.set(KEY, value_of(number))
-            start_ns = time.perf_counter_ns()
-            wrong = operation(number)
-            end_ns = time.perf_counter_ns()
-            record.wrong += wrong
-            if number >= case.warmup:
-                record.add(start_ns, end_ns)
-        return record
-
-    def _get(self, number: int) -> int:
-        return int(self._client.get(KEY) != value_of(number))
-
-    def _check(self, number: int) -> int:
-        raise NotImplementedError
-
-    def _burst(self, number: int) -> int:
-        raise NotImplementedError
-
-
-class TorchStoreRank(BlockingRank):
+class TorchStoreRank(StoreRank):
     """The client of torch's TCPStore."""
 
     async def open(self) -> None:
+        """Connect."""
         distributed = importlib.import_module("torch.distributed")
         host, port = host_and_port(self._address)
         self._client = distributed.TCPStore(host, port, is_master=False, wait_for_workers=False)
 
     async def close(self) -> None:
+        """Disconnect."""
         self._client = None
 
     def _check(self, _number: int) -> int:
@@ -185,15 +180,17 @@ class TorchStoreRank(BlockingRank):
         return wrong
 
 
-class RedisRank(BlockingRank):
+class RedisRank(StoreRank):
     """The client of Redis: redis-py, blocking."""
 
     async def open(self) -> None:
+        """Connect."""
         host, port = host_and_port(self._address)
         self._client = importlib.import_module("redis").Redis(host, port)
         self._client.ping()
 
     async def close(self) -> None:
+        """Disconnect."""
         self._client.close()
 
     def _check(self, _number: int) -> int:
@@ -203,63 +200,53 @@ class RedisRank(BlockingRank):
         wrong = 0
         for burst in range(BURSTS):
             value = value_of(number * BURSTS + burst)
-            pipeline = self._client.pipeline(transaction=False)
-            for i in range(PAIRS):
-                pipeline.set(f"bench/{i}", value)
-            for i in range(PAIRS):
-                pipeline.get(f"bench/{i}")
-            wrong += sum(found != value for found in pipeline.execute()[PAIRS:])
+            wrong += sum(found != value for found in redis_pipeline(self._client, value).execute()[PAIRS:])
         return wrong
 
 
-class RedisAsyncRank:
-    """The client of Redis: redis-py, asyncio."""
+class RedisAsyncClient:
+    """A client of Redis that is opened and closed: redis-py, asyncio."""
 
     def __init__(self, context: RankContext) -> None:
         self._address = context.address
-        self._redis: Any = None
+        self._client: Any = None
 
     async def open(self) -> None:
         """Connect."""
         host, port = host_and_port(self._address)
-        self._redis = importlib.import_module("redis.asyncio").Redis(host=host, port=port)
-        await self._redis.ping()
+        self._client = importlib.import_module("redis.asyncio").Redis(host=host, port=port)
+        await self._client.ping()
 
     async def close(self) -> None:
         """Disconnect."""
-        await self._redis.aclose()
+        await self._client.aclose()
 
-    async def measure(self, case: Case) -> Record:
-        """Run one case."""
-        operation = {"get": self._get, "check": self._check, "burst": self._burst}[case.operation]
-        record = Record()
-        for number in range(case.warmup + case.samples):
-            await self._redis.set(KEY, value_of(number))
-            start_ns = time.perf_counter_ns()
-            wrong = await operation(number)
-            end_ns = time.perf_counter_ns()
-            record.wrong += wrong
-            if number >= case.warmup:
-                record.add(start_ns, end_ns)
-        return record
+
+class RedisAsyncRank(RedisAsyncClient, StoreRank):
+    """The client of Redis: redis-py, asyncio."""
 
     async def _get(self, number: int) -> int:
-        return int(await self._redis.get(KEY) != value_of(number))
+        return int(await self._client.get(KEY) != value_of(number))
 
     async def _check(self, _number: int) -> int:
-        return int(await self._redis.exists(KEY) != 1)
+        return int(await self._client.exists(KEY) != 1)
 
     async def _burst(self, number: int) -> int:
         wrong = 0
         for burst in range(BURSTS):
             value = value_of(number * BURSTS + burst)
-            pipeline = self._redis.pipeline(transaction=False)
-            for i in range(PAIRS):
-                pipeline.set(f"bench/{i}", value)
-            for i in range(PAIRS):
-                pipeline.get(f"bench/{i}")
-            wrong += sum(found != value for found in (await pipeline.execute())[PAIRS:])
+            wrong += sum(found != value for found in (await redis_pipeline(self._client, value).execute())[PAIRS:])
         return wrong
+
+
+def redis_pipeline(client: Any, value: bytes) -> Any:
+    """Return a pipeline of 64 sets of ``value`` and as many gets."""
+    pipeline = client.pipeline(transaction=False)
+    for i in range(PAIRS):
+        pipeline.set(f"bench/{i}", value)
+    for i in range(PAIRS):
+        pipeline.get(f"bench/{i}")
+    return pipeline
 
 
 class RedisBenchmarkRank:
@@ -278,11 +265,13 @@ class RedisBenchmarkRank:
         """Run sets and gets; every sample is the run's mean time for ``case.operations``."""
         requests = str(case.operations * case.samples // 2)
         clients = str(CLIENTS if case.operation == "clients" else 1)
-        command = ["redis-benchmark", "-p", self._port, "-c", clients, "-P", str(IN_FLIGHT), "-n", requests, "-d", "8"]
-        output = subprocess.run(  # noqa: ASYNC221 - nothing else runs in this process
-            [*command, "-t", "set,get", "--csv"], capture_output=True, check=True, timeout=REDIS_BENCHMARK_TIMEOUT_S
-        ).stdout.decode()
-        rates = [float(line.split(",")[1].strip('"')) for line in output.splitlines() if line.startswith(('"S', '"G'))]
+        return self._run(case, "-c", clients, "-P", str(IN_FLIGHT), "-n", requests, "-t", "set,get")
+
+    def _run(self, case: Case, *arguments: str) -> Record:
+        command = ["redis-benchmark", "-p", self._port, "-d", "8", "--csv", *arguments]
+        output = subprocess.run(command, capture_output=True, check=True, timeout=REDIS_BENCHMARK_TIMEOUT_S).stdout
+        lines = output.decode().splitlines()
+        rates = [float(line.split(",")[1].strip('"')) for line in lines if line.startswith(('"S', '"G'))]
         sample_ns = int(case.operations * 1e9 * sum(1 / rate for rate in rates) / len(rates))
         record = Record()
         for _ in range(case.samples):

@@ -15,7 +15,7 @@ from time import perf_counter_ns
 from bench.cases import Case, RankContext, Record
 from bench.missing import missing_module, missing_torch
 from bench.model import Candidate, Profile, Subject
-from bench.servers import ServerProcess, asyncdist_server, torch_store_server
+from bench.servers import asyncdist_torch_server, torch_store_server
 from bench.store import KEY, TorchStoreRank, value_of
 
 OPERATIONS = frozenset({"get", "set", "add", "check"})
@@ -61,11 +61,6 @@ class TorchClientRank(TorchStoreRank):
         return int(self._client.add(COUNTER, 1) != expected)
 
 
-def torch_daemon(core: int | None) -> ServerProcess:
-    """Start asyncdist's daemon for torch's clients."""
-    return asyncdist_server(core, "--torch")
-
-
 def missing() -> str | None:
     """Why torch's client cannot be measured on asyncdist's daemon, or None."""
     return missing_torch() or missing_module("asyncdist_server")
@@ -87,7 +82,7 @@ ASYNCDIST = Candidate(
     "bench.torch_store:TorchClientRank",
     OPERATIONS,
     missing=missing,
-    server=torch_daemon,
+    server=asyncdist_torch_server,
     own=True,
 )
 TORCH = Candidate(

@@ -13,10 +13,13 @@ RESET_PEAK: Final = "5"
 _SEGMENT = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S+) .*/memfd:asyncdist")
 
 
-def status_bytes(field: str) -> int:
-    """Return a field of /proc/self/status, such as ``VmHWM`` or ``VmRSS``, in bytes (0 where there is none)."""
+def status_bytes(field: str, pid: int | None = None) -> int:
+    """Return ``VmHWM`` (peak) or ``VmRSS`` (present resident memory) of a process, this one by default, in bytes.
+
+    0 where the system does not say.
+    """
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        for line in Path(f"/proc/{pid or os.getpid()}/status").read_text(encoding="ascii").splitlines():
             if line.startswith(field + ":"):
                 return int(line.split()[1]) * 1024
     return 0
