@@ -87,19 +87,13 @@ class PlanBuilder:
         return self._add(Recv(peer, target, self._slot(self._received, peer, slot), self._after(wait, after)))
 
     def recv_reduce(
-        self,
-        peer: int,
-        target: Slice,
-        *,
-        incoming_left: bool,
-        slot: int | None = None,
-        after: Iterable[int | None] = (),
+        self, peer: int, target: Slice, *, incoming_left: bool, after: Iterable[int | None] = ()
     ) -> int | None:
         """Receive from `peer` and reduce into `target`."""
         if not target.length:
             return None
         wait = self._write(target)
-        slot = self._slot(self._received, peer, slot)
+        slot = self._slot(self._received, peer, None)
         return self._add(RecvReduce(peer, target, slot, incoming_left, self._after(wait, after)))
 
     def send_all(self, peer: int, pieces: Iterable[Slice]) -> None:
@@ -144,14 +138,14 @@ class PlanBuilder:
         wait = self._read(source) + self._write(target)
         return self._add(Reduce(source, target, source_left, self._after(wait, after)))
 
-    def copy(self, source: Slice, target: Slice, *, after: Iterable[int | None] = ()) -> int | None:
+    def copy(self, source: Slice, target: Slice) -> int | None:
         """Copy `source` to `target`, here."""
         if not self._local(source, target):
             return None
         wait = self._read(source) + self._write(target)
-        return self._add(Copy(source, target, self._after(wait, after)))
+        return self._add(Copy(source, target, self._after(wait, ())))
 
-    def publish(self, source: Slice, *, after: Iterable[int | None] = (), shielded: bool = False) -> int | None:
+    def publish(self, source: Slice, *, shielded: bool = False) -> int | None:
         """Put `source` out as this rank's next item; a slice without elements is no item. `shielded`: see Publish."""
         if not source.length:
             return None
@@ -160,7 +154,7 @@ class PlanBuilder:
             wait += (self._last_published,)  # items are put out in order
         item, self._items = self._items, self._items + 1
         self._shares = True
-        self._last_published = self._add(Publish(source, item, self._after(wait, after), shielded))
+        self._last_published = self._add(Publish(source, item, self._after(wait, ()), shielded))
         return self._last_published
 
     def fetch(
@@ -173,22 +167,13 @@ class PlanBuilder:
         self._shares = True
         return self._add(Fetch(peer, item, offset, target, self._after(wait, after)))
 
-    def fetch_reduce(
-        self,
-        peer: int,
-        item: int,
-        offset: int,
-        target: Slice,
-        *,
-        item_left: bool,
-        after: Iterable[int | None] = (),
-    ) -> int | None:
+    def fetch_reduce(self, peer: int, item: int, offset: int, target: Slice, *, item_left: bool) -> int | None:
         """Reduce a part of `peer`'s item into `target`."""
         if not target.length:
             return None
         wait = self._write(target)
         self._shares = True
-        return self._add(FetchReduce(peer, item, offset, target, item_left, self._after(wait, after)))
+        return self._add(FetchReduce(peer, item, offset, target, item_left, self._after(wait, ())))
 
     def announce(self) -> int:
         """Put out an item without elements; unlike an empty `publish` it does count."""

@@ -8,7 +8,7 @@ from typing import NamedTuple, overload
 
 from asyncdist.plan.steps import Buffer, Slice
 
-__all__ = ["Chunks", "Run", "cut_blocks", "cyclic_runs", "offsets", "partition", "split"]
+__all__ = ["Chunks", "Run", "blocks_of", "cut_blocks", "cyclic_runs", "offsets", "partition", "split"]
 
 
 class Run(NamedTuple):
@@ -31,6 +31,11 @@ def partition(count: int, parts: int) -> tuple[int, ...]:
 def offsets(counts: Sequence[int]) -> tuple[int, ...]:
     """Where each block starts in the vector, and its end: one value more than there are blocks."""
     return tuple(accumulate(counts, initial=0))
+
+
+def blocks_of(buffer: Buffer, counts: Sequence[int]) -> list[Slice]:
+    """The blocks of a vector that fills `buffer`."""
+    return [Slice(buffer, start, count) for start, count in zip(offsets(counts), counts, strict=False)]
 
 
 class Chunks(Sequence[Slice]):

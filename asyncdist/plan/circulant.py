@@ -39,9 +39,8 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     place = Slice(Buffer.OUTPUT, starts[rank], counts[rank])
     pairs = _skips(world)[::-1]
     if pairs:
-        for piece in split(own, chunk_length):
-            builder.send((rank - 1) % world, piece)
-        _receive(builder, (rank + 1) % world, cut_blocks(starts, rank + 1, 1, chunk_length))
+        builder.send_all((rank - 1) % world, split(own, chunk_length))
+        builder.recv_all((rank + 1) % world, cut_blocks(starts, rank + 1, 1, chunk_length), Window())
     builder.copy(own, place)
     for skip, previous in pairs[1:]:
         _pass_on(builder, starts, skip, previous, chunk_length)
@@ -59,8 +58,8 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     small = _first_small(kept, chunk_length)
     window = Window()
     for number, (skip, previous) in enumerate(pairs):
-        for piece in reversed(cut_blocks(starts, rank + skip, previous - skip, chunk_length)):
-            builder.send((rank + skip) % world, piece)
+        leaving = cut_blocks(starts, rank + skip, previous - skip, chunk_length)
+        builder.send_all((rank + skip) % world, reversed(leaving))
         for piece in kept[number]:
             _receive_operand(builder, (rank - skip) % world, piece, window, posted=number >= small)
     for skip, previous in reversed(pairs):
@@ -89,8 +88,8 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     kept = [cut_blocks(slots, 0, previous - skip, chunk_length, Buffer.SCRATCH)[::-1] for skip, previous in pairs[1:]]
     small = _first_small(kept, chunk_length)
     for number, (skip, previous) in enumerate(pairs[1:]):
-        for piece in reversed(cut_blocks(slots, skip, previous - skip, chunk_length, Buffer.SCRATCH)):
-            builder.send((rank + skip) % world, piece)
+        leaving = cut_blocks(slots, skip, previous - skip, chunk_length, Buffer.SCRATCH)
+        builder.send_all((rank + skip) % world, reversed(leaving))
         for piece in kept[number]:
             if skip == 1:
                 target = Slice(Buffer.OUTPUT, piece.offset, piece.length)
@@ -112,8 +111,8 @@ def _first_sums(
     """The first round of reduce_scatter: from INPUT to partial sums in SCRATCH, which begins with slot 0."""
     skip, previous = pair
     rank, world = builder.rank, builder.world
-    for piece in reversed(cut_blocks(starts, rank + skip, previous - skip, chunk_length, Buffer.INPUT)):
-        builder.send((rank + skip) % world, piece)
+    leaving = cut_blocks(starts, rank + skip, previous - skip, chunk_length, Buffer.INPUT)
+    builder.send_all((rank + skip) % world, reversed(leaving))
     offset = slots[previous - skip]
     for piece in reversed(cut_blocks(starts, rank, previous - skip, chunk_length, Buffer.INPUT)):
         offset -= piece.length
@@ -132,8 +131,8 @@ def _reduce_scatter_of_two(builder: PlanBuilder, starts: tuple[int, ...], result
     if builder.world == 1:
         builder.copy(own, result)
         return
-    for piece in split(Slice(Buffer.INPUT, starts[other], starts[other + 1] - starts[other]), chunk_length):
-        builder.send(other, piece)
+    leaving = Slice(Buffer.INPUT, starts[other], starts[other + 1] - starts[other])
+    builder.send_all(other, split(leaving, chunk_length))
     window = Window()
     for operand, target in zip(split(own, chunk_length), split(result, chunk_length), strict=True):
         window.add(builder.recv(other, target, after=window.after))
@@ -154,15 +153,9 @@ def _skips(world: int) -> list[tuple[int, int]]:
 def _pass_on(builder: PlanBuilder, starts: tuple[int, ...], skip: int, previous: int, chunk_length: int) -> None:
     """A round of all_gather from OUTPUT; what this rank has had for longest goes first."""
     rank, world = builder.rank, builder.world
-    for piece in cut_blocks(starts, rank, previous - skip, chunk_length):
-        builder.send((rank - skip) % world, piece)
-    _receive(builder, (rank + skip) % world, cut_blocks(starts, rank + skip, previous - skip, chunk_length))
-
-
-def _receive(builder: PlanBuilder, peer: int, pieces: Sequence[Slice]) -> None:
-    window = Window()
-    for piece in pieces:
-        window.add(builder.recv(peer, piece, after=window.after))
+    builder.send_all((rank - skip) % world, cut_blocks(starts, rank, previous - skip, chunk_length))
+    arriving = cut_blocks(starts, rank + skip, previous - skip, chunk_length)
+    builder.recv_all((rank + skip) % world, arriving, Window())
 
 
 def _first_small(rounds: Sequence[Sequence[Slice]], chunk_length: int) -> int:

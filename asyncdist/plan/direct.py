@@ -20,7 +20,7 @@ Source: the reference point of Thakur, Rabenseifner and Gropp, 2005 (see `recurs
 from __future__ import annotations
 
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import offsets
+from asyncdist.plan.chunks import blocks_of
 from asyncdist.plan.linear import EXCHANGE_WINDOW, fold_in_rank_order
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
@@ -35,14 +35,13 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     world, counts = problem.world, problem.counts
     builder = PlanBuilder("all_gather", "direct", rank, world)
     own = Slice(Buffer.INPUT, 0, counts[rank])
-    starts = offsets(counts)
+    blocks = blocks_of(Buffer.OUTPUT, counts)
     sends, receives = Window(EXCHANGE_WINDOW), Window(EXCHANGE_WINDOW)
     for distance in range(1, world):
         source = (rank - distance) % world
-        block = Slice(Buffer.OUTPUT, starts[source], counts[source])
         sends.add(builder.send((rank + distance) % world, own, after=sends.after))
-        receives.add(builder.recv(source, block, after=receives.after))
-    builder.copy(own, Slice(Buffer.OUTPUT, starts[rank], counts[rank]))
+        receives.add(builder.recv(source, blocks[source], after=receives.after))
+    builder.copy(own, blocks[rank])
     return builder.build(symmetry=Symmetry.ROTATION if problem.even else Symmetry.NONE, block_aligned=True)
 
 
@@ -51,12 +50,11 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     del chunk_length
     world, counts = problem.world, problem.counts
     builder = PlanBuilder("reduce_scatter", "direct", rank, world)
-    starts = offsets(counts)
+    blocks = blocks_of(Buffer.INPUT, counts)
     for distance in range(1, world):
         peer = (rank + distance) % world
-        builder.send(peer, Slice(Buffer.INPUT, starts[peer], counts[peer]))
-    own = Slice(Buffer.INPUT, starts[rank], counts[rank])
-    fold_in_rank_order(builder, own, Slice(Buffer.OUTPUT, 0, counts[rank]))
+        builder.send(peer, blocks[peer])
+    fold_in_rank_order(builder, blocks[rank], Slice(Buffer.OUTPUT, 0, counts[rank]))
     return builder.build(block_aligned=True, ordered=True)
 
 

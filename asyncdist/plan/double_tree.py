@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import offsets, partition, split
+from asyncdist.plan.chunks import blocks_of, partition, split
 from asyncdist.plan.host_trees import host_pair, rooted_host_pair
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
@@ -74,11 +74,7 @@ def _chunks(
     builder: PlanBuilder, nodes: tuple[Node, Node], total: int, buffer: Buffer, chunk_length: int
 ) -> Iterator[tuple[TreePipeline, Slice]]:
     """Chunks of both halves in turn, each with the tree it travels in."""
-    lengths = partition(total, TREES)
-    halves = [
-        split(Slice(buffer, start, length), chunk_length)
-        for start, length in zip(offsets(lengths), lengths, strict=False)
-    ]
+    halves = [split(half, chunk_length) for half in blocks_of(buffer, partition(total, TREES))]
     longest = max((piece.length for half in halves for piece in half), default=0)
     trees = [TreePipeline(builder, node, longest, paired=True) for node in nodes]
     for pieces in zip_longest(*halves):

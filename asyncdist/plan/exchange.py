@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import offsets
+from asyncdist.plan.chunks import blocks_of
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
+from asyncdist.plan.window import Window
 
 __all__ = ["direct", "receive_block", "send_block"]
 
@@ -24,16 +25,14 @@ def direct(problem: Problem, algorithm: str, rank: int, window: int, *, in_step:
     """
     world = problem.world
     builder = PlanBuilder(problem.collective, algorithm, rank, world)
-    sends = _blocks(Buffer.INPUT, problem.send_counts)
-    receives = _blocks(Buffer.OUTPUT, problem.receive_counts)
-    sent: list[int | None] = [None] * window
-    received: list[int | None] = [None] * window
+    sends = blocks_of(Buffer.INPUT, problem.send_counts)
+    receives = blocks_of(Buffer.OUTPUT, problem.receive_counts)
+    sent, received = Window(window), Window(window)
     for distance in range(1, world):
         source, target = (rank - distance) % world, (rank + distance) % world
-        last_sent, last_received = sent[-window], received[-window]
-        both = (last_sent, last_received)
-        received.append(receive_block(builder, source, receives[source], after=both if in_step else (last_received,)))
-        sent.append(send_block(builder, target, sends[target], after=both if in_step else (last_sent,)))
+        both = (*sent.after, *received.after)
+        received.add(receive_block(builder, source, receives[source], after=both if in_step else received.after))
+        sent.add(send_block(builder, target, sends[target], after=both if in_step else sent.after))
     builder.copy(sends[rank], receives[rank])
     symmetry = Symmetry.NONE if problem.private else Symmetry.ROTATION
     return builder.build(symmetry=symmetry, block_aligned=True)
@@ -51,7 +50,3 @@ def receive_block(builder: PlanBuilder, peer: int, piece: Slice, *, after: Itera
     if not piece.length and builder.collective in PRIVATE_COLLECTIVES:
         return builder.await_signal(peer, after=after)
     return builder.recv(peer, piece, after=after)
-
-
-def _blocks(buffer: Buffer, counts: tuple[int, ...]) -> list[Slice]:
-    return [Slice(buffer, start, count) for start, count in zip(offsets(counts), counts, strict=False)]

@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import Final
 
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import offsets
+from asyncdist.plan.chunks import blocks_of
 from asyncdist.plan.exchange import direct, receive_block, send_block
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
@@ -119,8 +119,10 @@ def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     if rank != problem.root:
         send_block(builder, problem.root, own)
     else:
-        _receive_blocks(builder, problem)
-        builder.copy(own, _block(problem, Buffer.OUTPUT, rank))
+        blocks, window = blocks_of(Buffer.OUTPUT, problem.counts), Window(EXCHANGE_WINDOW)
+        for peer in reversed(_others(rank, problem.world)):
+            window.add(receive_block(builder, peer, blocks[peer], after=window.after))
+        builder.copy(own, blocks[rank])
     return builder.build(block_aligned=True)
 
 
@@ -132,11 +134,10 @@ def scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     if rank != problem.root:
         receive_block(builder, problem.root, own)
     else:
-        starts, window = offsets(problem.counts), Window(EXCHANGE_WINDOW)
+        blocks, window = blocks_of(Buffer.INPUT, problem.counts), Window(EXCHANGE_WINDOW)
         for peer in _others(rank, problem.world):
-            block = Slice(Buffer.INPUT, starts[peer], problem.counts[peer])
-            window.add(send_block(builder, peer, block, after=window.after))
-        builder.copy(Slice(Buffer.INPUT, starts[rank], problem.counts[rank]), own)
+            window.add(send_block(builder, peer, blocks[peer], after=window.after))
+        builder.copy(blocks[rank], own)
     return builder.build(block_aligned=True)
 
 
@@ -154,18 +155,6 @@ def _send_to_all(builder: PlanBuilder, whole: Slice) -> None:
 
 def _others(rank: int, world: int) -> list[int]:
     return [(rank + distance) % world for distance in range(1, world)]
-
-
-def _block(problem: Problem, buffer: Buffer, rank: int) -> Slice:
-    return Slice(buffer, sum(problem.counts[:rank]), problem.counts[rank])
-
-
-def _receive_blocks(builder: PlanBuilder, problem: Problem) -> None:
-    starts, window = offsets(problem.counts), Window(EXCHANGE_WINDOW)
-    for distance in range(1, problem.world):
-        peer = (builder.rank - distance) % problem.world
-        block = Slice(Buffer.OUTPUT, starts[peer], problem.counts[peer])
-        window.add(receive_block(builder, peer, block, after=window.after))
 
 
 def fold_in_rank_order(builder: PlanBuilder, own: Slice, result: Slice) -> None:

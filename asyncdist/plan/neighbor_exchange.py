@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from asyncdist.plan import ring
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import offsets, split
+from asyncdist.plan.chunks import blocks_of, split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 from asyncdist.plan.window import Window
@@ -30,29 +30,23 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     if world % 2:
         return replace(ring.all_gather(problem, rank, chunk_length), algorithm="neighbor_exchange")
     builder = PlanBuilder("all_gather", "neighbor_exchange", rank, world)
-    starts = offsets(problem.counts)
     own = split(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
-
-    def block(owner: int) -> tuple[Slice, ...]:
-        return split(Slice(Buffer.OUTPUT, starts[owner], problem.counts[owner]), chunk_length)
-
+    blocks = [split(block, chunk_length) for block in blocks_of(Buffer.OUTPUT, problem.counts)]
     side = -1 if rank % 2 else 1
     pair, pairs = rank // 2, world // 2  # of blocks 2i and 2i + 1
     held: tuple[int, ...] = (rank,)
     for number in range(pairs):
         peer = (rank + side) % world
         for owner in held:
-            for piece in own if owner == rank else block(owner):
-                builder.send(peer, piece)
+            builder.send_all(peer, own if owner == rank else blocks[owner])
         distance = (number + 1) // 2  # of the pair that comes, on that side
         other = (pair + side * distance) % pairs
         arriving = (2 * other, 2 * other + 1) if number else (peer,)
         window = Window()
         for owner in arriving:
-            for piece in block(owner):
-                window.add(builder.recv(peer, piece, after=window.after))
+            builder.recv_all(peer, blocks[owner], window)
         held = arriving if number else (2 * pair, 2 * pair + 1)
         side = -side
-    for source, target in zip(own, block(rank), strict=True):
+    for source, target in zip(own, blocks[rank], strict=True):
         builder.copy(source, target)
     return builder.build(block_aligned=True)

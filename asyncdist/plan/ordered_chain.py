@@ -10,17 +10,13 @@ Source: the pipeline of `chain`, cut at the root instead of bent around rank p-1
 
 from __future__ import annotations
 
-from typing import Final
-
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
+from asyncdist.plan.window import WINDOW, Window
 
 __all__ = ["reduce"]
-
-WINDOW: Final = 4
-"""Chunks held in temporary memory at a time, as in `chain`: it bounds that memory whatever the vector."""
 
 
 def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -50,14 +46,14 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
 def _receive_both(builder: PlanBuilder, pieces: tuple[Slice, ...], root: int) -> None:
     """The root: what comes from below, its own, what comes from above."""
     above = root + 1 < builder.world
-    reduced: list[int | None] = [None] * WINDOW
+    window = Window()
     for piece in pieces:
         result = Slice(Buffer.OUTPUT, piece.offset, piece.length)
         if root:
             builder.recv(root - 1, result)
             builder.reduce(piece, result, source_left=False)
             if above:
-                reduced.append(builder.recv_reduce(root + 1, result, incoming_left=False, after=(reduced[-WINDOW],)))
+                window.add(builder.recv_reduce(root + 1, result, incoming_left=False, after=window.after))
         elif above:
             builder.recv(root + 1, result)
             builder.reduce(piece, result, source_left=True)

@@ -37,8 +37,7 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     if problem.world == 1:
         builder.copy(Slice(Buffer.INPUT, 0, result.length), result)
     elif rank < fold.folded and rank % 2:
-        for piece in reversed(blocks.pieces(Buffer.INPUT, position, fold.active)):
-            builder.send(rank - 1, piece)
+        builder.send_all(rank - 1, reversed(blocks.pieces(Buffer.INPUT, position, fold.active)))
         for piece in reversed(split(result, chunk_length)):
             builder.recv(rank - 1, piece)
     else:
@@ -80,8 +79,7 @@ class _Halving:
         """Hand the other half of the run to the partner, and keep `count` positions; `posted`: receive at once."""
         builder, blocks, other = self._builder, self._blocks, self._position ^ count
         partner = blocks.fold.rank(other)
-        for piece in reversed(blocks.pieces(Buffer.INPUT, other, count)):
-            builder.send(partner, self._held(piece))
+        builder.send_all(partner, map(self._held, reversed(blocks.pieces(Buffer.INPUT, other, count))))
         first = self._partial is None
         if first and count > 1:
             self._reserve(self._position & -count, count)

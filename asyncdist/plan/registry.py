@@ -49,86 +49,72 @@ Algorithm: TypeAlias = Callable[[Problem, int, int], Plan]
 
 ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
     {
-        "all_reduce": MappingProxyType(
-            {
-                "direct": direct.all_reduce,
-                "linear": linear.all_reduce,
-                "recursive_doubling": recursive_doubling.all_reduce,
-                "halving_doubling": halving_doubling.all_reduce,
-                "circulant": circulant.all_reduce,
-                "binary_tree": binary_tree.all_reduce,
-                "double_tree": double_tree.all_reduce,
-                "ring": ring.all_reduce,
-                "ring_2d": ring_2d.all_reduce,
-            }
-        ),
-        "broadcast": MappingProxyType(
-            {
-                "linear": linear.broadcast,
-                "binomial_tree": binomial_tree.broadcast,
-                "binary_tree": binary_tree.broadcast,
-                "double_tree": double_tree.broadcast,
-                "chain": chain.broadcast,
-            }
-        ),
-        "reduce": MappingProxyType(
-            {
-                "linear": linear.reduce,
-                "binomial_tree": binomial_tree.reduce,
-                "binary_tree": binary_tree.reduce,
-                "double_tree": double_tree.reduce,
-                "chain": chain.reduce,
-                "ordered_chain": ordered_chain.reduce,
-            }
-        ),
-        "barrier": MappingProxyType({"dissemination": dissemination.barrier, "linear": linear.barrier}),
-        "all_gather": MappingProxyType(
-            {
-                "direct": direct.all_gather,
-                "recursive_doubling": recursive_doubling.all_gather,
-                "circulant": circulant.all_gather,
-                "ring": ring.all_gather,
-                "ring_2d": ring_2d.all_gather,
-                "neighbor_exchange": neighbor_exchange.all_gather,
-            }
-        ),
-        "reduce_scatter": MappingProxyType(
-            {
-                "direct": direct.reduce_scatter,
-                "recursive_halving": recursive_halving.reduce_scatter,
-                "circulant": circulant.reduce_scatter,
-                "ring": ring.reduce_scatter,
-                "ring_2d": ring_2d.reduce_scatter,
-            }
-        ),
-        "all_to_all": MappingProxyType(
-            {"linear": linear.all_to_all, "pairwise": pairwise.all_to_all, "bruck": bruck.all_to_all}
-        ),
-        "all_to_all_uneven": MappingProxyType({"linear": linear.all_to_all, "pairwise": pairwise.all_to_all}),
-        "scan": MappingProxyType({"recursive_doubling": scan.scan_doubling, "chain": scan.scan_chain}),
-        "exscan": MappingProxyType({"recursive_doubling": scan.exscan_doubling, "chain": scan.exscan_chain}),
-        "gather_uneven": MappingProxyType({"linear": linear.gather}),
-        "scatter_uneven": MappingProxyType({"linear": linear.scatter}),
-        "gather": MappingProxyType({"linear": linear.gather, "binomial_tree": binomial_tree.gather}),
-        "scatter": MappingProxyType({"linear": linear.scatter, "binomial_tree": binomial_tree.scatter}),
+        "all_reduce": {
+            "direct": direct.all_reduce,
+            "linear": linear.all_reduce,
+            "recursive_doubling": recursive_doubling.all_reduce,
+            "halving_doubling": halving_doubling.all_reduce,
+            "circulant": circulant.all_reduce,
+            "binary_tree": binary_tree.all_reduce,
+            "double_tree": double_tree.all_reduce,
+            "ring": ring.all_reduce,
+            "ring_2d": ring_2d.all_reduce,
+        },
+        "broadcast": {
+            "linear": linear.broadcast,
+            "binomial_tree": binomial_tree.broadcast,
+            "binary_tree": binary_tree.broadcast,
+            "double_tree": double_tree.broadcast,
+            "chain": chain.broadcast,
+        },
+        "reduce": {
+            "linear": linear.reduce,
+            "binomial_tree": binomial_tree.reduce,
+            "binary_tree": binary_tree.reduce,
+            "double_tree": double_tree.reduce,
+            "chain": chain.reduce,
+            "ordered_chain": ordered_chain.reduce,
+        },
+        "barrier": {"dissemination": dissemination.barrier, "linear": linear.barrier},
+        "all_gather": {
+            "direct": direct.all_gather,
+            "recursive_doubling": recursive_doubling.all_gather,
+            "circulant": circulant.all_gather,
+            "ring": ring.all_gather,
+            "ring_2d": ring_2d.all_gather,
+            "neighbor_exchange": neighbor_exchange.all_gather,
+        },
+        "reduce_scatter": {
+            "direct": direct.reduce_scatter,
+            "recursive_halving": recursive_halving.reduce_scatter,
+            "circulant": circulant.reduce_scatter,
+            "ring": ring.reduce_scatter,
+            "ring_2d": ring_2d.reduce_scatter,
+        },
+        "all_to_all": {"linear": linear.all_to_all, "pairwise": pairwise.all_to_all, "bruck": bruck.all_to_all},
+        "all_to_all_uneven": {"linear": linear.all_to_all, "pairwise": pairwise.all_to_all},
+        "scan": {"recursive_doubling": scan.scan_doubling, "chain": scan.scan_chain},
+        "exscan": {"recursive_doubling": scan.exscan_doubling, "chain": scan.exscan_chain},
+        "gather_uneven": {"linear": linear.gather},
+        "scatter_uneven": {"linear": linear.scatter},
+        "gather": {"linear": linear.gather, "binomial_tree": binomial_tree.gather},
+        "scatter": {"linear": linear.scatter, "binomial_tree": binomial_tree.scatter},
     }
 )
 
 SHARED_ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
     {
-        "all_reduce": MappingProxyType(
-            {"shared_direct": shared_reduce.all_reduce_direct, "shared": shared_reduce.all_reduce}
-        ),
-        "reduce": MappingProxyType({"shared_direct": shared_reduce.reduce_direct, "shared": shared_reduce.reduce}),
-        "reduce_scatter": MappingProxyType({"shared": shared_reduce.reduce_scatter}),
-        "scan": MappingProxyType({"shared_direct": shared_reduce.scan_direct}),
-        "exscan": MappingProxyType({"shared_direct": shared_reduce.scan_direct}),
-        "broadcast": MappingProxyType({"shared": shared_move.broadcast}),
-        "all_gather": MappingProxyType({"shared": shared_move.all_gather}),
-        "gather": MappingProxyType({"shared": shared_move.gather}),
-        "scatter": MappingProxyType({"shared": shared_move.scatter}),
-        "all_to_all": MappingProxyType({"shared": shared_move.all_to_all}),
-        "barrier": MappingProxyType({"shared": shared_move.barrier}),
+        "all_reduce": {"shared_direct": shared_reduce.all_reduce_direct, "shared": shared_reduce.all_reduce},
+        "reduce": {"shared_direct": shared_reduce.reduce_direct, "shared": shared_reduce.reduce},
+        "reduce_scatter": {"shared": shared_reduce.reduce_scatter},
+        "scan": {"shared_direct": shared_reduce.scan_direct},
+        "exscan": {"shared_direct": shared_reduce.scan_direct},
+        "broadcast": {"shared": shared_move.broadcast},
+        "all_gather": {"shared": shared_move.all_gather},
+        "gather": {"shared": shared_move.gather},
+        "scatter": {"shared": shared_move.scatter},
+        "all_to_all": {"shared": shared_move.all_to_all},
+        "barrier": {"shared": shared_move.barrier},
     }
 )
 """Those that publish and fetch; of collectives whose ranks know only their own lengths there are none."""

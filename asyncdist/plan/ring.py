@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Final
 
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import offsets, partition, split
+from asyncdist.plan.chunks import blocks_of, partition, split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
 from asyncdist.plan.window import Window
@@ -68,15 +68,12 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
         builder.send_all(right, outgoing)
         last = step == world - 2
         base = Slice(Buffer.OUTPUT, 0, problem.counts[rank]) if last else partial[step % SCRATCH_BLOCKS]
-        incoming = []
         own = blocks[(rank - 2 - step) % world]
-        for piece in own:
-            target = Slice(base.buffer, base.offset + piece.offset - own[0].offset, piece.length)
-            incoming.append(target)
+        incoming = split(Slice(base.buffer, base.offset, sum(piece.length for piece in own)), chunk_length)
         builder.recv_all(left, incoming, window)
         for piece, target in zip(own, incoming, strict=True):
             builder.reduce(piece, target, source_left=False)
-        outgoing = tuple(incoming)
+        outgoing = incoming
     return builder.build(symmetry=_symmetry(problem.counts), block_aligned=True)
 
 
@@ -97,9 +94,7 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 
 def _blocks(buffer: Buffer, counts: tuple[int, ...], chunk_length: int) -> list[tuple[Slice, ...]]:
-    return [
-        split(Slice(buffer, start, count), chunk_length) for start, count in zip(offsets(counts), counts, strict=False)
-    ]
+    return [split(block, chunk_length) for block in blocks_of(buffer, counts)]
 
 
 def _symmetry(counts: tuple[int, ...]) -> Symmetry:

@@ -31,7 +31,7 @@ from typing import Final, NamedTuple
 
 from asyncdist.plan import ring
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import cut_blocks, offsets, partition, split
+from asyncdist.plan.chunks import blocks_of, cut_blocks, offsets, partition, split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 from asyncdist.plan.window import Window
@@ -102,28 +102,20 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     row, column = grid.row, grid.column
     operands = Window()
     for step in range(grid.width - 1):
-        for piece in vector.part(column - step, row):
-            builder.send(grid.right, piece)
-        for piece in vector.part(column - step - 1, row):
-            operands.add(builder.recv_reduce(grid.left, piece, incoming_left=True, after=operands.after))
+        builder.send_all(grid.right, vector.part(column - step, row))
+        builder.recv_reduce_all(grid.left, vector.part(column - step - 1, row), operands, incoming_left=True)
     part = column + 1
     for step in range(grid.height - 1):
-        for piece in vector.block(part, row - step):
-            builder.send(grid.below, piece)
-        for piece in vector.block(part, row - step - 1):
-            operands.add(builder.recv_reduce(grid.above, piece, incoming_left=True, after=operands.after))
+        builder.send_all(grid.below, vector.block(part, row - step))
+        builder.recv_reduce_all(grid.above, vector.block(part, row - step - 1), operands, incoming_left=True)
     results = Window()
     for step in range(grid.height - 1):
-        for piece in vector.block(part, row + 1 - step):
-            builder.send(grid.below, piece)
-        for piece in vector.block(part, row - step):
-            results.add(builder.recv(grid.above, piece, after=results.after))
+        builder.send_all(grid.below, vector.block(part, row + 1 - step))
+        builder.recv_all(grid.above, vector.block(part, row - step), results)
     results = Window()
     for step in range(grid.width - 1):
-        for piece in vector.part(part - step, row + 1):
-            builder.send(grid.right, piece)
-        for piece in vector.part(part - step - 1, row + 1):
-            results.add(builder.recv(grid.left, piece, after=results.after))
+        builder.send_all(grid.right, vector.part(part - step, row + 1))
+        builder.recv_all(grid.left, vector.part(part - step - 1, row + 1), results)
     return builder.build()
 
 
@@ -154,31 +146,24 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     if grid.width == 1:
         return replace(ring.all_gather(problem, rank, chunk_length), algorithm="ring_2d")
     builder = PlanBuilder("all_gather", "ring_2d", rank, problem.world)
-    starts, counts = offsets(problem.counts), problem.counts
-    own = split(Slice(Buffer.INPUT, 0, counts[rank]), chunk_length)
-
-    def block(owner: int) -> tuple[Slice, ...]:
-        return split(Slice(Buffer.OUTPUT, starts[owner], counts[owner]), chunk_length)
+    own = split(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
+    blocks = [split(block, chunk_length) for block in blocks_of(Buffer.OUTPUT, problem.counts)]
 
     def have(owner: int) -> tuple[Slice, ...]:  # the own block is sent from INPUT, so that nothing waits for its copy
-        return own if owner == rank else block(owner)
+        return own if owner == rank else blocks[owner]
 
     row, column = grid.row, grid.column
     window = Window()
     for step in range(grid.height - 1):
-        for piece in have(grid.at(row - step, column)):
-            builder.send(grid.below, piece)
-        for piece in block(grid.at(row - step - 1, column)):
-            window.add(builder.recv(grid.above, piece, after=window.after))
+        builder.send_all(grid.below, have(grid.at(row - step, column)))
+        builder.recv_all(grid.above, blocks[grid.at(row - step - 1, column)], window)
     window = Window()
     for step in range(grid.width - 1):
         for back in range(grid.height):
-            for piece in have(grid.at(row - back, column - step)):
-                builder.send(grid.right, piece)
+            builder.send_all(grid.right, have(grid.at(row - back, column - step)))
         for back in range(grid.height):
-            for piece in block(grid.at(row - back, column - step - 1)):
-                window.add(builder.recv(grid.left, piece, after=window.after))
-    for source, target in zip(own, block(rank), strict=True):
+            builder.recv_all(grid.left, blocks[grid.at(row - back, column - step - 1)], window)
+    for source, target in zip(own, blocks[rank], strict=True):
         builder.copy(source, target)
     return builder.build(block_aligned=True)
 
@@ -192,11 +177,9 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     held = _reduce_rows(builder, grid, problem, chunk_length)
     window = Window()
     for back in range(1, grid.height):
-        for piece in held[back - 1]:
-            builder.send(grid.below, piece)
+        builder.send_all(grid.below, held[back - 1])
         if back < grid.height - 1:
-            for piece in held[back]:
-                window.add(builder.recv_reduce(grid.above, piece, incoming_left=True, after=window.after))
+            builder.recv_reduce_all(grid.above, held[back], window, incoming_left=True)
     results = split(Slice(Buffer.OUTPUT, 0, problem.counts[rank]), chunk_length)
     for piece, result in zip(held[-1], results, strict=True):
         window.add(builder.recv(grid.above, result, after=window.after))
@@ -207,20 +190,19 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
 def _reduce_rows(builder: PlanBuilder, grid: _Grid, problem: Problem, chunk_length: int) -> list[list[Slice]]:
     """The rows' part of reduce_scatter: returns the chunks of this column's row sums, the block of the row before this
     one first, the own one last, in the order in which the column reduces them."""
-    starts, counts = offsets(problem.counts), problem.counts
+    counts, vector = problem.counts, blocks_of(Buffer.INPUT, problem.counts)
     columns = [sum(counts[column :: grid.width]) for column in range(grid.width)]
     partial = [builder.scratch(max(columns)) for _ in range(min(SETS, grid.width - 1))]
 
     def blocks(column: int) -> list[tuple[Slice, ...]]:
         owners = [grid.at(grid.row - 1 - back, column) for back in range(grid.height)]
-        return [split(Slice(Buffer.INPUT, starts[owner], counts[owner]), chunk_length) for owner in owners]
+        return [split(vector[owner], chunk_length) for owner in owners]
 
     outgoing = [list(block) for block in blocks(grid.column - 1)]
     window = Window()
     for step in range(grid.width - 1):
         for block in outgoing:
-            for piece in block:
-                builder.send(grid.right, piece)
+            builder.send_all(grid.right, block)
         offset = partial[step % SETS].offset
         outgoing = []
         for operands in blocks(grid.column - 2 - step):

@@ -16,17 +16,13 @@ Sources: Hillis and Steele, "Data parallel algorithms", Communications of the AC
 
 from __future__ import annotations
 
-from typing import Final
-
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
+from asyncdist.plan.window import WINDOW, Window
 
 __all__ = ["exscan_chain", "exscan_doubling", "scan_chain", "scan_doubling"]
-
-WINDOW: Final = 4
-"""Chunks a rank of the chain is ready to receive at a time, each with a temporary buffer; as in `chain` and `ring`."""
 
 
 def scan_doubling(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -79,10 +75,10 @@ def exscan_doubling(problem: Problem, rank: int, chunk_length: int) -> Plan:
 def scan_chain(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Pass chunks of `chunk_length` elements from rank to rank."""
     builder = PlanBuilder("scan", "chain", rank, problem.world)
-    reduced: list[int | None] = [None] * WINDOW
+    window = Window()
     for piece in split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length):
         if rank:
-            reduced.append(builder.recv_reduce(rank - 1, piece, incoming_left=True, after=(reduced[-WINDOW],)))
+            window.add(builder.recv_reduce(rank - 1, piece, incoming_left=True, after=window.after))
         if rank + 1 < problem.world:
             builder.send(rank + 1, piece)
     return builder.build(ordered=True)

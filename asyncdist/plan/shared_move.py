@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.chunks import Chunks, offsets
+from asyncdist.plan.chunks import Chunks, blocks_of
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
@@ -124,9 +124,7 @@ def barrier(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 
 def _blocks(buffer: Buffer, counts: tuple[int, ...], chunk_length: int) -> list[Chunks]:
-    return [
-        Chunks(Slice(buffer, start, count), chunk_length) for start, count in zip(offsets(counts), counts, strict=False)
-    ]
+    return [Chunks(block, chunk_length) for block in blocks_of(buffer, counts)]
 
 
 def _alike(blocks: Sequence[Chunks]) -> range:

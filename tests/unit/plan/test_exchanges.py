@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.plan import linear, ordered_chain, scan
+from asyncdist.plan import linear
 from asyncdist.plan.cases import exchange_problems, private_problems
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.registry import algorithms, build, ordered_algorithms
 from asyncdist.plan.steps import Buffer, Copy, Recv, RecvReduce, Send, Symmetry
+from asyncdist.plan.window import WINDOW
 
 WORLDS = [2, 3, 4, 5, 7, 8, 13, 16, 33]
 
@@ -118,7 +119,7 @@ def test_exscan_leaves_rank_0_alone():
         assert all(isinstance(step, Send) for step in plan.steps)
 
 
-@pytest.mark.parametrize(("chunks", "held"), [(scan.WINDOW, scan.WINDOW), (scan.WINDOW + 1, scan.WINDOW)])
+@pytest.mark.parametrize(("chunks", "held"), [(WINDOW, WINDOW), (WINDOW + 1, WINDOW)])
 def test_a_chain_holds_a_window_of_chunks(chunks, held):
     inner = plans_of("exscan", "chain", 3, 10 * chunks, chunk_length=10)[1]
     assert inner.scratch_count == held * 10
@@ -127,7 +128,7 @@ def test_a_chain_holds_a_window_of_chunks(chunks, held):
     assert sum(not step.after for step in receives) == held
 
 
-@pytest.mark.parametrize(("chunks", "held"), [(4, ordered_chain.WINDOW), (5, ordered_chain.WINDOW)])
+@pytest.mark.parametrize(("chunks", "held"), [(4, WINDOW), (5, WINDOW)])
 def test_the_ordered_chain_holds_a_window_and_sends_each_element_once(chunks, held):
     for root in range(5):
         plans = plans_of("reduce", "ordered_chain", 5, 10 * chunks, root, chunk_length=10)
