@@ -9,14 +9,15 @@ from typing import Final
 
 import click
 import numpy as np
-from rich.console import Console
 
 from asyncdist.cli.collective_name import CollectiveName
 from asyncdist.cli.explain_tables import Explained, candidate_table, described, memory_note, size_table
+from asyncdist.cli.named_constants import named_constants, transport_here
 from asyncdist.cli.sizes import BYTES, show_bytes
-from asyncdist.host_constants import default_path, own_tuning, read_file, stored_constants
-from asyncdist.plan.constants import BUILT_IN, Constants
-from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, Problem
+from asyncdist.cli.table_console import table_console
+from asyncdist.host_constants import default_path, own_tuning, stored_constants
+from asyncdist.plan.constants import BUILT_IN
+from asyncdist.plan.problem import PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.records import USUAL_LANE_BYTES
 from asyncdist.plan.registry import ALGORITHMS
 from asyncdist.plan.selector import candidates, parse_overrides, usable
@@ -28,9 +29,6 @@ __all__ = ["explain_command"]
 
 MAX_WORLD: Final = 1 << 20
 """Largest world that is explained: formulas take any, but a vector of that many counts takes memory."""
-
-TABLE_WIDTH: Final = 150
-"""Columns of a table that goes to a file or a pipe."""
 
 SIZES: Final = (8, *((1 << 10) << step for step in (0, 3, 6, 8, 10, 12, 14, 16, 18, 20)))
 """Bytes for which the choice is shown where none were given: 8 B, and 1 KiB to 1 GiB."""
@@ -104,7 +102,7 @@ def explain_command(
     link's bandwidth whatever the collective and the world. Steps are messages, or waits, one after another.
     """
     itemsize = _itemsize(dtype)
-    transport = transport or os.environ.get("ASYNCDIST_TRANSPORT", "").strip().lower() or "auto"
+    transport = transport or transport_here()
     try:
         world, ranks_per_host = _shape(world, hosts, ranks_per_host)
         if wanted and ranks_per_host is None:
@@ -116,9 +114,7 @@ def explain_command(
         origin = source or _origin(transport)
     except (ValueError, OSError) as error:
         raise click.UsageError(str(error)) from error
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = TABLE_WIDTH
+    console = table_console()
     where = "one per host" if tuning.ranks_per_host == 1 else f"{tuning.ranks_per_host} per host"
     where += ", which share memory" if shared else ""
     size = "" if len(every) > 1 or collective == "barrier" else f" of {show_bytes(every[0].nbytes)}"
@@ -160,7 +156,8 @@ def _shares_memory(wanted: bool | None, world: int, tuning: Tuning, transport: s
 def _explained(
     collective: str, world: int, nbytes: int, itemsize: int, root: int, tuning: Tuning, op: str, *, shared: bool
 ) -> Explained:
-    problem = _problem(collective, world, -(-nbytes // itemsize), root, tuning)
+    per_host = tuning.ranks_per_host
+    problem = Problem.of_bytes(collective, world, nbytes, itemsize, root, ranks_per_host=per_host)
     ordered = op == "ordered"
     found = candidates(problem, itemsize, tuning, ordered=ordered, lane_bytes=USUAL_LANE_BYTES if shared else 0)
     if not found:
@@ -206,27 +203,9 @@ def _tuning(world: int, ranks_per_host: int | None, cores: int | None, source: s
     if source is None:
         tuning = own_tuning(os.environ, world, one_host=False, transport=transport, overrides=overrides)
     else:
-        tuning = Tuning(_constants(source, transport), 1, tuple(overrides.items()))
+        tuning = Tuning(named_constants(source, transport), 1, tuple(overrides.items()))
     ranks_per_host = min(ranks_per_host or tuning.ranks_per_host, world)
     if world % ranks_per_host:
         raise ValueError(f"{world} ranks are no whole number of hosts of {ranks_per_host}")
     constants = tuning.constants if cores is None else replace(tuning.constants, cores=cores)
     return replace(tuning, constants=constants, ranks_per_host=ranks_per_host)
-
-
-def _constants(source: str, transport: str) -> Constants:
-    if source in BUILT_IN:
-        return BUILT_IN[source]
-    constants = stored_constants(Path(source), transport)
-    if constants is None:
-        known = ", ".join(read_file(Path(source))["transports"])
-        raise ValueError(f"{source} has no constants for transport {transport!r}; it has: {known}")
-    return constants
-
-
-def _problem(collective: str, world: int, elements: int, root: int, tuning: Tuning) -> Problem:
-    if collective == "barrier":
-        elements = 0
-    elif collective in BLOCK_COLLECTIVES or collective in EXCHANGES:
-        elements = -(-elements // world)
-    return Problem.of(collective, world, elements, root, tuning.ranks_per_host)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from rich.table import Table
@@ -66,7 +67,7 @@ def size_table(collective: str, world: int, every: Sequence[Explained]) -> Table
     table.add_column("takes", justify="right", no_wrap=True)
     for one in every:
         others = [each for each in one.found if each is not one.chosen]
-        second = min(others, key=_seconds, default=None)
+        second = min(others, key=attrgetter("seconds"), default=None)
         table.add_row(
             show_bytes(one.nbytes),
             one.chosen.algorithm,
@@ -84,7 +85,7 @@ def memory_note(collective: str, one: Explained) -> str | None:
     greedy = [each for each in faster if each.scratch_bytes > SCRATCH_MAX_BYTES]
     if not greedy:
         return None
-    best = min(greedy, key=_seconds)
+    best = min(greedy, key=attrgetter("seconds"))
     return (
         f"{best.algorithm} is not chosen since it needs {show_bytes(best.scratch_bytes)} of temporary memory, and no "
         f"more than {show_bytes(SCRATCH_MAX_BYTES)} is taken unasked; ASYNCDIST_ALGO={collective}:{best.algorithm} asks"
@@ -126,7 +127,3 @@ def _rates(collective: str, world: int, nbytes: int, one: Prediction) -> tuple[s
 
 def _rate(gigabytes: float) -> str:
     return f"{gigabytes:.3g}" if gigabytes >= LEAST_RATE else f"<{LEAST_RATE:g}"
-
-
-def _seconds(one: Prediction) -> float:
-    return one.seconds

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from asyncdist.cli.parsed_by import parsed_by
 from asyncdist.launch.log_spec import LogSpec, parse_local_ranks, parse_needles, parse_streams
 
 __all__ = ["output_options", "to_log_spec"]
@@ -26,7 +27,7 @@ def output_options(command: Command) -> Command:
             click.option(
                 "-r",
                 "--redirects",
-                callback=_parsed_by(parse_streams),
+                callback=parsed_by(parse_streams),
                 metavar="STREAMS",
                 default="0",
                 help="What goes to files only: 1 stdout, 2 stderr, 3 both, or by local rank, as in 0:3,1:2.",
@@ -34,28 +35,28 @@ def output_options(command: Command) -> Command:
             click.option(
                 "-t",
                 "--tee",
-                callback=_parsed_by(parse_streams),
+                callback=parsed_by(parse_streams),
                 metavar="STREAMS",
                 default="0",
                 help="What goes to files and to the terminal, likewise.",
             ),
             click.option(
                 "--local-ranks-filter",
-                callback=_parsed_by(parse_local_ranks),
+                callback=parsed_by(parse_local_ranks),
                 metavar="RANKS",
                 default="",
                 help="Local ranks whose output may go to the terminal, as in 0,2; by default all.",
             ),
             click.option(
                 "--duplicate-stdout-filters",
-                callback=_parsed_by(parse_needles),
+                callback=parsed_by(parse_needles),
                 metavar="TEXTS",
                 default="",
                 help="Lines of teed stdout with one of these texts (a,b) are also collected in one file.",
             ),
             click.option(
                 "--duplicate-stderr-filters",
-                callback=_parsed_by(parse_needles),
+                callback=parsed_by(parse_needles),
                 metavar="TEXTS",
                 default="",
                 help="... and of teed stderr.",
@@ -76,13 +77,3 @@ def to_log_spec(options: dict[str, Any]) -> LogSpec:
         stdout_needles=options["duplicate_stdout_filters"],
         stderr_needles=options["duplicate_stderr_filters"],
     )
-
-
-def _parsed_by(parse: Callable[[str], object]) -> Callable[[click.Context, click.Parameter, str], object]:
-    def callback(ctx: click.Context, param: click.Parameter, value: str) -> object:
-        try:
-            return parse(value)
-        except ValueError as error:
-            raise click.BadParameter(str(error), ctx, param) from error
-
-    return callback

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import click
 
 from asyncdist.cli.output_options import output_options, to_log_spec
+from asyncdist.cli.parsed_by import parsed_by
 from asyncdist.cli.torchrun_options import TorchrunCommand, unused_options
 from asyncdist.launch.config import (
     DEFAULT_GRACE_S,
@@ -31,41 +31,10 @@ from asyncdist.launch.signals import ENDING, parse_signals
 __all__ = ["run_command"]
 
 
-def _to_endpoint(ctx: click.Context, param: click.Parameter, value: str | None) -> Endpoint | None:
-    try:
-        return None if value is None else parse_endpoint(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx, param) from error
-
-
-def _to_nproc(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    try:
-        return parse_nproc(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx, param) from error
-
-
-def _to_nnodes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:
-    try:
-        return parse_nnodes(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx, param) from error
-
-
-def _to_interface(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+def _interface(value: str) -> str | None:
     from asyncdist.launch.local_interface import interface_with
 
-    try:
-        return interface_with(value) if value else None
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx, param) from error
-
-
-def _to_signals(ctx: click.Context, param: click.Parameter, value: str) -> tuple[signal.Signals, ...]:
-    try:
-        return parse_signals(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx, param) from error
+    return interface_with(value) if value else None
 
 
 @click.command(
@@ -83,7 +52,7 @@ def _to_signals(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 )
 @click.option(
     "--nproc-per-node",
-    callback=_to_nproc,
+    callback=parsed_by(parse_nproc),
     metavar="N|auto|cpu|gpu",
     default="1",
     show_default=True,
@@ -91,7 +60,7 @@ def _to_signals(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 )
 @click.option(
     "--nnodes",
-    callback=_to_nnodes,
+    callback=parsed_by(parse_nnodes),
     metavar="N|MIN:MAX",
     default="1",
     show_default=True,
@@ -100,7 +69,7 @@ def _to_signals(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 @click.option("--node-rank", type=click.IntRange(0), help="This node's number; by default the store deals them out.")
 @click.option(
     "--rdzv-endpoint",
-    callback=_to_endpoint,
+    callback=parsed_by(parse_endpoint),
     metavar="HOST:PORT",
     help="Where the nodes meet; the first of them hosts the store.",
 )
@@ -149,13 +118,13 @@ def _to_signals(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 )
 @click.option(
     "--local-addr",
-    callback=_to_interface,
+    callback=parsed_by(_interface),
     metavar="ADDRESS",
     help="An address of this node: workers use the network interface that has it.",
 )
 @click.option(
     "--signals-to-handle",
-    callback=_to_signals,
+    callback=parsed_by(parse_signals),
     metavar="NAMES",
     default=",".join(each.name for each in ENDING),
     show_default=True,

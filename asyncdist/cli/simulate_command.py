@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,9 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncdist.cli.collective_name import CollectiveName
+from asyncdist.cli.named_constants import named_constants, transport_here
 from asyncdist.cli.simulate_plot import PlotUnavailableError, plot
 from asyncdist.cli.sizes import BYTES, show_bytes, show_seconds
-from asyncdist.host_constants import read_file, stored_constants
+from asyncdist.cli.table_console import table_console
 from asyncdist.plan.constants import BUILT_IN, Constants, Link
 from asyncdist.plan.simulate import Method
 from asyncdist.plan.sweep import Sweep, simulated_collectives
@@ -26,9 +26,6 @@ __all__ = ["SECONDS", "simulate_command"]
 
 MAX_WORLD: Final = 1 << 20
 """Largest world that is simulated: a rank's plan has a number for every rank's block."""
-
-TABLE_WIDTH: Final = 150
-"""Columns of a table that goes to a file or a pipe."""
 
 _UNITS: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "ps": 1e-12}
 
@@ -129,9 +126,7 @@ def simulate_command(
         costs = _constants(source, cores, constants)
         sweep = Sweep(collective, costs, ranks_per_host, itemsize, Method(method))
         names = _algorithms(sweep, algorithm)
-        console = Console()
-        if not console.is_terminal:
-            console.width = TABLE_WIDTH
+        console = table_console()
         per_host = f", {ranks_per_host} per host" if ranks_per_host > 1 else ""
         with Console(stderr=True).status("simulating") as status:
             for world in worlds:
@@ -164,7 +159,7 @@ def _worlds(worlds: tuple[int, ...] | None, hosts: int | None, ranks_per_host: i
 
 
 def _constants(source: str, cores: int | None, given: Mapping[str, float | None]) -> Constants:
-    found = BUILT_IN.get(source) or _from_file(source)
+    found = named_constants(source, transport_here())
     changes: dict[str, Any] = {
         name: value for name, value in given.items() if value is not None and not name.startswith("between")
     }
@@ -177,17 +172,6 @@ def _constants(source: str, cores: int | None, given: Mapping[str, float | None]
             link.alpha_s if alpha_s is None else alpha_s, link.beta_s if beta_s is None else beta_s
         )
     return replace(found, **changes)
-
-
-def _from_file(source: str) -> Constants:
-    if not Path(source).exists():
-        raise ValueError(f"constants {source!r} are no file and no built-in set; those are {', '.join(BUILT_IN)}")
-    transport = os.environ.get("ASYNCDIST_TRANSPORT", "").strip().lower() or "auto"
-    constants = stored_constants(Path(source), transport)
-    if constants is None:
-        known = ", ".join(read_file(Path(source))["transports"])
-        raise ValueError(f"{source} has no constants for transport {transport!r}; it has: {known}")
-    return constants
 
 
 def _algorithms(sweep: Sweep, given: str | None) -> tuple[str, ...]:

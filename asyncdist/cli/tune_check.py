@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
 from rich.table import Table
 
 from asyncdist.cli.sizes import show_bytes, show_seconds
+from asyncdist.cli.table_console import table_console
 from asyncdist.host_constants import VERSION, built_in_constants, host_cores, stored_constants
 from asyncdist.plan.constants import Constants
 from asyncdist.tuning.check import CLOSE, TOLERABLE, Choice, judge, summary
@@ -19,13 +19,10 @@ from asyncdist.tuning.processes import Report
 from asyncdist.tuning.session import WORLDS, Cell, try_here
 from asyncdist.tuning.trials import Trial
 
-__all__ = ["CHECKED_SIZES", "TABLE_WIDTH", "check_here", "measured_constants", "show_check"]
+__all__ = ["CHECKED_SIZES", "check_here", "measured_constants", "show_check"]
 
 CHECKED_SIZES: Final = tuple((1 << 10) << step for step in range(0, 15, 2))
 """Bytes: 1 KiB to 16 MiB."""
-
-TABLE_WIDTH: Final = 150
-"""Columns of a table that goes to a file or a pipe."""
 
 
 def check_here(transport: str, constants: Constants, budget_s: float, report: Report) -> list[Trial]:
@@ -51,9 +48,7 @@ def show_check(transport: str, trials: Sequence[Trial], measured: Constants | No
 
     `everything`: a line for each candidate, instead of one for each cell.
     """
-    console = Console()
-    if not console.is_terminal:
-        console.width = TABLE_WIDTH
+    console = table_console()
     built_in = judge(trials, _with_cores(built_in_constants(transport)))
     judged = built_in if measured is None else judge(trials, _with_cores(measured))
     console.print(_candidates(judged) if everything else _cells(judged))

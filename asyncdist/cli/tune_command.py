@@ -15,7 +15,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from asyncdist.cli.sizes import show_seconds
-from asyncdist.cli.tune_check import TABLE_WIDTH, check_here, measured_constants, show_check
+from asyncdist.cli.table_console import table_console
+from asyncdist.cli.tune_check import check_here, measured_constants, show_check
 from asyncdist.errors import DistError
 from asyncdist.host_constants import built_in_constants, default_path, read_file, save_constants
 from asyncdist.plan.tuning import constants_from_terms, constants_to_terms
@@ -147,9 +148,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _show(path: Path) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = TABLE_WIDTH
+    console = table_console()
     console.print(str(path), highlight=False, soft_wrap=True)
     messages, memory = Table(title="messages", title_justify="left"), Table(title="shared memory", title_justify="left")
     for title in ("transport", "message", "overhead", "link GB/s", "copy GB/s", "reduction GB/s", "turn", "measured"):

@@ -104,6 +104,18 @@ class Problem(NamedTuple):
             raise ValueError(f"{collective}: negative element count in {counts}")
         return cls(collective, world, counts, root if collective in ROOTED else 0, ranks_per_host)
 
+    @classmethod
+    def of_bytes(
+        cls, collective: str, world: int, nbytes: int, itemsize: int, root: int = 0, *, ranks_per_host: int = 1
+    ) -> Problem:
+        """As `of`, of a vector of `nbytes`, rounded up to whole elements and to blocks of equal length."""
+        count = -(-nbytes // itemsize)
+        if collective == "barrier":
+            count = 0
+        elif collective in BLOCK_COLLECTIVES or collective in EXCHANGES:
+            count = -(-count // world)
+        return cls.of(collective, world, count, root, ranks_per_host)
+
     @property
     def total(self) -> int:
         """Elements of the whole vector; of an exchange, elements of INPUT."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Final
 
 from asyncdist.plan.cost import FORMULAS, Prediction, predict
@@ -176,18 +177,19 @@ def candidates(
     if ordered and not algorithm:
         names = ordered_algorithms(problem.collective, shared=lane_bytes > 0)
     sizes, nbytes = chunk_sizes(problem, itemsize), problem.total * itemsize
+    room_bytes = lane_bytes or USUAL_LANE_BYTES
     found = []
     for name in names:
         if needs_lane(problem.collective, name):
-            own_sizes = shared_chunk_sizes(problem, name, itemsize, lane_bytes or USUAL_LANE_BYTES)
+            own_sizes = shared_chunk_sizes(problem, name, itemsize, room_bytes)
         elif name in FORMULAS[problem.collective]:
             own_sizes = sizes
         else:
             continue
         last = 1 if (problem.collective, name) in UNCUT else _first_of_all(own_sizes, nbytes)
-        usual = lane_bytes or USUAL_LANE_BYTES
-        predictions = (predict(problem, name, itemsize, size, tuning.constants, usual) for size in own_sizes[:last])
-        found.append(min(predictions, key=_seconds))
+        costs = tuning.constants
+        predictions = (predict(problem, name, itemsize, size, costs, room_bytes) for size in own_sizes[:last])
+        found.append(min(predictions, key=attrgetter("seconds")))
     found.sort(key=lambda one: (one.scratch_bytes > SCRATCH_MAX_BYTES, one.seconds))
     if not found:  # nothing is reduced, so there is no order
         return []
@@ -227,10 +229,6 @@ def _first_of_all(sizes: Sequence[int], nbytes: int) -> int:
 
 def _familiarity(algorithm: str) -> int:
     return FAMILIAR.index(algorithm) if algorithm in FAMILIAR else len(FAMILIAR)
-
-
-def _seconds(prediction: Prediction) -> float:
-    return prediction.seconds
 
 
 @lru_cache(maxsize=PLAN_CACHE_PLANS)

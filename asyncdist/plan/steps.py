@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 __all__ = [
     "Buffer",
@@ -167,9 +167,6 @@ class Symmetry(enum.Enum):
     ROTATION = "rotation"
 
 
-NO_SCRATCH: Final = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One rank's part of a collective.
@@ -184,7 +181,8 @@ class Plan:
     world: int
     steps: Sequence[Step]
     """A tuple, or worked out where most are alike (`plan.repeated`)."""
-    scratch_count: int = NO_SCRATCH
+    scratch_count: int = 0
+    """Elements of SCRATCH."""
     symmetry: Symmetry = Symmetry.NONE
     block_aligned: bool = False
     """True if no slice of INPUT or OUTPUT crosses a boundary between two ranks' blocks (list forms need no staging)."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from asyncdist.plan.constants import Constants
-from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, Problem
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, VECTOR_COLLECTIVES, Problem
 from asyncdist.plan.registry import algorithms
 from asyncdist.plan.selector import candidates
 from asyncdist.plan.simulate import Method, simulate
@@ -21,10 +21,9 @@ the simulation is not."""
 
 def simulated_collectives() -> tuple[str, ...]:
     """Names of the collectives that can be simulated."""
-    return tuple(name for name in (*BLOCK_COLLECTIVES, *EXCHANGES, *_VECTORS) if name not in PRIVATE_COLLECTIVES)
-
-
-_VECTORS: Final = ("all_reduce", "broadcast", "reduce", "barrier", "scan", "exscan")
+    return tuple(
+        name for name in (*BLOCK_COLLECTIVES, *EXCHANGES, *VECTOR_COLLECTIVES) if name not in PRIVATE_COLLECTIVES
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +51,8 @@ class Sweep:
 
     def problem(self, world: int, nbytes: int) -> Problem:
         """Return the problem of one cell."""
-        count = -(-nbytes // self.itemsize)
-        if self.collective == "barrier":
-            count = 0
-        elif self.collective in BLOCK_COLLECTIVES or self.collective in EXCHANGES:
-            count = -(-count // world)
         per_host = self.ranks_per_host if world % self.ranks_per_host == 0 else 1
-        return Problem.of(self.collective, world, count, 0, per_host)
+        return Problem.of_bytes(self.collective, world, nbytes, self.itemsize, ranks_per_host=per_host)
 
     def algorithms(self) -> tuple[str, ...]:
         """Names of the algorithms of the collective."""

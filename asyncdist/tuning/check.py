@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from asyncdist.plan.constants import Constants
+from asyncdist.plan.problem import Problem
 from asyncdist.plan.records import USUAL_LANE_BYTES
 from asyncdist.plan.registry import needs_lane
 from asyncdist.plan.selector import candidates
 from asyncdist.plan.tuning import Tuning
-from asyncdist.tuning.exercises import ITEMSIZE, problem_of
+from asyncdist.tuning.exercises import ITEMSIZE
 from asyncdist.tuning.trials import Trial
 
 __all__ = ["CLOSE", "TOLERABLE", "Choice", "Judged", "Summary", "judge", "summary"]
@@ -67,11 +69,11 @@ def judge(trials: Sequence[Trial], constants: Constants) -> list[Choice]:
         cells.setdefault((one.collective, one.world, one.nbytes), {})[one.algorithm] = one
     choices = []
     for (collective, world, nbytes), tried in cells.items():
-        problem = problem_of(collective, world, nbytes, world)
+        problem = Problem.of_bytes(collective, world, nbytes, ITEMSIZE, ranks_per_host=world)
         shared = any(needs_lane(collective, name) for name in tried)
         found = candidates(problem, ITEMSIZE, Tuning(constants, world), lane_bytes=USUAL_LANE_BYTES if shared else 0)
         judged = tuple(Judged(tried[one.algorithm], one.seconds) for one in found if one.algorithm in tried)
-        choices.append(Choice(judged, min(judged, key=_measured)))
+        choices.append(Choice(judged, min(judged, key=attrgetter("trial.seconds"))))
     return choices
 
 
@@ -86,7 +88,3 @@ def summary(choices: Sequence[Choice]) -> Summary:
         max(ratios),
         math.exp(statistics.fmean(map(math.log, ratios))),
     )
-
-
-def _measured(judged: Judged) -> float:
-    return judged.trial.seconds

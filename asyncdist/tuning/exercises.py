@@ -14,9 +14,9 @@ import numpy as np
 
 from asyncdist.executor.work import Work
 from asyncdist.group import ProcessGroup
-from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, Problem
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES
 
-__all__ = ["EXERCISES", "ITEMSIZE", "Exercise", "problem_of"]
+__all__ = ["EXERCISES", "ITEMSIZE", "Exercise"]
 
 ITEMSIZE: Final = 4
 
@@ -70,14 +70,6 @@ class Exercise:
     def wrong(self) -> bool:
         """Whether the result is another than it should be."""
         return not np.array_equal(self._target, self._expected)
-
-
-def problem_of(collective: str, world: int, nbytes: int, ranks_per_host: int) -> Problem:
-    """Return what the selector is asked for such an exercise."""
-    elements = -(-nbytes // ITEMSIZE)
-    if collective in BLOCK_COLLECTIVES or collective in EXCHANGES:
-        elements = -(-elements // world)
-    return Problem.of(collective, world, elements, 0, ranks_per_host)
 
 
 EXERCISES: Final[Mapping[str, Callable[[ProcessGroup, Array, Array], Work[Any]]]] = MappingProxyType(

@@ -16,7 +16,8 @@ import numpy as np
 
 from asyncdist.plan.constants import Constants
 from asyncdist.plan.cost import predict
-from asyncdist.tuning.exercises import ITEMSIZE, problem_of
+from asyncdist.plan.problem import Problem
+from asyncdist.tuning.exercises import ITEMSIZE
 from asyncdist.tuning.trials import Trial
 
 __all__ = ["fitted"]
@@ -76,7 +77,7 @@ def fitted(trials: Sequence[Trial], start: Constants, cores: int) -> Constants:
 
 
 def _predicted(trial: Trial, constants: Constants) -> float:
-    problem = problem_of(trial.collective, trial.world, trial.nbytes, trial.world)
+    problem = Problem.of_bytes(trial.collective, trial.world, trial.nbytes, ITEMSIZE, ranks_per_host=trial.world)
     return predict(problem, trial.algorithm, ITEMSIZE, trial.chunk_bytes, constants).seconds
 
 

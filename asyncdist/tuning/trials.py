@@ -13,9 +13,10 @@ import numpy as np
 from asyncdist.backend.aio import AioBackend
 from asyncdist.group import ProcessGroup
 from asyncdist.plan.cost import Prediction
+from asyncdist.plan.problem import Problem
 from asyncdist.plan.selector import candidates
 from asyncdist.plan.tuning import Tuning
-from asyncdist.tuning.exercises import ITEMSIZE, Exercise, problem_of
+from asyncdist.tuning.exercises import ITEMSIZE, Exercise
 
 __all__ = ["Trial", "TrialError", "host_backend", "try_all"]
 
@@ -72,7 +73,7 @@ async def _try_all(
     budget_s: float,
     names: Sequence[str],
 ) -> list[Trial]:
-    problem = problem_of(collective, group.size, nbytes, tuning.ranks_per_host)
+    problem = Problem.of_bytes(collective, group.size, nbytes, ITEMSIZE, ranks_per_host=tuning.ranks_per_host)
     found = candidates(problem, ITEMSIZE, tuning, lane_bytes=backend.lane_bytes(0))
     found = [one for one in found if not names or one.algorithm in names]
     exercise = Exercise(group, collective, nbytes)

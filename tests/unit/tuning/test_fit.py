@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from asyncdist.plan.constants import ASYNCIO, SharedMemory
+from asyncdist.plan.problem import Problem
 from asyncdist.plan.records import USUAL_LANE_BYTES
 from asyncdist.plan.selector import candidates
 from asyncdist.plan.tuning import Tuning
 from asyncdist.tuning.check import judge, summary
-from asyncdist.tuning.exercises import ITEMSIZE, problem_of
+from asyncdist.tuning.exercises import ITEMSIZE
 from asyncdist.tuning.fit import FAR, fitted
 from asyncdist.tuning.trials import Trial
 
@@ -48,7 +49,7 @@ def trials_of(constants, noise=0.0, lane_bytes=USUAL_LANE_BYTES, sizes=(1 << 10,
     for collective in ("all_reduce", "all_gather", "broadcast", "all_to_all"):
         for world in (2, 4):
             for nbytes in sizes:
-                problem = problem_of(collective, world, nbytes, world)
+                problem = Problem.of_bytes(collective, world, nbytes, ITEMSIZE, ranks_per_host=world)
                 for one in candidates(problem, ITEMSIZE, Tuning(constants, world), lane_bytes=lane_bytes):
                     seconds = one.seconds * dice.lognormvariate(0, noise)
                     found.append(Trial(collective, world, nbytes, one.algorithm, one.chunk_bytes, seconds, 9))
