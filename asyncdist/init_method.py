@@ -16,7 +16,7 @@ import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from asyncdist import events
@@ -24,9 +24,12 @@ from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError, DistNetworkError, DistStoreError
 from asyncdist.integers import as_int
 from asyncdist.store import FileStore, Store, TCPStore, TLSConfig
-from asyncdist.store.hosting import HostedStore, host_store
+from asyncdist.store.hosting import host_store
 from asyncdist.store.tls_config import load_tls
 from asyncdist_server.auth import load_token
+
+if TYPE_CHECKING:
+    from asyncdist_server import ThreadedServer
 
 __all__ = ["InitMethod", "StoreSource", "open_store", "parse_init_method"]
 
@@ -60,7 +63,7 @@ class StoreSource:
 
     store: Store
     owned: bool
-    server: HostedStore | None = None
+    server: ThreadedServer | None = None
 
     async def close(self) -> None:
         """Close what was opened here, also when cancelled; an explicit `store=` stays open."""
@@ -176,7 +179,7 @@ def _unreachable(method: InitMethod, error: DistError, *, hosting: bool) -> str:
     return f"rank {method.rank}: {error}"
 
 
-async def _host(method: InitMethod, token: str | None, tls: TLSConfig | None) -> HostedStore | None:
+async def _host(method: InitMethod, token: str | None, tls: TLSConfig | None) -> ThreadedServer | None:
     """Start the store in a thread of its own; None if the port is taken."""
     try:
         server = await host_store(method.host, method.port, token, tls, may_join=True)

@@ -13,7 +13,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from asyncdist.errors import DistStoreError, LaunchError
 from asyncdist.launch.config import Endpoint, LaunchConfig
@@ -29,8 +29,9 @@ from asyncdist_server.auth import (
 if TYPE_CHECKING:
     from asyncdist.store.base import Store
     from asyncdist.store.tls_config import TLSConfig
+    from asyncdist_server import ThreadedServer
 
-__all__ = ["HostedStore", "StorePlace", "find_or_host", "host_store", "open_store", "probe_store", "run_token"]
+__all__ = ["StorePlace", "find_or_host", "open_store", "probe_store", "run_token"]
 
 _NAMESPACE: Final = "asyncdist-launch"
 """Where launchers keep their keys: no job's, as workers have their job id for a namespace."""
@@ -43,24 +44,13 @@ _SILENT_S: Final = 3.0
 """Launchers of one job start within a second or two; who waits longer for the store is told what for."""
 
 
-class HostedStore(Protocol):
-    """A store served by this process."""
-
-    @property
-    def port(self) -> int:
-        """The port it is bound to."""
-
-    def close(self) -> None:
-        """Stop serving; blocks for a moment."""
-
-
 @dataclass(frozen=True, slots=True)
 class StorePlace:
     """Where the store is, and the server if it is ours to close."""
 
     endpoint: Endpoint
     token: str | None
-    hosted: HostedStore | None
+    hosted: ThreadedServer | None
     tls: TLSConfig | None = None
 
 
@@ -102,8 +92,10 @@ async def find_or_host(config: LaunchConfig, say: Callable[[str], None] = lambda
 
 async def _host_if_ours(
     endpoint: Endpoint, token: str | None, tls: TLSConfig | None, nnodes: int
-) -> HostedStore | None:
+) -> ThreadedServer | None:
     """Host at this address; None if it is another machine's, or a store answers there already."""
+    from asyncdist.store.hosting import serve_off_loop
+
     address = await _bind_address(endpoint, nnodes)
     if token is None and not _is_loopback(address):
         if not _is_local(address):
@@ -113,7 +105,8 @@ async def _host_if_ours(
             "set ASYNCDIST_TOKEN or ASYNCDIST_TOKEN_FILE on every node (`asyncdist token` makes one)"
         )
     try:
-        return await _host_in_thread(address, endpoint.port, token, tls)
+        files = (None, None) if tls is None else tls.server_files()
+        return await serve_off_loop(address, endpoint.port, token, files)
     except ValueError as error:
         raise LaunchError(f"cannot host the store on {endpoint}: {error}") from error
     except OSError as error:
@@ -127,29 +120,6 @@ async def _host_if_ours(
         f"cannot host the store on {endpoint}: the port is in use by something that is not an asyncdist store; "
         "choose another port"
     )
-
-
-async def _host_in_thread(address: str, port: int, token: str | None, tls: TLSConfig | None) -> HostedStore:
-    """`host_store` off the loop; a store that comes up after a cancellation is closed again."""
-    hosting = asyncio.create_task(asyncio.to_thread(host_store, address, port, token, tls))
-    try:
-        return await asyncio.shield(hosting)
-    except asyncio.CancelledError:
-        await asyncio.wait((hosting,))  # the thread cannot be stopped; binding takes milliseconds
-        if hosting.exception() is None:
-            await asyncio.to_thread(hosting.result().close)
-        raise
-
-
-def host_store(host: str, port: int, token: str | None, tls: TLSConfig | None = None) -> HostedStore:
-    """Serve the store in a thread of this process; blocks until it listens.
-
-    Raises OSError when it cannot bind, ValueError when `tls` has no certificate to serve with.
-    """
-    from asyncdist_server import serve_in_thread
-
-    cert, key = (None, None) if tls is None else tls.server_files()
-    return serve_in_thread(host=host, port=port, token=token, tls_cert=cert, tls_key=key)
 
 
 async def probe_store(endpoint: Endpoint, token: str | None, tls: TLSConfig | None = None) -> None:

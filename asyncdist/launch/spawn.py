@@ -22,12 +22,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, Literal, overload
 
+import asyncdist_server
 from asyncdist.errors import LaunchError
 from asyncdist.launch.cause import is_consequence
 from asyncdist.launch.config import DEFAULT_GRACE_S, MAX_PROCESSES_PER_NODE, Endpoint, parse_endpoint
 from asyncdist.launch.environment import NodePlace, worker_environment
 from asyncdist.launch.exec_guard import die_with_parent
-from asyncdist.launch.hosting import HostedStore, host_store
 from asyncdist.loop import run
 from asyncdist_server.auth import load_token
 
@@ -42,7 +42,7 @@ _KILL_WAIT_S: Final = 5.0
 class SpawnContext:
     """The processes of one `spawn`. `processes` are multiprocessing's, in rank order."""
 
-    def __init__(self, hosted: HostedStore | None) -> None:
+    def __init__(self, hosted: asyncdist_server.ThreadedServer | None) -> None:
         self.processes: list[BaseProcess] = []
         self._errors: list[Connection] = []
         self._hosted = hosted
@@ -197,17 +197,17 @@ def spawn(
     return None
 
 
-def _place(nprocs: int) -> tuple[NodePlace, HostedStore | None]:
+def _place(nprocs: int) -> tuple[NodePlace, asyncdist_server.ThreadedServer | None]:
     """Where the children are, and the store if it is hosted here."""
     token = load_token(os.environ)
     run_id = secrets.token_hex(4)
     store_text = os.environ.get("ASYNCDIST_STORE", "")
-    hosted: HostedStore | None = None
+    hosted: asyncdist_server.ThreadedServer | None = None
     if store_text:
         store = parse_endpoint(store_text)
     else:
         token = secrets.token_urlsafe(32)
-        hosted = host_store("127.0.0.1", 0, token)
+        hosted = asyncdist_server.serve_in_thread("127.0.0.1", 0, token=token)
         store = Endpoint("127.0.0.1", hosted.port)
     # Of a daemon the children read for themselves how to reach it.
     return NodePlace(0, 1, 0, nprocs, nprocs, run_id, store, store, token, tls=hosted is None), hosted

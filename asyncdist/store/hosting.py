@@ -5,33 +5,18 @@ from __future__ import annotations
 import asyncio
 import errno
 import ssl
-from typing import Protocol
+from pathlib import Path
 
 import asyncdist_server
 from asyncdist.errors import DistStoreError
 from asyncdist.store.tls_config import TLSConfig
 
-__all__ = ["HostedStore", "host_store"]
-
-
-class HostedStore(Protocol):
-    """A daemon served by this process."""
-
-    @property
-    def port(self) -> int:
-        """The port it is bound to."""
-
-    @property
-    def connection_count(self) -> int:
-        """Connections open now; may be asked from any thread."""
-
-    def close(self) -> None:
-        """Stop serving; blocks for a moment."""
+__all__ = ["host_store", "serve_off_loop"]
 
 
 async def host_store(
     host: str, port: int, token: str | None, tls: TLSConfig | ssl.SSLContext | None, *, may_join: bool
-) -> HostedStore | None:
+) -> asyncdist_server.ThreadedServer | None:
     """Start the daemon; None if the port is taken and `may_join`. Cancelling leaves nothing running.
 
     Raises DistStoreError for an address that cannot be bound or a certificate that cannot be served, ValueError for an
@@ -39,9 +24,26 @@ async def host_store(
     """
     where = f"cannot host the store at {host}:{port}"
     try:
-        cert, key = tls.server_files() if isinstance(tls, TLSConfig) else (None, None)
+        files = tls.server_files() if isinstance(tls, TLSConfig) else (None, None)
     except ValueError as error:
         raise DistStoreError(f"{where}: {error}") from None
+    try:
+        return await serve_off_loop(host, port, token, files)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and may_join:
+            return None
+        hint = " (multi_tenant=True uses the store there)" if error.errno == errno.EADDRINUSE else ""
+        raise DistStoreError(f"{where}: {error.strerror or error}{hint}") from error
+
+
+async def serve_off_loop(
+    host: str, port: int, token: str | None, files: tuple[Path | str | None, Path | str | None]
+) -> asyncdist_server.ThreadedServer:
+    """As `asyncdist_server.serve_in_thread`, without blocking the loop. Cancelling leaves nothing running.
+
+    `files` are certificate and key, None for a server without TLS.
+    """
+    cert, key = files
     starting = asyncio.ensure_future(
         asyncio.to_thread(asyncdist_server.serve_in_thread, host, port, token=token, tls_cert=cert, tls_key=key)
     )
@@ -52,8 +54,3 @@ async def host_store(
         if starting.exception() is None:
             await asyncio.to_thread(starting.result().close)
         raise
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE and may_join:
-            return None
-        hint = " (multi_tenant=True uses the store there)" if error.errno == errno.EADDRINUSE else ""
-        raise DistStoreError(f"{where}: {error.strerror or error}{hint}") from error

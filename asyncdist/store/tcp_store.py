@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from asyncdist.deadline import Deadline, Timeout
 from asyncdist.errors import StoreTimeoutError
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S
-from asyncdist.store.hosting import HostedStore, host_store
+from asyncdist.store.hosting import host_store
 from asyncdist.store.tcp_client import TCPClient
 from asyncdist.store.tls_config import TLSConfig
 from asyncdist_server.auth import store_context
+
+if TYPE_CHECKING:
+    from asyncdist_server import ThreadedServer
 
 __all__ = ["TCPStore"]
 
@@ -94,7 +97,7 @@ class TCPStore(TCPClient):
         self._is_master = is_master
         self._may_join = multi_tenant
         self._workers = (world_size or 0) if wait_for_workers else 0
-        self._server: HostedStore | None = None
+        self._server: ThreadedServer | None = None
         self._opened = False
 
     @classmethod
