@@ -12,7 +12,7 @@ from asyncdist.blocking.session import Session, refuse_loop
 from asyncdist.group import WORLD
 from asyncdist.group import ProcessGroup as InnerGroup
 
-__all__ = ["WORLD", "ProcessGroup", "inner_of", "wrap"]
+__all__ = ["WORLD", "ProcessGroup", "inner_of"]
 
 
 class ProcessGroup:
@@ -72,11 +72,6 @@ def _method(group: ProcessGroup, name: str, method: Callable[..., Any]) -> Calla
         return session.complete(method, arguments, options)
 
     return call
-
-
-def wrap(inner: InnerGroup, session: Session) -> ProcessGroup:
-    """Return what stands for `inner`."""
-    return ProcessGroup(inner, session)
 
 
 def inner_of(value: Any) -> Any:

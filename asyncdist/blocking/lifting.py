@@ -61,13 +61,13 @@ def issued(function: Callable[P, Any]) -> Callable[P, Any]:
     return _marked(lifted, function, _ISSUED, _ISSUED)
 
 
-def completed(function: Callable[P, Awaitable[T]], *, returns_nothing: bool = False) -> Callable[P, T]:
+def completed(function: Callable[P, Awaitable[T]]) -> Callable[P, T]:
     """Waits for the end of what it begins, and returns that one's result."""
 
     @functools.wraps(function)
     def lifted(*args: P.args, **kwargs: P.kwargs) -> T:
         result: T = _run(Session.complete, function, args, kwargs)
-        return None if returns_nothing else result  # type: ignore[return-value]
+        return result
 
     return _marked(lifted, function, _COMPLETED, _WITHDRAWN)
 

@@ -7,7 +7,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 from asyncdist.backend.point_to_point import RecvWork
 from asyncdist.blocking.stream import ChunkStream
@@ -18,23 +18,22 @@ from asyncdist.progress.opening import give_up, leave_at_exit
 from asyncdist.progress.reply import Reply
 from asyncdist.progress.thread import CommunicationThread, acquire, release
 
-__all__ = ["Handle", "Session", "await_there", "current_session", "open_session", "refuse_loop"]
+__all__ = ["Session", "await_there", "current_session", "open_session", "refuse_loop"]
 
 _current: ContextVar[Session | None] = ContextVar("asyncdist_blocking_session", default=None)
 _open: list[Session] = []
 
 
-class Handle(Protocol):
-    """What stands for a group outside the communication thread."""
-
-    _inner: InnerGroup
-    _session: Session
-
-
 class Session:
     """One open world. Calls from any thread; they are issued in the order in which they are made."""
 
-    def __init__(self, thread: CommunicationThread, inner: InnerGroup, where: Context) -> None:
+    def __init__(
+        self,
+        thread: CommunicationThread,
+        inner: InnerGroup,
+        where: Context,
+        wrap: Callable[[InnerGroup, Session], object],
+    ) -> None:
         self.thread = thread
         self.inner = inner
         self.interrupted: list[InnerWork[Any]] = []
@@ -42,7 +41,7 @@ class Session:
         self.store: object = None
         """The store that the caller gave, which must outlive the world."""
         self._where = where
-        self._wrap: Callable[[InnerGroup, Session], object]
+        self._wrap = wrap
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Call `function` in the thread with this world as the default, and return what stands here for its result."""
@@ -109,7 +108,6 @@ class _Completion:
         self._function = function
         self._work: InnerWork[Any] | None = None
         self._task: asyncio.Task[Any] | None = None
-        self._given_up = False
 
     def begin(self) -> None:
         """In the thread: call, and answer now or at the end of what it began."""
@@ -130,19 +128,13 @@ class _Completion:
             self.reply.set(self._session.adopt(result))
 
     def work_ended(self) -> None:
-        """See `Listener`."""
         work = self._work
         assert work is not None
         work._retrieved = True
         self.reply.set(work._result, work._error)
 
     def _task_ended(self, task: asyncio.Task[Any]) -> None:
-        if task.cancelled():
-            self.reply.set(None, asyncio.CancelledError())
-        elif task.exception() is not None:
-            self.reply.set(None, task.exception())
-        else:
-            self.reply.set(self._session.adopt(task.result()))
+        self.reply.run(lambda: self._session.adopt(task.result()))
 
     def give_up(self) -> None:
         """In the thread: the caller was interrupted and waits no more."""
@@ -168,17 +160,13 @@ def await_there(thread: CommunicationThread, function: Callable[[], Any], where:
     """Await `function()` in the thread and return its result. Ctrl-C ends only the waiting."""
     reply: Reply[Any] = Reply(thread)
 
-    def ended(task: asyncio.Task[Any]) -> None:
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        reply.set(None if error is not None else task.result(), error)
-
     def begin() -> None:
         try:
             awaitable = function()
         except BaseException as error:  # wrong arguments, found at the call
             reply.set(None, error)
         else:
-            thread.start_task(_await(awaitable), where, ended)
+            thread.start_task(_await(awaitable), where, lambda task: reply.run(task.result))
 
     thread.submit(begin)
     return reply.wait()
@@ -220,11 +208,8 @@ def open_session(name: str, opening: Callable[[], Any], wrap: Callable[[InnerGro
     async def there() -> None:
         opened.append(await opening())
 
-    def ended(task: asyncio.Task[Any]) -> None:
-        reply.set(None, asyncio.CancelledError() if task.cancelled() else task.exception())
-
     try:
-        thread.submit(lambda: tasks.append(thread.start_task(there(), where, ended)))
+        thread.submit(lambda: tasks.append(thread.start_task(there(), where, lambda task: reply.run(task.result))))
         try:
             reply.wait()
         except BaseException as error:
@@ -239,8 +224,7 @@ def open_session(name: str, opening: Callable[[], Any], wrap: Callable[[InnerGro
         release(thread)
         raise
     leave_at_exit(thread, opened[0])
-    session = Session(thread, opened[0], where)
-    session._wrap = wrap
+    session = Session(thread, opened[0], where, wrap)
     _open.append(session)
     _current.set(session)
     return wrap(opened[0], session)

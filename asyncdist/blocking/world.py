@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec
 
 from asyncdist import initialize
-from asyncdist.blocking.group import ProcessGroup, wrap
+from asyncdist.blocking.group import ProcessGroup
 from asyncdist.blocking.session import current_session, open_session, refuse_loop
 from asyncdist.blocking.stores import Store, inner_store
 from asyncdist.non_member import NonMember
@@ -35,7 +35,7 @@ def _joining(function: Callable[P, Any]) -> Callable[P, ProcessGroup]:
         async def join() -> Any:
             return await opening
 
-        group: ProcessGroup = open_session(str(kwargs.get("group_name") or "default"), join, wrap)
+        group: ProcessGroup = open_session(str(kwargs.get("group_name") or "default"), join, ProcessGroup)
         group._session.store = store
         return group
 
@@ -63,7 +63,7 @@ def get_default_group() -> ProcessGroup:
     session = current_session()
     if session is None:
         raise ValueError("the default process group has not been initialized: call init_process_group() first")
-    return wrap(session.inner, session)
+    return ProcessGroup(session.inner, session)
 
 
 def is_initialized() -> bool:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import _thread
 from collections.abc import Callable
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-__all__ = ["LIVENESS_S", "Reply", "Worker"]
+if TYPE_CHECKING:
+    from asyncdist.progress.thread import CommunicationThread
+
+__all__ = ["LIVENESS_S", "Reply"]
 
 T = TypeVar("T")
 
@@ -14,26 +17,19 @@ LIVENESS_S: Final = 1.0
 """How often a thread that waits makes sure that there still is somebody to wait for."""
 
 
-class Worker(Protocol):
-    """Who is to answer."""
-
-    def check(self) -> None:
-        """Raise ClosedError if it never will."""
-
-
 class Reply(Generic[T]):
     """A result or an exception to come, for one waiting thread. Two context switches, and nothing else, on top."""
 
     __slots__ = ("_error", "_lock", "_result", "_worker")
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: CommunicationThread) -> None:
         self._worker = worker
         self._lock = _thread.allocate_lock()
         self._lock.acquire()
         self._result: Any = None
         self._error: BaseException | None = None
 
-    def run(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> None:
+    def run(self, function: Callable[..., T], arguments: tuple[Any, ...] = ()) -> None:
         """Answer with what `function(*arguments)` returns or raises; called by the worker."""
         try:
             self._result = function(*arguments)
