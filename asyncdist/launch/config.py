@@ -130,7 +130,7 @@ class LaunchConfig:
             )
 
 
-def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Endpoint:
+def parse_endpoint(text: str) -> Endpoint:
     """Parse `host`, `host:port`, `[v6]` or `[v6]:port`.
 
     Raises ValueError for anything else, and for a port outside 1..65535.
@@ -148,7 +148,7 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Endpoint:
     if not host:
         raise ValueError(f"{text!r} names no host")
     if not port_text:
-        return Endpoint(host, default_port)
+        return Endpoint(host, DEFAULT_PORT)
     if not port_text.isascii() or not port_text.isdigit() or not 1 <= int(port_text) <= 65535:
         raise ValueError(f"{port_text!r} in {text!r} is not a port (1..65535)")
     return Endpoint(host, int(port_text))

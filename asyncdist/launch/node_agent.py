@@ -41,7 +41,6 @@ class NodeAgent:
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._config = config
-        self._stdout = stdout
         self._stderr = stderr
         self._environ = environ
         self._host = socket.gethostname()

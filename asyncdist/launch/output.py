@@ -47,9 +47,8 @@ class LinePrefixer:
     A carriage return alone also ends a line, and is kept, so that progress bars stay on their line of a terminal.
     """
 
-    def __init__(self, prefix: bytes, max_line_bytes: int = MAX_LINE_BYTES) -> None:
+    def __init__(self, prefix: bytes) -> None:
         self._prefix = prefix
-        self._max_line_bytes = max_line_bytes
         self._pending = b""
         self.tail: deque[bytes] = deque(maxlen=TAIL_LINES)
 
@@ -66,9 +65,9 @@ class LinePrefixer:
         end = max(data.rfind(b"\n", 0, searchable), data.rfind(b"\r", 0, searchable)) + 1
         self._pending = data[end:]
         output = [self._prefixed(line) for line in _LINE.findall(data, 0, end)]
-        while len(self._pending) > self._max_line_bytes:
-            output.append(self._prefixed(self._pending[: self._max_line_bytes] + b"\n"))
-            self._pending = self._pending[self._max_line_bytes :]
+        while len(self._pending) > MAX_LINE_BYTES:
+            output.append(self._prefixed(self._pending[:MAX_LINE_BYTES] + b"\n"))
+            self._pending = self._pending[MAX_LINE_BYTES:]
         return b"".join(output)
 
     def flush(self) -> bytes:
@@ -94,7 +93,6 @@ class OutputWriter(WriterThread):
         super().__init__(f"asyncdist-output-{fd}", high_water_bytes)
 
     def write(self, data: bytes) -> None:
-        """Queue `data`."""
         if data:
             self.put(self._write_all, data)
 
