@@ -40,7 +40,6 @@ class _List(click.ParamType):  # type: ignore[type-arg]  # generic in newer rele
         self._item = item
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Split and convert."""
         return tuple(self._item.convert(part.strip(), param, ctx) for part in value.split(","))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 LARGE_BYTES = 1 << 20
 """From here on a message is large: fewer samples are taken and gigabytes a second are printed."""
@@ -32,7 +32,6 @@ class Case:
     memory: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return the case as a JSON object."""
         return asdict(self)
 
     @property
@@ -58,7 +57,6 @@ class Record:
     extra: dict[str, float] = field(default_factory=dict)
 
     def add(self, start_ns: int, end_ns: int) -> None:
-        """Append one sample."""
         self.starts_ns.append(start_ns)
         self.ends_ns.append(end_ns)
 
@@ -78,26 +76,25 @@ class RankContext:
     options: Mapping[str, Any]
 
 
-class Rank(Protocol):
+class Rank:
     """One measuring process of one candidate. The methods may block: nothing else runs in the process."""
 
-    def __init__(self, context: RankContext) -> None: ...
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
 
     async def open(self) -> None:
         """Connect everything."""
 
     async def measure(self, case: Case) -> Record:
         """Take ``case.warmup`` untimed and ``case.samples`` timed samples."""
+        raise NotImplementedError
+
+    async def beside(self, address: str) -> Rank:
+        """Return one of the same process that is connected to the server at ``address``, if this is offered."""
+        raise NotImplementedError
 
     async def close(self) -> None:
         """Leave cleanly."""
-
-
-class Lender(Rank, Protocol):
-    """A rank whose process measures another candidate too."""
-
-    async def beside(self, address: str) -> Rank:
-        """Return one that is connected to the server at `address`."""
 
 
 def _slowest(records: Sequence[Record], index: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench import bursts, messages
 from bench.adapters.base import Adapter, Start
-from bench.cases import Case, RankContext, Record
+from bench.cases import Case, Rank, RankContext, Record
 from bench.operations import Buffers, make_buffers
 from bench.stall import run_timed, watch
 from bench.usage import PeakMemory, own_segment_bytes
@@ -23,11 +23,11 @@ KEPT_BYTES = 64 << 20
 """Arrays of larger cases are not kept while others measure: every rank of every candidate would hold its own."""
 
 
-class AdapterRank:
+class AdapterRank(Rank):
     """One measuring process of a library. Options: ``adapter`` (module:Class), ``timed_loop`` (see `bench.stall`)."""
 
     def __init__(self, context: RankContext) -> None:
-        self._context = context
+        super().__init__(context)
         module, _, name = context.options["adapter"].partition(":")
         self._adapter: Adapter = getattr(importlib.import_module(module), name)(context)
         self._last: tuple[str, int, Buffers, Start] | None = None
@@ -36,15 +36,12 @@ class AdapterRank:
             self.run = runner
 
     async def open(self) -> None:
-        """Join the world."""
         await self._adapter.open()
 
     async def close(self) -> None:
-        """Leave the world."""
         await self._adapter.close()
 
     async def measure(self, case: Case) -> Record:
-        """Run one case."""
         await self._adapter.pass_barrier()
         if case.operation in messages.OPERATIONS:
             return await messages.measure(self._adapter, case, self._context.rank)

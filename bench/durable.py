@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench import store
-from bench.cases import Case, RankContext, Record
+from bench.cases import Case, Rank, RankContext, Record
 from bench.model import Candidate, Profile, Subject
 from bench.process import Child
 from bench.servers import ServerProcess, asyncdist_server, redis_server
@@ -66,11 +66,10 @@ def durable_redis(core: int | None) -> ServerWithDirectory:
     return ServerWithDirectory(redis_server(core, *durable), directory)
 
 
-class WritersRank:
+class WritersRank(Rank):
     """What the two kinds of client share: 64 tasks, and reading back."""
 
     async def measure(self, case: Case) -> Record:
-        """Run one case."""
         record = Record()
         for number in range(case.warmup + case.samples):
             start_ns = time.perf_counter_ns()
@@ -99,19 +98,17 @@ class AsyncdistRank(WritersRank):
     """asyncdist's client; option ``connections`` says how many of them there are."""
 
     def __init__(self, context: RankContext) -> None:
-        self._address = context.address
+        super().__init__(context)
         self._connections = int(context.options["connections"])
         self._stores: list[Any] = []
         self.run = asyncdist_run()
 
     async def open(self) -> None:
-        """Connect."""
         store_class: Any = importlib.import_module("asyncdist.store").TCPStore
-        self._stores = [store_class(*host_and_port(self._address)) for _ in range(self._connections)]
+        self._stores = [store_class(*host_and_port(self._context.address)) for _ in range(self._connections)]
         await asyncio.gather(*(store.check([]) for store in self._stores))
 
     async def close(self) -> None:
-        """Disconnect."""
         await asyncio.gather(*(store.close() for store in self._stores))
 
     async def set(self, writer: int, value: bytes) -> None:

@@ -83,7 +83,6 @@ class Link:
             self._loop.add_reader(self._sock.fileno(), self._readable)
 
     def close(self) -> None:
-        """Forget the socket."""
         self._loop.remove_reader(self._sock.fileno())
         self._sock.close()
 
@@ -203,7 +202,6 @@ class FloorMesh:
         return sock
 
     def close(self) -> None:
-        """Close every link."""
         for link in self._links.values():
             link.close()
 

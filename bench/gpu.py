@@ -42,7 +42,6 @@ class Gpu:
         self.fake = isinstance(provider.runtime, FakeRuntime)
 
     def array(self, values: Any, device: int | None = None) -> Any:
-        """A new array with these values."""
         where = self.device if device is None else device
         if isinstance(self.runtime, FakeRuntime):
             return self.runtime.array(values, where)
@@ -66,7 +65,6 @@ class Gpu:
             cupy.RawKernel(SPIN, "spin")((1,), (1,), (np.uint64(seconds * 1e9),))
 
     def synchronize(self) -> None:
-        """Wait for the current stream."""
         self.runtime.current_stream(self.device).synchronize()
 
     def copy_bandwidth(self, nbytes: int, samples: int) -> float:

@@ -27,7 +27,6 @@ class Lateness:
         self._thread = threading.Thread(target=self._run, name="lateness", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
 
     def stop(self) -> list[float]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from bench.cases import Case, RankContext, Record
+from bench.cases import Case, Rank, RankContext, Record
 from bench.missing import missing_module, missing_torch
 from bench.model import Candidate, Profile, Subject
 from bench.process import raise_file_limit
@@ -37,11 +37,11 @@ STEP_TIMEOUT_S: Final = 30.0
 POLL_S: Final = 0.002
 
 
-class WaitingRank:
+class WaitingRank(Rank):
     """One process with its share of the connections."""
 
     def __init__(self, context: RankContext) -> None:
-        self._context = context
+        super().__init__(context)
         self._wire = WIRES[context.options["wire"]]
         self._server_pid: int = context.options["server_pid"]
         self._clients: list[WaitingClient] = []
@@ -60,7 +60,6 @@ class WaitingRank:
                 raise ConnectionError("the server lets nobody in")
 
     async def close(self) -> None:
-        """End all connections."""
         for client in (*self._clients, *([self._setter] if self._setter else [])):
             client.close()
 

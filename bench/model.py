@@ -122,7 +122,6 @@ class Measurement:
     extra: dict[str, float] = field(default_factory=dict)
 
     def add(self, run: Run) -> None:
-        """Take in a run."""
         self.runs_s.append(run.samples_s)
         self.cpu_max_s.append(run.cpu_max_s)
         self.cpu_sum_s.append(run.cpu_sum_s)
@@ -148,7 +147,6 @@ class Measurement:
         return statistics.median(self.medians_s())
 
     def p99_s(self) -> float:
-        """The 99th percentile of all samples."""
         return percentile(self.samples_s, 0.99)
 
 

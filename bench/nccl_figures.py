@@ -53,7 +53,6 @@ class Figures:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Add a record."""
         kind = record["kind"]
         if kind == "about":
             self.about.update(record["values"])

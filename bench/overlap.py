@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.cases import Case, RankContext, Record
+from bench.cases import Case, Rank, RankContext, Record
 from bench.missing import missing_asyncdist
 from bench.model import Candidate, Cell, Profile, Subject
 from bench.verify import SumPattern
@@ -76,11 +76,11 @@ def cases(profile: Profile) -> Sequence[Case]:
     return found
 
 
-class _OverlapRank:
-    """What the candidates share: `_reduce` issues, computes until done, and returns the units done."""
+class CoroutineRank(Rank):
+    """A coroutine that computes; `progress` is an option of the candidate."""
 
     def __init__(self, context: RankContext) -> None:
-        self._context = context
+        super().__init__(context)
         self._dist: Any = importlib.import_module("asyncdist")
         self._group: Any = None
         self.run = self._dist.run
@@ -95,12 +95,10 @@ class _OverlapRank:
         }
 
     async def open(self) -> None:
-        """Join the world; rank 0 hosts the store."""
         self._group = self._dist.init_process_group(**self._arguments())
         await self._group.__aenter__()
 
     async def close(self) -> None:
-        """Leave the world."""
         await self._group.__aexit__(None, None, None)
 
     async def measure(self, case: Case) -> Record:
@@ -126,6 +124,7 @@ class _OverlapRank:
         await self._dist.barrier()
 
     async def _reduce(self, array: Any, computation: Callable[[], object] | None) -> int:
+        """Issue, compute until it is done, and return the units done."""
         work, units = self._dist.all_reduce(array), 0
         while computation is not None and not work.done():
             computation()
@@ -142,11 +141,7 @@ def _alone(computation: Callable[[], object] | None) -> int:
     return ALONE_UNITS
 
 
-class CoroutineRank(_OverlapRank):
-    """A coroutine that computes; `progress` is an option of the candidate."""
-
-
-class BlockingRank(_OverlapRank):
+class BlockingRank(CoroutineRank):
     """An ordinary thread that computes; the runner's loop in the main thread sleeps meanwhile."""
 
     def __init__(self, context: RankContext) -> None:

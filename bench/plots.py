@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from bench import messages
 from bench.cases import format_bytes
-from bench.model import Cell, Mode
+from bench.model import Cell
 from bench.operations import COLLECTIVES
 
 WIDTH_INCHES: Final = 5.5
@@ -27,14 +27,17 @@ def missing_matplotlib() -> str | None:
     return None
 
 
-def draw(cells: Sequence[Cell], folder: Path, prefix: str, mode: Mode = "free") -> list[Path]:
-    """Draw one picture for each operation with several sizes, a panel for each number of ranks; return the files."""
+def draw(cells: Sequence[Cell], folder: Path, prefix: str) -> list[Path]:
+    """Draw one picture for each operation with several sizes, a panel for each number of ranks; return the files.
+
+    Ranks that are not bound to cores are drawn, if there are any.
+    """
     matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     modes = {cell.mode for cell in cells}
     named = COLLECTIVES | messages.OPERATIONS
-    chosen = [cell for cell in cells if cell.case.operation in named and (cell.mode == mode or mode not in modes)]
+    chosen = [cell for cell in cells if cell.case.operation in named and (cell.mode == "free" or "free" not in modes)]
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for operation in dict.fromkeys(cell.case.operation for cell in chosen):

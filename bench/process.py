@@ -77,7 +77,6 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The child's process id."""
         return self.process.pid
 
     def read_line(self) -> str:

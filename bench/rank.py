@@ -14,9 +14,9 @@ import os
 import sys
 from collections.abc import Coroutine
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
-from bench.cases import Case, Lender, Rank, RankContext
+from bench.cases import Case, Rank, RankContext
 from bench.process import die_with_parent
 from bench.usage import pin_threads
 
@@ -57,7 +57,7 @@ async def serve(rank: Rank, number: int, control: str) -> None:
                 await answer(pinned=command["pinned"])
                 continue
             if "beside" in command:
-                borrowers[command["beside"]] = await cast(Lender, rank).beside(command["address"])
+                borrowers[command["beside"]] = await rank.beside(command["address"])
                 await answer(ready=True)
                 continue
             record = await borrowers.get(command.get("of", ""), rank).measure(Case(**command["case"]))

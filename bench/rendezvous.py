@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench.cases import Case, RankContext, Record
+from bench.cases import Case, Rank, RankContext, Record
 from bench.missing import missing_torch
 from bench.model import Candidate, Profile, Subject
 from bench.servers import asyncdist_server, torch_store_server
@@ -35,23 +35,19 @@ FIRST_PORT = 20_000
 """Published, never listened on: the joins are measured, not the mesh."""
 
 
-class AsyncdistRendezvousRank:
+class AsyncdistRendezvousRank(Rank):
     """One of the processes: many ranks of one world."""
 
     def __init__(self, context: RankContext) -> None:
-        self._context = context
+        super().__init__(context)
         self._rounds = 0
         self.run = asyncdist_run()
 
     async def open(self) -> None:
-        """Import what the joins need."""
         self._store_class: Any = importlib.import_module("asyncdist.store").TCPStore
         self._rendezvous_class: Any = importlib.import_module("asyncdist.rendezvous").Rendezvous
         self._address_module: Any = importlib.import_module("asyncdist.transport.address")
         self._deadline_class: Any = importlib.import_module("asyncdist.deadline").Deadline
-
-    async def close(self) -> None:
-        """Nothing stays open between two samples."""
 
     async def measure(self, case: Case) -> Record:
         """Join ``case.operations`` ranks, spread evenly over the processes."""
@@ -95,20 +91,16 @@ class AsyncdistRendezvousRank:
             await store.close()
 
 
-class TorchRendezvousRank:
+class TorchRendezvousRank(Rank):
     """One of the processes: many blocking torch clients, one after the other."""
 
     def __init__(self, context: RankContext) -> None:
-        self._context = context
+        super().__init__(context)
         self._rounds = 0
         self._store_class: Any = None
 
     async def open(self) -> None:
-        """Import torch."""
         self._store_class = importlib.import_module("torch.distributed").TCPStore
-
-    async def close(self) -> None:
-        """Nothing stays open between two samples."""
 
     async def measure(self, case: Case) -> Record:
         """Join ``case.operations`` clients, spread evenly over the processes."""

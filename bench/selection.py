@@ -59,7 +59,6 @@ class Selection:
     operations: tuple[str, ...] | None = None
 
     def keeps(self, candidate: Candidate) -> bool:
-        """Whether a candidate is asked for."""
         if self.only is not None and candidate.name not in self.only:
             return False
         transport = candidate.environment.get("ASYNCDIST_TRANSPORT")

@@ -29,7 +29,6 @@ class ServerProcess:
         self.address = address
 
     def close(self) -> None:
-        """End the process."""
         self.child.stop()
 
 

@@ -39,7 +39,6 @@ class StallMonitor:
         self.late_s: list[float] = []
 
     def start(self) -> None:
-        """Begin to watch."""
         self._schedule()
 
     def stop(self) -> None:
@@ -82,27 +81,21 @@ class TimedLoop(_Loop):  # type: ignore[misc]
         return timed
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:
-        """Schedule, timed."""
         return super().call_soon(self._timed(callback), *args, context=context)
 
     def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:
-        """Schedule, timed."""
         return super().call_soon_threadsafe(self._timed(callback), *args, context=context)
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:
-        """Schedule, timed."""
         return super().call_later(delay, self._timed(callback), *args, context=context)
 
     def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:
-        """Schedule, timed."""
         return super().call_at(when, self._timed(callback), *args, context=context)
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:
-        """Watch, timed."""
         super().add_reader(fd, self._timed(callback), *args)
 
     def add_writer(self, fd: Any, callback: Callable[..., object], *args: Any) -> None:
-        """Watch, timed."""
         super().add_writer(fd, self._timed(callback), *args)
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from bench.cases import Case, RankContext, Record
+from bench.cases import Case, Rank, RankContext, Record
 from bench.missing import missing_module, missing_torch
 from bench.model import Candidate, Profile, Subject
 from bench.servers import asyncdist_server, redis_server, torch_store_server
@@ -53,16 +53,12 @@ def asyncdist_run() -> Callable[..., Any]:
     return run
 
 
-class StoreRank:
+class StoreRank(Rank):
     """One client, or several; `_client` has a `set`. A request's method returns how many answers were wrong."""
 
     _client: Any = None
 
-    def __init__(self, context: RankContext) -> None:
-        self._address = context.address
-
     async def measure(self, case: Case) -> Record:
-        """Run one case."""
         operation = self._operations()[case.operation]
         record = Record()
         for number in range(case.warmup + case.samples):
@@ -101,14 +97,12 @@ class AsyncdistStoreRank(StoreRank):
         self.run = asyncdist_run()
 
     async def open(self) -> None:
-        """Connect."""
         store_class: Any = importlib.import_module("asyncdist.store").TCPStore
-        self._clients = [store_class(*host_and_port(self._address)) for _ in range(CLIENTS)]
+        self._clients = [store_class(*host_and_port(self._context.address)) for _ in range(CLIENTS)]
         self._client = self._clients[0]
         await self._client.set(KEY, value_of(0))
 
     async def close(self) -> None:
-        """Disconnect."""
         for store in self._clients:
             await store.close()
 
@@ -158,13 +152,11 @@ class TorchStoreRank(StoreRank):
     """The client of torch's TCPStore."""
 
     async def open(self) -> None:
-        """Connect."""
         distributed = importlib.import_module("torch.distributed")
-        host, port = host_and_port(self._address)
+        host, port = host_and_port(self._context.address)
         self._client = distributed.TCPStore(host, port, is_master=False, wait_for_workers=False)
 
     async def close(self) -> None:
-        """Disconnect."""
         self._client = None
 
     def _check(self, _number: int) -> int:
@@ -184,13 +176,11 @@ class RedisRank(StoreRank):
     """The client of Redis: redis-py, blocking."""
 
     async def open(self) -> None:
-        """Connect."""
-        host, port = host_and_port(self._address)
+        host, port = host_and_port(self._context.address)
         self._client = importlib.import_module("redis").Redis(host, port)
         self._client.ping()
 
     async def close(self) -> None:
-        """Disconnect."""
         self._client.close()
 
     def _check(self, _number: int) -> int:
@@ -204,21 +194,17 @@ class RedisRank(StoreRank):
         return wrong
 
 
-class RedisAsyncClient:
+class RedisAsyncClient(Rank):
     """A client of Redis that is opened and closed: redis-py, asyncio."""
 
-    def __init__(self, context: RankContext) -> None:
-        self._address = context.address
-        self._client: Any = None
+    _client: Any = None
 
     async def open(self) -> None:
-        """Connect."""
-        host, port = host_and_port(self._address)
+        host, port = host_and_port(self._context.address)
         self._client = importlib.import_module("redis.asyncio").Redis(host=host, port=port)
         await self._client.ping()
 
     async def close(self) -> None:
-        """Disconnect."""
         await self._client.aclose()
 
 
@@ -249,17 +235,8 @@ def redis_pipeline(client: Any, value: bytes) -> Any:
     return pipeline
 
 
-class RedisBenchmarkRank:
+class RedisBenchmarkRank(Rank):
     """redis-benchmark, Redis' own C client: what the server can do. One run gives one rate; it verifies nothing."""
-
-    def __init__(self, context: RankContext) -> None:
-        self._port = str(host_and_port(context.address)[1])
-
-    async def open(self) -> None:
-        """Nothing to connect: the program connects for each run."""
-
-    async def close(self) -> None:
-        """Nothing to close."""
 
     async def measure(self, case: Case) -> Record:
         """Run sets and gets; every sample is the run's mean time for ``case.operations``."""
@@ -268,7 +245,8 @@ class RedisBenchmarkRank:
         return self._run(case, "-c", clients, "-P", str(IN_FLIGHT), "-n", requests, "-t", "set,get")
 
     def _run(self, case: Case, *arguments: str) -> Record:
-        command = ["redis-benchmark", "-p", self._port, "-d", "8", "--csv", *arguments]
+        port = str(host_and_port(self._context.address)[1])
+        command = ["redis-benchmark", "-p", port, "-d", "8", "--csv", *arguments]
         output = subprocess.run(command, capture_output=True, check=True, timeout=REDIS_BENCHMARK_TIMEOUT_S).stdout
         lines = output.decode().splitlines()
         rates = [float(line.split(",")[1].strip('"')) for line in lines if line.startswith(('"S', '"G'))]

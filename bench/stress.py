@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.adapters.ours import Asyncdist
 from bench.candidates import ONE_THREAD
-from bench.cases import Case, RankContext, Record
+from bench.cases import Case, Rank, RankContext, Record
 from bench.missing import missing_asyncdist
 from bench.model import Candidate, Cell, Measurement, Profile, Subject
 from bench.runner import BenchError, Session
@@ -41,20 +41,18 @@ TIMEOUT_BASE_S: Final = 60.0
 Check = Callable[[], bool]
 
 
-class StressRank:
+class StressRank(Rank):
     """One rank of the run."""
 
     def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
         self._ours = Asyncdist(context)
-        self._context = context
         self.run = self._ours.run
 
     async def open(self) -> None:
-        """Join the world."""
         await self._ours.open()
 
     async def close(self) -> None:
-        """Leave the world."""
         await self._ours.close()
 
     async def measure(self, case: Case) -> Record:

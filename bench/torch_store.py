@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from time import perf_counter_ns
 
-from bench.cases import Case, RankContext, Record
+from bench.cases import Case, Record
 from bench.missing import missing_module, missing_torch
 from bench.model import Candidate, Profile, Subject
 from bench.servers import asyncdist_torch_server, torch_store_server
@@ -26,10 +26,6 @@ BLOCKS = 8
 
 class TorchClientRank(TorchStoreRank):
     """torch's client, one request at a time."""
-
-    def __init__(self, context: RankContext) -> None:
-        super().__init__(context)
-        self._context = context
 
     async def beside(self, address: str) -> TorchClientRank:
         """Return a client of the server at `address`, in this process."""

@@ -28,7 +28,6 @@ class MessagePattern:
         return np.full_like(self.base, -1.0)
 
     def fill(self, array: Array, number: int) -> None:
-        """Write message ``number``."""
         np.add(self.base, np.float32(number), out=array)
 
     def is_right(self, array: Array, number: int) -> bool:
@@ -54,7 +53,6 @@ class SumPattern:
         return self._pattern.empty()
 
     def fill(self, array: Array, number: int) -> None:
-        """Write this rank's operand of sample ``number``."""
         self._pattern.fill(array, number + self._rank)
 
     def is_right(self, array: Array, number: int) -> bool:

@@ -30,7 +30,6 @@ class Fleet:
         self._wanted, self._enough = "opened", size  # what is being waited for
 
     def note_woken(self) -> None:
-        """Count a connection whose key has come."""
         self.woken += 1
         self.last_woken_ns = time.perf_counter_ns()
         self._note()
@@ -41,12 +40,10 @@ class Fleet:
         self._note()
 
     def note_opened(self) -> None:
-        """Count a connection that can be used."""
         self.opened += 1
         self._note()
 
     def note_lost(self) -> None:
-        """Count a connection that the server ended."""
         self.lost += 1
         self._note()
 
@@ -77,7 +74,6 @@ class WaitingClient(asyncio.Protocol):
         """Whether nothing can be said any more."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to open."""
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by name
         self.begin()
 
@@ -88,7 +84,6 @@ class WaitingClient(asyncio.Protocol):
             self.fleet.note_lost()
 
     def close(self) -> None:
-        """End the connection."""
         if not self.gone:
             self.gone = True
             self.transport.abort()
@@ -118,7 +113,6 @@ class NativeClient(WaitingClient):
         self.transport.write(self._handshake.start())
 
     def data_received(self, data: bytes) -> None:
-        """Go on with what has come."""
         if self._handshake is not None:
             try:
                 self.transport.write(self._handshake.receive(data))

@@ -155,7 +155,7 @@ def _summaries(cells: Sequence[Cell]) -> list[Verdict]:
     return found
 
 
-def in_flight(cells: Sequence[Cell], candidate: str = "asyncdist") -> list[Verdict]:
+def in_flight(cells: Sequence[Cell]) -> list[Verdict]:
     """Return verdicts on bursts: in flight at once faster than one after the other."""
     singles = {
         (cell.ranks, cell.mode, cell.case.operations, cell.case.nbytes): cell
@@ -167,7 +167,7 @@ def in_flight(cells: Sequence[Cell], candidate: str = "asyncdist") -> list[Verdi
         if cell.case.operation not in (bursts.IN_FLIGHT, bursts.GROUPS):
             continue
         other = singles.get((cell.ranks, cell.mode, cell.case.operations, cell.case.nbytes))
-        single_s, burst_s = p50_of(other, candidate) if other else None, p50_of(cell, candidate)
+        single_s, burst_s = p50_of(other) if other else None, p50_of(cell)
         promised = "faster than one by one" if cell.case.operation == bursts.IN_FLIGHT else ""
         met = None if single_s is None or burst_s is None else burst_s < single_s
         measured = (
@@ -175,7 +175,7 @@ def in_flight(cells: Sequence[Cell], candidate: str = "asyncdist") -> list[Verdi
             if single_s is None or burst_s is None
             else f"{format_time(burst_s)}, {format_time(single_s)} one by one"
         )
-        found.append(verdict(cell, f"{cell.case.label}, {cell.ranks} ranks", promised, met, measured, candidate))
+        found.append(verdict(cell, f"{cell.case.label}, {cell.ranks} ranks", promised, met, measured))
     return found
 
 

@@ -25,7 +25,6 @@ class Verdict:
     met: bool | None
 
     def row(self) -> tuple[str, ...]:
-        """Return the printed row (`HEADER`)."""
         met = "not measured" if self.met is None else "yes" if self.met else "NO"
         if not self.promised:
             met = ""
@@ -83,10 +82,10 @@ def p50_of(cell: Cell, candidate: str = OURS) -> float | None:
     return own.p50_s() if own is not None and own.runs_s else None
 
 
-def with_ratios(cell: Cell, names: Sequence[str], candidate: str = OURS) -> str | None:
-    """Return the candidate's time and its ratios to ``names``, None where it was not measured."""
-    p50_s = p50_of(cell, candidate)
-    ratios = [(name, cell.ratio(candidate, name)) for name in names]
+def with_ratios(cell: Cell, names: Sequence[str]) -> str | None:
+    """Return asyncdist's time and its ratios to ``names``, None where it was not measured."""
+    p50_s = p50_of(cell)
+    ratios = [(name, cell.ratio(OURS, name)) for name in names]
     text = ", ".join(f"{ratio:.2f}x {name}" for name, ratio in ratios if ratio is not None)
     if p50_s is None:
         return None
