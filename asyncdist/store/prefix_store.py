@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
@@ -74,21 +73,13 @@ class PrefixStore(Store):
         return self._bounded(self._store.set, self._full(key), value, lease=lease)
 
     def get(self, key: str, *, timeout: Timeout = INHERIT) -> Awaitable[bytes]:
-        return self._get(self._full(key), timeout_seconds(timeout, self.timeout))
-
-    async def _get(self, key: str, timeout_s: float | None) -> bytes:
-        with self._waiting():
-            return await self._store.get(key, timeout=timeout_s)
+        return self._waiting(self._store.get, self._full(key), timeout=timeout_seconds(timeout, self.timeout))
 
     def add(self, key: str, amount: int) -> Awaitable[int]:
         return self._bounded(self._store.add, self._full(key), amount)
 
     def wait(self, keys: Iterable[str], timeout: Timeout = INHERIT) -> Awaitable[None]:
-        return self._wait(self._all_full(keys), timeout_seconds(timeout, self.timeout))
-
-    async def _wait(self, keys: Sequence[str], timeout_s: float | None) -> None:
-        with self._waiting():
-            await self._store.wait(keys, timeout_s)
+        return self._waiting(self._store.wait, self._all_full(keys), timeout_seconds(timeout, self.timeout))
 
     def check(self, keys: Iterable[str]) -> Awaitable[bool]:
         return self._bounded(self._store.check, self._all_full(keys))
@@ -103,11 +94,8 @@ class PrefixStore(Store):
         return self._bounded(self._store.append, self._full(key), value)
 
     def multi_get(self, keys: Iterable[str], *, timeout: Timeout = INHERIT) -> Awaitable[list[bytes]]:
-        return self._multi_get(self._all_full(keys), timeout_seconds(timeout, self.timeout))
-
-    async def _multi_get(self, keys: Sequence[str], timeout_s: float | None) -> list[bytes]:
-        with self._waiting():
-            return await self._store.multi_get(keys, timeout=timeout_s)
+        timeout_s = timeout_seconds(timeout, self.timeout)
+        return self._waiting(self._store.multi_get, self._all_full(keys), timeout=timeout_s)
 
     def multi_set(self, keys: Iterable[str], values: Iterable[str | bytes]) -> Awaitable[None]:
         return self._bounded(self._store.multi_set, self._all_full(keys), values)
@@ -132,11 +120,8 @@ class PrefixStore(Store):
         return self._bounded(self._store.queue_push, self._full(key), value)
 
     def queue_pop(self, key: str, block: bool = True, *, timeout: Timeout = INHERIT) -> Awaitable[bytes]:
-        return self._queue_pop(self._full(key), block, timeout_seconds(timeout, self.timeout))
-
-    async def _queue_pop(self, key: str, block: bool, timeout_s: float | None) -> bytes:
-        with self._waiting():
-            return await self._store.queue_pop(key, block, timeout=timeout_s)
+        timeout_s = timeout_seconds(timeout, self.timeout)
+        return self._waiting(self._store.queue_pop, self._full(key), block, timeout=timeout_s)
 
     def queue_len(self, key: str) -> Awaitable[int]:
         return self._bounded(self._store.queue_len, self._full(key))
@@ -213,9 +198,8 @@ class PrefixStore(Store):
         if self._closed:
             raise ClosedError(f"{self!r} is closed")
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Around the waiting of one task: `close` ends it, and errors name keys as the caller of this view knows them.
+    async def _waiting(self, verb: Callable[P, Awaitable[T]], *arguments: P.args, **options: P.kwargs) -> T:
+        """Wait for a verb; `close` ends it, and errors name keys as the caller of this view knows them.
 
         `close` cancels the task and this turns it into ClosedError, as `asyncio.timeout` does with its expiry, because
         cancelling is the one way to end a wait in any store without losing a queue's item.
@@ -226,7 +210,7 @@ class PrefixStore(Store):
         cancelling = task.cancelling()
         self._tasks.add(task)
         try:
-            yield
+            return await verb(*arguments, **options)
         except asyncio.CancelledError:
             if self._closed and task.uncancel() <= cancelling:
                 raise ClosedError(f"{self!r} was closed") from None
