@@ -5,26 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 from dataclasses import dataclass
-from typing import IO, Protocol
+from typing import IO, TypeAlias
 
 from asyncdist.launch.log_file import FilteredLog, LogFile
 from asyncdist.launch.output import LinePrefixer, OutputWriter, StreamPump
 
 __all__ = ["Destination", "RedirectedStream", "Stream"]
-
-
-class Stream(Protocol):
-    """A worker's stdout or stderr, seen from the launcher."""
-
-    @property
-    def tail(self) -> list[bytes]:
-        """The last lines; complete once the stream is closed."""
-
-    async def drain(self, idle_s: float) -> None:
-        """Wait until all output has arrived, or none for `idle_s`."""
-
-    def close(self) -> None:
-        """Let go of the stream. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +73,7 @@ class RedirectedStream:
             lines.flush()
             self._tail = list(lines.tail)
             file.close()
+
+
+Stream: TypeAlias = StreamPump | RedirectedStream
+"""A worker's stdout or stderr, seen from the launcher."""

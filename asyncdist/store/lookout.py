@@ -12,25 +12,18 @@ import os
 import socket
 from collections.abc import Callable
 from time import perf_counter
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from asyncdist.spinning import CATCH, MAX_SKIPPED, PATIENCE, TURN_S
 from asyncdist_server.running import served_here
+
+if TYPE_CHECKING:
+    from asyncdist.store.store_connection import Connection
 
 __all__ = ["ALONE", "Lookout", "same_host"]
 
 ALONE: Final = 4
 """Requests of one task, each alone, before it looks for the reply to the next."""
-
-
-class Polled(Protocol):
-    """A connection."""
-
-    def send(self) -> None:
-        """Send what there is to send."""
-
-    def poll(self) -> bool:
-        """Take what has come; false once the connection is gone."""
 
 
 class Lookout:
@@ -53,7 +46,7 @@ class Lookout:
         self._loop = loop
         self._limit_s = CATCH * limit_us * 1e-6
         self._alone = alone
-        self._connection: Polled | None = None
+        self._connection: Connection | None = None
         self._task = 0
         self._streak = 0
         self._misses = 0
@@ -61,7 +54,7 @@ class Lookout:
         self._skipped = 0
         self._last_turn_s = 0.0
 
-    def connected(self, connection: Polled, sock: socket.socket) -> None:
+    def connected(self, connection: Connection, sock: socket.socket) -> None:
         """Look there from now on, if the daemon is on this host and can run meanwhile."""
         near = self._limit_s > 0 and (os.cpu_count() or 1) > 1 and same_host(sock)
         self._connection = connection if near and not served_here(sock.getpeername()[1]) else None
