@@ -26,7 +26,7 @@ from asyncdist.plan.steps import (
     Step,
     Symmetry,
 )
-from asyncdist.plan.window import Window
+from asyncdist.plan.window import WINDOW, Window
 
 __all__ = ["PlanBuilder"]
 
@@ -67,6 +67,12 @@ class PlanBuilder:
         piece = Slice(Buffer.SCRATCH, self.scratch_count, length)
         self.scratch_count += length
         return piece
+
+    def turns(self, pieces: Sequence[Slice]) -> list[Slice]:
+        """Reserve SCRATCH for a window of `pieces`, and return the place of each: they take turns."""
+        longest = max((piece.length for piece in pieces), default=0)
+        room = [self.scratch(longest).offset for _ in range(min(WINDOW, len(pieces)))]
+        return [Slice(Buffer.SCRATCH, room[number % WINDOW], piece.length) for number, piece in enumerate(pieces)]
 
     def send(
         self, peer: int, source: Slice, *, slot: int | None = None, after: Iterable[int | None] = ()

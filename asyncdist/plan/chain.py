@@ -15,7 +15,7 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
-from asyncdist.plan.window import WINDOW, Window
+from asyncdist.plan.window import Window
 
 __all__ = ["broadcast", "reduce"]
 
@@ -45,15 +45,12 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     nearer, farther = (rank - 1) % world, (rank + 1) % world
     pieces = split(Slice(Buffer.INPUT, 0, problem.total), chunk_length)
     inner = 0 < position < world - 1
-    longest = max((piece.length for piece in pieces), default=0)
-    partial = [builder.scratch(longest) for _ in range(min(WINDOW, len(pieces)))] if inner else []
+    results = [Slice(Buffer.OUTPUT, piece.offset, piece.length) for piece in pieces]
     window = Window()
-    for number, piece in enumerate(pieces):
+    for piece, target in zip(pieces, builder.turns(pieces) if inner else results, strict=True):
         if position == world - 1 and position:
             builder.send(nearer, piece)
             continue
-        base = partial[number % WINDOW] if inner else Slice(Buffer.OUTPUT, piece.offset, piece.length)
-        target = Slice(base.buffer, base.offset, piece.length)
         if world == 1:
             builder.copy(piece, target)
             continue

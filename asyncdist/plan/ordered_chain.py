@@ -14,7 +14,7 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
-from asyncdist.plan.window import WINDOW, Window
+from asyncdist.plan.window import Window
 
 __all__ = ["reduce"]
 
@@ -30,15 +30,11 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     below = rank < root
     inward, outward = (rank + 1, rank - 1) if below else (rank - 1, rank + 1)
     inner = 0 <= outward < world
-    longest = max((piece.length for piece in pieces), default=0)
-    partial = [builder.scratch(longest) for _ in range(min(WINDOW, len(pieces)))] if inner else []
-    for number, piece in enumerate(pieces):
-        if not inner:
-            builder.send(inward, piece)
-            continue
-        target = Slice(Buffer.SCRATCH, partial[number % WINDOW].offset, piece.length)
-        builder.recv(outward, target)
-        builder.reduce(piece, target, source_left=not below)
+    targets = builder.turns(pieces) if inner else pieces
+    for piece, target in zip(pieces, targets, strict=True):
+        if inner:
+            builder.recv(outward, target)
+            builder.reduce(piece, target, source_left=not below)
         builder.send(inward, target)
     return builder.build(ordered=True)
 

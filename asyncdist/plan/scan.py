@@ -20,7 +20,7 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
-from asyncdist.plan.window import WINDOW, Window
+from asyncdist.plan.window import Window
 
 __all__ = ["exscan_chain", "exscan_doubling", "scan_chain", "scan_doubling"]
 
@@ -90,11 +90,9 @@ def exscan_chain(problem: Problem, rank: int, chunk_length: int) -> Plan:
     builder = PlanBuilder("exscan", "chain", rank, world)
     pieces = split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
     inner = 0 < rank < world - 1
-    longest = max((piece.length for piece in pieces), default=0)
-    prefixes = [builder.scratch(longest) for _ in range(min(WINDOW, len(pieces)))] if inner else []
-    for number, piece in enumerate(pieces):
+    prefixes = builder.turns(pieces) if inner else pieces
+    for piece, prefix in zip(pieces, prefixes, strict=True):
         if inner:
-            prefix = Slice(Buffer.SCRATCH, prefixes[number % WINDOW].offset, piece.length)
             builder.recv(rank - 1, prefix)
             builder.reduce(prefix, piece, source_left=True)
             builder.send(rank + 1, piece)
