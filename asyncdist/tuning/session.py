@@ -12,6 +12,7 @@ from asyncdist.plan.constants import Constants
 from asyncdist.plan.tuning import Tuning
 from asyncdist.tuning.fit import fitted
 from asyncdist.tuning.measure import Measured, measure
+from asyncdist.tuning.probe import PROBE_WORLD
 from asyncdist.tuning.processes import Report, run_here
 from asyncdist.tuning.trials import Trial, try_all
 
@@ -19,8 +20,6 @@ __all__ = ["WORLDS", "Cell", "Found", "constants_of", "find_here", "measure_here
 
 WORLDS: Final = (2, 4)
 """Ranks of trials. On small hosts four have to share cores, which costs something of its own."""
-
-PROBE_WORLD: Final = 2
 
 PROBING: Final = 0.25
 """Share of the time that probes of messages get; the trials of collectives get the rest."""
