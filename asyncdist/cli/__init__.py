@@ -23,11 +23,9 @@ class _LazyGroup(click.Group):
     """Imports a command's module when the command is asked for, so that `asyncdist run` starts quickly."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names shown by --help."""
         return [name for name in sorted(_COMMANDS) if self.get_command(ctx, name) is not None]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of this name, or None."""
         if cmd_name not in _COMMANDS:
             return None
         module, attribute = _COMMANDS[cmd_name]

@@ -34,7 +34,6 @@ class _Seconds(click.ParamType):  # type: ignore[type-arg]  # generic in newer r
     name = "seconds"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Parse `60us`, `0.2ns`, `6e-5`."""
         if isinstance(value, float):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([munp]?s)?", str(value).strip().lower())

@@ -21,7 +21,6 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in newer rel
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse `4096`, `64KiB`, `1.5 MB`."""
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(value).strip().lower())

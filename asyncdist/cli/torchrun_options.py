@@ -22,7 +22,6 @@ class TorchrunCommand(click.Command):
     """A command that says what to do instead of an option that only torchrun has."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click's, with hints."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:

@@ -27,7 +27,6 @@ class End:
     consequence: bool = False
 
     def to_json(self) -> str:
-        """For `from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -48,7 +47,6 @@ class Conclusion:
     failure: Failure | None = None
 
     def to_json(self) -> str:
-        """For `from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod

@@ -54,7 +54,6 @@ class Plan:
     nprocs: tuple[int, ...]
 
     def to_json(self) -> str:
-        """For `from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod

@@ -33,7 +33,6 @@ class Warden:
 
     @property
     def pid(self) -> int:
-        """The warden's process id."""
         return self._process.pid
 
     def add(self, process_group: int) -> None:

@@ -56,7 +56,6 @@ class Slice(NamedTuple):
 
     @property
     def end(self) -> int:
-        """First element after the slice."""
         return self.offset + self.length
 
     def overlaps(self, other: Slice) -> bool:

@@ -71,7 +71,6 @@ class ThreadedGroup(ProcessGroup):
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
-        """Whether the group was closed."""
         return self._inner_group.closed
 
     # Issuing.

@@ -67,7 +67,6 @@ class ByteStream:
             await self._loop.sock_sendall(self.socket, alert)
 
     async def send(self, data: bytes) -> None:
-        """Send all of `data`."""
         await self._loop.sock_sendall(self.socket, data if self.tls is None else self.tls.encrypt(data))
 
     async def receive(self) -> bytes:
@@ -91,7 +90,6 @@ class ByteStream:
         return data
 
     def close(self) -> None:
-        """Close the socket."""
         self.socket.close()
 
 

@@ -231,7 +231,6 @@ class Connection:
         self._on_lost(error)
 
     def close(self) -> None:
-        """Close the socket. May be called twice."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             self._loop.remove_writer(self._fd)

@@ -238,7 +238,6 @@ class FakeArray:
         return len(self._array)
 
     def reshape(self, *shape: Any) -> FakeArray:
-        """A view with another shape."""
         view = self._array.reshape(*shape)
         if not np.shares_memory(view, self._array) and self.size:
             raise ValueError("fake arrays reshape only where no copy is needed")

@@ -63,7 +63,6 @@ class Call:
         return octets.tobytes()
 
     def run(self) -> None:
-        """Write the result."""
         self.communicator.pending -= 1
         if self.results is None or self.target is None or self.communicator.state == "aborted":
             return

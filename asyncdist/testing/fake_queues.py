@@ -92,7 +92,6 @@ class Scheduler:
             self.queues.append(queue)
 
     def submit(self, queue: Queue, step: Step) -> None:
-        """Queue `step`."""
         self.check()
         if queue.closed:
             raise DistBackendError("invalid resource handle: the stream was closed")
@@ -272,11 +271,9 @@ class FakeEvent(Event):
         self._scheduler.wait(lambda: self.reached(int(self.counts[0])), "synchronizing an event")
 
     def reached(self, number: int) -> bool:
-        """Whether its `number`-th recording has happened."""
         return int(self.counts[1]) >= number
 
     def check_open(self) -> None:
-        """Raise if it was closed."""
         if self._closed:
             raise DistBackendError("invalid resource handle: the event was closed")
 
@@ -308,7 +305,6 @@ class Gate(Step):
         self._opened = False
 
     def ready(self) -> bool:
-        """Whether it was opened."""
         return self._opened
 
     def open(self) -> None:

@@ -42,7 +42,6 @@ class _VirtualSelector(selectors.BaseSelector):
         return key
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        """Forget what `register` noted."""
         return self._keys.pop(fileobj if isinstance(fileobj, int) else fileobj.fileno())
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -54,11 +53,9 @@ class _VirtualSelector(selectors.BaseSelector):
         return []
 
     def close(self) -> None:
-        """Forget all."""
         self._keys.clear()
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        """What is registered."""
         return self._keys
 
 
@@ -79,7 +76,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: concurrent.futures.Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        """Run `func(*args)` now, in this thread."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))

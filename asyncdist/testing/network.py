@@ -75,7 +75,6 @@ class SimulatedNetwork:
     # ---- hosts and what separates them
 
     def host(self, name: str) -> SimulatedHost:
-        """Return a new host."""
         address = f"10.0.{len(self._hosts) // 250}.{len(self._hosts) % 250 + 1}"
         made = self._hosts[address] = SimulatedHost(self, name, address)
         return made
@@ -156,7 +155,6 @@ class SimulatedNetwork:
     # ---- what hosts, sockets and the loop need
 
     def next_pid(self) -> int:
-        """Return the number of a new process."""
         self._last_pid += 1
         return self._last_pid
 
@@ -181,7 +179,6 @@ class SimulatedNetwork:
         return self._sockets.get(descriptor)
 
     def forget(self, sock: SimulatedSocket) -> None:
-        """Note that a socket is closed."""
         self._sockets.pop(sock.fileno(), None)
         sock.process.sockets.pop(sock, None)
 

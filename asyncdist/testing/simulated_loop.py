@@ -90,11 +90,9 @@ class SimulatedLoop(VirtualTimeLoop):
         return [(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, port))]
 
     async def sock_connect(self, sock: Any, address: Any) -> None:
-        """Connect a simulated socket."""
         await self._network.connect(sock, address)
 
     async def sock_recv(self, sock: Any, n: int) -> bytes:
-        """Return what arrives at a simulated socket."""
         while True:
             try:
                 data: bytes = sock.recv(n)
@@ -132,7 +130,6 @@ class SimulatedLoop(VirtualTimeLoop):
             sock.on_readable()
 
     def remove_reader(self, fd: Any) -> bool:
-        """Undo `add_reader`."""
         sock = self._network.socket_of(fd)
         if sock is None or sock.reader is None:
             return False
@@ -147,7 +144,6 @@ class SimulatedLoop(VirtualTimeLoop):
             sock.on_writable()
 
     def remove_writer(self, fd: Any) -> bool:
-        """Undo `add_writer`."""
         sock = self._network.socket_of(fd)
         if sock is None or sock.writer is None:
             return False

@@ -74,14 +74,12 @@ class SimulatedSocket:
         self.local = (address[0], port)
 
     def listen(self, backlog: int = 128) -> None:
-        """Take connections from now on."""
         host = self.process.host
         if self.local[1] in host.listeners:
             raise OSError(errno.EADDRINUSE, "the address is in use")
         host.listeners[self.local[1]] = self
 
     def getsockname(self) -> Address:
-        """Return its own address."""
         return self.local
 
     def getpeername(self) -> Address:
@@ -105,12 +103,10 @@ class SimulatedSocket:
         return len(data)
 
     def shutdown(self, how: int) -> None:
-        """End the sending side; reading goes on."""
         if how != socket.SHUT_RD:
             self._connected().finish()
 
     def close(self) -> None:
-        """Close it. May be called twice."""
         host = self.process.host
         if host.listeners.get(self.local[1]) is self:
             del host.listeners[self.local[1]]

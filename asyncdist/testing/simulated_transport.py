@@ -28,11 +28,9 @@ class _AcceptedSocket:
         self._descriptor = descriptor
 
     def fileno(self) -> int:
-        """Return a number."""
         return self._descriptor
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
-        """Note an option of the connection."""
         self._endpoint.options[level, option] = value
 
 
@@ -152,7 +150,6 @@ class SimulatedTransport(asyncio.Transport):
     # ---- asyncio.Transport
 
     def is_closing(self) -> bool:
-        """Whether it is closing or closed."""
         return self._closing
 
     def close(self) -> None:
@@ -164,21 +161,17 @@ class SimulatedTransport(asyncio.Transport):
                 self._lose(None)
 
     def abort(self) -> None:
-        """Close at once."""
         self._buffer.clear()
         self._closing = True
         self._lose(None)
 
     def is_reading(self) -> bool:
-        """Whether it reads."""
         return self._reading and not self._closing
 
     def pause_reading(self) -> None:
-        """Read nothing until `resume_reading`."""
         self._reading = False
 
     def resume_reading(self) -> None:
-        """Read again."""
         if not self._closing and not self._reading:
             self._reading = True
             self.on_readable()
@@ -203,11 +196,9 @@ class SimulatedTransport(asyncio.Transport):
             self._protocol.pause_writing()
 
     def can_write_eof(self) -> bool:
-        """Yes, as TCP can."""
         return True
 
     def write_eof(self) -> None:
-        """Send nothing after what is buffered."""
         if self._closing or self._eof:
             return
         self._eof = True
@@ -215,7 +206,6 @@ class SimulatedTransport(asyncio.Transport):
             self._endpoint.finish()
 
     def get_write_buffer_size(self) -> int:
-        """Bytes not yet sent."""
         return len(self._buffer)
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:

@@ -55,22 +55,18 @@ class Operation:
         self.calls = 0
 
     def message_sent(self, token: Any) -> None:
-        """Sent."""
         self._end(None)
 
     def message_received(self, token: Any, receive: Receive) -> None:
-        """Received."""
         self.source = receive.source
         self.meta = receive.meta
         assert receive.nbytes == len(self.data)
         self._end(None)
 
     def message_failed(self, token: Any, error: BaseException) -> None:
-        """Failed."""
         self._end(error)
 
     def allocate(self, token: Any, source: int, nbytes: int, meta: bytes) -> memoryview:
-        """Make room, or refuse."""
         if self.refusal is not None:
             raise self.refusal
         self.data = bytearray(nbytes)
@@ -113,29 +109,24 @@ class Rank:
         self.mesh: BaseMesh
 
     def peer_connected(self, rank: int) -> None:
-        """Connected."""
         assert rank not in self.connected
         self.connected.append(rank)
         for payload in self.greetings:
             self.mesh.send_control(rank, payload)
 
     def peer_lost(self, rank: int, error: PeerLostError) -> None:
-        """Lost."""
         assert rank not in self.lost
         self.lost[rank] = error
 
     def peer_left(self, rank: int) -> None:
-        """Left."""
         assert rank not in self.left
         self.left.append(rank)
 
     def control_received(self, rank: int, payload: bytes) -> None:
-        """Control."""
         self.controls.append((rank, payload))
         self.events.append("control")
 
     def send(self, rank: int, data: bytes, tag: int = 0, channel: int = 0, meta: bytes = b"") -> Operation:
-        """Post a send."""
         operation = Operation()
         op = SendOp(pack_key(GROUP, tag, 0, 0, channel), memoryview(data), meta, operation, None)
         try:
