@@ -134,7 +134,7 @@ def test_constants_come_from_the_host_or_a_file(explain, tmp_path):
         (["all_reduce", "--world", "4", "--dtype", "float31"], "unknown dtype"),
         (["all_reduce", "--world", "4", "--ranks-per-host", "3"], "no whole number of hosts"),
         (["broadcast", "--world", "4", "--root", "4"], "root 4"),
-        (["all_reduce", "--world", "4", "--constants", "nowhere"], "nowhere"),
+        (["all_reduce", "--world", "4", "--constants", "nowhere"], "no file and no built-in set"),
     ],
 )
 def test_wrong_arguments(explain, arguments, message):
