@@ -160,19 +160,25 @@ async def open_store(method: InitMethod, deadline: Deadline, environ: Mapping[st
         if server is not None:
             await asyncio.shield(asyncio.to_thread(server.close))
         if isinstance(error, DistNetworkError | DistStoreError):
-            raise type(error)(_unreachable(method, error, hosting=server is not None)) from error.__cause__
+            said = _unreachable(method, error, environ, hosting=server is not None)
+            raise type(error)(said) from error.__cause__
         raise
     return StoreSource(store, owned=True, server=server)
 
 
-def _unreachable(method: InitMethod, error: DistError, *, hosting: bool) -> str:
+def _unreachable(method: InitMethod, error: DistError, environ: Mapping[str, str], *, hosting: bool) -> str:
     """What to say where the store cannot be joined: it is another thing to each rank."""
     if not method.may_host or hosting:
         return f"rank {method.rank}: {error}"
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environ.get("MASTER_PORT") == str(method.port):
+        return (
+            f"rank {method.rank}: {error}. torchrun has a store of torch's own at MASTER_PORT: start the script with "
+            '`asyncdist run`, or meet at another port, by init_method="tcp://host:port" or ASYNCDIST_STORE'
+        )
     if method.rank == 0:
         return (
             f"rank 0 cannot host the store: {method.host}:{method.port} is in use, and what answers there is not "
-            f"an asyncdist store we may join ({error}). Choose another MASTER_PORT."
+            f"an asyncdist store we may join ({error}). Choose another port: MASTER_PORT, or that of init_method."
         )
     if isinstance(error, ConnectTimeoutError):
         return f"rank {method.rank}: {error}. Rank 0 hosts the store: has it started, and with this address and port?"

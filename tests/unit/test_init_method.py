@@ -145,10 +145,16 @@ async def test_a_port_that_a_stranger_has_is_not_tried_for_as_long_as_the_world_
         port = stranger.sockets[0].getsockname()[1]
         method = parse_init_method(f"tcp://127.0.0.1:{port}", rank=0, world_size=1, environ={})
         with pytest.raises(
-            ConnectTimeoutError, match=rf"{port} is in use, and what answers there is not .*MASTER_PORT"
+            ConnectTimeoutError, match=rf"{port} is in use, and what answers there is not .*another port: MASTER_PORT"
         ):
             async with asyncio.timeout(5):
                 await open_store(method, Deadline.after(600, asyncio.get_running_loop().time()), {})
+        torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for rank in range(2):
+            method = parse_init_method("env://", rank, 2, environ=torchrun)
+            deadline = Deadline.after(0.2, asyncio.get_running_loop().time())
+            with pytest.raises(ConnectTimeoutError, match=rf"rank {rank}: .* start the script with `asyncdist run`"):
+                await open_store(method, deadline, torchrun)
 
 
 async def test_rank_0_joins_the_store_on_its_port_for_as_long_as_the_world_takes() -> None:
