@@ -66,7 +66,22 @@ class Target:
             raise click.ClickException(str(error)) from error
 
 
-@click.group("store")
+class _StoreGroup(click.Group):
+    """Says where its options go when they are given to a command, which every one of them concerns."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """As click's, with that hint."""
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            name = error.option_name
+            if not any(name in parameter.opts for parameter in self.params):
+                raise
+            where = f"asyncdist store {name} ... {ctx.invoked_subcommand}"
+            raise click.UsageError(f"{name} goes before the command: {where} ...", error.ctx) from None
+
+
+@click.group("store", cls=_StoreGroup)
 @click.option(
     "--store", "where", metavar="HOST:PORT", help="The daemon; else ASYNCDIST_STORE, else MASTER_ADDR:MASTER_PORT."
 )

@@ -25,6 +25,8 @@ class TorchrunCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
+            if error.option_name == "-n":  # of -np as well
+                raise click.UsageError("mpiexec's -n is --nproc-per-node here.", ctx) from None
             hint = _HINTS.get(error.option_name.replace("_", "-"))
             if hint is None:
                 raise

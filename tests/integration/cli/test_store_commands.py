@@ -95,3 +95,12 @@ def test_wrong_endpoint_is_said() -> None:
 def test_token_is_new_and_long_enough() -> None:
     first, second = (CliRunner().invoke(token_command).output.strip() for _ in range(2))
     assert check_token(first) != check_token(second)
+
+
+def test_an_option_of_all_commands_behind_one_of_them_is_sent_to_its_place() -> None:
+    for arguments in (("ls", "--store", "127.0.0.1:1"), ("get", "key", "--timeout", "1"), ("waits", "--namespace=x")):
+        result = invoke(*arguments)
+        assert result.exit_code == 2
+        name = next(text for text in arguments if text.startswith("--")).partition("=")[0]
+        assert f"{name} goes before the command: asyncdist store {name} ... {arguments[0]}" in result.output
+    assert "No such option '--what'" in invoke("ls", "--what").output

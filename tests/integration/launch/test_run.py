@@ -205,6 +205,8 @@ def test_restarts_run_the_whole_group_again(tmp_path: Path, works_at: str, code:
         (["--signals-to-handle=SIGTERM,USR1", "x"], "'USR1' is not a signal"),
         (["--numa-binding=node", "x"], "no --numa-binding, as torchrun has: bind in the script"),
         (["--rdzv-backend", "etcd", "x"], "is not one of 'static', 'c10d'"),
+        (["-n", "4", "x"], "mpiexec's -n is --nproc-per-node here"),
+        (["-np", "4", "x"], "mpiexec's -n is --nproc-per-node here"),
     ],
 )
 def test_options_that_make_no_sense(arguments: list[str], message: str) -> None:
