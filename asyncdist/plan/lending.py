@@ -6,15 +6,17 @@ fetch the item have done so (`Publish.shielded`), the slice itself can be lent. 
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import TypeGuard
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from typing import Final, TypeGuard
 
 from asyncdist.plan.repeated import RepeatedSteps
 from asyncdist.plan.steps import Buffer, Plan, Publish, Send, Step
 from asyncdist.plan.symbols import PlanError
 
 __all__ = ["check_shielded", "lendable"]
+
+READ_ONLY: Final = (Send, Publish)  # a tuple: a union would be built anew at every isinstance
 
 
 class _Writes:
@@ -23,7 +25,7 @@ class _Writes:
     def __init__(self, plan: Plan) -> None:
         self._places: dict[Buffer, list[tuple[int, int, int]]] = {}
         for index, step in enumerate(plan.steps):
-            if not isinstance(step, Send | Publish):
+            if not isinstance(step, READ_ONLY):
                 self._places.setdefault(step.target.buffer, []).append((step.target.offset, step.target.end, index))
         self._longest = {}
         for buffer, places in self._places.items():
@@ -76,13 +78,11 @@ def check_shielded(plans: Sequence[Plan], bases: Sequence[int], fetchers: Mappin
     Steps are numbered through all plans, rank r's from `bases[r]` on; `fetchers` are, by step that publishes, those
     that fetch its item.
     """
-    claiming = [
-        rank for rank, plan in enumerate(plans) if any(isinstance(s, Publish) and s.shielded for s in plan.steps)
-    ]
+    claiming = [rank for rank, plan in enumerate(plans) if any(map(_claims, plan.steps))] if fetchers else []
     if not claiming:
         return
-    nodes = [rank for rank, plan in enumerate(plans) for _ in plan.steps]
     earlier = _earlier(plans, bases, fetchers)
+    depths = _depths(earlier)
     for rank in claiming:
         plan = plans[rank]
         writes = _Writes(plan)
@@ -90,20 +90,30 @@ def check_shielded(plans: Sequence[Plan], bases: Sequence[int], fetchers: Mappin
             if not _claims(step):
                 continue
             for later in writes.over(index, step):
-                missing = set(fetchers.get(bases[rank] + index, ()))
-                seen = {bases[rank] + later}
-                ahead = [bases[rank] + later]
-                while ahead and missing:
-                    for other in earlier[ahead.pop()]:
-                        if other not in seen:
-                            seen.add(other)
-                            missing.discard(other)
-                            ahead.append(other)
+                missing = _not_over(bases[rank] + later, fetchers.get(bases[rank] + index, ()), earlier, depths)
                 if missing:
+                    ranks = sorted({bisect_right(bases, fetch) - 1 for fetch in missing})
                     raise PlanError(
                         f"rank {rank} says that step {index} is shielded, but its step {later} may overwrite the item "
-                        f"before ranks {sorted({nodes[fetch] for fetch in missing})} have read it"
+                        f"before ranks {ranks} have read it"
                     )
+
+
+def _not_over(
+    step: int, awaited: Sequence[int], earlier: Sequence[Sequence[int]], depths: Sequence[int]
+) -> Collection[int]:
+    """Which of `awaited` may still be going on when `step` begins."""
+    missing = set(awaited)
+    lowest = min((depths[each] for each in awaited), default=0)
+    seen = {step}
+    ahead = [step]
+    while ahead and missing:
+        for other in earlier[ahead.pop()]:
+            if depths[other] >= lowest and other not in seen:  # before lower ones there is none of them
+                seen.add(other)
+                missing.discard(other)
+                ahead.append(other)
+    return missing
 
 
 def _earlier(plans: Sequence[Plan], bases: Sequence[int], fetchers: Mapping[int, Sequence[int]]) -> list[list[int]]:
@@ -114,3 +124,21 @@ def _earlier(plans: Sequence[Plan], bases: Sequence[int], fetchers: Mapping[int,
         for base, plan in zip(bases, plans, strict=False)
         for number, step in enumerate(plan.steps, base)
     ]
+
+
+def _depths(earlier: Sequence[Sequence[int]]) -> Sequence[int]:
+    """By step: how many come one after the other before it, at most. Those that wait for themselves count as last."""
+    followers: list[list[int]] = [[] for _ in earlier]
+    for step, others in enumerate(earlier):
+        for other in others:
+            followers[other].append(step)
+    waiting = [len(others) for others in earlier]
+    depths = [len(earlier)] * len(earlier)
+    ready = [step for step, count in enumerate(waiting) if not count]
+    for step in ready:
+        depths[step] = 1 + max((depths[other] for other in earlier[step]), default=-1)
+        for follower in followers[step]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                ready.append(follower)
+    return depths

@@ -68,16 +68,17 @@ def _prove_family(family: Family, algorithm: str, proof: Proof) -> None:
         if place in firsts and _renamed(*firsts[place], problem, algorithm):
             proof.renamed += 1
         elif _one(problem).root in run_roots(world):
-            _prove_problem(problem, algorithm, proof)
+            plans = _prove_problem(problem, algorithm, proof)
             if place not in firsts and len(family) > 1:
-                firsts[place] = problem, [_plan_of(problem, algorithm)(rank) for rank in range(world)]
+                firsts[place] = problem, plans or [_plan_of(problem, algorithm)(rank) for rank in range(world)]
 
 
-def _prove_problem(problem: Problem | tuple[Problem, ...], algorithm: str, proof: Proof) -> None:
+def _prove_problem(problem: Problem | tuple[Problem, ...], algorithm: str, proof: Proof) -> list[Plan]:
+    """Prove one problem; return its plans, where all were made to run together."""
     plan_of = _plan_of(problem, algorithm)
     if isinstance(problem, Problem) and verify_rotated(problem, plan_of):
         proof.rotated += 1
-        return
+        return []
     plans: list[Plan] = []
     steps = 0
     for rank in range(_one(problem).world):
@@ -85,9 +86,10 @@ def _prove_problem(problem: Problem | tuple[Problem, ...], algorithm: str, proof
         steps += len(plans[-1].steps)
         if steps > MAX_STEPS:
             proof.left_out += 1
-            return
+            return []
     verify(problem, plans)
     proof.run += 1
+    return plans
 
 
 def _renamed(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from asyncdist.plan.steps import Fetch, FetchReduce, Plan, Publish
 from asyncdist.plan.symbols import PlanError
 
 __all__ = ["Published"]
+
+FETCHES: Final = (Fetch, FetchReduce)  # a tuple: a union would be built anew at every isinstance
 
 
 class Published:
@@ -28,7 +31,7 @@ class Published:
         steps: dict[int, Fetch | FetchReduce] = {}
         for base, plan in zip(bases, plans, strict=False):
             for number, step in enumerate(plan.steps, base):
-                if isinstance(step, Fetch | FetchReduce):
+                if isinstance(step, FETCHES):
                     fetches.setdefault((step.peer, step.item), []).append(number)
                     steps[number] = step
         for rank, (base, plan) in enumerate(zip(bases, plans, strict=False)):

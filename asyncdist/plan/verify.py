@@ -28,6 +28,7 @@ worlds, `plan.prove` how; `make prove` does it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from asyncdist.plan.goals import check_goal
 from asyncdist.plan.problem import REDUCTIONS, Problem
@@ -48,6 +49,7 @@ def verify(problem: Problem | Sequence[Problem], plans: Sequence[Plan]) -> None:
     problems = [problem] * problem.world if isinstance(problem, Problem) else list(problem)
     if not len(plans) == len(problems) == problems[0].world:
         raise PlanError(f"{len(plans)} plans for a world of {problems[0].world}")
+    plans = [replace(plan, steps=tuple(plan.steps)) for plan in plans]  # repeated ones worked out, once
     for rank, plan in enumerate(plans):
         _check_alone(problems[rank], rank, plan)
     try:
