@@ -195,10 +195,12 @@ def _ours(x: Any) -> Once:
 
 
 def _join_torch(gpu: Gpu, group: Any, port: int) -> None:
+    if gpu.fake:  # known without the seconds that it takes to load torch
+        raise RuntimeError("torch sees no device")
     import torch
     import torch.distributed as torch_dist
 
-    if gpu.fake or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise RuntimeError("torch sees no device")
     torch_dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=group.rank, world_size=group.size)
 

@@ -46,10 +46,10 @@ def test_it_measures_writes_and_shows(tmp_path):
         assert "shared memory" in done.stdout
     used = own_tuning({"XDG_CACHE_HOME": str(tmp_path)}, 2, one_host=True, transport="auto", overrides={})
     assert used.constants.shared == constants.shared
-    shown = tune(tmp_path, "--show")
-    assert shown.returncode == 0
-    assert "auto" in shown.stdout
-    assert "measured" in shown.stdout
+    shown = invoke(tmp_path, "--show")
+    assert shown.exit_code == 0
+    assert "auto" in shown.output
+    assert "measured" in shown.output
 
 
 def invoke(tmp_path, *arguments):
