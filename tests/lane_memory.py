@@ -1,0 +1,29 @@
+"""Lanes without processes: the members' segments are memory of this process, and nothing moves by itself."""
+
+from __future__ import annotations
+
+from asyncdist.transport.lane import LANE_HEAD_BYTES, Lane, LaneOperation
+
+POOL_BYTES = 4096
+WIDE_BYTES = 32768
+
+
+def make(size: int, payload_bytes: int = POOL_BYTES) -> tuple[list[Lane], list[memoryview]]:
+    segments = [memoryview(bytearray(LANE_HEAD_BYTES + payload_bytes)) for _ in range(size)]
+    lanes = []
+    for rank in range(size):
+        seen = [segment if index == rank else segment.toreadonly() for index, segment in enumerate(segments)]
+        lanes.append(Lane(rank, seen))
+    return lanes, segments
+
+
+def begun(
+    lane: Lane, fingerprint: int, items: int = 0, needs: dict[int, dict[int, int]] | None = None
+) -> LaneOperation:
+    operation = lane.begin(fingerprint, items, needs or {})
+    assert operation is not None
+    return operation
+
+
+def content(member: int, number: int, item: int, length: int) -> bytes:
+    return bytes((member * 7 + number * 13 + item * 29 + index) % 251 for index in range(length))
