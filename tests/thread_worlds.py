@@ -8,38 +8,24 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from contextvars import Context
 from typing import Any
 
+import socket_world
 from jobs import free_port
+from socket_world import LIMIT_S
 
 import asyncdist as dist
 from asyncdist.progress.group import ThreadedGroup
 
-LIMIT_S = 60.0
-"""What no wait here takes unless something hangs."""
-
 
 async def run_ranks(size: int, main: Callable[..., Awaitable[Any]], **options: Any) -> list[Any]:
     """Run `main(group)` on `size` ranks whose messages the communication thread carries."""
-    store = dist.HashStore()
 
-    async def rank_main(rank: int) -> Any:
-        opening = dist.init_process_group(
-            store=store.clone(), rank=rank, world_size=size, progress="thread", **{"timeout": LIMIT_S, **options}
-        )
-        async with opening as group:
-            assert isinstance(group, ThreadedGroup)
-            return await main(group)
+    async def checked(group: Any) -> Any:
+        assert isinstance(group, ThreadedGroup)
+        return await main(group)
 
-    tasks = [asyncio.create_task(rank_main(rank), context=Context()) for rank in range(size)]
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return await socket_world.run_ranks(size, checked, progress="thread", **options)
 
 
 @contextmanager

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from punctual import assert_within, punctual
+from socket_world import socket_world
 
 import asyncdist as dist
 from asyncdist.backend.call_stream import STREAM_WINDOW
@@ -18,22 +18,6 @@ from asyncdist.backend.call_stream import STREAM_WINDOW
 MEBIBYTE = 1 << 20
 PROMPTLY_S = 1.0
 """Failures reach every rank within a second."""
-
-
-@contextlib.asynccontextmanager
-async def world(size: int, **options: Any) -> AsyncIterator[list[dist.ProcessGroup]]:
-    """`size` ranks of this process over real sockets, each with a context of its own."""
-    store = dist.HashStore()
-
-    async def join(rank: int) -> dist.ProcessGroup:
-        return await dist.init_process_group(store=store, rank=rank, world_size=size, timeout=60, **options)
-
-    groups = await asyncio.gather(*(asyncio.create_task(join(rank)) for rank in range(size)))
-    try:
-        yield list(groups)
-    finally:
-        await asyncio.gather(*(group.close() for group in groups), return_exceptions=True)
-        await store.close()
 
 
 async def everywhere(groups: list[dist.ProcessGroup], main: Callable[[dist.ProcessGroup], Awaitable[Any]]) -> list[Any]:
@@ -57,7 +41,7 @@ async def consume(stream: dist.ChunkStream) -> int:
 
 
 async def test_items_of_every_size() -> None:
-    async with world(4) as groups:
+    async with socket_world(4) as groups:
 
         async def main(group: dist.ProcessGroup) -> None:
             rank = group.rank
@@ -76,7 +60,7 @@ async def test_items_of_every_size() -> None:
 
 
 async def test_many_operations_at_once() -> None:
-    async with world(3) as groups:
+    async with socket_world(3) as groups:
 
         async def main(group: dist.ProcessGroup) -> None:
             lists: list[list[Any]] = [[None] * 3 for _ in range(200)]
@@ -88,7 +72,7 @@ async def test_many_operations_at_once() -> None:
 
 
 async def test_a_cancelled_waiter_ends_only_its_waiting() -> None:
-    async with world(2) as groups:
+    async with socket_world(2) as groups:
         slow, quick = groups
         values: list[Any] = [None, None]
         work = quick.all_gather_object(values, "quick")
@@ -101,7 +85,7 @@ async def test_a_cancelled_waiter_ends_only_its_waiting() -> None:
 
 
 async def test_streams_of_megabytes() -> None:
-    async with world(3) as groups:
+    async with socket_world(3) as groups:
 
         async def main(group: dist.ProcessGroup) -> None:
             x = np.full(16 * MEBIBYTE, group.rank, np.uint8)
@@ -117,7 +101,7 @@ async def test_streams_of_megabytes() -> None:
 
 async def test_small_chunks_run_ahead_no_further_than_credit_allows() -> None:
     """Below 64 KiB chunks are sent without being asked for, so the source is ahead by what may be under way."""
-    async with world(2) as groups:
+    async with socket_world(2) as groups:
         source, slow = groups
         chunk_bytes, count = 16 << 10, 1000
         received = np.full(chunk_bytes * count, 7, np.uint8)
@@ -141,7 +125,7 @@ async def test_small_chunks_run_ahead_no_further_than_credit_allows() -> None:
 @punctual
 @pytest.mark.parametrize("kind", ["items", "objects", "broadcast_stream", "all_gather_stream"])
 async def test_a_peer_that_dies_in_the_middle_is_named_promptly(kind: str) -> None:
-    async with world(3) as groups:
+    async with socket_world(3) as groups:
         await everywhere(groups, lambda group: group.barrier())
         died_s = 0.0
         size = 64 * MEBIBYTE
@@ -176,7 +160,7 @@ async def test_a_peer_that_dies_in_the_middle_is_named_promptly(kind: str) -> No
 
 
 async def test_what_cannot_be_sent_on_one_rank_is_refused_and_the_group_goes_on() -> None:
-    async with world(3) as groups:
+    async with socket_world(3) as groups:
 
         async def main(group: dist.ProcessGroup) -> str:
             values: list[Any] = [None] * 3
@@ -193,7 +177,7 @@ async def test_what_cannot_be_sent_on_one_rank_is_refused_and_the_group_goes_on(
 
 
 async def test_pickle_by_agreement() -> None:
-    async with world(2, allow_pickle=True) as groups:
+    async with socket_world(2, allow_pickle=True) as groups:
 
         async def main(group: dist.ProcessGroup) -> list[Any]:
             values: list[Any] = [None] * 2
@@ -201,13 +185,13 @@ async def test_pickle_by_agreement() -> None:
 
         for values in await everywhere(groups, main):
             assert [type(value) for value in values] == [ValueError, ValueError]
-    async with world(2) as groups:
+    async with socket_world(2) as groups:
         with pytest.raises(TypeError, match="ValueError"):
             groups[0].send_object_list([ValueError()], 1)
 
 
 async def test_the_last_waiter_of_a_receive_of_objects_withdraws_it() -> None:
-    async with world(2) as (one, two):
+    async with socket_world(2) as (one, two):
         places: list[Any] = [None]
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):

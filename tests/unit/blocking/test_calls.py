@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from thread_worlds import LIMIT_S, nothing_left
+from socket_world import LIMIT_S
+from thread_worlds import nothing_left
 
 import asyncdist
 import asyncdist.blocking as dist

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from group_kit import Group
-from lane_kit import LIMIT_S, lane_of, run_ranks
+from lane_kit import lane_of
+from socket_world import LIMIT_S, run_ranks
 
 import asyncdist as dist
 from asyncdist.backend.aio import AioBackend

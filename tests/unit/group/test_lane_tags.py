@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 from group_kit import Group
-from lane_kit import lane_of, run_ranks
+from lane_kit import lane_of
+from socket_world import run_ranks
 
 
 async def total(group: Group, tag: int = 0) -> None:

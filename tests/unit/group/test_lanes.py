@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from group_kit import Group, outcome
-from lane_kit import LIMIT_S, lane_of, run_ranks
+from lane_kit import lane_of
 from mesh_world import eventually, open_fds
+from socket_world import LIMIT_S, run_ranks
 
 import asyncdist as dist
 from asyncdist.reduce_op import PremulSum
