@@ -94,7 +94,7 @@ def loses_events() -> Patches:
 
     def forgetful(self: History, event: Any) -> None:
         count[0] += 1
-        if count[0] % 2:
+        if count[0] % 5:
             append(self, event)
 
     return [(History, "append", forgetful)]
@@ -117,7 +117,7 @@ def does_not_wake() -> Patches:
 
     def sleepy(self: StoreState, *arguments: Any) -> None:
         count[0] += 1
-        if count[0] % 2:
+        if count[0] % 5:
             wake(self, *arguments)
 
     return [(StoreState, "wake", sleepy)]
