@@ -103,8 +103,19 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def _deadlocked(self) -> NoReturn:
         waiting = sorted(
-            f"{task.get_name()}: {task.get_coro()!r}" for task in asyncio.all_tasks(self) if not task.done()
+            f"{task.get_name()}: {_where(task.get_coro())}" for task in asyncio.all_tasks(self) if not task.done()
         )
         raise DeadlockError(
             f"nothing can happen any more at {self.time():g} s, and these tasks wait: " + "; ".join(waiting)
         )
+
+
+def _where(awaited: Any) -> str:
+    """Where a coroutine waits, down to the innermost one, and for what if that says so itself."""
+    place = repr(awaited)
+    while frame := getattr(awaited, "cr_frame", None):
+        place = f"{awaited.__qualname__} at {frame.f_code.co_filename}:{frame.f_lineno}"
+        awaited = awaited.cr_await
+    frame = getattr(awaited, "gi_frame", None)  # of an __await__
+    waited_for = frame.f_locals.get("self") if frame is not None else None
+    return place if waited_for is None else f"{place} for {waited_for!r}"

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Awaitable, Callable
+import inspect
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Final, TypeVar
 
+from asyncdist.causes import CONSEQUENCES, first_cause
 from asyncdist.deadline import Deadline
+from asyncdist.errors import GroupAbortedError
 from asyncdist.group import ProcessGroup
 from asyncdist.init_method import InitMethod, StoreSource
 from asyncdist.initialize import open_world
@@ -40,9 +43,11 @@ class SimulatedWorld:
         self.network = MemoryNetwork(loop, seed, latency_s)
         self.store = HashStore()
         self.world_id = b""
+        self.killed: set[int] = set()
 
     def kill(self, rank: int) -> None:
         """Let `rank` vanish as if its process were killed: its peers see the connection end without a goodbye."""
+        self.killed.add(rank)
         self.network.cut(rank, self.world_id)
 
     async def join(
@@ -88,12 +93,18 @@ def run_world(
     """Run `main(group)` on `size` ranks and return their results in rank order.
 
     With `pass_world`, `main(group, world)` also gets the `SimulatedWorld`. A `seed` makes timing random and
-    repeatable. The first rank's failure is raised once all have ended; `DeadlockError` when nothing can happen any
-    more. Groups are closed when `main` returns, and aborted when it raises.
+    repeatable. Once all have ended the failure that brought down the others is raised, with a note that names its rank;
+    of several the lowest rank's. `DeadlockError` when nothing can happen any more. Groups are closed when `main`
+    returns, and aborted when it raises. ValueError without a rank; RuntimeError within a running event loop, as a test
+    that calls this is no coroutine.
 
     Virtual time does not pass in threads: ranks that wait for one (`fake_cuda`, `asyncio.to_thread`) need a
     `loop_factory` of real time, such as `asyncio.new_event_loop`.
     """
+    if size < 1:
+        raise ValueError(f"size must be at least 1, got {size}")
+    if asyncio._get_running_loop() is not None:
+        raise RuntimeError("run_world() has a loop of its own: call it from a plain function, not from a coroutine")
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_run(size, main, seed, latency_s, timeout_s, pass_world))
 
@@ -113,7 +124,10 @@ async def _run(
         group = await world.join(rank, timeout_s)
         async with group:
             arguments: tuple[Any, ...] = (group, world) if pass_world else (group,)
-            return await main(*arguments)
+            result = main(*arguments)
+            if not inspect.isawaitable(result):
+                raise TypeError(f"main must be an async function: it returned {result!r}, which cannot be awaited")
+            return await result
 
     tasks = [
         loop.create_task(rank_main(rank), name=f"rank {rank}", context=contextvars.copy_context())
@@ -126,4 +140,24 @@ async def _run(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await world.store.close()
+    _raise_the_cause(tasks, world.killed)
     return [task.result() for task in tasks]
+
+
+def _raise_the_cause(tasks: Sequence[asyncio.Task[Any]], killed: Collection[int]) -> None:
+    """Raise the failure that explains the others, if there is any; it names its rank in a note."""
+    failed = [(rank, task) for rank, task in enumerate(tasks) if not task.cancelled() and task.exception() is not None]
+    if not failed:
+        return
+    rank, task = min(failed, key=lambda one: (one[0] in killed, _remoteness(one[1].exception())))
+    error = task.exception()
+    assert error is not None
+    error.add_note(f"raised on rank {rank}")
+    raise error
+
+
+def _remoteness(error: BaseException | None) -> int:
+    """How far from the cause this may be: 0 is one, 1 names another rank, 2 only repeats what that one was told."""
+    assert error is not None
+    cause = first_cause(error)
+    return 2 if isinstance(cause, GroupAbortedError) else int(isinstance(cause, CONSEQUENCES))

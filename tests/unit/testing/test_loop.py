@@ -58,7 +58,7 @@ def test_deadlock_is_an_error_that_names_the_tasks() -> None:
         asyncio.current_task().set_name("rank 7")  # type: ignore[union-attr]
         await main()
 
-    with pytest.raises(DeadlockError, match=r"at 11 s.*rank 7"):
+    with pytest.raises(DeadlockError, match=r"at 11 s.*rank 7: .*main at \S+test_loop\.py:\d+"):
         run(named)
 
 
