@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from asyncdist.arrays import Array
-from asyncdist.cuda.interface import Memory, Pinned
+from asyncdist.cuda.interface import Memory, Pinned, Resource
 from asyncdist.errors import DistBackendError
 
 if TYPE_CHECKING:
@@ -264,37 +264,34 @@ def free_with(owner: object, free: Callable[[Block], None], block: Block) -> Non
     weakref.finalize(owner, free, block).atexit = False
 
 
-class FakePinned(Pinned):
+class _Held(Resource):
+    def __init__(self, block: Block, release: Callable[[Block], None]) -> None:
+        self._block = block
+        self._release = release
+        self.pointer = block.pointer
+        self.nbytes = block.nbytes
+
+    def close(self) -> None:
+        """Give it back. Raises DistBackendError if queued work still uses it."""
+        if not self._block.freed:
+            self._release(self._block)
+
+
+class FakePinned(_Held, Pinned):
     """Host memory that pretends to be page-locked."""
 
     def __init__(self, block: Block, release: Callable[[Block], None]) -> None:
-        self._block = block
-        self._release = release
-        self.pointer = block.pointer
-        self.nbytes = block.nbytes
+        super().__init__(block, release)
         self.array = block.octets
 
-    def close(self) -> None:
-        """See Pinned. Raises DistBackendError if queued work still uses it."""
-        if not self._block.freed:
-            self._release(self._block)
 
-
-class FakeMemory(Memory):
+class FakeMemory(_Held, Memory):
     """A block of a fake device."""
 
     def __init__(self, block: Block, release: Callable[[Block], None]) -> None:
+        super().__init__(block, release)
         assert block.device is not None
-        self._block = block
-        self._release = release
-        self.pointer = block.pointer
-        self.nbytes = block.nbytes
         self.device = block.device
-
-    def close(self) -> None:
-        """See Memory. Raises DistBackendError if queued work still uses it."""
-        if not self._block.freed:
-            self._release(self._block)
 
 
 def make_handle(kind: str, key: str, nbytes: int) -> bytes:

@@ -177,12 +177,7 @@ class ProcessHandle(asyncio.Handle):
             super()._run()
 
 
-class ProcessTimerHandle(asyncio.TimerHandle):
+class ProcessTimerHandle(ProcessHandle, asyncio.TimerHandle):
     """A timer of a process."""
 
     __slots__ = ()
-
-    def _run(self) -> None:
-        process = self._context.get(PROCESS)  # type: ignore[attr-defined]
-        if process is None or process.may_run(self):
-            super()._run()
