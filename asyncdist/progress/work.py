@@ -78,12 +78,11 @@ class ThreadWork(Work[T]):
 
     def adopt(self, inner: Work[T]) -> ThreadWork[T]:
         """As `follow`, for a Work that nobody has seen yet: what has ended already is done at once."""
+        if not inner._done:
+            return self.follow(inner)
         self._inner = inner
         self.sequence = inner.sequence
-        if inner._done:
-            self.deliver()
-        else:
-            inner._listener = self
+        self.deliver()
         return self
 
     def work_ended(self) -> None:
