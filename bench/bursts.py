@@ -65,8 +65,7 @@ async def measure(adapter: Adapter, case: Case, context: RankContext) -> Record:
         cpu_ns = time.process_time_ns() - cpu_ns
         record.wrong += _wrong_rows(whole, total, number * ranks + ranks * (ranks - 1) // 2)
         if number >= case.warmup:
-            record.add(start_ns, end_ns)
-            record.cpu_ns += cpu_ns
+            record.add(start_ns, end_ns, cpu_ns)
     return record
 
 

@@ -56,9 +56,10 @@ class Record:
     cpu_ns: int = 0
     extra: dict[str, float] = field(default_factory=dict)
 
-    def add(self, start_ns: int, end_ns: int) -> None:
+    def add(self, start_ns: int, end_ns: int, cpu_ns: int = 0) -> None:
         self.starts_ns.append(start_ns)
         self.ends_ns.append(end_ns)
+        self.cpu_ns += cpu_ns
 
 
 @dataclass(frozen=True)

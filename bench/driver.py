@@ -110,5 +110,4 @@ async def _samples(adapter: Adapter, case: Case, buffers: Buffers, start: Start,
         if adapter.verifies:
             record.wrong += not buffers.is_right(number, whole=number == total - 1)
         if number >= case.warmup:
-            record.add(start_ns, end_ns)
-            record.cpu_ns += cpu_ns
+            record.add(start_ns, end_ns, cpu_ns)

@@ -70,8 +70,7 @@ async def _ping(adapter: Adapter, case: Case, record: Record) -> None:
         await _finish(adapter, sent)
         record.wrong += adapter.verifies and not pattern.is_right(back, number)
         if number >= case.warmup:
-            record.add(start_ns, end_ns)
-            record.cpu_ns += cpu_ns
+            record.add(start_ns, end_ns, cpu_ns)
 
 
 async def _pong(adapter: Adapter, case: Case) -> None:
@@ -106,8 +105,7 @@ async def _one_way_out(adapter: Adapter, case: Case, record: Record) -> None:
         await _finish(adapter, adapter.send(message, 1))
         end_ns = time.perf_counter_ns()
         if number >= case.warmup:
-            record.add(start_ns, end_ns)
-            record.cpu_ns += time.process_time_ns() - cpu_ns
+            record.add(start_ns, end_ns, time.process_time_ns() - cpu_ns)
 
 
 async def _one_way_in(adapter: Adapter, case: Case, record: Record) -> None:
@@ -127,8 +125,7 @@ async def _one_way_in(adapter: Adapter, case: Case, record: Record) -> None:
         cpu_ns = time.process_time_ns() - cpu_ns
         record.wrong += adapter.verifies and not pattern.is_right(array, number)
         if number >= case.warmup:
-            record.add(start_ns, end_ns)
-            record.cpu_ns += cpu_ns
+            record.add(start_ns, end_ns, cpu_ns)
 
 
 async def _window(adapter: Adapter, case: Case, rank: int, record: Record) -> None:
@@ -153,7 +150,6 @@ async def _window(adapter: Adapter, case: Case, rank: int, record: Record) -> No
             await _finish(adapter, adapter.send(reply, 0))
         end_ns = time.perf_counter_ns()
         if number >= case.warmup:
-            record.add(start_ns, end_ns)
-            record.cpu_ns += time.process_time_ns() - cpu_ns
+            record.add(start_ns, end_ns, time.process_time_ns() - cpu_ns)
         if rank == 1:
             record.wrong += adapter.verifies and not pattern.is_right(array, number)
