@@ -1,4 +1,4 @@
-"""The command line: `asyncdist run`, `asyncdist store`, `asyncdist token`. Commands are imported when they are used."""
+"""The command line, `asyncdist`. Commands are imported when they are used."""
 
 from __future__ import annotations
 
