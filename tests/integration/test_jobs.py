@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,17 +189,24 @@ def test_no_store_is_an_error_that_says_where() -> None:
     assert rank.stderr.count("Traceback") == 1
 
 
+def answer_as_a_web_server(listener: socket.socket) -> None:
+    """Until the listener is shut down: how many connections come depends on how busy the machine is."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+
+
 @pytest.mark.parametrize("talks", [False, True])
 def test_a_port_held_by_something_else_is_an_error_on_every_rank(talks: bool) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=64) as stranger:
         port = stranger.getsockname()[1]
-        ranks = start_ranks(JOIN, 2, {"MASTER_PORT": str(port), "LIMIT": "3"})
         if talks:
-            for _ in range(2):
-                connection, _ = stranger.accept()
-                connection.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
-                connection.close()
-        for rank in finish(ranks):
+            threading.Thread(target=answer_as_a_web_server, args=(stranger,), daemon=True).start()
+        ended = finish(start_ranks(JOIN, 2, {"MASTER_PORT": str(port), "LIMIT": "3"}))
+        stranger.shutdown(socket.SHUT_RDWR)
+        for rank in ended:
             assert rank.returncode == 1
             last = rank.stderr.splitlines()[-1]
             assert f"127.0.0.1:{port}" in last, rank.stderr
