@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from asyncdist.backend.base import CollectiveWork, GroupBackend
-from asyncdist.backend.call import Call
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, ROOTED
 from asyncdist.reduce_op import PremulSum, ReduceOp
@@ -94,17 +93,21 @@ class Consistency:
         self._backend = backend
         self._works = works
         self._fail = fail
-        self._full = world.options.get("check") == "full" and len(ranks) > 1
         self._issued: deque[tuple[Key, str, tuple[Any, ...], str]] = deque(maxlen=ISSUED_KEPT)
+        self.issued: Callable[[tuple[Key, str, tuple[Any, ...], str]], None]
+        """issued((key, operation, recipe key, "")): a collective has been issued here; it is about to start."""
+        self.check_fully(world.options.get("check") == "full" and len(ranks) > 1)
         self._inquiries: dict[Key, _Inquiry] = {}
         self._reports: dict[Key, dict[str, tuple[int, str]]] = {}
 
-    def issued(self, key: Key, operation: str, call: Call) -> None:
-        """A collective has been issued here; it is about to start."""
-        if not self._full:
-            self._issued.append((key, operation, call.recipe_key, ""))  # a plain tuple: this is on the way of all
-            return
-        entry = _Issued(key, operation, call.recipe_key, _calling_line())
+    def check_fully(self, full: bool) -> None:
+        """Whether to report all collectives from now on."""
+        self._full = full
+        # A plain tuple and no call of ours, where that is enough: this is on the way of all.
+        self.issued = self._issue_and_report if full else self._issued.append
+
+    def _issue_and_report(self, issued: tuple[Key, str, tuple[Any, ...], str]) -> None:
+        entry = _Issued(*issued[:-1], _calling_line())
         self._issued.append(entry)
         self._report(entry)
 

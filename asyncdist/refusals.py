@@ -29,7 +29,7 @@ class Refusals:
     is under way; `abort(error, kind, text, rank)` ends the group.
     """
 
-    __slots__ = ("_abort", "_backend", "_early", "_fail", "_group_id", "_ranks", "_sequences", "_works", "_world")
+    __slots__ = ("_abort", "_backend", "_fail", "_group_id", "_ranks", "_sequences", "_works", "_world", "early")
 
     def __init__(
         self,
@@ -50,7 +50,8 @@ class Refusals:
         self._sequences = sequences
         self._fail = fail
         self._abort = abort
-        self._early: dict[Key, CollectiveMismatchError] = {}
+        self.early: dict[Key, CollectiveMismatchError] = {}
+        """Heard of before the operation was issued here: who issues it takes it out."""
 
     def tell(self, tag: int, sequence: int, error: BaseException) -> None:
         """This rank refuses: tell all others."""
@@ -63,18 +64,14 @@ class Refusals:
         error = CollectiveMismatchError(f"rank {rank} refused the operation: {text}", rank)
         key = (tag, sequence)
         if key not in self._works:
-            if self._sequences.get(tag, 0) > sequence or key in self._early:
+            if self._sequences.get(tag, 0) > sequence or key in self.early:
                 return
-            if len(self._early) >= REFUSALS_KEPT:
+            if len(self.early) >= REFUSALS_KEPT:
                 self._abort(error, "mismatch", f"{error} (one of {REFUSALS_KEPT} refusals in a row)", rank)
                 return
-            self._early[key] = error
+            self.early[key] = error
         self._backend.drop(tag, sequence)
         # Passed on, so that who hears of our leaving, or of others', has heard of this before.
         self._world.tell(self._ranks, ["refused", self._group_id, tag, sequence, rank, text], dial=False)
         if key in self._works:
             self._fail(key, error)
-
-    def take(self, key: Key) -> CollectiveMismatchError | None:
-        """The refusal heard of before the operation was issued here, once."""
-        return self._early.pop(key, None) if self._early else None

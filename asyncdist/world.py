@@ -60,6 +60,8 @@ class GroupListener(Protocol):
 
     group_id: int
     ranks: tuple[int, ...]
+    usable: bool
+    """Whether operations can be issued; False in a forked child."""
 
     def peer_lost(self, rank: int, error: PeerLostError) -> None:
         """A member is gone."""
@@ -166,6 +168,8 @@ class World:
     def close_after_fork(self) -> None:
         """In a forked child: the groups are the parent's."""
         self.closed = self.forked = True
+        for group in self.groups.values():
+            group.usable = False
 
     # What the mesh reports.
 

@@ -23,7 +23,7 @@ LAYERS = (
     {"rendezvous", "heartbeat", "host_constants", "consistency", "init_method", "world"},
     {"overlap", "causes", "expiry", "failures", "pairs", "refusals"},
     {"operations"},
-    {"group", "group_backends", "non_member", "context"},
+    {"group", "group_backends", "group_core", "non_member", "context"},
     {"api"},
     {"progress"},
     {"initialize", "data_parallel"},

@@ -137,14 +137,15 @@ def parse_backend(backend: str | None) -> Backends:
 class CollectiveWork(Work[Any]):
     """A collective under way. `number` is its sequence number among those of its `tag`, `value` its result to be."""
 
-    __slots__ = ("deadline_s", "number", "tag", "value")
+    __slots__ = ("deadline_s", "key", "number", "tag", "value")
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, operation: str, nbytes: int, tag: int, number: int, value: Any
     ) -> None:
-        super().__init__(loop, operation, nbytes, number)
+        Work.__init__(self, loop, operation, nbytes, number)
         self.tag = tag
         self.number = number
+        self.key = (tag, number)
         self.value = value
         self.deadline_s: float | None = None
 

@@ -10,7 +10,6 @@ from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.executor.work import Work
 from asyncdist.operations.items import DEFAULT_MAX_TOTAL_BYTES, ItemIssuer
 from asyncdist.operations.point_to_point import DEFAULT_MAX_BYTES
-from asyncdist.pairs import check_tag
 
 __all__ = ["Arrays"]
 
@@ -34,7 +33,7 @@ class Arrays(ItemIssuer):
     ) -> Work[list[Any]]:
         """Gather everybody's `array` on every rank. The result is the list of them, in rank order."""
         terms = self._terms(max_bytes, max_total_bytes)
-        return self._collective("all_gather_array", check_tag(tag), timeout, call_items.all_gather_array, array, terms)
+        return self._collective("all_gather_array", tag, timeout, call_items.all_gather_array, array, terms)
 
     def gather_array(
         self,
@@ -48,7 +47,7 @@ class Arrays(ItemIssuer):
     ) -> Work[list[Any] | None]:
         """Gather everybody's `array` on the root. The result is the list of them, in rank order; None elsewhere."""
         root, terms = self._root("gather_array", root, tag), self._terms(max_bytes, max_total_bytes)
-        return self._collective("gather_array", check_tag(tag), timeout, call_items.gather_array, array, root, terms)
+        return self._collective("gather_array", tag, timeout, call_items.gather_array, array, root, terms)
 
     def broadcast_array(
         self,
@@ -64,9 +63,7 @@ class Arrays(ItemIssuer):
         The array travels in one piece; `broadcast` moves large ones of known shape in chunks, which is faster.
         """
         root, terms = self._root("broadcast_array", root, tag), self._terms(max_bytes)
-        return self._collective(
-            "broadcast_array", check_tag(tag), timeout, call_items.broadcast_array, array, root, terms
-        )
+        return self._collective("broadcast_array", tag, timeout, call_items.broadcast_array, array, root, terms)
 
     def scatter_array(
         self,
@@ -80,4 +77,4 @@ class Arrays(ItemIssuer):
     ) -> Work[Any]:
         """Give rank r the r-th of the root's `arrays` (None on the other ranks). The result is this rank's array."""
         root, terms = self._root("scatter_array", root, tag), self._terms(max_bytes, max_total_bytes)
-        return self._collective("scatter_array", check_tag(tag), timeout, call_items.scatter_array, arrays, root, terms)
+        return self._collective("scatter_array", tag, timeout, call_items.scatter_array, arrays, root, terms)

@@ -9,7 +9,6 @@ from asyncdist.backend import call_coalesced as call
 from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.executor.work import Work
 from asyncdist.operations.issuer import Issuer
-from asyncdist.pairs import check_tag
 from asyncdist.reduce_op import ReduceOp, ReduceOpLike
 
 __all__ = ["Coalesced"]
@@ -31,7 +30,7 @@ class Coalesced(Issuer):
 
         Raises ValueError for an empty list or several dtypes.
         """
-        return self._collective("all_reduce_coalesced", check_tag(tag), timeout, call.all_reduce_coalesced, tensors, op)
+        return self._collective("all_reduce_coalesced", tag, timeout, call.all_reduce_coalesced, tensors, op)
 
     def broadcast_coalesced(
         self, tensors: Sequence[Any], root: int, *, tag: int = 0, timeout: Timeout = INHERIT
@@ -42,7 +41,7 @@ class Coalesced(Issuer):
         """
         operation = "broadcast_coalesced"
         root = self._root(operation, root, tag)
-        return self._collective(operation, check_tag(tag), timeout, call.broadcast_coalesced, tensors, root, self.rank)
+        return self._collective(operation, tag, timeout, call.broadcast_coalesced, tensors, root, self.rank)
 
     def all_gather_coalesced(
         self,
@@ -58,7 +57,7 @@ class Coalesced(Issuer):
         """
         return self._collective(
             "all_gather_coalesced",
-            check_tag(tag),
+            tag,
             timeout,
             call.all_gather_coalesced,
             output_tensor_lists,
@@ -80,7 +79,7 @@ class Coalesced(Issuer):
         """
         return self._collective(
             "all_gather_into_tensor_coalesced",
-            check_tag(tag),
+            tag,
             timeout,
             call.all_gather_into_tensor_coalesced,
             output_tensors,
@@ -103,7 +102,7 @@ class Coalesced(Issuer):
         """
         return self._collective(
             "reduce_scatter_tensor_coalesced",
-            check_tag(tag),
+            tag,
             timeout,
             call.reduce_scatter_tensor_coalesced,
             outputs,

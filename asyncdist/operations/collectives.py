@@ -9,7 +9,6 @@ from asyncdist.backend import call, call_exchange
 from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.executor.work import Work
 from asyncdist.operations.issuer import Issuer
-from asyncdist.pairs import check_tag
 from asyncdist.reduce_op import ReduceOp, ReduceOpLike
 
 __all__ = ["Collectives"]
@@ -25,19 +24,19 @@ class Collectives(Issuer):
 
         All ranks hold bit-identical results. The result is `tensor`.
         """
-        return self._collective("all_reduce", check_tag(tag), timeout, call.all_reduce, tensor, op)
+        return self._collective("all_reduce", tag, timeout, call.all_reduce, tensor, op)
 
     def broadcast(self, tensor: Any, root: int, *, tag: int = 0, timeout: Timeout = INHERIT) -> Work[Any]:
         """Copy the root's `tensor` (any shape, equal on all ranks) into everybody's. The result is `tensor`."""
         root = self._root("broadcast", root, tag)
-        return self._collective("broadcast", check_tag(tag), timeout, call.broadcast, tensor, root, self.rank)
+        return self._collective("broadcast", tag, timeout, call.broadcast, tensor, root, self.rank)
 
     def reduce(
         self, tensor: Any, root: int, op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT
     ) -> Work[Any]:
         """Reduce `tensor` over all ranks into the root's; the others' stay as they are. The result is `tensor`."""
         root = self._root("reduce", root, tag)
-        return self._collective("reduce", check_tag(tag), timeout, call.reduce, tensor, root, op, self.rank)
+        return self._collective("reduce", tag, timeout, call.reduce, tensor, root, op, self.rank)
 
     def all_gather(
         self, tensor_list: Sequence[Any], tensor: Any, *, tag: int = 0, timeout: Timeout = INHERIT
@@ -46,9 +45,7 @@ class Collectives(Issuer):
 
         The arrays may differ in size, as the tensors do; every rank gives the same sizes, its own shaped like `tensor`.
         """
-        return self._collective(
-            "all_gather", check_tag(tag), timeout, call.all_gather, tensor_list, tensor, self.rank, self.size
-        )
+        return self._collective("all_gather", tag, timeout, call.all_gather, tensor_list, tensor, self.rank, self.size)
 
     def all_gather_into_tensor(
         self, output_tensor: Any, input_tensor: Any, *, tag: int = 0, timeout: Timeout = INHERIT
@@ -56,7 +53,7 @@ class Collectives(Issuer):
         """Fill `output_tensor` (`size` times the elements of `input_tensor`) with everybody's, in rank order."""
         return self._collective(
             "all_gather_into_tensor",
-            check_tag(tag),
+            tag,
             timeout,
             call.all_gather_into_tensor,
             output_tensor,
@@ -81,9 +78,7 @@ class Collectives(Issuer):
         """
         root = self._root("gather", root, tag)
         prepare = call_exchange.gather_uneven if uneven else call.gather
-        return self._collective(
-            "gather", check_tag(tag), timeout, prepare, tensor, gather_list, root, self.rank, self.size
-        )
+        return self._collective("gather", tag, timeout, prepare, tensor, gather_list, root, self.rank, self.size)
 
     def scatter(
         self,
@@ -102,9 +97,7 @@ class Collectives(Issuer):
         """
         root = self._root("scatter", root, tag)
         prepare = call_exchange.scatter_uneven if uneven else call.scatter
-        return self._collective(
-            "scatter", check_tag(tag), timeout, prepare, tensor, scatter_list, root, self.rank, self.size
-        )
+        return self._collective("scatter", tag, timeout, prepare, tensor, scatter_list, root, self.rank, self.size)
 
     def reduce_scatter(
         self,
@@ -117,7 +110,7 @@ class Collectives(Issuer):
     ) -> Work[Any]:
         """Reduce `input_list[r]` of all ranks into rank r's `output`; sizes may differ between entries."""
         return self._collective(
-            "reduce_scatter", check_tag(tag), timeout, call.reduce_scatter, output, input_list, op, self.rank, self.size
+            "reduce_scatter", tag, timeout, call.reduce_scatter, output, input_list, op, self.rank, self.size
         )
 
     def reduce_scatter_tensor(
@@ -132,7 +125,7 @@ class Collectives(Issuer):
         """Reduce `input` (`size` times the elements of `output`) over all ranks; rank r gets the r-th part."""
         return self._collective(
             "reduce_scatter_tensor",
-            check_tag(tag),
+            tag,
             timeout,
             call.reduce_scatter_tensor,
             output,
@@ -143,4 +136,4 @@ class Collectives(Issuer):
 
     def barrier(self, *, tag: int = 0, timeout: Timeout = INHERIT) -> Work[Any]:
         """Done once every rank has called it."""
-        return self._collective("barrier", check_tag(tag), timeout, call.barrier)
+        return self._collective("barrier", tag, timeout, call.barrier)

@@ -9,7 +9,6 @@ from asyncdist.backend import call_exchange as call
 from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.executor.work import Work
 from asyncdist.operations.issuer import Issuer
-from asyncdist.pairs import check_tag
 
 __all__ = ["Exchanges"]
 
@@ -37,7 +36,7 @@ class Exchanges(Issuer):
         """
         return self._collective(
             "all_to_all",
-            check_tag(tag),
+            tag,
             timeout,
             call.all_to_all,
             output_tensor_list,
@@ -67,7 +66,7 @@ class Exchanges(Issuer):
         """
         return self._collective(
             "all_to_all_single",
-            check_tag(tag),
+            tag,
             timeout,
             call.all_to_all_single,
             output,

@@ -32,12 +32,11 @@ class Monitored(Issuer):
 
         `wait_all_ranks` is torch's choice between the first missing rank and all; here it is always all.
         """
-        checked = check_tag(tag)
         try:
             timeout_s = self.timeout_s if timeout is INHERIT else timeout_seconds(timeout, None)
         except (TypeError, ValueError) as error:
-            self.refuse(MONITORED_BARRIER, checked, error)
+            self.refuse(MONITORED_BARRIER, check_tag(tag), error)
             raise
         if timeout_s is not None and self.rank != 0:
             timeout_s += VERDICT_S
-        return self._collective(MONITORED_BARRIER, checked, timeout_s, call.monitored_barrier)
+        return self._collective(MONITORED_BARRIER, tag, timeout_s, call.monitored_barrier)

@@ -9,7 +9,6 @@ from asyncdist.backend import call_multi_device as call
 from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.executor.work import Work
 from asyncdist.operations.issuer import Issuer
-from asyncdist.pairs import check_tag
 from asyncdist.reduce_op import ReduceOp, ReduceOpLike
 
 __all__ = ["MultiDevice"]
@@ -26,9 +25,7 @@ class MultiDevice(Issuer):
         self, tensor_list: Sequence[Any], op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT
     ) -> Work[Any]:
         """Reduce all arrays of all ranks, in place in each of them. The result is `tensor_list`."""
-        return self._collective(
-            "all_reduce_multigpu", check_tag(tag), timeout, call.all_reduce_multigpu, tensor_list, op
-        )
+        return self._collective("all_reduce_multigpu", tag, timeout, call.all_reduce_multigpu, tensor_list, op)
 
     def broadcast_multigpu(
         self, tensor_list: Sequence[Any], root: int, src_tensor: int = 0, *, tag: int = 0, timeout: Timeout = INHERIT
@@ -37,7 +34,7 @@ class MultiDevice(Issuer):
         operation = "broadcast_multigpu"
         root = self._root(operation, root, tag)
         return self._collective(
-            operation, check_tag(tag), timeout, call.broadcast_multigpu, tensor_list, root, src_tensor, self.rank
+            operation, tag, timeout, call.broadcast_multigpu, tensor_list, root, src_tensor, self.rank
         )
 
     def reduce_multigpu(
@@ -54,7 +51,7 @@ class MultiDevice(Issuer):
         operation = "reduce_multigpu"
         root = self._root(operation, root, tag)
         return self._collective(
-            operation, check_tag(tag), timeout, call.reduce_multigpu, tensor_list, root, dst_tensor, op, self.rank
+            operation, tag, timeout, call.reduce_multigpu, tensor_list, root, dst_tensor, op, self.rank
         )
 
     def all_gather_multigpu(
@@ -71,7 +68,7 @@ class MultiDevice(Issuer):
         """
         return self._collective(
             "all_gather_multigpu",
-            check_tag(tag),
+            tag,
             timeout,
             call.all_gather_multigpu,
             output_tensor_lists,
@@ -95,7 +92,7 @@ class MultiDevice(Issuer):
         """
         return self._collective(
             "reduce_scatter_multigpu",
-            check_tag(tag),
+            tag,
             timeout,
             call.reduce_scatter_multigpu,
             output_tensor_list,

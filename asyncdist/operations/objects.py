@@ -11,7 +11,6 @@ from asyncdist.executor.work import Work
 from asyncdist.operations.issuer import check_rank
 from asyncdist.operations.items import ItemIssuer
 from asyncdist.operations.point_to_point import DEFAULT_MAX_BYTES
-from asyncdist.pairs import check_tag
 
 __all__ = ["Objects"]
 
@@ -41,7 +40,7 @@ class Objects(ItemIssuer):
         """Fill `object_list` (one place per rank) with everybody's `obj`. The result is `object_list`."""
         terms = self._terms(max_bytes)
         return self._collective(
-            "all_gather_object", check_tag(tag), timeout, call_items.all_gather_object, object_list, obj, terms
+            "all_gather_object", tag, timeout, call_items.all_gather_object, object_list, obj, terms
         )
 
     def gather_object(
@@ -58,7 +57,7 @@ class Objects(ItemIssuer):
         root, terms = self._root("gather_object", root, tag), self._terms(max_bytes)
         return self._collective(
             "gather_object",
-            check_tag(tag),
+            tag,
             timeout,
             call_items.gather_object,
             obj,
@@ -80,7 +79,7 @@ class Objects(ItemIssuer):
         root, terms = self._root("broadcast_object_list", root, tag), self._terms(max_bytes)
         return self._collective(
             "broadcast_object_list",
-            check_tag(tag),
+            tag,
             timeout,
             call_items.broadcast_object_list,
             object_list,
@@ -105,7 +104,7 @@ class Objects(ItemIssuer):
         root, terms = self._root("scatter_object_list", root, tag), self._terms(max_bytes)
         return self._collective(
             "scatter_object_list",
-            check_tag(tag),
+            tag,
             timeout,
             call_items.scatter_object_list,
             scatter_object_output_list,

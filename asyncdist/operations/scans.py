@@ -8,7 +8,6 @@ from asyncdist.backend import call_scan as call
 from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.executor.work import Work
 from asyncdist.operations.issuer import Issuer
-from asyncdist.pairs import check_tag
 from asyncdist.reduce_op import ReduceOp, ReduceOpLike
 
 __all__ = ["Scans"]
@@ -24,10 +23,10 @@ class Scans(Issuer):
         self, tensor: Any, op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT
     ) -> Work[Any]:
         """Reduce the `tensor` (any shape, equal on all ranks) of ranks 0 to r into rank r's. The result is `tensor`."""
-        return self._collective("scan", check_tag(tag), timeout, call.scan, tensor, op)
+        return self._collective("scan", tag, timeout, call.scan, tensor, op)
 
     def exscan(
         self, tensor: Any, op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT
     ) -> Work[Any]:
         """Reduce the `tensor` of ranks 0 to r - 1 into rank r's; rank 0's stays as it is. The result is `tensor`."""
-        return self._collective("exscan", check_tag(tag), timeout, call.exscan, tensor, op, self.rank)
+        return self._collective("exscan", tag, timeout, call.exscan, tensor, op, self.rank)

@@ -14,7 +14,6 @@ from asyncdist.backend.call_stream import Progress, StreamCall
 from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.executor.work import Work
 from asyncdist.operations.issuer import Issuer
-from asyncdist.pairs import check_tag
 
 __all__ = ["DEFAULT_CHUNK_BYTES", "ChunkStream", "StreamChunk", "Streams"]
 
@@ -171,5 +170,5 @@ class Streams(Issuer):
             made.append(make(*arguments, self.rank, self.size, Progress()))
             return made[0]
 
-        work = self._collective(operation, check_tag(tag), timeout, prepare)
+        work = self._collective(operation, tag, timeout, prepare)
         return ChunkStream(work, made[0], sources)

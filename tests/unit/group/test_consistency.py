@@ -24,7 +24,7 @@ def differ(calls: Calls, seed: int | None = None, full: bool = False) -> list[Ba
     """What each rank gets when it makes the call of its number; a rank whose call ends well makes a barrier then."""
 
     async def main(group: Group) -> BaseException:
-        group._consistency._full = full
+        group._consistency.check_fully(full)
         try:
             found = await outcome(calls[group.rank](group))
             if not isinstance(found, BaseException):
@@ -111,7 +111,7 @@ def test_a_side_that_has_gone_on_still_says_what_it_ran() -> None:
 
 def test_the_error_does_not_wait_for_a_side_that_is_stuck() -> None:
     async def main(group: Group) -> Any:
-        group._consistency._full = False
+        group._consistency.check_fully(False)
         if group.rank == 0:
             await group.broadcast(np.zeros(3), 0)
             group.control = lambda *_: None  # type: ignore[method-assign]  # as a loop that does not run
@@ -187,7 +187,7 @@ def test_ranks_other_than_the_first_are_compared_through_it() -> None:
 
 def test_equal_programs_pass_the_full_check() -> None:
     async def main(group: Group) -> None:
-        group._consistency._full = True
+        group._consistency.check_fully(True)
         own, whole = np.full(2, group.rank), np.zeros(6, int)
         for _ in range(3):
             if group.rank:
@@ -199,7 +199,7 @@ def test_equal_programs_pass_the_full_check() -> None:
             await group.barrier(tag=group._sequences[0])
         subgroup = dist.new_group([2, 0], sort_ranks=False)
         if not isinstance(subgroup, dist.NonMember):
-            subgroup._consistency._full = True
+            subgroup._consistency.check_fully(True)
             await subgroup.all_reduce(np.ones(2))
         await group.barrier()
 
@@ -213,7 +213,7 @@ def test_so_many_reports_are_kept_and_no_more(past: int, monkeypatch: pytest.Mon
     assert REPORTS_KEPT > 4
 
     async def main(group: Group) -> bool:
-        group._consistency._full = True
+        group._consistency.check_fully(True)
         last = 3 + past
         if group.rank == 1:
             for number in range(last + 1):

@@ -1,0 +1,241 @@
+"""GroupCore: some ranks of a world, what they issue in which order, and what becomes of an operation that fails.
+
+It owns everything that is issued: the order (sequence numbers per tag), the deadlines, and the handles under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import Any
+
+from asyncdist.backend.base import Backend, Backends, CollectiveWork
+from asyncdist.backend.call import Call
+from asyncdist.causes import FAILED, explain, kind_of
+from asyncdist.consistency import Consistency
+from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
+from asyncdist.errors import ClosedError, CollectiveMismatchError, GroupAbortedError, PeerLostError
+from asyncdist.executor.work import Work
+from asyncdist.expiry import Expiry, timeout_error
+from asyncdist.failures import Failures
+from asyncdist.group_backends import GroupBackends
+from asyncdist.operations.issuer import check_rank, rank_number
+from asyncdist.operations.operations import Operations
+from asyncdist.overlap import OverlapWatch
+from asyncdist.pairs import Pairs, check_tag
+from asyncdist.refusals import Refusals
+from asyncdist.subgroup import SubgroupNames
+from asyncdist.world import World
+
+__all__ = ["GroupCore"]
+
+
+class GroupCore(Operations):
+    """See the module; `ProcessGroup` is what users have."""
+
+    def __init__(
+        self,
+        world: World,
+        group_id: int,
+        ranks: tuple[int, ...],
+        timeout_s: float | None,
+        name: str,
+        backends: Backends,
+        *,
+        is_world: bool = False,
+    ) -> None:
+        self.world = world
+        self._is_world = is_world
+        self.group_id = group_id
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.rank = ranks.index(world.rank)
+        self._group_rank = {rank: index for index, rank in enumerate(ranks)}
+        self.name = name
+        self.timeout_s = timeout_s
+        self._loop = world.loop
+        self._thread = get_ident()
+        self._backends = GroupBackends(world, group_id, ranks, backends, self)
+        self._backend = self._backends.host  # asked without a detour: small operations count nanoseconds
+        self.pairs = Pairs(world, group_id, ranks, self, self._backends.gpu_pairs)
+        self._overlap = OverlapWatch(self, world.loop)
+        self._sequences: dict[int, int] = {}
+        self._works: dict[tuple[int, int], CollectiveWork] = {}
+        self._expiry = Expiry(world, group_id, ranks, self._works, self._expired)
+        self._failures = Failures()
+        self._consistency = Consistency(world, group_id, ranks, self._backends, self._works, self._differ)
+        self._refusals = Refusals(
+            world, group_id, ranks, self._backends, self._works, self._sequences, self._fail_refused, self._abort
+        )
+        self._subgroups = SubgroupNames(group_id, name)
+        self._aborted: BaseException | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._unasked: BaseException | None = None
+        self.closed = False
+        self.usable = True
+        """False once it is being closed, is closed, aborted or another process's."""
+        world.register(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "aborted" if self._aborted is not None else "open"
+        return f"<ProcessGroup {self.name} rank {self.rank} of {self.size} backend {self._backends.describe()} {state}>"
+
+    @property
+    def backend_name(self) -> Backend:
+        """Name of the backend that carries out collectives on host arrays, or on GPU arrays if on those alone."""
+        return self._backends.names.main
+
+    def group_rank_of(self, rank: int, name: str = "rank") -> int:
+        """The group rank of global rank `rank`. Raises ValueError if it is not a member, TypeError if it is no int."""
+        if self._is_world:
+            return check_rank(rank, self.size, name)
+        rank = rank_number(rank, name)
+        if rank not in self._group_rank:
+            raise ValueError(f"{name}={rank} is not in group {self.name}: its global ranks are {list(self.ranks)}")
+        return self._group_rank[rank]
+
+    # Issuing.
+
+    def check_usable(self, operation: str) -> None:
+        """Raise unless the group is open and this is its event loop."""
+        if self._closing is not None or self.closed or self.world.forked:
+            why = "belongs to the process that this one was forked from"
+            if not self.world.forked:
+                why = "is closed" if self.closed else "is being closed"
+            raise ClosedError(f"{self.where(operation)}: the group {why}")
+        # A thread runs one loop at a time, and asking for the running one costs a system call.
+        if get_ident() != self._thread or not self._loop.is_running():
+            raise RuntimeError(f"{self.where(operation)}: called from another event loop than the group was made on")
+
+    def where(self, operation: str, sequence: int | None = None) -> str:
+        """`group default, rank 3, all_reduce #17`, the beginning of every message."""
+        number = "" if sequence is None else f" #{sequence}"
+        return f"group {self.name}, rank {self.world.rank}, {operation}{number}"
+
+    def _collective(
+        self, operation: str, tag: int, timeout: Timeout, prepare: Callable[..., Call], *arguments: Any
+    ) -> CollectiveWork:
+        # Small operations count nanoseconds, and a call costs fifty of them: what rarely holds is looked at here.
+        if not self.usable or get_ident() != self._thread or not self._loop.is_running():
+            self.check_usable(operation)
+            assert self._aborted is not None, "it is neither closed nor aborted"
+            raise self.aborted_error(operation, self._aborted)
+        sequence = self._sequences.get(tag) if type(tag) is int else None
+        if sequence is None:
+            tag = check_tag(tag)
+            sequence = self._sequences.get(tag, 0)
+        self._sequences[tag] = sequence + 1
+        try:
+            timeout_s = self.timeout_s if timeout is INHERIT else timeout_seconds(timeout, self.timeout_s)
+            call = prepare(*arguments)
+            backend = self._backend if call.device is None else self._backends.of_call(call)
+        except Exception as error:  # wrong, as a rule; or a function of the user's fails, or memory is short
+            self._refusals.tell(tag, sequence, error)
+            raise
+        work = CollectiveWork(self._loop, operation, call.nbytes, tag, sequence, call.result)
+        work._spinner = self.world.mesh.spinner
+        key = work.key
+        if self._refusals.early and key in self._refusals.early:
+            self._fail(work, explain(self.where(operation, sequence), self._refusals.early.pop(key)))
+            return work
+        self._overlap.issue(tag, operation)
+        self._works[key] = work
+        self._consistency.issued((key, operation, call.recipe_key, ""))
+        try:
+            backend.start(call, work, self._ended)
+        except BaseException as error:  # out of memory, or the mesh is gone: nobody else may wait for us either
+            del self._works[key]
+            self._refusals.tell(tag, sequence, error)
+            raise
+        if timeout_s is not None and not work._done:
+            self._expiry.watch(work, timeout_s)
+        return work
+
+    def refuse(self, operation: str, tag: int, error: Exception) -> None:
+        """A collective's arguments are wrong: it takes its place in the order, and the others are told."""
+        self.check_usable(operation)
+        if self._aborted is None:
+            sequence = self._sequences.get(tag, 0)
+            self._sequences[tag] = sequence + 1
+            self._refusals.tell(tag, sequence, error)
+
+    def _ended(self, work: CollectiveWork, error: BaseException | None) -> None:
+        if error is None:
+            del self._works[work.key]
+            work._finish(work.value)
+        elif not isinstance(error, CollectiveMismatchError) or not self._consistency.inquire(work, error):
+            self._ended_badly(work, error)
+
+    def _differ(self, key: tuple[int, int], error: CollectiveMismatchError) -> None:
+        """Ranks run different collectives in that place."""
+        work = self._works.get(key)
+        if work is None:
+            self._abort(error, "mismatch", str(error))
+        else:
+            self._backends.drop(*key)
+            self._ended_badly(work, error)
+
+    def _ended_badly(self, work: CollectiveWork, error: BaseException) -> None:
+        del self._works[work.key]
+        explained = explain(self.where(work.operation, work.sequence), error)
+        self._fail(work, explained)
+        kind = kind_of(error)
+        if kind:  # others wait for what we cannot do, and may know nothing of the reason
+            cause = explained if kind == FAILED else error
+            self._abort(cause, kind, str(cause), getattr(error, "rank", self.world.rank))
+
+    def give_up(self, tag: int, sequence: int, why: str) -> None:
+        """A collective under way cannot be carried out any more: it fails here and on all others; the group goes on."""
+        error = CollectiveMismatchError(f"rank {self.world.rank} gave the operation up: {why}", self.world.rank)
+        self._refusals.tell(tag, sequence, error)
+        self._fail_refused((tag, sequence), error)
+
+    def ask(self, tag: int, sequence: int, rank: int) -> bool:
+        """Ask `rank` what it runs in a place of the order; a difference fails the operation. False if it is gone."""
+        return self._expiry.ask(rank, tag, sequence)
+
+    def _fail_refused(self, key: tuple[int, int], error: CollectiveMismatchError) -> None:
+        work = self._works.pop(key, None)
+        if work is not None:
+            self._fail(work, explain(self.where(work.operation, work.sequence), error))
+
+    def _fail(self, work: Work[Any], error: BaseException) -> None:
+        work._fail(error)
+        self._failures.keep(work)
+
+    def remember_failure(self, work: Work[Any]) -> None:
+        """Keep a failed work until somebody asks about it, so that closing the group can raise it."""
+        self._failures.keep(work)
+
+    def aborted_error(self, operation: str, cause: BaseException) -> GroupAbortedError:
+        """What a call raises once the group was aborted because of `cause`."""
+        self._failures.abort_seen = True
+        rank = getattr(cause, "rank", None)
+        error = GroupAbortedError(f"{self.where(operation)}: the group was aborted: {cause}", str(cause), rank)
+        error.__cause__ = cause
+        return error
+
+    def _expired(self, work: CollectiveWork, missing: list[int]) -> None:
+        missing = missing or list(self._backends.waiting_for(work.tag, work.number))
+        error = timeout_error(work, self.world.rank, missing)
+        self._abort(error, "timeout", str(error), missing=missing)
+
+    # What ProcessGroup adds.
+
+    def peer_lost(self, rank: int, error: PeerLostError) -> None:
+        """A member is gone."""
+        raise NotImplementedError
+
+    def control(self, sender: int, message: list[Any]) -> None:
+        """A control message of another member."""
+        raise NotImplementedError
+
+    def abort(self, reason: str = "") -> None:
+        """Give up now."""
+        raise NotImplementedError
+
+    def _abort(
+        self, error: BaseException, kind: str, text: str, rank: int | None = None, missing: Sequence[int] = ()
+    ) -> None:
+        raise NotImplementedError
