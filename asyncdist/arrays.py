@@ -154,28 +154,42 @@ class Flat:
     """An array as one contiguous run of elements.
 
     `elements` is one-dimensional and `octets` the same memory as bytes. Where the array is not C-contiguous both are
-    a copy, and `write_back` must be called once results are in place.
+    a copy (`is_copy`), and `write_back` must be called once results are in place.
     """
 
-    __slots__ = ("_array", "elements", "octets")
+    __slots__ = ("_array", "_octets", "elements", "is_copy")
 
     def __init__(self, array: Array, *, writable: bool, name: str = "tensor") -> None:
         """Flatten `array`. Raises ValueError when it must be written and cannot be."""
+        self._octets: memoryview | None = None
+        self._array: Array | None = None
+        self.is_copy = False
         flags = array.flags  # each look at them makes a new object
+        if flags.carray:  # contiguous and writable, as nearly all are
+            self.elements: Array = array if array.ndim == 1 else array.reshape(-1)
+            return
         if writable and not flags.writeable:
             raise ValueError(f"{name} is read-only and this operation writes into it")
         if flags.c_contiguous:
-            self._array: Array | None = None
-            self.elements: Array = array if array.ndim == 1 else array.reshape(-1)
+            self.elements = array.reshape(-1)
         else:
             if writable and _overlaps_itself(array):
                 raise ValueError(f"{name} overlaps itself (strides {array.strides}) and this operation writes into it")
-            self._array = array if writable else None
             self.elements = array.flatten()
-        try:
-            self.octets: memoryview = self.elements.data.cast("B")
-        except ValueError:  # a dtype that the buffer protocol does not know: those of ml_dtypes
-            self.octets = self.elements.view(np.uint8).data
+            if writable:
+                self._array, self.is_copy = array, True
+
+    @property
+    def octets(self) -> memoryview:
+        """The elements' memory as bytes."""
+        found = self._octets
+        if found is None:
+            try:
+                found = self.elements.data.cast("B")
+            except ValueError:  # a dtype that the buffer protocol does not know: those of ml_dtypes
+                found = self.elements.view(np.uint8).data
+            self._octets = found
+        return found
 
     def write_back(self) -> None:
         """Copy results into the caller's array, where `elements` is not already its memory."""

@@ -90,7 +90,8 @@ class AioBackend(GroupBackend):
         self._mesh = mesh
         self._tuning = tuning
         self._overrides = dict(tuning.overrides)
-        self._operations: dict[tuple[int, int], Running] = {}
+        self.running: dict[tuple[int, int], Running] = {}
+        """Operations under way, by tag and sequence number."""
         self._recipes: dict[tuple[object, int], Recipe] = {}
         self._recipes_by: dict[Tuning, dict[tuple[object, int], Recipe]] = {tuning: self._recipes}
         self._lanes = Lanes(self, mesh) if lanes and 2 <= len(ranks) <= MAX_LANE_RANKS else None
@@ -102,7 +103,9 @@ class AioBackend(GroupBackend):
         on_end: Callable[[CollectiveWork, BaseException | None], None],
     ) -> None:
         """Begin `call`, once it is known whether its tag has a lane."""
-        place = WITHOUT_LANE if self._lanes is None else self._lanes.admit(call, work, on_end)
+        place: TagLane | None = WITHOUT_LANE
+        if self._lanes is not None:
+            place = self._lanes.decided.get(work.tag) or self._lanes.admit(call, work, on_end)
         if place is not None:
             self.resume(call, work, on_end, place)
 
@@ -119,16 +122,19 @@ class AioBackend(GroupBackend):
             recipe = self.recipe_for(call, place.lane_bytes)
         lane = place.lane
         if recipe.express is not None and lane is not None:
-            place.take_place(work.number)
-            express = ExpressOperation(self, lane, call, recipe, recipe.express, work, on_end)
-            self._operations[work.tag, work.number] = express
+            if place.number == work.number:
+                place.number += 1
+            else:
+                place.take_place(work.number)
+            express = ExpressOperation(self, lane, recipe.express, call, work, on_end)
+            self.running[work.key] = express
             lane.add_express(express)
             return
         operation = _OPERATIONS[type(call)](self, call, recipe, work, on_end)
-        self._operations[work.tag, work.number] = operation
+        self.running[work.key] = operation
         if lane is None:
             operation.begin()
-            self._mesh.issued(len(self._operations))
+            self._mesh.issued(len(self.running))
             return
         place.take_place(work.number)
         if recipe.shared and isinstance(operation, Operation):
@@ -175,17 +181,17 @@ class AioBackend(GroupBackend):
 
     def knows(self, operation: object, work: CollectiveWork) -> bool:
         """Whether `operation` has been neither dropped nor aborted."""
-        return self._operations.get((work.tag, work.number)) is operation
+        return self.running.get(work.key) is operation
 
     def forget(self, work: CollectiveWork) -> None:
         """An operation has ended well."""
-        del self._operations[work.tag, work.number]
+        del self.running[work.key]
 
     def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
         """Global ranks an operation under way has not heard from."""
-        operation = self._operations.get((tag, sequence))
+        operation = self.running.get((tag, sequence))
         if operation is None and self._lanes is not None and self._lanes.holds(tag, sequence):
-            operation = next(filter(None, (self._operations.get((tag, number)) for number in RESERVED)), None)
+            operation = next(filter(None, (self.running.get((tag, number)) for number in RESERVED)), None)
         return () if operation is None else tuple(self.ranks[rank] for rank in operation.waiting_for())
 
     def drop(self, tag: int, sequence: int) -> None:
@@ -193,7 +199,7 @@ class AioBackend(GroupBackend):
         self._mesh.drop_group(key_prefix(self.group_id, tag, sequence), _REFUSED)
         if self._lanes is not None:
             self._lanes.drop(tag, sequence)
-        operation = self._operations.pop((tag, sequence), None)
+        operation = self.running.pop((tag, sequence), None)
         if operation is not None:
             operation.stop()
 
@@ -204,15 +210,15 @@ class AioBackend(GroupBackend):
 
     def closing(self) -> None:
         """Have streams go on without their consumers."""
-        for operation in list(self._operations.values()):
+        for operation in list(self.running.values()):
             if isinstance(operation, StreamOperation):
                 operation.release()
 
     def abort(self, error: BaseException) -> None:
         """Forget every operation and refuse later messages."""
         self._mesh.drop_group(key_prefix(self.group_id, 0, 0)[:8], error)
-        operations = list(self._operations.values())
-        self._operations.clear()
+        operations = list(self.running.values())
+        self.running.clear()
         for operation in operations:
             operation.stop()
         self.close()
@@ -253,7 +259,8 @@ class AioBackend(GroupBackend):
         kernel = None if call.op is None else reduction.kernel(call.op, call.dtype)
         if len(self._recipes) >= RECIPES_KEPT:
             del self._recipes[next(iter(self._recipes))]
-        recipe = Recipe(Program(plan), fingerprint, kernel, express_of(call, plan, self.rank, lane_bytes))
+        express = express_of(call, plan, self.rank, lane_bytes, fingerprint, kernel)
+        recipe = Recipe(Program(plan), fingerprint, kernel, express)
         self._recipes[call.recipe_key, lane_bytes] = recipe
         return recipe
 

@@ -84,14 +84,14 @@ class Lanes:
         self._mesh = mesh
         self._memory = mesh.memory
         self._tags: dict[int, TagLane] = {}
+        self.decided: dict[int, TagLane] = {}
+        """Those that need not be asked about any more."""
         if self._memory is not None:
             self._memory.on_left(self._left)
 
     def admit(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> TagLane | None:
-        """What `call` may start with now; if None it is kept, and starts when its tag's lane has been decided on."""
+        """What `call`, of a tag that is not decided, may start with now; if None it is kept until that has been."""
         tag = self._tags.get(work.tag)
-        if tag is not None and tag.decided:
-            return tag
         first_of_many = work.tag != 0 and work.number == 0
         if first_of_many or work.number >= _GREETING:
             return WITHOUT_LANE
@@ -136,6 +136,7 @@ class Lanes:
                     self._backend.drop(number, exchange)
             tag.held.clear()
             tag.decided = True
+            self.decided[number] = tag
             tag.mapped = None
             if tag.lane is not None and self._memory is not None:
                 tag.lane.close()
@@ -257,6 +258,7 @@ class Lanes:
     def _decided(self, tag: int, error: BaseException | None = None) -> None:
         state = self._tags[tag]
         state.decided = True
+        self.decided[tag] = state
         held = list(state.held)
         state.held.clear()
         for call, work, on_end in held:

@@ -21,11 +21,11 @@ class Packed(Flat):
 
         `owners` are what the places are part of; they are written back at the end.
         """
-        self._array = None
+        self._octets = None
+        self.is_copy = True
         self._places = places
         self._owners = tuple(owners)
         self.elements = elements
-        self.octets = elements.view(np.uint8).data
 
     def write_back(self) -> None:
         """Copy the run to all its places."""

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,32 +22,55 @@ from asyncdist.transport.doorbell import Ringer
 from asyncdist.transport.lane import Differs, Lane
 from asyncdist.transport.lane_layout import EXPRESS_BYTES, RECORDS, LaneFault
 
-__all__ = ["Express", "SharedLane"]
+__all__ = ["Express", "Payloads", "SharedLane"]
 
 T = TypeVar("T")
 
 EXPRESS_NEWS: Final = 16
 """Express operations after which those who wait for us are looked after: a fourth of how far they can be ahead."""
-OPERAND_KINDS: Final = 32
-"""Dtypes and sizes of which express operands are kept as arrays."""
+EXPRESS_KINDS: Final = 32
+"""Kinds of express operations whose payloads are kept as arrays."""
+
+
+class ExpressKind(Protocol):
+    """What operations of one kind have in common."""
+
+    fingerprint: int
+    dtype: np.dtype[Any]
+    nbytes: int
+    """How long the payload of each member is that has one."""
+    gives: bool
+    """Whether we have."""
+    needed: tuple[int, ...] | None
+    """Members whose payload we take; None: all, as they take ours."""
+
+
+class Payloads(NamedTuple):
+    """Payloads of one place in the lane, as arrays over its memory."""
+
+    own: Array
+    operands: list[Array]
+    """Of the members whose we take, in that order."""
 
 
 class Express(Protocol):
     """An operation that travels in the records of its lane."""
 
     number: int
-    fingerprint: int
-    payload: list[memoryview]
-    """What it puts out, one piece after another: nothing where only others do."""
-    nbytes: int
-    """How long the payload of each member is that has one."""
-    needed: tuple[int, ...] | None
-    """Members whose payload it takes; None: all, as they take ours."""
+    payloads: Payloads
+    """Set as it begins."""
+
+    @property
+    def kind(self) -> ExpressKind:
+        """What it has in common with others."""
 
     def wakes(self, *, last: bool) -> Iterable[int]:
         """Members that may go on now that we have begun, where not all take from all; `last` if all have begun."""
 
-    def ready(self) -> None:
+    def put(self, target: Array) -> None:
+        """Put out its payload."""
+
+    def take(self) -> None:
         """All payloads that it takes are there."""
 
     def done(self) -> None:
@@ -89,7 +112,7 @@ class SharedLane:
         self._parts: list[SharedPart] = []
         self._unbegun: deque[SharedPart | Express] = deque()
         self._express: deque[Express] = deque()
-        self._operands: dict[tuple[np.dtype[Any], int, tuple[int, ...] | None], dict[int, list[Array]]] = {}
+        self._payloads_of: dict[ExpressKind, dict[int, Payloads]] = {}
         self._again: asyncio.Handle | None = None
         self.closed = False
 
@@ -122,7 +145,7 @@ class SharedLane:
         except LaneFault as error:
             self.fault(error)
             return
-        if operation.needed is not None:
+        if operation.kind.needed is not None:
             for member in operation.wakes(last=last):
                 ringer = self._ringers[member]
                 if ringer is not None:
@@ -142,24 +165,8 @@ class SharedLane:
             if not self.closed:
                 self._retire(self.core.express_done, operation.number)
         elif operation in self._unbegun:  # it takes its place all the same
-            place = SharedPart(self, operation.fingerprint, None, None)
+            place = SharedPart(self, operation.kind.fingerprint, None, None)
             self._unbegun[self._unbegun.index(operation)] = place
-
-    def operands(
-        self, number: int, dtype: np.dtype[Any], nbytes: int, needed: tuple[int, ...] | None = None
-    ) -> list[Array]:
-        """The payloads of the members that are `needed`, or of all, as arrays over the lane's memory."""
-        kept = self._operands.get((dtype, nbytes, needed))
-        if kept is None:
-            if len(self._operands) >= OPERAND_KINDS:
-                self._operands.clear()
-            kept = self._operands[dtype, nbytes, needed] = {}
-        place = number % RECORDS
-        found = kept.get(place)
-        if found is None:
-            payload, members = self.core.express_payload, range(len(self._ranks)) if needed is None else needed
-            found = kept[place] = [np.frombuffer(payload(number, member, nbytes), dtype) for member in members]
-        return found
 
     def not_begun(self, number: int) -> tuple[int, ...]:
         """Members that have not begun operation `number`; those that keep us from beginning it, if it is -1."""
@@ -259,7 +266,7 @@ class SharedLane:
         self._parts.clear()
         self._unbegun.clear()
         self._express.clear()
-        self._operands.clear()
+        self._payloads_of.clear()
 
     def _go_on(self) -> None:
         self._again = None
@@ -290,12 +297,35 @@ class SharedLane:
         return done
 
     def _begin_express(self, operation: Express) -> bool:
-        number = self.core.express(operation.fingerprint, operation.payload, operation.nbytes)
+        kind, core = operation.kind, self.core
+        number = core.express_turn(kind.nbytes)
         if number < 0:
             return False
+        if kind.nbytes:
+            payloads = operation.payloads = self._payloads(number, kind)
+            if kind.gives:
+                operation.put(payloads.own)
+        core.express(number, kind.fingerprint, kind.nbytes)
         operation.number = number
         self._express.append(operation)
         return True
+
+    def _payloads(self, number: int, kind: ExpressKind) -> Payloads:
+        kept = self._payloads_of.get(kind)
+        if kept is None:
+            if len(self._payloads_of) >= EXPRESS_KINDS:
+                self._payloads_of.clear()
+            kept = self._payloads_of[kind] = {}
+        found = kept.get(number % RECORDS)
+        if found is None:
+            core, needed = self.core, kind.needed
+            arrays = {
+                member: np.frombuffer(core.express_payload(number, member, kind.nbytes), kind.dtype)
+                for member in (range(len(self._ranks)) if needed is None else {*needed, core.rank})
+            }
+            operands = [arrays[member] for member in (arrays if needed is None else needed)]
+            found = kept[number % RECORDS] = Payloads(arrays[core.rank], operands)
+        return found
 
     def _advance_express(self) -> bool:
         """End express operations, in their order, as far as all members have begun them; whether any has ended."""
@@ -303,11 +333,11 @@ class SharedLane:
         done = False
         while express:
             operation = express[0]
-            number = operation.number
+            number, kind = operation.number, operation.kind
             try:
-                if not core.express_ready(number, operation.fingerprint, operation.needed):
+                if not core.express_ready(number, kind.fingerprint, kind.needed):
                     break
-                operation.ready()
+                operation.take()
             except LaneFault as error:
                 self.fault(error)
                 return True
@@ -317,11 +347,11 @@ class SharedLane:
                 operation.fail(error)
                 return True
             express.popleft()
-            core.express_done(number)
+            core.express_done(number, begun=kind.needed is None)
             done = True
-            if operation.nbytes > EXPRESS_BYTES or not number % EXPRESS_NEWS:  # one may wait for the next slot already
+            if kind.nbytes > EXPRESS_BYTES or not number % EXPRESS_NEWS:  # one may wait for the next slot already
                 self.flush()
-            self.moved += operation.nbytes * len(self._ranks)
+            self.moved += kind.nbytes * len(self._ranks)
             operation.done()
             if self.moved >= TURN_BYTES:
                 self.soon()

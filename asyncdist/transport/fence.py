@@ -29,7 +29,7 @@ import platform
 import threading
 from typing import Final
 
-__all__ = ["RECHECK_S", "fence", "order"]
+__all__ = ["ORDERED", "RECHECK_S", "fence", "order"]
 
 RECHECK_S: Final = 0.25
 """A sleeper looks at shared memory this often by itself: a wake-up that got lost costs this much instead of a hang."""
@@ -56,13 +56,14 @@ def _nothing() -> None:
     """Order that the machine keeps by itself."""
 
 
-_ORDERED: Final = platform.machine() in ("x86_64", "AMD64", "i686")
+ORDERED: Final = platform.machine() in ("x86_64", "AMD64", "i686")
+"""Whether `order` has nothing to do: where nanoseconds count it is not even called then."""
 
-order = _nothing if _ORDERED else _two_pairs
+order = _nothing if ORDERED else _two_pairs
 """Everything this thread read before it comes before everything it reads or writes after it, and everything it wrote
 before it comes before everything it writes after it."""
 
-fence = _one_pair if _ORDERED else _two_pairs
+fence = _one_pair if ORDERED else _two_pairs
 """Everything this thread read or wrote before it comes before everything it reads or writes after it.
 
 Only for the thread of one event loop at a time: held for two bytecodes, the lock would be contended otherwise, which

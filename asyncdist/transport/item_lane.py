@@ -77,7 +77,7 @@ class ItemLane(LaneOrder):
 
     def begin(self, fingerprint: int, item_count: int, needs: Needs) -> LaneOperation | None:
         """Begin the next operation; None if we are too far ahead of another member."""
-        number = self._issued
+        number = self.issued
         if number - self._finished_seen >= RECORDS and not self._catch_up(number):
             return None
         operation = LaneOperation(number, fingerprint, self._next_item, item_count, needs)
@@ -90,11 +90,11 @@ class ItemLane(LaneOrder):
             item_count,
         )
         self._next_item += item_count
-        self._open[number] = operation
+        self._add(operation)
         if item_count:
             self._queue.append(operation)
         order()  # the record before its count
-        self._issued = self._own_words[ISSUED] = number + 1
+        self.issued = self._own_words[ISSUED] = number + 1
         return operation
 
     def publish(self, operation: LaneOperation, payload: memoryview) -> bool:

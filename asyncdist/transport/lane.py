@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncdist.transport.fence import fence, order
+from asyncdist.transport.fence import ORDERED, fence, order
 from asyncdist.transport.lane_layout import (
     CONSUMED,
     EXPRESS_AT,
@@ -51,15 +51,14 @@ class Lane(LendingLane):
         self._slots = 0  # of the last wide operation, whose number is
         self._wide_number = -1
 
-    def express(self, fingerprint: int, payload: Sequence[memoryview], length: int) -> int:
-        """Begin the next operation with its only item: `payload`, one piece after another, or nothing.
+    def express_turn(self, length: int) -> int:
+        """The number of the next operation, whose payload (`length` bytes of every member that has one) we may put out.
 
-        `length` is that of the payload of every member that has one. Returns the operation's number; -1 if we are too
-        far ahead of another member, or of ourselves. Ends with `express_done`.
+        -1 if we are too far ahead of another member, or of ourselves.
         """
-        number = self._issued
+        number = self.issued
         if length <= EXPRESS_BYTES:
-            slots, ahead = 0, RECORDS
+            ahead = RECORDS
         else:
             slots = self._slots_for(length)
             ahead = slots if slots == self._slots else min(slots, number - self._wide_number)
@@ -68,21 +67,21 @@ class Lane(LendingLane):
             return -1
         if number - self._finished_seen >= ahead and not self._catch_up(number, ahead):
             return -1
-        own = self._own
-        RECORD.pack_into(own, RECORDS_AT + number % RECORDS * RECORD_STRIDE, number, fingerprint, self._next_item, 0)
-        at = self._express_place(number, length)
-        for piece in payload:
-            own[at : at + len(piece)] = piece
-            at += len(piece)
+        return number
+
+    def express(self, number: int, fingerprint: int, length: int) -> None:
+        """Begin operation `number`, whose turn it is and whose payload is in place. Ends with `express_done`."""
+        at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
+        RECORD.pack_into(self._own, at, number, fingerprint, self._next_item, 0)
         if self._wanting:
             self._content(TURN)
-        if slots:
-            self._slots, self._wide_number = slots, number
+        if length > EXPRESS_BYTES:
+            self._slots, self._wide_number = self._slots_for(length), number
         if self._open:
             self._open[number] = LaneOperation(number, fingerprint, self._next_item, 0, {})
-        order()  # the record before its count
-        self._issued = self._own_words[ISSUED] = number + 1
-        return number
+        if not ORDERED:
+            order()  # the record before its count
+        self.issued = self._own_words[ISSUED] = number + 1
 
     def _slots_for(self, length: int) -> int:
         slots = SLOTS if length <= self._wide_bytes // SLOTS else SLOTS // 2
@@ -110,19 +109,20 @@ class Lane(LendingLane):
 
         Raises Differs if one of them runs something else there.
         """
-        others = self._others if needed is None else [one for one in self._others if one[0] in needed]
-        for _, peer in others:
+        at = number % RECORDS * RECORD_WORDS
+        for index, peer in self._others:
+            if needed is not None and index not in needed:
+                continue
             if peer.issued <= number and not self._look_for(peer, number):
                 return False
-        order()  # the counts before the records
-        at = number % RECORDS * RECORD_WORDS
-        for _, peer in others:
+            if not ORDERED:
+                order()  # the count before the record
             words = peer.record_words
             other = words[at + 1]
             if other != fingerprint or words[at] != number:
                 if other == SKIPPED:
                     return False
-                raise Differs(peer.index)
+                raise Differs(index)
         return True
 
     def express_payload(self, number: int, member: int, length: int) -> memoryview:
@@ -131,26 +131,35 @@ class Lane(LendingLane):
         at = self._express_place(number, length)
         return (self._own if peer is None else peer.segment)[at : at + length]
 
-    def express_done(self, number: int) -> None:
-        """Operation `number` was read, or given up. Express operations end in their order."""
-        operation = self._open.get(number)
-        if operation is not None or number != self.finished:
-            if operation is None:  # given up out of turn, and nothing was open when it began
-                operation = self._open[number] = LaneOperation(number, 0, self._next_item, 0, {})
-            self.end(operation)
+    def express_done(self, number: int, *, begun: bool = False) -> None:
+        """Operation `number` was read, or given up. Express operations end in their order.
+
+        `begun`: whether it is known that all members have begun it.
+        """
+        if self._open or number != self.finished or not (begun or self._all_issued(number)):
+            self._end_express(number)
             return
-        for _, peer in self._others:
-            if peer.issued <= number:  # given up before that member has begun it
-                self._open[number] = LaneOperation(number, 0, self._next_item, 0, {})
-                self.end(self._open[number])
-                return
-        for _, peer in self._others:
-            peer.retired = number + 1
-        order()  # read before we say so
+        if not ORDERED:
+            order()  # read before we say so
         self.finished = self._own_words[FINISHED] = number + 1
         self.news = True
-        if self._open:
+
+    def _all_issued(self, number: int) -> bool:
+        return all(peer.issued > number for _, peer in self._others)
+
+    def _end_express(self, number: int) -> None:
+        """End one of several that are open, or one that some member has not begun."""
+        operation = self._open.get(number)
+        if operation is None and number == self.finished and self._all_issued(number):
+            for _, peer in self._others:
+                peer.retired = number + 1
+            self._finish()
             self.retire()
+            return
+        if operation is None:  # nothing was open when it began
+            operation = LaneOperation(number, 0, self._next_item, 0, {})
+            self._add(operation)
+        self.end(operation)
 
     def slowest(self) -> list[int]:
         """Members that have consumed the least of our items, if any are left."""

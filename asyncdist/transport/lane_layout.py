@@ -153,7 +153,7 @@ class Member:
         self.pool = segment[LANE_HEAD_BYTES + wide_bytes(len(segment)) :]
         self.issued = 0
         self.published = 0
-        self.retired = 0  # operations of which nothing of it is needed any more
+        self.retired = 0  # operations of which nothing of it is needed any more; kept up only while some are open
         self.settled = False  # whether the next of them has nothing to retire before it has ended here
         self.consumed = 0  # items of it that we need no more
         self.records: dict[int, tuple[int, int]] = {}  # by operation, once looked at: its first item and how many

@@ -39,7 +39,6 @@ class LaneOrder:
     __slots__ = (
         "_finished_seen",
         "_heeded",
-        "_issued",
         "_members",
         "_next_item",
         "_open",
@@ -48,6 +47,7 @@ class LaneOrder:
         "_own_words",
         "_wanting",
         "finished",
+        "issued",
         "news",
         "rank",
     )
@@ -61,7 +61,7 @@ class LaneOrder:
         self._members = [None if index == rank else Member(index, segment) for index, segment in enumerate(segments)]
         self._others = [(index, member) for index, member in enumerate(self._members) if member is not None]
         self._heeded = self._others  # all but those that have left
-        self._issued = 0
+        self.issued = 0
         self._next_item = 0
         self._open: dict[int, LaneOperation] = {}  # begun, and somebody's part in it not retired
         self._wanting = 0
@@ -100,8 +100,8 @@ class LaneOrder:
         """Whether `peer` has begun operation `number`, by what it says now."""
         issued = peer.words[ISSUED]
         if issued != peer.issued:
-            if not peer.issued < issued <= self._issued + RECORDS:
-                raise LaneFault(peer.index, f"{issued} operations were begun, {self._issued} are here")
+            if not peer.issued < issued <= self.issued + RECORDS:
+                raise LaneFault(peer.index, f"{issued} operations were begun, {self.issued} are here")
             peer.issued = issued
         return issued > number
 
@@ -124,6 +124,13 @@ class LaneOrder:
         self._finished_seen = number
 
     # -- inside
+
+    def _add(self, operation: LaneOperation) -> None:
+        """Look after `operation` until nobody's part in it is needed any more."""
+        if not self._open:
+            for _, peer in self._others:
+                peer.retired = self.finished
+        self._open[operation.number] = operation
 
     def _finish(self) -> None:
         oldest = min(peer.retired for _, peer in self._others)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from time import perf_counter
 from typing import Final
 
 from asyncdist.spinning import CATCH, MAX_SKIPPED, PATIENCE, TURN_S
-from asyncdist.transport.doorbell import Pending
+from asyncdist.transport.doorbell import Doorbell, Pending
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
 
@@ -39,14 +38,17 @@ class Spinner:
 
     __slots__ = (
         "_began_s",
+        "_bell",
         "_catch",
         "_cores",
+        "_fit",
         "_last_turn_s",
         "_limit_s",
         "_local_ranks",
         "_memory",
         "_misses",
         "_neighbors",
+        "_ranks_fit",
         "_shared_cores",
         "_skip",
         "_skipped",
@@ -64,9 +66,12 @@ class Spinner:
         self._skip = 0
         self._skipped = 0
         self._catch = False
+        self._bell: Doorbell | None = None  # once somebody shares memory with us
         self._began_s = 0.0
         self._last_turn_s = 0.0
         self._shared_cores = False
+        self._fit = False
+        self._ranks_fit = -1  # with how many ranks here, and no sockets, it was found
 
     def look(self, work: Pending) -> bool:
         """Look until `work` is done, for a while; whether it is. If not, `woken` is to be called when it is."""
@@ -81,17 +86,20 @@ class Spinner:
         until_s = began_s + (CATCH * self._limit_s if self._catch else self._limit_s)
         self._catch = False
         sockets = self._neighbors.pollers
-        poll: Callable[[], object]
+        poll: Callable[[Pending], object]
         if self._memory.ranks_here:
-            doorbell = self._memory.doorbell
-            doorbell.stay_awake()
-            poll = self._poll_all if sockets else partial(doorbell.poll_for, work)
+            bell = self._bell
+            if bell is None:
+                bell = self._bell = self._memory.doorbell
+            if not bell.awake:
+                bell.stay_awake()
+            poll = self._poll_all if sockets else bell.poll_for
         else:
-            poll = next(iter(sockets)) if len(sockets) == 1 else self._poll_sockets
+            poll = self._poll_sockets
         if not self._shared_cores:
-            poll()
+            poll(work)
             while not work._done and perf_counter() - began_s < ALONE_S:
-                poll()
+                poll(work)
         if not work._done:
             self._take_turns(work, poll, until_s)
         if work._done:
@@ -103,14 +111,14 @@ class Spinner:
             self._skip = min(2 * self._skip + 1, MAX_SKIPPED)
         return False
 
-    def _take_turns(self, work: Pending, poll: Callable[[], object], until_s: float) -> None:
+    def _take_turns(self, work: Pending, poll: Callable[[Pending], object], until_s: float) -> None:
         """Give the core away before each look. What others use it for meanwhile is not counted, within bounds."""
         away_s, longest_s = 0.0, (CATCH - 1) * self._limit_s
         while True:
             left_s = perf_counter()
             _give_core_away()
             away_s += perf_counter() - left_s
-            poll()
+            poll(work)
             if work._done or perf_counter() >= until_s + min(away_s, longest_s):
                 return
 
@@ -122,11 +130,15 @@ class Spinner:
     def _worth_it(self) -> bool:
         """Whether the ranks that we could hear from have cores to run on while we look."""
         memory, neighbors = self._memory, self._neighbors
+        if memory.ranks_here == self._ranks_fit and not (neighbors.pollers or memory.crowded):
+            return self._fit
         sockets = len(neighbors.pollers)
         ranks = max((memory.ranks_here or 1) + sockets, self._local_ranks if sockets or memory.ranks_here else 1)
         self._shared_cores = ranks > self._cores
         fit = 1 < ranks <= RANKS_PER_CORE * self._cores and sockets <= MAX_NEIGHBORS
-        return fit and not (memory.crowded or neighbors.crowded)
+        self._fit = fit and not (memory.crowded or neighbors.crowded)
+        self._ranks_fit = -1 if sockets or memory.crowded else memory.ranks_here
+        return self._fit
 
     def catch_up(self) -> None:
         """Between calls: take what has come from this host for receives that are posted, and send what had no room."""
@@ -134,22 +146,22 @@ class Spinner:
             for catch_up in list(self._neighbors.pollers.values()):
                 catch_up()
 
-    def _poll_sockets(self) -> None:
-        for poller in list(self._neighbors.pollers):
+    def _poll_sockets(self, _work: Pending) -> None:
+        for poller in tuple(self._neighbors.pollers):
             poller()
 
-    def _poll_all(self) -> None:
+    def _poll_all(self, work: Pending) -> None:
         self._memory.doorbell.poll()
-        self._poll_sockets()
+        self._poll_sockets(work)
 
     def turn_due(self) -> bool:
         """Whether the task that has just been served should let the loop turn before it goes on.
 
         It will look again, so until then nobody need ring.
         """
-        memory = self._memory
-        if memory.ranks_here and not memory.doorbell.awake and self._worth_it():
-            memory.doorbell.stay_awake()
+        bell = self._bell
+        if bell is not None and not bell.awake and self._memory.ranks_here and self._worth_it():
+            bell.stay_awake()
         now_s = perf_counter()
         if now_s - self._last_turn_s < TURN_S:
             return False

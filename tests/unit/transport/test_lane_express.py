@@ -12,8 +12,13 @@ from asyncdist.transport.lane_layout import EXPRESS_BYTES, RECORDS, SLOTS
 
 
 def express(lane: Lane, fingerprint: int, *pieces: bytes, length: int = 0) -> int:
-    views = [memoryview(piece) for piece in pieces]
-    return lane.express(fingerprint, views, length or sum(map(len, pieces)))
+    payload = b"".join(pieces)
+    length = length or len(payload)
+    number = lane.express_turn(length)
+    if number >= 0:
+        lane.express_payload(number, lane.rank, length)[: len(payload)] = payload
+        lane.express(number, fingerprint, length)
+    return number
 
 
 def test_express_operations_carry_their_payload_and_mix_with_others() -> None:
