@@ -238,7 +238,7 @@ class Lanes:
         assert memory is not None
         assert state.mapped is not None
         state.lane, state.lane_bytes = state.mapped, state.pool_bytes
-        memory.doorbell.add(state.lane.poll, first=True)
+        memory.doorbell.add(state.lane.poll, state.lane.look)
         memory.lanes[state.lane] = None
         self._decided(tag)
 

@@ -34,13 +34,14 @@ class Doorbell:
     A poller takes what is there, returns whether there was anything, and must not raise.
     """
 
-    __slots__ = ("_fds", "_handle", "_loop", "_pollers", "_words", "awake", "eventfd", "page", "rings")
+    __slots__ = ("_fds", "_handle", "_lookers", "_loop", "_pollers", "_words", "awake", "eventfd", "page", "rings")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fds: SocketSet) -> None:
         self._loop = loop
         self._fds = fds
         self.rings = 0
         self._pollers: tuple[Callable[[], bool], ...] = ()
+        self._lookers: tuple[Callable[[], bool], ...] = ()
         self.awake = False
         """Whether nobody need ring until the loop turns."""
         self.page = Segment(PAGE_BYTES, fds, "asyncdist-doorbell")
@@ -54,17 +55,28 @@ class Doorbell:
         loop.add_reader(self.eventfd, self._rung)
         self._handle = loop.call_later(RECHECK_S, self._recheck)
 
-    def add(self, poller: Callable[[], bool], *, first: bool = False) -> None:
-        """Call `poller` from now on, before all others if it is to be `first`."""
-        self._pollers = (poller, *self._pollers) if first else (*self._pollers, poller)
+    def add(self, poller: Callable[[], bool], look: Callable[[], bool] | None = None) -> None:
+        """Call `poller` from now on.
+
+        One that has a `look` comes before all that have none, and whoever looks again and again calls that instead: it
+        may leave to the next call of `poller` what can wait until then.
+        """
+        if look is None:
+            self._pollers = (*self._pollers, poller)
+            self._lookers = (*self._lookers, poller)
+        else:
+            self._pollers = (poller, *self._pollers)
+            self._lookers = (look, *self._lookers)
 
     def remove(self, poller: Callable[[], bool]) -> None:
         """Call `poller` no more, after the round of calls that may be under way."""
-        self._pollers = tuple(other for other in self._pollers if other != poller)
+        kept = [pair for pair in zip(self._pollers, self._lookers, strict=True) if pair[0] != poller]
+        self._pollers = tuple(poller for poller, _ in kept)
+        self._lookers = tuple(look for _, look in kept)
 
     def silence(self) -> None:
         """Call no poller any more."""
-        self._pollers = ()
+        self._pollers = self._lookers = ()
 
     def poll(self) -> bool:
         """Take what is there; whether there was anything."""
@@ -74,9 +86,9 @@ class Doorbell:
         return found
 
     def poll_for(self, work: Pending) -> None:
-        """Take what is there, until `work` is done."""
-        for poller in self._pollers:
-            if poller() and work._done:
+        """Take what is there, until `work` is done; to be called again soon, or followed by the loop's turn."""
+        for look in self._lookers:
+            if look() and work._done:
                 return
 
     def stay_awake(self) -> None:

@@ -206,7 +206,7 @@ class ItemLane(LaneOrder):
             self._skip_given_up()
         retired = False
         for index, peer in self._others:
-            while not peer.settled and (operation := self._open.get(peer.retired)) is not None:
+            while not peer.settled and (operation := self.open.get(peer.retired)) is not None:
                 found = self._look_up(peer, operation.number)
                 if found is None:
                     break
@@ -271,7 +271,7 @@ class ItemLane(LaneOrder):
             if consumed < least:
                 least = consumed
         self._consumed_seen = least
-        for operation in self._open.values():  # in their order
+        for operation in self.open.values():  # in their order
             own = operation.needs.get(self.rank)
             if own and not operation.ended:  # an item of our own that we still have to read
                 least = min(least, operation.first + next(iter(own)))

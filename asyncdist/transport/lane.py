@@ -77,8 +77,8 @@ class Lane(LendingLane):
             self._content(TURN)
         if length > EXPRESS_BYTES:
             self._slots, self._wide_number = self._slots_for(length), number
-        if self._open:
-            self._open[number] = LaneOperation(number, fingerprint, self._next_item, 0, {})
+        if self.open:
+            self.open[number] = LaneOperation(number, fingerprint, self._next_item, 0, {})
         if not ORDERED:
             order()  # the record before its count
         self.issued = self._own_words[ISSUED] = number + 1
@@ -136,7 +136,7 @@ class Lane(LendingLane):
 
         `begun`: whether it is known that all members have begun it.
         """
-        if self._open or number != self.finished or not (begun or self._all_issued(number)):
+        if self.open or number != self.finished or not (begun or self._all_issued(number)):
             self._end_express(number)
             return
         if not ORDERED:
@@ -149,7 +149,7 @@ class Lane(LendingLane):
 
     def _end_express(self, number: int) -> None:
         """End one of several that are open, or one that some member has not begun."""
-        operation = self._open.get(number)
+        operation = self.open.get(number)
         if operation is None and number == self.finished and self._all_issued(number):
             for _, peer in self._others:
                 peer.retired = number + 1

@@ -41,7 +41,6 @@ class LaneOrder:
         "_heeded",
         "_members",
         "_next_item",
-        "_open",
         "_others",
         "_own",
         "_own_words",
@@ -49,6 +48,7 @@ class LaneOrder:
         "finished",
         "issued",
         "news",
+        "open",
         "rank",
     )
 
@@ -63,7 +63,8 @@ class LaneOrder:
         self._heeded = self._others  # all but those that have left
         self.issued = 0
         self._next_item = 0
-        self._open: dict[int, LaneOperation] = {}  # begun, and somebody's part in it not retired
+        self.open: dict[int, LaneOperation] = {}
+        """Begun, and somebody's part in it not retired."""
         self._wanting = 0
         self._finished_seen = 0
         self.finished = 0
@@ -77,7 +78,7 @@ class LaneOrder:
     @property
     def waiting(self) -> bool:
         """Whether there is anything to look after: operations to retire, or news to tell."""
-        return bool(self._open) or self.news
+        return bool(self.open) or self.news
 
     def behind(self, number: int) -> list[int]:
         """Members that have not begun operation `number`."""
@@ -127,16 +128,16 @@ class LaneOrder:
 
     def _add(self, operation: LaneOperation) -> None:
         """Look after `operation` until nobody's part in it is needed any more."""
-        if not self._open:
+        if not self.open:
             for _, peer in self._others:
                 peer.retired = self.finished
-        self._open[operation.number] = operation
+        self.open[operation.number] = operation
 
     def _finish(self) -> None:
         oldest = min(peer.retired for _, peer in self._others)
         if oldest > self.finished:
             for number in range(self.finished, oldest):
-                self._open.pop(number, None)
+                self.open.pop(number, None)
             order()  # read before we say so
             self.finished = self._own_words[FINISHED] = oldest
             self.news = True

@@ -85,7 +85,7 @@ class LendingLane(ItemLane):
 
     def revoke_all(self) -> None:
         """Take back what is lent, before the lane is closed."""
-        for operation in self._open.values():
+        for operation in self.open.values():
             if operation.lent and not operation.ended:
                 self._revoke(operation)
 

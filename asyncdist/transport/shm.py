@@ -24,7 +24,7 @@ from asyncdist.transport.pairing import Pairing, close_all
 from asyncdist.transport.parcel import ARENA, SEGMENT, Parcel, ParcelReader, send_parcel
 from asyncdist.transport.peer import PeerCore
 from asyncdist.transport.segment import AttachedSegment, Segment
-from asyncdist.transport.shm_ring import PART_BYTES, RingReader, RingWriter
+from asyncdist.transport.shm_ring import PART_BYTES, SENT, RingReader, RingWriter
 
 __all__ = ["MAX_PEER_SEGMENTS", "ShmConnection"]
 
@@ -238,7 +238,9 @@ class ShmConnection(Connection):
         reader, writer = self._reader, self._writer
         if self._sock is None or reader is None or writer is None:
             return False
-        found = reader.pending
+        found = reader.words[SENT] != reader.taken
+        if not (found or self._blocked):  # as nearly always, and whoever looks asks all connections
+            return False
         if found:
             self._readable()
         try:

@@ -22,12 +22,13 @@ from typing import Final
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.fence import fence, order
 
-__all__ = ["HALF_CONTROL_BYTES", "PART_BYTES", "RingReader", "RingWriter", "half_bytes"]
+__all__ = ["HALF_CONTROL_BYTES", "PART_BYTES", "SENT", "RingReader", "RingWriter", "half_bytes"]
 
 HALF_CONTROL_BYTES: Final = 4096
 PART_BYTES: Final = 128 << 10
 """Bytes after which the other side is told, in either direction: some 10 us of copying."""
-_SENT: Final = 0 // 8
+SENT: Final = 0 // 8
+"""Where among its words a half says how many bytes were put into its ring."""
 _TAKEN: Final = 64 // 8
 _WANTING: Final = 128 // 8
 
@@ -79,11 +80,11 @@ class RingWriter:
                 break
             if sent - self._sent >= PART_BYTES:
                 order()
-                self._sent = self._own[_SENT] = sent
+                self._sent = self._own[SENT] = sent
                 tell()
         if sent != self._sent:
             order()  # the bytes before their count
-            self._sent = self._own[_SENT] = sent
+            self._sent = self._own[SENT] = sent
         return sent - start
 
     def want(self) -> bool:
@@ -115,37 +116,28 @@ class RingWriter:
 class RingReader:
     """The other half of a pair, as the reader of its ring. `own` is our half, where we say what was taken."""
 
-    __slots__ = ("_own", "_peer", "_ring", "_sent", "_size", "_taken")
+    __slots__ = ("_own", "_ring", "_sent", "_size", "taken", "words")
 
     def __init__(self, own: memoryview, peer: memoryview) -> None:
         self._own = own[:HALF_CONTROL_BYTES].cast("Q")
-        self._peer = peer[:HALF_CONTROL_BYTES].cast("Q")
+        self.words = peer[:HALF_CONTROL_BYTES].cast("Q")
         self._ring = peer[HALF_CONTROL_BYTES:]
         self._size = len(self._ring)
         self._sent = 0
-        self._taken = 0
-
-    @property
-    def taken(self) -> int:
-        """Bytes read since the beginning."""
-        return self._taken
+        self.taken = 0
+        """Bytes read since the beginning; there are more if `words[SENT]` differs."""
 
     @property
     def sent(self) -> int:
         """Bytes that the writer says it has put in."""
-        return self._peer[_SENT]
-
-    @property
-    def pending(self) -> bool:
-        """Whether there are bytes to read."""
-        return self._peer[_SENT] != self._taken
+        return self.words[SENT]
 
     def read_into(self, buffer: memoryview) -> int:
         """Fill `buffer` as far as there are bytes, and return how many. Raises RemoteProtocolError."""
-        taken = self._taken
+        taken = self.taken
         length = self._sent - taken
         if not length:
-            sent = self._peer[_SENT]
+            sent = self.words[SENT]
             length = sent - taken
             if not length:
                 return 0
@@ -164,7 +156,7 @@ class RingReader:
             buffer[:cut] = self._ring[at:]
             buffer[cut:length] = self._ring[: end - self._size]
         order()  # read before we say so
-        self._taken = self._own[_TAKEN] = taken + length
+        self.taken = self._own[_TAKEN] = taken + length
         return length
 
     def wanted(self) -> bool:
@@ -173,4 +165,4 @@ class RingReader:
         To be asked whenever reading stops, which it does at the latest when the ring is empty.
         """
         fence()  # what was taken before this look: either the writer sees the room, or we see that it wants it
-        return self._peer[_WANTING] == 1 and 2 * (self._sent - self._taken) <= self._size
+        return self.words[_WANTING] == 1 and 2 * (self._sent - self.taken) <= self._size

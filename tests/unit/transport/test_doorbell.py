@@ -113,13 +113,17 @@ async def test_pollers_may_go_while_others_are_asked(bell: Bell) -> None:
     assert bell.looks == looks, "nobody is asked any more"
 
 
-async def test_who_is_added_first_is_asked_first_and_may_end_the_round(bell: Bell) -> None:
+async def test_who_has_a_look_is_asked_first_and_may_end_the_round(bell: Bell) -> None:
     class Work:
         _done = False
 
     asked: list[str] = []
 
     def serve() -> bool:
+        asked.append("served")
+        return True
+
+    def look() -> bool:
         asked.append("first")
         Work._done = len(asked) > 3
         return Work._done
@@ -130,16 +134,19 @@ async def test_who_is_added_first_is_asked_first_and_may_end_the_round(bell: Bel
 
     bell.doorbell.silence()
     bell.doorbell.add(others)
-    bell.doorbell.add(serve, first=True)
+    bell.doorbell.add(serve, look)
     bell.doorbell.poll_for(Work())
     assert asked == ["first", "other"]
     bell.doorbell.poll_for(Work())
     assert asked == ["first", "other", "first", "other"]
     bell.doorbell.poll_for(Work())
     assert asked[4:] == ["first"], "the work is done, so nobody else need be asked now"
+    bell.doorbell.poll()
+    assert asked[5:] == ["served", "other"], "who does not come again soon does all there is to do"
     bell.doorbell.remove(serve)
     bell.doorbell.poll()
-    assert asked[5:] == ["other"]
+    bell.doorbell.poll_for(Work())
+    assert asked[7:] == ["other", "other"]
 
 
 async def test_a_peer_that_writes_into_the_page_reaches_nothing(bell: Bell) -> None:
