@@ -163,7 +163,7 @@ class GroupCore(Operations):
     def _ended(self, work: CollectiveWork, error: BaseException | None) -> None:
         if error is None:
             del self._works[work.key]
-            work._finish(work.value)
+            work.finish()
         elif not isinstance(error, CollectiveMismatchError) or not self._consistency.inquire(work, error):
             self._ended_badly(work, error)
 

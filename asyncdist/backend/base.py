@@ -149,6 +149,14 @@ class CollectiveWork(Work[Any]):
         self.value = value
         self.deadline_s: float | None = None
 
+    def finish(self) -> None:
+        """It has ended well, and `value` is its result."""
+        self._result = self.value
+        if self._waiters is None and self._callbacks is None and self._listener is None:
+            self._done = True  # nobody is to be told, as whoever awaits it looks
+        else:
+            self._end()
+
 
 class GroupBackend(ABC):
     """One way to carry out the collectives of one group.

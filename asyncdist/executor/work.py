@@ -235,9 +235,7 @@ class Work(Generic[T]):
 
     def _finish(self, result: T | None) -> None:
         self._result = result
-        self._done = True
-        if self._waiters is not None or self._callbacks is not None or self._listener is not None:
-            self._end()
+        self._end()
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
