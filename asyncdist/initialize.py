@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import weakref
 from collections.abc import Callable, Generator, Mapping
@@ -71,22 +72,28 @@ def init_process_group(
     arguments, at the call; DistError, ConnectTimeoutError (naming the ranks that did not come) or DistStoreError when
     the world cannot be formed. Cancelling leaves nothing open.
     """
-    environment = os.environ.get("ASYNCDIST_TIMEOUT")
-    inherited_s = DEFAULT_TIMEOUT_S
-    if environment:
-        try:
-            inherited_s = float(environment)
-        except ValueError:
-            raise ValueError(
-                f"environment variable ASYNCDIST_TIMEOUT is not a number of seconds: {environment!r}"
-            ) from None
-    timeout_s = timeout_seconds(timeout, inherited_s)
+    timeout_s = timeout_seconds(timeout, _timeout_from_environ(os.environ))
     parse_backend(backend)  # raises for what is wrong with it
     if progress not in ("loop", "thread"):
         raise ValueError(f'progress must be "loop" or "thread", not {progress!r}')
     method = parse_init_method(init_method, rank, world_size, has_store=store is not None)
     device = chosen_device(device_id)
     return GroupOpening(method, store, timeout_s, group_name, backend, progress, allow_pickle, device)
+
+
+def _timeout_from_environ(environ: Mapping[str, str]) -> float | None:
+    text = environ.get("ASYNCDIST_TIMEOUT")
+    if not text:
+        return DEFAULT_TIMEOUT_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if math.isnan(seconds) or seconds <= 0:
+        raise ValueError(
+            f"environment variable ASYNCDIST_TIMEOUT={text!r} is not a number of seconds above 0, or inf for no limit"
+        )
+    return None if math.isinf(seconds) else seconds
 
 
 class GroupOpening:

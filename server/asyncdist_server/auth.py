@@ -142,7 +142,10 @@ def load_token(environ: Mapping[str, str]) -> str | None:
     if token:
         return check_token(token.strip())
     path = environ.get("ASYNCDIST_TOKEN_FILE")
-    return read_token_file(Path(path)) if path else None
+    try:
+        return read_token_file(Path(path)) if path else None
+    except OSError as error:
+        raise OSError(error.errno, f"ASYNCDIST_TOKEN_FILE: {error.strerror}", path) from None
 
 
 def read_token_file(path: Path) -> str:

@@ -12,7 +12,8 @@ from asyncdist import init_method as init_method_module
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError
 from asyncdist.init_method import FAILURE_LINGER_S, StoreSource, open_store, parse_init_method
-from asyncdist.store import TCPStore
+from asyncdist.initialize import init_process_group
+from asyncdist.store import HashStore, TCPStore
 from asyncdist_server import serve_in_thread
 
 ENVIRON = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -173,3 +174,19 @@ async def test_the_time_out_that_was_given_is_said_and_not_what_was_left_of_it()
     deadline = Deadline.after(7, asyncio.get_running_loop().time() - 6.9)
     with pytest.raises(ConnectTimeoutError, match=r"rank 1: store .* could not connect within 7 s: nothing listens"):
         await open_store(method, deadline, {})
+
+
+@pytest.mark.parametrize("text", ["5m", "-1", "0", "nan"])
+def test_a_time_out_of_the_environment_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("ASYNCDIST_TIMEOUT", text)
+    with pytest.raises(ValueError, match=rf"ASYNCDIST_TIMEOUT='{text}' is not a number of seconds above 0"):
+        init_process_group("aio", "tcp://127.0.0.1:1", rank=0, world_size=1)
+
+
+@pytest.mark.parametrize(("text", "timeout_s"), [("", 1800), ("2.5", 2.5), ("inf", None)])
+async def test_the_time_out_of_the_environment_is_the_default(
+    monkeypatch: pytest.MonkeyPatch, text: str, timeout_s: float | None
+) -> None:
+    monkeypatch.setenv("ASYNCDIST_TIMEOUT", text)
+    async with init_process_group(store=HashStore(), rank=0, world_size=1) as group:
+        assert group.timeout_s == timeout_s

@@ -226,8 +226,10 @@ def test_tokens_come_from_the_variable_before_the_file(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_token_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "token"
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=rf"ASYNCDIST_TOKEN_FILE: No such file or directory: '{path}'"):
         auth.load_token({"ASYNCDIST_TOKEN_FILE": str(path)})
+    with pytest.raises(IsADirectoryError, match=r"ASYNCDIST_TOKEN_FILE: "):
+        auth.load_token({"ASYNCDIST_TOKEN_FILE": str(tmp_path)})
     for content in (b"", b"\xff" * 40, b"short"):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=str(path)):
