@@ -23,6 +23,7 @@ from asyncdist import events
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError, DistNetworkError, DistStoreError
 from asyncdist.integers import as_int
+from asyncdist.patience import telling
 from asyncdist.store import FileStore, Store, TCPStore, TLSConfig
 from asyncdist.store.hosting import host_store
 from asyncdist.store.tls_config import load_tls
@@ -154,7 +155,8 @@ async def open_store(method: InitMethod, deadline: Deadline, environ: Mapping[st
             connect_by = Deadline.after(TAKEN_PORT_TIMEOUT_S, asyncio.get_running_loop().time())
     try:
         store = TCPStore(method.host, port, token=token, tls=tls, namespace=method.namespace)
-        await store.open_by(connect_by)
+        async with telling(lambda: _tell_where(method, connect_by)):
+            await store.open_by(connect_by)
         store.set_timeout(_remaining(deadline))
     except BaseException as error:
         if server is not None:
@@ -164,6 +166,12 @@ async def open_store(method: InitMethod, deadline: Deadline, environ: Mapping[st
             raise type(error)(said) from error.__cause__
         raise
     return StoreSource(store, owned=True, server=server)
+
+
+async def _tell_where(method: InitMethod, deadline: Deadline) -> None:
+    limit = "" if deadline.given_s is None else f", for up to {deadline.given_s:g} s"
+    whose = ", which rank 0 hosts" if method.may_host and method.rank else ""
+    events.warn("rank %d: waiting for the store at %s:%d%s%s", method.rank, method.host, method.port, whose, limit)
 
 
 def _unreachable(method: InitMethod, error: DistError, environ: Mapping[str, str], *, hosting: bool) -> str:

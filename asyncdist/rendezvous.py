@@ -38,6 +38,7 @@ import msgpack
 from asyncdist import events
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, StoreTimeoutError
+from asyncdist.patience import telling
 from asyncdist.store import Lease, PrefixStore, Store
 from asyncdist.transport.address import PeerAddress
 from asyncdist_server.messages import CLIENT_LINGER_S
@@ -53,6 +54,8 @@ WORLD_LINGER_S: Final = 60.0
 """How long a world without ranks is remembered: those of its next run find its epoch, and no stale addresses."""
 PUBLISH_LIMIT_S: Final = 2.0
 """How long telling the others about a failure may take before it is raised here."""
+TELLERS: Final = 2
+"""Ranks that say whom they wait for: rank 0, and where that is missing in a standing store, rank 1."""
 WORDS_LIMIT_S: Final = 0.5
 """How long asking for a leaver's last words may take: who is gone is to be named within a second."""
 
@@ -153,7 +156,8 @@ class Rendezvous:
             await self._decide({"world_id": secrets.token_bytes(WORLD_ID_BYTES), "allow_pickle": all_allow})
         ready: bytes | None = None
         with contextlib.suppress(StoreTimeoutError):
-            ready = await self._store.get(self._key("ready"), timeout=deadline.remaining_s(_now()))
+            async with telling(lambda: self._tell_who_is_missing(deadline)):
+                ready = await self._store.get(self._key("ready"), timeout=deadline.remaining_s(_now()))
         if ready is None:
             ready = await self._give_up(deadline)
         decision = _unpack(ready)
@@ -323,17 +327,34 @@ class Rendezvous:
         """The time is over: name who is missing, tell everybody, unless the decision came meanwhile."""
         self._store.set_timeout(PUBLISH_LIMIT_S)
         try:
-            present = await self._store.list_keys(self._key("info/"))
+            missing = await self._missing()
         except DistError as error:
             raise DistStoreError(f"{self._who}: the store stopped answering while ranks were joining") from error
-        came = {int(key.rpartition("/")[2]) for key in present}
-        missing = [rank for rank in range(self.world_size) if rank not in came]
-        text = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
-        message = f"{len(came)} of {self.world_size} ranks joined in time; missing: rank {text}"
+        came = self.world_size - len(missing)
+        message = f"{came} of {self.world_size} ranks joined in time; missing: rank {_spell(missing)}"
         ready = await self._publish_failure(message)
         if ready is not None and "failure" not in _unpack(ready):
             return ready
         raise ConnectTimeoutError(f"{self._who}: {message}")
+
+    async def _missing(self) -> list[int]:
+        present = await self._store.list_keys(self._key("info/"))
+        came = {int(key.rpartition("/")[2]) for key in present}
+        return [rank for rank in range(self.world_size) if rank not in came]
+
+    async def _tell_who_is_missing(self, deadline: Deadline) -> None:
+        """Of all ranks one or two: the question takes as long as the world is large."""
+        if self.rank >= TELLERS:
+            return
+        with contextlib.suppress(DistError):
+            missing = await self._missing()
+            if missing:
+                limit = "" if deadline.given_s is None else f", for up to {deadline.given_s:g} s in all"
+                came = self.world_size - len(missing)
+                events.warn(
+                    "%s: %d of %d ranks are here; waiting for rank %s%s",
+                    *(self._who, came, self.world_size, _spell(missing), limit),
+                )
 
     async def _clean_up(self) -> None:
         names = [f"{kind}/{rank}" for kind in ("info", "address") for rank in range(self.world_size)]
@@ -342,6 +363,10 @@ class Rendezvous:
         names += [f"words/{key.rpartition('/')[2]}" for key in words]
         await asyncio.gather(*(self._store.delete_key(self._key(name)) for name in names))
         await self._store.set(self._key("gone"), b"1")  # last: who hosts the store stops it now
+
+
+def _spell(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:20])) + (", ..." if len(ranks) > 20 else "")
 
 
 def _now() -> float:

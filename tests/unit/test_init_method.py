@@ -9,6 +9,7 @@ import pytest
 from jobs import free_port
 
 from asyncdist import init_method as init_method_module
+from asyncdist import patience
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError
 from asyncdist.init_method import FAILURE_LINGER_S, StoreSource, open_store, parse_init_method
@@ -190,3 +191,15 @@ async def test_the_time_out_of_the_environment_is_the_default(
     monkeypatch.setenv("ASYNCDIST_TIMEOUT", text)
     async with init_process_group(store=HashStore(), rank=0, world_size=1) as group:
         assert group.timeout_s == timeout_s
+
+
+async def test_waiting_for_rank_0_to_come_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.05)
+    method = parse_init_method(f"tcp://127.0.0.1:{free_port()}", rank=1, world_size=2, environ={})
+    with pytest.raises(ConnectTimeoutError):
+        await open_store(method, Deadline.after(0.5, asyncio.get_running_loop().time()), {})
+    assert caplog.messages == [
+        f"rank 1: waiting for the store at 127.0.0.1:{method.port}, which rank 0 hosts, for up to 0.5 s"
+    ]

@@ -12,6 +12,7 @@ from cancel_sweep import Cut, cancelling_at
 
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError
+from asyncdist.patience import PATIENCE_S
 from asyncdist.rendezvous import GOODBYE_LIMIT_S, PUBLISH_LIMIT_S, WORDS_LIMIT_S, WORLD_LINGER_S, Met, Rendezvous
 from asyncdist.store import HashStore, PrefixStore, Store
 from asyncdist.testing.loop import VirtualTimeLoop
@@ -92,6 +93,29 @@ async def test_a_rank_that_never_comes_is_named_to_everybody() -> None:
         late = join(Rendezvous(store, 1, 5))
         with pytest.raises(DistError, match="missing: rank 1, 4"):
             await late
+
+
+def test_long_waits_say_whom_they_wait_for_and_short_ones_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(late_s: float, timeout_s: float | None) -> None:
+        async with HashStore() as store:
+            deadline = Deadline.after(timeout_s, asyncio.get_running_loop().time())
+            ranks = [Rendezvous(store, rank, 4) for rank in range(4)]
+            early = [asyncio.create_task(rank.join("a", True, {}, deadline)) for rank in ranks[:3]]
+            await asyncio.sleep(late_s)
+            await ranks[3].join("a", True, {}, deadline)
+            await asyncio.gather(*early)
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(main(PATIENCE_S - 1, 60))
+        assert caplog.messages == []
+        runner.run(main(PATIENCE_S + 1, 60))
+        said = [message.partition(": ")[2] for message in caplog.messages]
+        assert said == ["3 of 4 ranks are here; waiting for rank 3, for up to 60 s in all"] * 2
+        assert [message[:6] for message in caplog.messages] == ["rank 0", "rank 1"]
+        caplog.clear()
+        runner.run(main(PATIENCE_S + 1, None))
+        assert caplog.messages[0].endswith("waiting for rank 3")
 
 
 @virtually
