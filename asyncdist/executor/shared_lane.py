@@ -112,7 +112,7 @@ class SharedLane:
         self._parts: list[SharedPart] = []
         self._unbegun: deque[SharedPart | Express] = deque()
         self._express: deque[Express] = deque()
-        self._payloads_of: dict[ExpressKind, dict[int, Payloads]] = {}
+        self._payloads: dict[ExpressKind, dict[int, Payloads]] = {}
         self._again: asyncio.Handle | None = None
         self.closed = False
 
@@ -273,7 +273,7 @@ class SharedLane:
         self._parts.clear()
         self._unbegun.clear()
         self._express.clear()
-        self._payloads_of.clear()
+        self._payloads.clear()
 
     def _go_on(self) -> None:
         self._again = None
@@ -309,7 +309,11 @@ class SharedLane:
         if number < 0:
             return False
         if kind.nbytes:
-            payloads = operation.payloads = self._payloads(number, kind)
+            try:
+                payloads = self._payloads[kind][number % RECORDS]
+            except KeyError:
+                payloads = self._payloads_of(kind, number)
+            operation.payloads = payloads
             if kind.gives:
                 operation.put(payloads.own)
         core.express(number, kind.fingerprint, kind.nbytes)
@@ -317,21 +321,19 @@ class SharedLane:
         self._express.append(operation)
         return True
 
-    def _payloads(self, number: int, kind: ExpressKind) -> Payloads:
-        kept = self._payloads_of.get(kind)
-        if kept is None:
-            if len(self._payloads_of) >= EXPRESS_KINDS:
-                self._payloads_of.clear()
-            kept = self._payloads_of[kind] = {}
-        found = kept.get(number % RECORDS)
-        if found is None:
-            core, needed = self.core, kind.needed
-            arrays = {
-                member: np.frombuffer(core.express_payload(number, member, kind.nbytes), kind.dtype)
-                for member in (range(len(self._ranks)) if needed is None else {*needed, core.rank})
-            }
-            operands = [arrays[member] for member in (arrays if needed is None else needed)]
-            found = kept[number % RECORDS] = Payloads(arrays[core.rank], operands)
+    def _payloads_of(self, kind: ExpressKind, number: int) -> Payloads:
+        """Arrays over the payloads of operation `number`, kept for all that come to lie in its place."""
+        if kind not in self._payloads:
+            if len(self._payloads) >= EXPRESS_KINDS:
+                self._payloads.clear()
+            self._payloads[kind] = {}
+        core, needed = self.core, kind.needed
+        arrays = {
+            member: np.frombuffer(core.express_payload(number, member, kind.nbytes), kind.dtype)
+            for member in (range(len(self._ranks)) if needed is None else {*needed, core.rank})
+        }
+        operands = [arrays[member] for member in (arrays if needed is None else needed)]
+        found = self._payloads[kind][number % RECORDS] = Payloads(arrays[core.rank], operands)
         return found
 
     def _advance_express(self) -> bool:
