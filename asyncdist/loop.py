@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import inspect
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Final, TypeVar
 
-__all__ = ["loop_factory", "run"]
+__all__ = ["forget_closed", "loop_factory", "run"]
 
 T = TypeVar("T")
 
@@ -23,6 +23,19 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     except ImportError:
         return asyncio.new_event_loop
     return uvloop.new_event_loop
+
+
+def forget_closed(loop: asyncio.AbstractEventLoop, descriptors: Iterable[int]) -> None:
+    """In a forked child, let the loop that this thread ran forget descriptors, which are closed already.
+
+    The child may run it on, to its end. What was to be watched from the next turn on, uvloop would ask the kernel for
+    then; that knows no such descriptor, and uvloop aborts the process. Nothing reaches the parent's epoll set, which is
+    this loop's too, as the descriptors are closed here.
+    """
+    for descriptor in descriptors:
+        for remove in (loop.remove_writer, loop.remove_reader):
+            with contextlib.suppress(OSError, RuntimeError):  # asyncio asks the kernel first; or the loop is closed
+                remove(descriptor)
 
 
 def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:

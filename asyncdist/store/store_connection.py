@@ -7,9 +7,11 @@ import contextlib
 import os
 import socket
 import ssl
+import threading
 from collections.abc import Callable
 from typing import Final
 
+from asyncdist.loop import forget_closed
 from asyncdist.store.byte_stream import ByteStream, StoreRefusedError, open_stream, prove
 from asyncdist.store.tls_config import TLSConfig
 from asyncdist_server.auth import AuthenticationError, ClientHandshake, Refusal
@@ -132,6 +134,7 @@ class Connection:
         on_lost: Callable[[Exception], None],
     ) -> None:
         self._loop = loop
+        self._thread = threading.get_ident()
         self._socket = stream.socket
         self._tls = stream.tls
         self._reader = reader
@@ -241,7 +244,9 @@ class Connection:
             self._fd = -1
 
     def close_after_fork(self) -> None:
-        """Close this process's copy and nothing else: the loop's selector is still shared with the parent."""
+        """Close this process's copy, and then have the loop forget it: its selector is still shared with the parent."""
         if self._fd >= 0:
             self._socket.close()
+            if self._thread == threading.get_ident():
+                forget_closed(self._loop, (self._fd,))
             self._fd = -1

@@ -2,16 +2,21 @@
 
 A child made by fork shares its parent's connections: bytes it sent or read there would corrupt the parent's streams. So
 it closes its copies of all descriptors at once. It does nothing else with them: `shutdown` would act on the connection
-itself, and the loop's epoll set is shared with the parent.
+itself, and the loop's epoll set is shared with the parent. Where the child goes on in the loop's thread, the loop is
+told to forget them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Callable
+
+from asyncdist.loop import forget_closed
 
 __all__ = ["SocketSet"]
 
@@ -20,12 +25,17 @@ _hooked = False
 
 
 class SocketSet:
-    """All descriptors a mesh has open; `on_fork` is called in a forked child after they were closed there."""
+    """All descriptors a mesh has open; `on_fork` is called in a forked child after they were closed there.
 
-    __slots__ = ("__weakref__", "_descriptors", "_on_fork", "_sockets")
+    `loop` is the one that watches them, and runs in this thread.
+    """
 
-    def __init__(self, on_fork: Callable[[], None]) -> None:
+    __slots__ = ("__weakref__", "_descriptors", "_loop", "_on_fork", "_sockets", "_thread")
+
+    def __init__(self, on_fork: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None) -> None:
         global _hooked
+        self._loop = loop
+        self._thread = threading.get_ident()
         self._sockets: set[socket.socket] = set()
         self._descriptors: set[int] = set()
         self._on_fork = on_fork
@@ -66,12 +76,11 @@ class SocketSet:
 
     def close_in_child(self) -> None:
         """Close the child's descriptors. The socket objects are detached, so that they cannot close a reused number."""
-        for sock in self._sockets:
-            fd = sock.detach()
-            if fd >= 0:
-                os.close(fd)
-        for fd in self._descriptors:
+        closed = {fd for fd in (sock.detach() for sock in self._sockets) if fd >= 0} | self._descriptors
+        for fd in closed:
             os.close(fd)
+        if self._loop is not None and self._thread == threading.get_ident():
+            forget_closed(self._loop, closed)
         self._sockets.clear()
         self._descriptors.clear()
         self._on_fork()

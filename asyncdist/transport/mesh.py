@@ -56,7 +56,8 @@ class Mesh(BaseMesh):
         super().__init__(rank, world_size, owner)
         self._resolve = resolve
         config = config or TransportConfig()
-        loop, sockets = asyncio.get_running_loop(), SocketSet(self._forked)
+        loop = asyncio.get_running_loop()
+        sockets = SocketSet(self._forked, loop)
         self._context = MeshContext(
             loop,
             Identity(world_id, rank, world_size, secret),

@@ -41,3 +41,64 @@ except SystemExit as end:
 @pytest.mark.parametrize("turns", [0, 3, 15])
 def test_the_child_ends_with_its_own_status(transport: str, turns: int) -> None:
     run_ranks(LEAVES.format(turns=turns), 2, {"ASYNCDIST_TRANSPORT": transport})
+
+
+WATCHED_NEXT = """
+import socket
+from asyncdist.transport.fork import SocketSet
+async def main():
+    loop = asyncio.get_running_loop()
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    sockets = SocketSet(lambda: None, loop)
+    sockets.add(near)
+    came = loop.create_future()
+    loop.add_reader(near.fileno(), lambda: came.done() or came.set_result(near.recv(1)))
+    await asyncio.sleep({pause_s})  # is it watched, or only from the next turn on?
+    loop.add_writer(near.fileno(), loop.remove_writer, near.fileno())
+    child = os.fork()
+    if not child:
+        sys.exit(7)  # the loop runs on, to its end
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    far.send(b"x")
+    assert await came == b"x"
+    loop.remove_reader(near.fileno())
+    sockets.close(near)
+    far.close()
+try:
+    {run}(main())
+except SystemExit as end:
+    os._exit(end.code or 0)
+"""
+
+
+@pytest.mark.parametrize("run", ["dist.run", "asyncio.run"])
+@pytest.mark.parametrize("pause_s", [0, 0.01])
+def test_what_is_to_be_watched_from_the_next_turn_on_is_forgotten(run: str, pause_s: float) -> None:
+    """Or uvloop aborts the child, as there is no such descriptor any more."""
+    run_ranks(WATCHED_NEXT.format(run=run, pause_s=pause_s), 1)
+
+
+STORING = """
+from asyncdist_server import serve_in_thread
+async def main():
+    with serve_in_thread() as server:
+        async with dist.TCPStore("127.0.0.1", server.port) as store:
+            for turns in range(6):
+                work = asyncio.ensure_future(store.set("key", bytes(8 << 20)))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                child = os.fork()
+                if not child:
+                    sys.exit(7)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, turns
+                await work
+try:
+    dist.run(main())
+except SystemExit as end:
+    os._exit(end.code or 0)
+"""
+
+
+def test_a_child_forked_while_a_request_is_sent_ends_with_its_own_status() -> None:
+    run_ranks(STORING, 1)
