@@ -26,7 +26,7 @@ from asyncdist.errors import ClosedError
 from asyncdist.executor.work import Work
 from asyncdist.group import ProcessGroup
 from asyncdist.overlap import OverlapWatch
-from asyncdist.pairs import Pairs
+from asyncdist.pairs import Pairs, check_tag
 from asyncdist.progress.awaiting import ThreadStream, run_there
 from asyncdist.progress.thread import release
 from asyncdist.progress.work import Courier, ThreadWork
@@ -89,6 +89,7 @@ class ThreadedGroup(ProcessGroup):
         inner = self._inner_group
         if inner._aborted is not None:
             raise inner.aborted_error(operation, inner._aborted)
+        tag = check_tag(tag)
         try:
             timeout_s = INHERIT if timeout is INHERIT else timeout_seconds(timeout, None)
             call = prepare(*arguments)

@@ -57,6 +57,11 @@ async def test_operations_and_groups_as_ever() -> None:
 async def test_wrong_arguments_raise_at_the_call_and_the_others_hear() -> None:
     async def main(group: Any) -> None:
         if group.rank == 0:
+            for wrong in (True, 1.5, [0]):
+                with pytest.raises(TypeError, match="tag must be an int"):
+                    group.all_reduce(np.ones(1), tag=wrong)
+            with pytest.raises(ValueError, match="tag must be between"):
+                group.all_reduce(np.ones(1), tag=-1)
             with pytest.raises(TypeError, match="numpy array"):
                 dist.all_reduce("text")
             with pytest.raises(ValueError, match="root=5"):
