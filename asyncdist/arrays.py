@@ -88,9 +88,12 @@ def _foreign_array(value: object, name: str) -> Array:
         return np.asarray(memoryview(value))  # type: ignore[arg-type]
     except TypeError:
         pass
+    hint = ""
+    if isinstance(value, int | float | complex | list | tuple):
+        hint = "; numpy.array makes one of it, and collectives of objects take it as it is"
     raise TypeError(
         f"{name} must be a numpy array or expose its memory (buffer protocol, __array_interface__, DLPack), "
-        f"not {type(value).__name__}"
+        f"not {type(value).__name__}{hint}"
     )
 
 

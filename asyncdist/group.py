@@ -178,7 +178,7 @@ class ProcessGroup(GroupCore):
             await self.close()
             return
         cause = first_cause(error)
-        why = f"rank {self.world.rank} left with {type(cause).__name__}: {cause}"
+        why = f"rank {self.world.rank} left with {type(cause).__name__}: {cause}".removesuffix(": ")
         if not isinstance(cause, CONSEQUENCES):
             self.abort(why)
         for group in self._inner():  # others' operations on those must not wait for this rank either

@@ -7,6 +7,7 @@ scheduler's, so such collectives meet the wrong partners sooner or later, and si
 from __future__ import annotations
 
 import asyncio
+import sys
 import warnings
 import weakref
 from typing import Any, Final, Protocol
@@ -57,5 +58,13 @@ class OverlapWatch:
             f"{earlier.get_name()}{place}, has under way. Ranks may order the two differently and exchange the wrong "
             "data; give each task a tag= or a group of its own.",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=_levels_of_ours(),
         )
+
+
+def _levels_of_ours() -> int:
+    """The `stacklevel` of a warning of `OverlapWatch._warn` that names the first line outside this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "asyncdist":
+        level, frame = level + 1, frame.f_back
+    return level

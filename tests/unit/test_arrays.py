@@ -96,6 +96,12 @@ def test_what_cannot_be_sent_is_refused_by_name(value: object) -> None:
         host_array(value, "weights")
 
 
+@pytest.mark.parametrize("value", [3, 3.0, 1j, [1.0], (1, 2)])
+def test_numbers_and_lists_are_told_what_to_do(value: object) -> None:
+    with pytest.raises(TypeError, match=r"numpy\.array makes one of it, and collectives of objects"):
+        host_array(value)
+
+
 def test_masked_arrays_are_refused_with_the_way_out() -> None:
     with pytest.raises(TypeError, match=r"mask would be lost.*\.filled"):
         host_array(np.ma.masked_array([1.0], [True]))

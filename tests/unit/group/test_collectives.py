@@ -152,16 +152,18 @@ def test_tags_keep_concurrent_tasks_apart() -> None:
     run_world(3, main, seed=5)
 
 
-def test_overlap_of_one_tag_from_two_tasks_warns_once_with_the_place() -> None:
+@pytest.mark.parametrize("module", [False, True])
+def test_overlap_of_one_tag_from_two_tasks_warns_once_with_the_place(module: bool) -> None:
     async def main(group: Group) -> None:
         async def one() -> None:
-            await group.barrier()
+            await (dist.barrier() if module else group.barrier())
 
         with pytest.warns(
             RuntimeWarning, match=r"overlaps a collective of the same tag 0 .*test_collectives.py:\d+"
         ) as seen:
             await asyncio.gather(*(asyncio.ensure_future(one()) for _ in range(3)))
         assert len(seen) == 1
+        assert seen[0].filename == __file__, "not a line of the library"
 
     run_world(2, lambda group: main(group) if group.rank == 0 else three(group))
 
