@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Final
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
 
 __all__ = ["PATIENCE_S", "telling"]
 
@@ -13,17 +13,18 @@ PATIENCE_S: Final = 15.0
 """Processes that are started together are there sooner, also when each imports a large library first."""
 
 
-@asynccontextmanager
-async def telling(tell: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """Call `tell` once if what is inside takes longer than `PATIENCE_S`; it is cancelled when that ends."""
-
-    async def wait_and_tell() -> None:
-        await asyncio.sleep(PATIENCE_S)
-        await tell()
-
-    teller = asyncio.create_task(wait_and_tell(), name="tells what is waited for")
+@contextmanager
+def telling(tell: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
+    """Run `tell` once if what is inside takes longer than `PATIENCE_S`; it is cancelled when that ends."""
+    loop = asyncio.get_running_loop()
+    tellers: list[asyncio.Task[None]] = []
+    # A timer and no task, and nothing awaited at the end: who cancels what is inside waits for nothing more.
+    timer = loop.call_later(
+        PATIENCE_S, lambda: tellers.append(loop.create_task(tell(), name="tells what is waited for"))
+    )
     try:
         yield
     finally:
-        teller.cancel()
-        await asyncio.gather(teller, return_exceptions=True)
+        timer.cancel()
+        for teller in tellers:
+            teller.cancel()

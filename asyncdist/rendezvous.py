@@ -155,9 +155,8 @@ class Rendezvous:
             all_allow = allow_pickle and await self._store.add(self._key("picklers"), 0) == self.world_size
             await self._decide({"world_id": secrets.token_bytes(WORLD_ID_BYTES), "allow_pickle": all_allow})
         ready: bytes | None = None
-        with contextlib.suppress(StoreTimeoutError):
-            async with telling(lambda: self._tell_who_is_missing(deadline)):
-                ready = await self._store.get(self._key("ready"), timeout=deadline.remaining_s(_now()))
+        with contextlib.suppress(StoreTimeoutError), telling(lambda: self._tell_who_is_missing(deadline)):
+            ready = await self._store.get(self._key("ready"), timeout=deadline.remaining_s(_now()))
         if ready is None:
             ready = await self._give_up(deadline)
         decision = _unpack(ready)

@@ -179,10 +179,11 @@ class Round:
 
     async def _all_ends(self) -> dict[int, End]:
         """The ends of all nodes that are there, once they are known, and of those gone what they said before."""
-        there = [rank for rank in range(len(self.members)) if rank not in self.gone]
+        gone = list(self.gone)  # more may go meanwhile, whose ends are waited for all the same
+        there = [rank for rank in range(len(self.members)) if rank not in gone]
         texts = await self._store.multi_get([f"{self._keys}end/{rank}" for rank in there], timeout=None)
         found = dict(zip(there, texts, strict=True))
-        for rank in self.gone:
+        for rank in gone:
             with contextlib.suppress(StoreTimeoutError):
                 found[rank] = await self._store.get(f"{self._keys}end/{rank}", timeout=0)
         return {rank: End.from_json(text) for rank, text in found.items()}

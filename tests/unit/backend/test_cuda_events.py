@@ -191,7 +191,7 @@ async def test_a_waiting_thread_is_on_the_streams_gpu() -> None:
         event.record(stream)
         completions.add(stream, (event,), lambda error: ended.set())
         async with asyncio.timeout(PATIENCE_S):
-            while not waiting_threads():  # noqa: ASYNC110 - of what threads do there is no event
+            while not chosen:  # noqa: ASYNC110 - of what threads do there is no event
                 await asyncio.sleep(0.001)
             gate.open()
             await ended.wait()

@@ -7,10 +7,11 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
-from asyncdist.errors import DistStoreError, LaunchError
+from asyncdist.errors import DistStoreError, LaunchError, StoreTimeoutError
 from asyncdist.launch.conclusion import Conclusion, End
 from asyncdist.launch.config import Endpoint, LaunchConfig
 from asyncdist.launch.nodes import Failure
@@ -373,3 +374,25 @@ async def test_a_store_that_is_gone_and_other_errors_end_the_launcher(cluster: C
         await node.store.close()
         with pytest.raises(LaunchError, match=r"store was lost: \S"):
             await node.rounds.lost(DistStoreError("gone"))
+
+
+async def test_who_goes_while_ends_are_gathered_disturbs_nobody() -> None:
+    rounds: list[Round] = []
+
+    class Store:
+        async def multi_get(self, keys: list[str], timeout: float | None) -> list[bytes]:
+            return [End(completed=True).to_json().encode() for _ in keys]
+
+        async def get(self, key: str, timeout: float) -> bytes:
+            rounds[0].gone.setdefault(0, "left")  # it has said how it ended, and goes
+            raise StoreTimeoutError(key)
+
+    class Member:
+        store = Store()
+        epoch, rank, members = 0, 1, ("a", "b", "c")
+
+    member: Any = Member()
+    presence: Any = None
+    rounds.append(Round(member, presence, 3, lambda: asyncio.sleep(0, 1)))
+    rounds[0].gone[2] = "lost"
+    assert await rounds[0]._all_ends() == {rank: End(completed=True) for rank in (0, 1)}
