@@ -16,6 +16,7 @@ from asyncdist.causes import CONSEQUENCES, abort_cause, aborted_by, explain, fir
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError
 from asyncdist.executor.work import until_ended
 from asyncdist.group_core import GroupCore
+from asyncdist.uninterrupted import uninterrupted
 
 __all__ = ["WORLD", "ProcessGroup"]
 
@@ -120,7 +121,7 @@ class ProcessGroup(GroupCore):
             for group in [self, *self._inner()]:
                 if group._works or group.pairs.pending():
                     group.abort("closing it was cancelled")
-            await asyncio.wait([self._closing])
+            await uninterrupted(asyncio.wait([self._closing]))
             raise
         unasked, self._unasked = self._unasked, None
         if unasked is not None:

@@ -27,6 +27,7 @@ from asyncdist.patience import telling
 from asyncdist.store import FileStore, Store, TCPStore, TLSConfig
 from asyncdist.store.hosting import host_store
 from asyncdist.store.tls_config import load_tls
+from asyncdist.uninterrupted import uninterrupted
 from asyncdist_server.auth import load_token
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class StoreSource:
 
     async def _stop_hosting(self) -> None:
         if self.server is not None:
-            await asyncio.shield(asyncio.to_thread(self.server.close))
+            await uninterrupted(asyncio.to_thread(self.server.close))
 
 
 def parse_init_method(
@@ -160,7 +161,7 @@ async def open_store(method: InitMethod, deadline: Deadline, environ: Mapping[st
         store.set_timeout(_remaining(deadline))
     except BaseException as error:
         if server is not None:
-            await asyncio.shield(asyncio.to_thread(server.close))
+            await uninterrupted(asyncio.to_thread(server.close))
         if isinstance(error, DistNetworkError | DistStoreError):
             said = _unreachable(method, error, environ, hosting=server is not None)
             raise type(error)(said) from error.__cause__

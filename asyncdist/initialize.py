@@ -31,6 +31,7 @@ from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.mesh import Mesh, Resolve
 from asyncdist.transport.segment import segments_available
+from asyncdist.uninterrupted import uninterrupted
 from asyncdist.world import World
 from asyncdist_server.auth import derive_key, load_token
 
@@ -176,10 +177,10 @@ class GroupOpening:
                 device=self._device,
             )
         except Exception:
-            await asyncio.shield(source.close_after_failure())
+            await uninterrupted(source.close_after_failure())
             raise
         except BaseException:
-            await asyncio.shield(source.close())
+            await uninterrupted(source.close())
             raise
 
 
@@ -209,7 +210,7 @@ async def open_world(
         group = ProcessGroup(world, derive_group_id(world.world_id), ranks, timeout_s, name, named, is_world=True)
         group.bind_device(device)
     except BaseException:  # a backend of the user's, or none for this device
-        await world.resign()
+        await uninterrupted(world.resign())
         raise
     context.register_world(group)
     return group
@@ -255,7 +256,7 @@ async def _join(
             mesh.abort()
             raise
     except BaseException:
-        await rendezvous.resign()
+        await uninterrupted(rendezvous.resign())
         raise
     world.mesh = mesh
     return world

@@ -41,6 +41,7 @@ from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, Sto
 from asyncdist.patience import telling
 from asyncdist.store import Lease, PrefixStore, Store
 from asyncdist.transport.address import PeerAddress
+from asyncdist.uninterrupted import uninterrupted
 from asyncdist_server.messages import CLIENT_LINGER_S
 
 __all__ = ["WORLD_ID_BYTES", "Met", "Rendezvous"]
@@ -103,7 +104,7 @@ class Rendezvous:
             except (asyncio.CancelledError, DistError):
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
-                    await self._withdraw()
+                    await uninterrupted(self._withdraw())
                     raise
                 await asyncio.sleep(0)  # the news of a restart may be behind the failure it caused
                 if not self._restarted:
@@ -261,7 +262,7 @@ class Rendezvous:
         except asyncio.CancelledError:
             self._epoch = 0
             if not self._restarted:
-                await self._take_back(counter, claim)
+                await uninterrupted(self._take_back(counter, claim))
             raise
         if not holder:
             return epoch

@@ -16,12 +16,14 @@ MAX_AWAITS = 400
 class Cut:
     """Where an operation is to be cancelled: at its await number `at`, from 1; `reached` says whether it got there.
 
-    `whom` is the task to cancel, by default the one that runs the operation.
+    `whom` is the task to cancel, by default the one that runs the operation; `again` cancels it at every later await
+    as well, as a cancel scope of anyio does.
     """
 
-    def __init__(self, at: int, whom: asyncio.Task[Any] | None = None) -> None:
+    def __init__(self, at: int, whom: asyncio.Task[Any] | None = None, *, again: bool = False) -> None:
         self.at = at
         self.whom = whom
+        self.again = again
         self.reached = False
 
 
@@ -37,7 +39,7 @@ def cancelling_at(cut: Cut, operation: Awaitable[Any]) -> Generator[Any, Any, An
         except StopIteration as end:
             return end.value
         count += 1
-        if count == cut.at:
+        if count == cut.at or (cut.again and cut.reached):
             cut.reached = True
             task = cut.whom or asyncio.current_task()
             assert task is not None
@@ -49,13 +51,15 @@ def cancelling_at(cut: Cut, operation: Awaitable[Any]) -> Generator[Any, Any, An
             error = raised
 
 
-async def at_every_await(make: Callable[[], Awaitable[Any]]) -> AsyncIterator[tuple[Cut, BaseException | None]]:
+async def at_every_await(
+    make: Callable[[], Awaitable[Any]], *, again: bool = False
+) -> AsyncIterator[tuple[Cut, BaseException | None]]:
     """Make the operation again and again, each time cancelled one await later, until it ends before that.
 
     Yields where it was cut and what it raised then, if anything.
     """
     for at in range(1, MAX_AWAITS):
-        cut = Cut(at)
+        cut = Cut(at, again=again)
         operation = make()
 
         async def run(cut: Cut = cut, operation: Awaitable[Any] = operation) -> None:

@@ -15,7 +15,7 @@ PACKAGES = {"asyncdist": ROOT / "asyncdist", "asyncdist_server": ROOT / "server"
 # folder may import each other; folders of one line may not.
 LAYERS = (
     {"errors", "reduce_op", "deadline", "arrays", "device_array", "dlpack", "objects", "events", "loop", "subgroup"}
-    | {"spinning", "integers", "patience"},
+    | {"spinning", "integers", "patience", "uninterrupted"},
     {"store", "plan"},
     {"transport", "cuda"},
     {"executor"},

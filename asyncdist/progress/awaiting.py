@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from asyncdist.progress.thread import CommunicationThread
+from asyncdist.uninterrupted import uninterrupted
 
 __all__ = ["ThreadStream", "run_there"]
 
@@ -45,9 +46,7 @@ async def run_there(thread: CommunicationThread, function: Callable[[], Awaitabl
     except asyncio.CancelledError:
         # In a later turn: a task cancelled before its first step never takes it, and closing must at least begin.
         thread.submit(lambda: thread.loop.call_soon(tasks[0].cancel))
-        while not ended.done():
-            with contextlib.suppress(asyncio.CancelledError):  # re-raised below
-                await asyncio.shield(ended)
+        await uninterrupted(asyncio.wait([ended]))
         raise
     return tasks[0].result()
 

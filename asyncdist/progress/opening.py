@@ -34,9 +34,11 @@ async def open_there(open_world: Callable[[], Awaitable[ProcessGroup]]) -> Threa
     try:
         await run_there(thread, there, Context())
     except BaseException:
-        if opened:  # cancelled at the last moment
-            await run_there(thread, lambda: give_up(opened[0], "joining was cancelled"), Context())
-        release(thread)
+        try:
+            if opened:  # cancelled at the last moment
+                await run_there(thread, lambda: give_up(opened[0], "joining was cancelled"), Context())
+        finally:
+            release(thread)
         raise
     leave_at_exit(thread, opened[0])
     group = ThreadedGroup(opened[0], Courier(thread, loop), threading.get_ident())

@@ -10,6 +10,7 @@ from pathlib import Path
 import asyncdist_server
 from asyncdist.errors import DistStoreError
 from asyncdist.store.tls_config import TLSConfig
+from asyncdist.uninterrupted import uninterrupted
 
 __all__ = ["host_store", "serve_off_loop"]
 
@@ -50,7 +51,11 @@ async def serve_off_loop(
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        await asyncio.wait([starting])  # a thread cannot be cancelled: what it started is stopped
-        if starting.exception() is None:
-            await asyncio.to_thread(starting.result().close)
+        await uninterrupted(_stop(starting))
         raise
+
+
+async def _stop(starting: asyncio.Future[asyncdist_server.ThreadedServer]) -> None:
+    await asyncio.wait([starting])  # a thread cannot be cancelled: what it started is stopped
+    if starting.exception() is None:
+        await asyncio.to_thread(starting.result().close)

@@ -20,6 +20,7 @@ from asyncdist.store.pipeline import Pipeline
 from asyncdist.store.reply import Reply
 from asyncdist.store.store_connection import Connection, StoreRefusedError, Trouble, client_name, dial
 from asyncdist.store.tls_config import TLSConfig
+from asyncdist.uninterrupted import uninterrupted
 from asyncdist_server import messages
 from asyncdist_server.auth import ClientHandshake
 
@@ -96,7 +97,7 @@ class TCPClient(CoordinatingStore):
                 await asyncio.wait([connector])
             except asyncio.CancelledError:
                 self._abandon()
-                await asyncio.wait([connector])  # it is cancelled, and has nothing more to wait for
+                await uninterrupted(asyncio.wait([connector]))  # it is cancelled, and has nothing more to wait for
                 raise
             self._raise_if_closed()
             try:
@@ -309,9 +310,11 @@ class TCPClient(CoordinatingStore):
         finally:
             connector = self._connector
             self._abandon()
-            if connector is not None:
-                await asyncio.wait([connector])  # it is cancelled, and has nothing more to wait for
-            self._closing.set_result(None)
+            try:
+                if connector is not None:
+                    await uninterrupted(asyncio.wait([connector]))  # it is cancelled, and has nothing more to wait for
+            finally:
+                self._closing.set_result(None)
 
     async def _take_leave(self, pipeline: Pipeline) -> None:
         while self._connection is not None or await self._returned(pipeline):

@@ -13,6 +13,7 @@ from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S
 from asyncdist.store.hosting import host_store
 from asyncdist.store.tcp_client import TCPClient
 from asyncdist.store.tls_config import TLSConfig
+from asyncdist.uninterrupted import uninterrupted
 from asyncdist_server.auth import store_context
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class TCPStore(TCPClient):
             await super().open_by(deadline)
             await self._meet(deadline)
         except BaseException:
-            await asyncio.shield(self.close())
+            await uninterrupted(self.close())
             raise
         self._opened = True
         return self
@@ -176,4 +177,4 @@ class TCPStore(TCPClient):
         finally:
             server, self._server = self._server, None
             if server is not None:
-                await asyncio.shield(asyncio.to_thread(server.close))
+                await uninterrupted(asyncio.to_thread(server.close))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from punctual import assert_within, punctual
 from socket_world import descriptors, socket_world, turns
 
 import asyncdist as dist
+import asyncdist_server
 from asyncdist.backend.base import Backend
 from asyncdist.store import HashStore
 from asyncdist.transport.address import PeerAddress
@@ -149,7 +151,8 @@ async def test_cancelling_close_aborts_what_is_under_way(pending: str) -> None:
             await work
 
 
-async def test_cancelling_close_at_any_await_closes() -> None:
+@pytest.mark.parametrize("again", [False, True])
+async def test_cancelling_close_at_any_await_closes(again: bool) -> None:
     store = HashStore()
     groups: list[dist.ProcessGroup] = []
 
@@ -158,9 +161,9 @@ async def test_cancelling_close_at_any_await_closes() -> None:
         groups.append(group)
         await cancelling_at(cut, group.close())
 
-    cut = Cut(0)
+    cut = Cut(0, again=again)
     while not cut.at or cut.reached:
-        cut = Cut(cut.at + 1)
+        cut = Cut(cut.at + 1, again=again)
         task = asyncio.create_task(open_and_close())
         await asyncio.wait([task])
         assert task.cancelled() == cut.reached
@@ -174,6 +177,40 @@ async def test_joining_cancelled_at_every_await_leaves_no_descriptor() -> None:
         # Two of the default executor's.
         await eventually(at_most(before + 2), f"cancelled at await {cut.at}")
         assert (error is None) == (not cut.reached)
+
+
+@pytest.mark.parametrize("progress", ["loop", "thread"])
+async def test_joining_and_leaving_cancelled_at_every_await_from_one_on_leave_nothing_behind(progress: Any) -> None:
+    async def join_and_leave() -> None:
+        async with dist.init_process_group(
+            init_method="tcp://127.0.0.1:0", rank=0, world_size=1, timeout=10, progress=progress
+        ):
+            pass
+
+    await join_and_leave()  # the default executor's thread, which stays
+    threads, tasks = threading.active_count(), len(asyncio.all_tasks())
+    async for cut, error in at_every_await(join_and_leave, again=True):
+        assert (error is None) == (not cut.reached)
+        where = f"cancelled from await {cut.at} on"
+        assert len(asyncio.all_tasks()) <= tasks, where
+        assert threading.active_count() <= threads, where
+
+
+async def test_a_rank_cancelled_at_every_await_from_one_on_may_join_again() -> None:
+    server = await asyncio.to_thread(asyncdist_server.serve_in_thread, "127.0.0.1", 0)
+
+    async def join_and_leave() -> None:
+        async with dist.init_process_group(
+            init_method=f"tcp://127.0.0.1:{server.port}", rank=0, world_size=1, timeout=10
+        ):
+            pass
+
+    try:
+        async for _cut, error in at_every_await(join_and_leave, again=True):
+            assert error is None or isinstance(error, asyncio.CancelledError)
+            await join_and_leave()
+    finally:
+        await asyncio.to_thread(server.close)
 
 
 async def _join_and_leave() -> None:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from cancel_sweep import at_every_await
 from jobs import free_port
 
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, StoreTimeoutError
@@ -91,6 +92,17 @@ async def test_cancelling_the_opening_leaves_no_daemon() -> None:
         await opening
     assert daemons() == before
     await probe.close()
+
+
+async def test_cancelling_it_at_every_await_from_one_on_leaves_no_daemon() -> None:
+    async def open_and_close() -> None:
+        async with TCPStore(HOST, 0, 1, True):
+            pass
+
+    before = daemons()
+    async for _cut, error in at_every_await(open_and_close, again=True):
+        assert error is None or isinstance(error, asyncio.CancelledError)
+        assert daemons() == before
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""uninterrupted: cleaning up to the end.
+
+`asyncio.shield` ends the waiting at the first cancellation. Cleaning up then goes on with nobody to wait for it, and
+what follows meets what it was to take away. Cancellations do come in numbers: from a time-out within a task that is
+cancelled as well, and from a cancel scope of anyio at every await until its block is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+__all__ = ["uninterrupted"]
+
+T = TypeVar("T")
+
+
+async def uninterrupted(cleaning: Coroutine[Any, Any, T]) -> T:
+    """Run `cleaning`, which must be bounded in time, to its end; return its result or raise what it raised.
+
+    Cancelling raises CancelledError in their place, once that end has come.
+    """
+    task = asyncio.ensure_future(cleaning)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled():
+        task.exception()  # nobody else asks for it
+    raise cancelled

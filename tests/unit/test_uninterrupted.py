@@ -1,0 +1,62 @@
+"""Cleaning up is waited for, however often whoever waits is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from socket_world import turns
+
+from asyncdist.uninterrupted import uninterrupted
+
+
+async def test_it_gives_what_the_cleaning_gives() -> None:
+    async def clean() -> int:
+        await asyncio.sleep(0)
+        return 3
+
+    async def fail() -> None:
+        raise OSError("no")
+
+    assert await uninterrupted(clean()) == 3
+    with pytest.raises(OSError, match="no"):
+        await uninterrupted(fail())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_cancelled_again_and_again_it_waits_for_the_end(fails: bool) -> None:
+    may_end = asyncio.Event()
+    ended = False
+
+    async def clean() -> None:
+        nonlocal ended
+        await may_end.wait()
+        ended = True
+        if fails:
+            raise OSError("nobody is told, as the cancellation is raised")
+
+    async def owner() -> None:
+        try:
+            await uninterrupted(clean())
+        finally:
+            assert ended
+
+    task = asyncio.create_task(owner())
+    for _ in range(5):
+        await turns(2)
+        task.cancel()
+    await turns(5)
+    assert not task.done()
+    may_end.set()
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+async def test_it_ends_where_the_end_of_the_loop_cancels_every_task() -> None:
+    before = asyncio.all_tasks()
+    task = asyncio.create_task(uninterrupted(asyncio.sleep(3600)))
+    await turns(2)
+    for each in asyncio.all_tasks() - before:
+        each.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
