@@ -65,7 +65,7 @@ bench: $(VENV)/.dev
 
 prove: $(VENV)/.dev
 	$(BIN)/python -m asyncdist.cli.prove_command $(ARGS)
-	ASYNCDIST_MUTANTS=$(MUTANTS) $(BIN)/python -m pytest -q tests/unit/plan/test_mutants.py
+	ASYNCDIST_MUTANTS=$(MUTANTS) $(BIN)/python -m pytest -q tests/unit/plan/proof/test_mutants.py
 
 sim: $(VENV)/.dev
 	ASYNCDIST_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/sim $(ARGS)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncdist import events
-from asyncdist.plan.constants import ASYNCIO, ASYNCIO_LOOPBACK, Constants
-from asyncdist.plan.tuning import MAX_CORES, Tuning, constants_from_terms, constants_to_terms
+from asyncdist.plan.cost.constants import ASYNCIO, ASYNCIO_LOOPBACK, Constants
+from asyncdist.plan.selection.tuning import MAX_CORES, Tuning, constants_from_terms, constants_to_terms
 
 __all__ = [
     "MAX_FILE_BYTES",

@@ -19,8 +19,8 @@ from asyncdist.errors import DistError
 from asyncdist.group import ProcessGroup
 from asyncdist.host_constants import own_tuning
 from asyncdist.init_method import InitMethod, StoreSource, open_store, parse_init_method
-from asyncdist.plan.selector import parse_overrides
-from asyncdist.plan.tuning import Tuning
+from asyncdist.plan.selection.selector import parse_overrides
+from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.progress.opening import open_there
 from asyncdist.progress.stores import store_of_loop
 from asyncdist.rendezvous import Met, Rendezvous

@@ -28,7 +28,7 @@ from asyncdist import events
 from asyncdist.errors import DistError, PeerLostError, RemoteProtocolError
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.init_method import StoreSource
-from asyncdist.plan.tuning import DEFAULT_TUNING
+from asyncdist.plan.selection.tuning import DEFAULT_TUNING
 from asyncdist.rendezvous import Met, Rendezvous
 from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.transport.base_mesh import BaseMesh

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncdist.cli.sizes import show_bytes, show_seconds
-from asyncdist.plan.constants import BUILT_IN, Constants
+from asyncdist.plan.algorithms.ring_2d import row_length
+from asyncdist.plan.cost.constants import BUILT_IN, Constants
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.ring_2d import row_length
-from asyncdist.plan.sweep import Sweep
+from asyncdist.plan.simulation.sweep import Sweep
 
 WORLD: Final = 24_576
 SIZES: Final = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 26, 1 << 30)

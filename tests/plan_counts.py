@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.registry import build
 from asyncdist.plan.steps import Plan, Recv, RecvReduce, Send
 
 

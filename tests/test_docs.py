@@ -9,7 +9,7 @@ import pytest
 
 import asyncdist
 from asyncdist import errors
-from asyncdist.plan.registry import ALGORITHMS, SHARED_ALGORITHMS
+from asyncdist.plan.algorithms.registry import ALGORITHMS, SHARED_ALGORITHMS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

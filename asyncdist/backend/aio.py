@@ -20,12 +20,12 @@ from asyncdist.errors import CollectiveMismatchError
 from asyncdist.executor import reduction
 from asyncdist.executor.program import Program
 from asyncdist.executor.scratch import ScratchPool
-from asyncdist.plan.items import one_by_one
+from asyncdist.plan.algorithms.items import one_by_one
+from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.registry import build
-from asyncdist.plan.selector import plan_for, plan_id, usable
+from asyncdist.plan.selection.selector import plan_for, plan_id, usable
+from asyncdist.plan.selection.tuning import DEFAULT_TUNING, Tuning
 from asyncdist.plan.steps import Plan
-from asyncdist.plan.tuning import DEFAULT_TUNING, Tuning
 from asyncdist.reduce_op import CustomOp, PremulSum, ReduceOp
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.frame import key_prefix

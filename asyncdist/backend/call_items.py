@@ -18,7 +18,7 @@ from asyncdist.backend.call import NO_BLOCKS, Call, given_at_root
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.executor.items import Item
 from asyncdist.objects import OBJECT_META, decode, encode
-from asyncdist.plan.items import GUESSED_BYTES
+from asyncdist.plan.algorithms.items import GUESSED_BYTES
 
 __all__ = [
     "ItemCall",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from asyncdist import events
 from asyncdist.backend.call import Call
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.selector import candidates
+from asyncdist.plan.selection.selector import candidates
+from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.plan.steps import Plan
-from asyncdist.plan.tuning import Tuning
 
 __all__ = ["trace_choice"]
 

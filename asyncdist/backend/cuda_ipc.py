@@ -28,7 +28,7 @@ from asyncdist.backend.staged import StagedPath
 from asyncdist.cuda import Provider
 from asyncdist.cuda.interface import MAX_SOURCES
 from asyncdist.errors import DistBackendError, DistError
-from asyncdist.plan.selector import plan_id
+from asyncdist.plan.selection.selector import plan_id
 from asyncdist.reduce_op import CustomOp, PremulSum, ReduceOp, ReduceOpLike
 
 __all__ = ["CLOSE_LIMIT_S", "CudaIpcPath"]

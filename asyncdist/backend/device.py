@@ -34,7 +34,7 @@ from asyncdist.backend.host_exchange import HostExchange
 from asyncdist.cuda import Provider
 from asyncdist.errors import DistBackendError, DistError, PeerLostError, RemoteProtocolError
 from asyncdist.executor.scratch import ScratchPool
-from asyncdist.plan.tuning import Tuning
+from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.transport.base_mesh import BaseMesh
 
 __all__ = ["DeviceBackend", "DeviceOwner", "DeviceSettings", "choose_path"]

@@ -26,7 +26,7 @@ from asyncdist.backend.device_streams import EventPool
 from asyncdist.backend.host_exchange import HostExchange
 from asyncdist.cuda import Nccl, Provider, Runtime
 from asyncdist.executor.scratch import ScratchPool
-from asyncdist.plan.tuning import Tuning
+from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.reduce_op import ReduceOpLike
 from asyncdist.transport.base_mesh import BaseMesh
 

@@ -1,8 +1,8 @@
 """ExpressOperation: a collective so small that what ranks give each other travels in the records of a lane.
 
 A rank publishes with one store, and takes what it is to have with the first look that finds there all that it needs.
-That takes neither plan steps nor memory of its own: it is what the plans of `plan.shared_reduce` and `plan.shared_move`
-say, by a shorter way. Which collectives go so, `plan.records` says.
+That takes neither plan steps nor memory of its own: it is what the plans of `shared_reduce` and `shared_move` in
+`plan.algorithms` say, by a shorter way. Which collectives go so, `plan.records` says.
 """
 
 from __future__ import annotations

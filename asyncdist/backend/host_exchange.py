@@ -16,7 +16,7 @@ from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.call import Call, barrier
 from asyncdist.backend.call_items import Terms, all_gather_array
 from asyncdist.executor.scratch import ScratchPool
-from asyncdist.plan.tuning import Tuning
+from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.subgroup import derive_group_id
 from asyncdist.transport.base_mesh import BaseMesh
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import click
 
+from asyncdist.plan.algorithms.registry import algorithms
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES
-from asyncdist.plan.registry import algorithms
 
 __all__ = ["CollectiveName"]
 

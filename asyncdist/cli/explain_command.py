@@ -16,13 +16,13 @@ from asyncdist.cli.named_constants import named_constants, transport_here
 from asyncdist.cli.sizes import BYTES, show_bytes
 from asyncdist.cli.table_console import table_console
 from asyncdist.host_constants import default_path, own_tuning, stored_constants
-from asyncdist.plan.constants import BUILT_IN
+from asyncdist.plan.algorithms.registry import ALGORITHMS
+from asyncdist.plan.cost.constants import BUILT_IN
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.records import USUAL_LANE_BYTES
-from asyncdist.plan.registry import ALGORITHMS
-from asyncdist.plan.selector import candidates, parse_overrides, usable
-from asyncdist.plan.shared import MAX_SHARED_RANKS
-from asyncdist.plan.tuning import MAX_CORES, Tuning
+from asyncdist.plan.selection.selector import candidates, parse_overrides, usable
+from asyncdist.plan.selection.shared_chunks import MAX_SHARED_RANKS
+from asyncdist.plan.selection.tuning import MAX_CORES, Tuning
 from asyncdist.transport.config import TRANSPORTS
 
 __all__ = ["explain_command"]

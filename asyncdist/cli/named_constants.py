@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from asyncdist.host_constants import read_file, stored_constants
-from asyncdist.plan.constants import BUILT_IN, Constants
+from asyncdist.plan.cost.constants import BUILT_IN, Constants
 
 __all__ = ["named_constants", "transport_here"]
 

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from asyncdist.plan.prove import MAX_STEPS, Proof, prove
-from asyncdist.plan.registry import ALGORITHMS, algorithms, needs_lane
-from asyncdist.plan.symbols import PlanError
+from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, needs_lane
+from asyncdist.plan.proof.prove import MAX_STEPS, Proof, prove
+from asyncdist.plan.proof.symbols import PlanError
 from asyncdist.transport.lane import MAX_LANE_RANKS
 
 __all__ = ["parse_worlds", "prove_command"]

@@ -12,7 +12,7 @@ from rich.table import Table
 from asyncdist.cli.sizes import show_bytes, show_seconds
 from asyncdist.cli.table_console import table_console
 from asyncdist.host_constants import VERSION, built_in_constants, host_cores, stored_constants
-from asyncdist.plan.constants import Constants
+from asyncdist.plan.cost.constants import Constants
 from asyncdist.tuning.check import CLOSE, TOLERABLE, Choice, judge, summary
 from asyncdist.tuning.exercises import EXERCISES
 from asyncdist.tuning.processes import Report

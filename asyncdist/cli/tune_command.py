@@ -19,7 +19,7 @@ from asyncdist.cli.table_console import table_console
 from asyncdist.cli.tune_check import check_here, measured_constants, show_check
 from asyncdist.errors import DistError
 from asyncdist.host_constants import built_in_constants, default_path, read_file, save_constants
-from asyncdist.plan.tuning import constants_from_terms, constants_to_terms
+from asyncdist.plan.selection.tuning import constants_from_terms, constants_to_terms
 from asyncdist.transport.config import TRANSPORTS
 from asyncdist.tuning.processes import Report
 from asyncdist.tuning.session import find_here

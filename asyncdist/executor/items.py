@@ -1,4 +1,4 @@
-"""ItemExecution: one collective of items under way on this rank; see `plan.items`.
+"""ItemExecution: one collective of items under way on this rank; see `plan.algorithms.items`.
 
 An item's message says before its payload what it is (`meta`), and memory for it is allocated when that is known. What
 has been received is passed on from the memory it was received into.
@@ -30,7 +30,7 @@ class Item(NamedTuple):
 
 
 class ItemExecution(Execution):
-    """One rank's program of `plan.items` on lists of items, one list per buffer of the plan.
+    """One rank's program of `plan.algorithms.items` on lists of items, one list per buffer of the plan.
 
     `check`, for subclasses to say, is asked before memory for an incoming item is allocated.
     """

@@ -18,7 +18,7 @@ from asyncdist.errors import GroupAbortedError
 from asyncdist.group import ProcessGroup
 from asyncdist.init_method import InitMethod, StoreSource
 from asyncdist.initialize import open_world
-from asyncdist.plan.tuning import DEFAULT_TUNING
+from asyncdist.plan.selection.tuning import DEFAULT_TUNING
 from asyncdist.store import HashStore
 from asyncdist.testing.loop import VirtualTimeLoop
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final, NamedTuple
 
-from asyncdist.plan.constants import Constants
+from asyncdist.plan.algorithms.registry import needs_lane
+from asyncdist.plan.cost.constants import Constants
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.records import USUAL_LANE_BYTES
-from asyncdist.plan.registry import needs_lane
-from asyncdist.plan.selector import candidates
-from asyncdist.plan.tuning import Tuning
+from asyncdist.plan.selection.selector import candidates
+from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.tuning.exercises import ITEMSIZE
 from asyncdist.tuning.trials import Trial
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from asyncdist.plan.constants import Constants
-from asyncdist.plan.cost import predict
+from asyncdist.plan.cost.constants import Constants
+from asyncdist.plan.cost.prediction import predict
 from asyncdist.plan.problem import Problem
 from asyncdist.tuning.exercises import ITEMSIZE
 from asyncdist.tuning.trials import Trial

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 from asyncdist.group import ProcessGroup
 from asyncdist.host_constants import built_in_constants, host_cores
-from asyncdist.plan.constants import Constants
-from asyncdist.plan.tuning import Tuning
+from asyncdist.plan.cost.constants import Constants
+from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.tuning.fit import fitted
 from asyncdist.tuning.measure import Measured, measure
 from asyncdist.tuning.probe import PROBE_WORLD

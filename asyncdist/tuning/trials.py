@@ -12,10 +12,10 @@ import numpy as np
 
 from asyncdist.backend.aio import AioBackend
 from asyncdist.group import ProcessGroup
-from asyncdist.plan.cost import Prediction
+from asyncdist.plan.cost.prediction import Prediction
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.selector import candidates
-from asyncdist.plan.tuning import Tuning
+from asyncdist.plan.selection.selector import candidates
+from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.tuning.exercises import ITEMSIZE, Exercise
 
 __all__ = ["Trial", "TrialError", "host_backend", "try_all"]

@@ -11,7 +11,7 @@ PROGRAM = f"""
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 import random
 from differential import RUNS, Tagged, choose, random_case
-from asyncdist.plan.registry import ALGORITHMS
+from asyncdist.plan.algorithms.registry import ALGORITHMS
 
 async def task(group, tag, names, generator):
     for name in names:

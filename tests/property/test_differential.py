@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncdist as dist
-from asyncdist.plan.registry import ALGORITHMS
+from asyncdist.plan.algorithms.registry import ALGORITHMS
 from asyncdist.testing import run_world
 
 

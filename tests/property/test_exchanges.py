@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import asyncdist as dist
 from asyncdist.executor import reduction
+from asyncdist.plan.algorithms.registry import algorithms
 from asyncdist.plan.problem import BLOCK_COLLECTIVES
-from asyncdist.plan.registry import algorithms
 from asyncdist.testing import run_world
 
 DTYPES = [np.dtype(name) for name in ("bool", "uint8", "int16", "int64", "float16", "float32", "complex128")]

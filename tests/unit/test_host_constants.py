@@ -22,7 +22,7 @@ from asyncdist.host_constants import (
     save_constants,
     stored_constants,
 )
-from asyncdist.plan.constants import ASYNCIO, ASYNCIO_LOOPBACK, ASYNCIO_TCP
+from asyncdist.plan.cost.constants import ASYNCIO, ASYNCIO_LOOPBACK, ASYNCIO_TCP
 
 MEASURED = replace(ASYNCIO_TCP, alpha_s=12e-6, copy_s=0.1e-9)
 

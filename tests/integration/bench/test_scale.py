@@ -12,8 +12,8 @@ sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the pac
 
 from click.testing import CliRunner  # noqa: E402
 
-from asyncdist.plan.constants import ASYNCIO_TCP, Constants  # noqa: E402
-from asyncdist.plan.registry import algorithms  # noqa: E402
+from asyncdist.plan.algorithms.registry import algorithms  # noqa: E402
+from asyncdist.plan.cost.constants import ASYNCIO_TCP, Constants  # noqa: E402
 from bench import scale  # noqa: E402
 
 ROUND = Constants(alpha_s=1.0, beta_s=1e-3, gamma_s=1e-4, overhead_s=0.0)

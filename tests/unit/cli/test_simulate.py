@@ -14,7 +14,7 @@ from asyncdist.cli import main
 from asyncdist.cli.simulate_command import MAX_WORLD, SECONDS
 from asyncdist.cli.simulate_plot import SIZES, plotted_sizes, plotted_worlds
 from asyncdist.host_constants import save_constants
-from asyncdist.plan.constants import MPI_LIKE
+from asyncdist.plan.cost.constants import MPI_LIKE
 
 
 def simulate(*arguments, **environment):

@@ -18,8 +18,8 @@ from asyncdist.executor import shared_part
 from asyncdist.executor.program import Instruction, Program
 from asyncdist.executor.shared_lane import SharedLane
 from asyncdist.executor.shared_part import TURN_BYTES, SharedPart
+from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.registry import build
 from asyncdist.transport.lane import LANE_HEAD_BYTES, SKIPPED, Lane
 from asyncdist.transport.lane_layout import RECORDS, Needs
 

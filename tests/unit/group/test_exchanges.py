@@ -11,7 +11,7 @@ import pytest
 from group_kit import Group, outcome
 
 import asyncdist as dist
-from asyncdist.plan.registry import algorithms
+from asyncdist.plan.algorithms.registry import algorithms
 from asyncdist.testing import run_world
 
 

@@ -15,8 +15,8 @@ from asyncdist.deadline import Deadline
 from asyncdist.errors import DistError
 from asyncdist.init_method import InitMethod, StoreSource
 from asyncdist.initialize import open_world
-from asyncdist.plan.constants import ASYNCIO
-from asyncdist.plan.tuning import DEFAULT_TUNING, Tuning
+from asyncdist.plan.cost.constants import ASYNCIO
+from asyncdist.plan.selection.tuning import DEFAULT_TUNING, Tuning
 from asyncdist.store import HashStore
 from asyncdist.testing import run_world
 from asyncdist.transport.memory import MemoryNetwork

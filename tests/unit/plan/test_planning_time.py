@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from asyncdist.executor.program import Program
+from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, Problem
 from asyncdist.plan.records import USUAL_LANE_BYTES
-from asyncdist.plan.registry import build
-from asyncdist.plan.selector import VECTOR_CHUNKS_MAX, choose
+from asyncdist.plan.selection.selector import VECTOR_CHUNKS_MAX, choose
 from asyncdist.plan.steps import Plan
 
 KIB = 1 << 10

@@ -10,13 +10,13 @@ import pytest
 
 from asyncdist.executor.program import Program
 from asyncdist.executor.waiting import Waiting
+from asyncdist.plan.algorithms.registry import SHARED_ALGORITHMS, build
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, Problem
-from asyncdist.plan.registry import SHARED_ALGORITHMS, build
+from asyncdist.plan.proof.verify import PlanError, verify
 from asyncdist.plan.repeated import Gap, RepeatedSteps, repeats
 from asyncdist.plan.steps import Buffer, Copy, Fetch, Plan, Publish, Recv, Slice
 from asyncdist.plan.summary import items, needs, peers
-from asyncdist.plan.verify import PlanError, verify
 
 ALGORITHMS = [(collective, name) for collective, names in SHARED_ALGORITHMS.items() for name in names]
 LARGE = 61

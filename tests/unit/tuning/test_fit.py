@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from asyncdist.plan.constants import ASYNCIO, SharedMemory
+from asyncdist.plan.cost.constants import ASYNCIO, SharedMemory
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.records import USUAL_LANE_BYTES
-from asyncdist.plan.selector import candidates
-from asyncdist.plan.tuning import Tuning
+from asyncdist.plan.selection.selector import candidates
+from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.tuning.check import judge, summary
 from asyncdist.tuning.exercises import ITEMSIZE
 from asyncdist.tuning.fit import FAR, fitted

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.plan.constants import ASYNCIO
-from asyncdist.plan.registry import algorithms
-from asyncdist.plan.tuning import Tuning
+from asyncdist.plan.algorithms.registry import algorithms
+from asyncdist.plan.cost.constants import ASYNCIO
+from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.testing import run_world
 from asyncdist.tuning import trials as subject
 from asyncdist.tuning.check import Choice, Judged, judge, summary

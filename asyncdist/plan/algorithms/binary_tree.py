@@ -1,0 +1,70 @@
+"""A pipelined binary tree: broadcast, reduce and all_reduce of medium vectors at the latency of a tree.
+
+Ranks stand in the tree of `trees`, at most L = ceil(log2 p) deep, renumbered so that the root has position 0. Chunks
+are passed on as soon as they have arrived and, upwards, been reduced; all_reduce goes up and down the same tree, both
+at once. With k chunks, m bytes, latency a, b seconds per byte and g per byte reduced:
+
+| collective | cost | bytes sent by the busiest rank |
+| --- | --- | --- |
+| broadcast | (L + k - 1)(a + 2mb/k); 2mb + 2aL + 4 sqrt(abmL) with the best k | 2m |
+| reduce | as broadcast, + 2mg/k a level; the busiest rank receives 2m | m |
+| all_reduce | (2L + k - 1)(a + 3mb/k + 2mg/k) | 3m |
+
+An inner rank serves two children and so moves the vector twice or thrice: see `double_tree` for large vectors.
+
+Where hosts have several ranks, the tree is over hosts and over the ranks of each (`host_trees`): the table then says
+what a host's card sends, with L the levels over hosts, and its head, with a third child inside, moves the vector once
+more each way.
+
+The tree is in rank order, so all_reduce, and reduce to rank 0, need no commuting operation; all ranks get the root's
+bits. Temporary memory: a window of chunks for each child.
+
+Source: Pješivac-Grbović, Angskun, Bosilca et al., 2007 (see `chain`); Sanders, Speck and Träff, 2009 (see `trees`).
+"""
+
+from __future__ import annotations
+
+from asyncdist.plan.algorithms.host_trees import host_tree
+from asyncdist.plan.algorithms.tree_pipeline import TreePipeline
+from asyncdist.plan.algorithms.trees import Node
+from asyncdist.plan.builder import PlanBuilder
+from asyncdist.plan.chunks import split
+from asyncdist.plan.problem import Problem
+from asyncdist.plan.steps import Buffer, Plan, Slice
+
+__all__ = ["all_reduce", "broadcast", "reduce"]
+
+
+def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Reduce up the tree and broadcast down it, chunk by chunk."""
+    builder = PlanBuilder("all_reduce", "binary_tree", rank, problem.world)
+    pieces = split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
+    tree = _pipeline(builder, host_tree(problem, rank), pieces)
+    for piece in pieces:
+        tree.reduce_in_place(piece)
+        tree.pass_down(piece)
+    return builder.build(ordered=True)
+
+
+def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Pass chunks of `chunk_length` elements down the tree."""
+    builder = PlanBuilder("broadcast", "binary_tree", rank, problem.world)
+    pieces = split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
+    tree = _pipeline(builder, host_tree(problem, rank), pieces)
+    for piece in pieces:
+        tree.pass_down(piece)
+    return builder.build()
+
+
+def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Reduce chunks of `chunk_length` elements up the tree; INPUT is only read."""
+    builder = PlanBuilder("reduce", "binary_tree", rank, problem.world)
+    pieces = split(Slice(Buffer.INPUT, 0, problem.total), chunk_length)
+    tree = _pipeline(builder, host_tree(problem, rank), pieces)
+    for piece in pieces:
+        tree.reduce_from(piece, Slice(Buffer.OUTPUT, piece.offset, piece.length))
+    return builder.build(ordered=problem.root == 0)
+
+
+def _pipeline(builder: PlanBuilder, node: Node, pieces: tuple[Slice, ...]) -> TreePipeline:
+    return TreePipeline(builder, node, max((piece.length for piece in pieces), default=0))

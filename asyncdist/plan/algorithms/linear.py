@@ -1,0 +1,184 @@
+"""Linear algorithms: the ranks concerned talk directly, in one round.
+
+One latency (two for all_reduce and barrier) instead of log2(p), paid with p-1 messages at the root, or at every rank
+where all talk to all. Best in small worlds, and for gather and scatter of large blocks, whose bytes a tree would
+forward. Messages go out in rotated order, a window of them at a time. Where all talk to all and everyone needs
+everything it is called `direct`.
+
+| collective | messages (busiest rank) | bytes (busiest rank) |
+| --- | --- | --- |
+| broadcast | p-1 | (p-1)m |
+| reduce | p-1 | (p-1)m |
+| all_reduce | 2(p-1) | (p-1)m, each way |
+| barrier | 2(p-1) | none |
+| gather, scatter | p-1 | m(p-1)/p, m the whole vector |
+| all_to_all | p-1 | m(p-1)/p, m all a rank sends |
+
+reduce and all_reduce fold in rank order: right for operations that do not commute.
+
+Source: the basic algorithms of Thakur, Rabenseifner and Gropp, 2005 (see `recursive_doubling`).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from asyncdist.plan.algorithms.exchange import direct, receive_block, send_block
+from asyncdist.plan.builder import PlanBuilder
+from asyncdist.plan.chunks import blocks_of
+from asyncdist.plan.problem import Problem
+from asyncdist.plan.steps import Buffer, Plan, Slice
+from asyncdist.plan.window import Window
+
+__all__ = [
+    "EXCHANGE_WINDOW",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "fold_in_rank_order",
+    "gather",
+    "reduce",
+    "scatter",
+]
+
+EXCHANGE_WINDOW: Final = 32
+"""Messages a rank has under way in each direction, as in MPICH's all_to_all: enough to hide every latency, few enough
+that neither the links into one rank nor its loop have hundreds to share."""
+
+
+def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """The root sends to everyone; `chunk_length` is not used."""
+    del chunk_length
+    builder = PlanBuilder("broadcast", "linear", rank, problem.world)
+    whole = Slice(Buffer.OUTPUT, 0, problem.total)
+    if rank == problem.root:
+        _send_to_all(builder, whole)
+    else:
+        builder.recv(problem.root, whole)
+    return builder.build()
+
+
+def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """The root receives everyone's vector and folds them in rank order; `chunk_length` is not used."""
+    del chunk_length
+    root = problem.root
+    builder = PlanBuilder("reduce", "linear", rank, problem.world)
+    own = Slice(Buffer.INPUT, 0, problem.total)
+    if rank != root:
+        builder.send(root, own)
+        return builder.build(ordered=True)
+    fold_in_rank_order(builder, own, Slice(Buffer.OUTPUT, 0, problem.total))
+    return builder.build(ordered=True)
+
+
+def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Rank 0 receives everyone's vector, folds them in rank order and sends the sum to all; `chunk_length` is not used.
+
+    The fewest messages of all, which counts where ranks share cores.
+    """
+    del chunk_length
+    world = problem.world
+    whole = Slice(Buffer.OUTPUT, 0, problem.total)
+    builder = PlanBuilder("all_reduce", "linear", rank, world)
+    if rank:
+        builder.send(0, whole)
+        builder.recv(0, whole)
+        return builder.build(ordered=True)
+    room = [builder.scratch(problem.total) for _ in range(1, world)[:EXCHANGE_WINDOW]]
+    for peer, operand in enumerate(room, start=1):
+        builder.recv(peer, operand)
+    for peer in range(1, world):
+        operand = room[(peer - 1) % EXCHANGE_WINDOW]
+        if peer > EXCHANGE_WINDOW:
+            builder.recv(peer, operand)
+        builder.reduce(operand, whole, source_left=False)
+    _send_to_all(builder, whole)
+    return builder.build(ordered=True)
+
+
+def barrier(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Everyone tells rank 0, which tells everyone; `chunk_length` is not used."""
+    del chunk_length
+    builder = PlanBuilder("barrier", "linear", rank, problem.world)
+    if rank:
+        builder.signal(0)
+        builder.await_signal(0)
+        return builder.build()
+    heard = [builder.await_signal(peer) for peer in range(1, problem.world)]
+    for peer in range(1, problem.world):
+        builder.signal(peer, after=heard)
+    return builder.build()
+
+
+def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Everyone sends its block to the root, also where only the root knows all lengths; `chunk_length` is not used."""
+    del chunk_length
+    builder = PlanBuilder(problem.collective, "linear", rank, problem.world)
+    own = Slice(Buffer.INPUT, 0, problem.counts[rank])
+    if rank != problem.root:
+        send_block(builder, problem.root, own)
+    else:
+        blocks, window = blocks_of(Buffer.OUTPUT, problem.counts), Window(EXCHANGE_WINDOW)
+        for peer in reversed(_others(rank, problem.world)):
+            window.add(receive_block(builder, peer, blocks[peer], after=window.after))
+        builder.copy(own, blocks[rank])
+    return builder.build(block_aligned=True)
+
+
+def scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """The root sends everyone its block, also where only it knows all lengths; `chunk_length` is not used."""
+    del chunk_length
+    builder = PlanBuilder(problem.collective, "linear", rank, problem.world)
+    own = Slice(Buffer.OUTPUT, 0, problem.counts[rank])
+    if rank != problem.root:
+        receive_block(builder, problem.root, own)
+    else:
+        blocks, window = blocks_of(Buffer.INPUT, problem.counts), Window(EXCHANGE_WINDOW)
+        for peer in _others(rank, problem.world):
+            window.add(send_block(builder, peer, blocks[peer], after=window.after))
+        builder.copy(blocks[rank], own)
+    return builder.build(block_aligned=True)
+
+
+def all_to_all(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Everyone sends everyone its block, even or uneven; `chunk_length` is not used."""
+    del chunk_length
+    return direct(problem, "linear", rank, EXCHANGE_WINDOW, in_step=False)
+
+
+def _send_to_all(builder: PlanBuilder, whole: Slice) -> None:
+    window = Window(EXCHANGE_WINDOW)
+    for peer in _others(builder.rank, builder.world):
+        window.add(builder.send(peer, whole, after=window.after))
+
+
+def _others(rank: int, world: int) -> list[int]:
+    return [(rank + distance) % world for distance in range(1, world)]
+
+
+def fold_in_rank_order(builder: PlanBuilder, own: Slice, result: Slice) -> None:
+    """Receive everyone's operand and fold it with `own` into `result` in rank order; a window of receives comes first.
+
+    The lowest other rank's operand is received into `result` itself, so that nothing needs to be copied.
+    """
+    rank, world = builder.rank, builder.world
+    if world == 1:
+        builder.copy(own, result)
+        return
+    first, *others = (peer for peer in range(world) if peer != rank)
+    room = [builder.scratch(result.length) for _ in others[:EXCHANGE_WINDOW]]
+    builder.recv(first, result)
+    for peer, operand in zip(others, room, strict=False):
+        builder.recv(peer, operand)
+    if not rank:
+        builder.reduce(own, result, source_left=True)
+    for index, peer in enumerate(others):
+        operand = room[index % EXCHANGE_WINDOW]
+        if index >= EXCHANGE_WINDOW:
+            builder.recv(peer, operand)
+        if rank and peer == rank + 1:
+            builder.reduce(own, result, source_left=False)
+        builder.reduce(operand, result, source_left=False)
+    if rank and rank == world - 1:
+        builder.reduce(own, result, source_left=False)

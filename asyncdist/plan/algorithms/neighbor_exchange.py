@@ -1,0 +1,52 @@
+"""Neighbor exchange: all_gather in p/2 rounds among neighbors of a ring, for an even p.
+
+Ranks exchange with the neighbor on one side, then with the one on the other, and so on, each time the two blocks they
+received last (in the first round their own). Cost: (p/2) a + mb(p-1)/p with m bytes in all, latency a, b seconds per
+byte; each rank sends m(p-1)/p bytes. That is half the rounds of a ring with as short ways.
+
+An odd p has no such pairs: it is served by the plain ring.
+
+Source: Chen, Zhang, Zhang and Zhang, "Performance evaluation of allgather algorithms on terascale Linux cluster with
+fast Ethernet", HPC Asia 2005.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from asyncdist.plan.algorithms import ring
+from asyncdist.plan.builder import PlanBuilder
+from asyncdist.plan.chunks import blocks_of, split
+from asyncdist.plan.problem import Problem
+from asyncdist.plan.steps import Buffer, Plan, Slice
+from asyncdist.plan.window import Window
+
+__all__ = ["all_gather"]
+
+
+def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
+    """Exchange pairs of blocks with either neighbor in turn, in chunks of `chunk_length` elements."""
+    world = problem.world
+    if world % 2:
+        return replace(ring.all_gather(problem, rank, chunk_length), algorithm="neighbor_exchange")
+    builder = PlanBuilder("all_gather", "neighbor_exchange", rank, world)
+    own = split(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
+    blocks = [split(block, chunk_length) for block in blocks_of(Buffer.OUTPUT, problem.counts)]
+    side = -1 if rank % 2 else 1
+    pair, pairs = rank // 2, world // 2  # of blocks 2i and 2i + 1
+    held: tuple[int, ...] = (rank,)
+    for number in range(pairs):
+        peer = (rank + side) % world
+        for owner in held:
+            builder.send_all(peer, own if owner == rank else blocks[owner])
+        distance = (number + 1) // 2  # of the pair that comes, on that side
+        other = (pair + side * distance) % pairs
+        arriving = (2 * other, 2 * other + 1) if number else (peer,)
+        window = Window()
+        for owner in arriving:
+            builder.recv_all(peer, blocks[owner], window)
+        held = arriving if number else (2 * pair, 2 * pair + 1)
+        side = -side
+    for source, target in zip(own, blocks[rank], strict=True):
+        builder.copy(source, target)
+    return builder.build(block_aligned=True)

@@ -1,0 +1,198 @@
+"""Cost: the predicted time of every algorithm, by closed formulas.
+
+An algorithm takes as long as the longest of:
+
+- its longest path: alpha per message, beta per byte, gamma per byte reduced, one after another;
+- its busiest rank: what that rank cannot fill with work, and then all of its messages (overhead each), bytes (copied
+  into and out of the kernel) and reductions, on one thread;
+- the busiest host, where it has more ranks than cores: the work of all its ranks together, on its cores;
+- the busiest link: a rank's port, or the card that a host's ranks share.
+
+Through shared memory there are no links, and waking up instead of messages (`cost.shared`).
+
+The event simulator knows more (who waits for whom); a formula costs microseconds, in worlds of any size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Final, NamedTuple, TypeAlias
+
+from asyncdist.plan.cost import blocks, grids, trees, vectors
+from asyncdist.plan.cost.constants import Constants
+from asyncdist.plan.cost.load import Hop, Load, Shape, Work
+from asyncdist.plan.cost.shared import SHARED_FORMULAS, SharedFormula, shared_seconds
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, Problem
+from asyncdist.plan.records import USUAL_LANE_BYTES
+
+__all__ = ["FORMULAS", "Formula", "Prediction", "predict", "shape_of"]
+
+Formula: TypeAlias = Callable[[Shape], Load]
+
+FORMULAS: Final[Mapping[str, Mapping[str, Formula]]] = MappingProxyType(
+    {
+        "all_reduce": {
+            "direct": vectors.direct_all_reduce,
+            "linear": vectors.linear_all_reduce,
+            "recursive_doubling": vectors.doubling_all_reduce,
+            "halving_doubling": vectors.halving_doubling_all_reduce,
+            "circulant": vectors.circulant_all_reduce,
+            "ring": vectors.ring_all_reduce,
+            "ring_2d": grids.grid_all_reduce,
+            "binary_tree": trees.binary_all_reduce,
+            "double_tree": trees.double_all_reduce,
+        },
+        "broadcast": {
+            "linear": vectors.linear_broadcast,
+            "binomial_tree": vectors.binomial_broadcast,
+            "chain": vectors.chain_broadcast,
+            "binary_tree": trees.binary_broadcast,
+            "double_tree": trees.double_broadcast,
+        },
+        "reduce": {
+            "linear": vectors.linear_reduce,
+            "binomial_tree": vectors.binomial_reduce,
+            "chain": vectors.chain_reduce,
+            "ordered_chain": vectors.ordered_chain_reduce,
+            "binary_tree": trees.binary_reduce,
+            "double_tree": trees.double_reduce,
+        },
+        "barrier": {"dissemination": vectors.dissemination_barrier, "linear": vectors.linear_barrier},
+        "scan": {"recursive_doubling": vectors.doubling_scan, "chain": vectors.chain_reduce},
+        "exscan": {"recursive_doubling": vectors.doubling_scan, "chain": vectors.chain_reduce},
+        "all_gather": {
+            "direct": blocks.direct_all_gather,
+            "recursive_doubling": blocks.doubling_all_gather,
+            "circulant": blocks.circulant_all_gather,
+            "ring": blocks.ring_all_gather,
+            "neighbor_exchange": blocks.neighbor_all_gather,
+            "ring_2d": grids.grid_all_gather,
+        },
+        "reduce_scatter": {
+            "direct": blocks.direct_reduce_scatter,
+            "recursive_halving": blocks.halving_reduce_scatter,
+            "circulant": blocks.circulant_reduce_scatter,
+            "ring": blocks.ring_reduce_scatter,
+            "ring_2d": grids.grid_reduce_scatter,
+        },
+        "gather": {"linear": blocks.linear_gather, "binomial_tree": blocks.binomial_gather},
+        "scatter": {"linear": blocks.linear_gather, "binomial_tree": blocks.binomial_gather},
+        "gather_uneven": {"linear": blocks.linear_gather},
+        "scatter_uneven": {"linear": blocks.linear_gather},
+        "all_to_all": {
+            "linear": blocks.linear_all_to_all,
+            "pairwise": blocks.pairwise_all_to_all,
+            "bruck": blocks.bruck_all_to_all,
+        },
+        "all_to_all_uneven": {
+            "linear": blocks.linear_all_to_all,
+            "pairwise": blocks.pairwise_all_to_all,
+        },
+    }
+)
+"""By collective and algorithm, as `registry.ALGORITHMS`."""
+
+_NONE: Final[Mapping[str, SharedFormula]] = MappingProxyType({})
+
+
+SHAPES_KEPT: Final = 8
+"""All algorithms of a collective are asked about the same few sizes of chunk, one after another."""
+
+
+class Prediction(NamedTuple):
+    """What an algorithm is expected to take and to move."""
+
+    algorithm: str
+    chunk_bytes: int
+    seconds: float
+    rounds: int
+    """Messages on the longest path, or waits for what others publish."""
+    sent_bytes: int
+    """Or published, by the rank that sends most."""
+    scratch_bytes: int = 0
+    """Temporary memory of the rank that needs most, beyond a window of chunks."""
+
+
+def predict(
+    problem: Problem,
+    algorithm: str,
+    itemsize: int,
+    chunk_bytes: int,
+    constants: Constants,
+    lane_bytes: int = USUAL_LANE_BYTES,
+) -> Prediction:
+    """Predict one algorithm; `lane_bytes` is for those through shared memory. Raises KeyError without a formula."""
+    shared = SHARED_FORMULAS.get(problem.collective, _NONE).get(algorithm)
+    if shared is not None:
+        return _predict_shared(shared, problem, algorithm, itemsize, chunk_bytes, constants, lane_bytes)
+    formula = FORMULAS[problem.collective][algorithm]
+    if problem.world == 1:
+        return Prediction(algorithm, chunk_bytes, 0.0, 0, 0)
+    load = formula(shape_of(problem, itemsize, chunk_bytes))
+    seconds = _seconds(load, problem, constants)
+    rounds = round(math.fsum(hop.rounds for hop in load.path))
+    return Prediction(algorithm, chunk_bytes, seconds, rounds, round(load.busiest.sent), round(load.scratch))
+
+
+def _predict_shared(
+    formula: SharedFormula,
+    problem: Problem,
+    algorithm: str,
+    itemsize: int,
+    chunk_bytes: int,
+    constants: Constants,
+    lane_bytes: int,
+) -> Prediction:
+    if problem.world == 1:
+        return Prediction(algorithm, chunk_bytes, 0.0, 0, 0)
+    load = formula(shape_of(problem, itemsize, chunk_bytes)._replace(lane_bytes=lane_bytes))
+    seconds = shared_seconds(load, problem.world, constants)
+    return Prediction(algorithm, chunk_bytes, seconds, load.rounds, round(load.published), round(load.scratch))
+
+
+@lru_cache(maxsize=SHAPES_KEPT)
+def shape_of(problem: Problem, itemsize: int, chunk_bytes: int) -> Shape:
+    """Return what formulas need to know of a problem."""
+    total = problem.total * itemsize
+    if problem.collective in BLOCK_COLLECTIVES or problem.collective in EXCHANGES:
+        block = max(problem.counts) * itemsize
+    else:
+        block = -(-problem.total // problem.world) * itemsize
+    return Shape(problem.world, total, block, max(1, chunk_bytes), problem.ranks_per_host, problem.root)
+
+
+def _seconds(load: Load, problem: Problem, constants: Constants) -> float:
+    # fsum, since all ranks must get the same bits, and `sum` rounds otherwise from Python 3.12 on.
+    path_s = math.fsum([_hop_s(hop, constants) for hop in load.path])
+    idle_s = math.fsum([_hop_s(hop, constants, of_latency=True) for hop in load.idle])
+    idle_s = max(0.0, idle_s - load.hidden * constants.overhead_s)
+    rank_s = _cpu_s(load.busiest, constants)
+    port_s = max(load.busiest.sent, load.busiest.received) * constants.beta_s
+    host_s = card_s = 0.0
+    ranks = min(problem.world, problem.ranks_per_host)
+    if 0 < constants.cores < ranks:  # ranks are about in step, so that all wait at the same time
+        work_s = _cpu_s(load.everyone, constants) * ranks / problem.world
+        host_s = idle_s * constants.crowding(ranks) + work_s / constants.cores
+    if constants.between is not None:
+        card_s = load.card * constants.between.beta_s
+    return constants.begun_s(ranks) + max(path_s, idle_s + max(rank_s, port_s, card_s), host_s)
+
+
+def _hop_s(hop: Hop, constants: Constants, *, of_latency: bool = False) -> float:
+    """Seconds of a hop; `of_latency`, only what its ranks' processors do not work for."""
+    between, crossing = constants.between, hop.way.crossing
+    alpha_s = constants.latency_s if of_latency else constants.alpha_s
+    beta_s = constants.beta_s
+    if between is not None and crossing:
+        far_s = constants.between_latency_s if of_latency else between.alpha_s
+        alpha_s += crossing * (far_s - alpha_s)
+        beta_s += crossing * max(0.0, between.beta_s * hop.way.sharing - beta_s)
+    return hop.rounds * alpha_s + hop.nbytes * beta_s + hop.worked * constants.gamma_s
+
+
+def _cpu_s(work: Work, constants: Constants) -> float:
+    moved = work.sent + work.received
+    return work.messages * constants.overhead_s + moved * constants.copy_s + work.worked * constants.gamma_s

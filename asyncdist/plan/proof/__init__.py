@@ -1,0 +1,1 @@
+"""Proof: what is shown of the plans of every algorithm, on symbols."""

@@ -1,0 +1,78 @@
+"""Published: which step fetches which item, and what items wait for where memory for them is bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from asyncdist.plan.proof.symbols import PlanError
+from asyncdist.plan.steps import Fetch, FetchReduce, Plan, Publish
+
+__all__ = ["Published"]
+
+FETCHES: Final = (Fetch, FetchReduce)  # a tuple: a union would be built anew at every isinstance
+
+
+class Published:
+    """Items of all ranks' plans. Raises PlanError where one is fetched that nobody publishes, or the other way round.
+
+    Steps are numbered through all plans; `bases` says where each plan's begin.
+    """
+
+    def __init__(self, plans: Sequence[Plan], bases: Sequence[int]) -> None:
+        self.source: dict[int, int] = {}
+        """By fetching step: the step that publishes what it fetches."""
+        self.fetched: list[list[tuple[int, list[int]]]] = []
+        """By rank, in order of items: the step that publishes it, and those that fetch of it."""
+        self.fetches: dict[int, list[int]] = {}
+        """By publishing step: those that fetch of its item."""
+        self._memory = [plan.outstanding_items for plan in plans]
+        fetches: dict[tuple[int, int], list[int]] = {}
+        steps: dict[int, Fetch | FetchReduce] = {}
+        for base, plan in zip(bases, plans, strict=False):
+            for number, step in enumerate(plan.steps, base):
+                if isinstance(step, FETCHES):
+                    fetches.setdefault((step.peer, step.item), []).append(number)
+                    steps[number] = step
+        for rank, (base, plan) in enumerate(zip(bases, plans, strict=False)):
+            self.fetched.append([])
+            for number, published in enumerate(plan.steps, base):
+                if not isinstance(published, Publish):
+                    continue
+                found = fetches.pop((rank, published.item), [])
+                _check_covered(rank, published, [steps[fetch] for fetch in found])
+                self.fetched[-1].append((number, found))
+                self.fetches[number] = found
+                self.source.update((fetch, number) for fetch in found)
+        if fetches:
+            raise PlanError(f"fetched and not published: (rank, item) {sorted(fetches)[:3]}")
+
+    def waits(self) -> Iterator[tuple[int, int]]:
+        """Yield pairs of steps, the first of which waits for the second.
+
+        Fetches wait for their item. An item waits until those that lie longest have been fetched by all who do, so many
+        that there is memory for it: it is freed from the oldest one on.
+        """
+        for memory, items in zip(self._memory, self.fetched, strict=True):
+            for item, (publish, fetches) in enumerate(items):
+                for fetch in fetches:
+                    yield fetch, publish
+                if item >= memory:
+                    for fetch in items[item - memory][1]:
+                        yield publish, fetch
+
+
+def _check_covered(rank: int, published: Publish, fetches: Sequence[Fetch | FetchReduce]) -> None:
+    """Whether all of an item is fetched, and nothing beyond it."""
+    length, title = published.source.length, f"item {published.item} of rank {rank}, of {published.source.length}"
+    if not fetches:
+        raise PlanError(f"{title} elements, is never fetched")
+    reached = 0
+    for start, end in sorted((fetch.offset, fetch.offset + fetch.target.length) for fetch in fetches):
+        if end > length:
+            raise PlanError(f"{title} elements, is fetched up to {end}")
+        if start > reached:
+            raise PlanError(f"{title} elements, is not fetched from {reached} to {start}")
+        reached = max(reached, end)
+    if reached < length:
+        raise PlanError(f"{title} elements, is fetched up to {reached} only")

@@ -1,0 +1,277 @@
+"""Run: all ranks' plans executed together on symbols, or one rank's for all where plans are rotations of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from asyncdist.plan.chunks import offsets
+from asyncdist.plan.problem import IN_PLACE, Problem
+from asyncdist.plan.proof.published import Published
+from asyncdist.plan.proof.relabel import bases_shift
+from asyncdist.plan.proof.shielded import check_shielded
+from asyncdist.plan.proof.symbols import Expressions, Memory, PlanError, RotatedExpressions, Values, part_of
+from asyncdist.plan.steps import (
+    Buffer,
+    Copy,
+    Fetch,
+    FetchReduce,
+    Plan,
+    Publish,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Send,
+    Slice,
+)
+
+__all__ = ["RotatedRun", "Run"]
+
+RECEIVES: Final = (Recv, RecvReduce)  # tuples: a union would be built anew at every isinstance
+LOCALS: Final = (Copy, Reduce)
+SHARED: Final = (Publish, Fetch, FetchReduce)
+
+LOCAL: Final = -1
+"""The partner of a step that is no message."""
+
+
+class Run:
+    """Executes plans together; steps are numbered through all of them.
+
+    A message is one event, for which both its ends must be ready: if that never stops short of the end, no plan relies
+    on a send being buffered. A fetch waits for its item, and an item for memory: for as many fetches of earlier ones as
+    it takes where each rank has memory for no more items than its plan says. One order is as good as any: events only
+    ever make others possible, so none can be lost by taking another one first, and steps of one rank that touch the
+    same elements are ordered (`check_hazards`).
+    """
+
+    expressions: Expressions
+
+    def __init__(self, problems: Sequence[Problem], plans: Sequence[Plan]) -> None:
+        self.problems = problems
+        self.plans = plans
+        self.bases = offsets([len(plan.steps) for plan in plans])
+        self.memory = [(Memory(), Memory(), Memory()) for _ in plans]
+        self.heard = [0] * self.bases[-1]
+        """By step of a message without elements: the ranks it has heard of, as bits."""
+        self.expressions = Expressions(problems[0].world)
+        self._steps = [step for plan in plans for step in plan.steps]
+        self._nodes = [node for node, plan in enumerate(plans) for _ in plan.steps]
+        self._published = Published(plans, self.bases)
+        self._items: dict[int, Sequence[Values]] = {}
+        """What was published, by step."""
+
+    def execute(self) -> None:
+        """Match messages, put the ranks' data where the operation finds it, and take all steps."""
+        check_shielded(self.plans, self.bases, self._published.fetches)
+        partners = self._match()
+        self._fill()
+        waiting, followers = self._order()
+        ready = [number for number, count in enumerate(waiting) if not count]
+        offered = bytearray(len(self._steps))
+        done = 0
+        while ready:
+            number = ready.pop()
+            partner = partners[number]
+            if partner == LOCAL:
+                self._alone(number)
+                finished: tuple[int, ...] = (number,)
+            elif offered[partner]:
+                sender, receiver = (number, partner) if type(self._steps[number]) is Send else (partner, number)
+                self._message(sender, receiver)
+                finished = (sender, receiver)
+            else:
+                offered[number] = 1
+                continue
+            done += len(finished)
+            for step_number in finished:
+                for follower in followers[step_number]:
+                    waiting[follower] -= 1
+                    if not waiting[follower]:
+                        ready.append(follower)
+        if done < len(self._steps):
+            stuck = [
+                f"rank {self._nodes[number]}: {step}"
+                for number, step in enumerate(self._steps)
+                if (offered[number] and not offered[partners[number]]) or (isinstance(step, SHARED) and waiting[number])
+            ]
+            raise PlanError(f"deadlock with {len(self._steps) - done} steps left, among them {stuck[:4]}")
+
+    def heard_before(self, number: int) -> int:
+        """Ranks known to have arrived when a step starts, as bits."""
+        node = self._nodes[number]
+        heard = 1 << node
+        for other in self._steps[number].after:
+            heard |= self.heard[self.bases[node] + other]
+        return heard
+
+    def _match(self) -> list[int]:
+        sends: dict[tuple[int, int, int], int] = {}
+        receives: dict[tuple[int, int, int], int] = {}
+        partners = [LOCAL] * len(self._steps)
+        for number, (node, step) in enumerate(zip(self._nodes, self._steps, strict=True)):
+            if isinstance(step, LOCALS + SHARED):
+                continue
+            name, table = self._name(node, step), sends if type(step) is Send else receives
+            if name in table:
+                raise PlanError(f"message (source, destination, slot) {name} appears twice")
+            table[name] = number
+        if sends.keys() != receives.keys():
+            lost = sorted(sends.keys() - receives.keys())[:3]
+            missing = sorted(receives.keys() - sends.keys())[:3]
+            raise PlanError(f"sent and not received: {lost}; awaited and not sent: {missing}")
+        for name, sender in sends.items():
+            receiver = receives[name]
+            partners[sender], partners[receiver] = receiver, sender
+            sent, expected = _piece(self._steps[sender]).length, _piece(self._steps[receiver]).length
+            if sent != expected:
+                raise PlanError(f"message {name} is {sent} elements, {expected} are expected")
+        return partners
+
+    def _name(self, node: int, step: Send | Recv | RecvReduce) -> tuple[int, int, int]:
+        return (node, step.peer, step.slot) if type(step) is Send else (step.peer, node, step.slot)
+
+    def _fill(self) -> None:
+        for rank, memory in enumerate(self.memory):
+            problem = self.problems[rank]
+            length, buffer = problem.input_length(rank), Buffer.INPUT
+            if problem.collective in IN_PLACE or (problem.collective == "broadcast" and rank == problem.root):
+                length, buffer = problem.total, Buffer.OUTPUT
+            if length:
+                memory[buffer].write(0, [(length, rank, 0)])
+
+    def _order(self) -> tuple[list[int], list[list[int] | tuple[()]]]:
+        """How many steps each step waits for, and the steps that wait for it."""
+        waiting = [len(step.after) for step in self._steps]
+        followers: list[list[int] | tuple[()]] = [()] * len(self._steps)
+        for base, plan in zip(self.bases, self.plans, strict=False):
+            for number, step in enumerate(plan.steps, base):
+                for other in step.after:
+                    known = followers[base + other]
+                    if isinstance(known, tuple):
+                        followers[base + other] = [number]
+                    else:
+                        known.append(number)
+        for number, earlier in self._published.waits():
+            waiting[number] += 1
+            known = followers[earlier]
+            if isinstance(known, tuple):
+                followers[earlier] = [number]
+            else:
+                known.append(number)
+        return waiting, followers
+
+    def _alone(self, number: int) -> None:
+        """Take a step that is no message."""
+        step = self._steps[number]
+        memory = self.memory[self._nodes[number]]
+        if isinstance(step, Publish):
+            self.heard[number] = self.heard_before(number)
+            buffer, offset, length = step.source
+            self._items[number] = memory[buffer].read(offset, length)
+        elif isinstance(step, Fetch | FetchReduce):
+            self._fetch(number, step)
+        else:
+            assert isinstance(step, LOCALS)
+            self._local(step, memory)
+
+    def _fetch(self, number: int, step: Fetch | FetchReduce) -> None:
+        publish = self._published.source[number]
+        buffer, offset, length = step.target
+        if not length:
+            self.heard[number] = self.heard_before(number) | self.heard[publish]
+            return
+        runs = part_of(self._items[publish], step.offset, length)
+        memory = self.memory[self._nodes[number]][buffer]
+        if isinstance(step, FetchReduce):
+            own = memory.read(offset, length)
+            combine = self.expressions.combine
+            runs = combine(runs, own) if step.item_left else combine(own, runs)
+        memory.write(offset, runs)
+
+    def _local(self, step: Copy | Reduce, memory: tuple[Memory, Memory, Memory]) -> None:
+        buffer, offset, length = step.source
+        runs = memory[buffer].read(offset, length)
+        buffer, offset, length = step.target
+        if isinstance(step, Reduce):
+            own = memory[buffer].read(offset, length)
+            combine = self.expressions.combine
+            runs = combine(runs, own) if step.source_left else combine(own, runs)
+        memory[buffer].write(offset, runs)
+
+    def _message(self, sender: int, receiver: int) -> None:
+        send, receive = self._steps[sender], self._steps[receiver]
+        assert isinstance(send, Send)
+        assert isinstance(receive, RECEIVES)
+        buffer, offset, length = send.source
+        if not length:  # what it carries is who has arrived
+            self.heard[sender] = self.heard_before(sender)
+            self.heard[receiver] = self.heard_before(receiver) | self._ranks_arriving(self.heard[sender], receive.peer)
+            return
+        runs = self._arriving(self.memory[self._nodes[sender]][buffer].read(offset, length), receive.peer)
+        buffer, offset, length = receive.target
+        memory = self.memory[self._nodes[receiver]][buffer]
+        if type(receive) is RecvReduce:
+            own = memory.read(offset, length)
+            combine = self.expressions.combine
+            runs = combine(runs, own) if receive.incoming_left else combine(own, runs)
+        memory.write(offset, runs)
+
+    def _arriving(self, runs: Sequence[Values], source: int) -> Sequence[Values]:
+        """Return what was read at `source` as its receiver sees it."""
+        del source
+        return runs
+
+    def _ranks_arriving(self, ranks: int, source: int) -> int:
+        del source
+        return ranks
+
+
+class RotatedRun(Run):
+    """Executes rank 0's plan for all ranks, in step with each other, where rank s's plan is rank 0's renamed by s.
+
+    At any time rank s's memory is rank 0's renamed by s: so it is at the start, and so it stays, as every step and
+    every message is taken by all ranks at once. What rank 0 receives from rank s is therefore what it sends itself to
+    rank -s in the step with the same slot, renamed by s. An execution of all ranks in step is one of those possible.
+    """
+
+    expressions: RotatedExpressions
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        super().__init__([problem], [plan])
+        self.expressions = RotatedExpressions(problem.world)
+        self._world = problem.world
+        self._bases_shift, self._total = bases_shift(problem), problem.total
+
+    def renamed(self, runs: Sequence[Values], shift: int) -> list[Values]:
+        """Return the values that rank `shift` has where rank 0 has `runs`."""
+        result = []
+        rotated = self.expressions.rotated
+        for length, expression, base in runs:
+            renamed = rotated(expression, shift)
+            if not self._bases_shift:
+                result.append((length, renamed, base))
+                continue
+            new = (base + shift * self._bases_shift) % self._total
+            part = min(length, self._total - new)
+            result.append((part, renamed, new))
+            if part < length:
+                result.append((length - part, renamed, 0))
+        return result
+
+    def _name(self, node: int, step: Send | Recv | RecvReduce) -> tuple[int, int, int]:
+        return ((node - step.peer) % self._world if type(step) is Send else step.peer, node, step.slot)
+
+    def _arriving(self, runs: Sequence[Values], source: int) -> Sequence[Values]:
+        return self.renamed(runs, source)
+
+    def _ranks_arriving(self, ranks: int, source: int) -> int:
+        everyone = self.expressions.everyone
+        return (ranks << source | ranks >> self._world - source) & everyone
+
+
+def _piece(step: object) -> Slice:
+    if isinstance(step, Send):
+        return step.source
+    assert isinstance(step, RECEIVES)
+    return step.target

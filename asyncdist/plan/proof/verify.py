@@ -1,0 +1,98 @@
+"""Proof of plans: runs all ranks' plans together on symbols and accepts only what is right in every possible order.
+
+`verify` shows, for one problem and the plans of all its ranks:
+
+1. Form: steps wait only for earlier steps, slices are within their buffers, INPUT is never written, not even where
+   the own block's place in OUTPUT is INPUT itself.
+2. Matching: every message is sent once and received once, with one length. Every item that is fetched is published,
+   items in order, and every element of one is fetched by somebody.
+3. Hazards: of two steps of a rank that touch the same elements, one of them writing, one waits for the other. So the
+   result is the same in whatever order messages arrive.
+4. No deadlock, even if a send is done only when it has been received: no plan relies on buffering. Nor if there is
+   memory for as many items of each rank as the plan says (`Plan.outstanding_items`), and not for one more.
+5. Data: nothing is read before it is written, operands of a reduction are the same elements of the vector, and the
+   result has every rank's contribution exactly once (or, for moved blocks, exactly the right elements). Nothing is
+   written in vain: it is read before it is overwritten, all of SCRATCH is, and moved elements are written once.
+6. all_reduce: all ranks evaluate the same expression for an element, so results are bit-identical.
+7. A claimed symmetry, block alignment or order of reduction holds, and that an item is shielded (`proof.shielded`).
+
+`verify_rotated` shows the same of plans that are rotations of each other, from rank 0's alone: it compares every other
+rank's plan with rank 0's renamed (`proof.relabel`), which carries 1, 3 and 7 over to it, and then runs rank 0's plan
+for all of them in step (`run.RotatedRun`): one possible execution of all ranks and, by 3, as good as any. Plans are
+made one at a time and thrown away, so that p ranks with p steps each take memory for p steps.
+
+Work is proportional to the steps, whatever the element counts. `proof.cases` says what is proven in which
+worlds, `proof.prove` how; `make prove` does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from asyncdist.plan.problem import REDUCTIONS, Problem
+from asyncdist.plan.proof.goals import check_goal
+from asyncdist.plan.proof.relabel import Relabelling, may_rotate
+from asyncdist.plan.proof.run import RotatedRun, Run
+from asyncdist.plan.proof.symbols import PlanError
+from asyncdist.plan.proof.wellformed import check_form, check_hazards, check_symmetry
+from asyncdist.plan.steps import Fetch, FetchReduce, Plan, Publish, Symmetry
+
+__all__ = ["PlanError", "verify", "verify_rotated"]
+
+
+def verify(problem: Problem | Sequence[Problem], plans: Sequence[Plan]) -> None:
+    """Raise PlanError unless `plans` (of rank 0, 1, ...) together solve `problem`.
+
+    Where a rank knows only its own lengths (`Problem.private`), give every rank's problem.
+    """
+    problems = [problem] * problem.world if isinstance(problem, Problem) else list(problem)
+    if not len(plans) == len(problems) == problems[0].world:
+        raise PlanError(f"{len(plans)} plans for a world of {problems[0].world}")
+    plans = [replace(plan, steps=tuple(plan.steps)) for plan in plans]  # repeated ones worked out, once
+    for rank, plan in enumerate(plans):
+        _check_alone(problems[rank], rank, plan)
+    try:
+        _check_run(Run(problems, plans))
+        check_symmetry(plans)
+    except PlanError as error:
+        raise PlanError(f"{_title(plans[0])} of {problems[0]}: {error}") from None
+
+
+def verify_rotated(problem: Problem, plan_of: Callable[[int], Plan]) -> bool:
+    """Prove the plans `plan_of(rank)` from rank 0's alone; False, and nothing shown, where they are no rotations.
+
+    Raises PlanError where they are, and do not solve `problem`.
+    """
+    if not may_rotate(problem):
+        return False
+    first = plan_of(0)
+    if any(isinstance(step, Publish | Fetch | FetchReduce) for step in first.steps):
+        return False  # the items of all ranks are looked at together
+    if first.symmetry is not Symmetry.ROTATION or (first.ordered and problem.collective in REDUCTIONS):
+        return False
+    if not all(Relabelling(problem, 0, rank).maps(first, plan_of(rank)) for rank in range(1, problem.world)):
+        return False
+    _check_alone(problem, 0, first)
+    try:
+        _check_run(RotatedRun(problem, first))
+    except PlanError as error:
+        raise PlanError(f"{_title(first)} of {problem}, on every rank as on 0: {error}") from None
+    return True
+
+
+def _check_alone(problem: Problem, rank: int, plan: Plan) -> None:
+    try:
+        check_form(problem, rank, plan)
+        check_hazards(plan)
+    except PlanError as error:
+        raise PlanError(f"{_title(plan)} of {problem}, rank {rank}: {error}") from None
+
+
+def _check_run(run: Run) -> None:
+    run.execute()
+    check_goal(run)
+
+
+def _title(plan: Plan) -> str:
+    return f"{plan.collective}:{plan.algorithm}"

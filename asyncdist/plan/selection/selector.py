@@ -1,0 +1,268 @@
+"""Which algorithm, cut into which chunks, and which plan: a pure function of what all ranks know, so all choose alike.
+
+The choice is the least predicted time (`plan.cost`) over all algorithms of the collective and a few sizes of chunk,
+among those whose temporary memory is bounded. Sizes are bytes. `lane_bytes` is the memory that each rank of the group
+has for items in its lane, if it has one: then algorithms through shared memory are candidates too.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+from operator import attrgetter
+from typing import Final
+
+from asyncdist.plan.algorithms.registry import algorithms, build, needs_lane, ordered_algorithms
+from asyncdist.plan.cost.prediction import FORMULAS, Prediction, predict
+from asyncdist.plan.problem import COLLECTIVES, EXCHANGES, Problem
+from asyncdist.plan.records import USUAL_LANE_BYTES
+from asyncdist.plan.selection.shared_chunks import shared_chunk_sizes
+from asyncdist.plan.selection.tuning import DEFAULT_TUNING, Tuning
+from asyncdist.plan.steps import Plan
+
+__all__ = ["algorithms", "candidates", "choose", "chunk_sizes", "parse_overrides", "plan_for", "plan_id", "usable"]
+
+CHUNK_MIN_BYTES: Final = 128 << 10
+"""A chunk should take longer to transfer than its message costs by existing, whatever was measured."""
+
+CHUNK_MAX_BYTES: Final = 1 << 20
+"""Reducing a chunk leaves the event loop free again within about 0.3 ms; larger ones gain nothing, as long as there are
+fewer than CHUNKS_MAX."""
+
+CHUNKS_MAX: Final = 128
+"""Chunks in the largest blocks, which get larger chunks instead: each is a step with its message, a third of a kB in
+the plan, and a pipeline of 128 is already within a percent or two of the wire."""
+
+VECTOR_CHUNKS_MAX: Final = 512
+"""Chunks in the largest vectors, likewise: a rank has up to four steps with each, and a plan of two thousand steps is
+made in two or three milliseconds. With many ranks it costs nothing, as every chunk goes through so many hands."""
+
+UNCUT: Final = frozenset(
+    {
+        ("all_gather", "direct"),
+        ("all_reduce", "direct"),
+        ("all_reduce", "linear"),
+        ("all_reduce", "recursive_doubling"),
+        ("all_to_all", "bruck"),
+        ("all_to_all", "linear"),
+        ("all_to_all", "pairwise"),
+        ("barrier", "dissemination"),
+        ("barrier", "linear"),
+        ("barrier", "shared"),
+        ("broadcast", "linear"),
+        ("exscan", "recursive_doubling"),
+        ("gather", "binomial_tree"),
+        ("gather", "linear"),
+        ("reduce", "linear"),
+        ("reduce_scatter", "direct"),
+        ("scan", "recursive_doubling"),
+        ("scatter", "binomial_tree"),
+        ("scatter", "linear"),
+    }
+)
+"""Those that cut nothing into chunks, so that one prediction is enough."""
+
+SCRATCH_MAX_BYTES: Final = 32 << 20
+"""Temporary memory up to which an algorithm may be chosen because it is fast: page faults on more of it cost what it
+saves, and the caller has not asked for it."""
+
+TIE: Final = 1.02
+"""Predictions this close say nothing about which is faster."""
+
+FAMILIAR: Final = (
+    "recursive_doubling",
+    "linear",
+    "direct",
+    "ring",
+    "chain",
+    "binomial_tree",
+    "halving_doubling",
+    "recursive_halving",
+    "ring_2d",
+)
+"""Of algorithms predicted alike the first of these is taken: the figures of real machines and of the event simulator
+agree best with their formulas."""
+
+PLAN_CACHE_PLANS: Final = 512
+"""Plans kept. A model has a few hundred tensor shapes. A plan takes 1 to 400 kB, so this is 200 MB with the largest
+vectors everywhere, and a few MB as a rule."""
+
+
+def plan_for(
+    collective: str,
+    rank: int,
+    world: int,
+    count: int | Sequence[int],
+    itemsize: int,
+    root: int = 0,
+    algorithm: str | None = None,
+    *,
+    tuning: Tuning = DEFAULT_TUNING,
+    ordered: bool = False,
+    lane_bytes: int = 0,
+) -> Plan:
+    """Return `rank`'s plan, from the cache where possible (give `count` as int or tuple: a list costs a conversion).
+
+    `count` is as for `Problem.of`; `itemsize` is bytes per element, `root` a group rank. `algorithm` overrides the
+    choice, as do the tuning's overrides. `ordered` is for operations that do not commute: only algorithms that reduce
+    in rank order are chosen, and overrides with others do not count; nor do overrides with algorithms that need a lane
+    where there is none. Raises ValueError for anything unknown or out of range.
+    """
+    if not isinstance(count, int | tuple):
+        count = tuple(count)
+    return _plan(collective, rank, world, count, itemsize, root, algorithm, tuning, ordered, lane_bytes)
+
+
+@lru_cache(maxsize=PLAN_CACHE_PLANS)
+def _plan(
+    collective: str,
+    rank: int,
+    world: int,
+    count: int | tuple[int, ...],
+    itemsize: int,
+    root: int,
+    algorithm: str | None,
+    tuning: Tuning,
+    ordered: bool,
+    lane_bytes: int,
+) -> Plan:
+    if itemsize < 1:
+        raise ValueError(f"an element has at least one byte, got {itemsize}")
+    problem = Problem.of(collective, world, count, root, tuning.ranks_per_host)
+    name, chunk = choose(problem, itemsize, tuning, ordered=ordered, algorithm=algorithm, lane_bytes=lane_bytes)
+    return build(problem, name, rank, max(1, chunk // itemsize))
+
+
+def choose(
+    problem: Problem,
+    itemsize: int,
+    tuning: Tuning = DEFAULT_TUNING,
+    *,
+    ordered: bool = False,
+    algorithm: str | None = None,
+    lane_bytes: int = 0,
+) -> tuple[str, int]:
+    """Name the algorithm and the bytes of a chunk for elements of `itemsize` bytes; arguments as for `plan_for`."""
+    named = algorithm or tuning.override(problem.collective)
+    if named and not algorithm and not usable(problem.collective, named, ordered=ordered, shared=lane_bytes > 0):
+        named = None
+    if named and needs_lane(problem.collective, named) and not lane_bytes:
+        raise ValueError(f"{problem.collective}:{named} needs memory that all ranks share")
+    if named and named not in algorithms(problem.collective, shared=lane_bytes > 0):
+        return named, CHUNK_MAX_BYTES  # `build` says what is wrong with it
+    if problem.private:  # lengths are this rank's own: they must not sway what all have to do alike
+        return named or algorithms(problem.collective)[0], CHUNK_MAX_BYTES
+    found = candidates(problem, itemsize, tuning, ordered=ordered, algorithm=named, lane_bytes=lane_bytes)
+    if not found:
+        raise ValueError(f"{problem.collective} has no algorithm that reduces in rank order")
+    return found[0].algorithm, found[0].chunk_bytes
+
+
+def candidates(
+    problem: Problem,
+    itemsize: int,
+    tuning: Tuning = DEFAULT_TUNING,
+    *,
+    ordered: bool = False,
+    algorithm: str | None = None,
+    lane_bytes: int = 0,
+) -> list[Prediction]:
+    """Return every algorithm (or only the one named) at its best chunk size, the one to choose first.
+
+    Those that need too much temporary memory come last. Of those that are as good as the best, the one that needs least
+    memory is chosen, then the one whose formula is surest.
+    """
+    names = (algorithm,) if algorithm else algorithms(problem.collective, shared=lane_bytes > 0)
+    if ordered and not algorithm:
+        names = ordered_algorithms(problem.collective, shared=lane_bytes > 0)
+    sizes, nbytes = chunk_sizes(problem, itemsize), problem.total * itemsize
+    room_bytes = lane_bytes or USUAL_LANE_BYTES
+    found = []
+    for name in names:
+        if needs_lane(problem.collective, name):
+            own_sizes = shared_chunk_sizes(problem, name, itemsize, room_bytes)
+        elif name in FORMULAS[problem.collective]:
+            own_sizes = sizes
+        else:
+            continue
+        last = 1 if (problem.collective, name) in UNCUT else _first_of_all(own_sizes, nbytes)
+        costs = tuning.constants
+        predictions = (predict(problem, name, itemsize, size, costs, room_bytes) for size in own_sizes[:last])
+        found.append(min(predictions, key=attrgetter("seconds")))
+    found.sort(key=lambda one: (one.scratch_bytes > SCRATCH_MAX_BYTES, one.seconds))
+    if not found:  # nothing is reduced, so there is no order
+        return []
+    limit_s = found[0].seconds * TIE
+    ties = [one for one in found if one.seconds <= limit_s and one.scratch_bytes <= SCRATCH_MAX_BYTES] or found[:1]
+    best = min(ties, key=lambda one: (one.scratch_bytes // CHUNK_MAX_BYTES, _familiarity(one.algorithm)))
+    found.remove(best)
+    return [best, *found]
+
+
+def usable(collective: str, algorithm: str, *, ordered: bool, shared: bool) -> bool:
+    """Whether an override counts: it keeps the order of ranks where that matters, and has a lane if it needs one."""
+    if needs_lane(collective, algorithm) and not shared:
+        return False
+    return not ordered or algorithm in ordered_algorithms(collective, shared=shared)
+
+
+def chunk_sizes(problem: Problem, itemsize: int) -> tuple[int, ...]:
+    """Return the sizes of chunk that are worth a look: powers of two within the limits, more for the largest blocks."""
+    if problem.collective == "all_reduce" or problem.collective in EXCHANGES:
+        block_bytes = -(-problem.total // problem.world) * itemsize
+    else:
+        block_bytes = max(problem.counts) * itemsize
+    least = max(-(-block_bytes // CHUNKS_MAX), -(-problem.total * itemsize // VECTOR_CHUNKS_MAX))
+    size, sizes = CHUNK_MIN_BYTES, []
+    while size <= CHUNK_MAX_BYTES:
+        if size >= least:
+            sizes.append(size)
+        size *= 2
+    return tuple(sizes) or (least,)
+
+
+def _first_of_all(sizes: Sequence[int], nbytes: int) -> int:
+    """How many sizes are worth a look: no more than one that holds all there is, as larger ones do the same."""
+    return next((number for number, size in enumerate(sizes, 1) if size >= nbytes), len(sizes))
+
+
+def _familiarity(algorithm: str) -> int:
+    return FAMILIAR.index(algorithm) if algorithm in FAMILIAR else len(FAMILIAR)
+
+
+@lru_cache(maxsize=PLAN_CACHE_PLANS)
+def plan_id(
+    collective: str, algorithm: str, world: int, count: int | tuple[int, ...], root: int = 0, detail: str = ""
+) -> int:
+    """Fingerprint, 32 bits, of what ranks must agree on; the same in every process and release that plans alike.
+
+    `detail` is for what a plan does not know but ranks must agree on too: the dtype, the reduce operation.
+    """
+    problem = Problem.of(collective, world, count, root)
+    counts = str(problem.counts[0]) if problem.even else ",".join(map(str, problem.counts))
+    if problem.private:  # other ranks have other lengths; the transport compares those of each message
+        counts = ""
+    return zlib.crc32(f"{collective}:{algorithm}:{world}:{counts}:{problem.root}:{detail}".encode())
+
+
+def parse_overrides(text: str) -> dict[str, str]:
+    """Parse "all_reduce:ring,broadcast:chain" (ASYNCDIST_ALGO) into algorithm by collective; empty text is none.
+
+    Algorithms through shared memory may be named; groups without a lane choose as if they were not.
+    Raises ValueError that names the entry and what would be right.
+    """
+    overrides: dict[str, str] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        collective, colon, algorithm = (part.strip() for part in entry.partition(":"))
+        if not colon or not collective or not algorithm:
+            raise ValueError(f"algorithm override {entry!r} is not of the form collective:algorithm")
+        if collective not in COLLECTIVES:
+            raise ValueError(f"algorithm override {entry!r}: no such collective; known: {', '.join(COLLECTIVES)}")
+        if algorithm not in algorithms(collective, shared=True):
+            known = ", ".join(algorithms(collective, shared=True))
+            raise ValueError(f"algorithm override {entry!r}: no such algorithm; {collective} has: {known}")
+        if collective in overrides:
+            raise ValueError(f"algorithm override for {collective} is given twice")
+        overrides[collective] = algorithm
+    return overrides

@@ -1,0 +1,1 @@
+"""Simulation: how long plans take on a model of a machine and its network."""
