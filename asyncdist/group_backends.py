@@ -6,17 +6,17 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
-from asyncdist.backend.aio import AioBackend
 from asyncdist.backend.base import Backends, CollectiveWork, GroupBackend
-from asyncdist.backend.call import Call
-from asyncdist.backend.call_items import ItemCall
+from asyncdist.backend.calls.call import Call
+from asyncdist.backend.calls.items import ItemCall
+from asyncdist.backend.host.aio import AioBackend
 from asyncdist.cuda import provider
 from asyncdist.world import World
 
 if TYPE_CHECKING:
-    from asyncdist.backend.device import DeviceBackend
-    from asyncdist.backend.device_pairs import DevicePairs
-    from asyncdist.backend.device_questions import HostWatch
+    from asyncdist.backend.device.backend import DeviceBackend
+    from asyncdist.backend.device.pairs import DevicePairs
+    from asyncdist.backend.device.questions import HostWatch
 
 __all__ = ["GroupBackends", "make_host_backend"]
 
@@ -27,7 +27,7 @@ PATH_VARIABLE: Final = "ASYNCDIST_CUDA_PATH"
 
 
 class _Owner(Protocol):
-    """The group; see `backend.device.DeviceOwner`."""
+    """The group; see `backend.device.backend.DeviceOwner`."""
 
     timeout_s: float | None
 
@@ -75,9 +75,9 @@ class GroupBackends(GroupBackend):
     def on_gpus(self) -> DeviceBackend:
         """The backend of GPU arrays. Raises TypeError where there is none."""
         if self.devices is None:
-            from asyncdist.backend.device import DeviceBackend, DeviceSettings  # for programs with GPUs only
-            from asyncdist.backend.device_paths import PATHS
-            from asyncdist.backend.device_questions import HostWatch
+            from asyncdist.backend.device.backend import DeviceBackend, DeviceSettings  # for programs with GPUs only
+            from asyncdist.backend.device.paths import PATHS
+            from asyncdist.backend.device.questions import HostWatch
 
             found = provider.find()
             if found is None:
@@ -115,7 +115,7 @@ class GroupBackends(GroupBackend):
 
     def gpu_pairs(self) -> DevicePairs:
         """What moves messages of GPU arrays, made anew. Raises TypeError where there is no GPU."""
-        from asyncdist.backend.device_pairs import DevicePairs
+        from asyncdist.backend.device.pairs import DevicePairs
 
         devices = self.on_gpus()
         return DevicePairs(devices.surroundings(), self._world.host, devices.wish)

@@ -11,7 +11,7 @@ from threading import get_ident
 from typing import Any
 
 from asyncdist.backend.base import Backend, Backends, CollectiveWork
-from asyncdist.backend.call import Call
+from asyncdist.backend.calls.call import Call
 from asyncdist.causes import FAILED, explain, kind_of
 from asyncdist.consistency import Consistency
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 from asyncdist import context, events
 from asyncdist.backend.base import parse_backend
-from asyncdist.backend.device_choice import chosen_device
+from asyncdist.backend.device.choice import chosen_device
 from asyncdist.consistency import parse_check
 from asyncdist.deadline import DEFAULT_TIMEOUT_S, INHERIT, Deadline, Timeout, timeout_seconds
 from asyncdist.errors import DistError

@@ -18,8 +18,8 @@ from asyncdist.transport.frame import pack_key
 from asyncdist.world import World
 
 if TYPE_CHECKING:
-    from asyncdist.backend.device_messages import DeviceSendWork
-    from asyncdist.backend.device_pairs import DevicePairs
+    from asyncdist.backend.device.messages import DeviceSendWork
+    from asyncdist.backend.device.pairs import DevicePairs
 
 __all__ = ["MAX_TAG", "PairOwner", "Pairs", "check_tag"]
 
@@ -198,7 +198,7 @@ class Pairs:
 
     def refuse_gpu_array(self, source: int, meta: bytes) -> None:
         """A receive that takes none has met the announcement of an array on a GPU: tell its sender."""
-        from asyncdist.backend.device_messages import Announcement, refuse_message
+        from asyncdist.backend.device.messages import Announcement, refuse_message
 
         with contextlib.suppress(ValueError):  # malformed: nobody waits for an answer
             number = Announcement.decode(meta).number

@@ -11,11 +11,11 @@ import numpy as np
 
 import asyncdist as dist
 from asyncdist.backend.base import CollectiveWork
-from asyncdist.backend.call import Call
-from asyncdist.backend.cuda_events import Completions
-from asyncdist.backend.device_path import DevicePath, Member, Surroundings
-from asyncdist.backend.device_streams import EventPool, arrays_of_call, ready_after
-from asyncdist.backend.host_exchange import HostExchange
+from asyncdist.backend.calls.call import Call
+from asyncdist.backend.device.cuda_events import Completions
+from asyncdist.backend.device.host_exchange import HostExchange
+from asyncdist.backend.device.path import DevicePath, Member, Surroundings
+from asyncdist.backend.device.streams import EventPool, arrays_of_call, ready_after
 from asyncdist.testing import run_world
 from asyncdist.testing.fake_cuda import FakeRuntime
 

@@ -9,8 +9,9 @@ import numpy as np
 from device_paths_kit import PathRank, everybody, values
 from differential import REDUCTIONS, wide
 
-from asyncdist.backend import call as calls
-from asyncdist.backend import call_coalesced, call_exchange
+from asyncdist.backend.calls import call as calls
+from asyncdist.backend.calls import coalesced as call_coalesced
+from asyncdist.backend.calls import exchange as call_exchange
 from asyncdist.reduce_op import ReduceOp
 
 Check = Callable[[PathRank, int, Any, str], Awaitable[None]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from group_kit import Group
 
-from asyncdist.backend.aio import AioBackend
+from asyncdist.backend.host.aio import AioBackend
 from asyncdist.executor.shared_lane import SharedLane
 
 

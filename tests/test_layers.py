@@ -38,6 +38,8 @@ ROOT_LAYERS: Layers = (
 REST = "*"
 LAYERS: dict[str, Layers] = {
     "asyncdist": ROOT_LAYERS,
+    "asyncdist.backend": ({"calls"}, {REST}, {"host"}, {"device"}),
+    "asyncdist.backend.device": ({REST}, {"nccl", "staged"}, {"ipc"}, {"backend", "pairs", "paths"}),
     "asyncdist.plan": ({REST}, {"algorithms"}, {"cost", "proof"}, {"selection"}, {"simulation"}),
 }
 
@@ -163,6 +165,9 @@ def test_imports_go_downward_only() -> None:
         ("asyncdist.plan.steps", "from asyncdist.plan.algorithms import ring"),
         ("asyncdist.plan.cost.load", "from asyncdist.plan.proof.symbols import Expressions"),
         ("asyncdist.plan.proof.prove", "from ..simulation import sweep"),
+        ("asyncdist.backend.calls.call", "from asyncdist.backend.base import Backend"),
+        ("asyncdist.backend.device.nccl.path", "from asyncdist.backend.device.ipc.path import CudaIpcPath"),
+        ("asyncdist.backend.device.path", "from asyncdist.backend.device.paths import PATHS"),
         ("asyncdist.errors", "from asyncdist.executor.work import Work"),
         ("asyncdist.launch.agent", "from asyncdist.cli import main"),
         ("asyncdist.transport.frame", "from socket import socket"),

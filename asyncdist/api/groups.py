@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncdist.api.resolve import Group, resolve
 from asyncdist.backend.base import parse_backend
-from asyncdist.backend.device_choice import chosen_device
+from asyncdist.backend.device.choice import chosen_device
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.group import WORLD, ProcessGroup
 from asyncdist.integers import as_int

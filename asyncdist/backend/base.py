@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from asyncdist.backend.call import Call
+from asyncdist.backend.calls.call import Call
 from asyncdist.cuda import provider
 from asyncdist.executor.work import Work
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from asyncdist.arrays import Flat, human_bytes
-from asyncdist.backend.call_items import decode_object
+from asyncdist.backend.calls.items import decode_object
 from asyncdist.backend.point_to_point import PairWork, PairWorkOwner, RecvArrayWork, SendWork
 from asyncdist.errors import CollectiveMismatchError, RemoteProtocolError
 from asyncdist.objects import GPU_META, OBJECT_META, encode

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, ParamSpec, TypeVar
 
 from asyncdist.api.manual import AWAITED, WITHDRAWN
-from asyncdist.backend.crossing import carried
+from asyncdist.backend.device.crossing import carried
 from asyncdist.blocking.group import ProcessGroup, inner_of
 from asyncdist.blocking.session import Session, current_session, refuse_loop
 from asyncdist.blocking.work import Work

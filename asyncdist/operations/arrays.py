@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncdist.backend import call_items
+from asyncdist.backend.calls import items as call_items
 from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.executor.work import Work
 from asyncdist.operations.items import DEFAULT_MAX_TOTAL_BYTES, ItemIssuer

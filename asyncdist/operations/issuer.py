@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from asyncdist.backend import call
+from asyncdist.backend.calls import call
 from asyncdist.deadline import Timeout
 from asyncdist.executor.work import Work
 from asyncdist.integers import as_int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from asyncdist.backend.call_items import Terms
+from asyncdist.backend.calls.items import Terms
 from asyncdist.operations.issuer import Issuer
 from asyncdist.operations.point_to_point import DEFAULT_MAX_BYTES
 from asyncdist.world import World

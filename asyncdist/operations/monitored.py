@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from asyncdist.backend import call
+from asyncdist.backend.calls import call
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.executor.work import Work
 from asyncdist.expiry import MONITORED_BARRIER, PROBE_S

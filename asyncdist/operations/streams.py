@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from asyncdist.arrays import Array
-from asyncdist.backend import call_stream
-from asyncdist.backend.call_stream import Progress, StreamCall
+from asyncdist.backend.calls import stream as call_stream
+from asyncdist.backend.calls.stream import Progress, StreamCall
 from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.executor.work import Work
 from asyncdist.operations.issuer import Issuer

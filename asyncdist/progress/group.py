@@ -19,8 +19,8 @@ from types import CodeType
 from typing import Any, Final, cast
 
 from asyncdist.backend.base import CollectiveWork
-from asyncdist.backend.call import Call
-from asyncdist.backend.crossing import carried
+from asyncdist.backend.calls.call import Call
+from asyncdist.backend.device.crossing import carried
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import ClosedError
 from asyncdist.executor.work import Work

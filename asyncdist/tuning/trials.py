@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from asyncdist.backend.aio import AioBackend
+from asyncdist.backend.host.aio import AioBackend
 from asyncdist.group import ProcessGroup
 from asyncdist.plan.cost.prediction import Prediction
 from asyncdist.plan.problem import Problem

@@ -18,7 +18,7 @@ from sim_programs import Collective, Fault, Scenario, Track, scenario
 from sim_worlds import run_scenario
 
 from asyncdist import ReduceOp
-from asyncdist.backend.aio import AioBackend
+from asyncdist.backend.host.aio import AioBackend
 from asyncdist.executor.runner import Execution
 from asyncdist.group import ProcessGroup
 from asyncdist.transport.memory import MemoryNetwork

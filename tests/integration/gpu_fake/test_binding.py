@@ -10,7 +10,7 @@ import pytest
 from gpu_fake_kit import GpuRank, equal, run_gpu, until
 
 import asyncdist as dist
-from asyncdist.backend.device_choice import chosen_device
+from asyncdist.backend.device.choice import chosen_device
 from asyncdist.testing.fake_provider import fake_cuda
 
 

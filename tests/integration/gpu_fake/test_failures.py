@@ -282,7 +282,7 @@ def test_wrong_arguments_raise_at_the_call(what: str) -> None:
 
 
 def test_more_tags_than_communicators() -> None:
-    from asyncdist.backend.nccl import MAX_TAGS
+    from asyncdist.backend.device.nccl.path import MAX_TAGS
 
     async def main(at: GpuRank) -> None:
         for tag in range(MAX_TAGS):

@@ -10,7 +10,7 @@ import pytest
 from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu
 
 import asyncdist as dist
-from asyncdist.backend import device_questions
+from asyncdist.backend.device import questions as device_questions
 from asyncdist.errors import PeerLostError
 
 

@@ -11,7 +11,7 @@ import pytest
 from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, until, values_of
 
 import asyncdist as dist
-from asyncdist.backend import staged_message
+from asyncdist.backend.device.staged import message as staged_message
 from asyncdist.errors import (
     ClosedError,
     CollectiveMismatchError,

@@ -15,8 +15,9 @@ from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, until
 from punctual import assert_within, punctual
 
 import asyncdist as dist
-from asyncdist.backend import ipc_scratch, staged_line
-from asyncdist.backend.host_exchange import HostExchange
+from asyncdist.backend.device.host_exchange import HostExchange
+from asyncdist.backend.device.ipc import scratch as ipc_scratch
+from asyncdist.backend.device.staged import line as staged_line
 from asyncdist.errors import DistError, GroupAbortedError, PeerLostError
 from asyncdist.testing.fake_nccl import FakeNccl
 

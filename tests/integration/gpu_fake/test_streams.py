@@ -14,7 +14,7 @@ from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, until
 from punctual import assert_within, punctual
 
 import asyncdist as dist
-from asyncdist.backend import nccl_channel
+from asyncdist.backend.device.nccl import channel as nccl_channel
 from asyncdist.reduce_op import ReduceOp
 
 LONG_S = 0.05
@@ -50,7 +50,7 @@ def test_operations_wait_for_what_was_queued_before_the_call() -> None:
 
 def test_without_waiting_the_result_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the test before this one can fail."""
-    monkeypatch.setattr("asyncdist.backend.device.ready_after", lambda *_: ())
+    monkeypatch.setattr("asyncdist.backend.device.backend.ready_after", lambda *_: ())
 
     async def main(at: GpuRank) -> None:
         x = at.zeros(4)

@@ -15,8 +15,8 @@ from asyncdist.testing import run_world
 
 
 def test_backends_have_names_and_can_be_registered() -> None:
-    from asyncdist.backend.aio import AioBackend
     from asyncdist.backend.base import GroupBackend, parse_backend
+    from asyncdist.backend.host.aio import AioBackend
 
     assert parse_backend(None) == parse_backend("cpu:aio") == ("aio", None)
     assert parse_backend("Gloo") == parse_backend("cpu:gloo,cuda:aio") == ("aio", "aio")

@@ -13,7 +13,7 @@ from lane_kit import lane_of
 from socket_world import LIMIT_S, run_ranks
 
 import asyncdist as dist
-from asyncdist.backend.aio import AioBackend
+from asyncdist.backend.host.aio import AioBackend
 from asyncdist.plan.records import PAYLOAD_SHARE, USUAL_LANE_BYTES
 from asyncdist.reduce_op import ReduceOp
 from asyncdist.transport import doorbell

@@ -12,7 +12,7 @@ from group_kit import Group, outcome
 
 import asyncdist as dist
 from asyncdist.arrays import encode_meta
-from asyncdist.backend import call_items
+from asyncdist.backend.calls import items as call_items
 from asyncdist.executor.items import Item
 from asyncdist.objects import OBJECT_META
 from asyncdist.testing import SimulatedWorld, run_world

@@ -13,8 +13,8 @@ import pytest
 from group_kit import Group, outcome
 
 import asyncdist as dist
-from asyncdist.backend import call_stream
-from asyncdist.backend.call_stream import STREAM_WINDOW
+from asyncdist.backend.calls import stream as call_stream
+from asyncdist.backend.calls.stream import STREAM_WINDOW
 from asyncdist.testing import SimulatedWorld, run_world
 
 CHUNK = 100_000

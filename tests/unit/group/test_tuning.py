@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from asyncdist import events
-from asyncdist.backend import aio
+from asyncdist.backend.host import aio
 from asyncdist.deadline import Deadline
 from asyncdist.errors import DistError
 from asyncdist.init_method import InitMethod, StoreSource

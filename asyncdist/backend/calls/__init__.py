@@ -1,0 +1,1 @@
+"""Calls: the arguments of a group's operations, checked and bound, before a byte moves."""

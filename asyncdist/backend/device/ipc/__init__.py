@@ -1,0 +1,1 @@
+"""The path through device memory that ranks of one host share."""

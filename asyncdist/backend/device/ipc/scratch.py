@@ -1,0 +1,155 @@
+"""IpcScratch: one block of device memory per rank that all ranks of a group can read, cut into slots.
+
+Every rank allocates a block of its own, as handles are of whole allocations, and sends its handle to the others, who
+open it: once per group and tag, as opening costs far more than an operation. A block is freed by its owner only when
+all others have closed it; CUDA leaves undefined what happens otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from asyncdist import events
+from asyncdist.backend.device.ipc.plan import ALIGN_BYTES, Place
+from asyncdist.backend.device.path import Surroundings
+from asyncdist.backend.device.threads import in_thread
+from asyncdist.cuda.interface import Memory, Runtime
+from asyncdist.errors import DistBackendError
+
+__all__ = ["LARGE_BYTES", "LARGE_SLOTS", "SMALL_BYTES", "SMALL_SLOTS", "IpcScratch", "open_scratch"]
+
+SMALL_BYTES: Final = 256 << 10
+"""Slot of a small operation: up to here launching kernels and telling others cost more than moving the bytes."""
+SMALL_SLOTS: Final = 8
+"""Small operations of a tag under way on the GPU at once: what it takes to hide the time that signals need."""
+LARGE_BYTES: Final = 32 << 20
+"""Slot of a chunk: a GPU moves it in some 30 us, about as long as a signal takes, so that two slots keep it busy."""
+LARGE_SLOTS: Final = 2
+"""One is read by the others while the next is written."""
+OTHER_TAGS_LARGE_BYTES: Final = 4 << 20
+"""The same for tags of a group after its first: a job has one tag with large operations as a rule."""
+
+_OFFER: Final = struct.Struct("<Q64s")
+_OFFERED: Final = 0
+_OPENED: Final = 1
+_EXCHANGE: Final = "ipc"
+
+
+class IpcScratch:
+    """The blocks of all ranks, as this one sees them. `pointers[rank]` is where that rank's begins here."""
+
+    def __init__(self, runtime: Runtime, own: Memory, rank: int, pointers: Sequence[int], large_bytes: int) -> None:
+        self._runtime = runtime
+        self._own = own
+        self._rank = rank
+        self._pointers = list(pointers)
+        self.small_bytes = SMALL_BYTES
+        self.large_bytes = large_bytes
+
+    def address(self, place: Place, slot: int) -> int:
+        """The address here of a place in a slot; of the caller's memory, the place's own."""
+        if place.rank < 0:
+            return place.offset
+        start = slot * self.small_bytes
+        if slot >= SMALL_SLOTS:
+            start = SMALL_SLOTS * self.small_bytes + (slot - SMALL_SLOTS) * self.large_bytes
+        return self._pointers[place.rank] + start + place.offset
+
+    def close_others(self) -> None:
+        """Close what belongs to others; blocks, so to be called in a thread, once nothing here reads it."""
+        for rank, pointer in enumerate(self._pointers):
+            if rank != self._rank and pointer:
+                with contextlib.suppress(DistBackendError):  # its owner has died, as a rule
+                    self._runtime.ipc_close(pointer)
+
+    def free(self) -> None:
+        """Free our own block; blocks, so to be called in a thread, once all others have closed it."""
+        self._own.close()
+
+
+async def open_scratch(around: Surroundings, tag: int, *, first: bool) -> IpcScratch | None:
+    """Make the blocks of a tag, together with all ranks; None, on all of them, if some rank could not.
+
+    Raises what the exchange does when a rank is gone. Cancelling frees our block (the others see a rank that is gone).
+    """
+    loop, runtime = around.loop, around.runtime
+    on = runtime, around.device
+    large_bytes = LARGE_BYTES if first else OTHER_TAGS_LARGE_BYTES
+    making = in_thread(loop, _make_block, runtime, around.device, large_bytes, on=on)
+    try:
+        own, handle, problem = await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(lambda made: _free_late(loop, made, on))
+        raise
+    opened: list[int] = []
+    try:
+        offer = _OFFER.pack(large_bytes if own is not None else 0, handle)
+        offers = [
+            _OFFER.unpack(message) for message in await around.exchange.all_gather(_EXCHANGE, tag, _OFFERED, offer)
+        ]
+        agreed_bytes = min(nbytes for nbytes, _ in offers)
+        if agreed_bytes and own is not None:
+            handles = [handle for _, handle in offers]
+            problem = await in_thread(loop, _open_blocks, around, own, handles, opened, on=on)
+        able = await around.exchange.all_gather(
+            _EXCHANGE, tag, _OPENED, b"\0" if problem or not agreed_bytes else b"\1"
+        )
+        if problem:
+            events.info("group %x tag %d: no CUDA IPC: %s", around.group_id, tag, problem)
+        if own is not None and all(message == b"\1" for message in able):
+            return IpcScratch(runtime, own, around.rank, opened, agreed_bytes // ALIGN_BYTES * ALIGN_BYTES)
+    except BaseException:
+        await asyncio.shield(in_thread(loop, _undo, around, own, opened, on=on))
+        raise
+    await in_thread(loop, _close_opened, around, opened, on=on)
+    await around.exchange.barrier(_EXCHANGE, tag, _OPENED + 1)  # nobody has ours open any more
+    await in_thread(loop, _undo, around, own, [], on=on)
+    return None
+
+
+def _make_block(runtime: Runtime, device: int, large_bytes: int) -> tuple[Memory | None, bytes, str]:
+    """Our block and its handle, or why there is none."""
+    own: Memory | None = None
+    try:
+        own = runtime.allocate(SMALL_SLOTS * SMALL_BYTES + LARGE_SLOTS * large_bytes, device)
+        return own, runtime.ipc_handle(own.pointer), ""
+    except Exception as error:  # out of memory, or no IPC, as in some containers
+        if own is not None:
+            own.close()
+        return None, b"", f"{type(error).__name__}: {error}"
+
+
+def _free_late(
+    loop: asyncio.AbstractEventLoop, made: asyncio.Future[tuple[Memory | None, bytes, str]], on: tuple[Runtime, int]
+) -> None:
+    """A block is here that nobody waits for any more."""
+    own = made.result()[0]
+    if own is not None:
+        in_thread(loop, own.close, on=on)
+
+
+def _open_blocks(around: Surroundings, own: Memory, handles: Sequence[bytes], opened: list[int]) -> str:
+    """Open all others' blocks, into `opened`; why not, if that cannot be."""
+    for rank, handle in enumerate(handles):
+        try:
+            opened.append(own.pointer if rank == around.rank else around.runtime.ipc_open(handle, around.device))
+        except Exception as error:
+            return f"the memory of rank {around.ranks[rank]} cannot be opened: {type(error).__name__}: {error}"
+    return ""
+
+
+def _close_opened(around: Surroundings, opened: Sequence[int]) -> None:
+    for rank, pointer in enumerate(opened):
+        if rank != around.rank:
+            with contextlib.suppress(DistBackendError):
+                around.runtime.ipc_close(pointer)
+
+
+def _undo(around: Surroundings, own: Memory | None, opened: Sequence[int]) -> None:
+    _close_opened(around, opened)
+    if own is not None:
+        own.close()

@@ -1,0 +1,265 @@
+"""What a call becomes in NCCL: its own collectives where it has them, sends and receives in a group where not.
+
+| call | NCCL |
+| --- | --- |
+| all_reduce, reduce, broadcast | the same, in place |
+| all_gather, reduce_scatter of one array | the same |
+| all_gather into a list | all_gather if the arrays lie in a row, else sends and receives |
+| reduce_scatter of a list | one reduce for each rank |
+| gather, scatter, all_to_all, all uneven forms | sends and receives; a rank's own part is copied |
+
+Everything of one call is launched together (`Nccl.group`). PREMUL_SUM is the library's where it offers that, else SUM
+of a multiplied copy. Where an input shares memory with an output, other than as NCCL allows, a copy of it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from asyncdist.backend.calls.call import Call
+from asyncdist.backend.device.runs import NOTHING, Run, input_blocks, output_blocks, overlap
+from asyncdist.cuda import Communicator, Nccl, Runtime, Stream
+from asyncdist.device_array import DeviceArray
+from asyncdist.reduce_op import PremulSum, ReduceOp
+
+__all__ = ["CARRIED", "Place", "issue", "talks_to"]
+
+_BYTES: Final = np.dtype(np.uint8)
+
+
+class Place:
+    """Where calls are issued: one rank's communicator, its stream, and temporary memory of that stream's order."""
+
+    __slots__ = ("communicator", "nccl", "runtime", "scratch", "stream")
+
+    def __init__(
+        self,
+        nccl: Nccl,
+        runtime: Runtime,
+        communicator: Communicator,
+        stream: Stream,
+        scratch: Callable[[int], int],
+    ) -> None:
+        self.nccl = nccl
+        self.runtime = runtime
+        self.communicator = communicator
+        self.stream = stream
+        self.scratch = scratch
+        """`scratch(nbytes)`: a pointer to memory that nobody else has until the launch has ended on the stream."""
+
+
+def issue(call: Call, place: Place) -> Callable[[], None] | None:
+    """Queue what comes before `call`'s communication, copies and factors; returns what queues that, if there is any.
+
+    The two are apart so that the communication of several calls can be launched together.
+    """
+    return _ISSUE[call.collective](call, place)
+
+
+def talks_to(call: Call, communicator: Communicator) -> frozenset[int]:
+    """Ranks that `call` sends to or receives from directly, rather than in a collective of NCCL's."""
+    rank, everybody = communicator.rank, frozenset(range(communicator.size))
+    if call.collective in ("gather", "gather_uneven", "scatter", "scatter_uneven"):
+        return everybody - {rank} if rank == call.root else frozenset({call.root})
+    if call.collective in ("all_to_all", "all_to_all_uneven") or (
+        call.collective == "all_gather" and len(call.outputs) > 1
+    ):
+        return everybody - {rank}
+    return frozenset()
+
+
+def _all_reduce(call: Call, place: Place) -> Callable[[], None] | None:
+    elements = _elements(call.outputs[0])
+    if not elements.size:
+        return None
+    op = call.op
+    if isinstance(op, PremulSum) and not place.nccl.native_premul_sum:
+        place.runtime.scale(call.dtype, elements.pointer, elements.pointer, op.factor, elements.size, place.stream)
+        op = ReduceOp.SUM
+    pointer, count = elements.pointer, elements.size
+    return lambda: place.communicator.all_reduce(pointer, pointer, count, call.dtype, _native(op), place.stream)
+
+
+def _broadcast(call: Call, place: Place) -> Callable[[], None] | None:
+    elements = _elements(call.outputs[0])
+    if not elements.size:
+        return None
+    pointer, nbytes = elements.pointer, elements.nbytes
+    return lambda: place.communicator.broadcast(pointer, pointer, nbytes, _BYTES, call.root, place.stream)
+
+
+def _reduce(call: Call, place: Place) -> Callable[[], None] | None:
+    source = _elements(call.inputs[0])
+    if not source.size:
+        return None
+    target = _elements(call.outputs[0]).pointer if call.outputs else 0
+    pointer, op = _contribution(call, source, place)
+    return lambda: place.communicator.reduce(pointer, target, source.size, call.dtype, op, call.root, place.stream)
+
+
+def _all_gather(call: Call, place: Place) -> Callable[[], None] | None:
+    communicator = place.communicator
+    blocks = output_blocks(call, communicator.size)
+    (own,) = input_blocks(call, communicator.size)
+    if not any(block.nbytes for block in blocks):
+        return None
+    mine = blocks[communicator.rank]
+    if own.pointer != mine.pointer and overlap([own], blocks):
+        own = _copied(own, place)
+    if _in_a_row(blocks):
+        return lambda: communicator.all_gather(own.pointer, blocks[0].pointer, own.nbytes, _BYTES, place.stream)
+    if own.pointer != mine.pointer:
+        place.runtime.copy(mine.pointer, own.pointer, own.nbytes, place.stream)
+    return lambda: _exchange(place, [own] * communicator.size, blocks)
+
+
+def _reduce_scatter(call: Call, place: Place) -> Callable[[], None] | None:
+    communicator, runtime = place.communicator, place.runtime
+    target = _elements(call.outputs[0])
+    blocks = input_blocks(call, communicator.size)
+    if not any(block.nbytes for block in blocks):
+        return None
+    op = call.op
+    premultiply = isinstance(op, PremulSum) and not place.nccl.native_premul_sum
+    own = blocks[communicator.rank]
+    shared = own.pointer != target.pointer and overlap(blocks, [Run(target.pointer, target.nbytes)])
+    if premultiply or shared:
+        copies = _room_for(blocks, place)
+        for block, copy in zip(blocks, copies, strict=True):
+            if premultiply:
+                assert isinstance(op, PremulSum)
+                count = block.nbytes // call.dtype.itemsize
+                runtime.scale(call.dtype, copy.pointer, block.pointer, op.factor, count, place.stream)
+            else:
+                runtime.copy(copy.pointer, block.pointer, block.nbytes, place.stream)
+        blocks = copies
+        op = ReduceOp.SUM if premultiply else op
+    native, size, stream = _native(op), communicator.size, place.stream
+    if _in_a_row(blocks):
+        return lambda: communicator.reduce_scatter(
+            blocks[0].pointer, target.pointer, target.size, call.dtype, native, stream
+        )
+
+    def reduce_each() -> None:
+        for root in range(size):
+            count = blocks[root].nbytes // call.dtype.itemsize
+            where = target.pointer if root == communicator.rank else 0
+            if count:
+                communicator.reduce(blocks[root].pointer, where, count, call.dtype, native, root, stream)
+
+    return reduce_each
+
+
+def _move(call: Call, place: Place) -> Callable[[], None] | None:
+    """gather, scatter and the exchanges: every rank has a block for each it sends to, and one for each it hears."""
+    communicator, root = place.communicator, call.root
+    rank, size = communicator.rank, communicator.size
+    sent, received = input_blocks(call, size), output_blocks(call, size)
+    if overlap(sent, received) and not _same_place(sent, received, rank, call):
+        sent = _copies(sent, place)
+    if call.collective.startswith("gather"):
+        sent = tuple(sent[0] if peer == root else NOTHING for peer in range(size))
+        received = received if rank == root else (NOTHING,) * size
+    elif call.collective.startswith("scatter"):
+        received = tuple(received[0] if peer == root else NOTHING for peer in range(size))
+        sent = sent if rank == root else (NOTHING,) * size
+    if sent[rank].nbytes and sent[rank].pointer != received[rank].pointer:
+        place.runtime.copy(received[rank].pointer, sent[rank].pointer, sent[rank].nbytes, place.stream)
+    if not any(run.nbytes for side in (sent, received) for peer, run in enumerate(side) if peer != rank):
+        return None
+    return lambda: _exchange(place, sent, received)
+
+
+def _same_place(sent: Sequence[Run], received: Sequence[Run], rank: int, call: Call) -> bool:
+    """Whether all that they share is a rank's own block, which then stays where it is."""
+    if not call.collective.startswith(("gather", "scatter")) or not (sent and received):
+        return False
+    own, others = (sent, received) if len(sent) == 1 else (received, sent)
+    if len(others) <= rank or own[0].pointer != others[rank].pointer:
+        return False
+    return not overlap(own, [block for index, block in enumerate(others) if index != rank])
+
+
+def _exchange(place: Place, sent: Sequence[Run], received: Sequence[Run]) -> None:
+    """Send to and receive from every other rank what is not empty."""
+    communicator, stream = place.communicator, place.stream
+    for peer in range(communicator.size):
+        if peer == communicator.rank:
+            continue
+        if sent[peer].nbytes:
+            communicator.send(sent[peer].pointer, sent[peer].nbytes, _BYTES, peer, stream)
+        if received[peer].nbytes:
+            communicator.recv(received[peer].pointer, received[peer].nbytes, _BYTES, peer, stream)
+
+
+def _elements(flat: Any) -> DeviceArray:
+    elements: DeviceArray = flat.elements
+    return elements
+
+
+def _contribution(call: Call, source: Any, place: Place) -> tuple[int, ReduceOp | PremulSum]:
+    """What this rank puts in, which stays as it is, and the operation then."""
+    op = call.op
+    if not isinstance(op, PremulSum) or place.nccl.native_premul_sum:
+        return source.pointer, _native(op)
+    copy = place.scratch(source.nbytes)
+    place.runtime.scale(call.dtype, copy, source.pointer, op.factor, source.size, place.stream)
+    return copy, ReduceOp.SUM
+
+
+def _native(op: Any) -> ReduceOp | PremulSum:
+    assert isinstance(op, ReduceOp | PremulSum), "others were refused at the call"
+    return op
+
+
+def _in_a_row(blocks: Sequence[Run]) -> bool:
+    """Whether blocks of one size follow each other in memory."""
+    nbytes = blocks[0].nbytes
+    end = blocks[0].pointer
+    for block in blocks:
+        if block.nbytes != nbytes or block.pointer != end:
+            return False
+        end += nbytes
+    return True
+
+
+def _room_for(blocks: Sequence[Run], place: Place) -> tuple[Run, ...]:
+    """Temporary memory for blocks, in a row."""
+    pointer = place.scratch(sum(block.nbytes for block in blocks))
+    found = []
+    for block in blocks:
+        found.append(Run(pointer, block.nbytes))
+        pointer += block.nbytes
+    return tuple(found)
+
+
+def _copies(blocks: Sequence[Run], place: Place) -> tuple[Run, ...]:
+    room = _room_for(blocks, place)
+    for block, copy in zip(blocks, room, strict=True):
+        place.runtime.copy(copy.pointer, block.pointer, block.nbytes, place.stream)
+    return room
+
+
+def _copied(block: Run, place: Place) -> Run:
+    return _copies([block], place)[0]
+
+
+_ISSUE: Final[dict[str, Callable[[Call, Place], Callable[[], None] | None]]] = {
+    "all_reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "gather": _move,
+    "scatter": _move,
+    "all_to_all": _move,
+    "gather_uneven": _move,
+    "scatter_uneven": _move,
+    "all_to_all_uneven": _move,
+}
+
+CARRIED: Final = frozenset(_ISSUE)
+"""Collectives that `issue` knows."""

@@ -1,0 +1,344 @@
+"""NcclChannel: the communicators of one tag, one stream for each GPU, and the operations that go through them in order.
+
+NCCL demands one order per communicator on all ranks, and tags are what has an order of its own here: so each tag has a
+communicator. An ordinary channel has one communicator per rank; that of a multi-device form one per GPU of each rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from asyncdist.backend.base import CollectiveWork
+from asyncdist.backend.calls.call import Call
+from asyncdist.backend.device.nccl.calls import Place, issue, talks_to
+from asyncdist.backend.device.path import OnEnd, Surroundings
+from asyncdist.backend.device.tail import tail_of
+from asyncdist.backend.device.threads import Helpers, in_thread
+from asyncdist.cuda import Communicator, Event, Memory, Nccl, Runtime, Stream
+from asyncdist.errors import DistBackendError
+from asyncdist.reduce_op import PremulSum
+
+__all__ = ["MAX_LAUNCHED", "NcclChannel", "NcclOperation"]
+
+_SINGLE: Final = frozenset({"all_reduce", "broadcast", "reduce"})
+"""Collectives that are always one operation of NCCL's, which needs no group."""
+
+_NOBODY: Final[frozenset[int]] = frozenset()
+_NOTHING: Final[frozenset[object]] = frozenset()
+
+MAX_LAUNCHED: Final = 128
+"""Operations of a channel that are queued on the GPU at once: enough that it never waits for the next, and, with three
+entries each and a few channels, below the thousand from which a launch blocks. The others wait here."""
+
+
+LAUNCH_GRACE_S: Final = 1.0
+"""How long aborting waits for a launch in a thread of ours: NCCL allows no abort while operations of the communicator
+are being put together. A launch that takes longer waits for a peer, inside of NCCL, where an abort is what ends it."""
+
+LEAST_SCRATCH_BYTES: Final = 2 << 20
+"""CUDA allocates no less. Doubled until it is enough: all that is outgrown is together less than the last."""
+
+ALIGN_BYTES: Final = 256
+"""Where parts of it begin: what CUDA's own allocations are aligned to."""
+
+_COMMUNICATOR: Final = "communicator"
+
+
+class NcclOperation:
+    """A call under way."""
+
+    __slots__ = ("call", "done", "launched", "on_end", "work")
+
+    def __init__(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
+        self.call = call
+        self.work = work
+        self.on_end = on_end
+        self.launched = False
+        self.done: tuple[Event, ...] = ()
+
+
+class NcclChannel:
+    """See the module. `first` is the sequence number from which on operations come here."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        nccl: Nccl,
+        tag: int,
+        first: int,
+        devices: tuple[int, ...],
+        ended: Callable[[NcclChannel, NcclOperation, BaseException | None], None],
+    ) -> None:
+        self.tag = tag
+        self.first = first
+        self.devices = devices
+        self.limit: int | None = None
+        """Once an operation was refused, its number: that and later ones never come here."""
+        self.operations: dict[int, NcclOperation] = {}
+        """Under way, by sequence number, oldest first."""
+        self._around = around
+        self._nccl = nccl
+        self._ended = ended
+        self._queue: deque[NcclOperation] = deque()
+        self._launched = 0
+        self._launching: asyncio.Task[None] | None = None
+        self._met: set[int] = set()
+        self._prepared: set[object] = set()
+        """What launching needs only once, and may block for: the communicator's first launch, kernels by dtype."""
+        self._launch_ended = threading.Event()
+        self._launch_ended.set()
+        self._streams: tuple[Stream, ...] = ()
+        self._places: tuple[Place, ...] = ()
+        self._scratches: tuple[_Scratch, ...] = ()
+        self._communicators: tuple[Communicator, ...] = ()
+        self._memory: list[Memory] = []
+        self._left_behind: list[NcclOperation] = []
+        self._gone = False
+
+    # Opening.
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are communicators."""
+        return bool(self._communicators)
+
+    async def open(self, unique_id: bytes) -> None:
+        """Join the communicators; blocks threads, not the loop. Cancelling leaves them to a thread to be aborted."""
+        around, nccl = self._around, self._nccl
+        each = len(self.devices)
+        size, first = len(around.ranks) * each, around.rank * each
+        futures = [
+            in_thread(around.loop, nccl.open, size, unique_id, first + index, device, on=(around.runtime, device))
+            for index, device in enumerate(self.devices)
+        ]
+        try:
+            found = await asyncio.gather(*map(asyncio.shield, futures))  # a thread cannot be cancelled
+        except BaseException:
+            for future in futures:
+                future.add_done_callback(partial(_abort_late, (around.runtime, around.device)))
+            raise
+        runtime = around.runtime
+        self._streams = tuple(runtime.new_stream(device) for device in self.devices)
+        self._scratches = tuple(_Scratch(self, device) for device in self.devices)
+        self._places = tuple(
+            Place(nccl, runtime, communicator, stream, scratch)
+            for communicator, stream, scratch in zip(found, self._streams, self._scratches, strict=True)
+        )
+        self._communicators = tuple(found)
+        self._go_on()
+
+    # Operations.
+
+    def add(self, operation: NcclOperation) -> None:
+        """Queue an operation behind the others."""
+        self.operations[operation.work.number] = operation
+        self._queue.append(operation)
+        if self._communicators:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Launch what may be launched now."""
+        while self._queue and self._launching is None and self._launched < MAX_LAUNCHED and not self._gone:
+            operation = self._queue.popleft()
+            operation.launched = True
+            new, unprepared = self._not_met(operation.call), self._not_prepared(operation.call)
+            if not new and not unprepared:
+                self._launch_here(operation)
+            else:  # connecting to a peer blocks until it does the same, and compiling takes part of a second
+                self._met |= new
+                self._prepared |= unprepared
+                self._launch_ended.clear()
+                self._launching = self._around.loop.create_task(self._launch_there(operation), name="launch in NCCL")
+
+    def _not_met(self, call: Call) -> frozenset[int]:
+        """Ranks that `call` sends to or receives from for the first time."""
+        if call.collective in _SINGLE:
+            return _NOBODY
+        peers = [talks_to(member, self._communicators[0]) for member in call.members or (call,)]
+        return _NOBODY.union(*peers) - self._met
+
+    def _not_prepared(self, call: Call) -> frozenset[object]:
+        """What launching `call` needs for the first time.
+
+        A communicator's first launch connects, where the environment, or a library that used NCCL before us, has it so.
+        """
+        if self._prepared and not call.members and not isinstance(call.op, PremulSum):
+            return _NOTHING
+        needed: set[object] = {_COMMUNICATOR}
+        if not self._nccl.native_premul_sum:
+            needed |= {one.dtype for one in call.members or (call,) if isinstance(one.op, PremulSum)}
+        return frozenset(needed - self._prepared)
+
+    def _launch_here(self, operation: NcclOperation) -> None:
+        try:
+            self._launch(operation)
+        except Exception as error:
+            self._failed(operation, error)
+        else:
+            self._is_launched(operation)
+
+    async def _launch_there(self, operation: NcclOperation) -> None:
+        try:
+            await in_thread(self._around.loop, self._launch_now, operation, on=(self._around.runtime, self.devices[0]))
+        except Exception as error:
+            self._launching = None
+            self._failed(operation, error)
+        else:
+            self._launching = None
+            self._is_launched(operation)
+        self._go_on()
+
+    def _launch_now(self, operation: NcclOperation) -> None:
+        """In a thread."""
+        try:
+            self._launch(operation)
+        finally:
+            self._launch_ended.set()
+
+    def _launch(self, operation: NcclOperation) -> None:
+        """Queue everything on the GPU; in the loop's thread or one of its own."""
+        call, streams = operation.call, self._streams
+        for scratch in self._scratches:
+            scratch.begin()
+        for event in call.ready:
+            for stream in streams:
+                stream.wait_event(event)
+        if call.members:
+            issued = [issue(member, self._places[self._place_of(member)]) for member in call.members]
+        else:
+            issued = [issue(call, self._places[0])]
+        parts = [part for part in issued if part is not None]
+        if len(parts) == 1 and call.collective in _SINGLE:
+            parts[0]()
+        elif parts:
+            with self._nccl.group():
+                for part in parts:
+                    part()
+        events = []
+        for stream, device in zip(streams, self.devices, strict=True):
+            event = self._around.events.take(device)
+            event.record(stream)
+            events.append(event)
+        operation.done = tuple(events)
+
+    def _place_of(self, member: Call) -> int:
+        return self.devices.index(member.device) if len(self.devices) > 1 else 0
+
+    def _is_launched(self, operation: NcclOperation) -> None:
+        if self._gone:
+            return
+        self._launched += 1
+        tail_of(operation.work).queued(operation.done)
+        self._around.completions.add(self, operation.done, lambda error: self._complete(operation, error), operation)
+
+    def _complete(self, operation: NcclOperation, error: BaseException | None) -> None:
+        self._launched -= 1
+        self._finish(operation, error)
+        self._around.events.give(operation.done)
+        self._around.events.give(operation.call.ready)
+        self._go_on()
+
+    def _failed(self, operation: NcclOperation, error: BaseException) -> None:
+        failure = error if isinstance(error, DistBackendError) else DistBackendError(f"{error}")
+        if failure is not error:
+            failure.__cause__ = error
+        self._left_behind.append(operation)  # some of it may be on the stream, where no event tells of its end
+        self._finish(operation, failure)
+
+    def _finish(self, operation: NcclOperation, error: BaseException | None) -> None:
+        if self.operations.pop(operation.work.number, None) is not None:
+            self._ended(self, operation, error)
+
+    def forget(self, number: int) -> NcclOperation | None:
+        """Forget an operation; if it is on the GPU it stays there, and its arrays are kept until the channel ends."""
+        operation = self.operations.pop(number, None)
+        if operation is not None:
+            if operation.launched:
+                self._left_behind.append(operation)
+            else:
+                self._queue.remove(operation)
+        return operation
+
+    def scratch(self, nbytes: int, device: int) -> Memory:
+        """More temporary memory, given back when the channel is."""
+        memory = self._around.runtime.allocate(nbytes, device)
+        self._memory.append(memory)
+        return memory
+
+    # The end.
+
+    def async_error(self) -> str:
+        """What the library says has gone wrong meanwhile."""
+        return next(filter(None, (communicator.async_error() for communicator in self._communicators)), "")
+
+    def end(self, helpers: Helpers, *, in_order: bool) -> None:
+        """Give everything up, in a thread; what the GPU may still use is kept until it does not. Idempotent.
+
+        `in_order`: every rank does so, and nothing is under way; else what runs is aborted.
+        """
+        if self._gone:
+            return
+        self._gone = True
+        kept = self._around.completions.drop(self), list(self.operations.values()), self._left_behind
+        self.operations.clear()
+        self._queue.clear()
+        if self._launching is not None:
+            helpers.keep(self._launching)
+        if self._communicators:
+            helpers.start(self._end_there, in_order, keep_alive=kept)
+
+    def _end_there(self, in_order: bool) -> None:
+        self._launch_ended.wait(LAUNCH_GRACE_S)
+        for communicator in self._communicators:
+            if in_order:
+                with contextlib.suppress(DistBackendError):  # then it is aborted
+                    communicator.destroy()
+                    continue
+            with contextlib.suppress(DistBackendError):  # of several, the others have to end all the same
+                communicator.abort()
+        for stream in self._streams:
+            with contextlib.suppress(DistBackendError):  # of a GPU that is broken
+                stream.synchronize()
+                stream.close()
+        for memory in self._memory:
+            with contextlib.suppress(DistBackendError):
+                memory.close()
+
+
+class _Scratch:
+    """Temporary memory in the order of one stream: each launch may use it from its start, as those before have ended.
+
+    What is launched together, the members of one call, has parts of its own.
+    """
+
+    def __init__(self, channel: NcclChannel, device: int) -> None:
+        self._channel = channel
+        self._device = device
+        self._memory: Memory | None = None
+        self._used = 0
+
+    def begin(self) -> None:
+        """Another launch."""
+        self._used = 0
+
+    def __call__(self, nbytes: int) -> int:
+        start = -(-self._used // ALIGN_BYTES) * ALIGN_BYTES
+        if self._memory is None or self._memory.nbytes < start + nbytes:
+            doubled = 1 << (max(start + nbytes, LEAST_SCRATCH_BYTES) - 1).bit_length()
+            self._memory = self._channel.scratch(doubled, self._device)
+            start = 0  # what this launch had before stays where it is
+        self._used = start + nbytes
+        return self._memory.pointer + start
+
+
+def _abort_late(on: tuple[Runtime, int], future: asyncio.Future[Communicator]) -> None:
+    """A communicator that opened after nobody wanted it any more."""
+    if not future.cancelled() and future.exception() is None:
+        communicator = future.result()
+        in_thread(future.get_loop(), communicator.abort, on=on).add_done_callback(lambda done: done.exception())

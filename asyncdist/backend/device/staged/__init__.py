@@ -1,0 +1,1 @@
+"""The path through page-locked memory of the host."""

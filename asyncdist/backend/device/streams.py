@@ -1,0 +1,91 @@
+"""The order between the caller's streams and ours: operations start after what was queued before the call."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from asyncdist.backend.calls.call import Call
+from asyncdist.cuda import Event, Runtime, Stream
+from asyncdist.device_array import LEGACY_STREAM, DeviceArray
+
+__all__ = ["EventPool", "arrays_of_call", "callers_stream", "ready_after"]
+
+
+class EventPool:
+    """Events that are used again and again, as making one costs about as much as recording it. From any thread."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._free: dict[int, deque[Event]] = {}
+
+    def take(self, device: int) -> Event:
+        """An event of `device`, to be recorded."""
+        free = self._free.get(device)
+        try:
+            return free.pop() if free else self._runtime.new_event(device)
+        except IndexError:  # another thread took it
+            return self._runtime.new_event(device)
+
+    def give(self, events: Iterable[Event]) -> None:
+        """Give back events that are done and that nobody will ask about."""
+        for event in events:
+            self._free.setdefault(event.device, deque()).append(event)
+
+    def close(self) -> None:
+        """Close those that are here."""
+        for free in self._free.values():
+            while free:
+                free.pop().close()
+
+
+def ready_after(runtime: Runtime, pool: EventPool, arrays: Iterable[DeviceArray]) -> tuple[Event, ...]:
+    """Events, recorded now, on the streams that the arrays are written and read on.
+
+    These are the calling thread's current stream of each GPU, and those that the arrays' producers name.
+    """
+    streams: dict[tuple[int, int], Stream] = {}
+    current: dict[int, Stream] = {}
+    for array in arrays:
+        device = array.device
+        if not array.ordered and device not in current:
+            stream = current[device] = runtime.current_stream(device)
+            streams[device, stream.handle or LEGACY_STREAM] = stream
+        if array.stream is not None and (device, array.stream or LEGACY_STREAM) not in streams:
+            handle = array.stream or LEGACY_STREAM
+            streams[device, handle] = runtime.external_stream(handle, device)
+    events = []
+    for (device, _), stream in streams.items():
+        event = pool.take(device)
+        event.record(stream)
+        events.append(event)
+    return tuple(events)
+
+
+def arrays_of_call(call: Call) -> list[DeviceArray]:
+    """All arrays of a call on GPU arrays, its members' too."""
+    found: list[Any] = [flat.elements for flats in (call.inputs, call.outputs) for flat in flats]
+    for member in call.members:
+        found += arrays_of_call(member)
+    return found
+
+
+def callers_stream(runtime: Runtime, stream: Any, device: int) -> Stream:
+    """A stream as a user names it: None (the current one), a handle, or cupy's, torch's or another library's stream.
+
+    Raises TypeError for anything else.
+    """
+    if stream is None:
+        return runtime.current_stream(device)
+    if isinstance(stream, Stream):
+        return stream
+    for attribute in ("cuda_stream", "ptr"):  # torch's and cupy's
+        handle = getattr(stream, attribute, None)
+        if isinstance(handle, int):
+            return runtime.external_stream(handle, device)
+    if hasattr(stream, "__cuda_stream__"):
+        return runtime.external_stream(int(stream.__cuda_stream__()[1]), device)
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return runtime.external_stream(stream, device)
+    raise TypeError(f"stream must be a CUDA stream of cupy or torch, or its handle, not {type(stream).__name__}")

@@ -1,0 +1,276 @@
+"""The `aio` backend: collectives on host arrays, as plans over the mesh."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, ClassVar, Final, Protocol
+
+from asyncdist.backend.base import CollectiveWork, GroupBackend
+from asyncdist.backend.calls.call import Call
+from asyncdist.backend.calls.items import ItemCall
+from asyncdist.backend.calls.stream import StreamCall
+from asyncdist.backend.host.choice_trace import trace_choice
+from asyncdist.backend.host.express import ExpressOperation, express_of
+from asyncdist.backend.host.item_operation import ItemOperation
+from asyncdist.backend.host.lanes import RESERVED, WITHOUT_LANE, Lanes, TagLane
+from asyncdist.backend.host.operation import Operation, Recipe
+from asyncdist.backend.host.stream_operation import StreamOperation
+from asyncdist.errors import CollectiveMismatchError
+from asyncdist.executor import reduction
+from asyncdist.executor.program import Program
+from asyncdist.executor.scratch import ScratchPool
+from asyncdist.plan.algorithms.items import one_by_one
+from asyncdist.plan.algorithms.registry import build
+from asyncdist.plan.problem import Problem
+from asyncdist.plan.selection.selector import plan_for, plan_id, usable
+from asyncdist.plan.selection.tuning import DEFAULT_TUNING, Tuning
+from asyncdist.plan.steps import Plan
+from asyncdist.reduce_op import CustomOp, PremulSum, ReduceOp
+from asyncdist.transport.base_mesh import BaseMesh
+from asyncdist.transport.frame import key_prefix
+from asyncdist.transport.lane import MAX_LANE_RANKS
+from asyncdist.transport.peer import PeerCore
+
+__all__ = ["AioBackend"]
+
+RECIPES_KEPT: Final = 256
+"""Compiled plans kept per group: more than the shapes a training step uses, few enough to stay below some megabytes."""
+
+
+class Running(Protocol):
+    """An operation under way."""
+
+    def stop(self) -> None:
+        """Read and write no array any more, and report nothing."""
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """Group ranks it has not heard from."""
+
+
+class Beginning(Running, Protocol):
+    """One that is made and then started."""
+
+    def begin(self) -> None:
+        """Start; called once the backend knows it."""
+
+
+_OPERATIONS: Final[dict[type[Call], Callable[..., Beginning]]] = {
+    Call: Operation,
+    ItemCall: ItemOperation,
+    StreamCall: StreamOperation,
+}
+"""What carries out a call of each kind."""
+
+_REFUSED: Final = CollectiveMismatchError("the operation was refused or has failed")
+
+
+class AioBackend(GroupBackend):
+    """Collectives of one group on host arrays."""
+
+    name: ClassVar[str] = "aio"
+
+    def __init__(
+        self,
+        mesh: BaseMesh,
+        group_id: int,
+        ranks: tuple[int, ...],
+        rank: int,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        pool: ScratchPool,
+        tuning: Tuning = DEFAULT_TUNING,
+        lanes: bool = False,
+    ) -> None:
+        super().__init__(mesh, group_id, ranks, rank)
+        self.loop = loop
+        self.pool = pool
+        self.peers: list[PeerCore | None] = [None] * len(ranks)
+        """Connections by group rank, of the ranks that some program has named."""
+        self._mesh = mesh
+        self._tuning = tuning
+        self._overrides = dict(tuning.overrides)
+        self.running: dict[tuple[int, int], Running] = {}
+        """Operations under way, by tag and sequence number."""
+        self._recipes: dict[tuple[object, int], Recipe] = {}
+        self._recipes_by: dict[Tuning, dict[tuple[object, int], Recipe]] = {tuning: self._recipes}
+        self._lanes = Lanes(self, mesh) if lanes and 2 <= len(ranks) <= MAX_LANE_RANKS else None
+
+    def start(
+        self,
+        call: Call,
+        work: CollectiveWork,
+        on_end: Callable[[CollectiveWork, BaseException | None], None],
+    ) -> None:
+        """Begin `call`, once it is known whether its tag has a lane."""
+        place: TagLane | None = WITHOUT_LANE
+        if self._lanes is not None:
+            place = self._lanes.decided.get(work.tag) or self._lanes.admit(call, work, on_end)
+        if place is not None:
+            self.resume(call, work, on_end, place)
+
+    def resume(
+        self,
+        call: Call,
+        work: CollectiveWork,
+        on_end: Callable[[CollectiveWork, BaseException | None], None],
+        place: TagLane,
+    ) -> None:
+        """Begin `call` now, by messages or through the lane of its tag."""
+        recipe = self._recipes.get((call.recipe_key, place.lane_bytes))
+        if recipe is None or not recipe.met:
+            recipe = self.recipe_for(call, place.lane_bytes)
+        lane = place.lane
+        if recipe.express is not None and lane is not None:
+            if place.number == work.number:
+                place.number += 1
+            else:
+                place.take_place(work.number)
+            express = ExpressOperation(self, lane, recipe.express, call, work, on_end)
+            self.running[work.key] = express
+            lane.add_express(express)
+            return
+        operation = _OPERATIONS[type(call)](self, call, recipe, work, on_end)
+        self.running[work.key] = operation
+        if lane is None:
+            operation.begin()
+            self._mesh.issued(len(self.running))
+            return
+        place.take_place(work.number)
+        if recipe.shared and isinstance(operation, Operation):
+            operation.share(lane.add(recipe.fingerprint, recipe.program, operation))
+        else:
+            lane.add(recipe.fingerprint)
+        operation.begin()
+        lane.flush()
+
+    def recipe_for(self, call: Call, lane_bytes: int = 0) -> Recipe:
+        """What all calls like this one share; connections to the peers it names have been asked for.
+
+        `lane_bytes` is the memory each rank has for items in the lane of the call's tag; 0 where there is none.
+        """
+        recipe = self._recipes.get((call.recipe_key, lane_bytes))
+        if recipe is None:
+            recipe = self._cook(call, lane_bytes)
+        if not recipe.met:
+            self._meet(recipe)
+        return recipe
+
+    def algorithm_of(self, recipe_key: tuple[Any, ...]) -> str:
+        """The algorithm of a recipe, if it is still kept."""
+        recipe = next((recipe for (key, _), recipe in reversed(self._recipes.items()) if key == recipe_key), None)
+        return "" if recipe is None else recipe.program.plan.algorithm
+
+    @property
+    def tuning(self) -> Tuning:
+        """What algorithms are chosen by."""
+        return self._tuning
+
+    def choose_by(self, tuning: Tuning) -> None:
+        """Choose algorithms by `tuning` from now on, as all members have to at the same place; for measurements.
+
+        What was planned for another is kept, so that going to and fro plans nothing again.
+        """
+        self._tuning = tuning
+        self._overrides = dict(tuning.overrides)
+        self._recipes = self._recipes_by.setdefault(tuning, {})
+
+    def lane_bytes(self, tag: int) -> int:
+        """Memory that each rank has for items in the lane of a tag; 0 where there is none, or not yet."""
+        return 0 if self._lanes is None else self._lanes.lane_bytes(tag)
+
+    def knows(self, operation: object, work: CollectiveWork) -> bool:
+        """Whether `operation` has been neither dropped nor aborted."""
+        return self.running.get(work.key) is operation
+
+    def forget(self, work: CollectiveWork) -> None:
+        """An operation has ended well."""
+        del self.running[work.key]
+
+    def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
+        """Global ranks an operation under way has not heard from."""
+        operation = self.running.get((tag, sequence))
+        if operation is None and self._lanes is not None and self._lanes.holds(tag, sequence):
+            operation = next(filter(None, (self.running.get((tag, number)) for number in RESERVED)), None)
+        return () if operation is None else tuple(self.ranks[rank] for rank in operation.waiting_for())
+
+    def drop(self, tag: int, sequence: int) -> None:
+        """Forget one operation, or one never to come; its messages, those here already included, are drained."""
+        self._mesh.drop_group(key_prefix(self.group_id, tag, sequence), _REFUSED)
+        if self._lanes is not None:
+            self._lanes.drop(tag, sequence)
+        operation = self.running.pop((tag, sequence), None)
+        if operation is not None:
+            operation.stop()
+
+    def close(self) -> None:
+        """Touch no shared memory any more."""
+        if self._lanes is not None:
+            self._lanes.close()
+
+    def closing(self) -> None:
+        """Have streams go on without their consumers."""
+        for operation in list(self.running.values()):
+            if isinstance(operation, StreamOperation):
+                operation.release()
+
+    def abort(self, error: BaseException) -> None:
+        """Forget every operation and refuse later messages."""
+        self._mesh.drop_group(key_prefix(self.group_id, 0, 0)[:8], error)
+        operations = list(self.running.values())
+        self.running.clear()
+        for operation in operations:
+            operation.stop()
+        self.close()
+
+    def _plan(self, call: Call, lane_bytes: int) -> Plan:
+        world = len(self.ranks)
+        if call.algorithm is not None:
+            problem = Problem.of(call.collective, world, call.counts, call.root)
+            return build(problem, call.algorithm, self.rank, max(1, problem.total))
+        ordered = isinstance(call.op, CustomOp) and not call.op.commutative
+        algorithm = self._overrides.get(call.collective)
+        lane_bytes = lane_bytes if type(call) is Call else 0
+        if algorithm is not None and not usable(call.collective, algorithm, ordered=ordered, shared=lane_bytes > 0):
+            algorithm = None
+        plan = plan_for(
+            call.collective,
+            self.rank,
+            world,
+            call.counts,
+            call.dtype.itemsize,
+            root=call.root,
+            algorithm=algorithm,
+            tuning=self._tuning,
+            ordered=ordered,
+            lane_bytes=lane_bytes,
+        )
+        trace_choice(call, plan, self._tuning, ordered=ordered, lane_bytes=lane_bytes)
+        return plan
+
+    def _cook(self, call: Call, lane_bytes: int) -> Recipe:
+        """Plan and compile; the oldest recipe makes room."""
+        plan = self._plan(call, lane_bytes)
+        if type(call) is ItemCall:
+            plan = one_by_one(plan)
+        op = ReduceOp.PREMUL_SUM if isinstance(call.op, PremulSum) else call.op  # factors may differ between ranks
+        detail = f"{call.dtype.name} {op!r} {call.detail}"
+        fingerprint = plan_id(call.collective, plan.algorithm, plan.world, call.counts, call.root, detail)
+        kernel = None if call.op is None else reduction.kernel(call.op, call.dtype)
+        if len(self._recipes) >= RECIPES_KEPT:
+            del self._recipes[next(iter(self._recipes))]
+        express = express_of(call, plan, self.rank, lane_bytes, fingerprint, kernel)
+        recipe = Recipe(Program(plan), fingerprint, kernel, express)
+        self._recipes[call.recipe_key, lane_bytes] = recipe
+        return recipe
+
+    def _meet(self, recipe: Recipe) -> None:
+        """Ask for connections to all peers together, so that their addresses are looked up in one request."""
+        recipe.met = True
+        if recipe.shared:
+            return
+        unknown = [rank for rank in recipe.program.peer_ranks if self.peers[rank] is None]
+        if unknown:
+            self._mesh.connect([self.ranks[rank] for rank in unknown])
+            for rank in unknown:
+                self.peers[rank] = self._mesh.peer(self.ranks[rank])

@@ -1,0 +1,36 @@
+"""What ASYNCDIST_DEBUG=TRACE:tune says: the candidates for each shape that is planned, with their predictions."""
+
+from __future__ import annotations
+
+from asyncdist import events
+from asyncdist.backend.calls.call import Call
+from asyncdist.plan.problem import Problem
+from asyncdist.plan.selection.selector import candidates
+from asyncdist.plan.selection.tuning import Tuning
+from asyncdist.plan.steps import Plan
+
+__all__ = ["trace_choice"]
+
+
+def trace_choice(call: Call, plan: Plan, tuning: Tuning, *, ordered: bool, lane_bytes: int = 0) -> None:
+    """Emit `tune.candidate` for each algorithm, the best first, and `tune.chosen`; nothing unless somebody listens.
+
+    What was chosen is not the best where an override or the call itself names an algorithm.
+    """
+    if not events.tracing("tune"):
+        return
+    shape = {"collective": call.collective, "world": plan.world, "bytes": call.nbytes}
+    problem = Problem.of(call.collective, plan.world, call.counts, call.root, tuning.ranks_per_host)
+    for one in candidates(problem, call.dtype.itemsize, tuning, ordered=ordered, lane_bytes=lane_bytes):
+        events.emit(
+            "tune",
+            "candidate",
+            **shape,
+            algorithm=one.algorithm,
+            predicted_us=round(one.seconds * 1e6, 1),
+            gb_per_s=round(call.nbytes / one.seconds / 1e9, 3) if one.seconds else 0.0,
+            chunk_bytes=one.chunk_bytes,
+            rounds=one.rounds,
+            sent_bytes=one.sent_bytes,
+        )
+    events.emit("tune", "chosen", **shape, algorithm=plan.algorithm, rank=plan.rank, steps=len(plan.steps))

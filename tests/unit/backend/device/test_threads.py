@@ -1,0 +1,94 @@
+"""Threads for calls that may block: which device is current there."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+from asyncdist import blocking
+from asyncdist.backend.device.threads import Helpers, in_thread, stay_on
+from asyncdist.progress.thread import acquire, release
+from asyncdist.testing.fake_cuda import FakeRuntime
+from asyncdist.testing.fake_provider import fake_cuda
+
+PATIENCE_S = 60.0
+
+
+async def test_the_device_is_current_in_the_thread() -> None:
+    """A fresh thread's is the first one, whichever the caller's is."""
+    runtime = FakeRuntime(3)
+    loop = asyncio.get_running_loop()
+    assert await in_thread(loop, runtime.current_device, on=(runtime, 2)) == 2
+    seen: list[int] = []
+    helpers = Helpers(loop, (runtime, 1))
+    helpers.start(lambda: seen.append(runtime.current_device()))
+    await helpers.wait(60)
+    assert seen == [1]
+    assert runtime.current_device() == 0
+    runtime.close()
+
+
+async def test_what_is_kept_alive_until_a_call_returns_that_nobody_waits_for() -> None:
+    """The GPU may write into arrays as long as an abort has not returned."""
+
+    class Kept:
+        pass
+
+    runtime, leave, kept = FakeRuntime(1), threading.Event(), Kept()
+    alive = weakref.ref(kept)
+    helpers = Helpers(asyncio.get_running_loop(), (runtime, 0))
+    helpers.start(leave.wait, PATIENCE_S, keep_alive=[kept])
+    del kept
+    await helpers.wait(0.01)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert alive() is not None
+    leave.set()
+    async with asyncio.timeout(PATIENCE_S):
+        while alive() is not None:
+            gc.collect()
+            await asyncio.sleep(0.001)
+    runtime.close()
+
+
+def test_only_threads_of_ours_stay_on_a_device() -> None:
+    runtime = FakeRuntime(3)
+    seen: list[int] = []
+
+    def use() -> None:
+        stay_on(runtime, 2)
+        seen.append(runtime.current_device())
+
+    for name in ("asyncdist communication", "somebody's"):
+        thread = threading.Thread(target=use, name=name)
+        thread.start()
+        thread.join()
+    assert seen == [2, 0]
+    runtime.close()
+
+
+@pytest.mark.parametrize("way", ["collective", "message"])
+def test_the_communication_thread_stays_on_the_gpu_of_its_arrays(way: str) -> None:
+    """Each call there puts the current device back, and CUDA opens a context on what is put back."""
+    with fake_cuda(2, mode="threads") as cuda:
+        blocking.init_process_group(store=blocking.HashStore(), rank=0, world_size=1)
+        try:
+            there = acquire()
+            assert there.call(cuda.runtime.current_device) == 0
+            x = cuda.runtime.array(np.ones(4, np.float32), 1)
+            if way == "collective":
+                blocking.all_reduce(x)
+            else:
+                work = blocking.isend(x, 0)
+                blocking.recv(x, 0)
+                work.wait()
+            assert there.call(cuda.runtime.current_device) == 1
+            assert cuda.runtime.current_device() == 0
+            release(there)
+        finally:
+            blocking.destroy_process_group()
