@@ -21,9 +21,10 @@ def environment(**changes: str) -> dict[str, str]:
 class Daemon:
     """A daemon process that has said it is ready."""
 
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None, descriptors: int | None = None) -> None:
+        limited = ["sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh"] if descriptors else []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "asyncdist_server", "--port", "0", *arguments],
+            [*limited, sys.executable, "-m", "asyncdist_server", "--port", "0", *arguments],
             env=env or environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -7,6 +7,8 @@ from typing import Final
 
 import click
 
+from asyncdist_server.descriptors import open_standard_descriptors
+
 __all__ = ["main"]
 
 _COMMANDS: Final = {
@@ -43,3 +45,4 @@ class _LazyGroup(click.Group):
 @click.version_option(package_name="asyncdist", prog_name="asyncdist")
 def main() -> None:
     """Distributed communication for asyncio: launch workers, look into the store, make tokens."""
+    open_standard_descriptors()

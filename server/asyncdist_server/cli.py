@@ -22,7 +22,7 @@ from asyncdist_server.config import (
     ServerConfig,
     limits_for,
 )
-from asyncdist_server.descriptors import raise_descriptor_limit
+from asyncdist_server.descriptors import open_standard_descriptors, raise_descriptor_limit
 from asyncdist_server.durability import parse_durability
 from asyncdist_server.journal import JournalError
 from asyncdist_server.journal_commands import backup, restore, verify
@@ -142,6 +142,7 @@ def main(
 
     Every option can also be given as ASYNCDIST_SERVER_<OPTION>, in capitals and with underscores.
     """
+    open_standard_descriptors()
     if click.get_current_context().invoked_subcommand is not None:
         return
     configure(log_format, log_level)

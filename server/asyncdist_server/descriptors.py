@@ -1,15 +1,22 @@
-"""How many file descriptors the daemon may have: each connection needs one."""
+"""File descriptors: how many the process may have, as each connection needs one, and the three that it starts with."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from typing import Final
 
 if sys.platform != "win32":
     import resource
 
-__all__ = ["SPARE_DESCRIPTORS", "descriptor_limit", "raise_descriptor_limit"]
+__all__ = [
+    "SPARE_DESCRIPTORS",
+    "connections_within",
+    "descriptor_limit",
+    "open_standard_descriptors",
+    "raise_descriptor_limit",
+]
 
 SPARE_DESCRIPTORS: Final = 128
 """Those besides connections: listeners, the journal, the loop's own, 64 connections of HTTP, and some that just end."""
@@ -23,6 +30,17 @@ def descriptor_limit() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
+def connections_within(allowed: int | None, wanted: int) -> int:
+    """Return how many connections to let in, `wanted` at most, where so many descriptors are `allowed`.
+
+    Whoever is beyond that is told so. Without a descriptor left nobody could be told anything: libuv closes what comes
+    without a word, also the connections of those who ask over HTTP how the daemon is.
+    """
+    if allowed is None:
+        return wanted
+    return min(wanted, max(allowed - SPARE_DESCRIPTORS, allowed // 2))
+
+
 def raise_descriptor_limit() -> None:
     """Ask for as many as this user may have: the usual 1,024 would stop at 1,000 ranks."""
     if sys.platform == "win32":
@@ -31,3 +49,14 @@ def raise_descriptor_limit() -> None:
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def open_standard_descriptors() -> None:
+    """Give standard input, output and error something harmless where they were closed.
+
+    Else the event loop or a client's socket gets such a number, where whatever is written to standard error goes then;
+    and libuv aborts the process that closes one.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)  # workers, too
+    os.close(descriptor)

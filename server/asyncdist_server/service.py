@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from asyncdist_server.backups import BackupRequests
 from asyncdist_server.config import ConfigError, ServerConfig
 from asyncdist_server.daemon import StoreServer
-from asyncdist_server.descriptors import SPARE_DESCRIPTORS, descriptor_limit
+from asyncdist_server.descriptors import connections_within, descriptor_limit
 from asyncdist_server.systemd import Notifier
 from asyncdist_server.version import version
 
@@ -25,6 +26,9 @@ async def run_until_signalled(config: ServerConfig) -> None:
     it, and says so. Raises what `StoreServer.start` does, and `StoreServer.failure` when that ended it.
     """
     loop = asyncio.get_running_loop()
+    wanted = config.limits.connections
+    limits = config.limits._replace(connections=connections_within(descriptor_limit(), wanted))
+    config = dataclasses.replace(config, limits=limits)
     server, stop, notifier = StoreServer(config), asyncio.Event(), Notifier(os.environ)
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, _on_signal, server, stop, signal_number)
@@ -41,7 +45,7 @@ async def run_until_signalled(config: ServerConfig) -> None:
         if not await _start(server, stop):
             return
         try:
-            _say_ready(server, http)
+            _say_ready(server, http, wanted)
             if server.gate is not None and config.data_dir is not None:
                 backups = BackupRequests(server, server.gate, Path(config.data_dir))
                 stack.push_async_callback(backups.close)
@@ -97,8 +101,9 @@ async def _drain(server: StoreServer) -> None:
     server.events.info("stopped", seconds=round(time.monotonic() - began_s, 3), cut=server.cut_count)
 
 
-def _say_ready(server: StoreServer, http: str | None) -> None:
-    """Say where the daemon serves, on standard output for whoever started it, and in the log with what is not safe."""
+def _say_ready(server: StoreServer, http: str | None, wanted: int) -> None:
+    """Say where the daemon serves, on standard output for whoever started it, and in the log with what is not as it
+    should be; `wanted` is `--max-connections`."""
     config = server.config
     if config.token is None:
         server.events.warning("no_token", reason="every process that can connect can read and change the store")
@@ -107,12 +112,18 @@ def _say_ready(server: StoreServer, http: str | None) -> None:
         reach = "every process that can connect" if config.torch_insecure_no_auth else "every process of this host"
         reason = f"torch clients are served without authentication, to {reach}"
         server.events.warning("torch_unauthenticated", ports=ports, reason=reason)
-    allowed, wanted = descriptor_limit(), config.limits.connections + SPARE_DESCRIPTORS
-    if allowed is not None and allowed < wanted:
-        reason = f"--max-connections {config.limits.connections} needs more: raise the limit (ulimit -n, LimitNOFILE)"
-        server.events.warning("few_descriptors", allowed=allowed, wanted=wanted, reason=reason)
+    most = config.limits.connections
+    if most < wanted:
+        why = "raise the limit of file descriptors (ulimit -n, LimitNOFILE)"
+        reason = f"{most} connections are let in, not --max-connections {wanted}: {why}"
+        server.events.warning("few_descriptors", allowed=descriptor_limit(), connections=most, reason=reason)
     server.events.info("ready", address=server.address, http=http, pid=os.getpid(), version=version())
-    print(f"asyncdist-server ready on {server.address}" + (f" (http {http})" if http else ""), flush=True)
+    try:
+        print(f"asyncdist-server ready on {server.address}" + (f" (http {http})" if http else ""), flush=True)
+    except OSError:  # nobody can read it, and the log has said the same; the interpreter's end must not try it again
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
 
 
 def _reload(server: StoreServer) -> None:

@@ -13,8 +13,8 @@ def start() -> Iterator[Callable[..., Daemon]]:
     """Start daemons with these arguments; none outlives its test."""
     daemons: list[Daemon] = []
 
-    def start_one(*arguments: str, env: dict[str, str] | None = None) -> Daemon:
-        daemons.append(Daemon(*arguments, env=env))
+    def start_one(*arguments: str, env: dict[str, str] | None = None, descriptors: int | None = None) -> Daemon:
+        daemons.append(Daemon(*arguments, env=env, descriptors=descriptors))
         return daemons[-1]
 
     yield start_one

@@ -19,7 +19,7 @@ from punctual import assert_within, punctual
 from server_kit import SocketClient
 
 from asyncdist_server import messages as m
-from asyncdist_server.auth import new_token
+from asyncdist_server.auth import AuthenticationError, new_token
 from asyncdist_server.descriptors import SPARE_DESCRIPTORS
 from asyncdist_server.version import version
 
@@ -154,9 +154,34 @@ def test_too_few_descriptors_for_the_connections_are_told(start: Callable[..., D
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         pytest.skip("nothing limits them here")
-    _, _, errors = start("--max-connections", str(hard - more)).end()
+    wanted = hard - more
+    _, _, errors = start("--max-connections", str(wanted)).end()
     assert ("few_descriptors" in errors) is told
+    assert (f"{wanted - 1} connections are let in, not --max-connections {wanted}" in errors) is told
     assert f"version={version()}" in errors
+
+
+def test_out_of_descriptors_it_says_so_and_is_healthy(start: Callable[..., Daemon]) -> None:
+    daemon = start("--http-port", "0", descriptors=256)
+    clients = [SocketClient(daemon.port, client_id=b"client-%09d" % number) for number in range(128)]
+    try:
+        for _ in range(64):  # more than there are descriptors, if all of them were kept
+            with pytest.raises(AuthenticationError, match="reached its limit of connections"):
+                SocketClient(daemon.port)
+        with urllib.request.urlopen(f"http://127.0.0.1:{daemon.http_port}/readyz", timeout=DEADLINE_S) as answer:
+            assert answer.status == 200
+        clients.pop().close()
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                clients.append(SocketClient(daemon.port))
+                break
+            except AuthenticationError:
+                assert time.monotonic() < deadline
+    finally:
+        for client in clients:
+            client.close()
+    assert 'reason="too many connections"' in daemon.end()[2]
 
 
 def test_it_loads_neither_numpy_nor_asyncdist_nor_http_unasked(start: Callable[..., Daemon]) -> None:
