@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from asyncdist.transport import credit, inbound, offers, outbound, output, parking, pulls, reader
+from asyncdist.transport import asking, credit, inbound, offers, outbound, output, parking, pulls, reader
 
 CREDIT = 8192
 EAGER = 512
@@ -23,7 +23,7 @@ _LIMITS = {
     "FRAGMENT_BYTES": (FRAGMENT, (output, pulls)),
     "MAX_OFFERS": (OFFERS, (outbound, parking)),
     "MAX_EARLY_PULLS": (EARLY_PULLS, (pulls, offers)),
-    "MAX_ASKS": (ASKS, (credit, inbound)),
+    "MAX_ASKS": (ASKS, (credit, asking)),
     "MAX_CALL_BYTES": (2048, (output,)),
     "MAX_READ_BYTES": (300, (reader,)),
     "DIRECT_BYTES": (64, (reader,)),

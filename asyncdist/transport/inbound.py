@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from asyncdist.errors import CollectiveMismatchError, GroupAbortedError, RemoteProtocolError
+from asyncdist.transport.asking import Asking
 from asyncdist.transport.credit import ReceiveWindow
 from asyncdist.transport.frame import (
     CHANNELS,
@@ -11,10 +14,8 @@ from asyncdist.transport.frame import (
     FLAG_ABORT,
     FLAG_ASKED,
     FLAG_END,
-    MAX_ASKS,
     MAX_LENGTH,
     MESSAGE_OVERHEAD_BYTES,
-    POINT_TO_POINT,
     Kind,
     describe_key,
     pack_header,
@@ -29,23 +30,27 @@ from asyncdist.transport.pulls import COPIED, COPYING, Pulls, Stream
 
 __all__ = ["Inbound"]
 
+_CHANNEL_ENDS: Final = frozenset(channel.to_bytes(4, "little") for channel in range(CHANNELS))
+"""How a key may end."""
+
 
 class Inbound:
     """See the module. A key of this peer never has both posted receives and parked messages."""
 
     __slots__ = (
         "_any_source",
+        "_asking",
         "_dropped",
         "_orders",
         "_out",
         "_parked",
         "_parking",
-        "_stalled",
         "_table",
         "any_entries",
         "entries",
         "error",
         "loans",
+        "on_stalled",
         "partial",
         "peer_rank",
         "pulls",
@@ -68,7 +73,8 @@ class Inbound:
         self.entries = self._table.entries
         self._parking = Parking(peer_rank, self, any_source, self.windows)
         self._parked = self._parking.queues
-        self._stalled = False  # on any channel
+        self._asking = Asking(peer_rank, self, self._table, any_source, self.windows, out.queue)
+        self.on_stalled = self._asking.on_stalled
 
     # Posting
 
@@ -89,7 +95,7 @@ class Inbound:
             if key[20] and target is not None and len(target) > EAGER_BYTES:
                 self.pulls.pull_early(receive, target)
                 self._out.kick()
-        if self._stalled:
+        if self._asking.stalled:
             self.ask(key)
         return False
 
@@ -123,10 +129,10 @@ class Inbound:
         parked = self._parking.take(receive.key)
         payload = parked.payload
         receive.source = self.peer_rank
+        receive.meta = parked.meta
+        receive.fingerprint = parked.fingerprint
         try:
             view = self._target(receive, parked.length, parked.meta)
-            receive.meta = parked.meta
-            receive.fingerprint = parked.fingerprint
             if payload is None:
                 self.pulls.pull(receive, view, parked.message_id)
                 return False
@@ -150,13 +156,11 @@ class Inbound:
         """An eager message, whole."""
         self._admit(flags, key)
         receive = self._match(key)
-        length = len(payload)
-        if receive is None and key not in self._dropped:
-            self._parking.add_message(key, payload, meta, fingerprint)
-            return
-        self.windows[key[20]].owe(length + len(meta) + MESSAGE_OVERHEAD_BYTES)
         if receive is None:
+            self._keep(meta, fingerprint, key, payload)
             return
+        length = len(payload)
+        self.windows[key[20]].owe(length + len(meta) + MESSAGE_OVERHEAD_BYTES)
         view = self._target_or_fail(receive, length, meta)
         if view is not None:
             view[:] = payload
@@ -164,6 +168,17 @@ class Inbound:
             receive.meta = meta
             receive.fingerprint = fingerprint
             receive.sink.message_received(receive.token, receive)
+
+    def on_early(self, meta: bytes, fingerprint: int, key: bytes, payload: memoryview) -> None:
+        """An eager message, whole and without flags, for which no receive is posted."""
+        self._check_key(key)
+        self._keep(meta, fingerprint, key, payload)
+
+    def _keep(self, meta: bytes, fingerprint: int, key: bytes, payload: memoryview) -> None:
+        if key in self._dropped:
+            self.windows[key[20]].owe(len(payload) + len(meta) + MESSAGE_OVERHEAD_BYTES)
+        else:
+            self._parking.add_message(key, payload, meta, fingerprint)
 
     def begin_data(self, flags: int, meta: bytes, fingerprint: int, key: bytes, length: int) -> Stream | None:
         """An eager message of which payload is still to come: where that goes.
@@ -308,55 +323,18 @@ class Inbound:
 
     def _admit(self, flags: int, key: bytes) -> None:
         """Check what every message must satisfy."""
-        if key[20] >= CHANNELS or key[21] or key[22] or key[23]:
-            raise RemoteProtocolError(f"rank {self.peer_rank} sent a malformed key {key.hex()}")
+        self._check_key(key)
         if flags & FLAG_ASKED:
-            window = self.windows[key[20]]
-            window.answered(key)
-            if window.unasked and len(window.asked) <= MAX_ASKS // 2:
-                self._ask_for_all(key[20])
+            self._asking.answered(key)
 
-    # Stalls
-
-    def on_stalled(self, key: bytes, stalled: int, number: int) -> None:
-        """STALLED: from now on the peer keeps messages back until asked, or no longer does."""
-        channel = key[20]
-        if channel >= CHANNELS or stalled > 1 or not number:
-            raise RemoteProtocolError(f"rank {self.peer_rank} sent a malformed STALLED")
-        window = self.windows[channel]
-        if stalled == bool(window.stall) or (not stalled and window.stall != number):
-            raise RemoteProtocolError(f"rank {self.peer_rank} began or ended a stall twice")
-        window.asked.clear()
-        window.unasked = False
-        window.stall = number if stalled else 0
-        self._stalled = any(window.stall for window in self.windows)
-        self._out.queue.drop_asks(channel)
-        if channel == POINT_TO_POINT:
-            self._any_source.stalled(self, bool(stalled))
-        if stalled:
-            self._ask_for_all(channel)
+    def _check_key(self, key: bytes) -> None:
+        if key[20:] not in _CHANNEL_ENDS:
+            raise RemoteProtocolError(f"rank {self.peer_rank} sent a malformed key {key.hex()}")
 
     def ask(self, key: bytes) -> None:
         """A receive for `key` is posted: if the peer is stalled, have it send one."""
-        channel = key[20]
-        window = self.windows[channel]
-        if not window.stall:
-            return
-        wanted = self._table.count(key)
-        if channel == POINT_TO_POINT:
-            wanted += self._any_source.table.count(key)
-        if window.ask(key, wanted):
-            self._out.queue.push_control(pack_header(Kind.ASK, key=key, message_id=window.stall))
+        if self._asking.ask(key):
             self._out.kick()
-
-    def _ask_for_all(self, channel: int) -> None:
-        self.windows[channel].unasked = False
-        for receive in self._table:
-            if receive.key[20] == channel:
-                self.ask(receive.key)
-        if channel == POINT_TO_POINT:
-            for receive in self._any_source.table:
-                self.ask(receive.key)
 
     # Ends
 

@@ -29,11 +29,12 @@ class Parking:
 
     def add_message(self, key: bytes, payload: memoryview, meta: bytes, fingerprint: int) -> None:
         """Keep a copy of an eager message. Raises RemoteProtocolError beyond the peer's credit."""
+        length = len(payload)
         window = self._windows[key[20]]
-        window.parked_bytes += len(payload) + len(meta) + MESSAGE_OVERHEAD_BYTES
+        window.parked_bytes += length + len(meta) + MESSAGE_OVERHEAD_BYTES
         if window.parked_bytes > CREDIT_BYTES:
             raise RemoteProtocolError(f"rank {self._peer_rank} exceeds its credit of {CREDIT_BYTES} bytes")
-        self._add(key, ParkedMessage(bytes(payload), len(payload), meta, fingerprint, 0))
+        self._add(key, ParkedMessage(bytes(payload), length, meta, fingerprint, 0))
 
     def add_offer(self, key: bytes, length: int, meta: bytes, fingerprint: int, message_id: int, asked: bool) -> None:
         """Keep an offer. Raises RemoteProtocolError beyond MAX_OFFERS, unless it was `asked` for."""
@@ -45,13 +46,15 @@ class Parking:
         self._add(key, ParkedMessage(None, length, meta, fingerprint, message_id))
 
     def _add(self, key: bytes, parked: ParkedMessage) -> None:
-        parked.arrival = self._any_source.next_arrival()
+        message = key[20] == POINT_TO_POINT  # which may be received from any source, so their order counts
+        if message:
+            parked.arrival = self._any_source.next_arrival()
         queue = self.queues.get(key)
         if queue is not None:
             queue.append(parked)
             return
         self.queues[key] = deque((parked,))
-        if key[20] == POINT_TO_POINT:
+        if message:
             self._any_source.parked(key, self._owner)
 
     def put_back(self, key: bytes, payload: bytes, meta: bytes, fingerprint: int) -> None:
@@ -93,7 +96,8 @@ class Parking:
 
     def _forget(self, key: bytes) -> None:
         del self.queues[key]
-        self._any_source.unparked(key, self._owner)
+        if key[20] == POINT_TO_POINT:
+            self._any_source.unparked(key, self._owner)
 
     def drop_group(self, group: bytes) -> list[int]:
         """Forget the messages of `group`; returns the ids of those that were only on offer."""

@@ -172,8 +172,12 @@ class Reader:
                         frames += 1
                         entry.sink.message_received(entry.token, entry)
                         continue
-                if entry is not None:
-                    entries[key] = entry
+                if entry is None:
+                    start = body + length
+                    inbound.on_early(self._meta(meta_bytes, body), fingerprint, key, scratch[body:start])
+                    frames += 1
+                    continue
+                entries[key] = entry
             size = self._frame(word, fingerprint, key, length, credit, message_id, start, end)
             start += size
             if not size or self.left:
