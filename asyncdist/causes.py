@@ -24,7 +24,17 @@ from asyncdist.errors import (
     RemoteProtocolError,
 )
 
-__all__ = ["CONSEQUENCES", "FAILED", "abort_cause", "aborted_by", "explain", "first_cause", "kind_of"]
+__all__ = [
+    "CONSEQUENCES",
+    "FAILED",
+    "abort_cause",
+    "aborted_by",
+    "explain",
+    "failed_on",
+    "first_cause",
+    "kind_of",
+    "named",
+]
 
 FAILED: Final = "failed"
 
@@ -47,7 +57,21 @@ def abort_cause(kind: str, text: str, rank: int | None, missing: Sequence[int]) 
 
 def aborted_by(rank: int, reason: str) -> GroupAbortedError:
     """What `abort(reason)` on `rank` means to everybody."""
-    return GroupAbortedError(f"rank {rank} aborted the group: {reason}", reason, rank)
+    said = reason.startswith(f"rank {rank} ")  # what it did: it need not be named twice
+    return GroupAbortedError(reason if said else f"rank {rank} aborted the group: {reason}", reason, rank)
+
+
+def failed_on(rank: int, operation: str, error: BaseException) -> GroupAbortedError:
+    """What it means to everybody that `rank` cannot carry out `operation` (`all_reduce #1`)."""
+    text = f"rank {rank} failed in {operation}: {named(error)}"
+    failed = GroupAbortedError(text, text, rank)
+    failed.__cause__ = error
+    return failed
+
+
+def named(error: BaseException) -> str:
+    """`KeyError: 'x'`: what an exception says, which often means little without its type."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def kind_of(error: BaseException) -> str:
@@ -63,8 +87,12 @@ def kind_of(error: BaseException) -> str:
 
 
 def explain(where: str, error: BaseException) -> DistError:
-    """The same error, saying which operation it ended; its cause is `error`'s, as its text repeats `error`'s."""
-    text = f"{where}: {error}"
+    """The same error, saying which operation it ended; its cause is `error`'s, as its text repeats `error`'s.
+
+    Where the error begins with the operation that `where` ends with, that is not said twice.
+    """
+    operation = where.rpartition(", ")[2]
+    text = f"{where}: {str(error).removeprefix(operation + ' ')}"
     if isinstance(error, PeerLostError):
         explained: DistError = PeerLostError(text, error.rank, error.left)
     elif isinstance(error, CollectiveTimeoutError):
@@ -76,7 +104,7 @@ def explain(where: str, error: BaseException) -> DistError:
     elif isinstance(error, ClosedError | RemoteProtocolError):
         explained = type(error)(text)
     else:
-        explained = DistError(text)
+        explained = DistError(text if isinstance(error, DistError) else f"{where}: {named(error)}")
     explained.__cause__ = error.__cause__ if type(explained) is type(error) else error
     return explained
 

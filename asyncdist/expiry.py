@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.errors import CollectiveTimeoutError
 from asyncdist.transport.config import LATE_S
-from asyncdist.world import World
+from asyncdist.world import ABSENCES, ISSUED, NOT_CALLED, World
 
-__all__ = ["MAX_PROBE_DIALS", "MONITORED_BARRIER", "PROBE_S", "Expiry", "timeout_error"]
+__all__ = ["MAX_PROBE_DIALS", "MONITORED_BARRIER", "NOT_HEARD_FROM", "PROBE_S", "Expiry", "timeout_error"]
 
 MONITORED_BARRIER: Final = "monitored_barrier"
 """The operation whose expiry on the group's first rank asks all members, however many: that is what it is for."""
@@ -29,28 +29,34 @@ MAX_PROBE_DIALS: Final = 256
 """Largest group of which all members are asked, connected or not. In larger ones, where everybody may be asking at that
 moment, connections for the question alone would be too many; then only the connected can be found missing."""
 
+SILENT: Final = "no answer"
+NOT_HEARD_FROM: Final = "nothing came from there"
+"""Why a member is missing that has not said why; the others' words are `world.ABSENCES`."""
+
 Key = tuple[int, int]
 """Tag and sequence number of an operation."""
 
 
-def timeout_error(work: CollectiveWork, rank: int, missing: Sequence[int]) -> CollectiveTimeoutError:
-    """What the expiry of `work` on global rank `rank` means to all members."""
+def timeout_error(work: CollectiveWork, rank: int, missing: Mapping[int, str]) -> CollectiveTimeoutError:
+    """What the expiry of `work` on global rank `rank` means to all members; `missing` says why by global rank."""
     text = f"{work.operation} #{work.sequence} timed out on rank {rank}"
     if missing:
-        text += f"; missing: rank {', '.join(map(str, missing))}"
+        whys = dict.fromkeys(missing.values())
+        ranks = [f"{', '.join(str(one) for one in missing if missing[one] == why)} ({why})" for why in whys]
+        text += f"; missing: rank {', '.join(ranks)}"
     return CollectiveTimeoutError(text, missing)
 
 
 class _Probe(NamedTuple):
     silent: set[int]
     """Members that have not answered."""
-    absent: set[int]
-    """Members that answered that they have not issued the operation."""
+    absent: dict[int, str]
+    """Why, by member that answered that it has not issued the operation."""
     timer: asyncio.TimerHandle
 
 
 class Expiry:
-    """Watches `works`; calls `expired(work, missing)` with the global ranks that were missing, as far as known."""
+    """Watches `works`; calls `expired(work, missing)` with the global ranks that were missing, if known, and why."""
 
     def __init__(
         self,
@@ -58,7 +64,7 @@ class Expiry:
         group_id: int,
         ranks: tuple[int, ...],
         works: Mapping[Key, CollectiveWork],
-        expired: Callable[[CollectiveWork, list[int]], None],
+        expired: Callable[[CollectiveWork, dict[int, str]], None],
     ) -> None:
         self._world = world
         self._loop = world.loop
@@ -85,16 +91,17 @@ class Expiry:
 
     def tell(self, rank: int, tag: int, sequence: int, issued: bool) -> None:
         """Answer a member's question."""
-        self._world.tell((rank,), ["status", self._group_id, tag, sequence, issued], dial=False)
+        state = ISSUED if issued else NOT_CALLED
+        self._world.tell((rank,), ["status", self._group_id, tag, sequence, state], dial=False)
 
-    def answered(self, sender: int, tag: int, sequence: int, issued: bool) -> None:
+    def answered(self, sender: int, tag: int, sequence: int, state: str) -> None:
         """A member answered a probe."""
         probe = self._probes.get((tag, sequence))
         if probe is None:
             return
         probe.silent.discard(sender)
-        if not issued:
-            probe.absent.add(sender)
+        if state != ISSUED:
+            probe.absent[sender] = state if state in ABSENCES else NOT_CALLED
         if not probe.silent:
             self._conclude((tag, sequence))
 
@@ -134,7 +141,7 @@ class Expiry:
         monitors = self._works[key].operation == MONITORED_BARRIER and self._ranks[0] == self._world.rank
         asked = self._world.tell(self._ranks, message, dial=monitors or len(self._ranks) <= MAX_PROBE_DIALS)
         if key in self._works:
-            self._probes[key] = _Probe(set(asked), set(), self._await_answers(key))
+            self._probes[key] = _Probe(set(asked), {}, self._await_answers(key))
 
     def _await_answers(self, key: Key) -> asyncio.TimerHandle:
         return self._loop.call_later(PROBE_S, self._no_more_answers, key, self._loop.time() + PROBE_S)
@@ -150,4 +157,5 @@ class Expiry:
         probe.timer.cancel()
         work: Any = self._works.get(key)
         if work is not None:
-            self._expired(work, sorted(probe.silent | probe.absent))
+            whys = dict.fromkeys(probe.silent, SILENT) | probe.absent
+            self._expired(work, {rank: whys[rank] for rank in sorted(whys)})

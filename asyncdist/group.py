@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from asyncdist.backend.base import Backends
-from asyncdist.causes import CONSEQUENCES, abort_cause, aborted_by, explain, first_cause
+from asyncdist.causes import CONSEQUENCES, abort_cause, aborted_by, explain, first_cause, named
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError
 from asyncdist.executor.work import until_ended
 from asyncdist.group_core import GroupCore
@@ -98,7 +98,7 @@ class ProcessGroup(GroupCore):
             works = dict(self._works)
             self._works.clear()
             for key, work in works.items():
-                self._fail(work, explain(self.where(work.operation, work.sequence), differences.get(key, error)))
+                self._fail(work, explain(work.where, differences.get(key, error)))
         if also_pairs:
             self.pairs.abort(error)
 
@@ -179,7 +179,7 @@ class ProcessGroup(GroupCore):
             await self.close()
             return
         cause = first_cause(error)
-        why = f"rank {self.world.rank} left with {type(cause).__name__}: {cause}".removesuffix(": ")
+        why = f"rank {self.world.rank} left with {named(cause)}"
         if not isinstance(cause, CONSEQUENCES):
             self.abort(why)
         for group in self._inner():  # others' operations on those must not wait for this rank either

@@ -12,12 +12,12 @@ from typing import Any
 
 from asyncdist.backend.base import Backend, Backends, CollectiveWork
 from asyncdist.backend.calls.call import Call
-from asyncdist.causes import FAILED, explain, kind_of
+from asyncdist.causes import FAILED, explain, failed_on, kind_of
 from asyncdist.consistency import Consistency
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import ClosedError, CollectiveMismatchError, GroupAbortedError, PeerLostError
 from asyncdist.executor.work import Work
-from asyncdist.expiry import Expiry, timeout_error
+from asyncdist.expiry import NOT_HEARD_FROM, Expiry, timeout_error
 from asyncdist.failures import Failures
 from asyncdist.group_backends import GroupBackends
 from asyncdist.operations.issuer import check_rank, rank_number
@@ -113,6 +113,10 @@ class GroupCore(Operations):
         number = "" if sequence is None else f" #{sequence}"
         return f"group {self.name}, rank {self.world.rank}, {operation}{number}"
 
+    def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
+        """Global ranks a collective under way has not heard from, as far as known."""
+        return self._backends.waiting_for(tag, sequence)
+
     def _collective(
         self, operation: str, tag: int, timeout: Timeout, prepare: Callable[..., Call], *arguments: Any
     ) -> CollectiveWork:
@@ -133,7 +137,7 @@ class GroupCore(Operations):
         except Exception as error:  # wrong, as a rule; or a function of the user's fails, or memory is short
             self._refusals.tell(tag, sequence, error)
             raise
-        work = CollectiveWork(self._loop, operation, call.nbytes, tag, sequence, call.result)
+        work = CollectiveWork(self._loop, operation, call.nbytes, tag, sequence, call.result, self)
         work._spinner = self.world.mesh.spinner
         key = work.key
         if self._refusals.early and key in self._refusals.early:
@@ -178,12 +182,12 @@ class GroupCore(Operations):
 
     def _ended_badly(self, work: CollectiveWork, error: BaseException) -> None:
         del self._works[work.key]
-        explained = explain(self.where(work.operation, work.sequence), error)
-        self._fail(work, explained)
+        self._fail(work, explain(work.where, error))
         kind = kind_of(error)
         if kind:  # others wait for what we cannot do, and may know nothing of the reason
-            cause = explained if kind == FAILED else error
-            self._abort(cause, kind, str(cause), getattr(error, "rank", self.world.rank))
+            if kind == FAILED:
+                error = failed_on(self.world.rank, f"{work.operation} #{work.sequence}", error)
+            self._abort(error, kind, str(error), getattr(error, "rank", self.world.rank))
 
     def give_up(self, tag: int, sequence: int, why: str) -> None:
         """A collective under way cannot be carried out any more: it fails here and on all others; the group goes on."""
@@ -198,7 +202,7 @@ class GroupCore(Operations):
     def _fail_refused(self, key: tuple[int, int], error: CollectiveMismatchError) -> None:
         work = self._works.pop(key, None)
         if work is not None:
-            self._fail(work, explain(self.where(work.operation, work.sequence), error))
+            self._fail(work, explain(work.where, error))
 
     def _fail(self, work: Work[Any], error: BaseException) -> None:
         work._fail(error)
@@ -212,14 +216,16 @@ class GroupCore(Operations):
         """What a call raises once the group was aborted because of `cause`."""
         self._failures.abort_seen = True
         rank = getattr(cause, "rank", None)
-        error = GroupAbortedError(f"{self.where(operation)}: the group was aborted: {cause}", str(cause), rank)
+        text = str(cause) if "aborted the group" in str(cause) else f"the group was aborted: {cause}"
+        reason = cause.reason if isinstance(cause, GroupAbortedError) else str(cause)
+        error = GroupAbortedError(f"{self.where(operation)}: {text}", reason, rank)
         error.__cause__ = cause
         return error
 
-    def _expired(self, work: CollectiveWork, missing: list[int]) -> None:
-        missing = missing or list(self._backends.waiting_for(work.tag, work.number))
+    def _expired(self, work: CollectiveWork, missing: dict[int, str]) -> None:
+        missing = missing or dict.fromkeys(work.waiting_for(), NOT_HEARD_FROM)
         error = timeout_error(work, self.world.rank, missing)
-        self._abort(error, "timeout", str(error), missing=missing)
+        self._abort(error, "timeout", str(error), missing=error.missing)
 
     # What ProcessGroup adds.
 

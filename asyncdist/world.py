@@ -7,7 +7,7 @@ Control messages between ranks are msgpack lists, the first element naming the k
 | `["abort", group, kind, text, rank, missing]` | the group is aborted; `kind` is one of asyncdist.causes |
 | `["refused", group, tag, sequence, rank, text]` | `rank` refused that collective at the call |
 | `["probe", group, tag, sequence]` | have you issued that collective? |
-| `["status", group, tag, sequence, issued]` | the answer |
+| `["status", group, tag, sequence, state]` | the answer: ISSUED, or one of ABSENCES |
 | `["mismatch", group, tag, sequence, text, asked]` | we differ there; this rank runs `text`, and you? |
 | `["check", group, tag, sequence, terms, shown]` | this rank has issued that (a probe's answer, or a full check) |
 
@@ -33,7 +33,14 @@ from asyncdist.rendezvous import Met, Rendezvous
 from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.transport.base_mesh import BaseMesh
 
-__all__ = ["GroupListener", "World"]
+__all__ = ["ABSENCES", "ISSUED", "NOT_CALLED", "GroupListener", "World"]
+
+ISSUED: Final = "issued"
+NOT_CALLED: Final = "not called there"
+CLOSED: Final = "group closed there"
+NOT_MADE: Final = "group not made there"
+ABSENCES: Final = (NOT_CALLED, CLOSED, NOT_MADE)
+"""Why a rank has not issued a collective, as it stands in errors."""
 
 EARLY_GROUPS: Final = 256
 """Groups not created here yet whose news is kept: ranks run ahead of each other by a few `new_group` calls at most."""
@@ -209,8 +216,9 @@ class World:
             group.control(rank, message)
         elif message[0] == "probe":
             _, group_id, tag, sequence = message
-            issued = self._ended.get(group_id, {}).get(tag, 0) > sequence
-            self.tell((rank,), ["status", group_id, tag, sequence, issued], dial=False)
+            ended = self._ended.get(group_id)
+            state = NOT_MADE if ended is None else ISSUED if ended.get(tag, 0) > sequence else CLOSED
+            self.tell((rank,), ["status", group_id, tag, sequence, state], dial=False)
         elif message[0] != "status" and message[1] not in self._ended:
             self._keep(rank, message)
 
@@ -318,7 +326,7 @@ _SHAPES: Final[dict[str, tuple[type | tuple[type, ...], ...]]] = {
     "abort": (int, str, str, (int, type(None)), list),
     "refused": (int, int, int, int, str),
     "probe": (int, int, int),
-    "status": (int, int, int, bool),
+    "status": (int, int, int, str),
     "mismatch": (int, int, int, str, bool),
     "check": (int, int, int, str, str),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from asyncdist.backend.calls.call import Call
 from asyncdist.cuda import provider
@@ -134,13 +134,30 @@ def parse_backend(backend: str | None) -> Backends:
     return Backends(pairs.get("cpu"), pairs.get("cuda"))
 
 
+class WorkOwner(Protocol):
+    """The group that issued a collective."""
+
+    def where(self, operation: str, sequence: int | None = None) -> str:
+        """The beginning of every message about an operation."""
+
+    def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
+        """Global ranks an operation under way has not heard from."""
+
+
 class CollectiveWork(Work[Any]):
     """A collective under way. `number` is its sequence number among those of its `tag`, `value` its result to be."""
 
-    __slots__ = ("deadline_s", "key", "number", "tag", "value")
+    __slots__ = ("_owner", "deadline_s", "key", "number", "tag", "value")
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, operation: str, nbytes: int, tag: int, number: int, value: Any
+        self,
+        loop: asyncio.AbstractEventLoop,
+        operation: str,
+        nbytes: int,
+        tag: int,
+        number: int,
+        value: Any,
+        owner: WorkOwner | None = None,
     ) -> None:
         Work.__init__(self, loop, operation, nbytes, number)
         self.tag = tag
@@ -148,6 +165,16 @@ class CollectiveWork(Work[Any]):
         self.key = (tag, number)
         self.value = value
         self.deadline_s: float | None = None
+        self._owner = owner
+
+    @property
+    def where(self) -> str:
+        """See Work; of a part of another operation its name alone."""
+        return super().where if self._owner is None else self._owner.where(self.operation, self.sequence)
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """See Work."""
+        return () if self._owner is None or self._done else self._owner.waiting_for(self.tag, self.number)
 
     def finish(self) -> None:
         """It has ended well, and `value` is its result."""

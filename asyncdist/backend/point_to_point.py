@@ -67,7 +67,7 @@ class PairWork(Work[Any]):
 
     def _timeout_error(self, timeout_s: float) -> CollectiveTimeoutError:
         missing = () if self.peer == ANY_SOURCE else (self.peer,)
-        return CollectiveTimeoutError(f"{self.where}: {self.operation} did not end within {timeout_s:g} s", missing)
+        return CollectiveTimeoutError(f"{self.where}: did not end within {timeout_s:g} s", missing)
 
     def _break_pair(self, timeout_s: float) -> None:
         error = self._timeout_error(timeout_s)
@@ -220,7 +220,7 @@ class RecvWork(PairWork):
         if self._done or not self._owner.mesh.withdraw(self.message):
             return False
         self._retrieved = True
-        self._fail(ClosedError(f"{self.where}: {self.operation} was withdrawn"))
+        self._fail(ClosedError(f"{self.where}: was withdrawn"))
         return True
 
     def _abandoned(self) -> None:
@@ -243,7 +243,7 @@ class RecvWork(PairWork):
         if not self._told and self.give_back():
             self._source = None
             self._retrieved = True
-            self._error = ClosedError(f"{self.where}: {self.operation} was withdrawn")
+            self._error = ClosedError(f"{self.where}: was withdrawn")
 
     def give_back(self) -> bool:
         """Undo a receive that has ended well, when its last waiter gave up before it knew.

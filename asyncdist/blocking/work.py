@@ -63,7 +63,7 @@ class Work(Generic[T]):
         timeout_s = timeout_seconds(timeout, None)
         try:
             if not self._wait(timeout_s):
-                raise TimeoutError(f"{self!r} did not end within {timeout_s:g} s (the operation goes on)")
+                raise self._session.thread.call(self._inner.late, timeout_s)
         except KeyboardInterrupt:
             self._session.interrupted.append(self._inner)
             raise

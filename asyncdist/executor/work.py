@@ -118,6 +118,21 @@ class Work(Generic[T]):
             raise RuntimeError(f"{self!r} has no source rank: it is not a completed receive")
         return self._source
 
+    @property
+    def where(self) -> str:
+        """The beginning of every message about this operation."""
+        return self.operation if self.sequence is None else f"{self.operation} #{self.sequence}"
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """Global ranks that a collective has not heard from, as far as this rank knows."""
+        return ()
+
+    def late(self, timeout_s: float) -> TimeoutError:
+        """What `wait` raises when its time is up."""
+        ranks = self.waiting_for()
+        text = f"{self.where}: did not end within {timeout_s:g} s (the operation goes on)"
+        return TimeoutError(text + (f"; it waits for rank {', '.join(map(str, ranks))}" if ranks else ""))
+
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
         """Call `callback(work)` from the event loop once the operation has ended; soon, if it already has."""
         if self._done:
@@ -198,7 +213,7 @@ class Work(Generic[T]):
             async with asyncio.timeout(timeout_s):
                 await done.wait()
         except TimeoutError:
-            raise TimeoutError(f"{self!r} did not end within {timeout_s:g} s (the operation goes on)") from None
+            raise self.late(timeout_s) from None
         finally:
             self.remove_done_callback(ended)
         self.result()

@@ -124,11 +124,24 @@ class ThreadWork(Work[T]):
         self._source = inner._source
         if self._given_back:
             self._asked = True
-            self._fail(ClosedError(f"{self.operation} was withdrawn"))
+            self._fail(ClosedError(f"{self.where}: was withdrawn"))
         elif inner._error is not None:
             self._fail(inner._error)
         else:
             self._finish(inner._result)
+
+    @property
+    def where(self) -> str:
+        """See `Work.where`."""
+        return super().where if self._inner is None else self._inner.where
+
+    def late(self, timeout_s: float) -> TimeoutError:
+        """See `Work.late`; only the communication thread knows what is missing."""
+        return self._courier.thread.call(lambda: super(ThreadWork, self).late(timeout_s))
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """See `Work.waiting_for`; called in the communication thread."""
+        return () if self._inner is None else self._inner.waiting_for()
 
     def cancel(self) -> bool:
         """See `Work.cancel`; decided in the communication thread, which this waits for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.causes import explain, first_cause
+from asyncdist.causes import aborted_by, explain, first_cause
 from asyncdist.errors import (
     ClosedError,
     CollectiveTimeoutError,
@@ -39,6 +39,25 @@ def test_an_error_of_another_kind_is_the_cause() -> None:
     explained = explain("here", error)
     assert type(explained) is DistError
     assert explained.__cause__ is error
+
+
+def test_an_exception_of_pythons_is_named_with_its_type() -> None:
+    assert str(explain("here", KeyError("x"))) == "here: KeyError: 'x'"
+    assert str(explain("here", MemoryError())) == "here: MemoryError"
+
+
+def test_the_operation_is_named_once() -> None:
+    error = CollectiveTimeoutError("all_reduce #1 timed out on rank 0", [1])
+    where = "group default, rank 2, "
+    assert str(explain(f"{where}all_reduce #1", error)) == f"{where}all_reduce #1: timed out on rank 0"
+    assert str(explain(f"{where}all_reduce #11", error)) == f"{where}all_reduce #11: {error}"
+    assert str(explain(f"{where}barrier #1", error)) == f"{where}barrier #1: {error}"
+
+
+def test_a_rank_that_aborts_is_named_once() -> None:
+    assert str(aborted_by(1, "enough")) == "rank 1 aborted the group: enough"
+    assert str(aborted_by(1, "rank 1 left with KeyError: 'x'")) == "rank 1 left with KeyError: 'x'"
+    assert str(aborted_by(1, "rank 12 is ill")) == "rank 1 aborted the group: rank 12 is ill"
 
 
 def test_the_first_cause_of_a_group_is_no_consequence() -> None:

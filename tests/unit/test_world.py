@@ -28,7 +28,7 @@ JUNK = [
     msgpack.packb(["abort", 1, "abort", "text", None, ["x"]]),
     msgpack.packb(["probe", 1, 0]),
     msgpack.packb(["status", 1, 0, 0, 1]),
-    msgpack.packb(["status", 1, 0, 0, True, 1]),
+    msgpack.packb(["status", 1, 0, 0, "issued", 1]),
     msgpack.packb(["mismatch", 1, 0, 0, "text"]),
     msgpack.packb(["mismatch", 1, 0, 0, "text", 1]),
     msgpack.packb(["mismatch", 1, 0, 0, None, True]),
@@ -44,7 +44,7 @@ JUNK = [
     msgpack.packb(["refused", 1, 1 << 32, 0, 0, "text"]),
     msgpack.packb(["refused", 1, 0, 1 << 32, 0, "text"]),
     msgpack.packb(["probe", 1, -1, 0]),
-    msgpack.packb(["status", 1, 0, -1, True]),
+    msgpack.packb(["status", 1, 0, -1, "issued"]),
     msgpack.packb(["mismatch", 1, 1 << 32, 0, "text", True]),
     msgpack.packb(["check", 1, 0, 1 << 32, "terms", "shown"]),
 ]

@@ -69,7 +69,7 @@ async def test_what_is_not_done_has_no_outcome() -> None:
 
 async def test_wait_bounds_only_the_waiting() -> None:
     work = pending()
-    with pytest.raises(TimeoutError, match=r"all_reduce #17 8 MiB pending.*did not end within 0.01 s"):
+    with pytest.raises(TimeoutError, match=r"all_reduce #17: did not end within 0.01 s"):
         await work.wait(0.01)
     with pytest.raises(TimeoutError, match=r"did not end within 0.01 s"):
         await work.wait(timedelta(milliseconds=10))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from group_kit import Group, outcome
+from socket_world import run_ranks
 
 import asyncdist as dist
 from asyncdist import expiry
@@ -94,7 +95,7 @@ def test_who_issued_but_is_not_connected_is_not_missing(
         group._backend._overrides["all_reduce"] = "ring"  # type: ignore[attr-defined]
         if group.rank == 3:
             await asyncio.sleep(7)
-        with pytest.raises(dist.CollectiveError, match="all_reduce #0 timed out on rank 0") as expired:
+        with pytest.raises(dist.CollectiveError, match=r"all_reduce #0:? timed out on rank 0") as expired:
             await group.all_reduce(np.zeros(60_000), timeout=5 if group.rank == 0 else 50)
         if group.rank == 0:
             connections = group.world.mesh.statistics()["peers"].get("memory", 0)
@@ -123,6 +124,105 @@ def test_who_issued_and_closed_the_group_is_not_missing() -> None:
             assert expired.value.missing == (1,)
 
     run_world(3, main)
+
+
+def test_an_expired_collective_says_why_ranks_are_missing() -> None:
+    async def main(group: Group, world: SimulatedWorld) -> None:
+        await group.barrier()
+        if group.rank == 3:  # makes no group
+            await asyncio.sleep(10)
+            return
+        sub = dist.new_group([0, 1, 2, 3, 4], group_desc="sub")
+        assert isinstance(sub, Group)
+        if group.rank == 1:
+            await sub.close()
+        elif group.rank == 4:
+            sub.control = lambda *_: None  # type: ignore[method-assign]  # as a loop that does not run
+        elif group.rank == 0:
+            with pytest.raises(dist.CollectiveTimeoutError) as expired:
+                await sub.barrier(timeout=5)
+            assert expired.value.missing == (1, 2, 3, 4)
+            assert str(expired.value) == (
+                "group sub, rank 0, barrier #0: timed out on rank 0; "
+                "missing: rank 1 (group closed there), 2 (not called there), 3 (group not made there), 4 (no answer)"
+            )
+        await asyncio.sleep(10)
+
+    run_world(5, main, pass_world=True)
+
+
+def test_no_operation_or_rank_is_named_twice() -> None:
+    async def main(group: Group) -> None:
+        where = f"group default, rank {group.rank}, all_reduce"
+        work = group.all_reduce(np.zeros(1))
+        if group.rank == 0:
+            await work
+            group.abort("enough")
+        else:
+            await work
+            with pytest.raises(dist.GroupAbortedError) as first:
+                await group.all_reduce(np.zeros(1))
+            assert str(first.value) == f"{where} #1: rank 0 aborted the group: enough"
+            assert first.value.reason == "enough"
+        with pytest.raises(dist.GroupAbortedError) as later:
+            group.all_reduce(np.zeros(1))
+        assert str(later.value) == f"{where}: rank 0 aborted the group: enough"
+        assert later.value.reason == "enough"
+
+    run_world(2, main)
+
+
+def test_a_rank_that_fails_is_named_to_the_others_with_its_failure() -> None:
+    def spoiled(*_arguments: Any) -> None:
+        raise MemoryError
+
+    async def main(group: Group) -> None:
+        function = spoiled if group.rank == 0 else np.add
+        group._backend._overrides["all_reduce"] = "linear"  # type: ignore[attr-defined]  # where rank 0 reduces for all
+        op = dist.ReduceOp.custom(function, name="sum")
+        with pytest.raises(dist.DistError) as failed:
+            await group.all_reduce(np.ones(4), op)
+        where = f"group default, rank {group.rank}, all_reduce"
+        if group.rank == 0:
+            assert str(failed.value).startswith(f"{where} #0: ")
+            assert "MemoryError" in str(failed.value)
+        else:
+            assert str(failed.value).startswith(f"{where} #0: rank 0 failed in all_reduce #0: ")
+            assert isinstance(failed.value, dist.GroupAbortedError)
+        with pytest.raises(
+            dist.GroupAbortedError, match=r"aborted: rank 0 failed in all_reduce #0: .*MemoryError"
+        ) as later:
+            group.all_reduce(np.ones(4))
+        assert later.value.rank == 0
+        assert str(later.value).count("group default") == 1
+
+    run_world(2, main)
+
+
+@pytest.mark.parametrize("progress", ["loop", "thread"])
+async def test_whoever_waits_too_long_is_told_for_whom(progress: Any) -> None:
+    async def main(group: Any) -> None:
+        if group.rank == 0:
+            work = group.all_reduce(np.zeros(3))
+            with pytest.raises(TimeoutError) as late:
+                await work.wait(0.05)
+            assert str(late.value) == (
+                "group default, rank 0, all_reduce #0: did not end within 0.05 s (the operation goes on); it waits for "
+                "rank 1"
+            )
+            receive = group.irecv(np.zeros(3), 1, tag=7)
+            with pytest.raises(
+                TimeoutError, match=r"^group default, rank 0, irecv \(rank 1\): did not end within 0.05 s"
+            ):
+                await receive.wait(0.05)
+            await group.isend(np.zeros(1), 1)
+            await work
+            receive.cancel()
+        else:
+            await group.recv(np.zeros(1), 0)
+            await group.all_reduce(np.zeros(3))
+
+    await run_ranks(2, main, progress=progress)
 
 
 def test_asyncio_timeout_ends_the_waiting_not_the_operation() -> None:

@@ -52,7 +52,7 @@ def test_every_missing_rank_is_named_on_every_rank(absent: set[int], seed: int |
         if result is not None:
             error, after_s = result
             assert error.missing == tuple(sorted(absent))
-            assert "monitored_barrier #0 timed out on rank 0" in str(error)
+            assert "monitored_barrier #0: timed out on rank 0" in str(error)
             assert 5 <= after_s < 6
 
 
