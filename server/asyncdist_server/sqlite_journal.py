@@ -23,6 +23,7 @@ from asyncdist_server.data_directory import FILE_MODE, DataDirectory, sync_direc
 from asyncdist_server.failpoints import failpoint
 from asyncdist_server.journal import ROW_OVERHEAD_BYTES, JournalError, RowReader, decode, encode
 from asyncdist_server.messages import INCARNATION_BYTES
+from asyncdist_server.write_ahead_log import frame_offset, more_follows
 
 APPLICATION_ID: Final = 0x61646A6C
 """What says in the file's header that it is a journal of this daemon ("adjl")."""
@@ -56,7 +57,9 @@ class SqliteJournal:
         self._connection: sqlite3.Connection | None = None
         self._since_checkpoint = 0
         self._outdated = False  # an earlier version can still go on with the file
-        self._paths = (str(self._path), f"{self._path}-wal")
+        self._log_path = self._path.with_name(f"{self._path.name}-wal")
+        self._clean = False  # whether a daemon ended in order after the last row
+        self._paths = (str(self._path), str(self._log_path))
         self._files: dict[str, tuple[int, int]] = {}  # device and inode of each
         self.incarnation = b""
         self.description = f"SQLite {sqlite3.sqlite_version} in {self._path}"
@@ -65,9 +68,15 @@ class SqliteJournal:
 
     def read(self, row: RowReader) -> None:
         """Open or make the file, and give every row to `row`, oldest first."""
+
+        def note(number: int, size: int, revision: int, flags: int, sections: list[Any]) -> None:
+            self._clean = bool(flags & CLEAN)
+            row(number, size, revision, flags, sections)
+
         try:
             self._open()
-            _read_rows(self._db, self._path, row)
+            self._check_log()
+            _read_rows(self._db, self._path, note)
             self._checkpoint("TRUNCATE")
         except (sqlite3.Error, OSError) as error:
             raise self._error("read", error) from error
@@ -84,6 +93,11 @@ class SqliteJournal:
                 f"there was a journal in {self._directory.path}, but {self._path} is gone or empty; {_RESTORE}, or "
                 "remove the directory to begin with an empty store"
             )
+        if identity is not None and not self._log_path.exists() and not _ended_in_order(self._path):
+            raise JournalError(
+                f"{self._log_path} is gone, and with it what was last written to {self._path}, which was not closed in "
+                f"order; put it back, or {_RESTORE}; to go on without it, make an empty file of that name"
+            )
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
         self._connection = db = self._connect(self._path)
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -98,6 +112,17 @@ class SqliteJournal:
             raise JournalError(
                 f"{self._path} is not the journal that was made in {self._directory.path}; use `asyncdist-server "
                 "restore` to put a backup in its place"
+            )
+
+    def _check_log(self) -> None:
+        """Raise `JournalError` if the write-ahead log holds more than SQLite can read of it."""
+        (page_bytes,) = self._db.execute("PRAGMA page_size").fetchone()
+        _, frames, _ = self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        if more_follows(self._log_path, max(frames, 0), page_bytes):
+            end = frame_offset(max(frames, 0), page_bytes)
+            raise JournalError(
+                f"{self._log_path} is damaged behind byte {end}, and more was written later; {_RESTORE}, or, to go on "
+                f"without all that follows: truncate -s {end} {self._log_path}"
             )
 
     def _create(self, db: sqlite3.Connection) -> None:
@@ -138,6 +163,7 @@ class SqliteJournal:
             failpoint("written")
             db.execute("COMMIT")
             self._outdated = False
+            self._clean = bool(batch.flags & CLEAN)
             self._require_files()
         except (sqlite3.Error, OSError) as error:
             raise self._error("write to", error) from error
@@ -200,11 +226,17 @@ class SqliteJournal:
     # ---- closing
 
     def close(self) -> None:
-        """Close the file; what its write-ahead log holds is copied into it."""
+        """Close the file; what its write-ahead log holds is copied into it.
+
+        SQLite removes the log. If no daemon has ended in order, an empty one stays: that none is there says it has.
+        """
         if self._connection is not None:
             try:
                 self._checkpoint("TRUNCATE")
                 self._connection.close()
+                if not self._clean:
+                    self._log_path.touch(FILE_MODE)
+                    sync_directory(self._directory.path)
             except (sqlite3.Error, OSError) as error:
                 raise self._error("close", error) from error
             self._connection = None
@@ -251,6 +283,19 @@ def read_file(path: Path, row: RowReader) -> None:
             db.close()
     except sqlite3.Error as error:
         raise describe_error("read", path, error) from error
+
+
+def _ended_in_order(path: Path) -> bool:
+    """Return whether the last row of a journal without a write-ahead log says so; true if what it says is damaged."""
+    db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)  # else SQLite begins a log
+    try:
+        _check_kind(db, path)
+        last = db.execute("SELECT contents FROM log ORDER BY number DESC LIMIT 1").fetchone()
+        return last is not None and bool(decode(last[0])[1] & CLEAN)
+    except (ValueError, TypeError, IndexError):
+        return True
+    finally:
+        db.close()
 
 
 def void_what_clients_know(path: Path, incarnation: bytes) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncdist_server.batch import VALUES, Batch
+from asyncdist_server.batch import CLEAN, VALUES, Batch
 from asyncdist_server.data_directory import DataDirectory, holder
 from asyncdist_server.journal import JournalError
 from asyncdist_server.sqlite_journal import CHECKPOINT_BYTES, FORMAT, SqliteJournal, connect
@@ -21,9 +21,9 @@ from asyncdist_server.sqlite_journal import CHECKPOINT_BYTES, FORMAT, SqliteJour
 Rows = list[tuple[int, int, int, int, Any]]
 
 
-def batch(first_row: int, *values: bytes, keep_from: int = 1) -> Batch:
+def batch(first_row: int, *values: bytes, keep_from: int = 1, flags: int = 0) -> Batch:
     parts: list[Any] = [[(VALUES, "job", [(b"key", value, 0)])] for value in values]
-    return Batch(first_row, 40 + first_row, 0, keep_from, parts)
+    return Batch(first_row, 40 + first_row, flags, keep_from, parts)
 
 
 def opened(path: Path, connect: Callable[[Path], Any] = connect) -> tuple[SqliteJournal, Rows]:
@@ -37,12 +37,13 @@ def opened(path: Path, connect: Callable[[Path], Any] = connect) -> tuple[Sqlite
 
 
 def written(path: Path, count: int = 5, close: bool = True) -> None:
-    """Leave a journal with `count` rows, in its write-ahead log if it is not closed."""
+    """Leave a journal with `count` rows, in its write-ahead log unless it is closed as a daemon ends in order."""
     program = (
         "import sys, os; from pathlib import Path\n"
         "from test_sqlite_journal import batch, opened\n"
         "journal, _ = opened(Path(sys.argv[1]))\n"
-        f"for number in range(1, {count} + 1): journal.write(batch(number, b'v%d' % number * 400))\n"
+        f"for number in range(1, {count} + 1):\n"
+        f"    journal.write(batch(number, b'v%d' % number * 400, flags=int({close} and number == {count})))\n"
         f"journal.close() if {close} else None\n"
         "os._exit(0)"
     )
@@ -252,6 +253,76 @@ def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+# ---- a write-ahead log that a kill left
+
+
+def test_a_log_that_is_gone_is_told_until_one_says_to_go_on_without(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    written(first, close=False)
+    (first / "journal.sqlite-wal").unlink()
+    with pytest.raises(JournalError, match=r"-wal is gone, and with it what was last written to .*journal.sqlite"):
+        opened(first)
+    shutil.copytree(first, second)  # which nobody uses
+    with pytest.raises(JournalError, match=r"-wal is gone"):
+        opened(second)
+    shutil.copytree(second, tmp_path / "third")
+    (tmp_path / "third" / "journal.sqlite-wal").touch()
+    journal, rows = opened(tmp_path / "third")
+    assert rows == []
+    journal.close()
+
+
+def test_one_that_was_read_by_other_than_a_daemon_is_not_gone(tmp_path: Path) -> None:
+    written(tmp_path, close=False)
+    for _ in range(3):
+        journal, rows = opened(tmp_path)
+        assert len(rows) == 5
+        journal.close()
+    journal, _ = opened(tmp_path)
+    journal.write(batch(6, b"last", flags=CLEAN))
+    journal.close()
+    assert not (tmp_path / "journal.sqlite-wal").exists()
+    journal, rows = opened(tmp_path)
+    assert len(rows) == 6
+    journal.close()
+
+
+def test_every_damaged_byte_of_it_is_found_or_costs_the_last_transaction_at_most(tmp_path: Path) -> None:
+    written(tmp_path / "data", close=False)
+    size = (tmp_path / "data" / "journal.sqlite-wal").stat().st_size
+    found = 0
+    for offset in [*range(56), *range(56, size, 397)]:  # each of the headers of the file and of the first page
+        copy = tmp_path / f"damaged-{offset}"
+        shutil.copytree(tmp_path / "data", copy)
+        damage(copy / "journal.sqlite-wal", offset)
+        try:
+            journal, rows = opened(copy)
+        except JournalError:
+            found += 1
+            continue
+        whole = [b"v%d" % number * 400 for number in range(1, 6)]
+        assert values(rows) in (whole, whole[:-1])
+        journal.close()
+    assert found > size // 397 // 2
+
+
+def test_one_may_go_on_without_what_is_behind_the_damage(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    written(first, close=False)
+    log = first / "journal.sqlite-wal"
+    damage(log, log.stat().st_size // 2)
+    with pytest.raises(JournalError, match=r"damaged behind byte \d+, and more was written later"):
+        opened(first)
+    shutil.copytree(first, second)  # which nobody uses
+    with pytest.raises(JournalError, match=r"damaged behind byte \d+, and more was written later") as refused:
+        opened(second)
+    subprocess.run(str(refused.value).rpartition(": ")[2], shell=True, check=True)
+    shutil.copytree(second, tmp_path / "third")
+    journal, rows = opened(tmp_path / "third")
+    assert 0 < len(rows) < 5
+    journal.close()
+
+
 # ---- writes that fail
 
 
@@ -342,7 +413,7 @@ def test_the_write_ahead_log_is_emptied_now_and_then(tmp_path: Path) -> None:
     journal.write(batch(1, b"x" * (CHECKPOINT_BYTES - 100_000)))
     journal.tidy()
     assert (tmp_path / "journal.sqlite").stat().st_size < 100_000
-    journal.write(batch(2, b"x" * 100_000))
+    journal.write(batch(2, b"x" * 100_000, flags=CLEAN))
     journal.tidy()
     assert (tmp_path / "journal.sqlite").stat().st_size > CHECKPOINT_BYTES
     journal.close()
