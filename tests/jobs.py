@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import forked
+
 PRELUDE = """
 import asyncio, os, signal, sys, time
 import numpy as np
@@ -48,7 +50,7 @@ def start_rank(
 ) -> subprocess.Popen[str]:
     """Start one rank that runs `code` (with asyncio, np, dist and others imported)."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
         env={
             **inherited,

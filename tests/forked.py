@@ -1,0 +1,160 @@
+"""Python processes that are forked from one that has imported asyncdist: they start in a hundredth of the time.
+
+`forked.Popen` is `subprocess.Popen` for `python -c CODE` and `python -m MODULE`. What it starts is a child of this
+process, with an environment, a directory, cores and standard streams of its own, to be waited for and killed as any.
+Where a start itself is tested (importing, launching, spawning), start an interpreter, as this does where there is no
+Linux.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import gc
+import inspect
+import itertools
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, AnyStr, Final
+
+__all__ = ["Popen"]
+
+REQUEST_BYTES: Final = 1 << 17
+"""Of arguments and environment, at most."""
+
+READ_AT_START: Final = ("PYTHON", "OMP_", "OPENBLAS_", "MALLOC_", "LD_")
+"""Variables that an interpreter and its libraries read as they start: what forks must have been started with them."""
+
+SERVERS: Final = 2
+"""That fork by turns: each hashes strings in its own way, and ranks must not rely on the order of a set."""
+
+PIPES: Final = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+class _Server:
+    """A process that has imported asyncdist, and forks."""
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        atexit.register(self.close)
+
+    def fork(self, request: bytes, streams: Sequence[int]) -> int:
+        """Start a process; its pid."""
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # of those below this process, it gets the orphans
+        try:
+            socket.send_fds(self._control, [request], streams)
+            pid = int(self._control.recv(REQUEST_BYTES))
+            assert self._control.recv(REQUEST_BYTES) == b"orphaned"
+        finally:
+            prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        return pid
+
+    def close(self) -> None:
+        """End the server, and nothing that it has forked."""
+        self._control.close()
+        self._process.wait()
+
+
+_lock = threading.Lock()
+_turns = itertools.cycle(range(SERVERS))
+
+
+@functools.cache
+def _server(turn: int, at_start: tuple[tuple[str, str], ...]) -> _Server:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(READ_AT_START)}
+    return _Server(environ | dict(at_start))
+
+
+class Popen(subprocess.Popen[AnyStr]):
+    """As `subprocess.Popen`; of its options, those for streams, `env` and `cwd`."""
+
+    if sys.platform == "linux":
+
+        def _execute_child(self, *arguments: Any) -> None:
+            """What `subprocess.Popen` leaves to each system: start the process, and close its ends of the pipes."""
+            signature = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+            given = signature.bind(self, *arguments).arguments
+            assert given["args"][0] == sys.executable
+            assert not any(given[name] for name in ("preexec_fn", "pass_fds", "shell", "start_new_session"))
+            environ = dict(os.environ if given["env"] is None else given["env"])
+            at_start = tuple(item for item in sorted(environ.items()) if item[0].startswith(READ_AT_START))
+            request = [given["args"][1:], environ, os.path.abspath(given["cwd"] or ""), [*os.sched_getaffinity(0)]]
+            theirs = (given["p2cread"], given["c2pwrite"], given["errwrite"])
+            streams = [own if fd < 0 else fd for own, fd in enumerate(theirs)]
+            try:
+                with _lock:
+                    self.pid = _server(next(_turns), at_start).fork(json.dumps(request).encode(), streams)
+                self._child_created = True
+            finally:
+                self._close_pipe_fds(*(given[name] for name in PIPES))  # type: ignore[attr-defined]
+
+
+def _serve(control: socket.socket) -> list[str]:
+    """Fork at every request; gives, in what was forked, the arguments after `python`."""
+    import uvloop  # noqa: F401
+
+    import asyncdist  # noqa: F401
+    import asyncdist_server.cli  # noqa: F401
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it is for whoever has started this
+    gc.collect()
+    gc.freeze()
+    while True:
+        request, streams, _, _ = socket.recv_fds(control, REQUEST_BYTES, 3)
+        if not request:
+            os._exit(0)
+        parent = os.fork()
+        if not parent:
+            parent, child = os.getpid(), os.fork()
+            if not child:
+                break
+            control.send(b"%d" % child)
+            os._exit(0)
+        for fd in streams:
+            os.close(fd)
+        os.waitpid(parent, 0)
+        control.send(b"orphaned")
+    while os.getppid() == parent:  # for a moment yet
+        os.sched_yield()
+    control.close()
+    arguments, environ, folder, cores = json.loads(request)
+    for number, fd in enumerate(streams):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    os.sched_setaffinity(0, cores)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return arguments
+
+
+if __name__ == "__main__":
+    option, program, *sys.argv[1:] = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if option == "-c":
+        sys.argv[0], sys.path[0] = option, ""
+        sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(program, "<string>", "exec"), vars(sys.modules["__main__"]))
+    else:
+        assert option == "-m"
+        sys.path[0] = os.getcwd()
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
