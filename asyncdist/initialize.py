@@ -26,11 +26,11 @@ from asyncdist.progress.stores import store_of_loop
 from asyncdist.rendezvous import Met, Rendezvous
 from asyncdist.store import PrefixStore, Store, TCPStore
 from asyncdist.subgroup import derive_group_id
-from asyncdist.transport.address import host_id, local_address
+from asyncdist.transport.addresses.address import host_id, local_address
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.mesh import Mesh, Resolve
-from asyncdist.transport.segment import segments_available
+from asyncdist.transport.shared_memory.segment import segments_available
 from asyncdist.uninterrupted import uninterrupted
 from asyncdist.world import World
 from asyncdist_server.auth import derive_key, load_token

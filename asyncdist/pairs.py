@@ -14,7 +14,7 @@ from asyncdist.device_array import DeviceArray, any_array
 from asyncdist.errors import ClosedError, DistError, GroupAbortedError
 from asyncdist.executor.work import Work
 from asyncdist.integers import as_int
-from asyncdist.transport.frame import pack_key
+from asyncdist.transport.protocol.frame import pack_key
 from asyncdist.world import World
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, StoreTimeoutError
 from asyncdist.patience import telling
 from asyncdist.store import Lease, PrefixStore, Store
-from asyncdist.transport.address import PeerAddress
+from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.uninterrupted import uninterrupted
 from asyncdist_server.messages import CLIENT_LINGER_S
 

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from asyncdist.errors import PeerLostError
-from asyncdist.transport.address import PeerAddress
+from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.config import TransportConfig
-from asyncdist.transport.frame import pack_key
-from asyncdist.transport.matching import Receive, SendOp
 from asyncdist.transport.mesh import Mesh
+from asyncdist.transport.protocol.frame import pack_key
+from asyncdist.transport.protocol.matching import Receive, SendOp
 
 WORLD_ID = b"a world of tests"
 SECRET = b"secret"

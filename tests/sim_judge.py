@@ -15,7 +15,7 @@ from asyncdist.expiry import PROBE_S
 from asyncdist.group import CLOSE_SENDS_S
 from asyncdist.testing import VirtualTimeLoop
 from asyncdist.testing.world import SimulatedWorld
-from asyncdist.transport.frame import CHANNELS, CREDIT_BYTES
+from asyncdist.transport.protocol.frame import CHANNELS, CREDIT_BYTES
 
 MARK = 99
 """Written into every array whose Work has ended: whoever reads or writes it later shows up."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from asyncdist.transport import asking, credit, inbound, offers, outbound, output, parking, pulls, reader
+from asyncdist.transport.protocol import asking, credit, inbound, offers, outbound, output, parking, pulls, reader
 
 CREDIT = 8192
 EAGER = 512

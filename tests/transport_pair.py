@@ -6,9 +6,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from asyncdist.transport.frame import pack_key
-from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, SendOp
-from asyncdist.transport.peer import PeerCore
+from asyncdist.transport.protocol.frame import pack_key
+from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, SendOp
+from asyncdist.transport.protocol.peer import PeerCore
 
 GROUP = 7
 GROUP_BYTES = pack_key(GROUP, 0, 0, 0, 0)[:8]

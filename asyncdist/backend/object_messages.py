@@ -13,7 +13,7 @@ from asyncdist.backend.calls.items import decode_object
 from asyncdist.backend.point_to_point import PairWork, PairWorkOwner, RecvArrayWork, SendWork
 from asyncdist.errors import CollectiveMismatchError, RemoteProtocolError
 from asyncdist.objects import GPU_META, OBJECT_META, encode
-from asyncdist.transport.matching import Receive, SendOp
+from asyncdist.transport.protocol.matching import Receive, SendOp
 
 __all__ = ["RecvObjectsWork", "SendObjectsWork"]
 

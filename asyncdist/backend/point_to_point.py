@@ -13,7 +13,7 @@ from asyncdist.errors import ClosedError, CollectiveMismatchError, CollectiveTim
 from asyncdist.executor.work import Work
 from asyncdist.objects import GPU_META, OBJECT_META
 from asyncdist.transport.base_mesh import BaseMesh
-from asyncdist.transport.matching import Receive, SendOp
+from asyncdist.transport.protocol.matching import Receive, SendOp
 
 __all__ = ["ANY_SOURCE", "PairWork", "PairWorkOwner", "RecvArrayWork", "RecvWork", "SendWork"]
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, needs_lane
 from asyncdist.plan.proof.prove import MAX_STEPS, Proof, prove
 from asyncdist.plan.proof.symbols import PlanError
-from asyncdist.transport.lane import MAX_LANE_RANKS
+from asyncdist.transport.lanes.lane import MAX_LANE_RANKS
 
 __all__ = ["parse_worlds", "prove_command"]
 

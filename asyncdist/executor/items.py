@@ -16,8 +16,8 @@ from asyncdist.executor.buffers import NO_BUFFER
 from asyncdist.executor.program import RECV, SEND, Instruction, Program
 from asyncdist.executor.runner import Execution, mismatch
 from asyncdist.executor.scratch import ScratchPool
-from asyncdist.transport.matching import Receive, SendOp
-from asyncdist.transport.peer import PeerCore
+from asyncdist.transport.protocol.matching import Receive, SendOp
+from asyncdist.transport.protocol.peer import PeerCore
 
 __all__ = ["Item", "ItemExecution"]
 

@@ -27,8 +27,8 @@ from asyncdist.plan.steps import (
     Step,
 )
 from asyncdist.plan.summary import items, needs, peers
-from asyncdist.transport.frame import key_suffix
-from asyncdist.transport.lane import Needs
+from asyncdist.transport.lanes.lane import Needs
+from asyncdist.transport.protocol.frame import key_suffix
 
 __all__ = [
     "COPY",

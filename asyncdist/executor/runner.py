@@ -20,8 +20,8 @@ from asyncdist.executor.buffers import Bound
 from asyncdist.executor.program import COPY, FETCH, PUBLISH, RECV, RECV_REDUCE, REDUCE, SEND, Instruction, Program
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.executor.shared_part import SharedPart, different
-from asyncdist.transport.matching import Receive, SendOp
-from asyncdist.transport.peer import PeerCore
+from asyncdist.transport.protocol.matching import Receive, SendOp
+from asyncdist.transport.protocol.peer import PeerCore
 
 __all__ = ["SLICE_BYTES", "Execution", "Kernel", "mismatch", "run_sliced"]
 

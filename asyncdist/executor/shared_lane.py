@@ -18,9 +18,9 @@ from asyncdist.arrays import Array
 from asyncdist.errors import CollectiveMismatchError, PeerLostError
 from asyncdist.executor.program import Program
 from asyncdist.executor.shared_part import TURN_BYTES, SharedExecution, SharedPart, different
-from asyncdist.transport.doorbell import Ringer
-from asyncdist.transport.lane import Differs, Lane
-from asyncdist.transport.lane_layout import EXPRESS_BYTES, RECORDS, LaneFault
+from asyncdist.transport.lanes.lane import Differs, Lane
+from asyncdist.transport.lanes.layout import EXPRESS_BYTES, RECORDS, LaneFault
+from asyncdist.transport.shared_memory.doorbell import Ringer
 
 __all__ = ["Express", "Payloads", "SharedLane"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.executor.program import PUBLISH, Instruction, Program
-from asyncdist.transport.lane import Differs, LaneFault, LaneOperation
+from asyncdist.transport.lanes.lane import Differs, LaneFault, LaneOperation
 
 if TYPE_CHECKING:
     from asyncdist.executor.shared_lane import SharedLane

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from asyncdist.arrays import human_bytes
 from asyncdist.deadline import timeout_seconds
-from asyncdist.transport.kept_error import anew
+from asyncdist.transport.protocol.kept_error import anew
 from asyncdist.transport.spin import Spinner
 
 __all__ = ["DeviceTail", "Listener", "Work", "until_ended"]

@@ -9,8 +9,8 @@ from typing import Any, Final, TypeAlias
 
 from asyncdist.errors import PeerLostError
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
-from asyncdist.transport.frame import pack_key
-from asyncdist.transport.matching import Receive, SendOp
+from asyncdist.transport.protocol.frame import pack_key
+from asyncdist.transport.protocol.matching import Receive, SendOp
 
 __all__ = ["GROUP", "MeshCheck", "OpenMeshes", "Operation", "Rank", "eventually", "open_world", "pattern"]
 

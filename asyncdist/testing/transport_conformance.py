@@ -26,7 +26,7 @@ from asyncdist.testing.transport_check_tools import (
     open_world,
     pattern,
 )
-from asyncdist.transport.frame import EAGER_BYTES, MAX_OFFERS, pack_key
+from asyncdist.transport.protocol.frame import EAGER_BYTES, MAX_OFFERS, pack_key
 
 __all__ = ["MESH_CHECKS", "MeshCheck", "OpenMeshes"]
 

@@ -23,8 +23,8 @@ from asyncdist.store import HashStore
 from asyncdist.testing.loop import VirtualTimeLoop
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.config import TransportConfig
-from asyncdist.transport.memory import MemoryNetwork
-from asyncdist.transport.memory_mesh import MemoryMesh
+from asyncdist.transport.in_memory.mesh import MemoryMesh
+from asyncdist.transport.in_memory.network import MemoryNetwork
 from asyncdist.transport.mesh import Resolve
 
 __all__ = ["SimulatedWorld", "run_world"]

@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any, Final, Protocol
 
 from asyncdist.errors import ClosedError, PeerLostError
-from asyncdist.transport.address import PeerAddress
-from asyncdist.transport.frame import FRAGMENT_BYTES, MAX_CALL_BYTES
+from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.host_memory import HostMemory
-from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, SendOp, nobody_left
-from asyncdist.transport.peer import PeerCore
+from asyncdist.transport.protocol.frame import FRAGMENT_BYTES, MAX_CALL_BYTES
+from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, SendOp, nobody_left
+from asyncdist.transport.protocol.peer import PeerCore
 from asyncdist.transport.spin import Spinner
 
 __all__ = ["BaseMesh", "MeshOwner"]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.fork import SocketSet
-from asyncdist.transport.hello import Identity
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.keepalive import KeepaliveWatch
 from asyncdist.transport.neighbors import Neighbors
+from asyncdist.transport.protocol.hello import Identity
 
 __all__ = ["MeshContext"]
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from asyncdist import events
 from asyncdist.errors import ClosedError, PeerLostError
-from asyncdist.transport.doorbell import Doorbell
 from asyncdist.transport.fork import SocketSet
-from asyncdist.transport.segment import PAGE_BYTES, Segment
-from asyncdist.transport.shared_arrays import SharedArrays
-from asyncdist.transport.shm_ring import half_bytes
-
-if TYPE_CHECKING:
-    from asyncdist.transport.shm import ShmConnection
+from asyncdist.transport.protocol.loans import Loans
+from asyncdist.transport.shared_memory.arrays import SharedArrays
+from asyncdist.transport.shared_memory.doorbell import Doorbell, Ringer
+from asyncdist.transport.shared_memory.ring import half_bytes
+from asyncdist.transport.shared_memory.segment import PAGE_BYTES, AttachedSegment, Segment
 
 __all__ = ["DEFAULT_SHARED_BYTES", "MIN_RING_BYTES", "RING_BYTES", "HostMemory"]
 
@@ -35,6 +33,22 @@ class Closable(Protocol):
     """Touches shared memory unless `closed`."""
 
     closed: bool
+
+
+class Sharing(Protocol):
+    """A connection through which memory is shared."""
+
+    loans: Loans
+    ringer: Ringer | None
+
+    def share(self, number: int, segment: Segment) -> None:
+        """Have the peer map `segment` under `number`. Raises OSError, ClosedError."""
+
+    def unshare(self, number: int) -> None:
+        """We have no segment of that number any more."""
+
+    def take_segment(self, number: int) -> AttachedSegment:
+        """Keep what the peer has shared. Raises OSError, RemoteProtocolError."""
 
 
 class HostMemory:
@@ -74,7 +88,7 @@ class HostMemory:
         self.segments: dict[int, Segment] = {}
         self.lanes: dict[Closable, None] = {}
         """What writes into segments of ours."""
-        self.connections: dict[int, ShmConnection] = {}
+        self.connections: dict[int, Sharing] = {}
         """By global rank, those through which memory is shared now."""
         self.ranks_here = 0
         """Ranks that share memory with each other here, as far as we know: our peers and we. 0 without any."""
@@ -88,7 +102,7 @@ class HostMemory:
             self._doorbell = Doorbell(self._loop, self.fds)
         return self._doorbell
 
-    def joined(self, rank: int, connection: ShmConnection, *, crowded: bool) -> None:
+    def joined(self, rank: int, connection: Sharing, *, crowded: bool) -> None:
         """Rank `rank` shares memory with us; `crowded` if it lives in this very process."""
         self.connections[rank] = connection
         self.ranks_here = self.ranks_here + 1 if self.ranks_here else 2

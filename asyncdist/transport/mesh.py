@@ -8,20 +8,20 @@ from typing import Any, ClassVar, TypeAlias
 
 from asyncdist import events
 from asyncdist.errors import ClosedError, ConnectTimeoutError, PeerLostError
-from asyncdist.transport.address import PeerAddress, host_id
+from asyncdist.transport.addresses.address import PeerAddress, host_id
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.config import LATE_S, TransportConfig
+from asyncdist.transport.connections.handshake import Handshake
+from asyncdist.transport.connections.link import Link, LinkState
+from asyncdist.transport.connections.listener import Listener
+from asyncdist.transport.connections.loopback import LoopbackConnection
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.fork import SocketSet
-from asyncdist.transport.handshake import Handshake
-from asyncdist.transport.hello import Identity, ListenerHello
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.keepalive import KeepaliveWatch
-from asyncdist.transport.link import Link, LinkState
-from asyncdist.transport.listener import Listener
-from asyncdist.transport.loopback import LoopbackConnection
 from asyncdist.transport.neighbors import Neighbors, settle, vacate
-from asyncdist.transport.peer import PeerCore
+from asyncdist.transport.protocol.hello import Identity, ListenerHello
+from asyncdist.transport.protocol.peer import PeerCore
 from asyncdist.transport.spin import Spinner
 
 __all__ = ["Mesh", "Resolve"]

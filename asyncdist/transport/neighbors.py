@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from asyncdist.transport.hello import Identity
+from asyncdist.transport.protocol.hello import Identity
 
 __all__ = ["MAX_NEIGHBORS", "Neighbors", "lives_here", "on_this_host", "settle", "vacate"]
 

@@ -14,9 +14,9 @@ from time import perf_counter
 from typing import Final
 
 from asyncdist.spinning import CATCH, MAX_SKIPPED, PATIENCE, TURN_S
-from asyncdist.transport.doorbell import Doorbell, Pending
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
+from asyncdist.transport.shared_memory.doorbell import Doorbell, Pending
 
 __all__ = ["ALONE_S", "RANKS_PER_CORE", "Pending", "Spinner"]
 

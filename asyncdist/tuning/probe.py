@@ -17,7 +17,7 @@ from asyncdist.executor.runner import Execution
 from asyncdist.group import ProcessGroup
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.steps import Buffer, Plan, Slice
-from asyncdist.transport.frame import key_prefix
+from asyncdist.transport.protocol.frame import key_prefix
 
 __all__ = ["PROBE_WORLD", "Probe", "both_ways", "one_way", "ping_pong"]
 

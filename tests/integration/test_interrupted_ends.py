@@ -20,7 +20,7 @@ import asyncdist as dist
 import asyncdist_server
 from asyncdist.backend.base import Backend
 from asyncdist.store import HashStore
-from asyncdist.transport.address import PeerAddress
+from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.mesh import Mesh
 
 CLOSED_S = 5.0

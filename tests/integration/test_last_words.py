@@ -17,8 +17,8 @@ from socket_world import socket_world, turns
 import asyncdist as dist
 from asyncdist.rendezvous import WORDS_LIMIT_S
 from asyncdist.store import HashStore
-from asyncdist.transport.frame import pack_key
-from asyncdist.transport.matching import SendOp
+from asyncdist.transport.protocol.frame import pack_key
+from asyncdist.transport.protocol.matching import SendOp
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
 NAMED_S = 1.0

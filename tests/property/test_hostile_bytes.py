@@ -12,7 +12,7 @@ from small_limits import CREDIT, EAGER, EARLY_PULLS, OFFERS, small_limits
 from transport_pair import Pair, Recorder, collective, p2p, receive, send
 
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.transport.frame import EARLY_ID, Kind, pack_fragment, pack_header, pack_key
+from asyncdist.transport.protocol.frame import EARLY_ID, Kind, pack_fragment, pack_header, pack_key
 
 KEYS = st.sampled_from([p2p(0), p2p(1), collective(0), collective(1), pack_key(9, 0, 0, 0, 0), b"\xff" * 24])
 LENGTHS = st.one_of(st.sampled_from([0, 1, 10, EAGER, EAGER + 1, 3000, 1 << 48, (1 << 64) - 1]), st.integers(0, 4000))

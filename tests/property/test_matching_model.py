@@ -18,9 +18,9 @@ from small_limits import ASKS, CREDIT, EAGER, EARLY_PULLS, OFFERS, small_limits
 from transport_pair import Recorder, Wire
 
 from asyncdist.errors import CollectiveMismatchError
-from asyncdist.transport.frame import pack_key
-from asyncdist.transport.matching import AnySourceTable, DroppedGroups, Receive, SendOp
-from asyncdist.transport.peer import PeerCore
+from asyncdist.transport.protocol.frame import pack_key
+from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, SendOp
+from asyncdist.transport.protocol.peer import PeerCore
 
 TAGS = 3
 GROUPS = (1, 2)

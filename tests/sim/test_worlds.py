@@ -21,7 +21,7 @@ from asyncdist import ReduceOp
 from asyncdist.backend.host.aio import AioBackend
 from asyncdist.executor.runner import Execution
 from asyncdist.group import ProcessGroup
-from asyncdist.transport.memory import MemoryNetwork
+from asyncdist.transport.in_memory.network import MemoryNetwork
 from asyncdist.world import World
 
 SEEDS = 150

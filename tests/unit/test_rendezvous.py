@@ -16,7 +16,7 @@ from asyncdist.patience import PATIENCE_S
 from asyncdist.rendezvous import GOODBYE_LIMIT_S, PUBLISH_LIMIT_S, WORDS_LIMIT_S, WORLD_LINGER_S, Met, Rendezvous
 from asyncdist.store import HashStore, PrefixStore, Store
 from asyncdist.testing.loop import VirtualTimeLoop
-from asyncdist.transport.address import PeerAddress
+from asyncdist.transport.addresses.address import PeerAddress
 
 
 def virtually(main: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:

@@ -24,8 +24,8 @@ from asyncdist.errors import CollectiveMismatchError, DistError
 from asyncdist.objects import GPU_META
 from asyncdist.subgroup import derive_group_id
 from asyncdist.transport.base_mesh import BaseMesh
-from asyncdist.transport.frame import pack_key
-from asyncdist.transport.matching import Receive, SendOp
+from asyncdist.transport.protocol.frame import pack_key
+from asyncdist.transport.protocol.matching import Receive, SendOp
 
 __all__ = [
     "IPC",

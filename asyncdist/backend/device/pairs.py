@@ -41,7 +41,7 @@ from asyncdist.backend.device.threads import Helpers, in_thread, stay_on
 from asyncdist.backend.point_to_point import PairWorkOwner
 from asyncdist.device_array import DeviceArray, DeviceFlat
 from asyncdist.errors import CollectiveMismatchError, DistBackendError, DistError
-from asyncdist.transport.frame import key_prefix
+from asyncdist.transport.protocol.frame import key_prefix
 
 __all__ = ["DevicePairs"]
 

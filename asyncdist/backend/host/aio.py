@@ -28,9 +28,9 @@ from asyncdist.plan.selection.tuning import DEFAULT_TUNING, Tuning
 from asyncdist.plan.steps import Plan
 from asyncdist.reduce_op import CustomOp, PremulSum, ReduceOp
 from asyncdist.transport.base_mesh import BaseMesh
-from asyncdist.transport.frame import key_prefix
-from asyncdist.transport.lane import MAX_LANE_RANKS
-from asyncdist.transport.peer import PeerCore
+from asyncdist.transport.lanes.lane import MAX_LANE_RANKS
+from asyncdist.transport.protocol.frame import key_prefix
+from asyncdist.transport.protocol.peer import PeerCore
 
 __all__ = ["AioBackend"]
 

@@ -15,7 +15,7 @@ from asyncdist.errors import CollectiveMismatchError
 from asyncdist.executor.items import Item, ItemExecution
 from asyncdist.executor.runner import run_sliced
 from asyncdist.objects import OBJECT_META
-from asyncdist.transport.frame import key_prefix
+from asyncdist.transport.protocol.frame import key_prefix
 
 if TYPE_CHECKING:
     from asyncdist.backend.host.aio import AioBackend

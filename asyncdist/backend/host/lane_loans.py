@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.host_memory import HostMemory
-from asyncdist.transport.lane_layout import LaneFault
-from asyncdist.transport.shared_arrays import address_of
+from asyncdist.transport.lanes.layout import LaneFault
+from asyncdist.transport.shared_memory.arrays import address_of
 
 __all__ = ["borrow", "lend_to"]
 

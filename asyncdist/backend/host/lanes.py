@@ -23,9 +23,9 @@ from asyncdist.backend.calls.call import Call
 from asyncdist.backend.host.lane_loans import borrow, lend_to
 from asyncdist.errors import PeerLostError, RemoteProtocolError
 from asyncdist.executor.shared_lane import SharedLane
-from asyncdist.transport.doorbell import Ringer
-from asyncdist.transport.lane import LANE_HEAD_BYTES, SKIPPED, Lane
-from asyncdist.transport.lane_layout import pool_bytes
+from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES, SKIPPED, Lane
+from asyncdist.transport.lanes.layout import pool_bytes
+from asyncdist.transport.shared_memory.doorbell import Ringer
 
 if TYPE_CHECKING:
     from asyncdist.backend.host.aio import AioBackend

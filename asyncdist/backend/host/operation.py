@@ -17,7 +17,7 @@ from asyncdist.executor.program import Program
 from asyncdist.executor.runner import Execution, Kernel, run_sliced
 from asyncdist.executor.shared_part import SharedPart
 from asyncdist.reduce_op import PremulSum, ReduceOp
-from asyncdist.transport.frame import key_prefix
+from asyncdist.transport.protocol.frame import key_prefix
 
 if TYPE_CHECKING:
     from asyncdist.backend.host.aio import AioBackend

@@ -17,7 +17,7 @@ from asyncdist.backend.host.operation import Recipe
 from asyncdist.executor.buffers import NO_BUFFER, BlockBuffer, Bound, FlatBuffer
 from asyncdist.executor.program import Program
 from asyncdist.executor.runner import Execution
-from asyncdist.transport.frame import key_prefix
+from asyncdist.transport.protocol.frame import key_prefix
 
 if TYPE_CHECKING:
     from asyncdist.backend.host.aio import AioBackend

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import pytest
 from mesh_world import eventually, received, world
 
-from asyncdist.transport.address import PeerAddress
+from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.config import LATE_S
-from asyncdist.transport.dialer import Dialer
-from asyncdist.transport.handshake import Handshake
-from asyncdist.transport.hello import ACK_BYTES, DialerHello
-from asyncdist.transport.link import CONFIRM_TIMEOUT_FACTOR, Link
+from asyncdist.transport.connections.dialer import Dialer
+from asyncdist.transport.connections.handshake import Handshake
+from asyncdist.transport.connections.link import CONFIRM_TIMEOUT_FACTOR, Link
+from asyncdist.transport.protocol.hello import ACK_BYTES, DialerHello
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
 HELLO_TIMEOUT_S = 0.03

@@ -18,11 +18,11 @@ from mesh_world import PATIENCE_S, Done, World, eventually, open_fds, received, 
 from punctual import assert_within, punctual
 
 from asyncdist.errors import ClosedError, PeerLostError
-from asyncdist.transport.address import PeerAddress
-from asyncdist.transport.frame import pack_key
-from asyncdist.transport.matching import SendOp
+from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.mesh import Mesh
-from asyncdist.transport.peer import PeerCore
+from asyncdist.transport.protocol.frame import pack_key
+from asyncdist.transport.protocol.matching import SendOp
+from asyncdist.transport.protocol.peer import PeerCore
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
 
@@ -252,7 +252,7 @@ PEER = textwrap.dedent(
     import asyncio, sys
     sys.path.insert(0, {tests!r})
     from mesh_world import World
-    from asyncdist.transport.address import PeerAddress
+    from asyncdist.transport.addresses.address import PeerAddress
 
     async def main():
         made = World(2, {transport!r})

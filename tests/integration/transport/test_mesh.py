@@ -12,10 +12,10 @@ import pytest
 from mesh_world import World, eventually, received, world
 
 from asyncdist.errors import ClosedError, PeerLostError
-from asyncdist.transport import dialer
-from asyncdist.transport.address import PeerAddress
+from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.config import TransportConfig
-from asyncdist.transport.tcp import set_stream_options
+from asyncdist.transport.connections import dialer
+from asyncdist.transport.connections.tcp import set_stream_options
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
 

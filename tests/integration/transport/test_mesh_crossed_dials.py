@@ -13,10 +13,10 @@ import pytest
 from mesh_world import World, eventually, received, world
 from punctual import assert_within, punctual
 
-from asyncdist.transport import link
-from asyncdist.transport.address import PeerAddress
-from asyncdist.transport.handshake import Handshake
-from asyncdist.transport.hello import ListenerHello
+from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.connections import link
+from asyncdist.transport.connections.handshake import Handshake
+from asyncdist.transport.protocol.hello import ListenerHello
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
 

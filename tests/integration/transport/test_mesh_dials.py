@@ -15,9 +15,9 @@ from mesh_world import PATIENCE_S, Rank, World, eventually, received, world
 from punctual import assert_within, punctual
 
 from asyncdist.errors import ConnectTimeoutError, PeerLostError
-from asyncdist.transport import dialer
-from asyncdist.transport.address import PeerAddress
+from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.config import TransportConfig
+from asyncdist.transport.connections import dialer
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
 

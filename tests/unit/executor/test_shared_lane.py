@@ -20,8 +20,8 @@ from asyncdist.executor.shared_lane import SharedLane
 from asyncdist.executor.shared_part import TURN_BYTES, SharedPart
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import Problem
-from asyncdist.transport.lane import LANE_HEAD_BYTES, SKIPPED, Lane
-from asyncdist.transport.lane_layout import RECORDS, Needs
+from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES, SKIPPED, Lane
+from asyncdist.transport.lanes.layout import RECORDS, Needs
 
 POOL_BYTES = 1 << 20
 CHUNK_LENGTH = (256 << 10) // 8

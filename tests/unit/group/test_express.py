@@ -16,8 +16,8 @@ import asyncdist as dist
 from asyncdist.backend.host.aio import AioBackend
 from asyncdist.plan.records import PAYLOAD_SHARE, USUAL_LANE_BYTES
 from asyncdist.reduce_op import ReduceOp
-from asyncdist.transport import doorbell
-from asyncdist.transport.lane_layout import EXPRESS_BYTES
+from asyncdist.transport.lanes.layout import EXPRESS_BYTES
+from asyncdist.transport.shared_memory import doorbell
 
 WORLD = 3
 

@@ -20,9 +20,9 @@ from socket_world import LIMIT_S, run_ranks
 
 import asyncdist as dist
 from asyncdist.reduce_op import PremulSum
-from asyncdist.transport import doorbell
 from asyncdist.transport.host_memory import HostMemory
-from asyncdist.transport.lane import LANE_HEAD_BYTES
+from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES
+from asyncdist.transport.shared_memory import doorbell
 
 LARGE = 3 << 20
 """Elements of 8 bytes: three times a lane's pool."""
@@ -347,7 +347,7 @@ async def test_the_full_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_lane_that_not_all_can_map_is_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncdist.transport.shm import ShmConnection
+    from asyncdist.transport.connections.shm import ShmConnection
 
     real = ShmConnection.take_segment
     calls: list[int] = []

@@ -19,8 +19,8 @@ from asyncdist.plan.cost.constants import ASYNCIO
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING, Tuning
 from asyncdist.store import HashStore
 from asyncdist.testing import run_world
-from asyncdist.transport.memory import MemoryNetwork
-from asyncdist.transport.memory_mesh import MemoryMesh
+from asyncdist.transport.in_memory.mesh import MemoryMesh
+from asyncdist.transport.in_memory.network import MemoryNetwork
 
 
 async def open_worlds(main, environs, tunings=None):

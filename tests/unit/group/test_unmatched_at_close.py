@@ -11,7 +11,7 @@ from socket_world import socket_world
 
 import asyncdist as dist
 from asyncdist.testing import run_world
-from asyncdist.transport.frame import CREDIT_BYTES, POINT_TO_POINT
+from asyncdist.transport.protocol.frame import CREDIT_BYTES, POINT_TO_POINT
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncdist.plan.records import PAYLOAD_SHARE, TAKEN_BYTES, USUAL_LANE_BYTES, by_records
-from asyncdist.transport.lane_layout import LANE_HEAD_BYTES, SLOTS, pool_bytes, wide_bytes
+from asyncdist.transport.lanes.layout import LANE_HEAD_BYTES, SLOTS, pool_bytes, wide_bytes
 
 LARGEST = USUAL_LANE_BYTES // PAYLOAD_SHARE
 SUITED = {

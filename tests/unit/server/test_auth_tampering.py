@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from asyncdist.transport.hello import DialerHello, Identity, ListenerHello, Verdict
+from asyncdist.transport.protocol.hello import DialerHello, Identity, ListenerHello, Verdict
 from asyncdist_server import auth
 from asyncdist_server.auth import AuthenticationError, ClientHandshake, ServerHandshake
 

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 
 from asyncdist.errors import ClosedError, DistError, RemoteProtocolError
 from asyncdist.transport.base_mesh import BaseMesh
-from asyncdist.transport.frame import COLLECTIVE, pack_key
-from asyncdist.transport.matching import Receive, SendOp
+from asyncdist.transport.protocol.frame import COLLECTIVE, pack_key
+from asyncdist.transport.protocol.matching import Receive, SendOp
 
 __all__ = ["Record", "Signals"]
 

@@ -16,8 +16,8 @@ from asyncdist.backend.device.tail import tail_of
 from asyncdist.backend.device.threads import Helpers, in_thread
 from asyncdist.cuda import Pinned, Runtime, Stream
 from asyncdist.errors import DistBackendError, DistError
-from asyncdist.transport.frame import pack_key
-from asyncdist.transport.matching import Receive, SendOp
+from asyncdist.transport.protocol.frame import pack_key
+from asyncdist.transport.protocol.matching import Receive, SendOp
 
 __all__ = ["STAGE_BYTES", "StagedMessages"]
 

@@ -24,8 +24,8 @@ from asyncdist.plan.proof.verify import PlanError, verify, verify_rotated
 from asyncdist.plan.selection import shared_chunks
 from asyncdist.plan.selection.shared_chunks import MAX_SHARED_RANKS, largest_item_bytes, shared_chunk_sizes
 from asyncdist.plan.steps import Buffer, Copy, Fetch, FetchReduce, Publish, Slice, Symmetry
-from asyncdist.transport.item_pool import ItemPool
-from asyncdist.transport.lane import MAX_LANE_RANKS
+from asyncdist.transport.lanes.item_pool import ItemPool
+from asyncdist.transport.lanes.lane import MAX_LANE_RANKS
 
 SHARED = [(collective, name) for collective, table in SHARED_ALGORITHMS.items() for name in table]
 KIB = 1 << 10

@@ -17,7 +17,7 @@ from asyncdist.plan.algorithms.registry import SHARED_ALGORITHMS, build, ordered
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, IN_PLACE, Problem
 from asyncdist.plan.selection.shared_chunks import largest_item_bytes
 from asyncdist.plan.steps import Buffer, Copy, Fetch, FetchReduce, Publish, Reduce
-from asyncdist.transport.lane import LANE_HEAD_BYTES, Lane
+from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES, Lane
 
 SHARED = [(collective, name) for collective, table in SHARED_ALGORITHMS.items() for name in table]
 CHUNK = 3

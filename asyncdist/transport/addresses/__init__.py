@@ -1,0 +1,1 @@
+"""Addresses: where a rank can be reached, by TCP or Unix sockets."""

@@ -1,0 +1,211 @@
+"""Where a rank can be reached: what it advertises through the store, and how it chooses that.
+
+A rank never advertises what its host name resolves to: on many machines that is 127.0.0.1 or an interface nobody else
+can reach. It advertises the interfaces it was told to use, else the local address of the route to the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgpack
+
+from asyncdist.errors import DistNetworkError, RemoteProtocolError
+from asyncdist.transport.addresses.interfaces import is_local_ip, is_loopback_ip, list_interfaces, select_ips
+from asyncdist.transport.addresses.socket_dir import directory_id
+
+__all__ = [
+    "MAX_ADDRESS_BYTES",
+    "MAX_ENDPOINTS",
+    "Endpoint",
+    "LocalAddress",
+    "PeerAddress",
+    "endpoint_text",
+    "host_id",
+    "local_address",
+    "loopback_conflict",
+    "unix_text",
+]
+
+MAX_ADDRESS_BYTES: Final = 4096
+"""Longest encoded address: sixteen IPv6 endpoints and two names need under 1.5 KiB; more is not an address."""
+MAX_ENDPOINTS: Final = 16
+"""Most TCP endpoints one rank advertises; a peer tries them one after the other, so more would never be reached."""
+_MAX_NAME_BYTES: Final = 256
+_FORMAT: Final = 1
+
+Endpoint = tuple[str, int]
+"""IP address (text) and port."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAddress:
+    """How to reach one rank's listener.
+
+    `host_id` tells ranks that share a kernel and a way to each other's sockets; `endpoints` are TCP addresses in the
+    order to be tried; `unix` is the Unix socket's name, which starts with a zero byte if abstract, or empty for none.
+    """
+
+    host_id: str
+    endpoints: tuple[Endpoint, ...] = ()
+    unix: bytes = b""
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only ranks on the same host can reach this rank."""
+        return all(is_loopback_ip(ip) for ip, _port in self.endpoints)
+
+    def to_bytes(self) -> bytes:
+        """Encode for the store."""
+        packed: bytes = msgpack.packb([_FORMAT, self.host_id, self.endpoints, self.unix])
+        return packed
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PeerAddress:
+        """Decode what a peer published; raises RemoteProtocolError for anything that is not an address."""
+        if len(data) > MAX_ADDRESS_BYTES:
+            raise RemoteProtocolError(f"peer address of {len(data)} bytes exceeds {MAX_ADDRESS_BYTES}")
+        try:
+            form, host, endpoints, unix = msgpack.unpackb(data, use_list=False)
+            if form != _FORMAT:
+                raise ValueError(f"format {form!r}, this version reads {_FORMAT}")
+            if not isinstance(host, str) or len(host) > _MAX_NAME_BYTES:
+                raise ValueError("host id")
+            if not isinstance(unix, bytes) or len(unix) > _MAX_NAME_BYTES:
+                raise ValueError("Unix socket name")
+            if not isinstance(endpoints, tuple) or len(endpoints) > MAX_ENDPOINTS:
+                raise ValueError("endpoints")
+            return cls(host, tuple(_checked_endpoint(endpoint) for endpoint in endpoints), unix)
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise RemoteProtocolError(f"malformed peer address: {error}") from error
+
+    def __str__(self) -> str:
+        parts = [f"tcp {endpoint_text(endpoint)}" for endpoint in self.endpoints]
+        if self.unix:
+            parts.append(f"unix {unix_text(self.unix)}")
+        return ", ".join(parts) or "nowhere"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAddress:
+    """IP addresses to listen on and advertise; `loopback` if no other host can reach them."""
+
+    ips: tuple[str, ...]
+
+    @property
+    def loopback(self) -> bool:
+        """Whether no other host can reach these addresses."""
+        return all(is_loopback_ip(ip) for ip in self.ips)
+
+
+def _checked_endpoint(value: Any) -> Endpoint:
+    ip, port = value
+    if not isinstance(ip, str) or type(port) is not int or not 0 < port < 65536:
+        raise ValueError("endpoint")
+    is_loopback_ip(ip)  # raises ValueError unless it is an IP address: names are never resolved on a peer's word
+    return ip, port
+
+
+def endpoint_text(endpoint: Endpoint) -> str:
+    """Printable form of a TCP endpoint, with an IPv6 address in brackets."""
+    ip, port = endpoint
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
+def unix_text(name: bytes) -> str:
+    """Printable form of a Unix socket's name, with `@` for the zero byte of an abstract one."""
+    return name.replace(b"\0", b"@", 1).decode(errors="replace")
+
+
+def host_id(socket_dir: str = "") -> str:
+    """Name of this kernel's boot and this process's network namespace, or of `socket_dir` in place of that.
+
+    Ranks with equal ids can reach each other over loopback and abstract Unix sockets, which are per namespace, or
+    through sockets in that directory. On systems without /proc it is the machine's hardware address and node name.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        if socket_dir:
+            return f"{boot}:{directory_id(socket_dir)}"
+        namespace = os.stat("/proc/self/ns/net")
+        return f"{boot}:{namespace.st_dev}:{namespace.st_ino}"
+    except OSError:
+        return f"{sys.platform}:{os.uname().nodename}:{uuid.getnode():x}"
+
+
+async def local_address(store_host: str | None, store_port: int, environ: Mapping[str, str]) -> LocalAddress:
+    """Choose the IP addresses this rank advertises.
+
+    ASYNCDIST_SOCKET_IFNAME, or GLOO_SOCKET_IFNAME when that is unset, names interfaces. Otherwise it is the source
+    address of the route to the store. A rank that reaches the store over loopback (it runs beside it) advertises what
+    MASTER_ADDR resolves to, if that is an address of this host. With `store_host=None` (a file or in-process store) the
+    route to MASTER_ADDR decides, else loopback.
+
+    The result's `loopback` is set if no other host can reach it: an error as soon as ranks of another host join, see
+    `loopback_conflict`. Raises ValueError if no interface matches, DistNetworkError if a name does not resolve or no
+    route leads to the store. Cancellation leaves nothing behind.
+    """
+    for name in ("ASYNCDIST_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        spec = environ.get(name, "").strip()
+        if spec:
+            try:
+                return LocalAddress(select_ips(spec, list_interfaces())[:MAX_ENDPOINTS])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+    master = environ.get("MASTER_ADDR", "").strip()
+    if store_host is None:
+        if not master:
+            return LocalAddress(("127.0.0.1",))
+        return LocalAddress((_route_source(await _resolve(master, 9)),))
+    source = _route_source(await _resolve(store_host, store_port))
+    if is_loopback_ip(source) and master:
+        ip = (await _resolve(master, 9))[1][0]
+        if not is_loopback_ip(ip) and is_local_ip(ip):
+            source = ip
+    return LocalAddress((source,))
+
+
+async def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """First address of `host`: the store client tries them in the same order."""
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise DistNetworkError(f"cannot resolve {host!r}: {error}") from error
+    family, _kind, _protocol, _name, address = found[0]
+    return family, address
+
+
+def _route_source(target: tuple[socket.AddressFamily, tuple[Any, ...]]) -> str:
+    """Local address of the route to `target`; connecting a datagram socket asks the routing table, nothing is sent."""
+    family, address = target
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise DistNetworkError(f"no route to {address[0]}: {error}") from error
+
+
+def loopback_conflict(addresses: Mapping[int, PeerAddress] | Iterable[tuple[int, PeerAddress]]) -> str | None:
+    """Why ranks of several hosts cannot reach each other because one advertises loopback only; None if all can."""
+    table = dict(addresses)
+    hosts = {address.host_id for address in table.values()}
+    if len(hosts) < 2:
+        return None
+    for rank, address in sorted(table.items()):
+        if address.loopback:
+            return (
+                f"rank {rank} advertises only the loopback address {address}, but ranks of {len(hosts)} hosts are in "
+                "this world: set MASTER_ADDR to an address the other hosts can reach, or ASYNCDIST_SOCKET_IFNAME to an "
+                "interface"
+            )
+    return None

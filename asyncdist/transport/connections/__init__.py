@@ -1,0 +1,1 @@
+"""Connections: how they come about, and what carries their bytes."""

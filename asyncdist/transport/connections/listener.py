@@ -1,0 +1,200 @@
+"""The sockets peers connect to: accept, hear who it is, hand over those who prove it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from asyncdist import events
+from asyncdist.errors import RemoteProtocolError
+from asyncdist.transport.addresses.address import Endpoint, endpoint_text, unix_text
+from asyncdist.transport.addresses.socket_dir import new_path, publish, sweep
+from asyncdist.transport.connections.handshake import Handshake
+from asyncdist.transport.connections.tcp import set_stream_options
+from asyncdist.transport.context import MeshContext
+from asyncdist.transport.protocol.hello import ListenerHello
+
+__all__ = ["Listener"]
+
+BACKLOG: Final = 4096
+"""Ranks of a large world may all dial one of them in the same instant; the kernel cuts this to its own limit."""
+ACCEPT_BATCH: Final = 64
+"""Connections accepted in one callback, so that a burst does not hold the loop."""
+EXHAUSTED_PAUSE_S: Final = 0.1
+"""Wait before accepting again when descriptors or memory ran out; the readiness would otherwise spin the loop."""
+_EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Listener:
+    """Listening sockets of one mesh. `on_peer` gets each authenticated hello, still to be answered, and owns it."""
+
+    __slots__ = (
+        "_context",
+        "_directory",
+        "_half_open",
+        "_on_peer",
+        "_path",
+        "_paused",
+        "_resume",
+        "_sockets",
+        "_unix",
+        "refused",
+    )
+
+    def __init__(self, context: MeshContext, on_peer: Callable[[Handshake[ListenerHello]], None]) -> None:
+        self._context = context
+        self._on_peer = on_peer
+        self._sockets: list[socket.socket] = []
+        self._half_open: set[Handshake[ListenerHello]] = set()
+        self._directory: str | None = None
+        self._path = b""
+        self._unix = b""
+        self._paused = False
+        self._resume: asyncio.TimerHandle | None = None
+        self.refused = 0
+
+    def open_tcp(self, ips: Sequence[str]) -> tuple[Endpoint, ...]:
+        """Listen on a free port of each address; returns the endpoints. Raises OSError, leaving none open."""
+        endpoints = []
+        for ip in ips:
+            family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+            sock = self._context.sockets.add(socket.socket(family, socket.SOCK_STREAM))
+            self._sockets.append(sock)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            self._listen(sock, (ip, 0))
+            endpoints.append((ip, int(sock.getsockname()[1])))
+        return tuple(endpoints)
+
+    def open_unix(self) -> bytes:
+        """Listen on a Unix socket nobody can guess; returns its name. Raises OSError.
+
+        In ASYNCDIST_SOCKET_DIR, if that is set; else abstract on Linux, so that nothing is left behind after kill -9;
+        else in a directory of mode 0700.
+        """
+        sock = self._context.sockets.add(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        self._sockets.append(sock)
+        directory = self._context.config.socket_dir
+        if directory:
+            sweep(directory)
+            self._path = new_path(directory)
+            self._listen(sock, self._path)
+            self._path = self._unix = publish(self._path)
+            return self._path
+        if sys.platform == "linux":
+            name = b"\0asyncdist-" + secrets.token_hex(16).encode()
+        else:
+            self._directory = tempfile.mkdtemp(prefix="asyncdist-")
+            name = os.fsencode(os.path.join(self._directory, "peer"))
+        self._listen(sock, name)
+        self._unix = name
+        return name
+
+    def close(self) -> None:
+        """Close listeners and every connection that has not proven itself. Idempotent."""
+        if self._resume is not None:
+            self._resume.cancel()
+            self._resume = None
+        for sock in self._sockets:
+            if sock.fileno() >= 0:
+                self._context.loop.remove_reader(sock.fileno())
+            self._context.sockets.close(sock)
+        self._sockets.clear()
+        for handshake in self._half_open:
+            handshake.close()
+        self._half_open.clear()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+        if self._path:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            self._path = b""
+
+    def _listen(self, sock: socket.socket, address: tuple[str, int] | bytes) -> None:
+        try:
+            sock.setblocking(False)
+            sock.bind(address)
+            sock.listen(BACKLOG)
+        except OSError as error:
+            self.close()
+            where = unix_text(address) if isinstance(address, bytes) else address[0]
+            raise OSError(error.errno, f"cannot listen on {where}: {error.strerror}") from error
+        self._context.loop.add_reader(sock.fileno(), self._acceptable, sock)
+
+    def _acceptable(self, listening: socket.socket) -> None:
+        for _ in range(ACCEPT_BATCH):
+            if len(self._half_open) >= self._context.config.max_half_open:
+                self._pause()
+                return
+            try:
+                sock, address = listening.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    events.info("cannot accept a peer now: %s", error)
+                    self._pause()
+                    self._resume = self._context.loop.call_later(EXHAUSTED_PAUSE_S, self._unpause)
+                    return
+                continue  # that connection ended before it was accepted
+            self._begin(self._context.sockets.add(sock), address)
+
+    def _begin(self, sock: socket.socket, address: object) -> None:
+        sock.setblocking(False)
+        label = f"tcp {endpoint_text(address[:2])}" if isinstance(address, tuple) else f"unix {unix_text(self._unix)}"
+        try:
+            set_stream_options(sock, self._context.config.keepalive_s)
+            itself = sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername()
+        except OSError:
+            itself = True  # gone before it was accepted: as useless as a socket connected to itself
+        if itself:
+            self._context.sockets.close(sock)
+            return
+        hello = ListenerHello(self._context.identity)
+        handshake = Handshake(self._context.loop, self._context.sockets, sock, hello, label)
+        handshake.on_step = self._step
+        handshake.on_failed = self._failed
+        self._half_open.add(handshake)
+        handshake.start(self._context.config.hello_timeout_s)
+
+    def _step(self, handshake: Handshake[ListenerHello]) -> None:
+        if handshake.hello.authenticated:
+            self._discard(handshake)
+            self._on_peer(handshake)
+
+    def _failed(self, handshake: Handshake[ListenerHello], error: Exception) -> None:
+        self.refused += 1
+        self._discard(handshake)
+        if isinstance(error, RemoteProtocolError | TimeoutError):
+            rank = self._context.identity.rank
+            events.info("rank %d: refused a connection from %s: %s", rank, handshake.label, error)
+        elif events.tracing("net"):  # it hung up first: a dial that crossed ours, or a port scan
+            events.emit("net", "hello_ended", where=handshake.label, problem=error)
+
+    def _discard(self, handshake: Handshake[ListenerHello]) -> None:
+        self._half_open.discard(handshake)
+        if self._paused and self._resume is None:
+            self._unpause()
+
+    def _pause(self) -> None:
+        if not self._paused:
+            self._paused = True
+            for sock in self._sockets:
+                self._context.loop.remove_reader(sock.fileno())
+
+    def _unpause(self) -> None:
+        self._resume = None
+        if self._paused and self._sockets:
+            self._paused = False
+            for sock in self._sockets:
+                self._context.loop.add_reader(sock.fileno(), self._acceptable, sock)

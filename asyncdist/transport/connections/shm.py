@@ -1,0 +1,353 @@
+"""ShmConnection: frames between two ranks of one host through shared memory, beside the Unix socket that joined them.
+
+The socket stays: it passes descriptors, and its end tells at once that the peer has gone. What the peer put into its
+ring before it went is still there then, and is read first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from asyncdist import events
+from asyncdist.errors import ClosedError, RemoteProtocolError
+from asyncdist.transport.connections.connection import MAX_CALL_FRAMES, Connection
+from asyncdist.transport.connections.pairing import Pairing
+from asyncdist.transport.context import MeshContext
+from asyncdist.transport.protocol.frame import MAX_CALL_BYTES, Kind, pack_header
+from asyncdist.transport.protocol.loans import Loans
+from asyncdist.transport.protocol.peer import PeerCore
+from asyncdist.transport.shared_memory.doorbell import Ringer
+from asyncdist.transport.shared_memory.parcel import ARENA, SEGMENT, Parcel, ParcelReader, close_all, send_parcel
+from asyncdist.transport.shared_memory.ring import PART_BYTES, SENT, RingReader, RingWriter
+from asyncdist.transport.shared_memory.segment import AttachedSegment, Segment
+
+__all__ = ["MAX_PEER_SEGMENTS", "ShmConnection"]
+
+MAX_PEER_SEGMENTS: Final = 4096
+"""Segments of one peer that may be mapped here without having been taken: arrays that live in shared memory."""
+
+
+class ShmConnection(Connection):
+    """A connection whose frames travel in two rings of shared memory.
+
+    `on_refused(connection, sock, reason)` is called instead of `on_end`, before any frame, if one side cannot share
+    memory: the socket is the caller's then, for a stream.
+    """
+
+    __slots__ = (
+        "_blocked",
+        "_copying",
+        "_hung_up",
+        "_lacking",
+        "_memory",
+        "_numbers",
+        "_on_refused",
+        "_pairing",
+        "_parcels",
+        "_reader",
+        "_writer",
+        "attached",
+        "loans",
+        "ringer",
+        "socket_label",
+    )
+
+    def __init__(
+        self,
+        context: MeshContext,
+        sock: socket.socket,
+        core: PeerCore,
+        label: str,
+        on_end: Callable[[Connection, Exception | None], None],
+        on_refused: Callable[[ShmConnection, socket.socket, str], None],
+    ) -> None:
+        super().__init__(context.loop, sock, core, f"shm beside {label}", on_end)
+        self.socket_label = label
+        self.attached: dict[int, AttachedSegment] = {}
+        self._memory = context.memory
+        self._on_refused = on_refused
+        self._parcels = ParcelReader()
+        self._numbers: set[int] = set()
+        self._lacking: set[int] = set()
+        self._pairing = Pairing(context)
+        self._reader: RingReader | None = None
+        self._writer: RingWriter | None = None
+        self.ringer: Ringer | None = None
+        self.loans = Loans(self, self._memory.arrays)
+        self._copying = False
+        self._blocked = False
+        self._hung_up = -1  # else where its stream ends
+
+    def start(self) -> None:
+        """Offer to share memory; bytes flow once the peer has offered it too."""
+        sock = self._sock
+        assert sock is not None
+        self._loop.add_reader(sock.fileno(), self._parcel_came)
+        try:
+            self._pairing.offer(sock)
+        except OSError as error:
+            self._loop.call_soon(self._end, error)
+
+    def forget(self) -> None:
+        """In a forked child: the descriptors are closed already, and the loop must not be touched."""
+        self._sock = None
+        if self._writer is None:  # what is posted must be refused, not wait for a peer's offer
+            with contextlib.suppress(ClosedError):
+                self._core.open(self._write, self._arm)
+
+    def share(self, number: int, segment: Segment) -> None:
+        """Have the peer map `segment` under `number`, once. Raises OSError, ClosedError."""
+        if self._sock is None:
+            raise ClosedError("this connection is closed here (closed, aborted, or forked)")
+        if number not in self._numbers:
+            send_parcel(self._sock, SEGMENT, number, segment.size, (segment.fd,))
+            self._numbers.add(number)
+
+    def unshare(self, number: int) -> None:
+        """We have no segment of that number any more: should the peer not have taken it, it need not keep it for us."""
+        if number in self._numbers:
+            self._numbers.discard(number)
+            self.tell(pack_header(Kind.UNMAP, length=number))
+
+    def forsake(self, number: int) -> None:
+        """The peer has no segment of that number any more."""
+        if number not in self.attached and number not in self._lacking and self._sock is not None and self._hung_up < 0:
+            self._parcel_came()  # it was passed before it was given up
+        self.attached.pop(number, None)
+        self._lacking.discard(number)
+
+    def offer(self, number: int) -> None:
+        """Have the peer map a segment of our arrays. Raises OSError, ClosedError."""
+        if self._sock is None:
+            raise ClosedError("this connection is closed here (closed, aborted, or forked)")
+        segment = self._memory.arrays.segment(number)
+        send_parcel(self._sock, ARENA, number, segment.size, (segment.fd,))
+
+    def tell(self, frame: bytes) -> None:
+        """Send a frame in line with messages."""
+        if self._sock is not None:
+            self._core.send_frame(frame)
+
+    def segment(self, number: int) -> AttachedSegment:
+        """The peer's segment `number`. Raises RemoteProtocolError if it passed none, OSError if we cannot map it."""
+        if number not in self.attached and self._sock is not None and self._hung_up < 0:
+            self._parcel_came()  # it was sent before whatever names it
+        found = self.attached.get(number)
+        if found is None:
+            if number in self._lacking:
+                raise OSError(errno.EMFILE, f"segment {number} of a peer could not be mapped")
+            raise RemoteProtocolError(f"a peer refers to segment {number}, which it has not passed")
+        return found
+
+    def take_segment(self, number: int) -> AttachedSegment:
+        """The same, to be kept by the caller: it is unmapped with the last view of it, not with the connection."""
+        found = self.segment(number)
+        del self.attached[number]
+        return found
+
+    # -- the socket
+
+    def _parcel_came(self) -> None:
+        try:
+            while self._sock is not None:
+                parcel = self._parcels.read(self._sock)
+                if parcel is None:
+                    self._eof()
+                    return
+                if self._take(self._sock, parcel):
+                    return
+        except (BlockingIOError, InterruptedError):
+            return
+        except (OSError, RemoteProtocolError) as error:
+            self._end(error)
+
+    def _take(self, sock: socket.socket, parcel: Parcel) -> bool:
+        """Act on a parcel; True if what follows on the socket is not for us. Raises RemoteProtocolError, OSError."""
+        if self._writer is not None:
+            self._attach(parcel)
+            return False
+        agreed = self._pairing.take(sock, parcel)
+        if agreed:
+            self._open()
+        elif agreed is False:
+            self._sock = None
+            self._loop.remove_reader(sock.fileno())
+            self._give_back()
+            self._on_refused(self, sock, self._pairing.refusal)
+            return True
+        return False
+
+    def _attach(self, parcel: Parcel) -> None:
+        """Map a segment; if we cannot, that is only said to who asks for it."""
+        if parcel.kind == ARENA:
+            self.loans.attach(parcel)
+            return
+        known = len(self.attached) + len(self._lacking)
+        if parcel.kind != SEGMENT or known >= MAX_PEER_SEGMENTS or parcel.number in self.attached:
+            close_all(parcel.fds)
+            raise RemoteProtocolError(f"a peer sent a parcel of kind {parcel.kind} where it may not")
+        try:
+            if not parcel.fds:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            self.attached[parcel.number] = AttachedSegment(parcel.fds[0], parcel.size)
+        except OSError as error:
+            events.info("a segment of %d bytes of %s cannot be mapped: %s", parcel.size, self.label, error)
+            self._lacking.add(parcel.number)
+
+    def _open(self) -> None:
+        """Both sides have mapped what the other offered."""
+        pairing = self._pairing
+        self._reader, self._writer = pairing.rings()
+        self.ringer = pairing.ringer
+        self._memory.doorbell.add(self._poll)
+        self._memory.joined(self._core.peer_rank, self, crowded=pairing.peer_is_here)
+        self._core.open(self._write, self._arm, self.loans)
+        if self._leaving and self._sock is not None:
+            self._say_goodbye()
+        self._loop.call_soon(self._poll)  # what came before we could be rung for it
+
+    def _eof(self) -> None:
+        """The peer has hung up, or is dead: what it had put into its ring by then is read first."""
+        if self._sock is not None and self._hung_up < 0:
+            self._loop.remove_reader(self._sock.fileno())
+            self._hung_up = 0 if self._reader is None else self._reader.sent
+            self._loop.call_soon(self._drain)  # not at once: what asked for a parcel may be a frame that is being read
+
+    def _drain(self) -> None:
+        reader = self._reader
+        if self._sock is None:
+            return
+        if reader is not None and not self._core.left and reader.taken < self._hung_up:
+            before = reader.taken
+            self._readable()
+            if reader.taken > before:
+                self._loop.call_soon(self._drain)
+                return
+        gone = ConnectionResetError("the connection was closed without a goodbye")
+        self._end(None if self._core.left else gone)
+
+    # -- the rings
+
+    def _poll(self) -> bool:
+        """Take what came, and write on where there is room again; whether there was anything."""
+        reader, writer = self._reader, self._writer
+        if self._sock is None or reader is None or writer is None:
+            return False
+        found = reader.words[SENT] != reader.taken
+        if not (found or self._blocked):  # as nearly always, and whoever looks asks all connections
+            return False
+        if found:
+            self._readable()
+        try:
+            room = self._blocked and self._sock is not None and writer.has_room()
+        except RemoteProtocolError as error:
+            self._end(error)
+            return True
+        if room:
+            self._writable()
+        return found or room
+
+    def _readable(self) -> None:
+        reader = self._reader
+        assert reader is not None
+        received = frames = 0
+        try:
+            while received < MAX_CALL_BYTES and frames < MAX_CALL_FRAMES and self._sock is not None:
+                nbytes = reader.read_into(self._get_buffer())
+                if not nbytes:
+                    break
+                received += nbytes
+                frames += self._updated(nbytes)
+                if nbytes >= PART_BYTES and reader.wanted():
+                    self._ring()
+            else:
+                self._loop.call_soon(self._poll)
+        except Exception as error:
+            self._fail(error)
+            return
+        self.bytes_received += received
+        if self._sock is None:
+            return
+        if reader.wanted():
+            self._ring()
+        if self.loans.copying and not self._copying:
+            self._copy()
+        self._took()
+
+    def _copy(self) -> None:
+        """Copy a part of what the peer has lent; the rest in later turns of the loop."""
+        self._copying = False
+        if self._sock is None:
+            return
+        self.loans.advance()
+        self._core.kick()
+        if self.loans.copying:
+            self._copying = True
+            self._loop.call_soon(self._copy)
+
+    def _write(self, buffers: Sequence[bytes | memoryview]) -> int:
+        writer = self._writer
+        if self._sock is None or writer is None:
+            raise ClosedError("this connection is closed here (closed, aborted, or forked)")
+        try:
+            sent = writer.write(buffers, self._ring)
+        except RemoteProtocolError as error:
+            self._loop.call_soon(self._end, error)
+            return 0
+        if sent:
+            self.bytes_sent += sent
+            self._ring()
+        return sent
+
+    def _arm(self) -> None:
+        writer = self._writer
+        if not self._blocked and self._sock is not None and writer is not None:
+            self._blocked = True
+            try:
+                room = writer.want()
+            except RemoteProtocolError as error:
+                self._loop.call_soon(self._end, error)
+                return
+            if room:
+                self._loop.call_soon(self._poll)
+
+    def _writable(self) -> None:
+        self._blocked = False
+        self._core.flush()  # arms us again if anything is left
+        if self._leaving:
+            self._shut_when_done()
+
+    def _ring(self) -> None:
+        ringer = self.ringer
+        if ringer is not None:
+            ringer.ring()
+
+    # -- ending
+
+    def _say_goodbye(self) -> None:
+        if self._writer is not None:  # else once there is one
+            super()._say_goodbye()
+
+    def _release(self) -> bool:
+        sock, self._sock = self._sock, None
+        if sock is None:
+            return False
+        self._loop.remove_reader(sock.fileno())
+        self._memory.fds.close(sock)
+        self._give_back()
+        return True
+
+    def _give_back(self) -> None:
+        self._parcels.close()
+        self._pairing.close()
+        if self._writer is not None:
+            self._memory.doorbell.remove(self._poll)
+            self._memory.parted(self._core.peer_rank)
+        self._reader = self._writer = self.ringer = None
+        self.attached.clear()
+        self.loans.close()

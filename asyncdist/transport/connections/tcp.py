@@ -1,0 +1,169 @@
+"""The shell around a peer's core: one raw non-blocking socket, TCP or Unix, on any event loop.
+
+Raw sockets with `add_reader` rather than a transport, because only they tell when a message's buffer is free, read
+straight into the receiver's array, and can be written to and waited for at once on both loops. Never the loop's own
+`sock_*` coroutines: a cancelled one leaves its callback registered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+
+from asyncdist.errors import ClosedError
+from asyncdist.transport.connections.connection import MAX_CALL_FRAMES, Connection
+from asyncdist.transport.fork import SocketSet
+from asyncdist.transport.keepalive import set_keepalive
+from asyncdist.transport.protocol.frame import MAX_CALL_BYTES
+from asyncdist.transport.protocol.peer import PeerCore
+
+__all__ = ["StreamConnection", "set_stream_options"]
+
+
+def set_stream_options(sock: socket.socket, keepalive_s: float) -> None:
+    """Prepare a TCP socket for frames: no Nagle delay, and probes that notice a dead host. Nothing to do for Unix."""
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    set_keepalive(sock, keepalive_s)
+
+
+class StreamConnection(Connection):
+    """A connection whose socket carries the frames themselves."""
+
+    __slots__ = ("_armed", "_fd", "_recv_into", "_send", "_sendmsg", "_sockets", "_write_error")
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sockets: SocketSet,
+        sock: socket.socket,
+        core: PeerCore,
+        label: str,
+        on_end: Callable[[Connection, Exception | None], None],
+    ) -> None:
+        super().__init__(loop, sock, core, label, on_end)
+        self._sockets = sockets
+        self._fd = sock.fileno()
+        self._recv_into = sock.recv_into
+        self._send = sock.send
+        self._sendmsg = sock.sendmsg
+        self._armed = False
+        self._write_error: OSError | None = None
+
+    def start(self) -> None:
+        """Let bytes flow; what the core has queued goes out at once."""
+        self._loop.add_reader(self._fd, self._readable)
+        self._core.open(self._write, self._arm)
+
+    def forget(self) -> None:
+        """In a forked child: the descriptor is closed already, and the loop must not be touched."""
+        self._sock = None
+        self._write_error = BrokenPipeError("forked")
+
+    # -- reading
+
+    def poll(self) -> bool:
+        """Read what is there and send what is queued, without waiting to be told; whether anything was read."""
+        if self._armed:
+            self._writable()
+        if self._sock is None:
+            return False
+        before = self.bytes_received
+        self._readable()
+        return self.bytes_received != before or self._sock is None
+
+    def catch_up(self) -> None:
+        """As `poll`, in the middle of calls that post receives: only as far as they are posted."""
+        if self._armed:
+            self._writable()
+        if self._sock is not None and self._core.expects:
+            self._readable(ahead=False)
+
+    def _readable(self, *, ahead: bool = True) -> None:
+        received = frames = 0
+        while True:
+            buffer = self._get_buffer()
+            try:
+                nbytes = self._recv_into(buffer)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError as error:
+                self._end(error)
+                return
+            if not nbytes:
+                self._eof()
+                return
+            try:
+                frames += self._updated(nbytes)
+            except Exception as error:
+                self._fail(error)
+                return
+            received += nbytes
+            # A short read has emptied the socket: asking again would only cost a system call.
+            if nbytes < len(buffer) or received >= MAX_CALL_BYTES or frames >= MAX_CALL_FRAMES:
+                break
+            if not (ahead or self._core.expects):
+                break
+        self.bytes_received += received
+        self._took()
+
+    def _eof(self) -> None:
+        if self._core.left:
+            self._end(None)
+        else:
+            self._end(self._write_error or ConnectionResetError("the connection was closed without a goodbye"))
+
+    # -- writing
+
+    def _write(self, buffers: Sequence[bytes | memoryview]) -> int:
+        try:
+            sent = self._send(buffers[0]) if len(buffers) == 1 else self._sendmsg(buffers)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            self._write_failed(error)
+            return 0
+        self.bytes_sent += sent
+        return sent
+
+    def _write_failed(self, error: OSError) -> None:
+        """Remember the error: what the peer sent before it broke off, perhaps its goodbye, is still to be read."""
+        if self._sock is None:
+            raise ClosedError("this connection is closed here (closed, aborted, or forked)")
+        if self._write_error is None:
+            self._write_error = error
+            self._loop.call_soon(self._after_write_error)
+
+    def _after_write_error(self) -> None:
+        while self._sock is not None:
+            before = self.bytes_received
+            self._readable()
+            if self.bytes_received == before and self._sock is not None:
+                self._end(self._write_error)
+
+    def _arm(self) -> None:
+        if not self._armed and self._sock is not None and self._write_error is None:
+            self._armed = True
+            self._loop.add_writer(self._fd, self._writable)
+
+    def _writable(self) -> None:
+        if self._core.flush() or self._write_error is not None:
+            self._disarm()
+        if self._leaving:
+            self._shut_when_done()
+
+    def _disarm(self) -> None:
+        if self._armed:
+            self._armed = False
+            self._loop.remove_writer(self._fd)
+
+    def _release(self) -> bool:
+        sock, self._sock = self._sock, None
+        if sock is None:
+            return False
+        self._disarm()
+        self._loop.remove_reader(self._fd)
+        self._sockets.close(sock)
+        return True

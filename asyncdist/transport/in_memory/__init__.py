@@ -1,0 +1,1 @@
+"""A network without sockets: ranks of one event loop, for simulations and tests."""

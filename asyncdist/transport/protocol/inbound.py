@@ -1,0 +1,377 @@
+"""Inbound: the receiving half of a connection. Brings messages and posted receives together."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from asyncdist.errors import CollectiveMismatchError, GroupAbortedError, RemoteProtocolError
+from asyncdist.transport.protocol.asking import Asking
+from asyncdist.transport.protocol.credit import ReceiveWindow
+from asyncdist.transport.protocol.frame import (
+    CHANNELS,
+    EAGER_BYTES,
+    EARLY_ID,
+    FLAG_ABORT,
+    FLAG_ASKED,
+    FLAG_END,
+    MAX_LENGTH,
+    MESSAGE_OVERHEAD_BYTES,
+    Kind,
+    describe_key,
+    pack_header,
+    unpack_place,
+)
+from asyncdist.transport.protocol.kept_error import anew
+from asyncdist.transport.protocol.loans import Loans
+from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, ReceiveTable
+from asyncdist.transport.protocol.outbound import Outbound
+from asyncdist.transport.protocol.parking import Parking
+from asyncdist.transport.protocol.pulls import COPIED, COPYING, Pulls, Stream
+
+__all__ = ["Inbound"]
+
+_CHANNEL_ENDS: Final = frozenset(channel.to_bytes(4, "little") for channel in range(CHANNELS))
+"""How a key may end."""
+
+
+class Inbound:
+    """See the module. A key of this peer never has both posted receives and parked messages."""
+
+    __slots__ = (
+        "_any_source",
+        "_asking",
+        "_dropped",
+        "_orders",
+        "_out",
+        "_parked",
+        "_parking",
+        "_table",
+        "any_entries",
+        "entries",
+        "error",
+        "loans",
+        "on_stalled",
+        "partial",
+        "peer_rank",
+        "pulls",
+        "windows",
+    )
+
+    def __init__(self, peer_rank: int, out: Outbound, any_source: AnySourceTable, dropped: DroppedGroups) -> None:
+        self.peer_rank = peer_rank
+        self.error: BaseException | None = None
+        self.windows = tuple(ReceiveWindow(channel, out.queue) for channel in range(CHANNELS))
+        self.pulls = Pulls(peer_rank, out.queue)
+        self.loans: Loans | None = None
+        self.partial: Stream | None = None  # the one whose payload is being read
+        self._out = out
+        self._any_source = any_source
+        self.any_entries = any_source.entries
+        self._orders = any_source.orders
+        self._dropped = dropped
+        self._table = ReceiveTable()
+        self.entries = self._table.entries
+        self._parking = Parking(peer_rank, self, any_source, self.windows)
+        self._parked = self._parking.queues
+        self._asking = Asking(peer_rank, self, self._table, any_source, self.windows, out.queue)
+        self.on_stalled = self._asking.on_stalled
+
+    # Posting
+
+    def post_receive(self, receive: Receive) -> bool:
+        """See PeerCore.post_receive."""
+        key = receive.key
+        if key in self._parked:
+            return self.take_parked(receive)
+        if self.error is not None:
+            raise anew(self.error)
+        receive.source = self.peer_rank
+        receive._order = next(self._orders)
+        if key in self.entries:
+            self._table.add(receive)
+        else:
+            self.entries[key] = receive
+            target = receive.target
+            if key[20] and target is not None and len(target) > EAGER_BYTES:
+                self.pulls.pull_early(receive, target)
+                self._out.kick()
+        if self._asking.stalled:
+            self.ask(key)
+        return False
+
+    def withdraw(self, receive: Receive) -> bool:
+        """See PeerCore.withdraw."""
+        if not self._table.remove(receive):
+            return False
+        self.pulls.cancel_early(receive)
+        self._out.kick()
+        return True
+
+    def put_back(self, receive: Receive, payload: bytes) -> None:
+        """See PeerCore.put_back."""
+        key = receive.key
+        if key in self._dropped:
+            return
+        heir = self._match(key)
+        if heir is None:
+            self._parking.put_back(key, payload, receive.meta, receive.fingerprint)
+            return
+        view = self._target_or_fail(heir, len(payload), receive.meta)
+        if view is not None:
+            view[:] = payload
+            heir.nbytes = len(payload)
+            heir.meta = receive.meta
+            heir.fingerprint = receive.fingerprint
+            heir.sink.message_received(heir.token, heir)
+
+    def take_parked(self, receive: Receive) -> bool:
+        """Give the oldest parked message of its key to `receive`. Results and errors as PeerCore.post_receive."""
+        parked = self._parking.take(receive.key)
+        payload = parked.payload
+        receive.source = self.peer_rank
+        receive.meta = parked.meta
+        receive.fingerprint = parked.fingerprint
+        try:
+            view = self._target(receive, parked.length, parked.meta)
+            if payload is None:
+                self.pulls.pull(receive, view, parked.message_id)
+                return False
+            view[:] = payload
+            receive.nbytes = parked.length
+            return True
+        except BaseException:
+            if payload is None:
+                self._out.queue.push_control(pack_header(Kind.DISCARD, message_id=parked.message_id))
+            raise
+        finally:
+            self._out.kick()
+
+    def oldest_arrival(self, key: bytes) -> int:
+        """When the oldest parked message of `key` came, in the mesh's count of arrivals."""
+        return self._parked[key][0].arrival
+
+    # Messages
+
+    def on_data(self, flags: int, meta: bytes, fingerprint: int, key: bytes, payload: memoryview) -> None:
+        """An eager message, whole."""
+        self._admit(flags, key)
+        receive = self._match(key)
+        if receive is None:
+            self._keep(meta, fingerprint, key, payload)
+            return
+        length = len(payload)
+        self.windows[key[20]].owe(length + len(meta) + MESSAGE_OVERHEAD_BYTES)
+        view = self._target_or_fail(receive, length, meta)
+        if view is not None:
+            view[:] = payload
+            receive.nbytes = length
+            receive.meta = meta
+            receive.fingerprint = fingerprint
+            receive.sink.message_received(receive.token, receive)
+
+    def on_early(self, meta: bytes, fingerprint: int, key: bytes, payload: memoryview) -> None:
+        """An eager message, whole and without flags, for which no receive is posted."""
+        self._check_key(key)
+        self._keep(meta, fingerprint, key, payload)
+
+    def _keep(self, meta: bytes, fingerprint: int, key: bytes, payload: memoryview) -> None:
+        if key in self._dropped:
+            self.windows[key[20]].owe(len(payload) + len(meta) + MESSAGE_OVERHEAD_BYTES)
+        else:
+            self._parking.add_message(key, payload, meta, fingerprint)
+
+    def begin_data(self, flags: int, meta: bytes, fingerprint: int, key: bytes, length: int) -> Stream | None:
+        """An eager message of which payload is still to come: where that goes.
+
+        None if no receive is there to take it: then it must be gathered whole first.
+        """
+        if key not in self.entries and key not in self.any_entries:
+            return None
+        self._admit(flags, key)
+        receive = self._match(key)
+        if receive is None:
+            return None
+        self.windows[key[20]].owe(length + len(meta) + MESSAGE_OVERHEAD_BYTES)
+        view = self._target_or_fail(receive, length, meta)
+        receive.meta = meta
+        receive.fingerprint = fingerprint
+        stream = Stream(receive, view, length)
+        if view is None:
+            stream.abandon()
+        return stream
+
+    def on_offer(self, flags: int, meta: bytes, fingerprint: int, key: bytes, length: int, message_id: int) -> None:
+        """A message that waits to be pulled."""
+        self._admit(flags, key)
+        crossed = self.pulls.crossed(key, length)
+        if crossed is not None:
+            if crossed.receive is not None:
+                crossed.receive.meta = meta
+            return
+        self._parking.check_offer(key, message_id)
+        if message_id >= EARLY_ID or message_id in self.pulls.by_id or length > MAX_LENGTH:
+            raise RemoteProtocolError(
+                f"rank {self.peer_rank} offered {length} bytes as message {message_id} ({describe_key(key)})"
+            )
+        receive = self._match(key)
+        if receive is None and key not in self._dropped:
+            self._parking.add_offer(key, length, meta, fingerprint, message_id, bool(flags & FLAG_ASKED))
+            return
+        view = self._target_or_fail(receive, length, meta) if receive is not None else None
+        if receive is None or view is None:
+            self._out.queue.push_reply(pack_header(Kind.DISCARD, message_id=message_id))
+            return
+        receive.meta = meta
+        receive.fingerprint = fingerprint
+        self.pulls.pull(receive, view, message_id)
+
+    def on_fragment(self, flags: int, fingerprint: int, offset: int, length: int, message_id: int) -> Stream | None:
+        """A piece of a pulled message: where it goes. None if it was its end without payload."""
+        stream, was_early = self.pulls.answered(message_id)
+        receive = stream.receive
+        if was_early and receive is not None:
+            receive.fingerprint = fingerprint
+            self._table.remove(receive)
+        if flags & FLAG_END:
+            self._end_lent(stream, length, message_id)
+            return None
+        if not flags & FLAG_ABORT:
+            self.pulls.advance(stream, offset, length, message_id)
+            return stream
+        self.pulls.abort(stream, message_id)
+        if receive is not None:
+            error = GroupAbortedError(
+                f"rank {self.peer_rank} aborted the group while it sent this message ({describe_key(receive.key)})",
+                "aborted by the sender",
+                self.peer_rank,
+            )
+            receive.sink.message_failed(receive.token, error)
+        return None
+
+    def on_lent(self, fingerprint: int, key: bytes, length: int, message_id: int) -> None:
+        """The bytes of a pulled message are in the sender's memory, from where we copy them."""
+        stream, was_early = self.pulls.answered(message_id)
+        receive = stream.receive
+        if was_early and receive is not None:
+            receive.fingerprint = fingerprint
+            self._table.remove(receive)
+        loans = self.loans
+        assert loans is not None, "nothing is lent over a connection without shared memory"
+        if stream.offset or stream.lent or length != stream.total:
+            raise RemoteProtocolError(f"rank {self.peer_rank} lent {length} bytes as message {message_id}")
+        source = loans.borrow(*unpack_place(key), length)
+        stream.lent = COPYING
+        if stream.view is None:  # it was discarded, and will be aborted
+            return
+
+        def copied() -> None:
+            stream.lent = COPIED
+            self._out.queue.push_control(pack_header(Kind.RETURNED, message_id=message_id))
+
+        loans.copy(stream, source, copied)
+
+    def _end_lent(self, stream: Stream, length: int, message_id: int) -> None:
+        if stream.lent != COPIED or length:
+            raise RemoteProtocolError(f"rank {self.peer_rank} ended message {message_id}, which is not copied yet")
+        self.pulls.end(message_id)
+        self.finish(stream)
+
+    def finish(self, stream: Stream) -> None:
+        """The last byte of `stream` is in place."""
+        receive = stream.receive
+        stream.abandon()
+        if receive is not None:
+            receive.nbytes = stream.total
+            receive.sink.message_received(receive.token, receive)
+
+    # Matching
+
+    def _match(self, key: bytes) -> Receive | None:
+        """Remove and return the receive posted earliest among those of this peer and those from any."""
+        if key not in self.any_entries:
+            return self._table.pop(key)
+        any_table = self._any_source.table
+        own_head = self._table.head(key)
+        any_head = any_table.head(key)
+        if any_head is None or (own_head is not None and own_head._order < any_head._order):
+            return self._table.pop(key)
+        any_head.source = self.peer_rank
+        return any_table.pop(key)
+
+    def _target(self, receive: Receive, length: int, meta: bytes) -> memoryview:
+        """Where `length` bytes go; raises if the receive cannot take them."""
+        target = receive.target
+        if target is None:
+            target = receive.sink.allocate(receive.token, self.peer_rank, length, meta)
+            if len(target) != length:
+                raise ValueError(f"allocate returned {len(target)} bytes for a message of {length}")
+        elif len(target) != length:
+            raise CollectiveMismatchError(
+                f"rank {self.peer_rank} sent {length} bytes where {len(target)} are expected here "
+                f"({describe_key(receive.key)})",
+                self.peer_rank,
+            )
+        return target
+
+    def _target_or_fail(self, receive: Receive, length: int, meta: bytes) -> memoryview | None:
+        try:
+            return self._target(receive, length, meta)
+        except Exception as error:
+            self.pulls.cancel_early(receive)
+            receive.sink.message_failed(receive.token, error)
+            return None
+
+    def _admit(self, flags: int, key: bytes) -> None:
+        """Check what every message must satisfy."""
+        self._check_key(key)
+        if flags & FLAG_ASKED:
+            self._asking.answered(key)
+
+    def _check_key(self, key: bytes) -> None:
+        if key[20:] not in _CHANNEL_ENDS:
+            raise RemoteProtocolError(f"rank {self.peer_rank} sent a malformed key {key.hex()}")
+
+    def ask(self, key: bytes) -> None:
+        """A receive for `key` is posted: if the peer is stalled, have it send one."""
+        if self._asking.ask(key):
+            self._out.kick()
+
+    # Ends
+
+    def fail(self, error: BaseException) -> None:
+        """Fail every pending receive. Eager messages that are here already may still be taken."""
+        if self.error is not None:
+            return
+        self.error = error
+        pending = dict.fromkeys(self._table.take_all())
+        streams = self.pulls.take_all()
+        if self.partial is not None:
+            streams.append(self.partial)
+        for stream in streams:
+            if stream.receive is not None:
+                pending[stream.receive] = None
+            stream.abandon()
+        self._any_source.stalled(self, False)
+        self._parking.forget_offers()
+        for receive in pending:
+            receive.sink.message_failed(receive.token, error)
+
+    def drop_group(self, group: bytes) -> None:
+        """Forget what belongs to `group`; what is under way into its arrays goes nowhere from now on."""
+        self._table.take_group(group)
+        self.pulls.drop_group(group)
+        if self.partial is not None and self.partial.belongs_to(group):
+            self.partial.abandon()
+        for message_id in self._parking.drop_group(group):
+            self._out.queue.push_control(pack_header(Kind.DISCARD, message_id=message_id))
+        self._out.kick()
+
+    def statistics(self) -> dict[str, int]:
+        """What is posted, parked and under way."""
+        return {
+            "receives_posted": sum(1 for _ in self._table),
+            "parked_bytes": sum(window.parked_bytes for window in self.windows),
+            "parked_offers": sum(window.parked_offers for window in self.windows),
+            "parked_messages": sum(map(len, self._parked.values())),
+            "streams_in": len(self.pulls.by_id),
+        }

@@ -1,0 +1,171 @@
+"""Loans: which segments of arrays two ranks have agreed to read in each other's memory, and the copies under way.
+
+A segment is offered once, when something in it could first have been lent, and lent from once the peer has said that it
+has mapped it: until then, and if it cannot, payloads travel.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import numpy as np
+
+from asyncdist import events
+from asyncdist.arrays import Array
+from asyncdist.errors import ClosedError, RemoteProtocolError
+from asyncdist.transport.protocol.frame import LEND_BYTES, Kind, pack_header
+from asyncdist.transport.protocol.pulls import Stream
+from asyncdist.transport.shared_memory.arrays import SharedArrays, address_of
+from asyncdist.transport.shared_memory.parcel import Parcel, close_all
+from asyncdist.transport.shared_memory.segment import AttachedSegment
+
+__all__ = ["COPY_BYTES", "MAX_BORROWED", "Borrowing", "Loans"]
+
+MAX_BORROWED: Final = 4096
+"""Segments one peer may have us map for its arrays. Beyond some sixty it takes them ever larger."""
+
+COPY_BYTES: Final = 2 << 20
+"""Bytes copied in one turn of the loop: some 0.2 ms."""
+
+
+class Segmented(Protocol):
+    """The connection, as its loans see it."""
+
+    def offer(self, number: int) -> None:
+        """Pass a segment of arrays. Raises OSError, ClosedError."""
+
+    def tell(self, frame: bytes) -> None:
+        """Send a frame in line with messages."""
+
+    def forsake(self, number: int) -> None:
+        """The peer has no segment of that number any more, and may have passed it for something else than arrays."""
+
+
+class Borrowing:
+    """A lent message on its way from `source` into the place of `stream`; `done` is called with the last byte."""
+
+    __slots__ = ("_copied", "_done", "_source", "_target", "stream")
+
+    def __init__(self, stream: Stream, source: memoryview, done: Callable[[], None]) -> None:
+        assert stream.view is not None
+        self.stream = stream
+        self._source: Array = np.frombuffer(source, np.uint8)
+        self._target: Array = np.frombuffer(stream.view, np.uint8)
+        self._copied = 0
+        self._done = done
+
+    def advance(self, nbytes: int) -> int:
+        """Copy up to `nbytes` more; returns how many. 0: it is over."""
+        start = self._copied
+        stop = min(start + nbytes, self.stream.total)
+        if self.stream.view is None or start == stop:
+            return 0
+        self._target[start:stop] = self._source[start:stop]
+        self._copied = stop
+        if stop == self.stream.total:
+            self._done()
+        return stop - start
+
+
+class Loans:
+    """One connection's side: what we lend and what we borrow."""
+
+    __slots__ = ("_arrays", "_borrowed", "_connection", "_copies", "_lent")
+
+    def __init__(self, connection: Segmented, arrays: SharedArrays) -> None:
+        self._connection = connection
+        self._arrays = arrays
+        self._lent: dict[int, bool] = {}  # by segment offered, whether the peer has mapped it
+        self._borrowed: dict[int, AttachedSegment] = {}
+        self._copies: deque[Borrowing] = deque()
+
+    # Lending
+
+    def lend(self, payload: memoryview) -> tuple[int, int] | None:
+        """Segment and offset of a payload that the peer can read in our memory, else None."""
+        if len(payload) < LEND_BYTES or not len(self._arrays):
+            return None
+        found = self._arrays.find(address_of(payload), len(payload))
+        return found if found is not None and self.maps(found[0]) else None
+
+    def maps(self, number: int) -> bool:
+        """Whether the peer has mapped our segment `number`; if not, it is asked to."""
+        mapped = self._lent.get(number)
+        if mapped is None:
+            self._lent[number] = False
+            try:
+                self._connection.offer(number)
+            except (OSError, ClosedError):
+                del self._lent[number]
+        return mapped is True
+
+    def on_mapped(self, number: int) -> None:
+        """MAPPED: the peer can read this one."""
+        if number in self._lent:  # else it is gone meanwhile
+            self._lent[number] = True
+
+    def gone(self, number: int) -> None:
+        """We have no segment of that number any more."""
+        if self._lent.pop(number, None) is not None:
+            self._connection.tell(pack_header(Kind.UNMAP, length=number))
+
+    # Borrowing
+
+    def attach(self, parcel: Parcel) -> None:
+        """The peer has offered a segment: map it, or leave it. Raises RemoteProtocolError."""
+        number = parcel.number
+        if number in self._borrowed or len(self._borrowed) >= MAX_BORROWED:
+            close_all(parcel.fds)
+            raise RemoteProtocolError(f"a peer offered segment {number} again, or more than {MAX_BORROWED}")
+        try:
+            if not parcel.fds:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            self._borrowed[number] = AttachedSegment(parcel.fds[0], parcel.size)
+        except OSError as error:
+            events.info("%d bytes of a peer's arrays cannot be mapped and will be copied: %s", parcel.size, error)
+            return
+        self._connection.tell(pack_header(Kind.MAPPED, length=number))
+
+    def on_unmap(self, number: int) -> None:
+        """UNMAP: the segment goes with the last view of it. It may never have been mapped."""
+        if self._borrowed.pop(number, None) is None:
+            self._connection.forsake(number)
+
+    def borrow(self, number: int, offset: int, length: int) -> memoryview:
+        """Memory of the peer. Raises RemoteProtocolError if it has not offered that."""
+        segment = self._borrowed.get(number)
+        if segment is None:
+            raise RemoteProtocolError(f"a peer lent of segment {number}, which is not mapped here")
+        if offset > segment.size or length > segment.size - offset:
+            raise RemoteProtocolError(f"a peer lent {length} bytes at {offset} of a segment of {segment.size}")
+        return segment.view[offset : offset + length]
+
+    def copy(self, stream: Stream, source: memoryview, done: Callable[[], None]) -> None:
+        """Have a lent message copied by and by; `done` is called once it is, unless nobody wants it by then."""
+        self._copies.append(Borrowing(stream, source, done))
+
+    @property
+    def copying(self) -> bool:
+        """Whether `advance` has something to do."""
+        return bool(self._copies)
+
+    def advance(self) -> None:
+        """Copy COPY_BYTES of what was lent, in turns."""
+        left = COPY_BYTES
+        copies = self._copies
+        while copies and left > 0:
+            borrowing = copies.popleft()
+            copied = borrowing.advance(min(left, COPY_BYTES // 2))
+            if copied:
+                left -= copied
+                copies.append(borrowing)
+
+    def close(self) -> None:
+        """The connection has ended."""
+        self._copies.clear()
+        self._borrowed.clear()
+        self._lent.clear()

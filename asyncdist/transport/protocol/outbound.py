@@ -1,0 +1,400 @@
+"""Outbound: the sending half of a connection. Decides how each message travels and answers the peer's pulls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from asyncdist.errors import ClosedError, PeerLostError, RemoteProtocolError
+from asyncdist.transport.protocol.credit import SendWindow
+from asyncdist.transport.protocol.frame import (
+    CHANNELS,
+    COLLECTIVE,
+    EAGER_BYTES,
+    EARLY_ID,
+    FLAG_ABORT,
+    FLAG_ASKED,
+    FLAG_END,
+    HEADER,
+    JOIN_BYTES,
+    MAX_CONTROL_BYTES,
+    MAX_LENGTH,
+    MAX_META_BYTES,
+    MAX_OFFERS,
+    MESSAGE_OVERHEAD_BYTES,
+    Kind,
+    pack_fragment,
+    pack_header,
+    pack_lent,
+)
+from asyncdist.transport.protocol.kept_error import anew
+from asyncdist.transport.protocol.loans import Loans
+from asyncdist.transport.protocol.matching import DroppedGroups, SendOp, fail_all
+from asyncdist.transport.protocol.offers import EarlyPulls, Offers
+from asyncdist.transport.protocol.output import OutputQueue
+
+__all__ = ["Outbound"]
+
+_pack = HEADER.pack
+_DATA = Kind.DATA
+
+
+class Outbound:
+    """See the module. Every message is in exactly one place: the output queue, held back, offered, or streaming."""
+
+    __slots__ = (
+        "_dropped",
+        "_early_pulls",
+        "_goodbye_queued",
+        "_next_stall",
+        "_offers",
+        "_peer_rank",
+        "corked",
+        "error",
+        "goodbye_sent",
+        "leaving",
+        "loans",
+        "queue",
+        "windows",
+    )
+
+    def __init__(self, peer_rank: int, dropped: DroppedGroups) -> None:
+        self._peer_rank = peer_rank
+        self._dropped = dropped
+        self.queue = OutputQueue()
+        self.windows = tuple(SendWindow() for _ in range(CHANNELS))
+        self.error: BaseException | None = None
+        self.loans: Loans | None = None
+        self._offers = Offers(self.windows)
+        self._early_pulls = EarlyPulls(peer_rank)
+        self._next_stall = 1
+        self.corked = False  # input is being handled: what it causes is written together at its end
+        self.leaving = False
+        self.goodbye_sent = False
+        self._goodbye_queued = False
+
+    # Posting
+
+    def post_send(self, op: SendOp) -> bool:
+        """See PeerCore.post_send."""
+        queue = self.queue
+        if queue.clear:
+            payload = op.payload
+            nbytes = len(payload)
+            meta = op.meta
+            key = op.key
+            window = self.windows[key[20]]
+            credit = window.credit - nbytes - len(meta) - MESSAGE_OVERHEAD_BYTES
+            if nbytes <= EAGER_BYTES and credit >= 0 and not window.stall and len(meta) <= MAX_META_BYTES:
+                window.credit = credit
+                head = _pack(_DATA, 0, len(meta), op.fingerprint, key, nbytes, 0, 0)
+                if meta:
+                    head += meta
+                if nbytes <= JOIN_BYTES:
+                    frame = head + payload
+                    sent = queue.writer((frame,))
+                    if sent != len(frame):
+                        queue.begin([memoryview(frame)[sent:]], None)
+                    return True
+                sent = queue.writer((head, payload))
+                if sent == len(head) + nbytes:
+                    return True
+                queue.begin(
+                    [memoryview(head)[sent:], payload] if sent < len(head) else [payload[sent - len(head) :]], op
+                )
+                return False
+        return self._post_queued(op)
+
+    def _post_queued(self, op: SendOp) -> bool:
+        self._check(op)
+        queue = self.queue
+        if queue.flushing:
+            self._dispatch(op)
+            return False
+        queue.posting = op
+        self._dispatch(op)
+        self.kick()
+        sent = queue.posting is None
+        queue.posting = None
+        return sent
+
+    def _check(self, op: SendOp) -> None:
+        if self.error is not None:
+            raise anew(self.error)
+        if self.leaving:
+            raise ClosedError(f"cannot send to rank {self._peer_rank}: the connection is being closed")
+        if len(op.meta) > MAX_META_BYTES:
+            raise ValueError(f"meta of {len(op.meta)} bytes exceeds {MAX_META_BYTES}")
+        if len(op.payload) > MAX_LENGTH:
+            raise ValueError(f"message of {len(op.payload)} bytes exceeds {MAX_LENGTH}")
+
+    def _dispatch(self, op: SendOp) -> None:
+        """Choose the way of a new message: to the peer's early pull, eagerly, as an offer, or held back."""
+        key = op.key
+        window = self.windows[key[20]]
+        if window.holds(key):
+            self._hold(window, op)
+            return
+        early_id = self._early_pulls.take(key, len(op.payload)) if self._early_pulls else 0
+        if early_id:
+            self._stream_early(op, early_id)
+        elif not self._send_or_offer(window, op, asked=window.answer(key)):
+            self._hold(window, op)
+
+    def _send_or_offer(self, window: SendWindow, op: SendOp, asked: bool) -> bool:
+        """Queue `op` eagerly or as an offer; False if there is room for neither (never when `asked`)."""
+        nbytes = len(op.payload)
+        charge = nbytes + len(op.meta) + MESSAGE_OVERHEAD_BYTES
+        flags = FLAG_ASKED if asked else 0
+        if nbytes <= EAGER_BYTES and charge <= window.credit:
+            window.credit -= charge
+            head = _pack(_DATA, flags, len(op.meta), op.fingerprint, op.key, nbytes, 0, 0)
+            self.queue.push_data(head + op.meta, op)
+            return True
+        if not asked and (window.offers >= MAX_OFFERS or (window.holding and window.oldest() is not op)):
+            return False
+        self._offers.add(op, self.queue.streaming)
+        self.queue.push_data(self._offer(op, flags), op, op._id)
+        return True
+
+    def _offer(self, op: SendOp, flags: int = 0) -> bytes:
+        return _pack(Kind.OFFER, flags, len(op.meta), op.fingerprint, op.key, len(op.payload), 0, op._id) + op.meta
+
+    # Holding back
+
+    def _hold(self, window: SendWindow, op: SendOp) -> None:
+        window.hold(op)
+        if not window.stall:
+            window.stall = self._next_stall
+            self._next_stall = self._next_stall % (EARLY_ID - 1) + 1
+            self._say_stalled(op.key[20], 1, window.stall)
+
+    def _say_stalled(self, channel: int, stalled: int, number: int) -> None:
+        key = bytes(20) + bytes((channel, 0, 0, 0))
+        self.queue.push_data(pack_header(Kind.STALLED, key=key, length=stalled, message_id=number))
+
+    def _release(self, channel: int) -> None:
+        """There is room again: let held messages go, oldest first, and end the stall with half the offers answered."""
+        window = self.windows[channel]
+        if not window.stall:
+            return
+        while (op := window.oldest()) is not None:
+            if not self._send_or_offer(window, op, asked=False):
+                return
+            window.release(op)
+        if window.offers <= MAX_OFFERS // 2:
+            window.asked.clear()
+            self._say_stalled(channel, 0, window.stall)
+            window.stall = 0
+
+    # What the peer's receiving half says
+
+    def on_pull(self, key: bytes, length: int, message_id: int) -> None:
+        """PULL: by an offer's id, or early, by key."""
+        if message_id >= EARLY_ID:
+            self._on_early_pull(key, length, message_id)
+            return
+        op = self._offers.answered(message_id)
+        if op is None:
+            raise RemoteProtocolError(f"rank {self._peer_rank} pulled message {message_id}, which is not on offer")
+        if op._settled:
+            self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
+        else:
+            self._stream(op, message_id)
+        self._release(op.key[20])
+
+    def _on_early_pull(self, key: bytes, length: int, message_id: int) -> None:
+        self._early_pulls.check(key, length, message_id, self.queue.streaming)
+        window = self.windows[COLLECTIVE]
+        op = self._offers.collective(key)
+        held = window.oldest_of(key)
+        if op is not None and (op._settled or len(op.payload) == length):
+            self._offers.answered(op._id)
+            self._stream_early(op, message_id)
+            self._release(COLLECTIVE)
+        elif op is None and held is not None and len(held.payload) == length:
+            window.release(held)
+            self._stream_early(held, message_id)
+            self._release(COLLECTIVE)
+        elif key in self._dropped:
+            self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
+        else:
+            self._early_pulls.add(key, length, message_id)
+
+    def on_discard(self, message_id: int) -> None:
+        """DISCARD: nobody wants this message, or the rest of it. Unknown ids are streams that ended meanwhile."""
+        op = self._offers.answered(message_id)
+        if op is not None:
+            op._id = 0
+            self._complete(op)
+            self._release(op.key[20])
+        elif message_id in self.queue.streaming:
+            self._stop(self.queue.streaming[message_id], self.queue.push_reply)
+        elif self._early_pulls.cancel(message_id):
+            self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
+
+    def on_credit(self, channel: int, nbytes: int) -> None:
+        """CREDIT: parked messages were taken."""
+        self.windows[channel].grant(nbytes)
+        self._release(channel)
+
+    def on_ask(self, key: bytes, stall: int) -> None:
+        """ASK: the peer has a receive for `key` and nothing from us."""
+        if key[20] >= CHANNELS:
+            raise RemoteProtocolError(f"rank {self._peer_rank} asked on channel {key[20]}")
+        window = self.windows[key[20]]
+        if stall != window.stall:
+            return  # it crossed with the end of its stall
+        op = window.oldest_of(key)
+        if op is None:
+            window.ask(key)
+            return
+        self._send_or_offer(window, op, asked=True)
+        window.release(op)
+
+    def peer_left(self) -> None:
+        """GOODBYE came: nothing on offer or held back will ever be pulled."""
+        error = PeerLostError(f"rank {self._peer_rank} left without receiving the message", self._peer_rank, left=True)
+        unwanted = self._offers.take_all()
+        for window in self.windows:
+            unwanted.extend(window.take_all())
+        for op in unwanted:
+            op._id = 0
+        fail_all(unwanted, error)
+
+    # Streams
+
+    def _stream_early(self, op: SendOp, message_id: int) -> None:
+        """Serve an early pull. An offer that goes before the fragments only carries the meta."""
+        if op._settled:  # dropped after it was offered
+            self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
+            return
+        op._id = message_id
+        if op.meta:
+            self.queue.push_data(self._offer(op), op, message_id)
+        self._stream(op, message_id)
+
+    def _stream(self, op: SendOp, message_id: int) -> None:
+        op._id = message_id
+        loans = self.loans
+        place = None if loans is None else loans.lend(op.payload)
+        if place is None:
+            self.queue.push_stream(op)
+        else:
+            self.queue.push_lent(pack_lent(message_id, *place, len(op.payload), op.fingerprint), op)
+
+    def on_returned(self, message_id: int) -> None:
+        """RETURNED: a lent message was copied. Those stopped meanwhile have had their end."""
+        op = self.queue.streaming.get(message_id)
+        if op is None:
+            return
+        if not self.queue.end_lent(op):
+            raise RemoteProtocolError(f"rank {self._peer_rank} returned message {message_id}, which was not lent")
+        self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_END))
+        self._complete(op)
+
+    def _stop(self, op: SendOp, push: Callable[[bytes], None]) -> None:
+        """End a stream before its time, unless its last fragment is begun."""
+        message_id = op._id
+        if not self.queue.stop_stream(op):
+            return
+        push(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
+        if not self.queue.finishing(op):
+            self._complete(op)
+
+    def _complete(self, op: SendOp) -> None:
+        if not op._settled:
+            op._settled = True
+            op.sink.message_sent(op.token)
+
+    # Everything else
+
+    def send_control(self, payload: bytes) -> None:
+        """See PeerCore.send_control."""
+        if self.error is not None:
+            raise anew(self.error)
+        if len(payload) > MAX_CONTROL_BYTES:
+            raise ValueError(f"control payload of {len(payload)} bytes exceeds {MAX_CONTROL_BYTES}")
+        if self._goodbye_queued:
+            raise ClosedError(f"cannot send to rank {self._peer_rank}: the connection is being closed")
+        push = self.queue.push_reply if self.corked else self.queue.push_control  # corked: the peer has caused it
+        push(pack_header(Kind.CONTROL, length=len(payload)) + payload)
+        self.kick()
+
+    def kick(self) -> None:
+        """Write what must be written, unless the socket is full or input is being handled."""
+        queue = self.queue
+        if (queue.urgent or self.leaving) and not queue.blocked and not self.corked:
+            self.flush()
+
+    def flush(self) -> bool:
+        """See PeerCore.flush."""
+        done = self.queue.flush()
+        if done and self.leaving and not self._goodbye_queued and not self._undelivered():
+            self.queue.push_data(pack_header(Kind.GOODBYE))
+            self.queue.closed = self._goodbye_queued = True
+            done = self.queue.flush()
+        if done and self._goodbye_queued:
+            self.goodbye_sent = True
+        if self.leaving:
+            self.queue.clear = False
+        return done
+
+    def _undelivered(self) -> bool:
+        return self._offers.wanted or any(w.holding for w in self.windows) or self.queue.lending
+
+    @property
+    def has_output(self) -> bool:
+        """See PeerCore.has_output."""
+        return self.queue.waiting or bool(self.queue.streaming) or self._undelivered()
+
+    def goodbye(self) -> None:
+        """See PeerCore.goodbye."""
+        self.leaving = True
+        self.queue.clear = False
+        self.kick()
+
+    def fail(self, error: BaseException) -> None:
+        """Fail whatever is not complete."""
+        if self.error is not None:
+            return
+        self.error = error
+        ops = self.queue.take_all() + self._offers.take_all()
+        for window in self.windows:
+            ops.extend(window.take_all())
+        self._early_pulls.clear()
+        fail_all(ops, error)
+
+    def drop_group(self, group: bytes) -> None:
+        """Forget the messages of `group`, those the peer knows of as soon as it answers."""
+        for op in [op for op in self.queue.streaming.values() if op.key.startswith(group)]:
+            op._settled = True
+            self._stop(op, self.queue.push_control)
+        for op, offer_id in self.queue.drop_group(group):
+            self._unsend(op, offer_id)
+        self._offers.drop_group(group)
+        for window in self.windows:
+            for op in window.drop_group(group):
+                op._settled = True
+        for message_id in self._early_pulls.drop_group(group):
+            self.queue.push_control(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
+        for channel in range(CHANNELS):
+            self._release(channel)
+        self.kick()
+
+    def _unsend(self, op: SendOp, offer_id: int) -> None:
+        """A dropped message of which the peer has heard nothing: take back what it was charged."""
+        op._settled = True
+        if not offer_id:
+            self.windows[op.key[20]].credit += len(op.payload) + len(op.meta) + MESSAGE_OVERHEAD_BYTES
+        else:
+            self._offers.unmake(op, offer_id)
+
+    def statistics(self) -> dict[str, int]:
+        """What is offered, held back and under way."""
+        return {
+            "offered": len(self._offers),
+            "held": sum(window.held_count for window in self.windows),
+            "early_pulls": len(self._early_pulls),
+            "streams_out": len(self.queue.streaming),
+            "credit": sum(window.credit for window in self.windows),
+        }

@@ -1,0 +1,131 @@
+"""Parking: messages of one peer that came before their receives, within the bounds of credit and offers."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from asyncdist.errors import RemoteProtocolError
+from asyncdist.transport.protocol.credit import ReceiveWindow
+from asyncdist.transport.protocol.frame import (
+    CREDIT_BYTES,
+    MAX_OFFERS,
+    MESSAGE_OVERHEAD_BYTES,
+    POINT_TO_POINT,
+    describe_key,
+)
+from asyncdist.transport.protocol.matching import AnySourceTable, ParkedMessage, ParkingPeer
+
+__all__ = ["Parking"]
+
+
+class Parking:
+    """See the module. Messages are kept by key, in the order in which they came."""
+
+    __slots__ = ("_any_source", "_offers", "_owner", "_peer_rank", "_windows", "queues")
+
+    def __init__(
+        self, peer_rank: int, owner: ParkingPeer, any_source: AnySourceTable, windows: tuple[ReceiveWindow, ...]
+    ) -> None:
+        self._peer_rank = peer_rank
+        self._owner = owner
+        self._any_source = any_source
+        self._windows = windows
+        self._offers: set[int] = set()
+        self.queues: dict[bytes, deque[ParkedMessage]] = {}
+
+    def add_message(self, key: bytes, payload: memoryview, meta: bytes, fingerprint: int) -> None:
+        """Keep a copy of an eager message. Raises RemoteProtocolError beyond the peer's credit."""
+        length = len(payload)
+        window = self._windows[key[20]]
+        window.parked_bytes += length + len(meta) + MESSAGE_OVERHEAD_BYTES
+        if window.parked_bytes > CREDIT_BYTES:
+            raise RemoteProtocolError(f"rank {self._peer_rank} exceeds its credit of {CREDIT_BYTES} bytes")
+        self._add(key, ParkedMessage(bytes(payload), length, meta, fingerprint, 0))
+
+    def add_offer(self, key: bytes, length: int, meta: bytes, fingerprint: int, message_id: int, asked: bool) -> None:
+        """Keep an offer. Raises RemoteProtocolError beyond MAX_OFFERS, unless it was `asked` for."""
+        window = self._windows[key[20]]
+        if window.parked_offers >= MAX_OFFERS and not asked:
+            raise RemoteProtocolError(f"rank {self._peer_rank} has more than {MAX_OFFERS} offers open")
+        window.parked_offers += 1
+        self._offers.add(message_id)
+        self._add(key, ParkedMessage(None, length, meta, fingerprint, message_id))
+
+    def _add(self, key: bytes, parked: ParkedMessage) -> None:
+        message = key[20] == POINT_TO_POINT  # which may be received from any source, so their order counts
+        if message:
+            parked.arrival = self._any_source.next_arrival()
+        queue = self.queues.get(key)
+        if queue is not None:
+            queue.append(parked)
+            return
+        self.queues[key] = deque((parked,))
+        if message:
+            self._any_source.parked(key, self._owner)
+
+    def put_back(self, key: bytes, payload: bytes, meta: bytes, fingerprint: int) -> None:
+        """Keep a point-to-point message that was taken already, ahead of all others of its key."""
+        parked = ParkedMessage(payload, len(payload), meta, fingerprint, 0)
+        parked.returned = True  # its arrival, 0, is before all others' too
+        queue = self.queues.get(key)
+        if queue is not None:
+            queue.appendleft(parked)
+            return
+        self.queues[key] = deque((parked,))
+        self._any_source.parked(key, self._owner)
+
+    def check_offer(self, key: bytes, message_id: int) -> None:
+        """Raise RemoteProtocolError if `message_id` is on offer already."""
+        if message_id in self._offers:
+            raise RemoteProtocolError(
+                f"rank {self._peer_rank} offered message {message_id} twice ({describe_key(key)})"
+            )
+
+    def take(self, key: bytes) -> ParkedMessage:
+        """Remove and return the oldest message of `key`."""
+        queue = self.queues[key]
+        parked = queue.popleft()
+        if not queue:
+            self._forget(key)
+        self._account(key, parked)
+        return parked
+
+    def _account(self, key: bytes, parked: ParkedMessage) -> None:
+        window = self._windows[key[20]]
+        if parked.payload is None:
+            window.parked_offers -= 1
+            self._offers.discard(parked.message_id)
+        elif not parked.returned:
+            charge = parked.length + len(parked.meta) + MESSAGE_OVERHEAD_BYTES
+            window.parked_bytes -= charge
+            window.owe(charge)
+
+    def _forget(self, key: bytes) -> None:
+        del self.queues[key]
+        if key[20] == POINT_TO_POINT:
+            self._any_source.unparked(key, self._owner)
+
+    def drop_group(self, group: bytes) -> list[int]:
+        """Forget the messages of `group`; returns the ids of those that were only on offer."""
+        offers = []
+        for key in [key for key in self.queues if key.startswith(group)]:
+            for parked in self.queues[key]:
+                self._account(key, parked)
+                if parked.payload is None:
+                    offers.append(parked.message_id)
+            self._forget(key)
+        return offers
+
+    def forget_offers(self) -> None:
+        """The peer is gone: of each key keep what is here whole, up to the first message that can never come."""
+        for key, queue in list(self.queues.items()):
+            whole: deque[ParkedMessage] = deque()
+            for parked in queue:
+                if parked.payload is None:
+                    break
+                whole.append(parked)
+            if whole:
+                self.queues[key] = whole
+            else:
+                self._forget(key)
+        self._offers.clear()

@@ -1,0 +1,183 @@
+"""PeerCore: everything one connection does except I/O.
+
+The shell owns a non-blocking socket. It reads into `get_buffer()` and reports with `buffer_updated(n)`; it hands over
+two functions with `open(writer, arm)`, and calls `flush()` when the socket is writable after `arm()` was called.
+
+    post_send ──> outbound ──> output ──> writer            (shell: send, sendmsg)
+                     ^ pulls, credit, asks
+    post_receive ─> inbound <── reader <── buffer_updated    (shell: recv_into)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from asyncdist.transport.protocol.frame import FRAGMENT_BYTES
+from asyncdist.transport.protocol.inbound import Inbound
+from asyncdist.transport.protocol.loans import Loans
+from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, SendOp
+from asyncdist.transport.protocol.outbound import Outbound
+from asyncdist.transport.protocol.reader import Reader
+from asyncdist.transport.protocol.writer import Arm, Writer
+
+__all__ = ["Arm", "PeerCore", "Writer"]
+
+
+class PeerCore:
+    """The protocol with one remote rank. Not thread-safe; all calls come from the loop's thread.
+
+    `on_control(peer_rank, payload)` gets CONTROL payloads. `any_source` and `dropped` are shared by a mesh's cores.
+    Sinks and `on_control` are called from inside the methods here, and may call any of them except `get_buffer`,
+    `buffer_updated` and `flush`.
+
+    The methods on the path of every message are attributes, bound to the part that does the work:
+
+    `post_send(op)` sends. True: complete, the sink is not called; False: the sink hears later. Raises `error` once
+    failed, ClosedError after `goodbye`, ValueError for meta beyond MAX_META_BYTES.
+
+    `post_receive(receive)` receives. True: complete, the sink is not called; False: the sink hears later. Raises
+    `error` once failed, unless the message is here already; and, when the message that is here does not suit, what
+    `allocate` raised or CollectiveMismatchError: that message is discarded and `receive` forgotten.
+
+    `get_buffer()` returns the memory the next bytes belong into; never empty, valid until the next call of anything.
+
+    `buffer_updated(n)` says that `n` bytes were read into it. Returns the number of frames handled, so that a shell can
+    end its callback after some hundred. Raises RemoteProtocolError; the shell then closes the connection and fails us.
+    """
+
+    __slots__ = (
+        "_inbound",
+        "_out",
+        "_reader",
+        "buffer_updated",
+        "get_buffer",
+        "peer_rank",
+        "post_receive",
+        "post_send",
+        "rank",
+    )
+
+    post_send: Callable[[SendOp], bool]
+    post_receive: Callable[[Receive], bool]
+    get_buffer: Callable[[], memoryview]
+    buffer_updated: Callable[[int], int]
+
+    def __init__(
+        self,
+        rank: int,
+        peer_rank: int,
+        on_control: Callable[[int, bytes], None],
+        *,
+        any_source: AnySourceTable | None = None,
+        dropped: DroppedGroups | None = None,
+        write_bytes: int = FRAGMENT_BYTES,
+    ) -> None:
+        if dropped is None:
+            dropped = DroppedGroups()
+        self.rank = rank
+        self.peer_rank = peer_rank
+        self._out = Outbound(peer_rank, dropped)
+        self._out.queue.write_bytes = write_bytes
+        self._inbound = Inbound(peer_rank, self._out, any_source or AnySourceTable(), dropped)
+        self._reader = Reader(peer_rank, self._inbound, self._out, on_control)
+        self.post_send = self._out.post_send
+        self.post_receive = self._inbound.post_receive
+        self.get_buffer = self._reader.get_buffer
+        self.buffer_updated = self._reader.buffer_updated
+
+    @property
+    def left(self) -> bool:
+        """Whether the peer's GOODBYE came: the end of the stream then means left, not lost."""
+        return self._reader.left
+
+    @property
+    def expects(self) -> bool:
+        """Whether a receive waits for this peer: what comes without one is stored, and copied when one is posted."""
+        inbound = self._inbound
+        return bool(inbound.entries or inbound.any_entries or inbound.pulls.by_id)
+
+    @property
+    def goodbye_sent(self) -> bool:
+        """Whether our GOODBYE was accepted by the OS: the sending side may be shut down."""
+        return self._out.goodbye_sent
+
+    @property
+    def has_output(self) -> bool:
+        """Whether anything posted or queued is still to be delivered to the peer."""
+        return self._out.has_output
+
+    @property
+    def error(self) -> BaseException | None:
+        """What `fail` was called with."""
+        return self._out.error
+
+    def open(self, writer: Writer, arm: Arm, loans: Loans | None = None) -> None:
+        """The handshake is done: write what is queued, and from now on whatever comes.
+
+        With `loans`, payloads that lie in shared memory are lent to the peer; who moves the bytes calls its `advance`.
+        """
+        self._out.loans = self._inbound.loans = loans
+        if loans is not None:
+            self._reader.max_read_bytes = FRAGMENT_BYTES  # no system call to keep short
+        self._out.queue.open(writer, arm)
+        self._out.flush()
+
+    def flush(self) -> bool:
+        """Write what is queued, at most MAX_CALL_BYTES. True: nothing is left, no need to call again until `arm()`."""
+        return self._out.flush()
+
+    def send_control(self, payload: bytes) -> None:
+        """Send a CONTROL frame ahead of everything queued. Raises `error` once failed, ValueError, ClosedError."""
+        self._out.send_control(payload)
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send a frame of the shell's own, behind the messages posted so far."""
+        self._out.queue.push_data(frame)
+        self._out.kick()
+
+    def kick(self) -> None:
+        """Write what must be written now."""
+        self._out.kick()
+
+    def withdraw(self, receive: Receive) -> bool:
+        """Forget a receive posted here; False if it was matched.
+
+        No point-to-point message is lost by it. A collective message beyond EAGER_BYTES may be: the sender was told at
+        the post to send it at once.
+        """
+        return self._inbound.withdraw(receive)
+
+    def put_back(self, receive: Receive, payload: bytes) -> None:
+        """Undo `receive`, a point-to-point receive that has ended well but nobody took notice of.
+
+        `payload` is what it received. The message goes to the receive posted next for its key, or waits for one ahead
+        of all others of that key.
+        """
+        self._inbound.put_back(receive, payload)
+
+    def drop_group(self, group: bytes, error: BaseException) -> None:
+        """Forget everything of the group whose id's 8 bytes are `group`, telling no sink.
+
+        When this returns no array of the group is read or written any more, except that a peer may still be copying
+        from one that was lent to it: it will throw away what it copied. Late messages of the group are drained.
+        `error` is for the reader of a trace; the group's owner has told its users already.
+        """
+        self._inbound.drop_group(group)
+        self._out.drop_group(group)
+
+    def goodbye(self) -> None:
+        """Send GOODBYE once everything posted is sent, and take no further sends. Watch `goodbye_sent`. Idempotent."""
+        self._out.goodbye()
+
+    def fail(self, error: BaseException) -> None:
+        """The connection is gone: every pending send and receive fails with `error`, once. Idempotent.
+
+        Eager messages that arrived before may still be received. Receives from any source are the mesh's to fail.
+        """
+        self._out.fail(error)
+        self._inbound.fail(error)
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts of what is held for this peer, for tests of the bounds and for the curious."""
+        return {**self._out.statistics(), **self._inbound.statistics()}

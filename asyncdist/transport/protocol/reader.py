@@ -1,0 +1,326 @@
+"""Reader: cuts the incoming bytes into frames, and lends memory so that payload is read where it belongs.
+
+Small frames are read many at a time into scratch, where eager payload waits to be copied once. Bulk payload is read
+straight into the receiver's array; between two fragments no more than a header is read, so that none of the next
+fragment's payload lands in scratch.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Final
+
+from asyncdist.errors import RemoteProtocolError
+from asyncdist.transport.protocol.credit import RETURN_CREDIT_BYTES
+from asyncdist.transport.protocol.frame import (
+    COLLECTIVE,
+    EAGER_BYTES,
+    FLAG_CREDIT_COLLECTIVE,
+    HEADER_BYTES,
+    MAX_CONTROL_BYTES,
+    MAX_META_BYTES,
+    MAX_READ_BYTES,
+    MESSAGE_OVERHEAD_BYTES,
+    POINT_TO_POINT,
+    Kind,
+)
+from asyncdist.transport.protocol.inbound import Inbound
+from asyncdist.transport.protocol.matching import Receive
+from asyncdist.transport.protocol.outbound import Outbound
+from asyncdist.transport.protocol.pulls import Stream
+
+__all__ = ["SCRATCH_BYTES", "Reader"]
+
+SCRATCH_BYTES: Final = 68 << 10
+"""Holds the largest frame that is handled whole (header, meta, 64 KiB) with room to spare."""
+
+DIRECT_BYTES: Final = 4 << 10
+"""From so much missing payload on, the rest of an eager message is read into its array instead of scratch."""
+
+_HEADER: Final = struct.Struct("<II24sQII")  # kind, flags and meta_bytes as one word: one comparison on the fast path
+_unpack = _HEADER.unpack_from
+_OFFSET: Final = struct.Struct("<Q")
+_KIND_AND_FLAGS: Final = 0xFFFF
+_DATA: Final = Kind.DATA
+_FRAGMENT: Final = Kind.FRAGMENT
+
+
+class Reader:
+    """See the module. `left`: the peer's GOODBYE came, and nothing may follow."""
+
+    __slots__ = (
+        "_any_entries",
+        "_end",
+        "_entries",
+        "_inbound",
+        "_left_bytes",
+        "_need",
+        "_on_control",
+        "_out",
+        "_peer_rank",
+        "_scratch",
+        "_stream",
+        "_windows",
+        "left",
+        "max_read_bytes",
+    )
+
+    def __init__(
+        self, peer_rank: int, inbound: Inbound, out: Outbound, on_control: Callable[[int, bytes], None]
+    ) -> None:
+        self._peer_rank = peer_rank
+        self._inbound = inbound
+        self._out = out
+        self._on_control = on_control
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._end = 0  # bytes in scratch: the beginning of a frame
+        self._need = 0  # how much of scratch the next read may fill; 0: all
+        self._stream: Stream | None = None
+        self._left_bytes = 0  # of the payload being read into _stream
+        self._entries = inbound.entries
+        self._any_entries = inbound.any_entries
+        self._windows = inbound.windows
+        self.left = False
+        self.max_read_bytes = MAX_READ_BYTES
+
+    def get_buffer(self) -> memoryview:
+        """See PeerCore.get_buffer."""
+        left = self._left_bytes
+        if left:
+            stream = self._stream
+            if left > self.max_read_bytes:
+                left = self.max_read_bytes
+            if stream is None or stream.view is None:
+                return self._scratch[:left]
+            offset = stream.offset
+            return stream.view[offset : offset + left]
+        if self._need:
+            return self._scratch[self._end : self._need]
+        if self._end:
+            return self._scratch[self._end :]
+        return self._scratch
+
+    def buffer_updated(self, nbytes: int) -> int:
+        """See PeerCore.buffer_updated."""
+        left = self._left_bytes
+        if left > nbytes:  # bulk, and the fragment goes on: nothing to decide
+            self._left_bytes = left - nbytes
+            if self._stream is not None:
+                self._stream.offset += nbytes
+            return 0
+        out = self._out
+        out.corked = True
+        try:
+            frames = self._end_payload(nbytes) if left else self._read_frames(nbytes)
+        finally:
+            out.corked = False
+        if out.queue.urgent or out.leaving:
+            out.kick()
+        return frames
+
+    def _end_payload(self, nbytes: int) -> int:
+        """The last `nbytes` of a payload came."""
+        if nbytes > self._left_bytes:
+            raise ValueError("more bytes reported than lent")
+        stream = self._stream
+        assert stream is not None
+        stream.offset += nbytes
+        self._left_bytes = 0
+        self._stream = self._inbound.partial = None
+        self._need = HEADER_BYTES if self._inbound.pulls.begun else 0
+        if stream.offset == stream.total:
+            self._inbound.finish(stream)
+        return 1
+
+    def _read_frames(self, nbytes: int) -> int:
+        """Handle all whole frames in scratch, and begin a payload of which only the front is there."""
+        if self.left:
+            raise RemoteProtocolError(f"rank {self._peer_rank} sent something after its goodbye")
+        end = self._end + nbytes
+        self._end = end
+        self._need = 0
+        scratch = self._scratch
+        entries = self._entries
+        any_entries = self._any_entries
+        inbound = self._inbound
+        start = frames = 0
+        while end - start >= HEADER_BYTES and inbound.error is None:
+            word, fingerprint, key, length, credit, message_id = _unpack(scratch, start)
+            meta_bytes = word >> 16
+            head = start + HEADER_BYTES
+            body = head + meta_bytes
+            if (
+                word & _KIND_AND_FLAGS == _DATA
+                and length <= EAGER_BYTES
+                and body + length <= end
+                and key not in any_entries
+            ):
+                entry = entries.pop(key, None)
+                if entry.__class__ is Receive:
+                    view = entry.view
+                    if view is not None and len(view) == length and scratch[head:body] == entry.expects:
+                        start = body + length
+                        view[:] = scratch[body:start]
+                        entry.nbytes = length
+                        entry.meta = entry.expects
+                        entry.fingerprint = fingerprint
+                        window = self._windows[key[20]]
+                        window.owed += length + meta_bytes + MESSAGE_OVERHEAD_BYTES
+                        if window.owed > RETURN_CREDIT_BYTES:
+                            window.owe(0)
+                        frames += 1
+                        entry.sink.message_received(entry.token, entry)
+                        continue
+                if entry is None:
+                    start = body + length
+                    inbound.on_early(self._meta(meta_bytes, body), fingerprint, key, scratch[body:start])
+                    frames += 1
+                    continue
+                entries[key] = entry
+            size = self._frame(word, fingerprint, key, length, credit, message_id, start, end)
+            start += size
+            if not size or self.left:
+                break
+            frames += 1
+        rest = end - start
+        if start and rest:
+            scratch[:rest] = scratch[start:end]
+        self._end = rest
+        if rest >= HEADER_BYTES:
+            self._need = 0
+        if rest and self.left:
+            raise RemoteProtocolError(f"rank {self._peer_rank} sent something after its goodbye")
+        return frames
+
+    def _frame(
+        self, word: int, fingerprint: int, key: bytes, length: int, credit: int, message_id: int, start: int, end: int
+    ) -> int:
+        """Handle one frame that the fast path does not. Returns the bytes it took, 0 if more must come first."""
+        kind = word & 0xFF
+        flags = word >> 8 & 0xFF
+        meta_bytes = word >> 16
+        if kind == _DATA:
+            return self._data(flags, meta_bytes, fingerprint, key, length, start, end)
+        if kind == _FRAGMENT and not meta_bytes:
+            return self._fragment(flags, fingerprint, _OFFSET.unpack_from(key)[0], length, message_id, start, end)
+        if kind == Kind.LENT and not meta_bytes and self._inbound.loans is not None:
+            self._inbound.on_lent(fingerprint, key, length, message_id)
+            return HEADER_BYTES
+        if kind == Kind.OFFER:
+            return self._offer(flags, meta_bytes, fingerprint, key, length, message_id, start, end)
+        if kind == Kind.CONTROL and not meta_bytes:
+            return self._control(length, start, end)
+        if meta_bytes:
+            raise RemoteProtocolError(f"rank {self._peer_rank} sent meta with a frame of kind {kind}")
+        self._signal(kind, flags, key, length, credit, message_id)
+        return HEADER_BYTES
+
+    def _signal(self, kind: int, flags: int, key: bytes, length: int, credit: int, message_id: int) -> None:
+        """A frame that is only a header."""
+        if kind == Kind.PULL:
+            self._out.on_pull(key, length, message_id)
+        elif kind == Kind.DISCARD:
+            self._out.on_discard(message_id)
+        elif kind == Kind.CREDIT:
+            self._out.on_credit(COLLECTIVE if flags & FLAG_CREDIT_COLLECTIVE else POINT_TO_POINT, credit)
+        elif kind == Kind.ASK:
+            self._out.on_ask(key, message_id)
+        elif kind == Kind.STALLED:
+            self._inbound.on_stalled(key, length, message_id)
+        elif kind == Kind.GOODBYE:
+            self.left = True
+            self._out.peer_left()
+        elif (loans := self._inbound.loans) is not None and kind in (Kind.RETURNED, Kind.MAPPED, Kind.UNMAP):
+            if kind == Kind.RETURNED:
+                self._out.on_returned(message_id)
+            elif kind == Kind.MAPPED:
+                loans.on_mapped(length)
+            else:
+                loans.on_unmap(length)
+        else:
+            raise RemoteProtocolError(f"rank {self._peer_rank} sent a frame of unknown kind {kind}")
+
+    def _data(
+        self, flags: int, meta_bytes: int, fingerprint: int, key: bytes, length: int, start: int, end: int
+    ) -> int:
+        if length > EAGER_BYTES:
+            raise RemoteProtocolError(f"rank {self._peer_rank} sent {length} bytes without having offered them")
+        body = start + HEADER_BYTES + meta_bytes
+        stop = body + length
+        if body > end:
+            self._check_meta(meta_bytes)
+            return 0
+        scratch = self._scratch
+        if stop <= end:
+            meta = self._meta(meta_bytes, body)
+            self._inbound.on_data(flags, meta, fingerprint, key, scratch[body:stop])
+            return stop - start
+        if stop - end < DIRECT_BYTES:
+            return 0
+        stream = self._inbound.begin_data(flags, self._meta(meta_bytes, body), fingerprint, key, length)
+        if stream is None:
+            return 0
+        self._begin_payload(stream, body, end, length)
+        return end - start
+
+    def _fragment(
+        self, flags: int, fingerprint: int, offset: int, length: int, message_id: int, start: int, end: int
+    ) -> int:
+        stream = self._inbound.on_fragment(flags, fingerprint, offset, length, message_id)
+        if stream is None:
+            return HEADER_BYTES
+        body = start + HEADER_BYTES
+        self._begin_payload(stream, body, min(end, body + length), length)
+        if self._left_bytes:
+            return end - start
+        self._need = HEADER_BYTES if self._inbound.pulls.begun else 0
+        if stream.offset == stream.total:
+            self._inbound.finish(stream)
+        return HEADER_BYTES + length
+
+    def _begin_payload(self, stream: Stream, body: int, end: int, length: int) -> None:
+        """Put the payload in scratch[body:end] in place; what is missing of `length` is read there directly."""
+        here = end - body
+        offset = stream.offset
+        if here and stream.view is not None:
+            stream.view[offset : offset + here] = self._scratch[body:end]
+        stream.offset = offset + here
+        if here < length:
+            self._stream = self._inbound.partial = stream
+            self._left_bytes = length - here
+
+    def _offer(
+        self,
+        flags: int,
+        meta_bytes: int,
+        fingerprint: int,
+        key: bytes,
+        length: int,
+        message_id: int,
+        start: int,
+        end: int,
+    ) -> int:
+        body = start + HEADER_BYTES + meta_bytes
+        if body > end:
+            self._check_meta(meta_bytes)
+            return 0
+        self._inbound.on_offer(flags, self._meta(meta_bytes, body), fingerprint, key, length, message_id)
+        return body - start
+
+    def _control(self, length: int, start: int, end: int) -> int:
+        if length > MAX_CONTROL_BYTES:
+            raise RemoteProtocolError(f"rank {self._peer_rank} sent {length} bytes of control")
+        body = start + HEADER_BYTES
+        if body + length > end:
+            return 0
+        self._on_control(self._peer_rank, bytes(self._scratch[body : body + length]))
+        return HEADER_BYTES + length
+
+    def _meta(self, meta_bytes: int, body: int) -> bytes:
+        self._check_meta(meta_bytes)
+        return bytes(self._scratch[body - meta_bytes : body]) if meta_bytes else b""
+
+    def _check_meta(self, meta_bytes: int) -> None:
+        if meta_bytes > MAX_META_BYTES:
+            raise RemoteProtocolError(f"rank {self._peer_rank} sent {meta_bytes} bytes of meta")

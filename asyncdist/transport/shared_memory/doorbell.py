@@ -1,0 +1,161 @@
+"""The doorbell: how ranks that share memory wake each other's event loops. Linux only.
+
+A rank has one eventfd, which all its peers hold, and one page that they can read: its `asleep` word. Who has put
+something into shared memory looks at that word and rings only if it is set; a task that looks anyway (spinning in
+`Work.__await__`) clears it until its loop turns. A ring too many is harmless, one too few costs `RECHECK_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from asyncdist.transport.fork import SocketSet
+from asyncdist.transport.shared_memory.fence import RECHECK_S, fence
+from asyncdist.transport.shared_memory.segment import PAGE_BYTES, AttachedSegment, Segment
+
+__all__ = ["Doorbell", "Pending", "Ringer"]
+
+_ASLEEP: Final = 0
+
+
+class Pending(Protocol):
+    """What is awaited."""
+
+    _done: bool
+
+
+class Doorbell:
+    """Ours: what peers ring. Pollers are called, in turn, whenever there may be something to see.
+
+    A poller takes what is there, returns whether there was anything, and must not raise.
+    """
+
+    __slots__ = ("_fds", "_handle", "_lookers", "_loop", "_pollers", "_words", "awake", "eventfd", "page", "rings")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, fds: SocketSet) -> None:
+        self._loop = loop
+        self._fds = fds
+        self.rings = 0
+        self._pollers: tuple[Callable[[], bool], ...] = ()
+        self._lookers: tuple[Callable[[], bool], ...] = ()
+        self.awake = False
+        """Whether nobody need ring until the loop turns."""
+        self.page = Segment(PAGE_BYTES, fds, "asyncdist-doorbell")
+        try:
+            self.eventfd = fds.add_fd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        except BaseException:
+            self.page.release()
+            raise
+        self._words = self.page.view.cast("Q")
+        self._words[_ASLEEP] = 1
+        loop.add_reader(self.eventfd, self._rung)
+        self._handle = loop.call_later(RECHECK_S, self._recheck)
+
+    def add(self, poller: Callable[[], bool], look: Callable[[], bool] | None = None) -> None:
+        """Call `poller` from now on.
+
+        One that has a `look` comes before all that have none, and whoever looks again and again calls that instead: it
+        may leave to the next call of `poller` what can wait until then.
+        """
+        if look is None:
+            self._pollers = (*self._pollers, poller)
+            self._lookers = (*self._lookers, poller)
+        else:
+            self._pollers = (poller, *self._pollers)
+            self._lookers = (look, *self._lookers)
+
+    def remove(self, poller: Callable[[], bool]) -> None:
+        """Call `poller` no more, after the round of calls that may be under way."""
+        kept = [pair for pair in zip(self._pollers, self._lookers, strict=True) if pair[0] != poller]
+        self._pollers = tuple(poller for poller, _ in kept)
+        self._lookers = tuple(look for _, look in kept)
+
+    def silence(self) -> None:
+        """Call no poller any more."""
+        self._pollers = self._lookers = ()
+
+    def poll(self) -> bool:
+        """Take what is there; whether there was anything."""
+        found = False
+        for poller in self._pollers:
+            found |= poller()
+        return found
+
+    def poll_for(self, work: Pending) -> None:
+        """Take what is there, until `work` is done; to be called again soon, or followed by the loop's turn."""
+        for look in self._lookers:
+            if look() and work._done:
+                return
+
+    def stay_awake(self) -> None:
+        """Nobody need ring until the loop turns, as this task looks by itself, now and with its next operations."""
+        if not self.awake:
+            self.awake = True
+            self._words[_ASLEEP] = 0
+            self._loop.call_soon(self._fall_asleep)  # before the loop can go to sleep
+
+    def _fall_asleep(self) -> None:
+        """From now on peers ring. What came just before is taken here, so that it is not slept upon."""
+        self.awake = False
+        if self.eventfd >= 0:
+            self._words[_ASLEEP] = 1
+            fence()
+            self.poll()
+
+    def close(self) -> None:
+        """Listen no more. Idempotent."""
+        self._handle.cancel()
+        self.silence()
+        if self.eventfd >= 0:
+            self._loop.remove_reader(self.eventfd)
+            self._fds.close_fd(self.eventfd)
+            self.eventfd = -1
+            self._words.release()
+            self.page.release()
+
+    def _rung(self) -> None:
+        try:
+            os.eventfd_read(self.eventfd)
+        except (BlockingIOError, InterruptedError):
+            return
+        self.rings += 1
+        self.poll()
+
+    def _recheck(self) -> None:
+        self._handle = self._loop.call_later(RECHECK_S, self._recheck)
+        self.poll()
+
+
+class Ringer:
+    """A peer's doorbell, to ring. Takes both descriptors."""
+
+    __slots__ = ("_eventfd", "_fds", "_page", "_words")
+
+    def __init__(self, fds: SocketSet, eventfd: int, page: AttachedSegment) -> None:
+        self._fds = fds
+        self._eventfd = fds.add_fd(eventfd)
+        self._page = page
+        self._words = page.view.cast("Q")
+
+    def ring(self) -> None:
+        """Wake the peer if it sleeps; what it is to see must be in place."""
+        fence()  # that, before this look: either we see it asleep, or it sees what is there
+        self.knock()
+
+    def knock(self) -> None:
+        """As `ring`, when a fence lies behind what the peer is to see."""
+        if self._eventfd >= 0 and self._words[_ASLEEP]:
+            with contextlib.suppress(BlockingIOError):  # its counter is full, so it is rung enough
+                os.eventfd_write(self._eventfd, 1)
+
+    def close(self) -> None:
+        """Give the descriptor back. Idempotent."""
+        if self._eventfd >= 0:
+            self._fds.close_fd(self._eventfd)
+            self._eventfd = -1
+            self._words.release()
+            self._page.release()

@@ -1,0 +1,157 @@
+"""What a rank advertises, and what it believes of others."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncdist.errors import DistNetworkError, RemoteProtocolError
+from asyncdist.transport.addresses import address as address_module
+from asyncdist.transport.addresses.address import (
+    MAX_ADDRESS_BYTES,
+    MAX_ENDPOINTS,
+    PeerAddress,
+    host_id,
+    local_address,
+    loopback_conflict,
+)
+from asyncdist.transport.addresses.interfaces import Interface, is_local_ip, is_loopback_ip, list_interfaces, select_ips
+
+INTERFACES = [
+    Interface("lo", "127.0.0.1"),
+    Interface("lo", "::1"),
+    Interface("eth0", "10.0.0.5"),
+    Interface("eth0", "fd00::5"),
+    Interface("eth10", "10.1.0.5"),
+    Interface("docker0", "172.17.0.1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("eth0", ("10.0.0.5", "fd00::5")),
+        ("eth1", ("10.1.0.5",)),  # nobody's name, so a prefix
+        ("eth", ("10.0.0.5", "fd00::5", "10.1.0.5")),
+        ("eth10,eth0", ("10.1.0.5", "10.0.0.5", "fd00::5")),
+        ("^docker", ("10.0.0.5", "fd00::5", "10.1.0.5")),
+        ("^docker,eth10", ("10.0.0.5", "fd00::5")),
+        ("eth,^eth10", ("10.0.0.5", "fd00::5")),
+        (" lo ", ("127.0.0.1", "::1")),
+    ],
+)
+def test_interface_specs(spec: str, expected: tuple[str, ...]) -> None:
+    assert select_ips(spec, INTERFACES) == expected
+
+
+@pytest.mark.parametrize("spec", ["ib", "^eth,docker", "eth0,^eth"])
+def test_spec_that_matches_nothing_lists_what_is_there(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"docker0 \(172\.17\.0\.1\)"):
+        select_ips(spec, INTERFACES)
+
+
+def test_listed_interfaces_are_ours() -> None:
+    interfaces = list_interfaces()
+    assert "127.0.0.1" in {interface.ip for interface in interfaces}
+    assert {interface.name for interface in interfaces} <= {name for _index, name in socket.if_nameindex()}
+    assert all(is_local_ip(interface.ip) for interface in interfaces)
+    assert not is_local_ip("192.0.2.213")
+
+
+@pytest.mark.parametrize("ip", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"])
+def test_loopback(ip: str) -> None:
+    assert is_loopback_ip(ip)
+    assert not is_loopback_ip("10.0.0.1")
+
+
+async def test_named_interface_wins() -> None:
+    found = await local_address("192.0.2.1", 80, {"ASYNCDIST_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "nonsense"})
+    assert "127.0.0.1" in found.ips
+    assert found.loopback
+    assert "127.0.0.1" in (await local_address("192.0.2.1", 80, {"GLOO_SOCKET_IFNAME": "lo"})).ips
+
+
+async def test_unknown_interface_names_the_variable() -> None:
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME: no network interface matches 'nonsense'"):
+        await local_address("127.0.0.1", 80, {"GLOO_SOCKET_IFNAME": "nonsense"})
+
+
+async def test_route_to_the_store_decides() -> None:
+    assert (await local_address("127.0.0.1", 80, {})).ips == ("127.0.0.1",)
+    assert (await local_address("localhost", 80, {})).loopback
+    assert (await local_address(None, 0, {})).loopback
+
+
+async def test_store_on_loopback_means_what_master_addr_resolves_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+        return socket.AF_INET, ({"node0": "10.0.0.5", "node1": "10.0.0.6"}.get(host, host), port)
+
+    monkeypatch.setattr(address_module, "_resolve", resolve)
+    monkeypatch.setattr(address_module, "is_local_ip", "10.0.0.5".__eq__)
+    assert (await local_address("127.0.0.1", 80, {"MASTER_ADDR": "node0"})).ips == ("10.0.0.5",)
+    assert (await local_address("127.0.0.1", 80, {"MASTER_ADDR": "node1"})).loopback  # another host's address
+    assert (await local_address("127.0.0.1", 80, {"MASTER_ADDR": "127.0.0.1"})).loopback
+
+
+async def test_unresolvable_store() -> None:
+    with pytest.raises(DistNetworkError, match=r"cannot resolve 'no\.such\.host\.invalid'"):
+        await local_address("no.such.host.invalid", 80, {})
+
+
+def test_loopback_conflict() -> None:
+    here = PeerAddress("host a", (("127.0.0.1", 5000),), b"\0name")
+    there = PeerAddress("host b", (("10.0.0.6", 5000),))
+    assert loopback_conflict({0: here, 1: here}) is None
+    assert loopback_conflict({0: there, 1: PeerAddress("host c", (("10.0.0.7", 1),))}) is None
+    conflict = loopback_conflict({0: here, 1: there})
+    assert conflict is not None
+    assert "rank 0" in conflict
+    assert "MASTER_ADDR" in conflict
+
+
+def test_host_id_is_stable() -> None:
+    assert host_id() == host_id() != ""
+
+
+endpoints = st.tuples(st.ip_addresses().map(str), st.integers(1, 65535))
+addresses = st.builds(
+    PeerAddress,
+    st.text(max_size=256),
+    st.lists(endpoints, max_size=MAX_ENDPOINTS).map(tuple),
+    st.binary(max_size=256),
+)
+
+
+@given(addresses)
+def test_round_trip(address: PeerAddress) -> None:
+    assert PeerAddress.from_bytes(address.to_bytes()) == address
+
+
+@given(
+    st.binary(max_size=200) | st.recursive(st.none() | st.integers(-9, 70000) | st.text(), st.lists).map(msgpack.packb)
+)
+def test_hostile_bytes(data: bytes) -> None:
+    with contextlib.suppress(RemoteProtocolError):
+        PeerAddress.from_bytes(data)
+
+
+def test_limits() -> None:
+    endpoint = ("10.0.0.1", 1)
+    assert PeerAddress.from_bytes(PeerAddress("h", (endpoint,) * MAX_ENDPOINTS).to_bytes())
+    with pytest.raises(RemoteProtocolError, match="endpoints"):
+        PeerAddress.from_bytes(PeerAddress("h", (endpoint,) * (MAX_ENDPOINTS + 1)).to_bytes())
+    with pytest.raises(RemoteProtocolError, match="malformed"):
+        PeerAddress.from_bytes(bytes(MAX_ADDRESS_BYTES))
+    with pytest.raises(RemoteProtocolError, match="exceeds"):
+        PeerAddress.from_bytes(bytes(MAX_ADDRESS_BYTES + 1))
+    for port in (0, 65536):
+        with pytest.raises(RemoteProtocolError, match="endpoint"):
+            PeerAddress.from_bytes(PeerAddress("h", (("10.0.0.1", port),)).to_bytes())
+    with pytest.raises(RemoteProtocolError, match="malformed"):
+        PeerAddress.from_bytes(PeerAddress("h", (("some.host", 80),)).to_bytes())
