@@ -75,7 +75,10 @@ class StreamConnection(Connection):
         return self.bytes_received != before or self._sock is None
 
     def catch_up(self) -> None:
-        """As `poll`, in the middle of calls that post receives: only as far as they are posted."""
+        """As `poll`, in the middle of calls that post receives: only as far as they are posted.
+
+        A call may be made by what `_readable` has just read; then it goes on reading itself.
+        """
         if self._armed:
             self._writable()
         if self._sock is not None and self._core.expects:

@@ -93,9 +93,12 @@ class PeerCore:
 
     @property
     def expects(self) -> bool:
-        """Whether a receive waits for this peer: what comes without one is stored, and copied when one is posted."""
+        """Whether to read for a receive that waits: what comes without one is stored, and copied when one is posted.
+
+        Not while input is handled: what the reader has in hand comes first.
+        """
         inbound = self._inbound
-        return bool(inbound.entries or inbound.any_entries or inbound.pulls.by_id)
+        return not self._out.corked and bool(inbound.entries or inbound.any_entries or inbound.pulls.by_id)
 
     @property
     def goodbye_sent(self) -> bool:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from mesh_world import eventually
+from transport_pair import Pair as CorePair
+from transport_pair import Recorder, p2p, receive, send
 
 from asyncdist.errors import ClosedError, RemoteProtocolError
 from asyncdist.transport.connections import tcp
 from asyncdist.transport.connections.tcp import MAX_CALL_FRAMES, StreamConnection
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.protocol.frame import MAX_CALL_BYTES
+from asyncdist.transport.protocol.matching import Receive
+from asyncdist.transport.protocol.peer import PeerCore
 
 BUFFER_BYTES = 65_536
 
@@ -61,21 +66,21 @@ class FakeCore:
 
 
 class Pair:
-    """A connection with a fake core, the raw socket at its other end, and how it ended."""
+    """A connection with a core, by default a fake one, the raw socket at its other end, and how it ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, core: PeerCore | None = None) -> None:
         self.other, sock = socket.socketpair()
         self.other.setblocking(False)
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
-        self.core = FakeCore()
+        self.core: Any = core or FakeCore()
         self.sockets = SocketSet(lambda: None)
         self.ended: list[Exception | None] = []
         self.connection = StreamConnection(
             asyncio.get_running_loop(),
             self.sockets,
             self.sockets.add(sock),
-            self.core,  # type: ignore[arg-type]
+            self.core,
             "test",
             lambda _connection, error: self.ended.append(error),
         )
@@ -137,6 +142,42 @@ async def test_catching_up_reads_no_further_than_receives_are_posted(pair: Pair)
     pair.core.expects = False
     pair.connection.poll()
     assert endless.calls == 4 + MAX_CALL_BYTES // BUFFER_BYTES - 1, "whoever looks takes all there is"
+
+
+class Continuing(Recorder):
+    """Has more sent, and makes a call that catches up, once the first message is here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on: Callable[[], None] = lambda: None
+
+    def message_received(self, token: object, receive: Receive) -> None:
+        super().message_received(token, receive)
+        if token == 0:
+            self.go_on()
+
+
+async def test_a_call_made_by_input_reads_nothing_beside_it() -> None:
+    """What was read already would be overwritten by what follows: operations that were held back begin so."""
+    cores, sink = CorePair(), Continuing()
+    messages = [bytes([number]) * 1000 for number in range(4)]
+    for number, message in enumerate(messages):
+        send(cores.a, Recorder(), p2p(0), message, number)
+        receive(cores.b, sink, p2p(0), len(message), number)
+    sent = bytes(cores.ab.bytes)
+    pair = Pair(cores.b)
+
+    def go_on() -> None:
+        pair.other.send(sent[2500:])
+        pair.connection.catch_up()
+
+    sink.go_on = go_on
+    pair.connection.start()
+    pair.other.send(sent[:2500])
+    await eventually(lambda: len(sink.received) == len(messages))
+    assert [bytes(sink.arrays[number]) for number in range(4)] == messages
+    pair.connection.abort()
+    pair.other.close()
 
 
 @pytest.mark.parametrize(("frames_a_read", "reads"), [(1, MAX_CALL_BYTES // BUFFER_BYTES), (0, 16)])
