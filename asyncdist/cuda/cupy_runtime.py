@@ -173,11 +173,9 @@ class CupyRuntime(Runtime):
         """See Runtime."""
         return _Stream(handle, device, owned=False)
 
-    def new_event(self, device: int, *, interprocess: bool = False) -> Event:
+    def new_event(self, device: int) -> Event:
         """See Runtime."""
         flags = runtime.eventBlockingSync | runtime.eventDisableTiming
-        if interprocess:
-            flags |= runtime.eventInterprocess
         with calling("cudaEventCreate", device):
             return _Event(runtime.eventCreateWithFlags(flags), device)
 
@@ -242,16 +240,6 @@ class CupyRuntime(Runtime):
         with calling("cudaIpcCloseMemHandle", key[1]):
             runtime.memGetInfo()  # as above
             close_ipc(pointer)
-
-    def ipc_event_handle(self, event: Event) -> bytes:
-        """See Runtime."""
-        with calling("cudaIpcGetEventHandle", event.device):
-            return bytes(runtime.ipcGetEventHandle(event.handle))
-
-    def ipc_event_open(self, handle: bytes, device: int) -> Event:
-        """See Runtime."""
-        with calling("cudaIpcOpenEventHandle", device):
-            return _Event(int(runtime.ipcOpenEventHandle(handle)), device)
 
     def reduce(
         self, op: ReduceOp, dtype: np.dtype[Any], target: int, sources: Sequence[int], count: int, stream: Stream

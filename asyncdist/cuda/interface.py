@@ -156,8 +156,8 @@ class Runtime(ABC):
         """Somebody else's stream, e.g. `torch.cuda.Stream.cuda_stream`; `close` leaves it as it is."""
 
     @abstractmethod
-    def new_event(self, device: int, *, interprocess: bool = False) -> Event:
-        """Make an event; with `interprocess`, one that other processes can open (`ipc_event_handle`)."""
+    def new_event(self, device: int) -> Event:
+        """Make an event."""
 
     @abstractmethod
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
@@ -201,14 +201,6 @@ class Runtime(ABC):
     @abstractmethod
     def ipc_close(self, pointer: int) -> None:
         """Unmap what `ipc_open` mapped; work that uses it must have ended."""
-
-    @abstractmethod
-    def ipc_event_handle(self, event: Event) -> bytes:
-        """The handle (64 bytes) by which other processes open `event`, which must have been made for it."""
-
-    @abstractmethod
-    def ipc_event_open(self, handle: bytes, device: int) -> Event:
-        """Open another process's event. Waits see what its owner recorded last when the wait is queued."""
 
     @abstractmethod
     def reduce(

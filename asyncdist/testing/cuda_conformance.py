@@ -129,15 +129,6 @@ def check_events(runtime: Runtime) -> None:
     stream.close()
 
 
-def check_interprocess_events(runtime: Runtime) -> None:
-    """They work as others do, and have a handle."""
-    with runtime.new_stream(0) as stream, runtime.new_event(0, interprocess=True) as event:
-        assert len(runtime.ipc_event_handle(event)) == HANDLE_BYTES
-        event.record(stream)
-        event.synchronize()
-        assert event.done()
-
-
 def check_waiting_streams(runtime: Runtime) -> None:
     """Work queued after `wait_event` sees what was queued before the event, on other devices too."""
     last = runtime.device_count() - 1

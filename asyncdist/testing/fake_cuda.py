@@ -63,7 +63,6 @@ class FakeRuntime(Runtime):
         self._garbage: deque[Block] = deque()
         self._next_handle = FIRST_HANDLE
         self._queues: dict[tuple[int, int], Queue] = {}
-        self._events: dict[str, FakeEvent] = {}
         for device in range(devices):
             default = self._add_queue(0, device)
             self._queues.update({(handle, device): default for handle in DEFAULT_STREAMS})
@@ -181,18 +180,9 @@ class FakeRuntime(Runtime):
             raise DistBackendError(f"invalid resource handle: no stream {handle:#x} on device {device}")
         return FakeStream(self.scheduler, queue, owned=False)
 
-    def new_event(self, device: int, *, interprocess: bool = False) -> Event:
+    def new_event(self, device: int) -> Event:
         self._check_device(device)
-        if not interprocess:
-            return FakeEvent(self.scheduler, device)
-        block = self._allocate(16, device)
-        counts = block.octets.view(np.uint64)
-        counts[:] = 0
-        event = FakeEvent(self.scheduler, device, counts)
-        free_with(event, self._garbage.append, block)
-        self._events[block.key] = event
-        event.key = block.key
-        return event
+        return FakeEvent(self.scheduler, device)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         if nbytes:
@@ -226,10 +216,10 @@ class FakeRuntime(Runtime):
         block = self._device_block(pointer)
         if block.opened:
             raise DistBackendError("invalid argument: only its own process gives out handles of memory")
-        return make_handle("memory", block.key, block.nbytes)
+        return make_handle(block.key, block.nbytes)
 
     def ipc_open(self, handle: bytes, device: int) -> int:
-        key, nbytes = read_handle("memory", handle)
+        key, nbytes = read_handle(handle)
         with self._lock:
             self._collect()
             block = self.memory.by_key(key)
@@ -248,24 +238,6 @@ class FakeRuntime(Runtime):
                 block.opened -= 1
                 if not block.opened:
                     self._release(block)
-
-    def ipc_event_handle(self, event: Event) -> bytes:
-        if not isinstance(event, FakeEvent) or not event.key:
-            raise DistBackendError("invalid resource handle: the event was not made with interprocess=True")
-        return make_handle("event", event.key, 16)
-
-    def ipc_event_open(self, handle: bytes, device: int) -> Event:
-        key, nbytes = read_handle("event", handle)
-        own = self._events.get(key)
-        if own is not None:
-            if self.folder is not None:
-                raise DistBackendError("invalid device context: a process cannot open its own handle")
-            return FakeEvent(self.scheduler, device, own.counts, foreign=True)
-        if self.folder is None:
-            raise DistBackendError("invalid argument: unknown event handle")
-        with self._lock:
-            block = self.memory.open(key, nbytes, device)
-        return FakeEvent(self.scheduler, device, block.octets.view(np.uint64), foreign=True)
 
     def reduce(
         self, op: ReduceOp, dtype: np.dtype[Any], target: int, sources: Sequence[int], count: int, stream: Stream

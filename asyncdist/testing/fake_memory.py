@@ -294,14 +294,14 @@ class FakeMemory(_Held, Memory):
         self.device = block.device
 
 
-def make_handle(kind: str, key: str, nbytes: int) -> bytes:
-    """The bytes by which another process finds something."""
-    return f"{kind} {key} {nbytes}".encode().ljust(HANDLE_BYTES, b"\0")
+def make_handle(key: str, nbytes: int) -> bytes:
+    """The bytes by which another process finds an allocation."""
+    return f"{key} {nbytes}".encode().ljust(HANDLE_BYTES, b"\0")
 
 
-def read_handle(kind: str, handle: bytes) -> tuple[str, int]:
+def read_handle(handle: bytes) -> tuple[str, int]:
     """Key and size of what `make_handle` was called with. Raises DistBackendError for other bytes."""
     fields = handle.rstrip(b"\0").decode("ascii", "replace").split(" ")
-    if len(handle) != HANDLE_BYTES or len(fields) != 3 or fields[0] != kind or not fields[2].isdigit():
-        raise DistBackendError(f"invalid argument: no handle of {kind}")
-    return fields[1], int(fields[2])
+    if len(handle) != HANDLE_BYTES or len(fields) != 2 or not fields[1].isdigit():
+        raise DistBackendError("invalid argument: no handle of memory")
+    return fields[0], int(fields[1])

@@ -13,9 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, TypeAlias
 
-import numpy as np
-
-from asyncdist.arrays import Array
 from asyncdist.cuda.interface import Event, Stream
 from asyncdist.errors import DistBackendError
 
@@ -234,44 +231,37 @@ class FakeStream(Stream):
 
 
 class FakeEvent(Event):
-    """Counts how often it was recorded and how many of those happened; both in shared memory if it is interprocess."""
+    """Counts how often it was recorded and how many of those happened."""
 
-    def __init__(
-        self, scheduler: Scheduler, device: int, counts: Array | None = None, *, foreign: bool = False
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, device: int) -> None:
         self._scheduler = scheduler
         self.device = device
         self.handle = id(self)
-        self.counts: Array = np.zeros(2, np.uint64) if counts is None else counts
-        self.foreign = foreign
-        self.key = ""
+        self.recorded = self._happened = 0
         self._closed = False
 
     def record(self, stream: Stream) -> None:
         self.check_open()
-        if self.foreign:
-            raise DistBackendError("invalid resource handle: only its own process records an interprocess event")
         if not isinstance(stream, FakeStream):
             raise TypeError(f"expected a stream of the fake runtime, got {stream!r}")
         if stream.device != self.device:
             raise DistBackendError(
                 f"invalid resource handle: an event of device {self.device}, a stream of device {stream.device}"
             )
-        self.counts[0] += 1
-        number = int(self.counts[0])
+        self.recorded = number = self.recorded + 1
         self._scheduler.submit(stream.queue, Step(body=lambda: self._happen(number)))
 
     def done(self) -> bool:
         self.check_open()
         self._scheduler.check()
-        return self.reached(int(self.counts[0]))
+        return self.reached(self.recorded)
 
     def synchronize(self) -> None:
         self.check_open()
-        self._scheduler.wait(lambda: self.reached(int(self.counts[0])), "synchronizing an event")
+        self._scheduler.wait(lambda: self.reached(self.recorded), "synchronizing an event")
 
     def reached(self, number: int) -> bool:
-        return int(self.counts[1]) >= number
+        return self._happened >= number
 
     def check_open(self) -> None:
         if self._closed:
@@ -282,15 +272,14 @@ class FakeEvent(Event):
         self._closed = True
 
     def _happen(self, number: int) -> None:
-        self.counts[1] = max(int(self.counts[1]), number)
+        self._happened = max(self._happened, number)
 
 
 class _Waiting(Step):
     def __init__(self, event: FakeEvent) -> None:
         super().__init__()
         self._event = event
-        self._number = int(event.counts[0])
-        self.polled = event.foreign
+        self._number = event.recorded
 
     def ready(self) -> bool:
         return self._event.reached(self._number)

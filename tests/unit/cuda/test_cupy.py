@@ -63,14 +63,13 @@ class Bindings:
             streamNonBlocking=1,
             eventBlockingSync=1,
             eventDisableTiming=2,
-            eventInterprocess=4,
             hostAllocPortable=1,
             memcpyDefault=4,
             CUDARuntimeError=lambda status: RuntimeError(f"CUDA error {status}"),
             eventQuery=lambda handle: self.event_status,
             pointerGetAttributes=lambda p: SimpleNamespace(type=self.pointers[p][0], device=self.pointers[p][1]),
             **{name: self.record(name, 77) for name in ("streamCreateWithFlags", "eventCreateWithFlags", "malloc")},
-            **{name: self.record(name, 0x5000) for name in ("ipcOpenMemHandle", "ipcOpenEventHandle")},
+            ipcOpenMemHandle=self.record("ipcOpenMemHandle", 0x5000),
             **{
                 name: self.record(name)
                 for name in (
@@ -151,7 +150,7 @@ def test_names_and_versions(cuda: Any) -> None:
 
 
 def test_calls_are_made_on_the_streams_device_and_leave_the_callers(bindings: Bindings, cuda: Any) -> None:
-    stream, event = cuda.runtime.new_stream(1), cuda.runtime.new_event(1, interprocess=True)
+    stream, event = cuda.runtime.new_stream(1), cuda.runtime.new_event(1)
     event.record(stream)
     cuda.runtime.copy(1, 2, 3, stream)
     cuda.runtime.copy(1, 2, 0, stream)
@@ -163,7 +162,7 @@ def test_calls_are_made_on_the_streams_device_and_leave_the_callers(bindings: Bi
     stream.close()
     assert bindings.calls == [
         ("streamCreateWithFlags", 1, 1),
-        ("eventCreateWithFlags", 1, 7),
+        ("eventCreateWithFlags", 1, 3),
         ("eventRecord", 1, 77, 77),
         ("memcpyAsync", 1, 1, 2, 3, 4, 77),
         ("memsetAsync", 1, 1, 255, 3, 77),
