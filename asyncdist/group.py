@@ -58,6 +58,8 @@ class ProcessGroup(GroupCore):
             self._expiry.tell(sender, tag, sequence, self._sequences.get(tag, 0) > sequence)
         elif kind == "mismatch":
             self._consistency.heard(sender, *message[2:])
+        elif kind == "made":
+            self._order.heard(sender, *message[2:])
         elif kind == "check":
             self._consistency.reported(sender, *message[2:])
         else:
@@ -201,8 +203,14 @@ class ProcessGroup(GroupCore):
         Called on members and, unless `members_only`, on all others, in the same order.
         """
         self.world.check_thread(self.where("new_group"))
-        group_id, label = self._subgroups.next(ranks, members_only=members_only)
-        if self.world.rank not in ranks:
-            return None
-        backends = backends or self._backends.names
-        return ProcessGroup(self.world, group_id, tuple(ranks), timeout_s, name or label, backends)
+        group_id, label, number = self._subgroups.next(ranks, members_only=members_only)
+        made = None
+        if self.world.rank in ranks:
+            watch = None if members_only else self._order.watch_origin(number)
+            backends = backends or self._backends.names
+            made = ProcessGroup(
+                self.world, group_id, tuple(ranks), timeout_s, name or label, backends, watch_origin=watch
+            )
+        if not members_only:
+            self._order.made(number, group_id, tuple(ranks))
+        return made

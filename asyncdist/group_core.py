@@ -12,6 +12,7 @@ from typing import Any
 
 from asyncdist.backend.base import Backend, Backends, CollectiveWork
 from asyncdist.backend.calls.call import Call
+from asyncdist.backend.point_to_point import ANY_SOURCE
 from asyncdist.causes import FAILED, explain, failed_on, kind_of
 from asyncdist.consistency import Consistency
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
@@ -20,6 +21,7 @@ from asyncdist.executor.work import Work
 from asyncdist.expiry import NOT_HEARD_FROM, Expiry, timeout_error
 from asyncdist.failures import Failures
 from asyncdist.group_backends import GroupBackends
+from asyncdist.group_order import GroupOrder, WatchOrigin
 from asyncdist.operations.issuer import check_rank, rank_number
 from asyncdist.operations.operations import Operations
 from asyncdist.overlap import OverlapWatch
@@ -44,6 +46,7 @@ class GroupCore(Operations):
         backends: Backends,
         *,
         is_world: bool = False,
+        watch_origin: WatchOrigin | None = None,
     ) -> None:
         self.world = world
         self._is_world = is_world
@@ -69,6 +72,8 @@ class GroupCore(Operations):
             world, group_id, ranks, self._backends, self._works, self._sequences, self._fail_refused, self._abort
         )
         self._subgroups = SubgroupNames(group_id, name)
+        self._order = GroupOrder(world, group_id, name, ranks, self._find)
+        self._watch_origin = watch_origin
         self._aborted: BaseException | None = None
         self._closing: asyncio.Task[None] | None = None
         self._unasked: BaseException | None = None
@@ -117,6 +122,25 @@ class GroupCore(Operations):
         """Global ranks a collective under way has not heard from, as far as known."""
         return self._backends.waiting_for(tag, sequence)
 
+    def first_used(self) -> None:
+        """An operation is issued, perhaps the first: from now on ranks that have made another group are looked for."""
+        if self._watch_origin is not None:
+            self._watch_origin(self._waited_for)
+            self._watch_origin = None
+
+    def _waited_for(self) -> set[int]:
+        waited_for = {rank for work in self._works.values() for rank in work.waiting_for()}
+        return waited_for.union(work.peer for work in self.pairs.pending() if work.peer != ANY_SOURCE)
+
+    def _find(self, group_id: int) -> GroupCore | None:
+        group = self.world.groups.get(group_id)
+        return group if isinstance(group, GroupCore) else None
+
+    def made_differently(self, error: CollectiveMismatchError) -> None:
+        """Another rank has made another group in place of this one, which can never be used."""
+        self._abort(error, "mismatch", str(error))
+        self.pairs.abort(error)
+
     def _collective(
         self, operation: str, tag: int, timeout: Timeout, prepare: Callable[..., Call], *arguments: Any
     ) -> CollectiveWork:
@@ -127,6 +151,7 @@ class GroupCore(Operations):
             raise self.aborted_error(operation, self._aborted)
         sequence = self._sequences.get(tag) if type(tag) is int else None
         if sequence is None:
+            self.first_used()
             tag = check_tag(tag)
             sequence = self._sequences.get(tag, 0)
         self._sequences[tag] = sequence + 1

@@ -44,6 +44,9 @@ class PairOwner(Protocol):
     def aborted_error(self, operation: str, cause: BaseException) -> GroupAbortedError:
         """What a call raises once the group was aborted because of `cause`."""
 
+    def first_used(self) -> None:
+        """An operation is issued, perhaps the first."""
+
     def remember_failure(self, work: Work[object]) -> None:
         """Keep a failed work until somebody asks about it."""
 
@@ -272,6 +275,7 @@ class Pairs:
     def _key(self, tag: int) -> bytes:
         key = self._keys.get(tag)
         if key is None:
+            self._owner.first_used()
             key = pack_key(self._id, check_tag(tag), 0, 0, POINT_TO_POINT_CHANNEL)
             if len(self._keys) < KEYS_KEPT:
                 self._keys[tag] = key

@@ -5,12 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-__all__ = ["SubgroupNames", "derive_group_id"]
+__all__ = ["SubgroupNames", "derive_group_id", "spell_ranks"]
 
 
 def derive_group_id(*parts: object) -> int:
     """Return a 64-bit group id that all ranks derive alike from `parts`."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def spell_ranks(ranks: Sequence[int]) -> str:
+    """`0, 1, 2`, or the first, the last and how many."""
+    if len(ranks) > 8:
+        return f"{', '.join(map(str, ranks[:6]))}, ..., {ranks[-1]} ({len(ranks)} ranks)"
+    return ", ".join(map(str, ranks))
 
 
 class SubgroupNames:
@@ -27,11 +34,15 @@ class SubgroupNames:
         self._name = parent_name
         self._counts: dict[tuple[int, ...], int] = {}
 
-    def next(self, ranks: Sequence[int], *, members_only: bool) -> tuple[int, str]:
-        """The id and the name of the next group of `ranks`; called on members and, unless `members_only`, others."""
+    def next(self, ranks: Sequence[int], *, members_only: bool) -> tuple[int, str, int]:
+        """Id, name and number of the next group of `ranks`; called on members and, unless `members_only`, others."""
         members = tuple(ranks)
         key = members if members_only else ()
         number = self._counts[key] = self._counts.get(key, 0) + 1
         if members_only:
-            return derive_group_id(self._id, number, members, "members"), f"{self._name}/{len(members)} ranks/{number}"
-        return derive_group_id(self._id, number, members), f"{self._name}/{number}"
+            return (
+                derive_group_id(self._id, number, members, "members"),
+                self._name + f"/{len(members)} ranks/{number}",
+                number,
+            )
+        return derive_group_id(self._id, number, members), f"{self._name}/{number}", number

@@ -10,6 +10,7 @@ Control messages between ranks are msgpack lists, the first element naming the k
 | `["status", group, tag, sequence, state]` | the answer: ISSUED, or one of ABSENCES |
 | `["mismatch", group, tag, sequence, text, asked]` | we differ there; this rank runs `text`, and you? |
 | `["check", group, tag, sequence, terms, shown]` | this rank has issued that (a probe's answer, or a full check) |
+| `["made", group, number, id, ranks, asked]` | as group `number` of `group` this rank has made `id`; and you? |
 
 News of a group that does not exist here yet is kept, within bounds, until it does.
 """
@@ -329,6 +330,7 @@ _SHAPES: Final[dict[str, tuple[type | tuple[type, ...], ...]]] = {
     "status": (int, int, int, str),
     "mismatch": (int, int, int, str, bool),
     "check": (int, int, int, str, str),
+    "made": (int, int, int, str, bool),
 }
 
 
@@ -343,7 +345,8 @@ def _parse(rank: int, payload: bytes, world_size: int) -> list[Any]:
     if message[0] == "abort":
         named, places = [*message[5], *([] if message[4] is None else [message[4]])], []
     else:
-        named, places = message[4:5] if message[0] == "refused" else [], message[2:4]
+        named = message[4:5] if message[0] == "refused" else []
+        places = message[2:3] if message[0] == "made" else message[2:4]
     if not (all(_below(world_size, value) for value in named) and all(_below(_MAX_PLACES, value) for value in places)):
         raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
     checked: list[Any] = message

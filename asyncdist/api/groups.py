@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from asyncdist.api.resolve import Group, resolve
@@ -12,6 +12,7 @@ from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.group import WORLD, ProcessGroup
 from asyncdist.integers import as_int
 from asyncdist.non_member import NonMember
+from asyncdist.subgroup import spell_ranks
 
 __all__ = ["GroupMember", "new_group"]
 
@@ -40,13 +41,13 @@ def new_group(
 ) -> ProcessGroup | NonMember:
     """Make a group of `ranks` (global; None: all of the parent's) out of `group` or the default group.
 
-    Local and immediate: nothing is sent. All ranks of the parent must call it in the same order, members or not; who is
-    no member gets a `NonMember`, whose operations raise. With `use_local_synchronization` only members call it; those
-    of the same ranks in the same order, whatever other groups there are. The time-out is the parent's unless one is
-    given. Group ranks follow global ranks, or, with `sort_ranks=False`, the order given. Raises ValueError for ranks
-    that are empty, repeated or not in the parent, and for an unknown backend, TypeError for ranks that are no ints, and
-    ClosedError where the parent is closed. `device_id` is as in `init_process_group`; `pg_options` is accepted for
-    torch's sake and not used.
+    Local and immediate: nothing is sent. All ranks of the parent must call it in the same order, members or not, or the
+    operations of its members raise CollectiveMismatchError. Who is no member gets a `NonMember`, whose operations
+    raise. With `use_local_synchronization` only members call it; those of the same ranks in the same order,
+    whatever other groups there are. The time-out is the parent's unless one is given. Group ranks follow global ranks,
+    or, with `sort_ranks=False`, the order given. Raises ValueError for ranks that are empty, repeated or not in the
+    parent, and for an unknown backend, TypeError for ranks that are no ints, ClosedError where the parent is closed.
+    `device_id` is as in `init_process_group`; `pg_options` is accepted for torch's sake and not used.
     """
     parent = resolve(group)
     parent.check_usable("new_group")
@@ -55,7 +56,7 @@ def new_group(
         raise ValueError("ranks must not be empty")
     for rank in chosen:
         if rank not in parent.ranks:
-            raise ValueError(f"rank {rank} is not in group {parent.name}: its ranks are {_spell(parent.ranks)}")
+            raise ValueError(f"rank {rank} is not in group {parent.name}: its ranks are {spell_ranks(parent.ranks)}")
     if len(set(chosen)) != len(chosen):
         raise ValueError("ranks must not contain a rank twice")
     named = None if backend is None else parse_backend(backend)
@@ -64,12 +65,6 @@ def new_group(
     device = chosen_device(device_id)
     made = parent.make_subgroup(members, timeout_s, group_desc, named, members_only=use_local_synchronization)
     if made is None:
-        return NonMember(group_desc or f"ranks {_spell(members)}", parent.world.rank)
+        return NonMember(group_desc or f"ranks {spell_ranks(members)}", parent.world.rank)
     made.bind_device(device)
     return made
-
-
-def _spell(ranks: Sequence[int]) -> str:
-    if len(ranks) > 8:
-        return f"{', '.join(map(str, ranks[:6]))}, ..., {ranks[-1]}"
-    return ", ".join(map(str, ranks))

@@ -34,6 +34,9 @@ JUNK = [
     msgpack.packb(["mismatch", 1, 0, 0, None, True]),
     msgpack.packb(["check", 1, 0, 0, "terms"]),
     msgpack.packb(["check", 1, "0", 0, "terms", "shown"]),
+    msgpack.packb(["made", 1, 1, 2, "0, 1"]),
+    msgpack.packb(["made", 1, 1, "2", "0, 1", True]),
+    msgpack.packb(["made", 1, 1 << 32, 2, "0, 1", True]),
     msgpack.packb([3, 1]),
     msgpack.packb({"abort": 1}),
     msgpack.packb(["abort", 1, "abort", "text", None, [0] * (world.MAX_RANKS_NAMED + 1)]),
@@ -52,6 +55,7 @@ LARGEST = [
     ["abort", 1, "lost", "text", SIZE - 1, [0, SIZE - 1]],
     ["refused", 1, (1 << 32) - 1, (1 << 32) - 1, SIZE - 1, "text"],
     ["probe", 1, (1 << 32) - 1, (1 << 32) - 1],
+    ["made", 1, (1 << 32) - 1, (1 << 64) - 1, "0, 1", True],
 ]
 
 
@@ -72,7 +76,7 @@ def test_any_bytes_are_understood_or_refused(payload: bytes) -> None:
         message = world._parse(0, payload, SIZE)
     except dist.RemoteProtocolError:
         return
-    assert message[0] in ("abort", "refused", "probe", "status", "mismatch", "check")
+    assert message[0] in ("abort", "refused", "probe", "status", "mismatch", "check", "made")
 
 
 @pytest.mark.parametrize("letter", ["x", "\U0001f642", "\udc80"], ids=["letter", "wide", "surrogate"])
