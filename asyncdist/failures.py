@@ -23,7 +23,10 @@ class Failures:
         self.abort_seen = False
 
     def keep(self, work: Work[Any]) -> None:
-        """A work has failed."""
+        """A work has failed. One that somebody waits for need not be kept."""
+        if work._retrieved:
+            self._seen = True
+            return
         unasked = [failed for failed in self._works if not failed._retrieved]
         self._seen |= len(unasked) < len(self._works)
         self._works = [*unasked[-FAILED_KEPT + 1 :], work]

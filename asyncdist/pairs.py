@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from asyncdist.backend.object_messages import RecvObjectsWork, SendObjectsWork
-from asyncdist.backend.point_to_point import ANY_SOURCE, PairWork, RecvArrayWork, RecvWork, SendWork
+from asyncdist.backend.point_to_point import ANY_SOURCE, OVER, PairWork, RecvArrayWork, RecvWork, SendWork
 from asyncdist.causes import explain
 from asyncdist.deadline import Timeout, timeout_seconds
 from asyncdist.device_array import DeviceArray, any_array
@@ -235,6 +235,7 @@ class Pairs:
             return work
         if complete:
             work._done = True  # nobody can be waiting for it yet
+            work.message.sink = OVER
         else:
             self._started(work, timeout_s)
         return work

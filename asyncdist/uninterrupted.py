@@ -28,8 +28,11 @@ async def uninterrupted(cleaning: Coroutine[Any, Any, T]) -> T:
             await asyncio.wait([task])
         except asyncio.CancelledError as error:
             cancelled = error
-    if cancelled is None:
-        return task.result()
-    if not task.cancelled():
-        task.exception()  # nobody else asks for it
-    raise cancelled
+    try:
+        if cancelled is None:
+            return task.result()
+        if not task.cancelled():
+            task.exception()  # nobody else asks for it
+        raise cancelled
+    finally:
+        del task, cancelled  # what is raised refers to this frame

@@ -15,7 +15,7 @@ from asyncdist.objects import GPU_META, OBJECT_META
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.matching import Receive, SendOp
 
-__all__ = ["ANY_SOURCE", "PairWork", "PairWorkOwner", "RecvArrayWork", "RecvWork", "SendWork"]
+__all__ = ["ANY_SOURCE", "OVER", "PairWork", "PairWorkOwner", "RecvArrayWork", "RecvWork", "SendWork"]
 
 ANY_SOURCE: Final = -1
 
@@ -35,13 +35,35 @@ class PairWorkOwner(Protocol):
         """A receive that takes none has met the announcement of an array on a GPU: tell its sender."""
 
 
+class _Over:
+    """What the transport tells once a Work has ended: nobody is interested."""
+
+    def message_sent(self, token: object) -> None:
+        pass
+
+    def message_received(self, token: object, receive: Receive) -> None:
+        pass
+
+    def message_failed(self, token: object, error: BaseException) -> None:
+        pass
+
+    def allocate(self, token: object, source: int, nbytes: int, meta: bytes) -> memoryview:
+        raise ClosedError("the receive has ended")
+
+
+OVER: Final = _Over()
+"""Takes the place of a Work at its message: a cycle of the two would keep arrays for the garbage collector."""
+
+
 class PairWork(Work[Any]):
     """What sends and receives share: an own deadline, whose expiry concerns nobody but this pair.
 
     `peer` is the other's global rank or ANY_SOURCE.
     """
 
-    __slots__ = ("_owner", "_timer", "peer")
+    __slots__ = ("_owner", "_timer", "message", "peer")
+
+    message: SendOp | Receive
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, operation: str, nbytes: int, owner: PairWorkOwner, peer: int
@@ -79,6 +101,7 @@ class PairWork(Work[Any]):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self.message.sink = OVER
         self._owner.ended(self)
 
     def message_sent(self, token: object) -> None:
@@ -107,7 +130,9 @@ class PairWork(Work[Any]):
 class SendWork(PairWork):
     """A send; done when its buffer may be reused."""
 
-    __slots__ = ("message",)
+    __slots__ = ()
+
+    message: SendOp
 
     def __init__(
         self,
@@ -136,7 +161,9 @@ class RecvWork(PairWork):
     `withdrawable`: whether cancelling the last waiter withdraws it.
     """
 
-    __slots__ = ("_array", "_flat", "_number", "_told", "_withdrawable", "message")
+    __slots__ = ("_array", "_flat", "_number", "_told", "_withdrawable")
+
+    message: Receive
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from asyncdist.deadline import timeout_seconds
 from asyncdist.executor.work import Work as InnerWork
 from asyncdist.progress.reply import LIVENESS_S
+from asyncdist.transport.protocol.kept_error import anew
 
 if TYPE_CHECKING:
     from asyncdist.blocking.session import Session
@@ -93,7 +94,7 @@ class Work(Generic[T]):
         error = self._inner._error
         if error is not None:
             self._inner._retrieved = True
-            raise error
+            raise anew(error)
         return self._inner._result  # type: ignore[return-value]
 
     def is_completed(self) -> bool:
@@ -115,8 +116,8 @@ class Work(Generic[T]):
         """Wait, and return what went wrong, or None."""
         try:
             self.wait()
-        except Exception as error:
-            if error is not self._inner._error:
+        except Exception:
+            if self._inner._error is None:
                 raise
         return self._inner._error
 

@@ -45,17 +45,24 @@ def run_sliced(
 
     `then` is called once all is done: within this call when one slice is enough.
     """
-    step = max(1, SLICE_BYTES // itemsize)
+    _run_slice(loop, 0, total, max(1, SLICE_BYTES // itemsize), action, then)
 
-    def advance(start: int) -> None:
-        stop = min(start + step, total)
-        action(start, stop)
-        if stop >= total:
-            then()
-        else:
-            loop.call_soon(advance, stop)
 
-    advance(0)
+def _run_slice(
+    loop: asyncio.AbstractEventLoop,
+    start: int,
+    total: int,
+    step: int,
+    action: Callable[[int, int], object],
+    then: Callable[[], object],
+) -> None:
+    # No closure, as one that schedules itself refers to itself, and arrays would wait for the garbage collector.
+    stop = min(start + step, total)
+    action(start, stop)
+    if stop >= total:
+        then()
+    else:
+        loop.call_soon(_run_slice, loop, stop, total, step, action, then)
 
 
 class Execution:

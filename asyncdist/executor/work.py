@@ -254,6 +254,7 @@ class Work(Generic[T]):
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
+        error.__traceback__ = None  # the frames it came through hold arrays; it is raised as one of its own each time
         if self._waiters:
             self._retrieved = True  # they will be told, if perhaps after the group has closed
         self._end()
@@ -268,8 +269,10 @@ class Work(Generic[T]):
             for callback in self._callbacks:
                 self._loop.call_soon(callback, self)
             self._callbacks = None
-        if self._listener is not None:
-            self._listener.work_ended()
+        listener = self._listener
+        if listener is not None:
+            self._listener = None  # it refers to us, and our arrays are not to wait for the garbage collector
+            listener.work_ended()
 
     def __repr__(self) -> str:
         number = "" if self.sequence is None else f" #{self.sequence}"

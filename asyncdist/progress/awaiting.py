@@ -48,7 +48,7 @@ async def run_there(thread: CommunicationThread, function: Callable[[], Awaitabl
         thread.submit(lambda: thread.loop.call_soon(tasks[0].cancel))
         await uninterrupted(asyncio.wait([ended]))
         raise
-    return tasks[0].result()
+    return tasks.pop().result()  # what it raises refers to this frame, which is not to refer to it
 
 
 class ThreadStream(Generic[T]):

@@ -48,5 +48,8 @@ class Reply(Generic[T]):
         while not self._lock.acquire(timeout=LIVENESS_S):
             self._worker.check()
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self._error = None  # it refers to this frame, and so to us
         return self._result  # type: ignore[no-any-return]

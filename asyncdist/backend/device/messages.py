@@ -17,7 +17,7 @@ import numpy as np
 
 from asyncdist.arrays import decode_meta, describe, encode_meta
 from asyncdist.backend.device.tail import Tail
-from asyncdist.backend.point_to_point import PairWork, PairWorkOwner, RecvWork
+from asyncdist.backend.point_to_point import OVER, PairWork, PairWorkOwner, RecvWork
 from asyncdist.cuda import Event, Runtime
 from asyncdist.device_array import DeviceArray, DeviceFlat
 from asyncdist.errors import CollectiveMismatchError, DistError
@@ -136,7 +136,9 @@ class DeviceMessages(Protocol):
 class DeviceSendWork(PairWork):
     """A send of a GPU array; done when it may be written again."""
 
-    __slots__ = ("_answer", "_messages", "array", "message", "number", "ready", "reply")
+    __slots__ = ("_answer", "_messages", "array", "number", "ready", "reply")
+
+    message: SendOp
 
     def __init__(
         self,
@@ -190,6 +192,7 @@ class DeviceSendWork(PairWork):
 
     def _end(self) -> None:
         super()._end()
+        self.reply.sink = OVER
         self._messages.ended(self)
 
 
