@@ -23,7 +23,7 @@ from asyncdist.backend.base import CollectiveWork, GroupBackend
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, ROOTED
 from asyncdist.reduce_op import PremulSum, ReduceOp
-from asyncdist.world import World
+from asyncdist.world import CLOSED_SINCE, World
 
 __all__ = ["ANSWER_S", "CHECK_LEVELS", "Consistency", "describe_call", "parse_check"]
 
@@ -39,6 +39,9 @@ ISSUED_KEPT: Final = 256
 REPORTS_KEPT: Final = 1024
 """Collectives that others have reported and the first rank has not issued yet, with ASYNCDIST_CHECK=full: how far
 ahead they can be. Later ones are not compared."""
+
+UNNAMED: Final = "something else that it does not name"
+"""What a rank runs that does not answer, or does not remember so far back."""
 
 COUNTS_SHOWN: Final = 8
 """Block lengths shown of uneven collectives."""
@@ -111,19 +114,20 @@ class Consistency:
         self._issued.append(entry)
         self._report(entry)
 
-    def inquire(self, work: CollectiveWork, error: CollectiveMismatchError) -> bool:
-        """Ask the other side of `error` what it runs, and fail `work` when it has answered; False if that cannot be.
+    def inquire(self, work: CollectiveWork, error: CollectiveMismatchError) -> CollectiveMismatchError | None:
+        """Ask the other side of `error` what it runs, and fail `work` when it has answered.
 
-        Until then the operation is under way, though nothing moves any more.
+        Until then the operation is under way, though nothing moves any more. Where nobody can be asked the error to
+        fail with is returned.
         """
         key = (work.tag, work.number)
         if error.peer is None or key in self._inquiries:
-            return False
+            return error
         message = ["mismatch", self._group_id, *key, self._describe(key) or "", True]
         if not self._world.tell((error.peer,), message, dial=True):
-            return False
+            return self._answered(key, error, "")
         self._inquiries[key] = _Inquiry(work, error, self._world.loop.call_later(ANSWER_S, self._conclude, key, ""))
-        return True
+        return None
 
     def heard(self, sender: int, tag: int, sequence: int, text: str, asked: bool) -> None:
         """Another member found that we differ, and says what it runs; or it answers that question."""
@@ -160,7 +164,7 @@ class Consistency:
 
     def stop(self) -> dict[Key, CollectiveMismatchError]:
         """Ask nobody any more. Returns the differences that nobody has answered yet."""
-        found = {key: inquiry.error for key, inquiry in self._inquiries.items()}
+        found = {key: self._answered(key, inquiry.error, "") for key, inquiry in self._inquiries.items()}
         for inquiry in self._inquiries.values():
             inquiry.timer.cancel()
         self._inquiries.clear()
@@ -170,17 +174,21 @@ class Consistency:
     def _conclude(self, key: Key, text: str) -> None:
         inquiry = self._inquiries.pop(key)
         inquiry.timer.cancel()
-        if self._works.get(key) is not inquiry.work:
-            return
-        peer, own = inquiry.error.peer, self._describe(key)
-        assert peer is not None, "only errors that name the other side are asked about"
+        if self._works.get(key) is inquiry.work:
+            self._fail(key, self._answered(key, inquiry.error, text))
+
+    def _answered(self, key: Key, error: CollectiveMismatchError, text: str) -> CollectiveMismatchError:
+        """What the other side of `error` runs is `text`; empty if it does not say."""
+        assert error.peer is not None, "only errors that name the other side are asked about"
+        own = self._describe(key)
         # Without knowing better it is the lengths that differ, and the transport has said them.
-        alike = text in ("", own) and self._is_private(key)
-        self._fail(key, inquiry.error if alike else self._difference(own, peer, text))
+        alike = text in ("", CLOSED_SINCE, own) and self._is_private(key)
+        return error if alike else self._difference(own, error.peer, text)
 
     def _difference(self, own: str | None, peer: int, text: str) -> CollectiveMismatchError:
-        sides = sorted([(self._world.rank, own), (peer, text)])
-        shown = ", ".join(f"rank {rank} runs {side or 'something else that it does not name'}" for rank, side in sides)
+        unnamed = "something else, and is gone since" if self._world.mesh.is_gone(peer) else UNNAMED
+        sides = sorted([(self._world.rank, own or UNNAMED), (peer, text or unnamed)])
+        shown = ", ".join(f"rank {rank} runs {side}" for rank, side in sides)
         if own == text:
             shown += ", but planned differently: is the release of asyncdist the same everywhere?"
         return CollectiveMismatchError(f"ranks differ in this place of the order: {shown}", peer)

@@ -193,7 +193,10 @@ class GroupCore(Operations):
         if error is None:
             del self._works[work.key]
             work.finish()
-        elif not isinstance(error, CollectiveMismatchError) or not self._consistency.inquire(work, error):
+            return
+        if isinstance(error, CollectiveMismatchError):
+            error = self._consistency.inquire(work, error)
+        if error is not None:
             self._ended_badly(work, error)
 
     def _differ(self, key: tuple[int, int], error: CollectiveMismatchError) -> None:

@@ -34,7 +34,7 @@ from asyncdist.rendezvous import Met, Rendezvous
 from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.transport.base_mesh import BaseMesh
 
-__all__ = ["ABSENCES", "ISSUED", "NOT_CALLED", "GroupListener", "World"]
+__all__ = ["ABSENCES", "CLOSED_SINCE", "ISSUED", "NOT_CALLED", "GroupListener", "World"]
 
 ISSUED: Final = "issued"
 NOT_CALLED: Final = "not called there"
@@ -42,6 +42,8 @@ CLOSED: Final = "group closed there"
 NOT_MADE: Final = "group not made there"
 ABSENCES: Final = (NOT_CALLED, CLOSED, NOT_MADE)
 """Why a rank has not issued a collective, as it stands in errors."""
+CLOSED_SINCE: Final = "something else, and has closed the group since"
+"""What a rank that has closed a group says of what it ran there."""
 
 EARLY_GROUPS: Final = 256
 """Groups not created here yet whose news is kept: ranks run ahead of each other by a few `new_group` calls at most."""
@@ -220,7 +222,10 @@ class World:
             ended = self._ended.get(group_id)
             state = NOT_MADE if ended is None else ISSUED if ended.get(tag, 0) > sequence else CLOSED
             self.tell((rank,), ["status", group_id, tag, sequence, state], dial=False)
-        elif message[0] != "status" and message[1] not in self._ended:
+        elif message[1] in self._ended:
+            if message[0] == "mismatch" and message[-1]:
+                self.tell((rank,), [*message[:4], CLOSED_SINCE, False], dial=False)
+        elif message[0] != "status":
             self._keep(rank, message)
 
     def _keep(self, rank: int, message: list[Any]) -> None:

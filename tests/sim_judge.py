@@ -180,7 +180,7 @@ class Judge:
             return isinstance(error.__cause__, dist.CollectiveTimeoutError)
         if not isinstance(error, dist.CollectiveTimeoutError):
             return False
-        found = re.search(r"#(\d+) timed out", str(error))
+        found = re.search(r"#(\d+):? timed out", str(error))
         assert found is not None, error
         sequence = int(found[1])
         asked_s = self.loop.time() - PROBE_S - 0.01  # who issued it after that was rightly missing

@@ -100,6 +100,10 @@ class BaseMesh:
             raise nobody_left(self.rank, ranks, self._gone)
         return False
 
+    def is_gone(self, rank: int) -> bool:
+        """Whether `rank` has left, or is lost to us."""
+        return rank in self._gone
+
     def withdraw(self, receive: Receive, rank: int | None = None) -> bool:
         """Forget a posted receive; False if it was matched or has ended. With `rank` only that peer is asked."""
         source = receive.source if rank is None else rank

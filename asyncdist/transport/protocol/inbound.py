@@ -241,7 +241,7 @@ class Inbound:
         self.pulls.abort(stream, message_id)
         if receive is not None:
             error = GroupAbortedError(
-                f"rank {self.peer_rank} aborted the group while it sent this message ({describe_key(receive.key)})",
+                f"rank {self.peer_rank} aborted the group while it sent this message",
                 "aborted by the sender",
                 self.peer_rank,
             )
@@ -307,8 +307,7 @@ class Inbound:
                 raise ValueError(f"allocate returned {len(target)} bytes for a message of {length}")
         elif len(target) != length:
             raise CollectiveMismatchError(
-                f"rank {self.peer_rank} sent {length} bytes where {len(target)} are expected here "
-                f"({describe_key(receive.key)})",
+                f"rank {self.peer_rank} sent {length} bytes where {len(target)} are expected here",
                 self.peer_rank,
             )
         return target

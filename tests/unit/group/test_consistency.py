@@ -109,6 +109,34 @@ def test_a_side_that_has_gone_on_still_says_what_it_ran() -> None:
         assert "rank 1 runs broadcast float32[3] root 0" in text
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["closed the group", "left"])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_side_that_is_gone_is_said_to_be(leaves: bool, uneven: bool) -> None:
+    async def main(group: Group) -> str:
+        sub = dist.new_group([0, 1])
+        assert isinstance(sub, Group)
+        if group.rank == 0:
+            await sub.broadcast(np.zeros(3), 0)  # sent eagerly, before the other begins
+            if not leaves:
+                await sub.close()
+                await asyncio.sleep(2)
+            return ""
+        await asyncio.sleep(1)
+        start_s = asyncio.get_running_loop().time()
+        error = await outcome(sub.scatter(np.zeros(2), root=0, uneven=uneven))
+        assert asyncio.get_running_loop().time() - start_s <= 0.1
+        assert isinstance(error, dist.CollectiveMismatchError)
+        assert error.peer == 0
+        return str(error).partition(": ")[2]
+
+    if uneven:
+        expected = "rank 0 sent 24 bytes where 16 are expected here"
+    else:
+        theirs = "something else, and " + ("is gone since" if leaves else "has closed the group since")
+        expected = f"ranks differ in this place of the order: rank 0 runs {theirs}, rank 1 runs scatter float64[2]"
+    assert run_world(2, main)[1].startswith(expected)
+
+
 def test_the_error_does_not_wait_for_a_side_that_is_stuck() -> None:
     async def main(group: Group) -> Any:
         group._consistency.check_fully(False)
