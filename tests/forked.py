@@ -62,11 +62,9 @@ class _Server:
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # of those below this process, it gets the orphans
         try:
             socket.send_fds(self._control, [request], streams)
-            pid = int(self._control.recv(REQUEST_BYTES))
-            assert self._control.recv(REQUEST_BYTES) == b"orphaned"
+            return int(self._control.recv(REQUEST_BYTES))
         finally:
             prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-        return pid
 
     def close(self) -> None:
         """End the server, and nothing that it has forked."""
@@ -85,7 +83,7 @@ def _server(turn: int, at_start: tuple[tuple[str, str], ...]) -> _Server:
 
 
 class Popen(subprocess.Popen[AnyStr]):
-    """As `subprocess.Popen`; of its options, those for streams, `env` and `cwd`."""
+    """As `subprocess.Popen`; of its options, those for streams, `env`, `cwd` and `start_new_session`."""
 
     if sys.platform == "linux":
 
@@ -94,10 +92,11 @@ class Popen(subprocess.Popen[AnyStr]):
             signature = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
             given = signature.bind(self, *arguments).arguments
             assert given["args"][0] == sys.executable
-            assert not any(given[name] for name in ("preexec_fn", "pass_fds", "shell", "start_new_session"))
+            assert not any(given[name] for name in ("preexec_fn", "pass_fds", "shell"))
             environ = dict(os.environ if given["env"] is None else given["env"])
             at_start = tuple(item for item in sorted(environ.items()) if item[0].startswith(READ_AT_START))
-            request = [given["args"][1:], environ, os.path.abspath(given["cwd"] or ""), [*os.sched_getaffinity(0)]]
+            folder, cores = os.path.abspath(given["cwd"] or ""), [*os.sched_getaffinity(0)]
+            request = [given["args"][1:], environ, folder, cores, given["start_new_session"]]
             theirs = (given["p2cread"], given["c2pwrite"], given["errwrite"])
             streams = [own if fd < 0 else fd for own, fd in enumerate(theirs)]
             try:
@@ -122,29 +121,32 @@ def _serve(control: socket.socket) -> list[str]:
         request, streams, _, _ = socket.recv_fds(control, REQUEST_BYTES, 3)
         if not request:
             os._exit(0)
-        parent = os.fork()
-        if not parent:
-            parent, child = os.getpid(), os.fork()
-            if not child:
+        between = os.fork()
+        if not between:
+            between = os.getpid()
+            if not os.fork():
                 break
-            control.send(b"%d" % child)
             os._exit(0)
         for fd in streams:
             os.close(fd)
-        os.waitpid(parent, 0)
-        control.send(b"orphaned")
-    while os.getppid() == parent:  # for a moment yet
+        os.waitpid(between, 0)
+    while os.getppid() == between:  # for a moment yet
         os.sched_yield()
-    control.close()
-    arguments, environ, folder, cores = json.loads(request)
-    for number, fd in enumerate(streams):
-        os.dup2(fd, number)
-        os.close(fd)
-    os.environ.clear()
-    os.environ.update(environ)
-    os.chdir(folder)
-    os.sched_setaffinity(0, cores)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    arguments, environ, folder, cores, new_session = json.loads(request)
+    try:
+        if new_session:
+            os.setsid()
+        for number, fd in enumerate(streams):
+            os.dup2(fd, number)
+            os.close(fd)
+        os.environ.clear()
+        os.environ.update(environ)
+        os.chdir(folder)
+        os.sched_setaffinity(0, cores)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    finally:
+        control.send(b"%d" % os.getpid())
+        control.close()
     return arguments
 
 

@@ -116,6 +116,14 @@ def test_it_is_signalled_and_waited_for_as_any_child(kind: type[subprocess.Popen
     assert not is_alive(process.pid)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_leads_a_session_at_once_where_it_is_to(kind: type[subprocess.Popen[str]]) -> None:
+    for new in (True, False):
+        with start(kind, "-c", "input()", start_new_session=new) as process:
+            assert (os.getsid(process.pid) == os.getpgid(process.pid) == process.pid) == new
+            assert (os.getsid(process.pid) == os.getsid(0)) != new
+
+
 def test_streams_that_are_not_pipes_are_inherited_or_shared(tmp_path: Path) -> None:
     for kind in KINDS:
         with (tmp_path / "said").open("w") as file:

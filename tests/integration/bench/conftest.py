@@ -1,0 +1,28 @@
+"""The ranks of a session are forked: the benchmarks' tests start a hundred of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import forked
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # bench is not installed: it lives beside the packages
+
+from bench import process
+
+
+def _start(command: list[str], *, preexec_fn: Any, **options: Any) -> subprocess.Popen[bytes]:
+    if command[:3] == [sys.executable, "-m", "bench.rank"]:
+        return forked.Popen(command, **options)
+    return subprocess.Popen(command, preexec_fn=preexec_fn, **options)
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out before they run, they do themselves (to die with their parent) or do not need."""
+    monkeypatch.setattr(process, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": _start}))
