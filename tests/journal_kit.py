@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
+
 from asyncdist_server.batch import Batch, BatchMaker
 from asyncdist_server.changes import ChangeLog
 from asyncdist_server.engine import StoreEngine
@@ -154,7 +156,7 @@ class Daemon:
 
     def start(self, **environment: str) -> Daemon:
         """Start the process and wait until it serves; AssertionError with what it said if it does not."""
-        self.process = subprocess.Popen(
+        self.process = forked.Popen(
             self.command(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
 from jobs import finish, free_port, run_ranks, start_rank, start_ranks
 from punctual import assert_within, punctual
@@ -35,7 +36,7 @@ dist.run(main())
 @contextlib.contextmanager
 def daemon(*options: str) -> Iterator[str]:
     """A store daemon of its own process; gives host:port."""
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, "-m", "asyncdist_server", "--port", "0", *options], stdout=subprocess.PIPE, text=True
     )
     try:

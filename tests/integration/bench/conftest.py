@@ -1,4 +1,4 @@
-"""The ranks of a session are forked: the benchmarks' tests start a hundred of them."""
+"""The ranks of a session are forked: the tests of the benchmarks start dozens of them."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 
+import forked
 import pytest
 from store_proxy import cutting_proxy
 
@@ -144,7 +145,7 @@ async def test_pop_cancelled_while_disconnected_loses_nothing(server: ThreadedSe
 def daemon_process(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A daemon in a process of its own; killed at the end if it still runs."""
     command = [sys.executable, "-m", "asyncdist_server", "--port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None
             yield process, int(process.stdout.readline().rpartition(":")[2])
