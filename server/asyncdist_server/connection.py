@@ -6,12 +6,12 @@ Which protocol the session speaks is known by the client's first byte.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections import deque
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from asyncdist_server.auth import Refusal
+from asyncdist_server.client_socket import format_address, notice_lost_hosts
 from asyncdist_server.config import CLOSE_TIMEOUT_S
 from asyncdist_server.counters import count
 from asyncdist_server.messages import FRAME_SLACK_BYTES
@@ -19,6 +19,7 @@ from asyncdist_server.session import Session
 from asyncdist_server.torch_session import TorchSession
 from asyncdist_server.torch_wire import FIRST_BYTE
 from asyncdist_server.unacknowledged import unacknowledged_bytes
+from asyncdist_server.unsent import SMALL_REPLY_BYTES
 
 if TYPE_CHECKING:
     from asyncdist_server.daemon import StoreServer
@@ -28,13 +29,6 @@ WRITE_HIGH_BYTES: Final = 1024 * 1024
 """With more than this unsent, a client's further requests wait: it must read first."""
 WRITE_LOW_BYTES: Final = 256 * 1024
 """Its requests are run again once no more than this is unsent."""
-KEEPALIVE_IDLE_S: Final = 60
-KEEPALIVE_INTERVAL_S: Final = 15
-KEEPALIVE_PROBES: Final = 4
-"""A host that vanished is noticed after two minutes of silence: idle connections may live for days otherwise."""
-UNACKNOWLEDGED_MS: Final = 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_PROBES)
-"""And as soon when something was sent to it, of which keepalive knows nothing: Linux would try for 15 minutes, in which
-what is bound to that connection would seem to be in use."""
 
 
 class Connection(asyncio.Protocol):
@@ -51,7 +45,8 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None  # handshake, stall or close, whichever runs
         self._peer = ""
         self._write_paused = False  # by the transport
-        self._paused = False  # by that, or by what waits for the disk
+        self._lacks_room = False  # as other clients have too much to read
+        self._paused = False  # by these, or by what waits for the disk
         self._read_paused = False
         self._turn_due = False
         self._opening = True
@@ -72,7 +67,7 @@ class Connection(asyncio.Protocol):
         self._peer = format_address(transport.get_extra_info("peername"))
         self._session.address = self._peer
         self._transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
-        _set_keepalive(transport.get_extra_info("socket"))
+        notice_lost_hosts(transport.get_extra_info("socket"))
         server = self._server
         if not server.admit(self):
             self.refuse(Refusal.TOO_MANY_CONNECTIONS)
@@ -145,12 +140,24 @@ class Connection(asyncio.Protocol):
         session = self._session
         if transport is None or self._ending:
             return
-        if self._paused and not session.closing:
+        if self._lacks_room or (self._paused and not session.closing):
             # Replies wait as references to stored values, bounded like everything a client makes us hold.
             if session.reply_bytes > self._server.config.limits.frame_bytes:
-                self._drop("reads its replies too slowly")
+                self._drop("has too much to read" if self._lacks_room else "reads its replies too slowly")
             return
+        unsent = self._server.unsent
+        if (session.reply_bytes > SMALL_REPLY_BYTES or unsent.waiting) and not unsent.may_say(
+            self, session.reply_bytes
+        ):
+            self._lacks_room = self._paused = True
+            self._update_reading()
+            return
+        self._write_output(transport)
+
+    def _write_output(self, transport: asyncio.Transport) -> None:
+        session = self._session
         output = session.take_output()
+        self._server.unsent.wrote(sum(map(len, output)))
         if output and (self._server.gate is None or not self._hold(self._server.gate, output)):
             if len(output) == 1:
                 transport.write(output[0])
@@ -178,6 +185,22 @@ class Connection(asyncio.Protocol):
     def _has_output(self) -> None:
         self._server.dirty.append(self)
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What was made for the client and is not sent."""
+        return self._held_bytes + (self._transport.get_write_buffer_size() if self._transport is not None else 0)
+
+    def go_on(self) -> None:
+        """Say what had to wait until others have read theirs."""
+        self._lacks_room = False
+        self._update_paused()
+        if self._transport is not None and not self._ending and (not self._paused or self._session.closing):
+            self._write_output(self._transport)
+            self._server.settle()
+
+    def _update_paused(self) -> None:
+        self._paused = self._write_paused or self._lacks_room or self._held_bytes > WRITE_HIGH_BYTES
+
     # ---- output that waits for the disk
 
     def _hold(self, gate: GroupCommit, output: list[bytes]) -> bool:
@@ -203,7 +226,7 @@ class Connection(asyncio.Protocol):
         while held and held[0][0] <= number:
             pieces += held.popleft()[1]
         self._held_bytes -= sum(map(len, pieces))
-        self._paused = self._write_paused or self._held_bytes > WRITE_HIGH_BYTES
+        self._update_paused()
         if self._transport is None or self._ending:
             return
         if len(pieces) == 1:
@@ -256,7 +279,7 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """The client has caught up."""
         self._write_paused = False
-        self._paused = self._held_bytes > WRITE_HIGH_BYTES
+        self._update_paused()
         if not self._opening and not self._ending:
             self._cancel_timer()
             self._schedule_turn()
@@ -375,26 +398,3 @@ class Connection(asyncio.Protocol):
         self._buffered = 0
         self._server.forget(self)
         self._server.settle()
-
-
-def format_address(address: tuple[Any, ...] | None) -> str:
-    """Return a socket's address as host:port, with brackets around an IPv6 address."""
-    if not address:
-        return ""
-    host, port = address[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _set_keepalive(sock: socket.socket | None) -> None:
-    if sock is None:
-        return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),
-        ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S),
-        ("TCP_KEEPCNT", KEEPALIVE_PROBES),
-        ("TCP_USER_TIMEOUT", UNACKNOWLEDGED_MS),
-        ("TCP_NODELAY", 1),
-    ):
-        if hasattr(socket, name):  # macOS lacks TCP_KEEPIDLE and TCP_USER_TIMEOUT
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -6,18 +6,20 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
+import itertools
 import logging
 import random
 import secrets
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Final
 
 from asyncdist_server.busy_poll import BusyPoll, busy_poll
+from asyncdist_server.client_socket import format_address
 from asyncdist_server.config import BACKLOG, MAX_HALF_OPEN, ServerConfig
-from asyncdist_server.connection import Connection, format_address
+from asyncdist_server.connection import Connection
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.group_commit import GroupCommit
 from asyncdist_server.logs import EventLog
@@ -26,6 +28,7 @@ from asyncdist_server.persistence import Persistence
 from asyncdist_server.status import describe
 from asyncdist_server.tls_connection import TLSConnection
 from asyncdist_server.torch_namespaces import TorchNamespace, TorchNamespaces
+from asyncdist_server.unsent import UNSENT_PART, Unsent
 
 BIND_ATTEMPTS: Final = 16
 """How often a free port is tried that must be free on several addresses (127.0.0.1 and ::1 of localhost)."""
@@ -55,7 +58,7 @@ class StoreServer:
         self.torch = TorchNamespaces(self.engine, config.torch_linger_s)
         self.encoder = Encoder()
         self.log = logging.getLogger("asyncdist_server")
-        self.events = EventLog(self.log, lambda delay_s, call: asyncio.get_running_loop().call_later(delay_s, call))
+        self.events = EventLog(self.log, self._call_later)
         self.cut_count = 0
         """Connections that a stop did not wait for to the end."""
         self.not_ready = "starting"
@@ -66,6 +69,7 @@ class StoreServer:
         self.failed = asyncio.Event()
         self.dirty: list[Connection] = []
         self.inbound_bytes = 0
+        self.unsent = Unsent(config.limits.memory_bytes // UNSENT_PART, self._all_connections, self._call_later)
         self.timed_at = 0.0  # the loop's clock when a turn was timed last
         self.busy_poll: BusyPoll | None = None
         self._connections: set[Connection] = set()
@@ -79,6 +83,12 @@ class StoreServer:
         self._timer_at = 0.0  # uvloop's handle of a timer due at once does not tell
         self._emptied: asyncio.Event | None = None
         self._stopping = False
+
+    def _call_later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(delay_s, call)
+
+    def _all_connections(self) -> Iterator[Connection]:
+        return itertools.chain(self._connections, self._ending)
 
     @property
     def port(self) -> int:
@@ -241,6 +251,7 @@ class StoreServer:
         self._connections.discard(connection)
         self._half_open.discard(connection)
         self._ending.discard(connection)
+        self.unsent.forget(connection)
         if self._emptied is not None:
             self._emptied.set()
 

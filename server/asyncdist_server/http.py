@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
+from asyncdist_server.client_socket import format_address
 from asyncdist_server.config import ConfigError
-from asyncdist_server.connection import format_address
 from asyncdist_server.daemon import StoreServer
 from asyncdist_server.metrics import PREFIX, Metric, Samples, collect
 

@@ -1,0 +1,88 @@
+"""What all clients together have not read yet: large answers wait their turn where that is much.
+
+A stored value is counted once, yet each client that asks for it gets a copy, which the daemon holds until the client
+has read it. A thousand that read slowly, or ask at the same moment, would make it hold a thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol
+
+__all__ = ["SMALL_REPLY_BYTES", "UNSENT_PART", "Sender", "Unsent"]
+
+UNSENT_PART: Final = 4
+"""What is unsent may take the memory limit divided by this, and the answer that exceeds it."""
+SMALL_REPLY_BYTES: Final = 16 * 1024
+"""What is no larger does not wait, as long as its client has read all but so much: locks, leases and barriers go on
+while large values are on their way. So many bytes for each connection are what comes on top."""
+POLL_S: Final = 0.01
+"""How often it is looked whether there is room, while somebody waits for it."""
+
+
+class Sender(Protocol):
+    """A connection."""
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What was made for the client and is not sent."""
+
+    def go_on(self) -> None:
+        """Say now what had to wait."""
+
+
+class Unsent:
+    """The bytes that the daemon holds for clients to read, and the connections that wait for room.
+
+    `senders` gives all connections. `start_timer` takes a delay in seconds and a function.
+    """
+
+    __slots__ = ("_at_most", "_limit_bytes", "_senders", "_start_timer", "_timer", "waiting")
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        senders: Callable[[], Iterable[Sender]],
+        start_timer: Callable[[float, Callable[[], None]], Any],
+    ) -> None:
+        self._limit_bytes = limit_bytes
+        self._senders = senders
+        self._start_timer = start_timer
+        self._at_most = 0  # since it was counted last, what was written is added and nothing is taken away
+        self._timer: Any = None
+        self.waiting: dict[Sender, None] = {}
+        """Those with something large to say, in the order in which they came."""
+
+    def wrote(self, size: int) -> None:
+        """Note that so much was made for a client."""
+        self._at_most += size
+
+    def may_say(self, sender: Sender, reply_bytes: int) -> bool:
+        """Whether `sender` may say so much more; else it waits, and its `go_on` is called when there is room."""
+        if reply_bytes <= SMALL_REPLY_BYTES and not (self.waiting and sender.unsent_bytes > SMALL_REPLY_BYTES):
+            return True
+        if not self.waiting and (self._at_most <= self._limit_bytes or self.count() <= self._limit_bytes):
+            return True
+        self.waiting[sender] = None
+        if self._timer is None:
+            self._timer = self._start_timer(POLL_S, self._look)
+        return False
+
+    def forget(self, sender: Sender) -> None:
+        """Note that a connection is gone."""
+        self.waiting.pop(sender, None)
+
+    def count(self) -> int:
+        """Return how much is unsent now."""
+        self._at_most = sum(sender.unsent_bytes for sender in self._senders())
+        return self._at_most
+
+    def _look(self) -> None:
+        self._timer = None
+        self.count()
+        while self.waiting and self._at_most <= self._limit_bytes:
+            sender = next(iter(self.waiting))
+            del self.waiting[sender]
+            sender.go_on()
+        if self.waiting:
+            self._timer = self._start_timer(POLL_S, self._look)

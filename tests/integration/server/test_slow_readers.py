@@ -1,0 +1,108 @@
+"""Many clients who ask for the same large value, and do not read: what the daemon holds for them is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_kit import SocketClient
+from torch_wire_kit import SocketTorchClient
+
+from asyncdist_server import ServerConfig, StoreServer, serve
+from asyncdist_server import messages as m
+from asyncdist_server.config import limits_for
+from asyncdist_server.durability import parse_durability
+from asyncdist_server.torch_wire import Query
+from asyncdist_server.unsent import UNSENT_PART
+
+VALUE = bytes(8 << 20)
+MEMORY_BYTES = 64 << 20
+ROOM = MEMORY_BYTES // UNSENT_PART + len(VALUE) + 4096
+READERS = 12
+DEADLINE_S = 60.0
+
+
+@contextlib.asynccontextmanager
+async def daemon(**changes: Any) -> AsyncIterator[StoreServer]:
+    limits = limits_for(len(VALUE), memory_bytes=MEMORY_BYTES)
+    async with serve(ServerConfig(port=0, torch=True, limits=limits, **changes)) as server:
+        yield server
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110  sockets set no event
+            await asyncio.sleep(0.001)
+
+
+def client(server: StoreServer, number: int) -> SocketClient:
+    return SocketClient(server.port, client_id=b"client-%09d" % number)
+
+
+@pytest.mark.parametrize("durability", ["memory", "durable"])
+@pytest.mark.parametrize("blocked", [False, True])
+async def test_they_wait_for_each_other_and_all_get_it(tmp_path: Path, blocked: bool, durability: str) -> None:
+    kept = {} if durability == "memory" else {"durability": parse_durability(durability), "data_dir": tmp_path}
+    async with daemon(**kept) as server:
+        with contextlib.ExitStack() as stack:
+            writer = await asyncio.to_thread(client, server, 0)
+            stack.callback(writer.close)
+            if not blocked:
+                await asyncio.to_thread(writer.ask, m.SET, b"k", VALUE)
+            readers = [await asyncio.to_thread(client, server, number) for number in range(1, 1 + READERS)]
+            for reader in readers:
+                stack.callback(reader.close)
+                reader.send((m.GET, b"k", None))
+            if blocked:
+                await until(lambda: server.engine.waiter_count == READERS)
+                await asyncio.to_thread(writer.ask, m.SET, b"k", VALUE)
+            await until(lambda: bool(server.unsent.waiting))
+            assert server.unsent.count() <= ROOM
+            assert await asyncio.to_thread(writer.ask, m.ADD, b"n", 1) == 1  # what is small goes on
+            for reader in readers:
+                assert (await asyncio.to_thread(reader.reply))[2] == VALUE
+                assert server.unsent.count() <= ROOM
+            assert await asyncio.to_thread(readers[-1].ask, m.ADD, b"n", 1) == 2
+            await until(lambda: not server.unsent.waiting)
+
+
+async def test_torch_clients_too() -> None:
+    async with daemon() as server:
+        with contextlib.ExitStack() as stack:
+
+            def read(size: int, reader: SocketTorchClient) -> bytes:
+                found = b""
+                while len(found) < size:
+                    found += reader.socket.recv(1 << 20)
+                return found
+
+            readers = [await asyncio.to_thread(SocketTorchClient, server.port) for _ in range(READERS)]
+            for reader in readers:
+                stack.callback(reader.close)
+            await asyncio.to_thread(readers[0].send, Query.SET, b"k", VALUE)
+            assert await asyncio.to_thread(readers[0].get, b"k") == VALUE
+            for reader in readers:
+                reader.send(Query.GET, b"k")
+            await until(lambda: bool(server.unsent.waiting))
+            assert server.unsent.count() <= ROOM
+            for reader in readers:
+                assert (await asyncio.to_thread(read, 8 + len(VALUE), reader))[8:] == VALUE
+            await until(lambda: not server.unsent.waiting)
+
+
+async def test_who_goes_away_makes_room() -> None:
+    async with daemon() as server:
+        with contextlib.ExitStack() as stack:
+            writer = stack.enter_context(await asyncio.to_thread(client, server, 0))
+            await asyncio.to_thread(writer.ask, m.SET, b"k", VALUE)
+            for number in range(1, 1 + READERS):
+                reader = stack.enter_context(await asyncio.to_thread(client, server, number))
+                reader.send((m.GET, b"k", None), (m.GOODBYE,))  # the daemon is to close, and may not yet
+            await until(lambda: bool(server.unsent.waiting))
+        await until(lambda: server.connection_count == 0)
+        assert not server.unsent.waiting
+        assert server.unsent.count() == 0

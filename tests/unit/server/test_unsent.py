@@ -1,0 +1,98 @@
+"""Large answers wait while clients have much to read; small ones do not, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from asyncdist_server.unsent import SMALL_REPLY_BYTES, Unsent
+
+LARGE = SMALL_REPLY_BYTES + 1
+LIMIT = 10 * LARGE
+
+
+class Client:
+    """What a connection says as soon as it may."""
+
+    def __init__(self, world: World, size: int) -> None:
+        self.world = world
+        self.size = size
+        self.unsent_bytes = 0
+        self.asks()
+
+    def asks(self) -> None:
+        if self.world.unsent.may_say(self, self.size):
+            self.go_on()
+
+    def go_on(self) -> None:
+        self.unsent_bytes += self.size
+        self.world.unsent.wrote(self.size)
+
+
+class World:
+    def __init__(self) -> None:
+        self.clients: list[Client] = []
+        self.timer: Callable[[], None] | None = None
+        self.unsent = Unsent(LIMIT, lambda: self.clients, self.start)
+
+    def start(self, delay_s: float, call: Callable[[], None]) -> Callable[[], None]:
+        assert self.timer is None
+        self.timer = call
+        return call
+
+    def look(self) -> None:
+        assert self.timer is not None
+        call, self.timer = self.timer, None
+        call()
+
+    def client(self, size: int) -> Client:
+        self.clients.append(Client(self, size))
+        return self.clients[-1]
+
+    @property
+    def told(self) -> int:
+        return sum(client.unsent_bytes > 0 for client in self.clients)
+
+
+def test_at_the_limit_all_may_and_beyond_it_they_wait_in_order() -> None:
+    world = World()
+    clients = [world.client(LARGE) for _ in range(14)]
+    assert world.told == 11  # ten are what there is room for, and one exceeds it
+    world.look()
+    assert world.told == 11
+    clients[0].unsent_bytes = clients[1].unsent_bytes = 0
+    world.look()
+    assert [client.unsent_bytes > 0 for client in clients[2:]] == [True] * 11 + [False]
+    clients[2].unsent_bytes = 0
+    world.look()
+    assert clients[13].unsent_bytes
+    assert world.timer is None
+
+
+def test_what_was_read_meanwhile_does_not_count() -> None:
+    world = World()
+    for _ in range(100):
+        world.client(LARGE).unsent_bytes = 0
+    assert not world.unsent.waiting
+
+
+def test_small_answers_do_not_wait_unless_their_client_reads_none() -> None:
+    world = World()
+    for _ in range(12):
+        world.client(LARGE)
+    small = world.client(SMALL_REPLY_BYTES)
+    assert small.unsent_bytes == SMALL_REPLY_BYTES
+    small.asks()
+    assert small.unsent_bytes == 2 * SMALL_REPLY_BYTES
+    small.asks()
+    assert small.unsent_bytes == 2 * SMALL_REPLY_BYTES
+    assert small in world.unsent.waiting
+
+
+def test_one_that_is_gone_is_not_told() -> None:
+    world = World()
+    clients = [world.client(LARGE) for _ in range(12)]
+    world.unsent.forget(clients[11])
+    world.clients.clear()
+    world.look()
+    assert clients[11].unsent_bytes == 0
+    assert world.timer is None
