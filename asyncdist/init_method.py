@@ -114,6 +114,8 @@ def parse_init_method(
             raise ValueError("store= needs rank= and world_size= as well")
         return _checked(InitMethod(rank, world_size))
     parts = urlsplit(init_method or "env://")
+    if parts.scheme not in ("env", "tcp", "file"):
+        raise ValueError(f"no rendezvous for {init_method!r}: use env://, tcp://host:port or file:///path")
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     rank, world_size = _from_query(query, rank, world_size, init_method)
     namespace = environ.get("ASYNCDIST_JOB_ID", "")
@@ -128,11 +130,9 @@ def parse_init_method(
     if parts.scheme == "tcp":
         host, port = _host_port(f"{parts.netloc}", f"init_method {init_method}")
         return _checked(InitMethod(rank, world_size, host, port, may_host=True, namespace=namespace))
-    if parts.scheme == "file":
-        if parts.netloc or not parts.path:
-            raise ValueError(f"{init_method}: use file:///absolute/path")
-        return _checked(InitMethod(rank, world_size, path=parts.path))
-    raise ValueError(f"no rendezvous for {init_method!r}: use env://, tcp://host:port or file:///path")
+    if parts.netloc or not parts.path:
+        raise ValueError(f"{init_method}: use file:///absolute/path")
+    return _checked(InitMethod(rank, world_size, path=parts.path))
 
 
 async def open_store(method: InitMethod, deadline: Deadline, environ: Mapping[str, str] = os.environ) -> StoreSource:

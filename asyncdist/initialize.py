@@ -77,6 +77,8 @@ def init_process_group(
     parse_backend(backend)  # raises for what is wrong with it
     if progress not in ("loop", "thread"):
         raise ValueError(f'progress must be "loop" or "thread", not {progress!r}')
+    if store is not None and not isinstance(store, Store):
+        raise TypeError(f"store must be a Store that is open, not {type(store).__name__}")
     method = parse_init_method(init_method, rank, world_size, has_store=store is not None)
     device = chosen_device(device_id)
     return GroupOpening(method, store, timeout_s, group_name, backend, progress, allow_pickle, device)

@@ -15,6 +15,10 @@ T = TypeVar("T")
 
 _TERMINATED: Final = 128 + signal.SIGTERM
 
+_NO_ASYNC_OP: Final = """\
+In asyncdist operations take no async_op: all begin at the call and return a Work, as in work = dist.all_reduce(x), to
+be awaited at once or later. In asyncdist.blocking they take it as torch's do."""
+
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     """Return uvloop's loop factory where it is installed, else asyncio's."""
@@ -74,6 +78,10 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
         except asyncio.CancelledError:
             if terminated:
                 raise SystemExit(_TERMINATED) from None
+            raise
+        except TypeError as error:  # here, as to take it only to refuse it would cost every call time
+            if "unexpected keyword argument 'async_op'" in str(error):
+                error.add_note(_NO_ASYNC_OP)
             raise
 
 

@@ -162,7 +162,8 @@ class Rendezvous:
             ready = await self._give_up(deadline)
         decision = _unpack(ready)
         if "failure" in decision:
-            raise DistError(f"{self._who}: {decision['failure']}")
+            kind = ConnectTimeoutError if decision.get("late") is True else DistError
+            raise kind(f"{self._who}: {decision['failure']}")
         leader = _unpack(await self._store.get(self._key("info/0")))
         events.info("%s joined a world of %d (epoch %d)", self._who, self.world_size, self._epoch)
         all_allow = allow_pickle and decision.get("allow_pickle") is True
@@ -316,10 +317,10 @@ class Rendezvous:
     async def _decide(self, decision: dict[str, Any]) -> bytes:
         return await self._store.compare_set(self._key("ready"), b"", msgpack.packb(decision))
 
-    async def _publish_failure(self, message: str) -> bytes | None:
+    async def _publish_failure(self, message: str, *, late: bool = False) -> bytes | None:
         try:
             async with asyncio.timeout(PUBLISH_LIMIT_S):
-                return await self._decide({"failure": message})
+                return await self._decide({"failure": message, "late": late})
         except (DistError, TimeoutError):
             return None  # the others will find out by their own time-out; the failure is raised here either way
 
@@ -332,7 +333,7 @@ class Rendezvous:
             raise DistStoreError(f"{self._who}: the store stopped answering while ranks were joining") from error
         came = self.world_size - len(missing)
         message = f"{came} of {self.world_size} ranks joined in time; missing: rank {_spell(missing)}"
-        ready = await self._publish_failure(message)
+        ready = await self._publish_failure(message, late=True)
         if ready is not None and "failure" not in _unpack(ready):
             return ready
         raise ConnectTimeoutError(f"{self._who}: {message}")

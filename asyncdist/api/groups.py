@@ -10,7 +10,7 @@ from asyncdist.backend.base import parse_backend
 from asyncdist.backend.device.choice import chosen_device
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.group import WORLD, ProcessGroup
-from asyncdist.integers import as_int
+from asyncdist.integers import as_ints
 from asyncdist.non_member import NonMember
 from asyncdist.subgroup import spell_ranks
 
@@ -51,7 +51,7 @@ def new_group(
     """
     parent = resolve(group)
     parent.check_usable("new_group")
-    chosen = list(parent.ranks) if ranks is None else [as_int(rank, "ranks must be ints") for rank in ranks]
+    chosen = list(parent.ranks) if ranks is None else as_ints(ranks, "ranks must be ints")
     if not chosen:
         raise ValueError("ranks must not be empty")
     for rank in chosen:

@@ -10,7 +10,7 @@ from asyncdist.api.groups import new_group
 from asyncdist.api.resolve import Group, resolve
 from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.group import ProcessGroup
-from asyncdist.integers import as_int
+from asyncdist.integers import as_int, as_ints
 from asyncdist.non_member import NonMember
 
 __all__ = ["SHRINK_ABORT", "new_subgroups", "new_subgroups_by_enumeration", "shrink_group", "split_group"]
@@ -141,7 +141,9 @@ def shrink_group(
 
 def _parts(lists: Iterable[Iterable[int]], name: str) -> list[tuple[int, ...]]:
     """The lists of ranks, checked for what concerns them alone."""
-    parts = [tuple(as_int(rank, f"{name} must hold ranks (ints)") for rank in part) for part in lists]
+    if not isinstance(lists, Iterable):
+        raise TypeError(f"{name} must be a list of lists of ranks, not {type(lists).__name__}")
+    parts = [tuple(as_ints(part, f"{name} must hold ranks (ints)")) for part in lists]
     if not parts or not all(parts):
         raise ValueError(f"{name} must not be empty, nor hold an empty list")
     seen: dict[int, tuple[int, ...]] = {}

@@ -12,6 +12,7 @@ from typing import Any
 from asyncdist.backend.point_to_point import RecvWork
 from asyncdist.blocking.stream import ChunkStream
 from asyncdist.blocking.work import Work
+from asyncdist.errors import ClosedError
 from asyncdist.executor.work import Work as InnerWork
 from asyncdist.group import ProcessGroup as InnerGroup
 from asyncdist.progress.opening import give_up, leave_at_exit
@@ -45,7 +46,11 @@ class Session:
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Call `function` in the thread with this world as the default, and return what stands here for its result."""
-        return self.thread.call(lambda: self.adopt(self._where.run(function, *arguments, **options)))
+        try:
+            return self.thread.call(lambda: self.adopt(self._where.run(function, *arguments, **options)))
+        except ClosedError:
+            self._check_open(function)
+            raise
 
     def complete(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """As `call`, and wait for the end of what it begins, a Work or a coroutine; returns that one's result.
@@ -53,13 +58,22 @@ class Session:
         Ctrl-C ends the waiting at once. A receive is withdrawn then and loses no message; other operations go on.
         """
         call = _Completion(self, lambda: self._where.run(function, *arguments, **options))
-        self.thread.submit(call.begin)
         try:
+            self.thread.submit(call.begin)
             return call.reply.wait()
+        except ClosedError:
+            self._check_open(function)
+            raise
         except BaseException as error:
             if not isinstance(error, Exception):
                 self.thread.submit(call.give_up)
             raise
+
+    def _check_open(self, function: Callable[..., Any]) -> None:
+        """Name the group and not the thread, which ends with its last world."""
+        if self.inner.closed:
+            where = self.inner.where(getattr(function, "__name__", "call"))
+            raise ClosedError(f"{where}: the group is closed") from None
 
     def adopt(self, result: Any) -> Any:
         """What stands outside the thread for `result`; called in the thread."""

@@ -6,6 +6,8 @@ import _thread
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
+from asyncdist.errors import DistError
+
 if TYPE_CHECKING:
     from asyncdist.progress.thread import CommunicationThread
 
@@ -48,6 +50,8 @@ class Reply(Generic[T]):
         while not self._lock.acquire(timeout=LIVENESS_S):
             self._worker.check()
         if self._error is not None:
+            if isinstance(self._error, DistError):
+                self._error.__traceback__ = None  # raised on purpose: nobody asks where in the other thread
             try:
                 raise self._error
             finally:

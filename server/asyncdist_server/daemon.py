@@ -307,7 +307,7 @@ async def _bind(config: ServerConfig, port: int) -> list[socket.socket]:
     try:
         found = await loop.getaddrinfo(config.host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
-        raise OSError(error.errno, f"cannot listen on {config.host}: {error.strerror}") from error
+        raise OSError(error.errno, f"cannot listen on {config.host}: {error.strerror}") from None
     addresses = list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
     config.require_token_for([address for _, address in addresses])
     for attempt in range(BIND_ATTEMPTS):
@@ -344,7 +344,7 @@ def _bind_all(addresses: Sequence[tuple[int, str]], port: int) -> list[socket.so
                 sock.listen(BACKLOG)  # here, as several processes may bind one port until the first of them listens
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL or len(addresses) == 1:
-                    raise OSError(error.errno, f"cannot listen on {address} port {port}: {error.strerror}") from error
+                    raise OSError(error.errno, f"cannot listen on {address} port {port}: {error.strerror}") from None
                 absent = error
                 sockets.pop().close()
                 continue

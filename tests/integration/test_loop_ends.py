@@ -86,6 +86,29 @@ def test_a_function_in_place_of_its_coroutine_is_named() -> None:
         dist.run(abandon)  # type: ignore[arg-type]
 
 
+def test_torchs_async_op_is_answered_with_what_to_write() -> None:
+    async def main() -> None:
+        dist.all_reduce(None, async_op=True)  # type: ignore[call-arg]
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'async_op'") as refused:
+        dist.run(main())
+    assert "return a Work, as in work = dist.all_reduce(x)" in "".join(refused.value.__notes__)
+
+
+def test_other_type_errors_are_left_alone() -> None:
+    async def main() -> None:
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine") as refused:
+        dist.run(main())
+    assert not hasattr(refused.value, "__notes__")
+
+
+def test_what_is_no_store_is_refused_at_the_call() -> None:
+    with pytest.raises(TypeError, match="store must be a Store that is open, not int"):
+        dist.init_process_group(store=3, rank=0, world_size=1)  # type: ignore[arg-type]
+
+
 async def test_a_world_that_was_not_awaited_says_so() -> None:
     opening = dist.init_process_group(store=HashStore(), rank=0, world_size=1)
     with pytest.raises(AttributeError, match=r"init_process_group\(\) was not awaited: .* has a 'rank'"):

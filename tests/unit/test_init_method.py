@@ -89,6 +89,7 @@ def test_a_missing_variable_is_named(missing: str) -> None:
         ("tcp://host:70000", 0, 2, {}, "port 70000"),
         ("file://x", 0, 2, {}, "file:///absolute/path"),
         ("foo://x", 0, 2, {}, "no rendezvous for 'foo://x'"),
+        ("http://x:1", -1, -1, {}, "no rendezvous for 'http://x:1'"),
     ],
 )
 def test_what_is_wrong_is_said(

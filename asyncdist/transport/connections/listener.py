@@ -128,7 +128,7 @@ class Listener:
         except OSError as error:
             self.close()
             where = unix_text(address) if isinstance(address, bytes) else address[0]
-            raise OSError(error.errno, f"cannot listen on {where}: {error.strerror}") from error
+            raise OSError(error.errno, f"cannot listen on {where}: {error.strerror}") from None
         self._context.loop.add_reader(sock.fileno(), self._acceptable, sock)
 
     def _acceptable(self, listening: socket.socket) -> None:

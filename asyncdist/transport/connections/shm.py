@@ -19,6 +19,7 @@ from asyncdist.transport.connections.connection import MAX_CALL_FRAMES, Connecti
 from asyncdist.transport.connections.pairing import Pairing
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.protocol.frame import MAX_CALL_BYTES, Kind, pack_header
+from asyncdist.transport.protocol.kept_error import NO_GOODBYE
 from asyncdist.transport.protocol.loans import Loans
 from asyncdist.transport.protocol.peer import PeerCore
 from asyncdist.transport.shared_memory.doorbell import Ringer
@@ -228,7 +229,7 @@ class ShmConnection(Connection):
             if reader.taken > before:
                 self._loop.call_soon(self._drain)
                 return
-        gone = ConnectionResetError("the connection was closed without a goodbye")
+        gone = ConnectionResetError(NO_GOODBYE)
         self._end(None if self._core.left else gone)
 
     # -- the rings

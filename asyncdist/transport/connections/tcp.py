@@ -16,6 +16,7 @@ from asyncdist.transport.connections.connection import MAX_CALL_FRAMES, Connecti
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.keepalive import set_keepalive
 from asyncdist.transport.protocol.frame import MAX_CALL_BYTES
+from asyncdist.transport.protocol.kept_error import NO_GOODBYE
 from asyncdist.transport.protocol.peer import PeerCore
 
 __all__ = ["StreamConnection", "set_stream_options"]
@@ -116,7 +117,7 @@ class StreamConnection(Connection):
         if self._core.left:
             self._end(None)
         else:
-            self._end(self._write_error or ConnectionResetError("the connection was closed without a goodbye"))
+            self._end(self._write_error or ConnectionResetError(NO_GOODBYE))
 
     # -- writing
 

@@ -10,6 +10,7 @@ from asyncdist.errors import ClosedError, PeerLostError, RemoteProtocolError
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.in_memory.network import MemoryLink, MemoryNetwork
+from asyncdist.transport.protocol.kept_error import NO_GOODBYE
 from asyncdist.transport.protocol.peer import PeerCore
 
 __all__ = ["MemoryMesh"]
@@ -196,7 +197,7 @@ class MemoryMesh(BaseMesh):
         elif self._closing and peer.core.goodbye_sent:
             self._finish(rank, "closed", ClosedError(f"the connection to rank {rank} was closed here"))
         else:
-            self._peer_lost(rank, ConnectionResetError("the connection was closed without a goodbye"))
+            self._peer_lost(rank, ConnectionResetError(NO_GOODBYE))
 
     def link_broken(self, rank: int, error: RemoteProtocolError) -> None:
         """`rank` broke the protocol."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Final, TypeVar
 
-__all__ = ["anew"]
+__all__ = ["NO_GOODBYE", "anew"]
+
+NO_GOODBYE: Final = (
+    "the connection was closed without a goodbye (it failed, was killed or broke off: see its own output)"
+)
+"""What is known of a peer that is lost, and where to look for more."""
 
 E = TypeVar("E", bound=BaseException)
 

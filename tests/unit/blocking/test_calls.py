@@ -181,6 +181,27 @@ def test_errors_keep_their_type_and_are_raised_in_every_waiting_thread(alone: di
     assert not work.is_success()
 
 
+def test_after_the_end_the_group_is_named_and_not_the_thread(alone: dist.ProcessGroup) -> None:
+    dist.destroy_process_group()
+    for call in (
+        lambda: dist.all_reduce(np.ones(1), group=alone),
+        lambda: dist.all_reduce(np.ones(1), group=alone, async_op=True),
+        lambda: alone.all_reduce(np.ones(1)),
+    ):
+        with pytest.raises(
+            asyncdist.ClosedError, match=r"^group default, rank 0, all_reduce: the group is closed$"
+        ) as closed:
+            call()
+        assert closed.value.__suppress_context__
+
+
+def test_tracebacks_show_the_calls_of_this_thread(alone: dist.ProcessGroup) -> None:
+    alone.abort("enough")
+    with pytest.raises(asyncdist.GroupAbortedError, match="enough") as aborted:
+        dist.barrier()
+    assert not {frame.name for frame in aborted.traceback} & {"run", "begin", "_collective"}
+
+
 def test_a_wait_may_expire_and_the_operation_goes_on(alone: dist.ProcessGroup) -> None:
     x = np.zeros(1)
     work = dist.irecv(x, 0)
