@@ -12,7 +12,7 @@ import contextlib
 import ipaddress
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from asyncdist_server.client_socket import format_address
 from asyncdist_server.config import ConfigError
@@ -28,7 +28,8 @@ MISSING: Final = (
     "the HTTP port needs aiohttp and prometheus-client: pip install 'asyncdist[server]', or start without --http-port"
 )
 MAX_HTTP_CONNECTIONS: Final = 64
-"""HTTP connections at a time; a few readers need a few. What is beyond is closed, so that the store keeps its files."""
+"""HTTP connections at a time; a few readers need a few. Beyond that the most silent ones are cut: the store needs the
+files."""
 MAX_REQUEST_BYTES: Final = 1024
 """Longest body of a request; nothing here has one."""
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -96,50 +97,69 @@ async def serve_http(server: StoreServer) -> AsyncIterator[str]:
 
 
 class _Bounded:
-    """Makes the protocols of HTTP connections, and knows how many there are."""
+    """Makes the protocols of HTTP connections, and cuts the one that was silent for longest when there are too many.
+
+    So nobody can keep those away who ask whether the daemon is well, by holding connections or forgetting them.
+    """
 
     def __init__(self, server: Callable[[], asyncio.Protocol]) -> None:
         self.new_handler = server
-        self.count = 0
+        self._by_silence: dict[_Connection, None] = {}
 
     def __call__(self) -> asyncio.Protocol:
         return _Connection(self)
 
+    def heard(self, connection: _Connection) -> None:
+        """Note that something came from a connection, perhaps the connection itself."""
+        known = connection in self._by_silence
+        if not known and len(self._by_silence) >= MAX_HTTP_CONNECTIONS:
+            silent = next(iter(self._by_silence))
+            self.forget(silent)
+            silent.abort()
+        self._by_silence.pop(connection, None)
+        self._by_silence[connection] = None
+
+    def forget(self, connection: _Connection) -> None:
+        """Note that a connection is gone."""
+        self._by_silence.pop(connection, None)
+
 
 class _Connection(asyncio.Protocol):
-    """aiohttp's protocol, or one that closes at once if there are too many."""
+    """aiohttp's protocol, and what `_Bounded` is to know of it."""
 
     def __init__(self, bounded: _Bounded) -> None:
         self._bounded = bounded
-        self._handler: asyncio.Protocol | None = None
+        self._handler = bounded.new_handler()
+        self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self._bounded.count >= MAX_HTTP_CONNECTIONS:
-            transport.close()
-            return
-        self._bounded.count += 1
-        self._handler = self._bounded.new_handler()
+        self._transport = cast("asyncio.Transport", transport)
+        self._bounded.heard(self)
         self._handler.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._handler is not None:
+        if self._transport is not None:
+            self._bounded.heard(self)
             self._handler.data_received(data)
 
     def eof_received(self) -> bool | None:
-        return self._handler.eof_received() if self._handler is not None else None
+        return self._handler.eof_received()
 
     def pause_writing(self) -> None:
-        if self._handler is not None:
-            self._handler.pause_writing()
+        self._handler.pause_writing()
 
     def resume_writing(self) -> None:
-        if self._handler is not None:
-            self._handler.resume_writing()
+        self._handler.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._handler is not None:
-            self._bounded.count -= 1
-            self._handler.connection_lost(exc)
+        self._bounded.forget(self)
+        self._handler.connection_lost(exc)
+
+    def abort(self) -> None:
+        """Cut the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
 
 
 def names_this_host(host: str, transport: asyncio.BaseTransport | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -296,20 +297,26 @@ def test_from_elsewhere_any_name_will_do() -> None:
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
-async def test_connections_are_bounded_and_the_store_serves_on(beyond: int) -> None:
+async def test_who_holds_connections_keeps_nobody_away(beyond: int) -> None:
+    """At the bound all stay; one beyond it is served, and the one is cut that was silent for longest."""
     async with daemon() as (server, address):
         port = int(address.rpartition(":")[2])
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_HTTP_CONNECTIONS - 1 + beyond)]
         try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            held.append((reader, writer))
+            held.append(held.pop(0))
+            held[-1][1].write(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n")  # the first one: it is not silent
+            async with asyncio.timeout(DEADLINE_S):
+                assert await held[-1][0].readline() == b"HTTP/1.1 200 OK\r\n"
+            assert await ask(address, "/readyz") == (200, '{"status": "ready"}')
+            silent = held[0][0]
             if beyond:
-                async with asyncio.timeout(DEADLINE_S):
-                    assert await reader.read() == b""
-            else:
-                writer.write(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                async with asyncio.timeout(DEADLINE_S):
-                    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+                with contextlib.suppress(ConnectionResetError):
+                    async with asyncio.timeout(DEADLINE_S):
+                        assert await silent.read() == b""
+                assert not held[1][0].at_eof()
+            held[beyond][1].write(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            async with asyncio.timeout(DEADLINE_S):
+                assert await held[beyond][0].readline() == b"HTTP/1.1 200 OK\r\n"
             client = await asyncio.to_thread(SocketClient, server.port)
             client.close()
         finally:
