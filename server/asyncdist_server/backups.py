@@ -8,6 +8,7 @@ connection ever touches its files. A SIGUSR1 without a request makes a backup as
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import json
 import os
@@ -19,7 +20,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from asyncdist_server.data_directory import FILE_MODE, DataDirectory, holder, sync_directory, write_durably
+from asyncdist_server.data_directory import (
+    DataDirectory,
+    holder,
+    make_directory,
+    open_file,
+    sync_directory,
+    write_durably,
+)
 from asyncdist_server.group_commit import GroupCommit
 from asyncdist_server.journal import JournalError
 from asyncdist_server.messages import INCARNATION_BYTES
@@ -72,10 +80,18 @@ class BackupRequests:
             requests = sorted(self._backups.glob("request-*"))
             answer = await self._back_up()
             for request in requests:
-                request.unlink(missing_ok=True)
-                write_durably(request.with_name(request.name.replace("request", "answer")), json.dumps(answer).encode())
+                self._tell(request, answer)
             if not self._again:
                 return
+
+    def _tell(self, request: Path, answer: dict[str, str]) -> None:
+        """Write the answer to a request. That the request is gone, and no answer there, says that there is none."""
+        try:
+            write_durably(request.with_name(request.name.replace("request", "answer")), json.dumps(answer).encode())
+        except OSError as error:
+            self._server.events.error("backup_failed", reason=f"cannot answer {request}: {error.strerror}")
+        with contextlib.suppress(OSError):
+            request.unlink(missing_ok=True)
 
     async def _back_up(self) -> dict[str, str]:
         path = self._backups / backup_name()
@@ -113,16 +129,18 @@ def _ask(directory: Path, process: int, listens: bool, timeout_s: float) -> Path
         raise JournalError(f"process {process} uses {directory} and takes no requests for backups, or not yet")
     name = secrets.token_hex(8)
     request, answer = (directory / "backups" / f"{kind}-{name}" for kind in ("request", "answer"))
-    os.close(os.open(request, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
     try:
+        os.close(open_file(request))
         os.kill(process, signal.SIGUSR1)
         deadline = time.monotonic() + timeout_s
-        while not answer.exists():
+        while not answer.exists() and request.exists():  # the answer comes before the request goes
             if time.monotonic() > deadline:
                 raise JournalError(f"the daemon, process {process}, made no backup within {timeout_s:g} s")
             if holder(directory) is None:
                 raise JournalError(f"the daemon, process {process}, stopped before the backup was made")
             time.sleep(POLL_S)
+        if not answer.exists():
+            raise JournalError(f"the daemon, process {process}, could not answer: its log says why")
         said = json.loads(answer.read_text())
         answer.unlink()
     except OSError as error:
@@ -146,7 +164,7 @@ def restore(backup: Path, directory: Path) -> Path | None:
         incarnation = secrets.token_bytes(INCARNATION_BYTES)
         new = place.path / ".restored.sqlite"
         new.unlink(missing_ok=True)
-        os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+        os.close(open_file(new))
         shutil.copyfile(backup, new)
         void_what_clients_know(new, incarnation)
         old = _put_aside(place)
@@ -165,7 +183,7 @@ def _put_aside(place: DataDirectory) -> Path | None:
     if not files:
         return None
     old = place.path / f"replaced-{backup_name().removesuffix('.sqlite')}"
-    old.mkdir(mode=0o700)
+    make_directory(old)
     for path in files:
         path.replace(old / path.name)
     sync_directory(old)

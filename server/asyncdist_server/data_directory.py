@@ -4,6 +4,9 @@ lock                 who uses it; locked as long as that process lives
 identity             says that there was a journal, and which
 journal.sqlite       the journal, with a -wal beside it while a daemon runs or after it was killed
 backups/             what `asyncdist-server backup` made
+
+What root makes in it belongs to whom the directory belongs: root may restore the data of a daemon that runs as somebody
+else, also of one whose user exists only while it runs.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ class DataDirectory:
         self.path = path.absolute()
         try:
             self.path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-            self.backups.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+            make_directory(self.backups)
+            self._lock = open_file(self.path / "lock")
         except OSError as error:
             raise JournalError(f"cannot use the data directory {self.path}: {error.strerror}") from error
         try:
@@ -46,8 +49,16 @@ class DataDirectory:
                 f"the data directory {self.path} is in use by process {holder or 'unknown'}; every daemon needs one of "
                 "its own"
             ) from error
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, b"%d\n" % os.getpid(), 0)
+        try:
+            self._say(b"%d\n" % os.getpid())
+        except OSError as error:
+            os.close(self._lock)
+            raise JournalError(f"cannot write to the data directory {self.path}: {error.strerror}") from error
+
+    def _say(self, text: bytes) -> None:
+        """Leave `text` for those who find the directory locked; on a full disk there is room for what was there."""
+        os.pwrite(self._lock, text, 0)
+        os.ftruncate(self._lock, len(text))
 
     @property
     def journal(self) -> Path:
@@ -66,6 +77,8 @@ class DataDirectory:
             found = json.loads((self.path / "identity").read_text())
         except FileNotFoundError:
             return None
+        except PermissionError as error:
+            raise JournalError(f"cannot read {self.path / 'identity'}: make it readable for this user") from error
         except (OSError, ValueError) as error:
             raise JournalError(f"cannot read {self.path / 'identity'}: {error}; restore a backup") from error
         if not isinstance(found, dict):
@@ -78,7 +91,7 @@ class DataDirectory:
 
     def listen(self) -> None:
         """Say that this process makes backups when it gets SIGUSR1, which would end any other."""
-        os.pwrite(self._lock, b"%d listens\n" % os.getpid(), 0)
+        self._say(b"%d listens\n" % os.getpid())
 
     def close(self) -> None:
         """Let another process use the directory. May be called twice."""
@@ -103,6 +116,40 @@ def holder(path: Path) -> tuple[int, bool] | None:
     return None
 
 
+def open_file(path: Path) -> int:
+    """Return a descriptor of a file that only the directory's owner reads, made if it is not there."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, FILE_MODE)
+    except FileExistsError:
+        return os.open(path, flags)
+    _give_to_owner(descriptor, path.parent)
+    return descriptor
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory that only the owner of the one around it reads, if it is not there."""
+    try:
+        path.mkdir(mode=DIRECTORY_MODE)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        _give_to_owner(descriptor, path.parent)
+    finally:
+        os.close(descriptor)
+
+
+def _give_to_owner(descriptor: int, directory: Path) -> None:
+    """Have what root has just made in a directory belong to whom the directory belongs."""
+    if os.geteuid() == 0:
+        owner = directory.stat()
+        with contextlib.suppress(PermissionError):  # a root that may not: the daemon will say what it cannot read
+            os.fchown(descriptor, owner.st_uid, owner.st_gid)
+
+
 def sync_directory(path: Path) -> None:
     """Have the names in a directory on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -117,6 +164,7 @@ def write_durably(path: Path, contents: bytes) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(descriptor, "wb") as file:
+            _give_to_owner(descriptor, path.parent)
             file.write(contents)
             file.flush()
             os.fsync(file.fileno())

@@ -45,11 +45,11 @@ async def run_until_signalled(config: ServerConfig) -> None:
         if not await _start(server, stop):
             return
         try:
-            _say_ready(server, http, wanted)
             if server.gate is not None and config.data_dir is not None:
                 backups = BackupRequests(server, server.gate, Path(config.data_dir))
                 stack.push_async_callback(backups.close)
                 backups.listen()
+            _say_ready(server, http, wanted)
             notifier.send("READY=1", f"STATUS=serving on {server.address}")
             await _until_over(server, stop)
             notifier.send("STOPPING=1", f"STATUS={server.not_ready}")

@@ -7,6 +7,7 @@ lost or moved is found when the journal is read. After a failed write or fsync t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import secrets
@@ -19,7 +20,7 @@ from typing import Any, Final
 import msgpack
 
 from asyncdist_server.batch import CLEAN, ROLLED_BACK, Batch
-from asyncdist_server.data_directory import FILE_MODE, DataDirectory, sync_directory
+from asyncdist_server.data_directory import DataDirectory, open_file, sync_directory
 from asyncdist_server.failpoints import failpoint
 from asyncdist_server.journal import ROW_OVERHEAD_BYTES, JournalError, RowReader, decode, encode
 from asyncdist_server.messages import INCARNATION_BYTES
@@ -38,6 +39,8 @@ PAGES_OF_A_COMMIT: Final = 3
 """Pages that a commit writes beside those of its rows (measured)."""
 BACKUP_STEP_PAGES: Final = 256
 """How much of a backup is copied between two looks at what else is to be written: a few milliseconds' worth."""
+BACKUP_SPARE_BYTES: Final = 2 * CHECKPOINT_BYTES
+"""What a backup leaves free on the disk: the write-ahead log grows meanwhile, and so does the journal."""
 
 Connect = Callable[[Path], sqlite3.Connection]
 
@@ -98,7 +101,7 @@ class SqliteJournal:
                 f"{self._log_path} is gone, and with it what was last written to {self._path}, which was not closed in "
                 f"order; put it back, or {_RESTORE}; to go on without it, make an empty file of that name"
             )
-        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+        os.close(open_file(self._path))
         self._connection = db = self._connect(self._path)
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         if identity is None and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
@@ -209,7 +212,9 @@ class SqliteJournal:
         """Write a copy to the new file `path`; rows written meanwhile are in it."""
         temporary = path.with_name(f".{path.name}.tmp")
         try:
-            os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE))
+            self._require_room(path)
+            temporary.unlink(missing_ok=True)
+            os.close(open_file(temporary))
             copy = sqlite3.connect(temporary)
             try:
                 self._db.backup(copy, pages=BACKUP_STEP_PAGES, progress=lambda *_: between())
@@ -220,8 +225,19 @@ class SqliteJournal:
             temporary.replace(path)
             sync_directory(path.parent)
         except (sqlite3.Error, OSError) as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise JournalError(f"cannot back up {self._path} to {path}: {error}") from error
+
+    def _require_room(self, path: Path) -> None:
+        """Raise `JournalError` if a copy would fill the disk: commits made meanwhile would fail, and end the daemon."""
+        pages, page_bytes = (self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
+        disk = os.statvfs(path.parent)
+        free, needed = disk.f_bavail * disk.f_frsize, pages * page_bytes + BACKUP_SPARE_BYTES
+        if disk.f_blocks and free < needed:  # some file systems do not tell
+            raise JournalError(
+                f"no room for a backup of {self._path} in {path.parent}: it needs {needed} bytes, and {free} are free"
+            )
 
     # ---- closing
 
@@ -235,7 +251,7 @@ class SqliteJournal:
                 self._checkpoint("TRUNCATE")
                 self._connection.close()
                 if not self._clean:
-                    self._log_path.touch(FILE_MODE)
+                    os.close(open_file(self._log_path))
                     sync_directory(self._directory.path)
             except (sqlite3.Error, OSError) as error:
                 raise self._error("close", error) from error

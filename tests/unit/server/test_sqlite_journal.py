@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import sqlite3
@@ -16,7 +17,7 @@ import pytest
 from asyncdist_server.batch import CLEAN, VALUES, Batch
 from asyncdist_server.data_directory import DataDirectory, holder
 from asyncdist_server.journal import JournalError
-from asyncdist_server.sqlite_journal import CHECKPOINT_BYTES, FORMAT, SqliteJournal, connect
+from asyncdist_server.sqlite_journal import BACKUP_SPARE_BYTES, CHECKPOINT_BYTES, FORMAT, SqliteJournal, connect
 
 Rows = list[tuple[int, int, int, int, Any]]
 
@@ -47,8 +48,8 @@ def written(path: Path, count: int = 5, close: bool = True) -> None:
         f"journal.close() if {close} else None\n"
         "os._exit(0)"
     )
-    here = str(Path(__file__).parent)
-    subprocess.run([sys.executable, "-c", program, str(path)], check=True, env={"PYTHONPATH": here}, timeout=20)
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    subprocess.run([sys.executable, "-c", program, str(path)], check=True, env={"PYTHONPATH": paths}, timeout=20)
 
 
 def values(rows: Rows) -> list[bytes]:
@@ -448,4 +449,33 @@ def test_a_backup_that_fails_leaves_nothing_and_the_journal_as_it_is(tmp_path: P
     with pytest.raises(JournalError, match="cannot back up"):
         journal.backup(tmp_path / "nowhere" / "one.sqlite", lambda: None)
     journal.write(batch(1, b"a"))
+    journal.close()
+
+
+@pytest.mark.parametrize(("missing", "refused"), [(0, False), (1, True)])
+def test_a_backup_that_would_fill_the_disk_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: int, refused: bool
+) -> None:
+    """A commit that finds no room ends the daemon: worse than to have no backup."""
+    journal, _ = opened(tmp_path)
+    journal.write(batch(1, b"x" * 100_000))
+    pages = sqlite3.connect(":memory:").execute("PRAGMA page_size").fetchone()[0]
+
+    class Disk:
+        f_blocks = 1 << 30
+        f_frsize = 1
+
+        @property
+        def f_bavail(self) -> int:
+            size: int = journal._db.execute("PRAGMA page_count").fetchone()[0] * pages
+            return size + BACKUP_SPARE_BYTES - missing
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Disk())
+    path = tmp_path / "backups" / "one.sqlite"
+    if refused:
+        with pytest.raises(JournalError, match=r"no room for a backup .*: it needs \d+ bytes, and \d+ are free"):
+            journal.backup(path, lambda: None)
+    else:
+        journal.backup(path, lambda: None)
+    assert path.exists() is not refused
     journal.close()

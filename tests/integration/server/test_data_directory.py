@@ -1,0 +1,89 @@
+"""What operators do with a data directory: as root, and on a disk without room."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from journal_kit import daemon
+from server_kit import SocketClient
+
+from asyncdist_server import messages as m
+
+SOMEBODY = 65_534
+DEADLINE_S = 60.0
+
+
+def command(*arguments: str, prelude: str = "") -> subprocess.CompletedProcess[str]:
+    line = f'{prelude} exec "$@"'
+    program = [sys.executable, "-m", "asyncdist_server", *arguments]
+    return subprocess.run(["sh", "-c", line, "sh", *program], capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root works for others")
+def test_what_root_makes_in_it_belongs_to_its_owner(tmp_path: Path) -> None:
+    """A daemon that runs as somebody else can go on with what root restored."""
+    data, kept = tmp_path / "data", tmp_path / "root"
+    data.mkdir()
+    kept.write_text("root's own")
+    os.chown(data, SOMEBODY, SOMEBODY)
+    with daemon(data) as running:
+        running.start()
+        with SocketClient(running.port) as client:
+            client.ask(m.SET, b"k", b"v")
+        assert running.process is not None
+        online = command("backup", "--data-dir", str(data))
+        running.stop()
+    offline = command("backup", "--data-dir", str(data))
+    restored = command("restore", offline.stdout.strip(), "--data-dir", str(data))
+    assert [done.returncode for done in (online, offline, restored)] == [0, 0, 0]
+    found = {path.relative_to(data).parts[0].partition("-")[0]: path.lstat().st_uid for path in data.rglob("*")}
+    assert found == dict.fromkeys(("lock", "identity", "journal.sqlite", "backups", "replaced"), SOMEBODY)
+    assert all(path.lstat().st_uid == SOMEBODY for path in data.rglob("*"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root works for others")
+def test_what_was_there_keeps_its_owner(tmp_path: Path) -> None:
+    """Whose directory it is could have linked there what is not his."""
+    roots = tmp_path / "root"
+    roots.write_text("1\n")
+    data = tmp_path / "data"
+    data.mkdir()
+    os.chown(data, SOMEBODY, SOMEBODY)
+    os.link(roots, data / "lock")
+    assert command("restore", str(roots), "--data-dir", str(data)).returncode == 1
+    assert command("verify", "--data-dir", str(data)).returncode == 1
+    with daemon(data) as running:
+        running.start()
+        running.stop()
+    assert roots.stat().st_uid == 0
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of other processes are set on Linux only")
+def test_a_daemon_that_cannot_write_an_answer_lets_nobody_wait_for_it(tmp_path: Path) -> None:
+    with daemon(tmp_path / "data") as running:
+        running.start()
+        assert running.process is not None
+        soft, hard = resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        refused = command("backup", "--data-dir", str(tmp_path / "data"), "--timeout", str(DEADLINE_S))
+        assert refused.returncode == 1
+        assert "could not answer: its log says why" in refused.stderr
+        assert not list((tmp_path / "data" / "backups").iterdir())
+        resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, (soft, hard))
+        assert command("backup", "--data-dir", str(tmp_path / "data")).returncode == 0
+        running.process.terminate()
+        said = running.communicate()
+        assert running.process.returncode == 0
+        assert "cannot answer" in said
+        assert "Traceback" not in said
+
+
+def test_a_disk_that_is_full_at_the_first_start_is_told(tmp_path: Path) -> None:
+    options = ("--port", "0", "--durability", "durable", "--data-dir", str(tmp_path / "data"))
+    refused = command(*options, prelude="ulimit -f 0;")
+    assert refused.returncode == 1
+    assert f"cannot write to the data directory {tmp_path}/data: File too large" in refused.stderr
