@@ -115,6 +115,8 @@ class ProcessGroup(GroupCore):
         if self._closing is None:
             if self.closed or self.world.forked:
                 return
+            if asyncio.get_running_loop() is not self._loop:
+                raise RuntimeError(f"{self.where('close')}: called from another event loop than the group was made on")
             self.usable = False
             self._closing = self._loop.create_task(self._close(), name=f"close group {self.name}")
         try:

@@ -171,9 +171,9 @@ class Work(Generic[T]):
                 waiters.append(waiter)
             try:
                 yield from waiter
-            except asyncio.CancelledError:
+            except BaseException as error:  # cancelled, or of another event loop, which asyncio refuses
                 waiters.remove(waiter)
-                if not waiters:
+                if not waiters and isinstance(error, asyncio.CancelledError):
                     if self.done():  # since the waiter was made
                         self._unnoticed()
                     else:
@@ -196,13 +196,16 @@ class Work(Generic[T]):
     async def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Wait until the operation has ended; True, or raise what went wrong.
 
-        `timeout` (seconds or a timedelta) bounds only the waiting: TimeoutError leaves the operation as it is.
-        Cancelling does too.
+        `timeout` (seconds or a timedelta) bounds only the waiting: TimeoutError leaves the operation as it is, and so
+        does cancelling. Without one this is `await work`, whose cancelling may withdraw a `recv`. Raises RuntimeError
+        on another event loop than the group's.
         """
         timeout_s = timeout_seconds(timeout, None)
         if timeout_s is None or self._done:
             await self
             return True
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(f"{self!r} was awaited on another event loop than its group was made on")
         done = asyncio.Event()
 
         def ended(_work: Work[T]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from threading import get_ident
 from time import perf_counter
 from typing import Final
 
@@ -52,6 +53,7 @@ class Spinner:
         "_shared_cores",
         "_skip",
         "_skipped",
+        "_thread",
     )
 
     def __init__(self, memory: HostMemory, neighbors: Neighbors, limit_us: float, local_ranks: int = 1) -> None:
@@ -62,6 +64,7 @@ class Spinner:
         affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
         # Bound to one core, as benchmarks do, a rank is not told where the others are: take it that they are elsewhere.
         self._cores = affinity if affinity > 1 else os.cpu_count() or 1
+        self._thread = get_ident()
         self._misses = 0
         self._skip = 0
         self._skipped = 0
@@ -76,7 +79,7 @@ class Spinner:
     def look(self, work: Pending) -> bool:
         """Look until `work` is done, for a while; whether it is. If not, `woken` is to be called when it is."""
         self._began_s = 0.0
-        if not self._worth_it():
+        if not self._worth_it() or get_ident() != self._thread:  # elsewhere asyncio refuses to wait
             return False
         if self._skipped < self._skip:
             self._skipped += 1

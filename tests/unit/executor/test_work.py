@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -139,3 +141,18 @@ async def test_repr_is_a_status_line() -> None:
     assert repr(work) == "<Work all_reduce #17 8 MiB pending>"
     work._fail(ValueError("no"))
     assert repr(work) == "<Work all_reduce #17 8 MiB failed: no>"
+
+
+async def test_another_event_loop_is_refused_and_leaves_nothing_behind() -> None:
+    work = pending()
+
+    def elsewhere(waiting: Coroutine[Any, Any, Any]) -> None:
+        with pytest.raises(RuntimeError, match=r"another event loop|a different loop"):
+            asyncio.run(waiting)
+
+    for waiting in (_await(work), work.wait(), work.wait(timeout=60)):
+        await asyncio.to_thread(elsewhere, waiting)
+    assert not work._waiters
+    assert not work._callbacks
+    asyncio.get_running_loop().call_soon(work._finish, 1)
+    assert await work == 1

@@ -11,6 +11,7 @@ import pytest
 from socket_world import socket_world
 
 import asyncdist as dist
+from asyncdist.store import HashStore
 
 CALLS: dict[str, Callable[[dist.ProcessGroup], Any]] = {
     "all_reduce": lambda group: group.all_reduce(np.zeros(1)),
@@ -28,3 +29,21 @@ async def test_they_raise_and_change_nothing(name: str) -> None:
         with pytest.raises(RuntimeError, match=f"{name}: called from another"):
             await asyncio.to_thread(CALLS[name], group)
         await group.barrier()
+
+
+def test_closing_on_another_loop_of_the_thread_changes_nothing() -> None:
+    async def join() -> dist.ProcessGroup:
+        return await dist.init_process_group(store=store, rank=0, world_size=1, timeout=10)
+
+    async def use_and_close() -> None:
+        await group.barrier()
+        await group.close()
+        await store.close()
+
+    store = HashStore()
+    with asyncio.Runner() as runner:
+        group = runner.run(join())
+        with pytest.raises(RuntimeError, match="close: called from another event loop"), asyncio.Runner() as another:
+            another.run(group.close())
+        runner.run(use_and_close())
+    assert group.closed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -259,3 +260,15 @@ def test_the_limit_is_read(text: str, value: float) -> None:
 def test_what_is_no_limit_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="ASYNCDIST_SPIN_US"):
         spin_us_from_environ({"ASYNCDIST_SPIN_US": text})
+
+
+def test_it_does_not_look_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop may be reading there at that moment."""
+    world = World(monkeypatch)
+    looked: list[bool] = []
+    thread = threading.Thread(target=lambda: looked.append(world.look(15)))
+    thread.start()
+    thread.join()
+    assert looked == [False]
+    assert world.polls == 0
+    assert world.look(15)
