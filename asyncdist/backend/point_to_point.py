@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -254,10 +255,10 @@ class RecvWork(PairWork):
         if self._withdrawable:
             self.cancel()
 
-    def add_done_callback(self, callback: Callable[[Work[Any]], object]) -> None:
+    def add_done_callback(self, callback: Callable[[Work[Any]], object], *, context: Context | None = None) -> None:
         """See Work; whom it tells has taken notice of the message, whatever becomes of those who wait."""
         self._told = True
-        super().add_done_callback(callback)
+        super().add_done_callback(callback, context=context)
 
     def remove_done_callback(self, callback: Callable[[Work[Any]], object]) -> int:
         """See Work; nobody is told any more, if that was the last."""

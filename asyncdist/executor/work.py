@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Iterable
+from contextvars import Context, copy_context
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -78,7 +79,7 @@ class Work(Generic[T]):
         self._source: int | None = None
         self._spinner: Spinner | None = None
         self._waiters: list[asyncio.Future[None]] | None = None
-        self._callbacks: list[Callable[[Work[T]], object]] | None = None
+        self._callbacks: list[tuple[Callable[[Work[T]], object], Context]] | None = None
         self._listener: Listener | None = None
         self.on_device: DeviceTail | None = None
         """Of an operation on GPU arrays: where it ends on its stream."""
@@ -133,18 +134,22 @@ class Work(Generic[T]):
         text = f"{self.where}: did not end within {timeout_s:g} s (the operation goes on)"
         return TimeoutError(text + (f"; it waits for rank {', '.join(map(str, ranks))}" if ranks else ""))
 
-    def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
-        """Call `callback(work)` from the event loop once the operation has ended; soon, if it already has."""
+    def add_done_callback(self, callback: Callable[[Work[T]], object], *, context: Context | None = None) -> None:
+        """Call `callback(work)` from the event loop once the operation has ended; soon, if it already has.
+
+        It is called in `context`, by default a copy of the current one, as with an asyncio Future.
+        """
+        context = copy_context() if context is None else context
         if self._done:
-            self._loop.call_soon(callback, self)
+            self._loop.call_soon(callback, self, context=context)
         elif self._callbacks is None:
-            self._callbacks = [callback]
+            self._callbacks = [(callback, context)]
         else:
-            self._callbacks.append(callback)
+            self._callbacks.append((callback, context))
 
     def remove_done_callback(self, callback: Callable[[Work[T]], object]) -> int:
         """Forget all `callback`s that have not been scheduled; return how many. With it `asyncio.wait` takes Works."""
-        kept = [one for one in self._callbacks or () if one != callback]
+        kept = [one for one in self._callbacks or () if one[0] != callback]
         removed = len(self._callbacks or ()) - len(kept)
         self._callbacks = kept or None
         return removed
@@ -269,8 +274,8 @@ class Work(Generic[T]):
                 if not waiter.done():
                     waiter.set_result(None)
         if self._callbacks is not None:
-            for callback in self._callbacks:
-                self._loop.call_soon(callback, self)
+            for callback, context in self._callbacks:
+                self._loop.call_soon(callback, self, context=context)
             self._callbacks = None
         listener = self._listener
         if listener is not None:

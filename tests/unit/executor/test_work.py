@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextvars import Context, ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -156,3 +157,21 @@ async def test_another_event_loop_is_refused_and_leaves_nothing_behind() -> None
     assert not work._callbacks
     asyncio.get_running_loop().call_soon(work._finish, 1)
     assert await work == 1
+
+
+async def test_callbacks_run_in_the_context_in_which_they_were_added() -> None:
+    variable: ContextVar[str] = ContextVar("variable", default="of the transport")
+    seen: list[str] = []
+
+    def add(name: str, context: Context | None = None) -> None:
+        variable.set(name)
+        work.add_done_callback(lambda _: seen.append(variable.get()), context=context)
+
+    work, named = pending(), Context()
+    named.run(variable.set, "named")
+    Context().run(add, "first")
+    Context().run(add, "second", named)
+    Context().run(work._finish, 0)
+    Context().run(add, "late")
+    await asyncio.sleep(0)
+    assert seen == ["first", "named", "late"]
