@@ -68,10 +68,10 @@ def measure_ranks(
                 process.kill()
                 process.wait()
         texts = []
-        for output in said:
-            output.seek(0)
-            texts.append(output.read())
-            output.close()
+        for file in said:
+            file.seek(0)
+            texts.append(file.read())
+            file.close()
     found = [_figures(text) for text in texts]
     everywhere = {
         nbytes: {name: max(one[nbytes][name] for one in found) for name in found[0][nbytes]}

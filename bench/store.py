@@ -79,7 +79,7 @@ class StoreRank(Rank):
         return {"get": self._get, "check": self._check, "burst": self._burst}
 
     def _get(self, number: int) -> int | Awaitable[int]:
-        return int(self._client.get(KEY) != value_of(number))
+        raise NotImplementedError
 
     def _check(self, number: int) -> int | Awaitable[int]:
         raise NotImplementedError
@@ -159,6 +159,9 @@ class TorchStoreRank(StoreRank):
     async def close(self) -> None:
         self._client = None
 
+    def _get(self, number: int) -> int:
+        return int(self._client.get(KEY) != value_of(number))
+
     def _check(self, _number: int) -> int:
         return int(self._client.check([KEY]) is not True)
 
@@ -182,6 +185,9 @@ class RedisRank(StoreRank):
 
     async def close(self) -> None:
         self._client.close()
+
+    def _get(self, number: int) -> int:
+        return int(self._client.get(KEY) != value_of(number))
 
     def _check(self, _number: int) -> int:
         return int(self._client.exists(KEY) != 1)

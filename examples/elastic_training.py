@@ -49,7 +49,8 @@ def gradient_of(weights: np.ndarray, step: int, rank: int, size: int) -> np.ndar
     targets = inputs @ [3, -2, 1] + draw.normal(scale=0.1, size=BATCH)
     mine = slice(rank, None, size)
     errors = inputs[mine] @ weights - targets[mine]
-    return 2 * errors @ inputs[mine] / BATCH
+    gradient: np.ndarray = 2 * errors @ inputs[mine] / BATCH
+    return gradient
 
 
 async def main(path: Path, pause_s: float) -> None:

@@ -84,7 +84,8 @@ class Layer:
         self.velocity = np.zeros_like(self.weights)
 
     def forward(self, inputs: Array) -> Array:
-        return inputs @ self.weights[:-1] + self.weights[-1]
+        outputs: Array = inputs @ self.weights[:-1] + self.weights[-1]
+        return outputs
 
     def backward(self, inputs: Array, delta: Array) -> tuple[Array, Array]:
         """From the gradient at the outputs: the gradient of the weights, and the one at the (rectified) inputs."""
@@ -110,10 +111,11 @@ def forward(network: Network, images: Array) -> list[Array]:
 
 def loss_gradient(scores: Array, labels: Labels) -> Array:
     """Gradient of the cross entropy, as this shard's part of the mean over a whole batch."""
-    probabilities = np.exp(scores - scores.max(axis=1, keepdims=True))
+    probabilities: Array = np.exp(scores - scores.max(axis=1, keepdims=True))
     probabilities /= probabilities.sum(axis=1, keepdims=True)
     probabilities[np.arange(len(labels)), labels] -= 1
-    return probabilities / BATCH_IMAGES
+    probabilities /= BATCH_IMAGES
+    return probabilities
 
 
 async def train_step(network: Network, shard: Digits, group: dist.ProcessGroup | None) -> None:
@@ -170,7 +172,7 @@ async def alone_accuracy(training: Digits, test: Digits) -> float:
     """Accuracy of the same training on rank 0 alone, told to all ranks."""
     alone = dist.new_group([0])
     result = np.zeros(1)
-    if dist.get_rank() == 0:
+    if isinstance(alone, dist.ProcessGroup):  # on rank 0
         result[0] = accuracy(await train(training, "training alone", alone), test)
     await dist.broadcast(result, src=0)
     return float(result[0])

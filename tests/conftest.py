@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
 import uvloop
@@ -34,7 +34,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-async def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+async def nothing_left_behind(request: pytest.FixtureRequest) -> AsyncIterator[None]:
     """Fail an asynchronous test on unhandled loop exceptions and on tasks that outlive it."""
     loop = asyncio.get_running_loop()
     unhandled: list[dict[str, object]] = []

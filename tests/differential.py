@@ -10,11 +10,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-import asyncdist as dist
+from asyncdist import ProcessGroup as Group
+from asyncdist import ReduceOp as Op
 from asyncdist.plan.problem import COLLECTIVES
-
-Group = dist.ProcessGroup
-Op = dist.ReduceOp
 
 DTYPES = [
     np.dtype(dtype)
@@ -26,8 +24,8 @@ DTYPES = [
     )
 ]
 REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "SUM": lambda stack: stack.any(0) if stack.dtype == bool else np.add.reduce(stack, 0, stack.dtype),
-    "PRODUCT": lambda stack: stack.all(0) if stack.dtype == bool else np.multiply.reduce(stack, 0, stack.dtype),
+    "SUM": lambda stack: np.add.reduce(stack, 0, stack.dtype),  # of bool: whether any is
+    "PRODUCT": lambda stack: np.multiply.reduce(stack, 0, stack.dtype),  # of bool: whether all are
     "MIN": lambda stack: np.min(stack, 0),
     "MAX": lambda stack: np.max(stack, 0),
     "BAND": lambda stack: np.bitwise_and.reduce(stack, 0),

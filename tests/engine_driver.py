@@ -47,7 +47,8 @@ class EngineDriver(RuleBasedStateMachine):
         client_id = None if number == 2 else bytes([number]) * 16  # the third never comes back
         self.model.client_came(number)
         self.frames[number] = 0
-        self.late[number] = late = []
+        late: list[Reply] = []
+        self.late[number] = late
         return self.engine.open("job", late.append, client_id=client_id, pending=pending, now=self.model.now)
 
     def _token_told(self, request_id: int) -> int:

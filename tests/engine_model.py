@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -79,7 +80,7 @@ class StoreModel:
         self.job = job
         self.late: list[tuple[int, tuple[Any, ...]]] = []
         self.changes: list[tuple[int, bytes, bytes]] = []
-        self.token = lambda request_id: 0
+        self.token: Callable[[int], int] = lambda request_id: 0
         """Returns the fencing token of the reply to a request, which the engine chooses."""
 
     # ---- keys

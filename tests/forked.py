@@ -132,6 +132,7 @@ def _serve(control: socket.socket) -> list[str]:
         os.waitpid(between, 0)
     while os.getppid() == between:  # for a moment yet
         os.sched_yield()
+    arguments: list[str]
     arguments, environ, folder, cores, new_session = json.loads(request)
     try:
         if new_session:

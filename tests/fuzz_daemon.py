@@ -102,7 +102,7 @@ async def running_daemon() -> AsyncIterator[Daemon]:
 async def healthy_native_client(daemon: Daemon, checked: Checked, seed: int) -> None:
     """Two clients of one job, who check all they are told, for ever."""
     rng = random.Random(seed)
-    where = {"token": TOKEN, "namespace": "healthy", "timeout": STUCK_S}
+    where: dict[str, Any] = {"token": TOKEN, "namespace": "healthy", "timeout": STUCK_S}
     model: dict[str, bytes] = {}
     count = 0
 

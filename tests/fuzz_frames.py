@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgpack
 from torch_wire_kit import VALIDATE, blob, number
@@ -35,19 +35,22 @@ HEADERS: Final = [
     b"\xc1",
 ]
 
+Request: TypeAlias = tuple[int, tuple[Callable[[], Any], ...]]
+"""An operation, and what makes its arguments."""
+
 
 class NativeFrames:
     """Frames of the native protocol, after the handshake."""
 
     def __init__(self, seed: int) -> None:
         self._random = rng = random.Random(seed)
-        self._pack = msgpack.Packer().pack
+        self._pack: Callable[[Any], bytes] = msgpack.Packer().pack
         self._ids = 0
         key, value, numbers = (lambda: rng.choice(KEYS)), (lambda: rng.choice(VALUES)), (lambda: rng.choice(NUMBERS))
         wait = lambda: rng.choice(TIMEOUTS)  # noqa: E731  it stands among the others
         keys = lambda: tuple(rng.choice(KEYS) for _ in range(rng.randrange(4)))  # noqa: E731
         lease = lambda: rng.randrange(1, 50)  # noqa: E731
-        self._arguments: list[tuple[int, tuple[Callable[[], Any], ...]]] = [
+        self._arguments: list[Request] = [
             (codes.SET, (key, value)),
             (codes.GET, (key, wait)),
             (codes.ADD, (key, numbers)),
@@ -77,7 +80,7 @@ class NativeFrames:
             (codes.JOIN, (key, key, lease, numbers, lease, lease, wait)),
             (codes.LEAVE, (key, lease)),
         ]
-        self._rare = [(codes.DELETE_NAMESPACE, ()), (codes.STATUS, ()), (codes.WAITS, (lambda: True,))]
+        self._rare: list[Request] = [(codes.DELETE_NAMESPACE, ()), (codes.STATUS, ()), (codes.WAITS, (lambda: True,))]
         self._spoils: list[tuple[int, Callable[[list[Any]], bytes]]] = [
             (68, self._as_it_is),
             (8, self._other_types),

@@ -15,7 +15,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +59,15 @@ class Traffic:
 
     def programs(self, rng: random.Random) -> dict[str, Coroutine[Any, Any, None]]:
         """Some of them; the same collectives on all ranks."""
-        group, chosen = self.group, {}
-        collectives = {
-            "small": (self.all_reduce, group, 8, 1),
-            "large": (self.all_reduce, group, 200_000, 2),
-            "broadcast": (self.broadcast,),
-            "stream": (self.stream,),
-            "arrays": (self.arrays,),
+        group = self.group
+        collectives: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "small": lambda: self.all_reduce(group, 8, 1),
+            "large": lambda: self.all_reduce(group, 200_000, 2),
+            "broadcast": self.broadcast,
+            "stream": self.stream,
+            "arrays": self.arrays,
         }
-        for name, (program, *arguments) in collectives.items():
-            if rng.random() < 0.6:
-                chosen[name] = program(*arguments)
+        chosen = {name: program() for name, program in collectives.items() if rng.random() < 0.6}
         for (low, high), pair in self.pairs.items():
             if self.victim in (low, high):
                 chosen[f"pair {low} {high}"] = self.all_reduce(pair, 500, 7)
@@ -155,7 +153,9 @@ async def call_idly(errors: dict[str, Any], group: dist.ProcessGroup, victim: in
 
 async def main(victim: int, seed: int) -> dict[str, Any]:
     """Until the victim is gone; what became of this rank."""
-    before, unhandled, errors = open_files(), [], {}
+    before = open_files()
+    unhandled: list[str] = []
+    errors: dict[str, Any] = {}
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unhandled.append(str(context)[:500]))
     group = await dist.init_process_group(timeout=60)
     traffic = Traffic(group, victim)

@@ -235,13 +235,16 @@ class LoadClient:
             history, "p", "get", ask=lambda k: store.multi_get([f"{k}/1", f"{k}/2"], timeout=0), write=False
         )
 
+    def _push(self, item: bytes) -> Callable[[str], Awaitable[Any]]:
+        return lambda key: self.store.queue_push(key, item)
+
     async def _mix_queues(self) -> None:
         store, rng, history = self.store, self.rng, self.recorded.queues
         while not self.stopping:
             key, item = f"q{rng.randrange(QUEUES)}", b"%d" % self.unique()
             name = rng.choice(("push",) * self.pushes + ("pop", "pop", "len"))
             if name == "push":
-                asked = self.begin(history, key, name, item, ask=lambda k, i=item: store.queue_push(k, i), write=True)
+                asked = self.begin(history, key, name, item, ask=self._push(item), write=True)
             elif name == "len":
                 asked = self.begin(history, key, name, ask=store.queue_len, write=False)
             elif self.hasty:
@@ -319,16 +322,6 @@ class LoadClient:
         while not self.stopping:
             for key in (f"q{number}" for number in range(QUEUES)):
                 item = b"%d" % self.unique()
-                await asyncio.wait(
-                    [
-                        self.begin(
-                            self.recorded.queues,
-                            key,
-                            "push",
-                            item,
-                            ask=lambda k, i=item: self.store.queue_push(k, i),
-                            write=True,
-                        )
-                    ]
-                )
+                push = self.begin(self.recorded.queues, key, "push", item, ask=self._push(item), write=True)
+                await asyncio.wait([push])
             await asyncio.sleep(MEAN_PAUSE_S)

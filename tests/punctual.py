@@ -29,23 +29,23 @@ def punctual(test: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(test):
 
         @functools.wraps(test)
-        async def tried(*arguments: Any, **options: Any) -> None:
+        async def tried(*arguments: Any, **options: Any) -> Any:
             for _ in range(TRIES - 1):
                 try:
                     return await test(*arguments, **options)
                 except Late:
                     continue
-            await test(*arguments, **options)
+            return await test(*arguments, **options)
 
     else:
 
         @functools.wraps(test)
-        def tried(*arguments: Any, **options: Any) -> None:
+        def tried(*arguments: Any, **options: Any) -> Any:
             for _ in range(TRIES - 1):
                 try:
                     return test(*arguments, **options)
                 except Late:
                     continue
-            test(*arguments, **options)
+            return test(*arguments, **options)
 
     return tried

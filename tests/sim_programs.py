@@ -190,13 +190,16 @@ def values(dtype: str, count: int, *where: int) -> np.ndarray:
 def reduced(op: Any, contributions: Sequence[np.ndarray]) -> np.ndarray:
     """What a reduction of `contributions` gives."""
     stacked = np.stack(contributions)
+    found: np.ndarray
     if op is ReduceOp.MAX:
-        return stacked.max(axis=0)
-    if op is ReduceOp.MIN:
-        return stacked.min(axis=0)
-    total = stacked.sum(axis=0, dtype=stacked.dtype)
-    if op is ReduceOp.AVG:
-        return (
-            total / np.float32(len(stacked)) if stacked.dtype.kind == "f" else total // stacked.dtype.type(len(stacked))
-        )
-    return total if op is ReduceOp.SUM else total * stacked.dtype.type(2)
+        found = stacked.max(axis=0)
+    elif op is ReduceOp.MIN:
+        found = stacked.min(axis=0)
+    else:
+        found = stacked.sum(axis=0, dtype=stacked.dtype)
+        if op is ReduceOp.AVG:
+            count = stacked.dtype.type(len(stacked))
+            found = found / count if stacked.dtype.kind == "f" else found // count
+        elif op is not ReduceOp.SUM:
+            found = found * stacked.dtype.type(2)
+    return found

@@ -247,18 +247,18 @@ class SimulatedClient:
             self.clean = False
             fail_all(why)
 
-        def welcome(told: Welcome) -> bool:
-            self.clean = self.clean and told.resumed
+        def welcomed(welcome: Welcome) -> bool:
+            self.clean = self.clean and welcome.resumed
             sent = [each for number, each in pipeline._pending.items() if number <= pipeline._last_ever_sent]
             changes = [each.request for each in sent if each.request[1] in MUTATIONS and not each.done()]
-            same = pipeline._incarnation == told.incarnation
-            if same and changes and not told.resumed and self.now() - lost_at[0] < FORGETTING_S:
+            same = pipeline._incarnation == welcome.incarnation
+            if same and changes and not welcome.resumed and self.now() - lost_at[0] < FORGETTING_S:
                 self.ledger.problem(f"{self.name} was forgotten, and with it {changes[:3]}")
-            self.ledger.outcomes["resumed" if told.resumed else "not resumed"] += 1
-            changed = on_welcome(told)
+            self.ledger.outcomes["resumed" if welcome.resumed else "not resumed"] += 1
+            changed = on_welcome(welcome)
             self.ledger.outcomes["new incarnations"] += changed
             return changed
 
         pipeline.on_lost = lost  # type: ignore[method-assign]
         pipeline.fail_all = failing  # type: ignore[method-assign]
-        pipeline.on_welcome = welcome  # type: ignore[method-assign]
+        pipeline.on_welcome = welcomed  # type: ignore[method-assign]

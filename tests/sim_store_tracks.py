@@ -323,15 +323,13 @@ async def membership(client: SimulatedClient) -> None:
 async def questions(client: SimulatedClient) -> None:
     """Verbs that only look."""
     store = client.store
-    verb, issue = client.dice.choice(
-        [
-            ("num_keys", store.num_keys),
-            ("list_keys", lambda: store.list_keys("r")),
-            ("status", store.status),
-            ("waits", store.waits),
-        ]
-    )
-    await client.ask(verb, issue)
+    verbs: list[tuple[str, Callable[[], Awaitable[Any]]]] = [
+        ("num_keys", store.num_keys),
+        ("list_keys", lambda: store.list_keys("r")),
+        ("status", store.status),
+        ("waits", store.waits),
+    ]
+    await client.ask(*client.dice.choice(verbs))
 
 
 TRACKS: Final[Mapping[str, Callable[[SimulatedClient], Awaitable[None]]]] = {

@@ -86,21 +86,24 @@ class RankRun(CollectiveTracks, MessageTracks):
                 await self._end_together()
         except Leave as leave:
             left_with = leave
-        if breaker is not None and self.fault.kind == "break":
+        kind = self._fault_kind
+        if breaker is not None and kind == "break":
             await breaker
         elif breaker is not None and not breaker.done():
             breaker.cancel()
             await asyncio.gather(breaker, return_exceptions=True)
         if self.culprit:
             self.journal.struck.set()  # or it never will
-        if (not self.culprit or self.fault.kind == "break") and any(
-            track.what != "collectives" for track in self.scenario.tracks
-        ):
+        if (not self.culprit or kind == "break") and any(track.what != "collectives" for track in self.scenario.tracks):
             await self._others_done()  # what a rank gives up by leaving early is no news
         await self._close(dice, left_with)
 
+    @property
+    def _fault_kind(self) -> str:
+        return self.fault.kind if self.fault is not None else ""
+
     async def _tracks_done(self, tracks: list[asyncio.Task[None]]) -> None:
-        kind = self.fault.kind if self.fault is not None else ""
+        kind = self._fault_kind
         if self.culprit and kind in ("leave", "raise"):
             await asyncio.sleep(self.fault.after_s)  # type: ignore[union-attr]
             self._strike()
