@@ -24,6 +24,7 @@ from asyncdist_server.durability import Durability
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.journal import Journal, JournalError
 from asyncdist_server.journal_thread import Outcome
+from asyncdist_server.logs import EventLog
 from asyncdist_server.replay import Replay
 from asyncdist_server.torch_namespaces import TORCH_PREFIX
 
@@ -32,6 +33,8 @@ LATE_S: Final = 0.05
 FIRST_AGE_S: Final = 1.0
 """After so long a daemon that came back with something to end notes for how long it has run, then whenever it has run
 twice as long as it noted: so at least half of each longer life counts, for few commits, whatever ends it."""
+SLOW_COMMIT_S: Final = 1.0
+"""A commit under way for so long is told: whoever asks the daemon waits for it, the tools of its operator too."""
 TIDY_BYTES: Final = 1024 * 1024
 """How much is written between two looks at whether the journal has something to tidy up."""
 
@@ -102,6 +105,7 @@ class GroupCommit:
         runner: Runner,
         on_released: Callable[[], None],
         on_failure: Callable[[JournalError], None],
+        events: EventLog,
     ) -> None:
         self.durability = durability
         self.statistics = CommitStatistics()
@@ -122,6 +126,10 @@ class GroupCommit:
         self._patient = False  # whether that is one nobody waits for
         self._age_timer: asyncio.TimerHandle | None = None
         self._started_age = 0.0
+        self._events = events
+        self._slow_timer: asyncio.TimerHandle | None = None  # while something is written, since `_watched_at`
+        self._watched_at = 0.0
+        self._told_slow = False
         self._idle: asyncio.Future[None] | None = None
         self._failed = False
         self._closed = False
@@ -179,11 +187,13 @@ class GroupCommit:
                 self._closed = True
             if not self._failed:
                 batch = self._maker.take(CLEAN)
+                self._watch()
                 await self._runner.call(lambda: self.journal.write(batch))
                 await self._runner.call(self.journal.close)
         except JournalError as error:
             self._fail(error)
         finally:
+            self._watch_no_more()
             self._runner.close()
 
     async def backup(self, path: Path) -> None:
@@ -250,6 +260,7 @@ class GroupCommit:
         self._number += 1
         self._committing, self._gathering = self._gathering, {}
         self._under_way = True
+        self._watch()
         self._runner.submit(functools.partial(self._write, batch), functools.partial(self._done, batch))
 
     def _write(self, batch: Batch) -> float:
@@ -259,6 +270,7 @@ class GroupCommit:
 
     def _done(self, batch: Batch, seconds: float, error: BaseException | None) -> None:
         self._under_way = False
+        self._watch_no_more()
         if error is not None:
             self._fail(error)
         else:
@@ -277,6 +289,24 @@ class GroupCommit:
             self._on_released()
         if self._idle is not None and not self._under_way and not self._idle.done():
             self._idle.set_result(None)
+
+    def _watch(self) -> None:
+        """Tell if what is given to the journal now takes long."""
+        self._watched_at = self._loop.time()
+        self._slow_timer = self._loop.call_later(SLOW_COMMIT_S, self._tell_slow)
+
+    def _tell_slow(self) -> None:
+        self._told_slow = True
+        reason = f"a commit has taken {SLOW_COMMIT_S:g} s and is not done: look at the disk; answers wait for it"
+        self._events.warning("journal_slow", connections=self.waiting_count, reason=reason)
+
+    def _watch_no_more(self) -> None:
+        if self._slow_timer is not None:
+            self._slow_timer.cancel()
+            self._slow_timer = None
+            if self._told_slow:
+                self._told_slow = False
+                self._events.info("journal_goes_on", seconds=round(self._loop.time() - self._watched_at, 3))
 
     def _tidied(self, _: None, error: BaseException | None) -> None:
         if error is not None:

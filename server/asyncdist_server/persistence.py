@@ -55,7 +55,7 @@ class Persistence:
         journal = self._new_journal(self._data_dir)
         runner = self._new_runner(asyncio.get_running_loop())
         events.info("recovering", durability=self.durability.name, kept_in=journal.description)
-        gate = GroupCommit(engine, self.durability, journal, runner, on_released, on_failure)
+        gate = GroupCommit(engine, self.durability, journal, runner, on_released, on_failure, events)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         replay = await gate.start()

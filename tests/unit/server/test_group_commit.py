@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from journal_kit import MemoryJournal
 from torch_wire_kit import VALIDATE, blob, query
 
 from asyncdist.store import TCPStore
+from asyncdist_server import group_commit
 from asyncdist_server.batch import TAKEN
 from asyncdist_server.config import ServerConfig
 from asyncdist_server.connection import WRITE_HIGH_BYTES
@@ -99,6 +101,32 @@ async def turns() -> None:
     """Let everything happen that can happen without the disk: a round trip of each layer takes a few turns."""
     for _ in range(50):
         await asyncio.sleep(0)
+
+
+async def test_a_commit_that_takes_long_is_told_while_it_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a disk that hangs is a daemon that does not answer, is ready, and says nothing."""
+    caplog.set_level(logging.INFO)
+
+    def told(name: str) -> list[dict[str, Any]]:
+        return [record.msg.fields for record in caplog.records if str(record.msg).startswith(name)]
+
+    async with world() as made, made.store() as store:
+        await store.set("key", "old")
+        monkeypatch.setattr(group_commit, "SLOW_COMMIT_S", 0.05)
+        made.disk.slow = True
+        write = asyncio.ensure_future(store.set("key", "newer"))
+        async with asyncio.timeout(60):
+            while not told("journal_slow"):  # noqa: ASYNC110  a line in a log sets no event
+                await asyncio.sleep(0.001)
+        assert told("journal_slow")[0]["connections"] == 1
+        assert not write.done()
+        assert not told("journal_goes_on")
+        made.disk.slow = False
+        made.disk.run_waiting()
+        await write
+        assert told("journal_goes_on")[0]["seconds"] >= 0.05
 
 
 async def test_an_answer_waits_for_its_commit() -> None:
