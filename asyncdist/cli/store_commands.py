@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 import click
 
+from asyncdist.cli.printable import printable
 from asyncdist.cli.store_observe_commands import status_command, waits_command, watch_command
 from asyncdist.errors import DistError
 from asyncdist.launch.config import Endpoint, parse_endpoint
@@ -169,9 +170,10 @@ def del_command(target: Target, keys: tuple[str, ...]) -> None:
 @click.argument("prefix", default="")
 @click.pass_obj
 def ls_command(target: Target, prefix: str) -> None:
-    """Print the keys that begin with PREFIX, sorted, one a line."""
+    """Print the keys that begin with PREFIX, sorted, one a line. A terminal is shown escapes for control characters."""
+    shown = printable if sys.stdout.isatty() else str
     for key in sorted(target.run(lambda store: store.list_keys(prefix))):
-        click.echo(key)
+        click.echo(shown(key))
 
 
 for _command in (watch_command, status_command, waits_command):

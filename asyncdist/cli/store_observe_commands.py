@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from asyncdist.cli.printable import printable
+
 if TYPE_CHECKING:
     from asyncdist.cli.store_commands import Target
     from asyncdist.store import TCPStore, WaitingClient
@@ -39,7 +41,7 @@ def watch_command(target: Target, prefix: str, count: int | None, from_revision:
                 else:
                     shown = repr(event.value[:SHOWN_VALUE_BYTES])[1:]
                     more = f" ... {len(event.value)} bytes" if len(event.value) > SHOWN_VALUE_BYTES else ""
-                    line = f"{event.revision} {event.kind} {event.key}"
+                    line = f"{event.revision} {event.kind} {printable(event.key)}"
                     line += f" {shown}{more}" if event.kind == "set" else ""
                 click.echo(line)
                 seen += 1
@@ -82,7 +84,7 @@ def _sentence(wait: WaitingClient, with_namespace: bool) -> str:
     rank = "" if wait.rank is None else f"rank {wait.rank}, "
     namespace = f" of {wait.namespace or 'the default namespace'}" if with_namespace else ""
     who = ", ".join(part for part in (wait.client, wait.address) if part)
-    return f"{wait.waited:9.1f} s  {wait.operation} {', '.join(wait.keys)}  ({rank}{who}{namespace})"
+    return printable(f"{wait.waited:9.1f} s  {wait.operation} {', '.join(wait.keys)}  ({rank}{who}{namespace})")
 
 
 def _readable(name: str, value: Any) -> str:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pty
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -52,6 +56,43 @@ def test_waits_names_the_client_and_the_key(server: ThreadedServer) -> None:
     assert "of job" in asking(server, "waits", "--all-namespaces")
     (found,) = json.loads(asking(server, "waits", "--json"))
     assert (found["operation"], found["keys"], found["rank"]) == ("wait", ["absent"], 5)
+
+
+HOSTILE = "k\x1b]0;title\x07\n     99.9 s  wait forged"
+SHOWN = r"k\x1b]0;title\x07\n     99.9 s  wait forged"
+
+
+def test_no_key_writes_to_the_terminal_more_than_its_name(server: ThreadedServer) -> None:
+    """Torch's clients need no token to set one."""
+
+    async def main() -> None:
+        async with TCPStore("127.0.0.1", server.port, namespace="job") as store:
+            async with store.watch("k") as watch:
+                since = watch.revision
+                await store.set(HOSTILE, "v")
+            waiting = asyncio.ensure_future(store.wait([HOSTILE, HOSTILE + "!"]))
+            await store.num_keys()
+            assert SHOWN in await asyncio.to_thread(invoke, server, "waits")
+            waiting.cancel()
+            seen = await asyncio.to_thread(invoke, server, "watch", "k", "--count", "1", "--from-revision", str(since))
+            assert SHOWN in seen
+            assert await asyncio.to_thread(invoke, server, "ls", "k") == HOSTILE + "\n"
+            assert await asyncio.to_thread(on_a_terminal, server, "ls", "k") == SHOWN + "\r\n"
+            await store.delete_key(HOSTILE)
+
+    asyncio.run(main())
+
+
+def on_a_terminal(server: ThreadedServer, *arguments: str) -> str:
+    """Run a command that writes to a terminal."""
+    ours, theirs = pty.openpty()
+    try:
+        where = ("--store", f"127.0.0.1:{server.port}", "--namespace", "job")
+        subprocess.run([sys.executable, "-m", "asyncdist", "store", *where, *arguments], stdout=theirs, check=True)
+        return os.read(ours, 4096).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_status_counts(server: ThreadedServer) -> None:
