@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
+import select
+import selectors
 import signal
 from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 __all__ = ["forget_closed", "loop_factory", "run"]
@@ -33,13 +37,42 @@ def forget_closed(loop: asyncio.AbstractEventLoop, descriptors: Iterable[int]) -
     """In a forked child, let the loop that this thread ran forget descriptors, which are closed already.
 
     The child may run it on, to its end. What was to be watched from the next turn on, uvloop would ask the kernel for
-    then; that knows no such descriptor, and uvloop aborts the process. Nothing reaches the parent's epoll set, which is
-    this loop's too, as the descriptors are closed here.
+    then; that knows no such descriptor, and uvloop aborts the process.
     """
     for descriptor in descriptors:
         for remove in (loop.remove_writer, loop.remove_reader):
             with contextlib.suppress(OSError, RuntimeError):  # asyncio asks the kernel first; or the loop is closed
                 remove(descriptor)
+    _watch_apart(loop)
+
+
+def _watch_apart(loop: asyncio.AbstractEventLoop) -> None:
+    """Give the loop of a forked child an epoll set of its own, with what it watches in its parent's.
+
+    In the one they share, the child would hear of its parent's new descriptors, at which uvloop aborts, and would end
+    the watch for what wakes the parent when it closes its loop.
+    """
+    shared = _epoll_set(loop)
+    if shared < 0:
+        return
+    with select.epoll() as own:
+        for line in Path(f"/proc/self/fdinfo/{shared}").read_text("ascii").splitlines():
+            if line.startswith("tfd:"):  # proc(5): tfd: 4 events: 19 data: ...
+                _, descriptor, _, events, *_ = line.split()
+                with contextlib.suppress(OSError):  # closed here
+                    own.register(int(descriptor), int(events, 16))
+        os.dup2(own.fileno(), shared, inheritable=False)
+
+
+def _epoll_set(loop: asyncio.AbstractEventLoop) -> int:
+    """The descriptor by which an open loop asks the kernel what is ready; -1 if it is no epoll set, or unknown."""
+    if loop.is_closed() or not hasattr(select, "epoll"):
+        return -1
+    uvloops: Callable[[], int] | None = getattr(loop, "_get_backend_id", None)
+    if uvloops is not None:
+        return uvloops()
+    selector = getattr(loop, "_selector", None)
+    return selector.fileno() if isinstance(selector, selectors.EpollSelector) else -1
 
 
 def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:

@@ -79,6 +79,45 @@ def test_what_is_to_be_watched_from_the_next_turn_on_is_forgotten(run: str, paus
     run_ranks(WATCHED_NEXT.format(run=run, pause_s=pause_s), 1)
 
 
+APART = """
+import fcntl, socket, threading
+from asyncdist.transport.fork import SocketSet
+HIGH = 200
+async def main():
+    loop = asyncio.get_running_loop()
+    sockets = SocketSet(lambda: None, loop)
+    near, far = socket.socketpair()
+    go, told = os.pipe()
+    await asyncio.sleep(0.01)
+    child = os.fork()
+    if not child:
+        os.read(go, 1)
+        sys.exit(7)  # the loop runs on, to its end
+    high = fcntl.fcntl(near.fileno(), fcntl.F_DUPFD_CLOEXEC, HIGH)
+    loop.add_reader(high, lambda: None)
+    far.send(b"x")
+    await asyncio.sleep(0.01)
+    os.write(told, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    loop.remove_reader(high)
+    woken = asyncio.Event()
+    began_s = loop.time()
+    threading.Timer(0.05, loop.call_soon_threadsafe, [woken.set]).start()
+    await asyncio.wait_for(woken.wait(), 10)
+    assert loop.time() - began_s < 5, "the child's loop has ended what wakes this one"
+try:
+    {run}(main())
+except SystemExit as end:
+    os._exit(end.code or 0)
+"""
+
+
+@pytest.mark.parametrize("run", ["dist.run", "asyncio.run"])
+def test_the_childs_loop_is_not_its_parents(run: str) -> None:
+    """They shared what the kernel watches: uvloop aborted at a descriptor it did not know."""
+    run_ranks(APART.format(run=run), 1)
+
+
 STORING = """
 from asyncdist_server import serve_in_thread
 async def main():
