@@ -13,13 +13,13 @@ nothing here and on something there, or two roots that each only send.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from asyncdist.backend.base import CollectiveWork, GroupBackend
+from asyncdist.caller import calling_frame
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, ROOTED
 from asyncdist.reduce_op import PremulSum, ReduceOp
@@ -45,9 +45,6 @@ UNNAMED: Final = "something else that it does not name"
 
 COUNTS_SHOWN: Final = 8
 """Block lengths shown of uneven collectives."""
-
-_OURS: Final = frozenset({"asyncdist", "asyncio", "threading", "concurrent", "contextvars", "uvloop"})
-"""Packages whose lines are not what calls a collective."""
 
 Key = tuple[int, int]
 """Tag and sequence number of an operation."""
@@ -270,9 +267,5 @@ def _spell(counts: int | tuple[int, ...]) -> str:
 
 def _calling_line() -> str:
     """` at train.py:12`, the line that calls the library; empty where there is none, as in the progress thread."""
-    frame = sys._getframe(1)
-    while frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
-        if frame.f_back is None:
-            return ""
-        frame = frame.f_back
-    return f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    frame = calling_frame()
+    return f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""

@@ -12,6 +12,8 @@ import warnings
 import weakref
 from typing import Any, Final, Protocol
 
+from asyncdist.caller import calling_frame
+
 __all__ = ["TAGS_KEPT", "OverlapWatch"]
 
 TAGS_KEPT: Final = 1024
@@ -53,18 +55,14 @@ class OverlapWatch:
         self._warned = True
         stack = earlier.get_stack(limit=1)
         place = f" at {stack[-1].f_code.co_filename}:{stack[-1].f_lineno}" if stack else ""
-        warnings.warn(
+        caller = calling_frame() or sys._getframe()
+        warnings.warn_explicit(
             f"group {self._owner.name}: {operation} overlaps a collective of the same tag {tag} that another task, "
             f"{earlier.get_name()}{place}, has under way. Ranks may order the two differently and exchange the wrong "
             "data; give each task a tag= or a group of its own.",
             RuntimeWarning,
-            stacklevel=_levels_of_ours(),
+            caller.f_code.co_filename,
+            caller.f_lineno,
+            caller.f_globals.get("__name__"),
+            caller.f_globals.setdefault("__warningregistry__", {}),
         )
-
-
-def _levels_of_ours() -> int:
-    """The `stacklevel` of a warning of `OverlapWatch._warn` that names the first line outside this package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "asyncdist":
-        level, frame = level + 1, frame.f_back
-    return level

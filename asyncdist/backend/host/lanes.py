@@ -49,11 +49,9 @@ _GREETING, _OFFER, _MAPPED = RESERVED
 class TagLane:
     """One tag's lane, or that there is none."""
 
-    __slots__ = ("decided", "held", "lane", "lane_bytes", "mapped", "number", "pool_bytes", "segment")
+    __slots__ = ("held", "lane", "lane_bytes", "mapped", "number", "pool_bytes", "segment")
 
-    def __init__(self, *, decided: bool = False) -> None:
-        self.decided = decided
-        """Whether it is known if there is a lane; until then calls wait."""
+    def __init__(self) -> None:
         self.lane: SharedLane | None = None
         self.lane_bytes = 0
         """Memory that every member has for its items in the lane; 0 without one. All know it."""
@@ -72,7 +70,7 @@ class TagLane:
         self.number = number + 1
 
 
-WITHOUT_LANE: Final = TagLane(decided=True)
+WITHOUT_LANE: Final = TagLane()
 """For all that goes by messages."""
 
 
@@ -85,7 +83,7 @@ class Lanes:
         self._memory = mesh.memory
         self._tags: dict[int, TagLane] = {}
         self.decided: dict[int, TagLane] = {}
-        """Those that need not be asked about any more."""
+        """Those of which it is known whether they have a lane; calls of others wait."""
         if self._memory is not None:
             self._memory.on_left(self._left)
 
@@ -131,11 +129,10 @@ class Lanes:
         if self._memory is not None:
             self._memory.forget(self._left)
         for number, tag in self._tags.items():
-            if not tag.decided:
+            if number not in self.decided:
                 for exchange in RESERVED:
                     self._backend.drop(number, exchange)
             tag.held.clear()
-            tag.decided = True
             self.decided[number] = tag
             tag.mapped = None
             if tag.lane is not None and self._memory is not None:
@@ -157,8 +154,7 @@ class Lanes:
         call.algorithm = "direct"
 
         def ended(_work: CollectiveWork, error: BaseException | None) -> None:
-            state = self._tags[tag]
-            if state.decided:
+            if tag in self.decided:
                 return
             if error is None:
                 try:
@@ -257,7 +253,6 @@ class Lanes:
 
     def _decided(self, tag: int, error: BaseException | None = None) -> None:
         state = self._tags[tag]
-        state.decided = True
         self.decided[tag] = state
         held = list(state.held)
         state.held.clear()

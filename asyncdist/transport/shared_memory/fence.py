@@ -25,7 +25,7 @@ again after `RECHECK_S` without having been rung.
 
 from __future__ import annotations
 
-import platform
+import os
 import threading
 from typing import Final
 
@@ -56,7 +56,7 @@ def _nothing() -> None:
     """Order that the machine keeps by itself."""
 
 
-ORDERED: Final = platform.machine() in ("x86_64", "AMD64", "i686")
+ORDERED: Final = os.uname().machine in ("x86_64", "i686")
 """Whether `order` has nothing to do: where nanoseconds count it is not even called then."""
 
 order = _nothing if ORDERED else _two_pairs

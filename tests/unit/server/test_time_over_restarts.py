@@ -76,6 +76,13 @@ class Lives:
                 self.restart()
         return lived_s
 
+    def assert_ends_in(self, gone: Callable[[], bool], time_s: float) -> None:
+        """It ends within the last second of that time."""
+        self.live(time_s - 1.0)
+        assert not gone()
+        self.live(1.0)
+        assert gone()
+
     @property
     def space(self) -> Any:
         return self.store.engine.namespaces.get("job") or Namespace("job")
@@ -187,10 +194,7 @@ def test_a_prefix_that_is_taken_up_again_has_its_full_time_to_linger() -> None:
         if released == 1:
             lives.live(15.0)
         lives.ask(client, REVOKE, 2)
-    lives.live(39.0)
-    assert not gone()
-    lives.live(1.0)
-    assert gone()
+    lives.assert_ends_in(gone, 40.0)
 
 
 def test_a_client_is_forgotten_before_others_that_came_earlier_and_again() -> None:
@@ -205,10 +209,7 @@ def test_a_client_is_forgotten_before_others_that_came_earlier_and_again() -> No
     lives.restart()
     lives.live(CLIENT_LINGER_S - 40.0)
     assert [client.client_id for client in lives.store.engine.all_clients()] == [OTHER]
-    lives.live(39.0)
-    assert lives.store.engine.client(OTHER) is not None
-    lives.live(1.0)
-    assert lives.store.engine.client(OTHER) is None
+    lives.assert_ends_in(lambda: lives.store.engine.client(OTHER) is None, 40.0)
 
 
 def test_a_journal_that_has_dropped_the_start_of_its_daemon_is_of_this_format(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,16 +217,13 @@ def test_a_journal_that_has_dropped_the_start_of_its_daemon_is_of_this_format(mo
     monkeypatch.setattr(journal_size, "SLACK_BYTES", -100_000)
     monkeypatch.setattr(batch, "CLEAN_AT_ONCE_BYTES", 100)
     lives = Lives()
-    history(lives)
+    gone = history(lives)
     for _ in range(10):
         lives.live(4.0)
     first = decode(min(lives.journal.rows.items())[1])
     assert first[2][0][2][0][1] is None
     lives.restart()
-    lives.live(HISTORY_LINGER_S - 41.0)
-    assert b"watched/" in lives.space.histories
-    lives.live(1.0)
-    assert b"watched/" not in lives.space.histories
+    lives.assert_ends_in(gone, HISTORY_LINGER_S - 40.0)
 
 
 def test_a_history_that_a_job_needed_has_its_full_time_from_the_jobs_end_on() -> None:
@@ -244,10 +242,7 @@ def test_a_history_that_a_job_needed_has_its_full_time_from_the_jobs_end_on() ->
     assert not lives.space.jobs
     lives.live(1.0)
     lives.restart()
-    lives.live(HISTORY_LINGER_S - 2)
-    assert b"job/j/members/" in lives.space.histories
-    lives.live(2.0)
-    assert b"job/j/members/" not in lives.space.histories
+    lives.assert_ends_in(lambda: b"job/j/members/" not in lives.space.histories, HISTORY_LINGER_S)
 
 
 def test_lives_of_which_the_journal_knows_nothing_do_not_count() -> None:
