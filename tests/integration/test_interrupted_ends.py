@@ -187,13 +187,15 @@ async def test_joining_and_leaving_cancelled_at_every_await_from_one_on_leave_no
         ):
             pass
 
-    await join_and_leave()  # the default executor's thread, which stays
-    threads, tasks = threading.active_count(), len(asyncio.all_tasks())
+    def threads() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncdist")]
+
+    before, tasks = threads(), len(asyncio.all_tasks())
     async for cut, error in at_every_await(join_and_leave, again=True):
         assert (error is None) == (not cut.reached)
         where = f"cancelled from await {cut.at} on"
         assert len(asyncio.all_tasks()) <= tasks, where
-        assert threading.active_count() <= threads, where
+        assert threads() == before, where
 
 
 async def test_a_rank_cancelled_at_every_await_from_one_on_may_join_again() -> None:
