@@ -55,7 +55,8 @@ class Session:
     def complete(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """As `call`, and wait for the end of what it begins, a Work or a coroutine; returns that one's result.
 
-        Ctrl-C ends the waiting at once. A receive is withdrawn then and loses no message; other operations go on.
+        Ctrl-C ends the waiting at once. A receive is withdrawn then, unless its message is coming in; other operations
+        go on.
         """
         call = _Completion(self, lambda: self._where.run(function, *arguments, **options))
         try:

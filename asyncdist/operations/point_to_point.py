@@ -31,14 +31,18 @@ class PointToPoint(Issuer):
 
         The result is the source's rank. A message of another dtype or too large raises CollectiveMismatchError and is
         dropped; the pair stays usable. From any source it raises PeerLostError when a member is lost, and when all the
-        others have left. No time-out unless one is given. Withdrawn by `work.cancel()` only.
+        others have left. Withdrawn by `work.cancel()` only, before a message has matched. No time-out unless one is
+        given; expiry withdraws the receive or, if a message is coming in, breaks the connection to its source.
         """
         source = None if src is None else check_rank(src, self.size, "src")
         return self.pairs.receive(tensor, source, tag, timeout, abandon=False)
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work[int]:
-        """As `irecv`, but withdrawn when the last task awaiting it is cancelled, or when it expires, before a message
-        matched; no message is lost then."""
+        """As `irecv`, but withdrawn also when the last task awaiting it is cancelled, before a message has matched.
+
+        No message is lost then. One that is coming in, as a large one does for a while, still comes into `tensor`: who
+        may be cancelled keeps the Work and awaits it again.
+        """
         source = None if src is None else check_rank(src, self.size, "src")
         return self.pairs.receive(tensor, source, tag, timeout, abandon=True)
 
@@ -52,7 +56,7 @@ class PointToPoint(Issuer):
     ) -> Work[Any]:
         """Receive an array of the sender's shape and dtype, at most `max_bytes` large, from rank `src` (None: any).
 
-        The result is a new numpy array; `work.source_rank()` tells the source. Withdrawn like `recv`.
+        The result is a new numpy array; `work.source_rank()` tells the source. Withdrawn as `recv` is.
         """
         source = None if src is None else check_rank(src, self.size, "src")
         return self.pairs.receive_array(source, tag, max_bytes, timeout)
