@@ -22,6 +22,7 @@ async def uninterrupted(cleaning: Coroutine[Any, Any, T]) -> T:
     Cancelling raises CancelledError in their place, once that end has come.
     """
     task = asyncio.ensure_future(cleaning)
+    task.add_done_callback(_ask)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -31,8 +32,12 @@ async def uninterrupted(cleaning: Coroutine[Any, Any, T]) -> T:
     try:
         if cancelled is None:
             return task.result()
-        if not task.cancelled():
-            task.exception()  # nobody else asks for it
         raise cancelled
     finally:
         del task, cancelled  # what is raised refers to this frame
+
+
+def _ask(task: asyncio.Future[Any]) -> None:
+    """Nobody may ask what it raised: whoever waited was cancelled, or destroyed with its loop."""
+    if not task.cancelled():
+        task.exception()

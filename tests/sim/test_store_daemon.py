@@ -221,7 +221,7 @@ def keeps_items_of_lost_clients() -> Patches:
         (forgets_who_has_items, "items are lost"),
         (forgets_what_has_arrived, "popped 2 times"),
         (tells_before_it_is_on_the_disk, "acknowledged|linearizable|which .* holds|popped 2 times|told"),
-        (forgets_clients, "was forgotten"),
+        (forgets_clients, "was forgotten|items are lost"),
         (begins_times_anew, "are not forgotten"),
         (
             believes_that_replies_arrive_at_once,

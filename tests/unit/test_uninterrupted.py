@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 from socket_world import turns
@@ -60,3 +61,24 @@ async def test_it_ends_where_the_end_of_the_loop_cancels_every_task() -> None:
         each.cancel()
     await asyncio.wait([task])
     assert task.cancelled()
+
+
+async def test_nobody_hears_of_an_error_where_a_coroutine_is_destroyed() -> None:
+    """As one is whose loop has ended: the test's own loop would be told."""
+
+    async def clean() -> None:
+        raise OSError("the loop is closed")
+
+    async def owner() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await uninterrupted(clean())
+
+    coroutine = owner()
+    coroutine.send(None)
+    with pytest.raises(RuntimeError, match="ignored GeneratorExit"):
+        coroutine.close()
+    del coroutine  # it is left where it waits
+    await turns(2)
+    gc.collect()
