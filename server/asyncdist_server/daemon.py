@@ -213,11 +213,10 @@ class StoreServer:
         """Take a new connection; false if there are too many already."""
         self._connections.add(connection)
         self._half_open.add(connection)
-        return (
-            not self._stopping
-            and len(self._connections) <= self.config.limits.connections
-            and len(self._half_open) <= MAX_HALF_OPEN
-        )
+        if self._stopping:  # the system let it in before the listeners were closed: it ends as all others do
+            asyncio.get_running_loop().call_soon(connection.stop)
+            return True
+        return len(self._connections) <= self.config.limits.connections and len(self._half_open) <= MAX_HALF_OPEN
 
     def torch_namespace(self, address: tuple[str, int], peer: str) -> TorchNamespace | None:
         """Return the namespace of a torch client that connected to `address`, None if it is not to be served there."""

@@ -405,6 +405,18 @@ async def test_stopping_sends_what_was_answered_and_ends_everyone() -> None:
         silent.close()
 
 
+async def test_who_comes_while_it_stops_is_not_refused_for_being_too_many() -> None:
+    """The next world of a rank that hosts the store may begin before the last one's store has ended."""
+    server = StoreServer(config())
+    await server.start()
+    server._stopping = True
+    with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as late:
+        while await blocking(late.recv, 1000):
+            pass
+    await server.stop()
+    assert not server.engine.counters.refused
+
+
 async def test_localhost_is_served_on_all_its_addresses_with_one_port() -> None:
     async with serve(config(host="localhost")) as server:
         with await blocking(SocketClient, server.port) as client:
