@@ -31,8 +31,10 @@ class PointToPoint(Issuer):
 
         The result is the source's rank. A message of another dtype or too large raises CollectiveMismatchError and is
         dropped; the pair stays usable. From any source it raises PeerLostError when a member is lost, and when all the
-        others have left. Withdrawn by `work.cancel()` only, before a message has matched. No time-out unless one is
-        given; expiry withdraws the receive or, if a message is coming in, breaks the connection to its source.
+        others have left; it connects to nobody, so it does not hear of one that went before they were connected: where
+        that may be, give a time-out. Withdrawn by `work.cancel()` only, before a message has matched. No time-out
+        unless one is given; expiry withdraws the receive or, if a message is coming in, breaks the connection to its
+        source.
         """
         source = None if src is None else check_rank(src, self.size, "src")
         return self.pairs.receive(tensor, source, tag, timeout, abandon=False)
