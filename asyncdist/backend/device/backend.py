@@ -25,19 +25,19 @@ from asyncdist.backend.base import Backend, CollectiveWork, GroupBackend
 from asyncdist.backend.calls.call import Call
 from asyncdist.backend.device.cuda_events import Completions
 from asyncdist.backend.device.host_exchange import HostExchange
-from asyncdist.backend.device.path import DevicePath, Member, OnEnd, Surroundings, have_own_devices
-from asyncdist.backend.device.paths import PATHS, several_gpus_refusal
+from asyncdist.backend.device.path import DevicePath, Member, OnEnd, Surroundings
+from asyncdist.backend.device.paths import PATHS, choose_path, member_of, several_gpus_refusal
 from asyncdist.backend.device.questions import Questions
 from asyncdist.backend.device.streams import EventPool, arrays_of_call, ready_after
 from asyncdist.backend.device.tail import Tail
 from asyncdist.backend.device.threads import stay_on
 from asyncdist.cuda import Provider
-from asyncdist.errors import DistBackendError, DistError, PeerLostError, RemoteProtocolError
+from asyncdist.errors import DistBackendError, DistError, PeerLostError
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.transport.base_mesh import BaseMesh
 
-__all__ = ["DeviceBackend", "DeviceOwner", "DeviceSettings", "choose_path"]
+__all__ = ["DeviceBackend", "DeviceOwner", "DeviceSettings"]
 
 WATCH_S: Final = 0.1
 """How often a library is asked for errors while operations are under way, as NCCL reports none by itself."""
@@ -239,7 +239,7 @@ class DeviceBackend(GroupBackend):
         version = provider.nccl.version() if provider.nccl is not None else 0
         own = Member(settings.host, ids, version, self.wish, self._bound)
         told = await self._exchange.all_gather(NEGOTIATION, 0, 0, msgpack.packb(own))
-        members = tuple(_member(rank, message) for rank, message in zip(self.ranks, told, strict=True))
+        members = tuple(member_of(rank, message) for rank, message in zip(self.ranks, told, strict=True))
         around = self.surroundings(devices[0], members)
         path = await PATHS[choose_path(members, self.ranks)].open(around)
         if all(member.bound for member in members):
@@ -363,34 +363,6 @@ class DeviceBackend(GroupBackend):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def choose_path(members: tuple[Member, ...], ranks: tuple[int, ...]) -> str:
-    """The name of the path that these ranks take. Raises DistBackendError where they ask for different ones."""
-    wishes = {member.wish: rank for member, rank in zip(members, ranks, strict=True)}
-    if len(wishes) > 1:
-        asked = ", ".join(f"rank {rank} {wish or 'the best'}" for wish, rank in wishes.items())
-        raise DistBackendError(f"ranks ask for different paths for GPU arrays: {asked}")
-    wish = members[0].wish
-    if wish:
-        if wish == "nccl" and not all(member.nccl for member in members):
-            without = [rank for member, rank in zip(members, ranks, strict=True) if not member.nccl]
-            raise DistBackendError(f"path nccl was asked for, but rank {', '.join(map(str, without))} has no NCCL")
-        return wish
-    if have_own_devices(members):
-        return "nccl" if all(member.nccl for member in members) else "staged"
-    one_host = len({member.host for member in members}) == 1
-    return "ipc" if one_host and all(len(member.device_ids) == 1 for member in members) else "staged"
-
-
-def _member(rank: int, message: bytes) -> Member:
-    try:
-        host, ids, version, wish, bound = msgpack.unpackb(message)
-        if not (isinstance(host, str) and isinstance(version, int) and wish in ("", *PATHS)):
-            raise ValueError("unexpected types")
-        return Member(host, tuple(map(str, ids)), version, wish, bound is True)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise RemoteProtocolError(f"rank {rank} says of its GPU what cannot be understood: {error}") from error
 
 
 def _devices(call: Call) -> tuple[Any, ...]:

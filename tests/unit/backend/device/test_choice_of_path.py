@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from asyncdist.backend.device.backend import _member, choose_path
 from asyncdist.backend.device.path import Member
+from asyncdist.backend.device.paths import choose_path, member_of
 from asyncdist.errors import DistBackendError, RemoteProtocolError
 
 
@@ -56,4 +56,4 @@ def test_ranks_that_ask_for_different_paths() -> None:
 )
 def test_what_cannot_be_understood(message: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="rank 5"):
-        _member(5, message)
+        member_of(5, message)
