@@ -177,6 +177,9 @@ def device_array(value: object, name: str = "tensor") -> DeviceArray | None:
     Takes what has `__cuda_array_interface__` (cupy, numba, jax), torch's CUDA tensors (also those that require a
     gradient, which is not recorded) and what has DLPack. Raises TypeError for dtypes that cannot be sent.
     """
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and type(value) is getattr(cupy, "ndarray", None):  # it may be being imported
+        return _from_cupy(value, name)
     if isinstance(value, np.ndarray | np.generic):
         return None
     if isinstance(value, DeviceArray):
@@ -190,6 +193,19 @@ def device_array(value: object, name: str = "tensor") -> DeviceArray | None:
     if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] in CUDA_DEVICES:
         return _from_dlpack(value, name)
     return None
+
+
+def _from_cupy(value: Any, name: str) -> DeviceArray:
+    """What its `__cuda_array_interface__` says, in a fraction of the time; work on it is on cupy's current stream."""
+    memory = value.data
+    return DeviceArray(
+        memory.ptr,
+        value.shape,
+        sendable_dtype(value.dtype, name),
+        memory.device_id,
+        contiguous=value.flags.c_contiguous,
+        owner=value,
+    )
 
 
 def _from_interface(value: Any, interface: dict[str, Any], name: str) -> DeviceArray:

@@ -11,6 +11,7 @@ from asyncdist.backend.calls.call import Call
 from asyncdist.backend.calls.items import ItemCall
 from asyncdist.backend.host.aio import AioBackend
 from asyncdist.cuda import provider
+from asyncdist.spinning import spin_us_from_environ
 from asyncdist.world import World
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class GroupBackends(GroupBackend):
 
     def of_call(self, call: Call) -> GroupBackend:
         """What carries out a call on GPU arrays. Raises TypeError and ValueError where nothing can."""
-        devices = self.on_gpus()
+        devices = self.devices or self.on_gpus()
         devices.check(call)
         return devices
 
@@ -94,6 +95,7 @@ class GroupBackends(GroupBackend):
                 backend=self.names.cuda,
                 path=path,
                 timeout_s=self._owner.timeout_s,
+                spin_us=spin_us_from_environ(os.environ),
             )
             self.devices = DeviceBackend(
                 world.mesh,

@@ -1,14 +1,25 @@
 """Spinning: how long a task may look for what it awaits before it goes to sleep, and when it stops trying.
 
-What looks: `transport.spin` at shared memory and sockets of this host, `store.lookout` for the daemon's replies.
+What looks: `transport.spin` at shared memory and sockets of this host, `store.lookout` for the daemon's replies,
+`backend.device.event_spinner` at the GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Protocol
 
-__all__ = ["CATCH", "DEFAULT_SPIN_US", "MAX_SKIPPED", "MAX_SPIN_US", "PATIENCE", "TURN_S", "spin_us_from_environ"]
+__all__ = [
+    "CATCH",
+    "DEFAULT_SPIN_US",
+    "MAX_SKIPPED",
+    "MAX_SPIN_US",
+    "PATIENCE",
+    "TURN_S",
+    "Pending",
+    "Spins",
+    "spin_us_from_environ",
+]
 
 DEFAULT_SPIN_US: Final = 20.0
 """As long as being woken takes: looking longer could cost more than sleeping at once would have."""
@@ -25,6 +36,25 @@ PATIENCE: Final = 4
 """Looks in vain after which one stops looking at every await."""
 MAX_SKIPPED: Final = 64
 """Awaits without a look between two that try again, at most: the others may have begun to answer quickly."""
+
+
+class Pending(Protocol):
+    """What is awaited."""
+
+    _done: bool
+
+
+class Spins(Protocol):
+    """Who looks for the end of an operation."""
+
+    def look(self, work: Pending) -> bool:
+        """Look until `work` is done, for a while; whether it is. If not, `woken` is to be called when it is."""
+
+    def woken(self) -> None:
+        """The work of the last look came when we had given up."""
+
+    def turn_due(self) -> bool:
+        """Whether the task that has just been served should let the loop turn before it goes on."""
 
 
 def spin_us_from_environ(environ: Mapping[str, str]) -> float:

@@ -18,14 +18,15 @@ import ctypes
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import Any, Final
 
 import cupy
 import numpy as np
 
-from asyncdist.cuda.cupy_driver import calling
+from asyncdist.cuda.cupy_driver import call, calling
 from asyncdist.cuda.interface import Stream
 from asyncdist.cuda.nccl_interface import Communicator, Nccl
 from asyncdist.cuda.nccl_types import NcclType, reduction, refusal
@@ -40,6 +41,8 @@ __all__ = ["CupyNccl"]
 
 SPLIT_VERSION: Final = 21801
 """The first NCCL with ncclCommSplit."""
+
+_BYTES: Final = int(NcclType.UINT8)
 
 EAGER_CONNECT: Final = "NCCL_RUNTIME_CONNECT"
 """0 lets a communicator connect when it is opened rather than in the first collective, which would block its caller."""
@@ -76,9 +79,10 @@ class _Communicator(Communicator):
     def all_reduce(
         self, source: int, target: int, count: int, dtype: np.dtype[Any], op: ReduceOp | PremulSum, stream: Stream
     ) -> None:
-        kind, operation, factor = self._reduction(dtype, op)
-        with self._issuing("ncclAllReduce"):
-            self._raw.allReduce(source, target, count * factor, kind, operation, stream.handle)
+        kind, operation, factor = _native(dtype, op, self._version, self.size)
+        self._issue(
+            "ncclAllReduce", self._raw.allReduce, source, target, count * factor, kind, operation, stream.handle
+        )
 
     def reduce(
         self,
@@ -90,34 +94,39 @@ class _Communicator(Communicator):
         root: int,
         stream: Stream,
     ) -> None:
-        kind, operation, factor = self._reduction(dtype, op)
-        with self._issuing("ncclReduce"):
-            self._raw.reduce(source, target, count * factor, kind, operation, root, stream.handle)
+        kind, operation, factor = _native(dtype, op, self._version, self.size)
+        self._issue(
+            "ncclReduce", self._raw.reduce, source, target, count * factor, kind, operation, root, stream.handle
+        )
 
     def broadcast(self, source: int, target: int, count: int, dtype: np.dtype[Any], root: int, stream: Stream) -> None:
-        with self._issuing("ncclBroadcast"):
-            self._raw.broadcast(
-                source or target, target, count * dtype.itemsize, int(NcclType.UINT8), root, stream.handle
-            )
+        self._issue(
+            "ncclBroadcast",
+            self._raw.broadcast,
+            source or target,
+            target,
+            count * dtype.itemsize,
+            _BYTES,
+            root,
+            stream.handle,
+        )
 
     def all_gather(self, source: int, target: int, count: int, dtype: np.dtype[Any], stream: Stream) -> None:
-        with self._issuing("ncclAllGather"):
-            self._raw.allGather(source, target, count * dtype.itemsize, int(NcclType.UINT8), stream.handle)
+        self._issue("ncclAllGather", self._raw.allGather, source, target, count * dtype.itemsize, _BYTES, stream.handle)
 
     def reduce_scatter(
         self, source: int, target: int, count: int, dtype: np.dtype[Any], op: ReduceOp | PremulSum, stream: Stream
     ) -> None:
-        kind, operation, factor = self._reduction(dtype, op)
-        with self._issuing("ncclReduceScatter"):
-            self._raw.reduceScatter(source, target, count * factor, kind, operation, stream.handle)
+        kind, operation, factor = _native(dtype, op, self._version, self.size)
+        self._issue(
+            "ncclReduceScatter", self._raw.reduceScatter, source, target, count * factor, kind, operation, stream.handle
+        )
 
     def send(self, source: int, count: int, dtype: np.dtype[Any], peer: int, stream: Stream) -> None:
-        with self._issuing("ncclSend"):
-            self._raw.send(source, count * dtype.itemsize, int(NcclType.UINT8), peer, stream.handle)
+        self._issue("ncclSend", self._raw.send, source, count * dtype.itemsize, _BYTES, peer, stream.handle)
 
     def recv(self, target: int, count: int, dtype: np.dtype[Any], peer: int, stream: Stream) -> None:
-        with self._issuing("ncclRecv"):
-            self._raw.recv(target, count * dtype.itemsize, int(NcclType.UINT8), peer, stream.handle)
+        self._issue("ncclRecv", self._raw.recv, target, count * dtype.itemsize, _BYTES, peer, stream.handle)
 
     def async_error(self) -> str:
         with self._lock:
@@ -154,23 +163,28 @@ class _Communicator(Communicator):
                 return None
             return _Communicator(raw, raw.rank_id(), raw.size(), self.device, self._version)
 
-    def _reduction(self, dtype: np.dtype[Any], op: ReduceOp | PremulSum) -> tuple[int, int, int]:
-        reason = refusal(dtype, op, self._version)
-        if reason:
-            raise DistBackendError(reason)
-        if isinstance(op, PremulSum):
-            raise DistBackendError("cupy's NCCL has no PREMUL_SUM: scale first")
-        kind, operation, factor = reduction(dtype, op)
-        return int(kind), int(operation), factor
-
-    def _issuing(self, function: str) -> calling:
+    def _issue(self, what: str, function: Callable[..., object], *arguments: Any) -> None:
         """NCCL launches on the thread's current device, which must be the communicator's."""
         self._check()
-        return calling(function, self.device)
+        call(what, self.device, function, *arguments)
 
     def _check(self) -> None:
         if self._state != "open":
             raise DistBackendError(f"the NCCL communicator of rank {self.rank} was {self._state}")
+
+
+@lru_cache(maxsize=256)
+def _native(dtype: np.dtype[Any], op: ReduceOp | PremulSum, version: int, size: int) -> tuple[int, int, int]:
+    """NCCL's type, its operation, and how many of its elements make one of `dtype`; DistBackendError if it has none."""
+    reason = refusal(dtype, op, version)
+    if reason:
+        raise DistBackendError(reason)
+    if isinstance(op, PremulSum):
+        raise DistBackendError("cupy's NCCL has no PREMUL_SUM: scale first")
+    if op is ReduceOp.AVG and size == 1:  # NCCL multiplies by 1, and refuses float8 there
+        op = ReduceOp.SUM
+    kind, operation, factor = reduction(dtype, op)
+    return int(kind), int(operation), factor
 
 
 class CupyNccl(Nccl):

@@ -16,7 +16,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from asyncdist.cuda.cupy_driver import address_range, calling, close_ipc, device_uuid
+from asyncdist.cuda.cupy_driver import address_range, call, calling, close_ipc, device_uuid
 from asyncdist.cuda.interface import MAX_SOURCES, Event, Memory, Pinned, Runtime, Stream
 from asyncdist.cuda.kernels import OPTIONS, PACK_BYTES, reduce_source, scale_source
 from asyncdist.errors import DistBackendError
@@ -41,14 +41,13 @@ BLOCKS_PER_MULTIPROCESSOR: Final = 4
 class _Stream(Stream):
     """`ptr` is what cupy's kernels look for in a stream."""
 
-    def __init__(self, handle: int, device: int, *, owned: bool) -> None:
+    def __init__(self, handle: int, device: int, *, owned: bool = False) -> None:
         self.handle = self.ptr = handle
         self.device = device
         self._owned = owned
 
     def wait_event(self, event: Event) -> None:
-        with calling("cudaStreamWaitEvent", self.device):
-            runtime.streamWaitEvent(self.handle, event.handle)
+        call("cudaStreamWaitEvent", self.device, runtime.streamWaitEvent, self.handle, event.handle)
 
     def synchronize(self) -> None:
         with calling("cudaStreamSynchronize", self.device):
@@ -67,8 +66,7 @@ class _Event(Event):
         self.device = device
 
     def record(self, stream: Stream) -> None:
-        with calling("cudaEventRecord", self.device):
-            runtime.eventRecord(self.handle, stream.handle)
+        call("cudaEventRecord", self.device, runtime.eventRecord, self.handle, stream.handle)
 
     def done(self) -> bool:
         status = runtime.eventQuery(self.handle)  # for a device's failure it returns, rather than raises
@@ -166,12 +164,11 @@ class CupyRuntime(Runtime):
 
     def current_stream(self, device: int) -> Stream:
         """See Runtime."""
-        with calling("cupy.cuda.get_current_stream", device):
-            return _Stream(cupy.cuda.get_current_stream().ptr, device, owned=False)
+        return _Stream(call("cupy.cuda.get_current_stream", device, cupy.cuda.get_current_stream).ptr, device)
 
     def external_stream(self, handle: int, device: int) -> Stream:
         """See Runtime."""
-        return _Stream(handle, device, owned=False)
+        return _Stream(handle, device)
 
     def new_event(self, device: int) -> Event:
         """See Runtime."""

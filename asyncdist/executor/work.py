@@ -14,8 +14,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from asyncdist.arrays import human_bytes
 from asyncdist.deadline import timeout_seconds
+from asyncdist.spinning import Spins
 from asyncdist.transport.protocol.kept_error import anew
-from asyncdist.transport.spin import Spinner
 
 __all__ = ["DeviceTail", "Listener", "Work", "until_ended"]
 
@@ -77,7 +77,7 @@ class Work(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self._source: int | None = None
-        self._spinner: Spinner | None = None
+        self._spinner: Spins | None = None
         self._waiters: list[asyncio.Future[None]] | None = None
         self._callbacks: list[tuple[Callable[[Work[T]], object], Context]] | None = None
         self._listener: Listener | None = None

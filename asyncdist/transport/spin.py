@@ -14,12 +14,12 @@ from threading import get_ident
 from time import perf_counter
 from typing import Final
 
-from asyncdist.spinning import CATCH, MAX_SKIPPED, PATIENCE, TURN_S
+from asyncdist.spinning import CATCH, MAX_SKIPPED, PATIENCE, TURN_S, Pending
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
-from asyncdist.transport.shared_memory.doorbell import Doorbell, Pending
+from asyncdist.transport.shared_memory.doorbell import Doorbell
 
-__all__ = ["ALONE_S", "RANKS_PER_CORE", "Pending", "Spinner"]
+__all__ = ["ALONE_S", "RANKS_PER_CORE", "Spinner"]
 
 RANKS_PER_CORE: Final = 4
 """Ranks per core up to which one looks. Where cores are shared, one gives the core away before each look, so that the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -49,6 +50,31 @@ def test_the_interface_is_read() -> None:
     assert repr(found) == "<DeviceArray float32[2, 3] on cuda:1>"
     assert any_array(found) is found
     assert any_array(value).pointer == 0x1000
+
+
+class CupyArray(OnGpu):
+    """As far as it is looked at; what it also has, `__cuda_array_interface__`, takes longer to make."""
+
+    def __init__(self, dtype: Any = np.float32, *, contiguous: bool = True) -> None:
+        super().__init__(shape=(9,))
+        self.data = SimpleNamespace(ptr=0x2000, device_id=3)
+        self.shape = (4, 5)
+        self.dtype = np.dtype(dtype)
+        self.flags = SimpleNamespace(c_contiguous=contiguous)
+
+
+def test_cupys_arrays_are_read_without_a_detour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=CupyArray))  # type: ignore[arg-type]
+    value = CupyArray()
+    found = seen(value)
+    assert (found.pointer, found.shape, found.dtype, found.device) == (0x2000, (4, 5), np.float32, 3)
+    assert (found.contiguous, found.writable, found.ordered, found.owner) == (True, True, False, value)
+    assert found.stream is None  # cupy's current one, where it is used
+    assert not seen(CupyArray(contiguous=False)).contiguous
+    with pytest.raises(TypeError, match="weights has dtype"):
+        device_array(CupyArray("V2"), "weights")
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())  # type: ignore[arg-type]
+    assert seen(value).shape == (9,)  # of a cupy that is being imported
 
 
 def test_dtypes_that_have_no_type_string_are_the_arrays_own() -> None:

@@ -84,7 +84,9 @@ class Call:
     @property
     def recipe_key(self) -> tuple[Any, ...]:
         """What the plan and the fingerprint are made of."""
-        detail = self.detail if self.device is None else f"{self.detail or 'arrays'} on GPUs"
+        detail = self.detail
+        if self.device is not None:
+            detail = f"{detail} on GPUs" if detail else "arrays on GPUs"
         return self.collective, self.counts, self.dtype, self.root, self.op, detail
 
     @property

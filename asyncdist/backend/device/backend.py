@@ -24,6 +24,7 @@ from asyncdist import events
 from asyncdist.backend.base import Backend, CollectiveWork, GroupBackend
 from asyncdist.backend.calls.call import Call
 from asyncdist.backend.device.cuda_events import Completions
+from asyncdist.backend.device.event_spinner import EventSpinner
 from asyncdist.backend.device.host_exchange import HostExchange
 from asyncdist.backend.device.path import DevicePath, Member, OnEnd, Surroundings
 from asyncdist.backend.device.paths import PATHS, choose_path, member_of, several_gpus_refusal
@@ -43,7 +44,7 @@ WATCH_S: Final = 0.1
 """How often a library is asked for errors while operations are under way, as NCCL reports none by itself."""
 
 CARRIED_KEPT: Final = 1024
-"""Kinds of calls remembered as good, by path, collective, dtype and reduction: a program has a few."""
+"""Kinds of calls remembered as good, by collective, dtype and reduction: a program has a few."""
 
 NEGOTIATION: Final = "path"
 """Name of the exchange in which the path is chosen."""
@@ -74,6 +75,8 @@ class DeviceSettings:
     path: str
     """The path asked for by ASYNCDIST_CUDA_PATH; empty for the best."""
     timeout_s: float | None
+    spin_us: float
+    """How long whoever awaits an operation looks at the GPU before it goes to sleep, in microseconds; 0: not at all."""
 
 
 class DeviceBackend(GroupBackend):
@@ -105,6 +108,7 @@ class DeviceBackend(GroupBackend):
             mesh, group_id, ranks, rank, loop=settings.loop, pool=settings.pool, tuning=settings.tuning
         )
         self._completions = Completions(settings.loop, provider.runtime.set_device)
+        self._spinner = EventSpinner(self._completions, settings.spin_us) if settings.spin_us else None
         self._events = EventPool(provider.runtime)
         self._path: DevicePath | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -115,7 +119,7 @@ class DeviceBackend(GroupBackend):
         self._moved_s = 0.0  # when an operation ended last
         self._questions = Questions(ranks, rank, self.waiting_for, owner.ask)
         self._carried: set[tuple[object, ...]] = set()
-        """Kinds of calls that the path does not refuse."""
+        """Kinds of calls that the path, once it is known, does not refuse."""
         self._bound = False
         self._failure: DistError | None = None
         """Why there is no path, where nobody has been told."""
@@ -133,6 +137,8 @@ class DeviceBackend(GroupBackend):
 
     def check(self, call: Call) -> None:
         """Raise TypeError or ValueError for a call on GPU arrays that cannot be carried out."""
+        if call.device == self.device and (call.collective, call.dtype, call.op) in self._carried and not call.members:
+            return
         device, devices = call.device, _devices(call)
         assert device is not None
         for number in devices:
@@ -149,14 +155,11 @@ class DeviceBackend(GroupBackend):
             if why:
                 raise TypeError(why)
         for one in call.members or (call,):
-            known = (path.name, one.collective, one.dtype, one.op)
-            if known in self._carried:
-                continue
             why = path.refusal(self.provider, one.collective, one.dtype, one.op)
             if why:
                 raise TypeError(why)
-            if len(self._carried) < CARRIED_KEPT:
-                self._carried.add(known)
+            if self._path is not None and len(self._carried) < CARRIED_KEPT:
+                self._carried.add((one.collective, one.dtype, one.op))
 
     def bind(self, device: int) -> None:
         """Use this GPU, and open what its first operation needs; nothing is said about the operation."""
@@ -172,10 +175,11 @@ class DeviceBackend(GroupBackend):
             self.device = devices[0]
             stay_on(self.provider.runtime, devices[0])
         self.mark_ready(call)
-        work.on_device = Tail(self.provider.runtime, f"{work.operation} #{work.number}")
-        key = (work.tag, work.number)
+        work.on_device = Tail(self.provider.runtime, work.operation, work.number)
+        key = work.key
         self._under_way[key] = (self._loop.time(), on_end, work, call)
-        self._watch()
+        if self._timer is None:
+            self._watch()
         if self._path is not None:
             self._path.start(call, work, self._ended)
             return
@@ -194,12 +198,13 @@ class DeviceBackend(GroupBackend):
             callback()
 
     def _ended(self, work: CollectiveWork, error: BaseException | None) -> None:
-        entry = self._under_way.pop((work.tag, work.number), None)
+        entry = self._under_way.pop(work.key, None)
         if entry is not None:
             self._moved_s = self._loop.time()
-            self._questions.forget((work.tag, work.number))
+            self._questions.forget(work.key)
             entry[1](work, error)
-            self._became_idle()
+            if self._idle:
+                self._became_idle()
 
     def _became_idle(self) -> None:
         if not self._under_way and self._idle:
@@ -271,6 +276,7 @@ class DeviceBackend(GroupBackend):
             events=self._events,
             exchange=self._exchange,
             timeout_s=settings.timeout_s,
+            spinner=self._spinner,
             give_up=self._owner.give_up,
         )
 

@@ -38,7 +38,10 @@ class _Entry:
         self.keep_alive = keep_alive
 
     def done(self) -> bool:
-        return all(event.done() for event in self.events)
+        for event in self.events:  # noqa: SIM110 - one, as a rule, and a generator costs more than asking it
+            if not event.done():
+                return False
+        return True
 
     def synchronize(self) -> None:
         for event in self.events:
@@ -114,6 +117,15 @@ class Completions:
 
     # Looking from the loop.
 
+    def look(self) -> None:
+        """Look once at all that a thread does not wait for; calls back whoever's has ended."""
+        for line in tuple(self._polled):
+            found = self._lines.get(line)
+            if found is None:
+                self._polled.discard(line)
+            else:
+                self._look_once(line, found)
+
     def _look_at(self, line: object, found: _Line) -> None:
         found.looked_since_s = time.perf_counter()
         self._polled.add(line)
@@ -122,12 +134,7 @@ class Completions:
             self._loop.call_soon(self._look)
 
     def _look(self) -> None:
-        for line in tuple(self._polled):
-            found = self._lines.get(line)
-            if found is None:
-                self._polled.discard(line)
-            else:
-                self._look_once(line, found)
+        self.look()
         if self._polled:
             self._loop.call_soon(self._look)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from asyncdist.backend.calls.call import Call
@@ -31,7 +31,10 @@ class EventPool:
     def give(self, events: Iterable[Event]) -> None:
         """Give back events that are done and that nobody will ask about."""
         for event in events:
-            self._free.setdefault(event.device, deque()).append(event)
+            free = self._free.get(event.device)
+            if free is None:
+                free = self._free.setdefault(event.device, deque())
+            free.append(event)
 
     def close(self) -> None:
         """Close those that are here."""
@@ -40,11 +43,13 @@ class EventPool:
                 free.pop().close()
 
 
-def ready_after(runtime: Runtime, pool: EventPool, arrays: Iterable[DeviceArray]) -> tuple[Event, ...]:
+def ready_after(runtime: Runtime, pool: EventPool, arrays: Sequence[DeviceArray]) -> tuple[Event, ...]:
     """Events, recorded now, on the streams that the arrays are written and read on.
 
     These are the calling thread's current stream of each GPU, and those that the arrays' producers name.
     """
+    if len(arrays) == 1 and arrays[0].stream is None:  # without a detour: small operations count microseconds
+        return (_recorded(pool, runtime.current_stream(arrays[0].device)),)
     streams: dict[tuple[int, int], Stream] = {}
     current: dict[int, Stream] = {}
     for array in arrays:
@@ -55,12 +60,13 @@ def ready_after(runtime: Runtime, pool: EventPool, arrays: Iterable[DeviceArray]
         if array.stream is not None and (device, array.stream or LEGACY_STREAM) not in streams:
             handle = array.stream or LEGACY_STREAM
             streams[device, handle] = runtime.external_stream(handle, device)
-    events = []
-    for (device, _), stream in streams.items():
-        event = pool.take(device)
-        event.record(stream)
-        events.append(event)
-    return tuple(events)
+    return tuple(_recorded(pool, stream) for stream in streams.values())
+
+
+def _recorded(pool: EventPool, stream: Stream) -> Event:
+    event = pool.take(stream.device)
+    event.record(stream)
+    return event
 
 
 def arrays_of_call(call: Call) -> list[DeviceArray]:

@@ -16,20 +16,22 @@ __all__ = ["Tail", "tail_of", "tell_queued"]
 class Tail:
     """See `Work.wait_stream`."""
 
-    __slots__ = ("_callbacks", "_events", "_runtime", "_work_name")
+    __slots__ = ("_callbacks", "_events", "_number", "_operation", "_runtime")
 
-    def __init__(self, runtime: Runtime, work_name: str) -> None:
+    def __init__(self, runtime: Runtime, operation: str, number: int | None = None) -> None:
         self._runtime = runtime
-        self._work_name = work_name
+        self._operation = operation
+        self._number = number
         self._events: Sequence[Event] = ()
         self._callbacks: list[Callable[[], object]] = []
 
     def queued(self, events: Sequence[Event]) -> None:
         """The operation is on the GPU's queues; `events` are recorded after it."""
         self._events = events
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        if self._callbacks:
+            callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
+                callback()
 
     def when_queued(self, callback: Callable[[], object]) -> None:
         """Call it once `queued` was called; now, if it was."""
@@ -41,8 +43,9 @@ class Tail:
     def wait(self, stream: Any) -> None:
         """Let `stream` wait for the operation."""
         if not self._events:
+            number = "" if self._number is None else f" #{self._number}"
             raise asyncio.InvalidStateError(
-                f"{self._work_name} is not queued on the GPU yet, so that no stream can wait for it: "
+                f"{self._operation}{number} is not queued on the GPU yet, so that no stream can wait for it: "
                 "`await work.enqueued()` first"
             )
         for event in self._events:

@@ -11,21 +11,16 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
+from asyncdist.spinning import Pending
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.shared_memory.fence import RECHECK_S, fence
 from asyncdist.transport.shared_memory.segment import PAGE_BYTES, AttachedSegment, Segment
 
-__all__ = ["Doorbell", "Pending", "Ringer"]
+__all__ = ["Doorbell", "Ringer"]
 
 _ASLEEP: Final = 0
-
-
-class Pending(Protocol):
-    """What is awaited."""
-
-    _done: bool
 
 
 class Doorbell:

@@ -270,6 +270,16 @@ def test_unique_ids_are_bytes_with_every_cupy(version: str, monkeypatch: pytest.
     assert os.environ["NCCL_RUNTIME_CONNECT"] == "0"
 
 
+def test_one_rank_is_its_own_average(bindings: Bindings, cuda: Any) -> None:
+    """NCCL refuses that of float8: it would multiply by 1, for which it has no kernel there."""
+    stream = cuda.runtime.external_stream(9, 1)
+    communicator = cuda.nccl.open(1, bytes(128), 0, 1)
+    bindings.calls.clear()
+    communicator.all_reduce(1, 2, 10, FLOAT, ReduceOp.AVG, stream)
+    assert bindings.calls == [("allReduce", 1, 1, 2, 10, 7, 0, 9)]
+    communicator.abort()
+
+
 def test_collectives_are_translated(bindings: Bindings, cuda: Any) -> None:
     communicator = cuda.nccl.open(2, bytes(128), 0, 1)
     stream = cuda.runtime.external_stream(9, 1)

@@ -204,6 +204,9 @@ class NcclChannel:
     def _launch(self, operation: NcclOperation) -> None:
         """Queue everything on the GPU; in the loop's thread or one of its own."""
         call, streams = operation.call, self._streams
+        if call.collective in _SINGLE and not call.members and len(streams) == 1:
+            self._launch_single(operation)
+            return
         for scratch in self._scratches:
             scratch.begin()
         for event in call.ready:
@@ -214,9 +217,7 @@ class NcclChannel:
         else:
             issued = [issue(call, self._places[0])]
         parts = [part for part in issued if part is not None]
-        if len(parts) == 1 and call.collective in _SINGLE:
-            parts[0]()
-        elif parts:
+        if parts:
             with self._nccl.group():
                 for part in parts:
                     part()
@@ -226,6 +227,19 @@ class NcclChannel:
             event.record(stream)
             events.append(event)
         operation.done = tuple(events)
+
+    def _launch_single(self, operation: NcclOperation) -> None:
+        """`_launch` of what is one operation of NCCL's on one GPU: most are, and small ones count microseconds."""
+        call, stream = operation.call, self._streams[0]
+        self._scratches[0].begin()
+        for event in call.ready:
+            stream.wait_event(event)
+        part = issue(call, self._places[0])
+        if part is not None:
+            part()
+        event = self._around.events.take(stream.device)
+        event.record(stream)
+        operation.done = (event,)
 
     def _place_of(self, member: Call) -> int:
         return self.devices.index(member.device) if len(self.devices) > 1 else 0
@@ -242,7 +256,8 @@ class NcclChannel:
         self._finish(operation, error)
         self._around.events.give(operation.done)
         self._around.events.give(operation.call.ready)
-        self._go_on()
+        if self._queue:
+            self._go_on()
 
     def _failed(self, operation: NcclOperation, error: BaseException) -> None:
         failure = error if isinstance(error, DistBackendError) else DistBackendError(f"{error}")

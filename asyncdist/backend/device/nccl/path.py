@@ -95,7 +95,7 @@ class NcclPath(DevicePath):
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
         """Queue it in the channel of its tag, making one if there is none."""
         devices = _devices(call, self._around.device)
-        work._spinner = None  # no message tells of its end, and looking for some keeps the loop from looking at the GPU
+        work._spinner = self._around.spinner  # no message tells of its end
         self._issued[work.tag] = work.number
         channels = self._channels.get(work.tag)
         if channels and len(channels) == 1 and channels[0].limit is None and channels[0].devices == devices:

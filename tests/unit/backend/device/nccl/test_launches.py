@@ -15,9 +15,11 @@ import pytest
 
 import asyncdist as dist
 from asyncdist import HashStore, ReduceOp
+from asyncdist.backend.device.event_spinner import EventSpinner
 from asyncdist.backend.device.nccl import channel as nccl_channel
 from asyncdist.errors import DistBackendError, DistError
 from asyncdist.testing.fake_provider import FakeCuda, fake_cuda
+from asyncdist.transport.spin import Spinner
 
 PATIENCE_S = 60.0
 
@@ -217,8 +219,8 @@ def test_temporary_memory_of_one_launch_is_apart() -> None:
     assert sum(block.nbytes for block in channel.blocks) < 2 * channel.blocks[-1].nbytes
 
 
-async def test_nobody_looks_for_messages_while_nccl_works() -> None:
-    """They would keep the loop from looking at the GPU; operations on host arrays do."""
+async def test_who_awaits_what_is_on_the_gpu_looks_there() -> None:
+    """Messages tell of operations on host arrays only."""
     with fake_cuda(1, mode="threads") as cuda:
         async with world():
             on_gpu = dist.all_reduce(cuda.runtime.array(np.ones(4, np.float32)))
@@ -226,5 +228,32 @@ async def test_nobody_looks_for_messages_while_nccl_works() -> None:
             await asyncio.gather(on_gpu, on_host)
             later = dist.all_reduce(cuda.runtime.array(np.ones(4, np.float32)))
             await later
-            assert on_gpu._spinner is later._spinner is None
-            assert on_host._spinner is not None
+            assert isinstance(on_gpu._spinner, EventSpinner)
+            assert later._spinner is on_gpu._spinner
+            assert isinstance(on_host._spinner, Spinner)
+
+
+async def test_nobody_looks_where_looking_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCDIST_SPIN_US", "0")
+    with fake_cuda(1) as cuda:
+        async with world():
+            await dist.all_reduce(cuda.runtime.array(np.ones(4, np.float32)))
+            work = dist.all_reduce(cuda.runtime.array(np.ones(4, np.float32)))
+            assert work._spinner is None
+            await work
+
+
+async def test_what_is_over_at_once_is_over_before_the_loop_turns() -> None:
+    with fake_cuda(1) as cuda:
+        async with world():
+            x = cuda.runtime.array(np.ones(4, np.float32))
+            await dist.all_reduce(x)
+            turns: list[int] = []
+            await asyncio.sleep(0)
+            asyncio.get_running_loop().call_soon(turns.append, 1)
+            work = dist.all_reduce(x)
+            spinner = work._spinner
+            assert isinstance(spinner, EventSpinner)
+            assert spinner.look(work)
+            assert work.done()
+            assert not turns
