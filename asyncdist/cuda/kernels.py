@@ -3,6 +3,10 @@
 Needs no headers, so that it compiles wherever NVRTC is. Narrow floating point is held as bits, computed in float and
 rounded to nearest even after every step, which gives the CPU's results bit by bit: float has more than twice the bits
 that are kept, plus two. `-fmad=false` goes with it, lest products be fused with sums.
+
+Everything that is computed in float is written in PTX: cupy passes `-ftz=true` behind our options, with which the
+compiler takes every subnormal float of an operator, a comparison or a conversion for zero. PTX does so only where it
+says `.ftz`. Double has no such mode.
 """
 
 from __future__ import annotations
@@ -21,6 +25,34 @@ OPTIONS: Final = ("--fmad=false",)
 PACK_BYTES: Final = 16
 """The widest load a thread can do; used where all addresses are multiples of it."""
 
+_STEPS: Final = {
+    "add": "add.rn.f32 %0, %1, %2;",
+    "subtract": "sub.rn.f32 %0, %1, %2;",
+    "multiply": "mul.rn.f32 %0, %1, %2;",
+    "divide": "div.rn.f32 %0, %1, %2;",
+    "lower": "{ .reg .pred p; setp.nan.f32 p, %1, %1; setp.lt.or.f32 p, %1, %2, p; selp.f32 %0, %1, %2, p; }",
+    "higher": "{ .reg .pred p; setp.nan.f32 p, %1, %1; setp.gt.or.f32 p, %1, %2, p; selp.f32 %0, %1, %2, p; }",
+}
+
+_FLOAT: Final = """
+typedef float R;
+__device__ float real(double wide) { float c; asm("cvt.rn.f32.f64 %0, %1;" : "=f"(c) : "d"(wide)); return c; }
+""" + "".join(
+    f'__device__ float {name}(float a, float b) {{ float c; asm("{step}" : "=f"(c) : "f"(a), "f"(b)); return c; }}\n'
+    for name, step in _STEPS.items()
+)
+
+_DOUBLE: Final = """
+typedef double R;
+__device__ double real(double wide) { return wide; }
+__device__ double add(double a, double b) { return a + b; }
+__device__ double subtract(double a, double b) { return a - b; }
+__device__ double multiply(double a, double b) { return a * b; }
+__device__ double divide(double a, double b) { return a / b; }
+__device__ double lower(double a, double b) { return a < b || a != a ? a : b; }
+__device__ double higher(double a, double b) { return a > b || a != a ? a : b; }
+"""
+
 _HALF: Final = """
 typedef unsigned short T;
 __device__ float up(T bits) { float wide; asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(bits)); return wide; }
@@ -32,7 +64,7 @@ typedef unsigned short T;
 __device__ float up(T bits) { return __uint_as_float((unsigned int)bits << 16); }
 __device__ T down(float wide) {
   unsigned int bits = __float_as_uint(wide);
-  if (wide != wide) return (T)(bits >> 16 | 0x40u);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return (T)(bits >> 16 | 0x40u);
   return (T)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 """
@@ -51,15 +83,15 @@ __device__ float up(T bits) {{
   else if (magnitude > LARGEST) wide = __uint_as_float(0x7f800000u);
   else if (magnitude >> MANTISSA)
     wide = __uint_as_float((magnitude << (23 - MANTISSA)) + ((127u - BIAS) << 23));
-  else wide = (float)magnitude * __uint_as_float((128u - BIAS - MANTISSA) << 23);
-  return bits & 0x80u ? -wide : wide;
+  else wide = multiply((float)magnitude, __uint_as_float((128u - BIAS - MANTISSA) << 23));
+  return __uint_as_float(__float_as_uint(wide) | (bits & 0x80u) << 24);
 }}
 __device__ T down(float wide) {{
   unsigned int bits = __float_as_uint(wide), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu, result;
   if (magnitude > 0x7f800000u) return (T)(sign | NOT_A_NUMBER);
   if (magnitude < (128u - BIAS) << 23) {{  /* subnormal: adding this lets the unit round it */
     float shifter = __uint_as_float((128u - BIAS + 23u - MANTISSA) << 23);
-    result = __float_as_uint(__uint_as_float(magnitude) + shifter) - __float_as_uint(shifter);
+    result = __float_as_uint(add(__uint_as_float(magnitude), shifter)) - __float_as_uint(shifter);
   }} else {{
     magnitude += (1u << (22 - MANTISSA)) - 1u + (magnitude >> (23 - MANTISSA) & 1u);
     magnitude -= (127u - BIAS) << 23;
@@ -84,12 +116,12 @@ _WIDE: Final = {
     "uint32": ("unsigned int", "unsigned int"),
     "int64": ("long long", "unsigned long long"),
     "uint64": ("unsigned long long", "unsigned long long"),
-    "float32": ("float", "float"),
-    "float64": ("double", "double"),
 }
 """The type of an element, and the one in which sums and products wrap."""
 
-_COMPLEX: Final = {"complex64": ("float", 8), "complex128": ("double", 16)}
+_REAL: Final = {"float32": _FLOAT, "float64": _DOUBLE}
+
+_COMPLEX: Final = {"complex64": (_FLOAT, 8), "complex128": (_DOUBLE, 16)}
 
 _BOOL: Final = {
     ReduceOp.SUM: "a | b",
@@ -101,20 +133,38 @@ _BOOL: Final = {
     ReduceOp.BXOR: "a ^ b",
 }
 
-_NUMBERS: Final = {
+_INTEGERS: Final = {
     ReduceOp.SUM: "(C)a + (C)b",
     ReduceOp.AVG: "(C)a + (C)b",
     ReduceOp.PRODUCT: "(C)a * (C)b",
-    ReduceOp.MIN: "a < b || a != a ? a : b",
-    ReduceOp.MAX: "a > b || a != a ? a : b",
+    ReduceOp.MIN: "a < b ? a : b",
+    ReduceOp.MAX: "a > b ? a : b",
+    ReduceOp.BAND: "a & b",
+    ReduceOp.BOR: "a | b",
+    ReduceOp.BXOR: "a ^ b",
 }
 
-_INTEGERS: Final = _NUMBERS | {ReduceOp.BAND: "a & b", ReduceOp.BOR: "a | b", ReduceOp.BXOR: "a ^ b"}
+_FLOATS: Final = {
+    ReduceOp.SUM: "add(a, b)",
+    ReduceOp.AVG: "add(a, b)",
+    ReduceOp.PRODUCT: "multiply(a, b)",
+    ReduceOp.MIN: "lower(a, b)",
+    ReduceOp.MAX: "higher(a, b)",
+}
+
+_PRODUCT: Final = """
+__device__ T product(T a, R re, R im) {
+  T c;
+  c.re = subtract(multiply(a.re, re), multiply(a.im, im));
+  c.im = add(multiply(a.re, im), multiply(a.im, re));
+  return c;
+}
+"""
 
 _COMPLEX_NUMBERS: Final = {
-    ReduceOp.SUM: "c.re = a.re + b.re; c.im = a.im + b.im;",
-    ReduceOp.AVG: "c.re = a.re + b.re; c.im = a.im + b.im;",
-    ReduceOp.PRODUCT: "c.re = a.re * b.re - a.im * b.im; c.im = a.re * b.im + a.im * b.re;",
+    ReduceOp.SUM: "T c; c.re = add(a.re, b.re); c.im = add(a.im, b.im); return c;",
+    ReduceOp.AVG: "T c; c.re = add(a.re, b.re); c.im = add(a.im, b.im); return c;",
+    ReduceOp.PRODUCT: "return product(a, b.re, b.im);",
 }
 
 
@@ -159,11 +209,11 @@ extern "C" __global__ void reduce(
 def scale_source(dtype: np.dtype[Any]) -> str:
     """Source of `scale(target, source, count, real part, imaginary part)` with both parts of the factor as doubles."""
     if dtype.name in _COMPLEX:
-        body = "T c; c.re = a.re * (R)re - a.im * (R)im; c.im = a.re * (R)im + a.im * (R)re; target[i] = c;"
+        body = "target[i] = product(a, real(re), real(im));"
     elif dtype.name in _NARROW:
-        body = "target[i] = down(up(a) * (float)re);"
+        body = "target[i] = down(multiply(up(a), real(re)));"
     else:
-        body = "target[i] = a * (T)re;"
+        body = "target[i] = multiply(a, real(re));"
     return f"""{_element(dtype)}
 extern "C" __global__ void scale(T* target, const T* source, unsigned long long count, double re, double im) {{
   const unsigned long long stride = gridDim.x * (unsigned long long)blockDim.x;
@@ -179,10 +229,12 @@ def _element(dtype: np.dtype[Any]) -> str:
     """T, what is computed in, and how to get there and back."""
     name = dtype.name
     if name in _NARROW:
-        return _NARROW[name]
+        return _FLOAT + _NARROW[name]
+    if name in _REAL:
+        return f"{_REAL[name]}typedef R T;"
     if name in _COMPLEX:
-        real, nbytes = _COMPLEX[name]
-        return f"typedef {real} R;\nstruct __align__({nbytes}) T {{ R re, im; }};"
+        steps, nbytes = _COMPLEX[name]
+        return f"{steps}struct __align__({nbytes}) T {{ R re, im; }};{_PRODUCT}"
     kind, wrapping = ("unsigned char", "unsigned char") if name == "bool" else _WIDE[name]
     return f"typedef {kind} T;\ntypedef {wrapping} C;"
 
@@ -190,13 +242,13 @@ def _element(dtype: np.dtype[Any]) -> str:
 def _combine(op: ReduceOp, dtype: np.dtype[Any]) -> str:
     name = dtype.name
     if name in _COMPLEX:
-        return f"__device__ T combine(T a, T b) {{ T c; {_COMPLEX_NUMBERS[op]} return c; }}"
+        return f"__device__ T combine(T a, T b) {{ {_COMPLEX_NUMBERS[op]} }}"
     if name in _NARROW:
         return (
-            f"typedef float C;\n__device__ float step(float a, float b) {{ return {_NUMBERS[op]}; }}\n"
+            f"__device__ float step(float a, float b) {{ return {_FLOATS[op]}; }}\n"
             "__device__ T combine(T a, T b) { return down(step(up(a), up(b))); }"
         )
-    table = _BOOL if name == "bool" else _INTEGERS if dtype.kind in "iu" else _NUMBERS
+    table = _BOOL if name == "bool" else _INTEGERS if dtype.kind in "iu" else _FLOATS
     return f"__device__ T combine(T a, T b) {{ return (T)({table[op]}); }}"
 
 
@@ -204,12 +256,12 @@ def _finish(op: ReduceOp, dtype: np.dtype[Any], sources: int) -> str:
     quotient = "a"
     if op is ReduceOp.AVG:
         if dtype.name in _COMPLEX:  # numpy multiplies by the reciprocal here
-            scaled = f"const R s = (R)1 / (R){sources}; T c; c.re = a.re * s; c.im = a.im * s; return c;"
-            return f"__device__ T finish(T a) {{ {scaled} }}"
+            scaled = f"const R s = (R)1 / (R){sources}; T c; c.re = multiply(a.re, s); c.im = multiply(a.im, s);"
+            return f"__device__ T finish(T a) {{ {scaled} return c; }}"
         if dtype.name in _NARROW:
-            quotient = f"down(up(a) / {sources}.0f)"
-        elif dtype.kind == "f":
-            quotient = f"a / (T){sources}"
+            quotient = f"down(divide(up(a), {sources}.0f))"
+        elif dtype.name in _REAL:
+            quotient = f"divide(a, (R){sources})"
         else:  # C++ truncates toward zero, too
             quotient = (
                 f"(T)((unsigned long long)a / {sources}ull)" if dtype.kind == "u" else f"(T)((long long)a / {sources})"

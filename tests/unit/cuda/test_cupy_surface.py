@@ -212,12 +212,52 @@ count = 0
 for dtype in dtypes:
     sources = [reduce_source(ReduceOp.SUM, dtype, 3)]
     sources += [] if dtype.kind in "biu" else [scale_source(dtype), reduce_source(ReduceOp.AVG, dtype, 2)]
+    sources += [] if dtype.kind in "biuc" else [reduce_source(op, dtype, 3) for op in (ReduceOp.MIN, ReduceOp.MAX)]
     for source in sources:
         compiler.compile_using_nvrtc(source, (*OPTIONS, "-std=c++17"))
         count += 1
 print(f"compiled {count}")
 """
 """As `RawKernel` does it, which adds the standard that cupy 14 asks for."""
+
+ASSEMBLE = """
+import json, re, sys, warnings
+import numpy as np
+warnings.simplefilter("ignore")
+from asyncdist.cuda.kernels import OPTIONS, reduce_source, scale_source
+from asyncdist.reduce_op import ReduceOp
+from asyncdist.testing.cuda_check_tools import every_dtype
+
+try:
+    from cupy_backends.cuda.libs import nvrtc
+    nvrtc.getVersion()
+except Exception as error:
+    print(json.dumps(f"no NVRTC: {type(error).__name__}"))
+    sys.exit()
+
+def assembled(source):
+    program = nvrtc.createProgram(source, "kernel.cu", (), ())
+    nvrtc.compileProgram(program, (*OPTIONS, "--gpu-architecture=compute_90", "-ftz=true"))
+    return nvrtc.getPTX(program).decode()
+
+answers = {"kernels": 0, "flush": {}}
+for dtype in every_dtype():
+    sources = {}
+    for op in ReduceOp:
+        try:
+            sources[op.name] = reduce_source(op, dtype, 3)
+        except KeyError:
+            pass
+    if dtype.kind not in "biu":
+        sources["scale"] = scale_source(dtype)
+    for name, source in sources.items():
+        answers["kernels"] += 1
+        flushing = set(re.findall(r"\\S+[.]ftz\\S*", assembled(source)))
+        if flushing:
+            answers["flush"][f"{name} of {dtype}"] = sorted(flushing)
+print(json.dumps(answers))
+"""
+"""With the option that cupy adds behind ours."""
 
 
 def used() -> dict[str, set[str]]:
@@ -316,4 +356,12 @@ def test_cupy_compiles_our_kernels() -> None:
     said = run(COMPILE)
     if said.startswith("no NVRTC"):
         pytest.skip(said)
-    assert said == "compiled 33"
+    assert said == "compiled 45"
+
+
+def test_kernels_keep_subnormals() -> None:
+    said = json.loads(run(ASSEMBLE))
+    if isinstance(said, str):
+        pytest.skip(said)
+    assert said["kernels"] > 80
+    assert said["flush"] == {}

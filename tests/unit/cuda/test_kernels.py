@@ -35,8 +35,21 @@ static inline unsigned short half_down(float f) {
   _Float16 h = (_Float16)f; unsigned short b; std::memcpy(&b, &h, 2); return b; }
 """
 
-UP = re.compile(r'float wide; asm\("cvt.f32.f16[^;]*;" : [^;]*; return wide;')
-DOWN = re.compile(r'T bits; asm\("cvt.rn.f16.f32[^;]*;" : [^;]*; return bits;')
+ASSEMBLY = re.compile(r'asm\("(?P<text>[^"]*)" : "=\w"\((?P<result>\w+)\) : (?P<operands>.*?)\);')
+OPERAND = re.compile(r'"\w"(\([^"]*\))')
+SELECT = "{{ .reg .pred p; setp.nan.f32 p, %1, %1; setp.{}.or.f32 p, %1, %2, p; selp.f32 %0, %1, %2, p; }}"
+IN_C = {
+    "add.rn.f32 %0, %1, %2;": "{0} + {1}",
+    "sub.rn.f32 %0, %1, %2;": "{0} - {1}",
+    "mul.rn.f32 %0, %1, %2;": "{0} * {1}",
+    "div.rn.f32 %0, %1, %2;": "{0} / {1}",
+    SELECT.format("lt"): "{0} < {1} || {0} != {0} ? {0} : {1}",
+    SELECT.format("gt"): "{0} > {1} || {0} != {0} ? {0} : {1}",
+    "cvt.rn.f32.f64 %0, %1;": "(float){0}",
+    "cvt.f32.f16 %0, %1;": "half_up({0})",
+    "cvt.rn.f16.f32 %0, %1;": "half_down({0})",
+}
+"""What the kernels say in PTX, as expressions of its operands."""
 
 
 def defined(op: ReduceOp | PremulSum, dtype: np.dtype[Any]) -> bool:
@@ -51,9 +64,14 @@ CASES = [(op, dtype) for dtype in every_dtype() for op in ReduceOp if defined(op
 SCALED = [dtype for dtype in every_dtype() if defined(PremulSum(FACTOR), dtype)]
 
 
+def in_c(found: re.Match[str]) -> str:
+    """A statement of PTX in C."""
+    return f"{found['result']} = {IN_C[found['text']].format(*OPERAND.findall(found['operands']))};"
+
+
 def on_the_cpu(source: str, name: str, new_name: str) -> str:
     """A kernel's source as a C++ function of another name."""
-    source = UP.sub("return half_up(bits);", DOWN.sub("return half_down(wide);", source))
+    source = ASSEMBLY.sub(in_c, source)
     source = source.replace(f'extern "C" __global__ void {name}(', f"void {new_name}_(")
     body = f"namespace {new_name}_space {{\n{source}\n}}\n"
     macros = "".join(f"#undef {macro}\n" for macro in re.findall(r"#define (\w+)", source))
