@@ -255,6 +255,8 @@ for dtype in every_dtype():
         flushing = set(re.findall(r"\\S+[.]ftz\\S*", assembled(source)))
         if flushing:
             answers["flush"][f"{name} of {dtype}"] = sorted(flushing)
+average = assembled(reduce_source(ReduceOp.AVG, np.dtype(np.int8), 3))
+answers["signs"] = len(re.findall(r"cvt[.]s[0-9]+[.]s8", average))
 print(json.dumps(answers))
 """
 """With the option that cupy adds behind ours."""
@@ -359,9 +361,10 @@ def test_cupy_compiles_our_kernels() -> None:
     assert said == "compiled 45"
 
 
-def test_kernels_keep_subnormals() -> None:
+def test_kernels_keep_subnormals_and_signs() -> None:
     said = json.loads(run(ASSEMBLE))
     if isinstance(said, str):
         pytest.skip(said)
     assert said["kernels"] > 80
     assert said["flush"] == {}
+    assert said["signs"] >= 16 + 1  # the elements of a pack, and the one of the rest

@@ -48,6 +48,7 @@ IN_C = {
     "cvt.rn.f32.f64 %0, %1;": "(float){0}",
     "cvt.f32.f16 %0, %1;": "half_up({0})",
     "cvt.rn.f16.f32 %0, %1;": "half_down({0})",
+    "cvt.s32.s8 %0, %1;": "(signed char){0}",
 }
 """What the kernels say in PTX, as expressions of its operands."""
 
