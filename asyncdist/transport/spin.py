@@ -88,17 +88,7 @@ class Spinner:
         self._began_s = began_s = perf_counter()
         until_s = began_s + (CATCH * self._limit_s if self._catch else self._limit_s)
         self._catch = False
-        sockets = self._neighbors.pollers
-        poll: Callable[[Pending], object]
-        if self._memory.ranks_here:
-            bell = self._bell
-            if bell is None:
-                bell = self._bell = self._memory.doorbell
-            if not bell.awake:
-                bell.stay_awake()
-            poll = self._poll_all if sockets else bell.poll_for
-        else:
-            poll = self._poll_sockets
+        poll = self._poller()
         if not self._shared_cores:
             poll(work)
             while not work._done and perf_counter() - began_s < ALONE_S:
@@ -124,6 +114,23 @@ class Spinner:
             poll(work)
             if work._done or perf_counter() >= until_s + min(away_s, longest_s):
                 return
+
+    def glance(self, work: Pending) -> None:
+        """Look once, if that can pay: for whoever looks elsewhere too."""
+        if self._worth_it():
+            self._poller()(work)
+
+    def _poller(self) -> Callable[[Pending], object]:
+        """What looks once; until the loop turns nobody need ring."""
+        sockets = self._neighbors.pollers
+        if not self._memory.ranks_here:
+            return self._poll_sockets
+        bell = self._bell
+        if bell is None:
+            bell = self._bell = self._memory.doorbell
+        if not bell.awake:
+            bell.stay_awake()
+        return self._poll_all if sockets else bell.poll_for
 
     def woken(self) -> None:
         """The work of the last look came when we had given up: was that worth waiting for?"""

@@ -108,7 +108,7 @@ class DeviceBackend(GroupBackend):
             mesh, group_id, ranks, rank, loop=settings.loop, pool=settings.pool, tuning=settings.tuning
         )
         self._completions = Completions(settings.loop, provider.runtime.set_device)
-        self._spinner = EventSpinner(self._completions, settings.spin_us) if settings.spin_us else None
+        self._spinner: EventSpinner | None = None
         self._events = EventPool(provider.runtime)
         self._path: DevicePath | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -176,6 +176,7 @@ class DeviceBackend(GroupBackend):
             stay_on(self.provider.runtime, devices[0])
         self.mark_ready(call)
         work.on_device = Tail(self.provider.runtime, work.operation, work.number)
+        work._spinner = self._spinner
         key = work.key
         self._under_way[key] = (self._loop.time(), on_end, work, call)
         if self._timer is None:
@@ -228,6 +229,9 @@ class DeviceBackend(GroupBackend):
             self._waiting.clear()
             return
         self._path = path
+        if self._settings.spin_us:
+            messages = self._mesh.spinner if path.takes_messages else None
+            self._spinner = EventSpinner(self._completions, self._settings.spin_us, messages)
         events.info("group %x: GPU arrays take path %s", self.group_id, path.name)
         waiting, self._waiting = self._waiting, {}
         for key, (call, work, _on_end) in waiting.items():
@@ -276,7 +280,6 @@ class DeviceBackend(GroupBackend):
             events=self._events,
             exchange=self._exchange,
             timeout_s=settings.timeout_s,
-            spinner=self._spinner,
             give_up=self._owner.give_up,
         )
 

@@ -1,8 +1,8 @@
 """EventSpinner: looking at the GPU for some microseconds before whoever awaits an operation goes to sleep.
 
 A small operation is over within tens of microseconds, and a turn of the loop costs ten. So whoever awaits one looks
-first, as `transport.spin` does at the memory that ranks share: for at most ASYNCDIST_SPIN_US (20), and only while that
-has helped lately.
+first, as `transport.spin` does at the memory that ranks share, and only while that has helped lately: for at most
+ASYNCDIST_SPIN_US (20), or five times that where ranks have to hear from each other between two events.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ from threading import get_ident
 from time import perf_counter
 
 from asyncdist.backend.device.cuda_events import Completions
-from asyncdist.spinning import MAX_SKIPPED, PATIENCE, TURN_S, Pending
+from asyncdist.spinning import CATCH, MAX_SKIPPED, PATIENCE, TURN_S, Pending
+from asyncdist.transport.spin import Spinner
 
 __all__ = ["EventSpinner"]
 
 
 class EventSpinner:
-    """Looks on behalf of one `Completions`. Calls come from tasks of its loop."""
+    """Looks on behalf of one `Completions`. Calls come from tasks of its loop.
 
-    __slots__ = ("_completions", "_last_turn_s", "_limit_s", "_misses", "_skip", "_skipped", "_thread")
+    `messages` looks for what other ranks say, where operations wait for that too.
+    """
 
-    def __init__(self, completions: Completions, limit_us: float) -> None:
+    __slots__ = ("_completions", "_last_turn_s", "_limit_s", "_messages", "_misses", "_skip", "_skipped", "_thread")
+
+    def __init__(self, completions: Completions, limit_us: float, messages: Spinner | None = None) -> None:
         self._completions = completions
-        self._limit_s = limit_us * 1e-6
+        self._messages = messages
+        self._limit_s = (limit_us if messages is None else CATCH * limit_us) * 1e-6
         self._thread = get_ident()
         self._misses = 0
         self._skip = 0
@@ -38,7 +43,7 @@ class EventSpinner:
         if get_ident() != self._thread:  # elsewhere asyncio refuses to wait
             return False
         self._skipped = 0
-        look = self._completions.look
+        look, messages = self._completions.look, self._messages
         look()
         until_s = 0.0
         while not work._done:
@@ -50,6 +55,8 @@ class EventSpinner:
                 if self._misses >= PATIENCE:
                     self._skip = min(2 * self._skip + 1, MAX_SKIPPED)
                 return False
+            if messages is not None:
+                messages.glance(work)
             look()
         self._misses = self._skip = 0
         return True

@@ -22,7 +22,6 @@ import numpy as np
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.calls.call import Call
 from asyncdist.backend.device.cuda_events import Completions
-from asyncdist.backend.device.event_spinner import EventSpinner
 from asyncdist.backend.device.host_exchange import HostExchange
 from asyncdist.backend.device.streams import EventPool
 from asyncdist.cuda import Nccl, Provider, Runtime
@@ -75,8 +74,6 @@ class Surroundings:
     timeout_s: float | None
     give_up: Callable[[int, int, str], None]
     """`give_up(tag, sequence, why)`: fail an operation under way, here and on all other ranks; the group goes on."""
-    spinner: EventSpinner | None = None
-    """What looks at the GPU for whoever awaits an operation."""
 
 
 class DevicePath(ABC):
@@ -86,6 +83,9 @@ class DevicePath(ABC):
 
     hears_who_leaves: ClassVar[bool] = True
     """Whether an operation fails by itself once a rank has left that it waits for."""
+
+    takes_messages: ClassVar[bool] = True
+    """Whether messages of other ranks move operations on."""
 
     @classmethod
     @abstractmethod

@@ -79,6 +79,15 @@ def test_it_looks_as_long_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.awake == 2, "nobody need ring meanwhile"
 
 
+def test_a_glance_is_one_look_where_looking_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.spinner.glance(world.work)
+    assert (world.polls, world.awake) == (1, 1)
+    world.memory.crowded = True
+    world.spinner.glance(world.work)
+    assert (world.polls, world.awake) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("ranks_here", "crowded", "looks"),
     [

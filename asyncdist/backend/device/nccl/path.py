@@ -55,6 +55,7 @@ class NcclPath(DevicePath):
 
     name: ClassVar[str] = "nccl"
     hears_who_leaves: ClassVar[bool] = False
+    takes_messages: ClassVar[bool] = False
 
     def __init__(self, around: Surroundings) -> None:
         assert around.nccl is not None, "chosen only where every rank has it"
@@ -95,7 +96,6 @@ class NcclPath(DevicePath):
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
         """Queue it in the channel of its tag, making one if there is none."""
         devices = _devices(call, self._around.device)
-        work._spinner = self._around.spinner  # no message tells of its end
         self._issued[work.tag] = work.number
         channels = self._channels.get(work.tag)
         if channels and len(channels) == 1 and channels[0].limit is None and channels[0].devices == devices:

@@ -27,9 +27,23 @@ class Gpu:
             self.work._done = True
 
 
-def spinner_of(gpu: Gpu) -> EventSpinner:
+class Messages:
+    """A `Spinner` whose glance number `ends` ends the work."""
+
+    def __init__(self, ends: int) -> None:
+        self.glances = 0
+        self.ends = ends
+
+    def glance(self, work: Any) -> None:
+        self.glances += 1
+        if self.glances == self.ends:
+            work._done = True
+
+
+def spinner_of(gpu: Gpu, messages: Messages | None = None) -> EventSpinner:
     completions: Any = gpu
-    return EventSpinner(completions, LIMIT_US)
+    spinner: Any = messages
+    return EventSpinner(completions, LIMIT_US, spinner)
 
 
 def test_it_looks_until_the_operation_has_ended() -> None:
@@ -37,6 +51,13 @@ def test_it_looks_until_the_operation_has_ended() -> None:
     gpu.ends = 3
     assert spinner_of(gpu).look(gpu.work)
     assert gpu.looks == 3
+
+
+def test_it_looks_for_messages_too_where_those_move_operations_on() -> None:
+    gpu, messages = Gpu(), Messages(4)
+    assert spinner_of(gpu, messages).look(gpu.work)
+    assert messages.glances == 4
+    assert gpu.looks == 5
 
 
 def test_it_gives_up_after_a_while() -> None:
