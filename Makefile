@@ -6,6 +6,7 @@ OPERATIONS ?= 1000000
 FRAMES ?= 1000000
 MUTANTS ?= 40000
 KILLS ?= 200
+SECONDS ?= 600
 GPU_PYTHON ?=
 FAKE ?=
 VENV := .venv
@@ -27,7 +28,8 @@ help:
 	@echo "make prove      verify every collective plan symbolically, and plant mistakes in them (MUTANTS=40000)"
 	@echo "make sim        run thousands of random programs on simulated worlds, daemons and networks (SEEDS=2000)"
 	@echo "make soak       run random operations on ranks that are stopped at random (OPERATIONS=1000000), kill ranks"
-	@echo "                at random instants and ask the others (KILLS=200), kill the store's"
+	@echo "                at random instants and ask the others (KILLS=200), run random programs on ranks"
+	@echo "                that are killed, stopped or leave (SECONDS=600), kill the store's"
 	@echo "                daemon under load and judge every answer (KILLS=200)"
 	@echo "                and fuzz both doors of the store daemon (FRAMES=1000000 at each)"
 	@echo "make multinode  run the demo on 3 nodes in containers, and an elastic job whose nodes come, are killed and are"
@@ -77,6 +79,7 @@ soak: $(VENV)/.dev
 	ASYNCDIST_LARGE=1 $(BIN)/python -m pytest -q tests/integration/test_jobs.py -k beyond_four_gibibytes
 	$(BIN)/python tests/soak.py --operations $(OPERATIONS) $(ARGS)
 	$(BIN)/python tests/kill_soak.py --kills $(KILLS)
+	$(BIN)/python tests/spmd_soak.py --seconds $(SECONDS)
 	$(BIN)/python tests/store_soak.py --kills $(KILLS)
 	$(BIN)/python tests/fuzz_doors.py --frames $(FRAMES)
 

@@ -1,0 +1,82 @@
+"""Random SPMD programs of a few seeds; `make soak` runs them for ten minutes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from spmd_memory import FREE, Pool
+from spmd_program import FAULTS, Program, program
+from spmd_soak import run_program
+from spmd_values import Array, reduced, same
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+BUSY_S = 10.0
+"""What a machine that runs many tests at once may take longer than it should."""
+FIRST_SEEDS = range(1000)
+
+
+def first(fits: Callable[[Program], bool]) -> int:
+    return next(seed for seed in FIRST_SEEDS if fits(program(seed)))
+
+
+def short(made: Program) -> bool:
+    return made.size < 5 and sum(len(track.steps) for track in made.tracks) < 30
+
+
+def faulty(made: Program, kind: str) -> bool:
+    return short(made) and made.fault is not None and made.fault.kind == kind and made.fault.for_s < 2
+
+
+SEEDS = {
+    "two worlds": first(lambda made: short(made) and made.worlds == 2 and made.at_once and made.fault is None),
+    "stall": first(lambda made: short(made) and any(track.ending == "stall" for track in made.tracks)),
+    **{kind: first(lambda made, kind=kind: faulty(made, kind)) for kind in dict.fromkeys(FAULTS)},  # type: ignore[misc]
+}
+
+
+@pytest.mark.parametrize("what", SEEDS)
+def test_every_result_and_every_error_is_right(what: str) -> None:
+    made = program(SEEDS[what])
+    assert not run_program(made, BUSY_S), str(made)
+
+
+def test_a_seed_means_the_same_program_to_all() -> None:
+    for seed in range(50):
+        assert program(seed) == program(seed)
+        assert str(program(seed)).startswith(f"seed {seed}: ")
+    assert len({json.dumps(str(program(seed))) for seed in range(50)}) == 50
+
+
+def test_who_writes_beside_an_array_or_late_is_found() -> None:
+    import random
+
+    def allocate(octets: int) -> Array:
+        return np.empty(octets, np.uint8)
+
+    for seed in range(20):
+        pool = Pool(allocate, random.Random(seed))
+        loan = pool.loan(np.arange(60, dtype=np.int16).reshape(3, 20), np.ones((3, 20), np.int16))
+        assert "elements" in loan.wrong()
+        loan.array[...] = 1
+        assert loan.wrong() == ""
+        loan.block[loan.span.size - loan.array.itemsize // 2 - 1] ^= 1  # of the last element or beside it
+        assert loan.wrong()
+        pool.give_back(loan)
+        assert (loan.block == FREE).all()
+        loan.array[0, 0] = 7
+        pool.check()
+        assert pool.problems
+
+
+def test_what_numpy_says_of_a_reduction() -> None:
+    parts = [np.array([1, 200], np.uint8), np.array([2, 100], np.uint8)]
+    expected = {"sum": [3, 44], "product": [2, 32], "min": [1, 100], "avg": [1, 22], "last": [2, 100], "bxor": [3, 172]}
+    for op, numbers in expected.items():
+        assert same(reduced(op, parts), np.array(numbers, np.uint8)), op
+    assert not same(parts[0], parts[0].astype(np.int16))
+    assert not same([parts[0]], (parts[0],))
