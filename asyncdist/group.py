@@ -90,7 +90,7 @@ class ProcessGroup(GroupCore):
         self._aborted = error if first else self._aborted
         self.usable = False
         # Before messages under way are broken off: who receives those is to know the reason by then.
-        self.world.tell_aborted(self.group_id, self.ranks, ["abort", self.group_id, kind, text, rank, list(missing)])
+        self.world.tell_aborted(self.ranks, ["abort", self.group_id, kind, text, rank, list(missing)])
         if first:
             self._expiry.stop()
             differences = self._consistency.stop()

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
@@ -54,7 +55,8 @@ MAX_TEXT: Final = 4096
 MAX_RANKS_NAMED: Final = 4096
 """Missing ranks sent to others; nobody reads more of them."""
 ABORTS_KEPT: Final = 256
-"""Aborted groups that ranks connecting later are told of, the newest: older ones nobody waits for any more."""
+"""News of aborted groups for ranks that connect later, the newest: for older ones nobody waits any more. A group has
+two where somebody aborts it whose collectives had ended before."""
 ENDED_KEPT: Final = 256
 """Groups closed here of which others may still ask what was issued on them, the newest."""
 MAX_WORDS_BYTES: Final = 256 << 10
@@ -113,7 +115,7 @@ class World:
         self.forked = False
         self._source = source
         self._rendezvous = rendezvous
-        self._aborts: dict[int, tuple[tuple[int, ...], bytes]] = {}
+        self._aborts: deque[tuple[tuple[int, ...], bytes]] = deque(maxlen=ABORTS_KEPT)
         self._ended: dict[int, Mapping[int, int]] = {}
         self._early: dict[int, list[tuple[int, list[Any]]]] = {}
         self._thread = threading.get_ident()
@@ -152,16 +154,14 @@ class World:
             return self.mesh.broadcast_control(others, payload)
         return [rank for rank in others if self._send(rank, payload)]
 
-    def tell_aborted(self, group_id: int, ranks: tuple[int, ...], message: list[Any]) -> None:
+    def tell_aborted(self, ranks: tuple[int, ...], message: list[Any]) -> None:
         """Send the news of an abort to those of `ranks` that are connected, and to the others once they are.
 
         Who issues an operation connects to those it needs. So all who wait for the group hear of its end, however few
         were connected when it came, and nobody connects for the news alone.
         """
         self.tell(ranks, message, dial=False)
-        if len(self._aborts) >= ABORTS_KEPT:
-            del self._aborts[next(iter(self._aborts))]
-        self._aborts[group_id] = ranks, msgpack.packb([_bounded(part) for part in message])
+        self._aborts.append((ranks, msgpack.packb([_bounded(part) for part in message])))
 
     def _send(self, rank: int, payload: bytes) -> bool:
         try:
@@ -185,7 +185,7 @@ class World:
 
     def peer_connected(self, rank: int) -> None:
         """A peer is connected: tell it of the groups that have been aborted meanwhile."""
-        for ranks, payload in self._aborts.values():
+        for ranks, payload in self._aborts:
             if rank in ranks:
                 self._send(rank, payload)
 
@@ -253,7 +253,7 @@ class World:
         Where there is time, before connections are refused: whoever comes meanwhile is told over them.
         """
         if self._aborts and not self._store_is_lost:
-            await self._rendezvous.leave_words(_join_words([payload for _, payload in self._aborts.values()]))
+            await self._rendezvous.leave_words(_join_words([payload for _, payload in self._aborts]))
 
     @property
     def _store_is_lost(self) -> bool:

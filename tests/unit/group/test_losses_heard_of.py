@@ -46,3 +46,24 @@ def test_receives_from_any_source_raise_once(acquainted: bool) -> None:
             await asyncio.sleep(1)
 
     run_world(3, main, pass_world=True)
+
+
+def test_who_connects_after_a_survivor_gave_up_hears_who_was_lost_before() -> None:
+    async def main(group: Group, world: SimulatedWorld) -> None:
+        await meet(group, 0, 2)
+        if group.rank == 2:
+            await asyncio.sleep(100)
+        elif group.rank == 0:
+            world.kill(2)
+            assert getattr(await outcome(group.recv(np.zeros(1), 2)), "rank", None) == 2
+            group.abort("given up")
+            await asyncio.sleep(10)
+        else:
+            await asyncio.sleep(1)
+            error = await outcome(group.broadcast(np.zeros(1), 0))
+            assert isinstance(error, dist.PeerLostError)
+            assert error.rank == 2
+            with pytest.raises(dist.GroupAbortedError, match="rank 0 aborted the group: given up"):
+                await group.recv(np.zeros(1), 0, 3)
+
+    run_world(3, main, pass_world=True)
