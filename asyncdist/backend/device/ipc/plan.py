@@ -10,8 +10,8 @@ between the caller's arrays and slots, and tells some ranks when that is complet
 | scatter, all_to_all | a part of the slot for every reader; own parts out of the others' slots |
 | reduce_scatter | as all_to_all, but what is read is reduced |
 | all_reduce, reduce, small: one shot | own vector into the slot; all vectors reduced by whoever wants the result |
-| all_reduce, reduce, large: two shots | own vector into the slot; every rank reduces its slice of it into its slot; |
-| | whoever wants the result collects the slices |
+| all_reduce, reduce, large: two shots | own vector into the slot; every rank reduces its slice of all, into where its |
+| | own would be in its slot, which nobody else reads; whoever wants the result collects the slices |
 
 One-shot moves p times the vector per rank, two-shot three times, but waits once more. In both an element is reduced by
 one kernel over the ranks in order, so results are bit-identical everywhere. (DeepSpeed's and PyTorch's intra-node
@@ -268,10 +268,10 @@ def _one_shot(
 def _two_shots(
     rank: int, size: int, source: Run, target: Run, readers: Sequence[int], op: ReduceOpLike, slot_bytes: int
 ) -> Plan:
-    """Every rank reduces a slice, every reader collects them. A slot holds a vector's chunk, and a slice of results."""
-    result_at = (slot_bytes - 2 * ALIGN_BYTES) * size // (size + 1) // ALIGN_BYTES * ALIGN_BYTES
-    for index in range(_count([source], result_at)):
-        part = source.part(index * result_at, (index + 1) * result_at)
+    """Every rank reduces a slice in its slot, which holds a chunk of the vector; every reader collects the slices."""
+    for index in range(_count([source], slot_bytes)):
+        start, stop = index * slot_bytes, (index + 1) * slot_bytes
+        part = source.part(start, stop)
         slice_bytes = _aligned(-(-part.nbytes // size))
         slices = [part.part(other * slice_bytes, (other + 1) * slice_bytes) for other in range(size)]
         holders = tuple(other for other in range(size) if slices[other].nbytes)
@@ -283,16 +283,16 @@ def _two_shots(
             at = rank * slice_bytes
             own = Place(rank, at) if isinstance(op, PremulSum) else _own(slices[rank].pointer)
             sources = tuple(own if other == rank else Place(other, at) for other in range(size))
-            combine = Combine(Place(rank, result_at), sources, slices[rank].nbytes, _kernel_op(op))
+            combine = Combine(Place(rank, at), sources, slices[rank].nbytes, _kernel_op(op))
             tell = tuple(reader for reader in readers if reader != rank)
             stages.append(Stage(_others(rank, size), (combine,), tell))
         if rank in readers:
             if len(stages) == 1:
                 stages.append(Stage())
-            whole = target.part(index * result_at, (index + 1) * result_at)
+            whole = target.part(start, stop)
+            places = {other: other * slice_bytes for other in holders}
             taken = tuple(
-                Move(_own(whole.pointer + other * slice_bytes), Place(other, result_at), slices[other].nbytes)
-                for other in holders
+                Move(_own(whole.pointer + at), Place(other, at), slices[other].nbytes) for other, at in places.items()
             )
             stages.append(Stage(others, taken))
         yield _chunk(*stages, writes=True)

@@ -57,9 +57,10 @@ class Ranks:
         target[...] = total.view(np.uint8)
 
     def run(self) -> None:
-        """All ranks, stage by stage; that nobody writes what others still read is for the channel to see to."""
+        """All ranks, stage by stage; that no chunk writes what others still read of another is for the channel."""
         for row in zip_longest(*self.plans):
             check_signals(row)
+            check_slots(row)
             for stage in range(3):
                 for rank, chunk in enumerate(row):
                     if chunk is not None and stage < len(chunk.stages):
@@ -82,6 +83,24 @@ def check_signals(row: tuple[Chunk | None, ...]) -> None:
         readers = {other for other, peer in enumerate(row) if peer is not None and rank in peer.sources}
         assert readers == (chunk.readers if chunk is not None else set())
     assert told == waited
+
+
+def check_slots(row: tuple[Chunk | None, ...]) -> None:
+    """Nobody writes in a stage what others read in it, be they sooner or later."""
+    for stage in range(3):
+        written: list[tuple[int, Place, int]] = []
+        read: list[tuple[int, Place, int]] = []
+        for rank, chunk in enumerate(row):
+            work = chunk.stages[stage].work if chunk is not None and stage < len(chunk.stages) else ()
+            for step in work:
+                written.append((rank, step.target, step.nbytes))
+                sources = step.sources if isinstance(step, Combine) else (step.source,)
+                read += [(rank, source, step.nbytes) for source in sources]
+        for writer, target, target_bytes in written:
+            for reader, source, source_bytes in read:
+                apart = target.offset + target_bytes <= source.offset or source.offset + source_bytes <= target.offset
+                elsewhere = target.rank == CALLERS or target.rank != source.rank
+                assert reader == writer or elsewhere or apart, f"rank {writer} writes {target}, rank {reader} reads it"
 
 
 def vectors(size: int, count: int) -> list[np.ndarray]:
@@ -246,6 +265,14 @@ def test_a_chunk_fills_a_slot(more: int, count: int) -> None:
     every = [calls.broadcast(on_device(np.zeros(SLOT_BYTES + more, np.uint8)), 0, rank) for rank in range(2)]
     assert [len(plan) for plan in Ranks(every).plans] == [count, count]
     assert is_small(every[0], 2, SLOT_BYTES) == (not more)
+
+
+@pytest.mark.parametrize(("more", "count"), [(0, 1), (1, 2)])
+@every_size
+def test_two_shots_fill_a_slot(size: int, more: int, count: int) -> None:
+    arrays = [np.zeros(SLOT_BYTES + more, np.uint8) for _ in range(size)]
+    every = [calls.all_reduce(on_device(array), ReduceOp.SUM) for array in arrays]
+    assert [len(plan) for plan in Ranks(every).plans] == [count] * size
 
 
 @pytest.mark.parametrize(("more", "count"), [(0, 1), (1, 2)])
