@@ -198,6 +198,11 @@ class CupyRuntime(Runtime):
             raise ValueError(f"nbytes must be positive, not {nbytes}")
         return _Memory(nbytes, device)
 
+    def memory_size(self, device: int) -> int:
+        """See Runtime."""
+        with calling("cudaMemGetInfo", device):
+            return int(runtime.memGetInfo()[1])
+
     def memory_range(self, pointer: int) -> tuple[int, int]:
         """See Runtime."""
         device = self.pointer_device(pointer)

@@ -179,6 +179,10 @@ class Runtime(ABC):
         """Allocate device memory of its own; slow, so keep it. `nbytes` must be positive."""
 
     @abstractmethod
+    def memory_size(self, device: int) -> int:
+        """How many bytes of memory the device has in all, in use or not; those of the instance on a partitioned one."""
+
+    @abstractmethod
     def memory_range(self, pointer: int) -> tuple[int, int]:
         """Base and length in bytes of the allocation that device pointer `pointer` points into."""
 

@@ -95,6 +95,16 @@ def check_pinned_memory(runtime: Runtime) -> None:
     pinned.close()
 
 
+def check_memory_size(runtime: Runtime) -> None:
+    """A device's memory is all that it has, not what is free of it; a thread's current device stays."""
+    before = runtime.current_device()
+    for device in range(runtime.device_count()):
+        total = runtime.memory_size(device)
+        with runtime.allocate(1 << 24, device) as memory:
+            assert total == runtime.memory_size(device) > memory.nbytes
+    assert runtime.current_device() == before
+
+
 def check_pointers(runtime: Runtime) -> None:
     """A pointer's device and allocation are known; host memory has none."""
     for device in range(runtime.device_count()):

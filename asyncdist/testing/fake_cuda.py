@@ -43,6 +43,9 @@ FIRST_HANDLE: Final = 0x1000
 DEFAULT_STREAMS: Final = (0, 1, 2)
 """Handles of streams."""
 
+MEMORY_BYTES: Final = 16 << 30
+"""Of every device, in words only: those who take a part of it take little. Nothing is refused for want of it."""
+
 
 class FakeRuntime(Runtime):
     """`devices` devices in host memory.
@@ -207,6 +210,10 @@ class FakeRuntime(Runtime):
         if nbytes <= 0:
             raise ValueError(f"nbytes must be positive, not {nbytes}")
         return FakeMemory(self._allocate(nbytes, device), self._release)
+
+    def memory_size(self, device: int) -> int:
+        self._check_device(device)
+        return MEMORY_BYTES
 
     def memory_range(self, pointer: int) -> tuple[int, int]:
         block = self._device_block(pointer)

@@ -70,11 +70,12 @@ class Bindings:
             pointerGetAttributes=lambda p: SimpleNamespace(type=self.pointers[p][0], device=self.pointers[p][1]),
             **{name: self.record(name, 77) for name in ("streamCreateWithFlags", "eventCreateWithFlags", "malloc")},
             ipcOpenMemHandle=self.record("ipcOpenMemHandle", 0x5000),
+            memGetInfo=self.record("memGetInfo", (3 << 30, 16 << 30)),  # free, all
             **{
                 name: self.record(name)
                 for name in (
                     *("streamDestroy", "streamWaitEvent", "streamSynchronize", "eventDestroy", "eventRecord"),
-                    *("eventSynchronize", "memcpyAsync", "memsetAsync", "free", "memGetInfo"),
+                    *("eventSynchronize", "memcpyAsync", "memsetAsync", "free"),
                 )
             },
         )
@@ -226,6 +227,11 @@ def test_memory_comes_in_whole_blocks(bindings: Bindings, cuda: Any) -> None:
     memory.close()
     memory.close()
     assert bindings.calls == [("malloc", 1, 4 << 20), ("free", 1, 77)]
+
+
+def test_memory_is_counted_whole(bindings: Bindings, cuda: Any) -> None:
+    assert cuda.runtime.memory_size(1) == 16 << 30
+    assert bindings.calls == [("memGetInfo", 1)]
 
 
 def test_handles_are_opened_once_and_closed_with_the_last(bindings: Bindings, cuda: Any) -> None:

@@ -99,6 +99,7 @@ for name, arguments in {
     "fill": (1, 2, 3, stream),
     "pinned": (16,),
     "allocate": (16, 0),
+    "memory_size": (0,),
     "memory_range": (16,),
     "ipc_handle": (16,),
     "ipc_open": (bytes(64), 0),

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import struct
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 from asyncdist import events
 from asyncdist.backend.device.ipc.plan import ALIGN_BYTES, Place
@@ -20,14 +20,19 @@ from asyncdist.backend.device.threads import in_thread
 from asyncdist.cuda.interface import Memory, Runtime
 from asyncdist.errors import DistBackendError
 
-__all__ = ["LARGE_BYTES", "LARGE_SLOTS", "SMALL_BYTES", "SMALL_SLOTS", "IpcScratch", "open_scratch"]
+__all__ = ["LARGE_BYTES", "LARGE_SLOTS", "SMALL_BYTES", "SMALL_SLOTS", "IpcScratch", "large_slot", "open_scratch"]
 
 SMALL_BYTES: Final = 256 << 10
 """Slot of a small operation: up to here launching kernels and telling others cost more than moving the bytes."""
 SMALL_SLOTS: Final = 8
 """Small operations of a tag under way on the GPU at once: what it takes to hide the time that signals need."""
 LARGE_BYTES: Final = 32 << 20
-"""Slot of a chunk: a GPU moves it in some 30 us, about as long as a signal takes, so that two slots keep it busy."""
+"""Slot of a chunk on a GPU with LEAST_MEMORY or less; with more memory, larger in proportion, up to MOST_MEMORY.
+
+Processes on one GPU take turns, and to switch between them takes as long whatever is done in a turn: it should be much.
+"""
+LEAST_MEMORY: Final = 16 << 30
+MOST_MEMORY: Final = 64 << 30
 LARGE_SLOTS: Final = 2
 """One is read by the others while the next is written."""
 OTHER_TAGS_LARGE_BYTES: Final = 4 << 20
@@ -37,6 +42,11 @@ _OFFER: Final = struct.Struct("<Q64s")
 _OFFERED: Final = 0
 _OPENED: Final = 1
 _EXCHANGE: Final = "ipc"
+
+
+def large_slot(memory_bytes: int) -> int:
+    """Bytes of a large slot of a group's first tag, on a GPU with so much memory."""
+    return LARGE_BYTES * min(max(memory_bytes, LEAST_MEMORY), MOST_MEMORY) // LEAST_MEMORY
 
 
 class IpcScratch:
@@ -78,16 +88,15 @@ async def open_scratch(around: Surroundings, tag: int, *, first: bool) -> IpcScr
     """
     loop, runtime = around.loop, around.runtime
     on = runtime, around.device
-    large_bytes = LARGE_BYTES if first else OTHER_TAGS_LARGE_BYTES
-    making = in_thread(loop, _make_block, runtime, around.device, large_bytes, on=on)
+    making = in_thread(loop, _make_block, runtime, around.device, first, on=on)
     try:
-        own, handle, problem = await asyncio.shield(making)
+        own, large_bytes, handle, problem = await asyncio.shield(making)
     except asyncio.CancelledError:
         making.add_done_callback(lambda made: _free_late(loop, made, on))
         raise
     opened: list[int] = []
     try:
-        offer = _OFFER.pack(large_bytes if own is not None else 0, handle)
+        offer = _OFFER.pack(large_bytes, handle)
         offers = [
             _OFFER.unpack(message) for message in await around.exchange.all_gather(_EXCHANGE, tag, _OFFERED, offer)
         ]
@@ -111,21 +120,33 @@ async def open_scratch(around: Surroundings, tag: int, *, first: bool) -> IpcScr
     return None
 
 
-def _make_block(runtime: Runtime, device: int, large_bytes: int) -> tuple[Memory | None, bytes, str]:
-    """Our block and its handle, or why there is none."""
+_Made: TypeAlias = tuple[Memory | None, int, bytes, str]
+"""Our block, the length of its large slots, and its handle; or None, 0, b"", and why there is none."""
+
+
+def _make_block(runtime: Runtime, device: int, first: bool) -> _Made:
     own: Memory | None = None
     try:
-        own = runtime.allocate(SMALL_SLOTS * SMALL_BYTES + LARGE_SLOTS * large_bytes, device)
-        return own, runtime.ipc_handle(own.pointer), ""
+        wanted_bytes = large_slot(runtime.memory_size(device)) if first else OTHER_TAGS_LARGE_BYTES
+        own, large_bytes = _allocate(runtime, device, wanted_bytes)
+        return own, large_bytes, runtime.ipc_handle(own.pointer), ""
     except Exception as error:  # out of memory, or no IPC, as in some containers
         if own is not None:
             own.close()
-        return None, b"", f"{type(error).__name__}: {error}"
+        return None, 0, b"", f"{type(error).__name__}: {error}"
 
 
-def _free_late(
-    loop: asyncio.AbstractEventLoop, made: asyncio.Future[tuple[Memory | None, bytes, str]], on: tuple[Runtime, int]
-) -> None:
+def _allocate(runtime: Runtime, device: int, large_bytes: int) -> tuple[Memory, int]:
+    """A block, and the length of its large slots: LARGE_BYTES where memory is too short for more."""
+    try:
+        return runtime.allocate(SMALL_SLOTS * SMALL_BYTES + LARGE_SLOTS * large_bytes, device), large_bytes
+    except DistBackendError:
+        if large_bytes <= LARGE_BYTES:
+            raise
+    return _allocate(runtime, device, LARGE_BYTES)
+
+
+def _free_late(loop: asyncio.AbstractEventLoop, made: asyncio.Future[_Made], on: tuple[Runtime, int]) -> None:
     """A block is here that nobody waits for any more."""
     own = made.result()[0]
     if own is not None:
