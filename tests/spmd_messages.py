@@ -177,6 +177,10 @@ class Operations(Collectives):
                 if not SILENT_S * 0.99 <= took_s <= SILENT_S + self.late_s:
                     return f"timed out after {took_s:.2f} s"
                 return "" if source is None or error.missing == missing else f"{error!r} says {error.missing}"
+            except dist.PeerLostError as error:
+                if not error.left:  # else it has done all that it had to do
+                    raise
+                return ""
             return "received what nobody has sent"
 
         self.now.after = finish

@@ -295,9 +295,10 @@ class TrackRun:
         left_out, later, after = (self.track.tag + beyond for beyond in ENDING_TAGS)
         dice = random.Random(repr((self.where, "ending")))
         self._say(f"{group.name}: rank {culprit} leaves a collective out")
-        await group.barrier(tag=self.track.tag)
         begun_s = time.monotonic()
         try:
+            await group.barrier(tag=self.track.tag)  # which may end well elsewhere, and not here
+            begun_s = time.monotonic()
             if mine:
                 await group.barrier(tag=later)
             for _ in range(dice.randint(1, 3)):
@@ -333,8 +334,8 @@ class TrackRun:
         group, culprit = self.group, self.group.ranks[self.track.culprit]
         tag = self.track.tag + ENDING_TAGS[0]
         self._say(f"{group.name}: rank {culprit} gives it up")
-        await group.barrier(tag=self.track.tag)
         try:
+            await group.barrier(tag=self.track.tag)  # which may end well elsewhere, and not here
             if group.rank == self.track.culprit:
                 await asyncio.sleep(self.own.random() * 0.01)
                 group.abort(ON_PURPOSE)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from spmd_memory import FREE, Pool
-from spmd_program import FAULTS, Program, program
+from spmd_program import FAULTS, Fault, Program, program
 from spmd_soak import run_program
+from spmd_track import GIVEN_UP, WrongError
+from spmd_track import Fault as FaultHeard
 from spmd_values import Array, reduced, same
+
+import asyncdist as dist
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -45,6 +50,37 @@ def test_every_result_and_every_error_is_right(what: str) -> None:
     assert not run_program(made, BUSY_S), str(made)
 
 
+def test_a_loss_that_the_program_does_not_explain_is_found() -> None:
+    made = program(SEEDS["two worlds"])
+    made.fault = Fault("kill", made.size - 1, 0.0)  # its ranks make the program of the seed, without
+    assert f"lost rank {made.size - 1}" in run_program(made, BUSY_S)
+
+
+@pytest.mark.parametrize("kind", ["kill", "leave"])
+async def test_which_errors_a_fault_explains(kind: str) -> None:
+    seed = first(lambda made: made.fault is not None and made.fault.kind == kind)
+    made = program(seed)
+    assert made.fault is not None
+    culprit, other = made.fault.rank, made.fault.rank + 1
+    lost, left, gave_up = (
+        dist.PeerLostError("lost", culprit),
+        dist.PeerLostError("left", other, left=True),
+        dist.GroupAbortedError("gave up", GIVEN_UP, other),
+    )
+    fault = FaultHeard(made)
+    fault.hear("here", lost, message=False)
+    assert fault.struck.is_set()
+    assert [where for where, _ in fault.heard] == ["here"]
+    for error in (left, gave_up):
+        fault.hear("a message", error, message=True)
+        if kind == "kill":
+            with pytest.raises(WrongError, match="a collective"):
+                fault.hear("a collective", error, message=False)
+    for wrong in (dist.PeerLostError("lost", other), dist.CollectiveTimeoutError("late", [culprit])):
+        with pytest.raises(WrongError, match="here"):
+            fault.hear("here", wrong, message=True)
+
+
 def test_a_seed_means_the_same_program_to_all() -> None:
     for seed in range(50):
         assert program(seed) == program(seed)
@@ -53,8 +89,6 @@ def test_a_seed_means_the_same_program_to_all() -> None:
 
 
 def test_who_writes_beside_an_array_or_late_is_found() -> None:
-    import random
-
     def allocate(octets: int) -> Array:
         return np.empty(octets, np.uint8)
 
