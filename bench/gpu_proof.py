@@ -74,6 +74,7 @@ def sections(figures: Path, *, smoke: bool) -> list[Section]:
         tests("shared device", 150, "tests/gpu/test_shared_device.py"),
         *(measure(f"nccl beside torch ({way})", 60) for way in SHARING),
         tests("failures", 120, "tests/gpu/test_failures.py"),
+        tests("random programs", 120, "tests/gpu/test_random_programs.py"),
         measure("cupyx", 45),
         *(measure(f"nccl ({way})", 60) for way in SHARING),
     ]
