@@ -20,7 +20,9 @@ class PointToPoint(Issuer):
     def isend(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[None]:
         """Send `tensor` (any shape) to rank `dst`; done when `tensor` may be written again, not when it arrived.
 
-        No time-out unless one is given; expiry breaks the connection to `dst` and nothing else. `dst` may be this rank.
+        No time-out unless one is given; expiry breaks the connection to `dst`. The two are lost to each other then, and
+        to the collectives of all groups that have one of them, on every rank; messages of others go on. `dst` may be
+        this rank.
         """
         return self.pairs.send(tensor, check_rank(dst, self.size, "dst"), tag, timeout)
 
@@ -34,7 +36,7 @@ class PointToPoint(Issuer):
         others have left; it connects to nobody, so it does not hear of one that went before they were connected: where
         that may be, give a time-out. Withdrawn by `work.cancel()` only, before a message has matched. No time-out
         unless one is given; expiry withdraws the receive or, if a message is coming in, breaks the connection to its
-        source.
+        source, with what `isend` says of that.
         """
         source = None if src is None else check_rank(src, self.size, "src")
         return self.pairs.receive(tensor, source, tag, timeout, abandon=False)

@@ -67,3 +67,30 @@ def test_who_connects_after_a_survivor_gave_up_hears_who_was_lost_before() -> No
                 await group.recv(np.zeros(1), 0, 3)
 
     run_world(3, main, pass_world=True)
+
+
+def test_ranks_whose_connection_a_time_out_broke_are_lost_to_all_collectives() -> None:
+    async def main(group: Group) -> None:
+        groups = [dist.new_group([rank, 2]) for rank in range(2)]
+        others = dist.new_group([2, 3])
+        for one in range(4):
+            for other in range(one):
+                await meet(group, one, other)
+        if group.rank == 0:
+            late = await outcome(group.isend(np.zeros(1_000_000), 1, 5, timeout=0.5))
+            assert isinstance(late, dist.CollectiveTimeoutError)
+            assert late.missing == (1,)
+        await asyncio.sleep(1)
+        for number, pair in enumerate(groups):
+            if isinstance(pair, dist.ProcessGroup):
+                with pytest.raises(dist.GroupAbortedError) as caught:
+                    await pair.barrier()
+                assert isinstance(caught.value.__cause__, dist.PeerLostError)
+                assert caught.value.__cause__.rank == number
+        if isinstance(others, dist.ProcessGroup):
+            await others.barrier()
+        for rank in range(2):
+            await meet(group, rank, 2)
+        await asyncio.sleep(1)
+
+    run_world(4, main)
