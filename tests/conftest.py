@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
+import pytest_asyncio
 import uvloop
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -34,7 +35,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-async def nothing_left_behind(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+def nothing_left_behind(request: pytest.FixtureRequest) -> None:
+    """Watch the loop of an asynchronous test; most tests have none, and need none to be made."""
+    if pytest_asyncio.is_async_test(request.node):
+        request.getfixturevalue("watched_loop")
+
+
+@pytest.fixture
+async def watched_loop() -> AsyncIterator[None]:
     """Fail an asynchronous test on unhandled loop exceptions and on tasks that outlive it."""
     loop = asyncio.get_running_loop()
     unhandled: list[dict[str, object]] = []
