@@ -53,7 +53,12 @@ FETCHES: Final = 4
 ALONE: Final = (LOCAL, PUBLISHES)
 AWAITING: Final = (RECEIVES, FETCHES)
 
+# Tuples: a union would be built anew at every isinstance.
 MESSAGES: Final = (Send, Recv, RecvReduce)
+RECEIVING: Final = (Recv, RecvReduce)
+FETCHING: Final = (Fetch, FetchReduce)
+OUTGOING: Final = (Send, Publish)
+SHARED: Final = (Publish, *FETCHING)
 
 
 class Hosts(NamedTuple):
@@ -73,9 +78,9 @@ def feeds_of(plans: Sequence[Plan]) -> Feeds:
     number = 0
     for plan in plans:
         for step in plan.steps:
-            if isinstance(step, Recv | RecvReduce):
+            if isinstance(step, RECEIVING):
                 receives[step.peer, plan.rank, step.slot] = number
-            elif isinstance(step, Fetch | FetchReduce):
+            elif isinstance(step, FETCHING):
                 fetches.setdefault((step.peer, step.item), []).append(number)
             number += 1
     feeds: list[Sequence[int]] = []
@@ -124,7 +129,7 @@ class _Costs:
 
     def of(self, step: Step, *, remote: bool) -> _Cost:
         """Return the cost of a step, a message to another host if `remote`."""
-        length = step.source.length if isinstance(step, Send | Publish) else step.target.length
+        length = step.source.length if isinstance(step, OUTGOING) else step.target.length
         key = (type(step), length, remote)
         cost = self._known.get(key)
         if cost is None:
@@ -137,7 +142,7 @@ class _Costs:
         work_fs = round(nbytes * (self._reduce_s if reduces else self._copy_s) * TICKS)
         if isinstance(step, Copy | Reduce):
             return _Cost(LOCAL, work_fs, 0, 0, 0)
-        if isinstance(step, Publish | Fetch | FetchReduce):
+        if isinstance(step, SHARED):
             kind = PUBLISHES if isinstance(step, Publish) else FETCHES
             return _Cost(kind, round(constants.shared.step_s * TICKS) + work_fs, 0, 0, self._wake_fs)
         beta_s, latency_s = constants.beta_s, constants.latency_s * self._crowding
@@ -154,7 +159,7 @@ class _Simulation:
 
     def __init__(self, plans: Sequence[Plan], feeds: Feeds, itemsize: int, hosts: Hosts) -> None:
         constants = hosts.constants
-        shared = any(isinstance(step, Publish | Fetch | FetchReduce) for plan in plans for step in plan.steps)
+        shared = any(isinstance(step, SHARED) for plan in plans for step in plan.steps)
         costs = _Costs(constants, itemsize, hosts.ranks_per_host, shared=shared)
         self._feeds = feeds
         self._overhead_fs = costs.overhead_fs
