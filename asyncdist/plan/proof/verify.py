@@ -49,7 +49,9 @@ def verify(problem: Problem | Sequence[Problem], plans: Sequence[Plan]) -> None:
     problems = [problem] * problem.world if isinstance(problem, Problem) else list(problem)
     if not len(plans) == len(problems) == problems[0].world:
         raise PlanError(f"{len(plans)} plans for a world of {problems[0].world}")
-    plans = [replace(plan, steps=tuple(plan.steps)) for plan in plans]  # repeated ones worked out, once
+    plans = [  # repeated ones worked out, once
+        plan if isinstance(plan.steps, tuple) else replace(plan, steps=tuple(plan.steps)) for plan in plans
+    ]
     for rank, plan in enumerate(plans):
         _check_alone(problems[rank], rank, plan)
     try:
