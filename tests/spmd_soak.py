@@ -25,7 +25,7 @@ from typing import Any
 import click
 import forked
 from jobs import OURS, free_port
-from spmd_program import Program, program
+from spmd_program import FAULTS, Program, program
 
 LATE_S = 1.0
 """How much later than promised a rank may hear of something."""
@@ -169,13 +169,16 @@ def _late(made: Program, outputs: Sequence[str], struck_s: float, late_s: float)
 @click.option("--seconds", default=600.0, show_default=True, help="Begin no program after so long.")
 @click.option("--repeat", default=1, show_default=True, help="Run each program so many times.")
 @click.option("--late-s", default=LATE_S, show_default=True, help="How much later than promised a rank may hear.")
+@click.option("--fault", type=click.Choice(sorted({*FAULTS})), help="Only programs in which this befalls a rank.")
 @click.option("--show", is_flag=True, help="Print programs instead of running them.")
-def main(seed: int, programs: int, seconds: float, repeat: int, late_s: float, show: bool) -> None:
+def main(seed: int, programs: int, seconds: float, repeat: int, late_s: float, fault: str | None, show: bool) -> None:
     """Run random SPMD programs on processes of this host, and check every result."""
     begun_s = time.monotonic()
     ran = bad = 0
     for number in range(seed, seed + programs):
         made = program(number)
+        if fault is not None and (made.fault is None or made.fault.kind != fault):
+            continue
         if show:
             click.echo(str(made))
             continue
