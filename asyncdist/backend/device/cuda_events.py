@@ -2,7 +2,8 @@
 
 Events of one stream end in the order they were added, so only the oldest of each stream is looked at. What ends within
 POLL_S is found by the loop itself, which looks once a turn. What takes longer is waited for by a thread per stream,
-which sleeps in the driver and wakes the loop once for all that has ended. The driver never calls Python: a callback of
+which sleeps in the driver and wakes the loop once for all that has ended; the loop looks for longer where that had to
+be done for something that was over soon after. The driver never calls Python: a callback of
 its own thread that takes Python's lock can deadlock with a thread that holds that lock and waits for the driver's.
 """
 
@@ -19,10 +20,13 @@ from typing import Final
 
 from asyncdist.cuda.interface import Event
 
-__all__ = ["POLL_S", "Completions"]
+__all__ = ["LONGER_POLL_S", "POLL_S", "Completions"]
 
 POLL_S: Final = 100e-6
 """How long the loop looks at every turn before a thread waits: about twice what waking it from that thread costs."""
+
+LONGER_POLL_S: Final = 1e-3
+"""The same for a stream whose last operation that was waited for took no longer: a thread would add a tenth to it."""
 
 Callback = Callable[[BaseException | None], object]
 
@@ -51,11 +55,12 @@ class _Entry:
 class _Line:
     """The entries of one stream, oldest first."""
 
-    __slots__ = ("entries", "looked_since_s", "waiter", "waiting")
+    __slots__ = ("entries", "looked_since_s", "poll_s", "waiter", "waiting")
 
     def __init__(self) -> None:
         self.entries: deque[_Entry] = deque()
         self.looked_since_s = 0.0
+        self.poll_s = POLL_S
         self.waiting = False
         """Whether the thread waits for the entries, and the loop does not look."""
         self.waiter: _Waiter | None = None
@@ -159,7 +164,8 @@ class Completions:
         now_s = time.perf_counter()
         if len(entries) < before:
             found.looked_since_s = now_s
-        elif now_s - found.looked_since_s > POLL_S:
+        elif now_s - found.looked_since_s > found.poll_s:
+            found.poll_s = POLL_S
             self._polled.discard(line)
             found.waiting = True
             if found.waiter is None:
@@ -179,6 +185,8 @@ class Completions:
         found = self._lines.get(line)
         if found is None:
             return  # dropped meanwhile
+        if time.perf_counter() - found.looked_since_s < LONGER_POLL_S:
+            found.poll_s = LONGER_POLL_S
         for entry, error in ended:
             if not found.entries or found.entries[0] is not entry:
                 return  # the line was dropped, by a callback perhaps, and made anew

@@ -88,6 +88,23 @@ async def test_what_is_long_is_waited_for_by_a_thread(
     line.completions.close()
 
 
+@pytest.mark.parametrize("soon", [True, False])
+async def test_the_loop_looks_for_longer_where_a_thread_had_to_wait_for_little(
+    cuda: Any, soon: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_events, "LONGER_POLL_S", PATIENCE_S if soon else 0.0)
+    line = Line(cuda, Completions(asyncio.get_running_loop(), cuda.runtime.set_device))
+    for turn in range(2):
+        gate = cuda.runtime.hold(line.stream)
+        line.add(turn)
+        await asyncio.sleep(0.002)
+        waits = line.completions._lines[line].waiting
+        assert waits is (not turn or not soon)
+        gate.open()
+        await line.until(turn + 1)
+    line.completions.close()
+
+
 async def test_streams_do_not_wait_for_each_other(cuda: Any) -> None:
     completions = Completions(asyncio.get_running_loop(), cuda.runtime.set_device)
     slow, quick = Line(cuda, completions), Line(cuda, completions)
