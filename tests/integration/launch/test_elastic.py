@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from jobs import free_port
 from launching import DEADLINE_S, clean_environment, is_alive, run, running, until, write_script
@@ -277,7 +278,7 @@ def test_a_hosted_store_outlives_the_last_round(tmp_path: Path) -> None:
 def daemon(port: int, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """A store daemon that can be killed."""
     command = [sys.executable, "-m", "asyncdist_server", f"--port={port}", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=clean_environment()) as process:
+    with forked.Popen(command, stdout=subprocess.PIPE, env=clean_environment()) as process:
         try:
             assert process.stdout is not None
             until(lambda: b" ready on " in process.stdout.readline(), "the daemon")
