@@ -190,6 +190,7 @@ class TrackRun:
             await work
 
         waiter = asyncio.create_task(wait())
+        waiter.add_done_callback(lambda task: task.cancelled() or task.exception())  # where this is cancelled itself
         await asyncio.sleep(self.own.choice((0, self.own.random() * 0.002)))
         waiter.cancel()
         await asyncio.gather(waiter, return_exceptions=True)
