@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from asyncdist import events
@@ -33,7 +34,7 @@ from asyncdist_server.auth import load_token
 if TYPE_CHECKING:
     from asyncdist_server import ThreadedServer
 
-__all__ = ["InitMethod", "StoreSource", "open_store", "parse_init_method"]
+__all__ = ["Hosting", "InitMethod", "StoreSource", "open_store", "parse_init_method"]
 
 FAILURE_LINGER_S: Final = 3.0
 """How long the rank that hosts the store keeps it for those who still ask why there will be no world: one more round
@@ -59,13 +60,49 @@ class InitMethod:
     namespace: str = ""
 
 
+class Hosting:
+    """The daemon that this process hosts at an address, if it does: the last of its worlds there to close stops it."""
+
+    _known: ClassVar[dict[tuple[int, str, int], Hosting]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, key: tuple[int, str, int]) -> None:
+        self._key = key
+        self.users = 0
+        self.server: ThreadedServer | None = None
+
+    @classmethod
+    def at(cls, host: str, port: int) -> Hosting:
+        """Of one more world at that address; each calls `release` once."""
+        key = os.getpid(), host, port
+        with cls._lock:
+            hosting = cls._known.setdefault(key, cls(key)) if port else cls(key)
+            hosting.users += 1
+        return hosting
+
+    async def release(self) -> None:
+        """Stop the daemon, if nobody of this process needs it any more."""
+        with self._lock:
+            self.users -= 1
+            last = not self.users
+            if last and self._known.get(self._key) is self:
+                del self._known[self._key]
+        if last and self.server is not None:
+            await asyncio.to_thread(self.server.close)
+
+
 @dataclass(slots=True)
 class StoreSource:
     """A store, and what has to be closed with the world."""
 
     store: Store
     owned: bool
-    server: ThreadedServer | None = None
+    hosting: Hosting | None = None
+
+    @property
+    def server(self) -> ThreadedServer | None:
+        """The daemon of this process that serves the store, if one does."""
+        return None if self.hosting is None else self.hosting.server
 
     async def close(self) -> None:
         """Close what was opened here, also when cancelled; an explicit `store=` stays open."""
@@ -80,7 +117,7 @@ class StoreSource:
         try:
             if self.owned:
                 await self.store.close()
-            if self.server is not None:
+            if self.server is not None and self.hosting is not None and self.hosting.users == 1:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(FAILURE_LINGER_S):
                         while self.server.connection_count:  # noqa: ASYNC110 - it changes in the server's thread
@@ -89,8 +126,8 @@ class StoreSource:
             await self._stop_hosting()
 
     async def _stop_hosting(self) -> None:
-        if self.server is not None:
-            await uninterrupted(asyncio.to_thread(self.server.close))
+        if self.hosting is not None:
+            await uninterrupted(self.hosting.release())
 
 
 def parse_init_method(
@@ -144,13 +181,19 @@ async def open_store(method: InitMethod, deadline: Deadline, environ: Mapping[st
         return StoreSource(FileStore(method.path, timeout=_remaining(deadline)), owned=True)
     token = load_token(environ)
     tls = load_tls(environ)
-    server = None
+    hosting = None
     port = method.port
     connect_by = deadline
     if method.may_host and method.rank == 0:
-        server = await _host(method, token, tls)
+        hosting = Hosting.at(method.host, method.port)
+        try:
+            server = await _host(method, token, tls)
+        except BaseException:
+            await uninterrupted(hosting.release())
+            raise
         timeout_s = _remaining(deadline)
         if server is not None:
+            hosting.server = server
             port = server.port
         elif timeout_s is None or timeout_s > TAKEN_PORT_TIMEOUT_S:
             connect_by = Deadline.after(TAKEN_PORT_TIMEOUT_S, asyncio.get_running_loop().time())
@@ -160,13 +203,14 @@ async def open_store(method: InitMethod, deadline: Deadline, environ: Mapping[st
             await store.open_by(connect_by)
         store.set_timeout(_remaining(deadline))
     except BaseException as error:
-        if server is not None:
-            await uninterrupted(asyncio.to_thread(server.close))
+        hosts = hosting is not None and hosting.server is not None
+        if hosting is not None:
+            await uninterrupted(hosting.release())
         if isinstance(error, DistNetworkError | DistStoreError):
-            said = _unreachable(method, error, environ, hosting=server is not None)
+            said = _unreachable(method, error, environ, hosting=hosts)
             raise type(error)(said) from error.__cause__
         raise
-    return StoreSource(store, owned=True, server=server)
+    return StoreSource(store, owned=True, hosting=hosting)
 
 
 async def _tell_where(method: InitMethod, deadline: Deadline) -> None:

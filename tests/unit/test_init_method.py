@@ -12,7 +12,7 @@ from asyncdist import init_method as init_method_module
 from asyncdist import patience
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError
-from asyncdist.init_method import FAILURE_LINGER_S, StoreSource, open_store, parse_init_method
+from asyncdist.init_method import FAILURE_LINGER_S, Hosting, InitMethod, StoreSource, open_store, parse_init_method
 from asyncdist.initialize import init_process_group
 from asyncdist.store import HashStore, TCPStore
 from asyncdist_server import serve_in_thread
@@ -112,7 +112,9 @@ async def hosted() -> tuple[StoreSource, TCPStore]:
     """A source that hosts its store, and the store of another rank."""
     server = await asyncio.to_thread(serve_in_thread)
     mine, other = [await TCPStore.connect("127.0.0.1", server.port) for _ in range(2)]
-    return StoreSource(mine, owned=True, server=server), other
+    hosting = Hosting.at("127.0.0.1", 0)
+    hosting.server = server
+    return StoreSource(mine, owned=True, hosting=hosting), other
 
 
 async def test_after_a_failure_the_store_stays_until_the_others_have_heard_why() -> None:
@@ -204,3 +206,17 @@ async def test_waiting_for_rank_0_to_come_is_said(
     assert caplog.messages == [
         f"rank 1: waiting for the store at 127.0.0.1:{method.port}, which rank 0 hosts, for up to 0.5 s"
     ]
+
+
+async def test_the_last_world_of_a_process_stops_the_store_that_it_hosts() -> None:
+    method = InitMethod(0, 1, "127.0.0.1", free_port(), may_host=True)
+    one, two = await asyncio.gather(*(open_store(method, Deadline.after(None, 0)) for _ in range(2)))
+    assert one.server is two.server is not None
+    await one.close()
+    await two.store.set("key", b"value")
+    assert await two.store.get("key") == b"value"
+    await two.close()
+    again = await open_store(method, Deadline.after(None, 0))
+    assert again.server is not None
+    assert not await again.store.check(["key"])
+    await again.close()
