@@ -19,9 +19,14 @@ T = TypeVar("T")
 async def uninterrupted(cleaning: Coroutine[Any, Any, T]) -> T:
     """Run `cleaning`, which must be bounded in time, to its end; return its result or raise what it raised.
 
-    Cancelling raises CancelledError in their place, once that end has come.
+    Cancelling raises CancelledError in their place, once that end has come. Raises RuntimeError, and does nothing, where
+    no loop runs any more: whoever waits is destroyed after its loop.
     """
-    task = asyncio.ensure_future(cleaning)
+    try:
+        task = asyncio.get_running_loop().create_task(cleaning)
+    except RuntimeError:
+        cleaning.close()
+        raise
     task.add_done_callback(_ask)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

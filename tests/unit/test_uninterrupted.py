@@ -82,3 +82,28 @@ async def test_nobody_hears_of_an_error_where_a_coroutine_is_destroyed() -> None
     del coroutine  # it is left where it waits
     await turns(2)
     gc.collect()
+
+
+def test_nothing_is_begun_where_a_coroutine_is_destroyed_after_its_loop() -> None:
+    """Nor is anything left that Python would say was never awaited."""
+    begun = []
+
+    async def clean() -> None:
+        begun.append(1)
+
+    async def owner() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await uninterrupted(clean())
+
+    loop = asyncio.new_event_loop()
+    coroutine = owner()
+    task = loop.create_task(coroutine)
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="loop"):
+        coroutine.close()
+    gc.collect()
+    assert not begun
