@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import inspect
 import os
 import select
 import selectors
 import signal
+import sys
 from collections.abc import Callable, Coroutine, Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-__all__ = ["forget_closed", "loop_factory", "run"]
+__all__ = ["forget_closed", "loop_factory", "prepare_fork", "run"]
 
 T = TypeVar("T")
 
@@ -52,6 +55,8 @@ def _watch_apart(loop: asyncio.AbstractEventLoop) -> None:
     In the one they share, the child would hear of its parent's new descriptors, at which uvloop aborts, and would end
     the watch for what wakes the parent when it closes its loop.
     """
+    if _fork_libuv(loop):
+        return
     shared = _epoll_set(loop)
     if shared < 0:
         return
@@ -62,6 +67,45 @@ def _watch_apart(loop: asyncio.AbstractEventLoop) -> None:
                 with contextlib.suppress(OSError):  # closed here
                     own.register(int(descriptor), int(events, 16))
         os.dup2(own.fileno(), shared, inheritable=False)
+
+
+def prepare_fork(loop: asyncio.AbstractEventLoop) -> None:
+    """Find what `forget_closed` will need: in a forked child the linker's lock may be held for ever."""
+    uvloop = _uvloop_of(loop)
+    if uvloop is not None:
+        _uv_loop_fork(uvloop.__file__)
+
+
+def _fork_libuv(loop: asyncio.AbstractEventLoop) -> bool:
+    """Let libuv make all anew that its loop shares with the parent's, as it wants to be told; False if it cannot be.
+
+    Beside the epoll set that is a queue in shared memory (io_uring's), by which it asks the kernel to watch: used by
+    parent and child, it aborts either. uvloop does not tell libuv of forks.
+    """
+    uvloop = _uvloop_of(loop)
+    fork = None if uvloop is None or loop.is_closed() else _uv_loop_fork(uvloop.__file__)
+    return fork is not None and fork(uvloop.libuv_get_loop_t_ptr(loop)) == 0
+
+
+def _uvloop_of(loop: asyncio.AbstractEventLoop) -> Any:
+    """uvloop's module, if the loop is one of its."""
+    module = sys.modules.get("uvloop.loop")
+    return module if module is not None and isinstance(loop, module.Loop) else None
+
+
+@lru_cache(maxsize=1)
+def _uv_loop_fork(file: str) -> Callable[[object], int] | None:
+    """libuv's function of that name, for what uvloop's `libuv_get_loop_t_ptr` gives; None where uvloop hides it."""
+    try:
+        fork = ctypes.CDLL(file).uv_loop_fork
+    except (OSError, AttributeError):
+        return None
+    fork.argtypes, fork.restype = (ctypes.c_void_p,), ctypes.c_int
+    name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
+    address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_GetPointer", ctypes.pythonapi)
+    )
+    return lambda capsule: int(fork(address_of(capsule, name_of(capsule))))
 
 
 def _epoll_set(loop: asyncio.AbstractEventLoop) -> int:

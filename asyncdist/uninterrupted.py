@@ -19,8 +19,8 @@ T = TypeVar("T")
 async def uninterrupted(cleaning: Coroutine[Any, Any, T]) -> T:
     """Run `cleaning`, which must be bounded in time, to its end; return its result or raise what it raised.
 
-    Cancelling raises CancelledError in their place, once that end has come. Raises RuntimeError, and does nothing, where
-    no loop runs any more: whoever waits is destroyed after its loop.
+    Cancelling raises CancelledError in their place, once that end has come. Raises RuntimeError, and does nothing,
+    where no loop runs any more: whoever waits is destroyed after its loop.
     """
     try:
         task = asyncio.get_running_loop().create_task(cleaning)

@@ -14,6 +14,7 @@ from typing import Any, Final, Self
 from asyncdist.deadline import Deadline, Timeout
 from asyncdist.errors import ClosedError, ConnectTimeoutError, DistError, DistStoreError
 from asyncdist.events import emit, info, tracing
+from asyncdist.loop import prepare_fork
 from asyncdist.store.coordinating_store import CoordinatingStore
 from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.store.pipeline import Pipeline
@@ -143,6 +144,7 @@ class TCPClient(CoordinatingStore):
             self._loop = loop
             self._pipeline = Pipeline(loop, self._where, self._schedule_flush)
             close_in_forked_child(self)
+            prepare_fork(loop)
         elif self._loop is not loop:
             raise RuntimeError(f"{self!r} belongs to another event loop")
         return self._pipeline

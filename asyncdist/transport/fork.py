@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from asyncdist.loop import forget_closed
+from asyncdist.loop import forget_closed, prepare_fork
 
 __all__ = ["SocketSet"]
 
@@ -40,6 +40,8 @@ class SocketSet:
         self._descriptors: set[int] = set()
         self._on_fork = on_fork
         _live.add(self)
+        if loop is not None:
+            prepare_fork(loop)
         if not _hooked:
             _hooked = True
             os.register_at_fork(after_in_child=_close_all_in_child)

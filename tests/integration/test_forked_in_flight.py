@@ -118,6 +118,42 @@ def test_the_childs_loop_is_not_its_parents(run: str) -> None:
     run_ranks(APART.format(run=run), 1)
 
 
+BOTH_RUN_ON = """
+import socket
+from asyncdist.transport.fork import SocketSet
+async def watches(loop, turns):
+    for _ in range(turns):
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        came = loop.create_future()
+        loop.add_reader(near.fileno(), lambda: came.done() or came.set_result(near.recv(1)))
+        far.send(b"x")
+        assert await came == b"x"
+        loop.remove_reader(near.fileno())
+        near.close()
+        far.close()
+async def main():
+    loop = asyncio.get_running_loop()
+    sockets = SocketSet(lambda: None, loop)
+    await watches(loop, 10)
+    child = os.fork()
+    await watches(loop, 3000)
+    if not child:
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+try:
+    {run}(main())
+except SystemExit as end:
+    os._exit(end.code or 0)
+"""
+
+
+@pytest.mark.parametrize("run", ["dist.run", "asyncio.run"])
+def test_parent_and_child_may_both_run_on(run: str) -> None:
+    """The memory by which libuv asks the kernel to watch was theirs together: it aborted either, as a rule both."""
+    run_ranks(BOTH_RUN_ON.format(run=run), 1)
+
+
 STORING = """
 from asyncdist_server import serve_in_thread
 async def main():
