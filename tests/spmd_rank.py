@@ -150,7 +150,7 @@ class Rank:
         mine = [task for task, run in tasks.items() if run.endless]
         if self.fault.kind == "leave":
             self.fault.leaving = True
-            await asyncio.wait(mine)
+            await asyncio.gather(*mine, return_exceptions=True)  # it may have none; what went wrong is told elsewhere
         elif self.fault.kind == "raise":
             self.fault.leaving = True
             for task in mine:
