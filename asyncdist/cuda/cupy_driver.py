@@ -58,8 +58,8 @@ class calling:
 def call(what: str, device: int, function: Callable[..., T], *arguments: Any) -> T:
     """Return `function(*arguments)`, called as in `with calling(what, device)`.
 
-    Where `device` is current already, which it is as a rule, it takes a third of the time: every operation on GPU
-    arrays makes several such calls, and microseconds count.
+    Where `device` is current already, which it is as a rule, it takes less time: every operation on GPU arrays makes
+    several such calls, and microseconds count.
     """
     try:
         if runtime.getDevice() == device:

@@ -26,7 +26,7 @@ POLL_S: Final = 100e-6
 """How long the loop looks at every turn before a thread waits: about twice what waking it from that thread costs."""
 
 LONGER_POLL_S: Final = 1e-3
-"""The same for a stream whose last operation that was waited for took no longer: a thread would add a tenth to it."""
+"""The same for a stream whose last operation that was waited for took no longer: waking costs a good part of it."""
 
 Callback = Callable[[BaseException | None], object]
 

@@ -1,8 +1,8 @@
 """EventSpinner: looking at the GPU for some microseconds before whoever awaits an operation goes to sleep.
 
-A small operation is over within tens of microseconds, and a turn of the loop costs ten. So whoever awaits one looks
-first, as `transport.spin` does at the memory that ranks share, and only while that has helped lately: for at most
-ASYNCDIST_SPIN_US (20), or five times that where ranks have to hear from each other between two events.
+A small operation may be over before the loop has turned once. So whoever awaits one looks first, as `transport.spin`
+does at the memory that ranks share, and only while that has helped lately: for at most ASYNCDIST_SPIN_US (20), or five
+times that where ranks have to hear from each other between two events.
 """
 
 from __future__ import annotations
