@@ -90,7 +90,7 @@ class DataDirectory:
         write_durably(self.path / "identity", json.dumps({"incarnation": incarnation.hex()}).encode())
 
     def listen(self) -> None:
-        """Say that this process makes backups when it gets SIGUSR1, which would end any other."""
+        """Say that this process makes backups when it gets SIGUSR1, which may end any other."""
         self._say(b"%d listens\n" % os.getpid())
 
     def close(self) -> None:

@@ -32,6 +32,8 @@ async def run_until_signalled(config: ServerConfig) -> None:
     server, stop, notifier = StoreServer(config), asyncio.Event(), Notifier(os.environ)
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, _on_signal, server, stop, signal_number)
+    for signal_number in (signal.SIGUSR1, signal.SIGUSR2):
+        loop.add_signal_handler(signal_number, _ignore, server, signal_number)
     if config.tls_cert is not None or not sys.stdin or not sys.stdin.isatty():  # else a terminal that closes ends it
         loop.add_signal_handler(signal.SIGHUP, _reload, server)
     async with contextlib.AsyncExitStack() as stack:
@@ -65,6 +67,15 @@ def _on_signal(server: StoreServer, stop: asyncio.Event, signal_number: signal.S
         server.hurry()
     server.not_ready = "draining"
     stop.set()
+
+
+def _ignore(server: StoreServer, signal_number: signal.Signals) -> None:
+    """Survive a signal that asks for nothing, and by default ends a process."""
+    if signal_number == signal.SIGUSR1:
+        reason = "no backup is made: there is no journal, or it is not read yet"
+    else:
+        reason = "it asks for nothing"
+    server.events.info("signal_ignored", signal=signal_number.name, reason=reason)
 
 
 async def _start(server: StoreServer, stop: asyncio.Event) -> bool:

@@ -198,3 +198,39 @@ def test_a_hangup_ends_no_daemon_that_has_nothing_to_reload(start: Callable[...,
     code, _, errors = daemon.end()
     assert code == 0
     assert "nothing_to_reload" in [event["event"] for event in events(errors)]
+
+
+STRAY = ("SIGUSR1", "SIGUSR2", "SIGPIPE", "SIGWINCH", "SIGHUP")
+
+
+@pytest.mark.parametrize("name", STRAY)
+def test_no_stray_signal_ends_a_daemon(start: Callable[..., Daemon], name: str) -> None:
+    """One without a journal, which does nothing on any of them; by default most end a process."""
+    daemon = start("--log-format", "json")
+    daemon.process.send_signal(getattr(signal, name))
+    with SocketClient(daemon.port) as client:
+        assert client.ask(m.SET, b"key", b"value") is None
+    code, _, errors = daemon.end()
+    assert code == 0
+    told = [event["signal"] for event in events(errors) if event["event"] == "signal_ignored"]
+    assert told == ([name] if name.startswith("SIGUSR") else [])
+
+
+def test_a_request_for_a_backup_before_the_journal_is_read_ends_no_daemon() -> None:
+    program = (
+        "import asyncio, os, signal\n"
+        "from asyncdist_server.config import ServerConfig\n"
+        "from asyncdist_server.daemon import StoreServer\n"
+        "from asyncdist_server.service import run_until_signalled\n"
+        "async def start(self):\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "    await asyncio.sleep(0)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    await asyncio.Event().wait()\n"
+        "StoreServer.start = start\n"
+        "asyncio.run(run_until_signalled(ServerConfig(port=0)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stderr
