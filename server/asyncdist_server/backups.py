@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from asyncdist_server.data_directory import (
+    RESTORED,
     DataDirectory,
     holder,
     make_directory,
@@ -162,8 +163,7 @@ def restore(backup: Path, directory: Path) -> Path | None:
     place = DataDirectory(directory)
     try:
         incarnation = secrets.token_bytes(INCARNATION_BYTES)
-        new = place.path / ".restored.sqlite"
-        new.unlink(missing_ok=True)
+        new = place.path / RESTORED
         os.close(open_file(new))
         shutil.copyfile(backup, new)
         void_what_clients_know(new, incarnation)

@@ -4,6 +4,7 @@ lock                 who uses it; locked as long as that process lives
 identity             says that there was a journal, and which
 journal.sqlite       the journal, with a -wal beside it while a daemon runs or after it was killed
 backups/             what `asyncdist-server backup` made
+unfinished           the name of the backup that is being made there, so that a kill leaves nothing for ever
 
 What root makes in it belongs to whom the directory belongs: root may restore the data of a daemon that runs as somebody
 else, also of one whose user exists only while it runs.
@@ -15,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +26,11 @@ from asyncdist_server.journal import JournalError
 DIRECTORY_MODE: Final = 0o700
 FILE_MODE: Final = 0o600
 """Values may be secrets: only the daemon's user reads them."""
+RESTORED: Final = ".restored.sqlite"
+"""The journal-to-be while a backup is restored."""
+_UNFINISHED: Final = re.compile(r"\.[\w.-]+\.sqlite\.tmp")
+_SUFFIXES: Final = ("", "-journal", "-wal", "-shm")
+"""A file of SQLite's, and what may be beside it after a kill."""
 
 
 class DataDirectory:
@@ -51,6 +58,8 @@ class DataDirectory:
             ) from error
         try:
             self._say(b"%d\n" % os.getpid())
+            remove_database(self.path / RESTORED)
+            self.remove_unfinished()
         except OSError as error:
             os.close(self._lock)
             raise JournalError(f"cannot write to the data directory {self.path}: {error.strerror}") from error
@@ -88,6 +97,28 @@ class DataDirectory:
     def identify(self, incarnation: bytes) -> None:
         """Say from now on that there is a journal here, and which."""
         write_durably(self.path / "identity", json.dumps({"incarnation": incarnation.hex()}).encode())
+
+    def begin_backup(self, path: Path) -> Path:
+        """Return where to write the backup `path` until it is whole. What others write in its directory is not touched.
+
+        `remove_unfinished` comes last, here or, after a kill, in whoever has the data directory next.
+        """
+        self.remove_unfinished()
+        unfinished = path.with_name(f".{path.name}.tmp")
+        write_durably(self.path / "unfinished", os.fsencode(unfinished.name))
+        return unfinished
+
+    def remove_unfinished(self) -> None:
+        """Remove what is left of a backup that was not finished, if anything."""
+        note = self.path / "unfinished"
+        try:
+            name = note.read_text(errors="replace")
+        except FileNotFoundError:
+            return
+        if _UNFINISHED.fullmatch(name):
+            with contextlib.suppress(OSError):  # a directory that can only be read now: no reason not to serve
+                remove_database(self.backups / name)
+        note.unlink()
 
     def listen(self) -> None:
         """Say that this process makes backups when it gets SIGUSR1, which may end any other."""
@@ -140,6 +171,12 @@ def make_directory(path: Path) -> None:
         _give_to_owner(descriptor, path.parent)
     finally:
         os.close(descriptor)
+
+
+def remove_database(path: Path) -> None:
+    """Remove a file of SQLite's that nobody uses, if it is there, and what is beside it."""
+    for suffix in _SUFFIXES:
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
 def _give_to_owner(descriptor: int, directory: Path) -> None:

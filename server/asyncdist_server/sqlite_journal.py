@@ -210,10 +210,9 @@ class SqliteJournal:
 
     def backup(self, path: Path, between: Callable[[], None]) -> None:
         """Write a copy to the new file `path`; rows written meanwhile are in it."""
-        temporary = path.with_name(f".{path.name}.tmp")
         try:
             self._require_room(path)
-            temporary.unlink(missing_ok=True)
+            temporary = self._directory.begin_backup(path)
             os.close(open_file(temporary))
             copy = sqlite3.connect(temporary)
             try:
@@ -225,9 +224,10 @@ class SqliteJournal:
             temporary.replace(path)
             sync_directory(path.parent)
         except (sqlite3.Error, OSError) as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
             raise JournalError(f"cannot back up {self._path} to {path}: {error}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                self._directory.remove_unfinished()
 
     def _require_room(self, path: Path) -> None:
         """Raise `JournalError` if a copy would fill the disk: commits made meanwhile would fail, and end the daemon."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -450,6 +451,61 @@ def test_a_backup_that_fails_leaves_nothing_and_the_journal_as_it_is(tmp_path: P
         journal.backup(tmp_path / "nowhere" / "one.sqlite", lambda: None)
     journal.write(batch(1, b"a"))
     journal.close()
+
+
+def killed_in_a_backup(path: Path, failpoint: str) -> list[str]:
+    """What is left in the directory of backups."""
+    program = (
+        "import sys, os, signal; from pathlib import Path\n"
+        "from test_sqlite_journal import batch, opened\n"
+        "journal, _ = opened(Path(sys.argv[1]))\n"
+        "for number in range(1, 400):\n"
+        "    journal.write(batch(number, b'x' * 8000))\n"
+        "between = (lambda: os.kill(os.getpid(), signal.SIGKILL)) if sys.argv[2] == 'between' else (lambda: None)\n"
+        "journal.backup(Path(sys.argv[1]) / 'backups' / 'one.sqlite', between)\n"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {"PYTHONPATH": paths, "ASYNCDIST_SERVER_FAILPOINT": failpoint}
+    done = subprocess.run([sys.executable, "-c", program, str(path), failpoint], env=environment, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    return [found.name for found in (path / "backups").iterdir()]
+
+
+@pytest.mark.parametrize("failpoint", ["between", "backed-up"])
+def test_what_a_kill_leaves_of_a_backup_is_removed_at_the_next_start(tmp_path: Path, failpoint: str) -> None:
+    """And nothing else: others may keep their files there, daemons that share the directory their unfinished ones."""
+    assert ".one.sqlite.tmp" in killed_in_a_backup(tmp_path, failpoint)
+    others = [tmp_path / "backups" / name for name in (".two.sqlite.tmp", "one.sqlite.tmp", "zero.sqlite")]
+    for other in others:
+        other.touch()
+    journal, _ = opened(tmp_path)
+    assert sorted((tmp_path / "backups").iterdir()) == sorted(others)
+    journal.backup(tmp_path / "backups" / "one.sqlite", lambda: None)
+    assert sorted((tmp_path / "backups").iterdir()) == sorted([*others, tmp_path / "backups" / "one.sqlite"])
+    journal.close()
+    assert {path.name for path in tmp_path.iterdir()} >= {"journal.sqlite", "lock", "identity", "backups"}
+    assert not (tmp_path / "unfinished").exists()
+
+
+@pytest.mark.parametrize("named", ["../identity", "/etc/.x.sqlite.tmp", "zero.sqlite", "", "\0.sqlite.tmp"])
+def test_only_an_unfinished_backup_is_removed_whatever_the_note_says(tmp_path: Path, named: str) -> None:
+    """Root may open a directory that belongs to somebody else."""
+    written(tmp_path)
+    (tmp_path / "backups" / "zero.sqlite").touch()
+    (tmp_path / "unfinished").write_text(named)
+    opened(tmp_path)[0].close()
+    assert (tmp_path / "backups" / "zero.sqlite").exists()
+    assert (tmp_path / "identity").exists()
+
+
+def test_what_a_kill_leaves_of_a_restore_is_removed(tmp_path: Path) -> None:
+    """SQLite would take a journal left beside the next restored file for that one's, and undo what it never did."""
+    written(tmp_path)
+    left = [tmp_path / f".restored.sqlite{suffix}" for suffix in ("", "-journal")]
+    for path in left:
+        path.touch()
+    opened(tmp_path)[0].close()
+    assert not [path for path in left if path.exists()]
 
 
 @pytest.mark.parametrize(("missing", "refused"), [(0, False), (1, True)])
