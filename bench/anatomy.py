@@ -104,11 +104,17 @@ def sums(parts_s: Mapping[str, float]) -> list[Row]:
     two, four = ({name: parts_s[_python(name, ranks)] for name in parts.PARTS} for ranks in RANKS)
     word, hand_over = parts_s["a word seen by the other core"], parts_s["the core given to another process"]
     woken = parts_s["woken by an eventfd, on another core"]
-    own = two["call"] + two["finish"] + two["await"]
+    told = two["finish"] + two["await"]
     copies, additions = ({ranks: parts_s[_pass(ranks, what)] for ranks in RANKS} for what in (COPIED, ADDED))
     return [
-        Row(4, 2, SPINNING, "call, word, finish, await", own + word),
-        Row(4, 2, SLEEPING, "call, woken, finish, await", own + woken),
+        Row(4, 2, SPINNING, "call, word, finish, await", two["call"] + word + told),
+        Row(
+            4,
+            2,
+            SLEEPING,
+            "woken from the barrier, finish, await; call, woken, finish, await",
+            two["call"] + 2 * (woken + told),
+        ),
         Row(
             4,
             4,
@@ -178,7 +184,8 @@ bound to cores, those of the interpreter by ranks in one process that never wait
 
 They leave out that the ranks do not begin at the same moment: a sample is the slowest rank's time, so what the last one
 still has to do for the barrier before it counts too, another `finish` and `await`. With two ranks on a core the slowest
-may wait for the whole turn of a third: its `finish`, `await` and `call`.
+may wait for the whole turn of a third: its `finish`, `await` and `call`. Where ranks sleep, whoever has to be woken
+from the barrier begins that much later, and the other, whose time counts, sleeps as long: that sum has both.
 
 {measured}
 
