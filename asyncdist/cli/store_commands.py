@@ -46,12 +46,12 @@ class Target:
         except (ValueError, OSError) as error:
             raise click.UsageError(str(error)) from error
 
-    def run(self, work: Callable[[TCPStore], Awaitable[T]]) -> T:
+    def run(self, work: Callable[[TCPStore], Awaitable[T]], kind: type[TCPStore] = TCPStore) -> T:
         """Connect, do `work` and close; failures end the command with their message."""
         endpoint, token, tls = self._find()
 
         async def main() -> T:
-            async with TCPStore(
+            async with kind(
                 endpoint.host,
                 endpoint.port,
                 token=token,

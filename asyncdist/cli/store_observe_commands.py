@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from asyncdist.cli.printable import printable
+from asyncdist.store.store_observer import StoreObserver
 
 if TYPE_CHECKING:
     from asyncdist.cli.store_commands import Target
@@ -56,7 +57,7 @@ def watch_command(target: Target, prefix: str, count: int | None, from_revision:
 @click.pass_obj
 def status_command(target: Target, as_json: bool) -> None:
     """Print what the daemon holds: connections, keys, bytes, waiters, leases, memory, age and incarnation."""
-    status = target.run(lambda store: store.status())
+    status = target.run(lambda store: store.status(), StoreObserver)
     if as_json:
         click.echo(json.dumps(status))
         return
@@ -70,7 +71,7 @@ def status_command(target: Target, as_json: bool) -> None:
 @click.pass_obj
 def waits_command(target: Target, all_namespaces: bool, as_json: bool) -> None:
     """Print which client waits for which keys since when, longest first: the first question in every hang."""
-    waits = target.run(lambda store: store.waits(all_namespaces=all_namespaces))
+    waits = target.run(lambda store: store.waits(all_namespaces=all_namespaces), StoreObserver)
     if as_json:
         click.echo(json.dumps([{name: getattr(wait, name) for name in wait.__slots__} for wait in waits]))
         return

@@ -34,6 +34,7 @@ __all__ = [
     "MULTI_SET",
     "MUTATIONS",
     "NUM_KEYS",
+    "OBSERVATIONS",
     "OK",
     "OPERATION_NAMES",
     "PING",
@@ -129,6 +130,9 @@ MUTATIONS: Final = frozenset(
     | {GRANT, REVOKE, SET_LEASED, HOLD, LOCK, UNLOCK, JOIN, LEAVE}
 )
 """Operations whose replies the daemon remembers, and which a client names in `Hello.pending`."""
+
+OBSERVATIONS: Final = (STATUS, WAITS, PING, GOODBYE)
+"""What a client may ask that only looks: nothing of what is told depends on a change."""
 
 # Reply codes. The value of OK is the operation's; of TIMEOUT the list of keys still missing (at most
 # MAX_MISSING_REPORTED); of all others a text for people.

@@ -206,7 +206,7 @@ class Connection(asyncio.Protocol):
     def _hold(self, gate: GroupCommit, output: list[bytes]) -> bool:
         """Keep `output` back if it tells of changes that are not on the disk; torch's clients never wait."""
         session = self._session
-        if not session.open or not isinstance(session, Session):
+        if not isinstance(session, Session) or not session.awaits_commits:
             return False
         number = gate.needed()
         if not number and not self._held:

@@ -34,7 +34,7 @@ FIRST_AGE_S: Final = 1.0
 """After so long a daemon that came back with something to end notes for how long it has run, then whenever it has run
 twice as long as it noted: so at least half of each longer life counts, for few commits, whatever ends it."""
 SLOW_COMMIT_S: Final = 1.0
-"""A commit under way for so long is told: whoever asks the daemon waits for it, the tools of its operator too."""
+"""A commit under way for so long is told: whoever asks the daemon for more than its status waits for it."""
 TIDY_BYTES: Final = 1024 * 1024
 """How much is written between two looks at whether the journal has something to tidy up."""
 
@@ -149,6 +149,11 @@ class GroupCommit:
     def journal_rows(self) -> int:
         """Rows in the journal: one or more for each commit."""
         return self._maker.rows
+
+    @property
+    def stuck_s(self) -> float:
+        """For how long something has been written that takes longer than `SLOW_COMMIT_S`; 0 if nothing has."""
+        return self._loop.time() - self._watched_at if self._told_slow else 0.0
 
     # ---- beginning and end
 

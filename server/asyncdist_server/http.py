@@ -18,6 +18,7 @@ from asyncdist_server.client_socket import format_address
 from asyncdist_server.config import ConfigError
 from asyncdist_server.daemon import StoreServer
 from asyncdist_server.metrics import PREFIX, Metric, Samples, collect
+from asyncdist_server.status import stuck
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -52,13 +53,20 @@ async def serve_http(server: StoreServer) -> AsyncIterator[str]:
 
     async def healthz(request: web.Request) -> web.Response:
         """200 while the loop serves: an answer at all is the news, the numbers are for people."""
-        return web.json_response({"status": "ok", "connections": server.connection_count, **server.engine.statistics()})
+        return web.json_response(
+            {
+                "status": "ok",
+                "connections": server.connection_count,
+                **server.engine.statistics(),
+                **stuck(server),
+            }
+        )
 
     async def readyz(request: web.Request) -> web.Response:
         """200 while clients are served, else 503 and why not."""
         if server.not_ready:
             return web.json_response({"status": server.not_ready}, status=503)
-        return web.json_response({"status": "ready"})
+        return web.json_response({"status": "ready", **stuck(server)})
 
     async def metrics(request: web.Request) -> web.Response:
         """Everything `metrics` knows, and the process."""

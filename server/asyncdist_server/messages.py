@@ -26,6 +26,9 @@ that the client has it:
   pending mutations were applied: fail them, do not retry. Reads may be retried always.
 * `GOODBYE` makes the daemon forget the client at once.
 
+A client whose id is `OBSERVER_ID` only looks: it may ask for nothing but `OBSERVATIONS`, is not remembered, and there
+may be many of them. So nothing it is told waits for the disk, and it can ask why others wait.
+
 The namespace (job) and rank of a client are those its token handshake proved (`auth.store_context`). A hello may end
 with a fourth element, the client's name as UTF-8, which is shown to people.
 
@@ -85,6 +88,8 @@ PROTOCOL_VERSION: Final = 1
 LENGTH_BYTES: Final = 4
 CLIENT_ID_BYTES: Final = 16
 INCARNATION_BYTES: Final = 16
+OBSERVER_ID: Final = bytes(CLIENT_ID_BYTES)
+"""The id of all that only look. A daemon of before takes it for an ordinary client's."""
 MAX_REQUEST_ID: Final = 2**63 - 1
 MAX_TIMEOUT_MS: Final = 2**53
 """Deadlines are floats in seconds; beyond this they lose their milliseconds."""

@@ -67,6 +67,9 @@ COMMIT_SECONDS: Final = Metric("journal_commit_seconds", "histogram", "How long 
 COMMIT_BYTES: Final = Metric("journal_commit_bytes", "histogram", "How much a commit wrote.")
 JOURNAL_BYTES: Final = Metric("journal_bytes", "gauge", "Size of what the journal holds.")
 JOURNAL_WAITING: Final = Metric("journal_waiting_connections", "gauge", "Connections whose replies wait for a commit.")
+JOURNAL_STUCK: Final = Metric(
+    "journal_stuck_seconds", "gauge", "How long a commit has taken that takes more than a second, 0 if none does."
+)
 JOURNAL_FAILED: Final = Metric(
     "journal_failed", "gauge", "1 once the journal cannot be written; nothing is served then."
 )
@@ -154,4 +157,5 @@ def _of_journal(server: StoreServer) -> Iterator[tuple[Metric, Samples]]:
     yield COMMIT_BYTES, [((), statistics.sizes)]
     yield JOURNAL_BYTES, [((), gate.journal_bytes)]
     yield JOURNAL_WAITING, [((), gate.waiting_count)]
+    yield JOURNAL_STUCK, [((), gate.stuck_s)]
     yield JOURNAL_FAILED, [((), float(server.failure is not None))]

@@ -20,10 +20,12 @@ from typing import Any, Final
 
 from asyncdist_server.auth import AuthenticationError, Refusal, ServerHandshake, parse_store_context, refusal_message
 from asyncdist_server.clients import value_bytes
-from asyncdist_server.engine import Client, Reply, StoreEngine
+from asyncdist_server.engine import Client, Reply, Request, StoreEngine
 from asyncdist_server.messages import (
     FRAME_TARGET_BYTES,
     LIMIT,
+    OBSERVATIONS,
+    OBSERVER_ID,
     PROTOCOL,
     REFUSED,
     STOPPING,
@@ -67,9 +69,11 @@ class Session:
         "_rank",
         "_reader",
         "_replies",
+        "_request",
         "_requests",
         "_running",
         "address",
+        "awaits_commits",
         "cause",
         "closing",
         "error",
@@ -93,6 +97,9 @@ class Session:
         self._replies: list[Reply] = []
         self._output: list[bytes] = []
         self._running = False
+        self._request = engine.request
+        self.awaits_commits = False
+        """Whether what the client is told may depend on changes that are not on the disk."""
         self.address = ""
         """Where the client is, for people."""
         self.reply_bytes = 0
@@ -230,21 +237,31 @@ class Session:
 
     def _hello(self, payload: memoryview, now: float) -> None:
         hello = decode_hello(payload, self._engine.limits.in_flight)
+        observes = hello.client_id == OBSERVER_ID
         self._client = self._engine.open(
             self._namespace,
             self._deliver,
-            client_id=hello.client_id,
+            client_id=None if observes else hello.client_id,
             pending=hello.pending,
             on_superseded=self._superseded,
             now=now,
         )
+        self.awaits_commits = not observes
+        if observes:
+            self._request = self._observe
         self._client.name, self._client.rank, self._client.address = hello.name, self._rank, self.address
         self._client.read_only = self._namespace.startswith(TORCH_PREFIX)
         welcome = Welcome(self._engine.incarnation, self._client.resumed, self._engine.limits)
         self._output.append(self._encoder.welcome(welcome))
 
+    def _observe(self, client: Client, request: Request, now: float) -> Reply | None:
+        """Run a request of a client that only looks."""
+        if type(request) is tuple and len(request) > 1 and request[1] not in OBSERVATIONS:
+            raise ProtocolError("a client that only looks may ask for nothing else")
+        return self._engine.request(client, request, now)
+
     def _run(self, client: Client, now: float) -> None:
-        request = self._engine.request
+        request = self._request
         replies = self._replies
         budget = TURN_REQUESTS
         while budget > 0 and self.reply_bytes < TURN_BYTES:

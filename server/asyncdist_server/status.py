@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 def describe(server: StoreServer) -> dict[str, Any]:
     """Return the server's version, address, process, age, connections, memory and journal."""
-    gate = server.gate
     return {
         "version": version(),
         "address": server.address,
@@ -24,8 +23,21 @@ def describe(server: StoreServer) -> dict[str, Any]:
         "connection_limit": server.config.limits.connections,
         "process_bytes": resident_bytes(),
         "durability": server.config.durability.name,
-        **({} if gate is None else {"journal_bytes": gate.journal_bytes, "commits": gate.statistics.commits}),
+        **_of_journal(server),
     }
+
+
+def stuck(server: StoreServer) -> dict[str, float]:
+    """Return for how long the journal has been stuck, nothing if it is not."""
+    stuck_s = 0.0 if server.gate is None else server.gate.stuck_s
+    return {"journal_stuck_s": round(stuck_s, 3)} if stuck_s else {}
+
+
+def _of_journal(server: StoreServer) -> dict[str, Any]:
+    gate = server.gate
+    if gate is None:
+        return {}
+    return {"journal_bytes": gate.journal_bytes, "commits": gate.statistics.commits, **stuck(server)}
 
 
 def resident_bytes() -> int:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,13 +18,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_kit import SocketClient
 from torch_wire_kit import SocketTorchClient
 
-from asyncdist_server import ServerConfig, StoreServer, serve
+from asyncdist_server import ServerConfig, StoreServer, group_commit, serve
 from asyncdist_server import messages as m
 from asyncdist_server.auth import AuthenticationError
+from asyncdist_server.batch import Batch
 from asyncdist_server.durability import parse_durability
 from asyncdist_server.group_commit import GroupCommit
 from asyncdist_server.http import MAX_HTTP_CONNECTIONS, names_this_host, serve_http
 from asyncdist_server.metrics import METRICS, PREFIX
+from asyncdist_server.sqlite_journal import SqliteJournal
 from asyncdist_server.torch_wire import Query
 
 DEADLINE_S = 60.0
@@ -260,6 +263,35 @@ async def test_a_journal_is_measured(tmp_path: Path) -> None:
         assert found["journal_failed", ()] == 0
         # The answer's time includes the commit it waited for.
         assert found["operation_seconds_sum", ("set",)] > 0
+
+
+async def test_a_journal_that_is_stuck_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_commit, "SLOW_COMMIT_S", 0.05)
+    hangs, goes_on = threading.Event(), threading.Event()
+    write = SqliteJournal.write
+
+    def stuck(journal: SqliteJournal, batch: Batch) -> None:
+        hangs.set()
+        goes_on.wait(DEADLINE_S)
+        write(journal, batch)
+
+    async with daemon(durability=parse_durability("durable"), data_dir=tmp_path / "data") as (server, address):
+        assert "journal_stuck_s" not in json.loads((await ask(address, "/readyz"))[1])
+        assert (await samples(address))["journal_stuck_seconds", ()] == 0
+        monkeypatch.setattr(SqliteJournal, "write", stuck)
+        coming = asyncio.ensure_future(asyncio.to_thread(SocketClient, server.port))
+        try:
+            await asyncio.to_thread(hangs.wait, DEADLINE_S)
+            await until(lambda: server.gate is not None and server.gate.stuck_s > 0)
+            for path in ("/readyz", "/healthz"):
+                status, body = await ask(address, path)
+                assert status == 200
+                assert json.loads(body)["journal_stuck_s"] >= 0.05
+            assert (await samples(address))["journal_stuck_seconds", ()] >= 0.05
+        finally:
+            goes_on.set()
+            (await coming).close()
+        assert "journal_stuck_s" not in json.loads((await ask(address, "/healthz"))[1])
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])

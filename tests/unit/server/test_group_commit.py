@@ -14,6 +14,7 @@ from journal_kit import MemoryJournal
 from torch_wire_kit import VALIDATE, blob, query
 
 from asyncdist.store import TCPStore
+from asyncdist.store.store_observer import StoreObserver
 from asyncdist_server import group_commit
 from asyncdist_server.batch import TAKEN
 from asyncdist_server.config import ServerConfig
@@ -127,6 +128,30 @@ async def test_a_commit_that_takes_long_is_told_while_it_does(
         made.disk.run_waiting()
         await write
         assert told("journal_goes_on")[0]["seconds"] >= 0.05
+
+
+async def test_who_only_looks_comes_and_is_answered_while_the_disk_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world() as made, made.store() as store:
+        await store.set("key", "old")
+        monkeypatch.setattr(group_commit, "SLOW_COMMIT_S", 0.05)
+        made.disk.slow = True
+        write = asyncio.ensure_future(store.set("key", "newer"))
+        await made.disk.came.wait()
+        async with (
+            asyncio.timeout(60),
+            StoreObserver("127.0.0.1", made.server.port, namespace="job") as observer,
+            StoreObserver("127.0.0.1", made.server.port, namespace="job") as other,
+        ):
+            while (status := await observer.status()).get("journal_stuck_s", 0) < 0.1:
+                pass
+            assert status["clients"] == 3
+            assert await other.waits() == []
+            assert not write.done()
+            made.disk.slow = False
+            made.disk.run_waiting()
+            await write
+            assert "journal_stuck_s" not in await observer.status()
+        assert made.server.engine.statistics()["clients_away"] == 0
 
 
 async def test_an_answer_waits_for_its_commit() -> None:

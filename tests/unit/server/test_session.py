@@ -25,6 +25,30 @@ def test_the_welcome_tells_incarnation_and_limits() -> None:
     assert welcome == (b"n" * 16, False, limits)
 
 
+@pytest.mark.parametrize(
+    "request_", [(m.GET, b"k", None), (m.SET, b"k", b"v"), (m.CHECK, [b"k"]), (m.WATCH, b"", None, 0), ([],), (19.5,)]
+)
+def test_who_only_looks_may_ask_for_nothing_else(engine: StoreEngine, request_: tuple[object, ...]) -> None:
+    """What it is told waits for no commit."""
+    client = MemoryClient(engine, client_id=m.OBSERVER_ID)
+    client.open()
+    assert client.ask((m.PING,)) == [(1, m.OK, None)]
+    assert client.ask(request_) == [(0, m.PROTOCOL, "a client that only looks may ask for nothing else")]
+    assert client.session.closing
+    assert engine.statistics()["keys"] == 0
+
+
+def test_many_may_look_and_none_is_remembered(engine: StoreEngine) -> None:
+    clients = [MemoryClient(engine, client_id=m.OBSERVER_ID) for _ in range(2)]
+    for client in clients:
+        assert not client.open().resumed
+    for client in clients:
+        assert client.ask((m.WAITS, True)) == [(1, m.OK, (0,))]
+        assert client.ask((m.STATUS,))[0][2]["clients"] > 0
+        client.session.close(0.0)
+    assert engine.statistics()["clients_away"] == 0
+
+
 def test_all_requests_of_one_read_are_answered_with_one_frame(engine: StoreEngine) -> None:
     client = MemoryClient(engine)
     client.open()
