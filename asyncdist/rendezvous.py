@@ -12,7 +12,7 @@ Keys, under `world/<group name>/`:
 | `<epoch>/picklers` | ranks that allow pickle, before they have joined | counter |
 | `<epoch>/ready` | one rank | the decision: the world id and what all allow, or why the world could not be formed |
 | `<epoch>/words/<rank>` | ranks that leave aborted groups behind | why, for whoever finds them gone |
-| `<epoch>/left`, `<epoch>/left/<rank>` | every rank | counter and flags of clean exits |
+| `<epoch>/left`, `<epoch>/left/<rank>` | every rank | counter and flags of exits: in order, or resigned |
 | `<epoch>/gone` | the last to leave | nobody needs the store any more |
 
 Where the store has leases, all of these keys vanish `WORLD_LINGER_S` after the last rank has left, or has been without
@@ -59,6 +59,9 @@ TELLERS: Final = 2
 """Ranks that say whom they wait for: rank 0, and where that is missing in a standing store, rank 1."""
 WORDS_LIMIT_S: Final = 0.5
 """How long asking for a leaver's last words may take: who is gone is to be named within a second."""
+LEFT: Final = b"1"
+RESIGNED: Final = b"2"
+"""What a goodbye says: its rank closed its group; or it could not be in the world, and its peers have lost it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,17 +208,23 @@ class Rendezvous:
         except (DistError, TimeoutError) as error:
             events.info("%s could not leave word in the store: %s", self._who, error)
 
-    async def words_of(self, rank: int) -> bytes:
-        """What `rank` has left to say; empty if nothing. Bounded; never raises a DistError."""
-        key = self._key(f"words/{rank}")
+    async def words_of(self, rank: int) -> tuple[bytes, bool]:
+        """What `rank` has left to say, empty if nothing, and whether it said goodbye.
+
+        Bounded; never raises a DistError.
+        """
+        words, goodbye = self._key(f"words/{rank}"), self._key(f"left/{rank}")
+        said = b""
         try:
             async with asyncio.timeout(WORDS_LIMIT_S):
-                return await self._store.get(key) if await self._store.check([key]) else b""
+                said = await self._store.get(words) if await self._store.check([words]) else b""
+                left = await self._store.check([goodbye]) and await self._store.get(goodbye) == LEFT
+                return said, left
         except (DistError, TimeoutError) as error:
             events.info("%s could not ask why rank %d is gone: %s", self._who, rank, error)
-            return b""
+            return said, False
 
-    async def leave(self) -> None:
+    async def leave(self, goodbye: bytes = LEFT) -> None:
         """Say goodbye; the last one to leave takes the epoch's keys away. Bounded; never raises a DistError."""
         self._published.clear()
         try:
@@ -225,7 +234,7 @@ class Rendezvous:
                 # Issued together, so answered together: who hosts the store may stop it after any of them. Nothing may
                 # follow, as closing the store would wait for its answer.
                 self._release()
-                flag = self._store.set(self._key(f"left/{self.rank}"), b"1")
+                flag = self._store.set(self._key(f"left/{self.rank}"), goodbye)
                 count = self._store.add(self._key("left"), 1)
                 await flag
                 if await count == self.world_size:
@@ -240,7 +249,7 @@ class Rendezvous:
         with contextlib.suppress(DistError, TimeoutError):
             async with asyncio.timeout(PUBLISH_LIMIT_S):
                 await self.publish(PeerAddress(""))
-        await self.leave()
+        await self.leave(RESIGNED)
 
     async def wait_for_goodbyes(self, lost: Collection[int]) -> None:
         """Wait, bounded, until every rank but the `lost` has said goodbye: for the rank that hosts the store."""

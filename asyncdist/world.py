@@ -236,16 +236,20 @@ class World:
             if len(parked) < room:
                 parked.append((rank, message))
 
-    async def hear_out(self, rank: int) -> None:
-        """`rank` takes no connection any more: hear, bounded, which groups it aborted before, and why."""
+    async def hear_out(self, rank: int) -> bool:
+        """`rank` takes no connection any more: hear, bounded, which groups it aborted before, and why.
+
+        Returns whether it said goodbye.
+        """
         if self._store_is_lost:
-            return
-        words = await self._rendezvous.words_of(rank)
+            return False
+        words, left = await self._rendezvous.words_of(rank)
         try:
             for payload in _split_words(rank, words):
                 self.control_received(rank, payload)
         except RemoteProtocolError as error:
             events.info("rank %d: %s", self.rank, error)
+        return left
 
     async def _leave_words(self) -> None:
         """Say in the store why groups were aborted: those who look for this rank only later find nobody to ask.

@@ -50,9 +50,9 @@ class BaseMesh:
         self.memory: HostMemory | None = None
         self.crowded = False
         """Whether ranks of this host share cores; to be set before there are connections."""
-        self.hear_out: Callable[[int], Awaitable[None]] | None = None
-        """Hears, bounded, what a rank that takes no connection any more has left to say; what waits for that rank fails
-        only then. To be set before there are connections."""
+        self.hear_out: Callable[[int], Awaitable[bool]] | None = None
+        """Hears, bounded, what a rank that takes no connection any more has left to say, and whether it left in order;
+        what waits for that rank fails only then. To be set before there are connections."""
         self._owner = owner
         self._any_source = AnySourceTable()
         self._dropped = DroppedGroups()
@@ -197,19 +197,23 @@ class BaseMesh:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _after_words(self, rank: int, then: Callable[[], None]) -> None:
-        """Call `then` once we have heard what `rank`, which was not met, has left to say: at once if nobody asks."""
+    def _after_words(self, rank: int, then: Callable[[bool], None]) -> None:
+        """Call `then` once we have heard what `rank`, which was not met, has left to say: at once if nobody asks.
+
+        It is told whether the rank is known to have left in order.
+        """
         if self.hear_out is None or self._closing:
-            then()
+            then(False)
         else:
             self._begin(self._hear_out(self.hear_out, rank, then), f"asyncdist words of rank {rank}")
 
     @staticmethod
-    async def _hear_out(hear_out: Callable[[int], Awaitable[None]], rank: int, then: Callable[[], None]) -> None:
+    async def _hear_out(hear_out: Callable[[int], Awaitable[bool]], rank: int, then: Callable[[bool], None]) -> None:
+        left = False
         try:
-            await hear_out(rank)
+            left = await hear_out(rank)
         finally:
-            then()
+            then(left)
 
     def _all_gone(self, ranks: Collection[int]) -> bool:
         """Whether nobody can send any more: all others of `ranks` are gone, and we never were a peer of our own."""

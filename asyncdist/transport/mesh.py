@@ -213,7 +213,7 @@ class Mesh(BaseMesh):
         if self._resolve_turn is None:
             self._resolve_turn = self._context.loop.call_soon(self._begin_resolving)
 
-    def link_not_met(self, rank: int, then: Callable[[], None]) -> None:
+    def link_not_met(self, rank: int, then: Callable[[bool], None]) -> None:
         """Hear what the rank has left to say, then go on."""
         self._after_words(rank, then)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any
 
 import numpy as np
 import pytest
 from group_kit import Group, outcome
+from jobs import free_port
 from mesh_world import PATIENCE_S, Done, eventually
 from punctual import assert_within, punctual
 from socket_world import socket_world, turns
@@ -127,7 +129,33 @@ async def test_who_left_in_order_is_named_at_once(transport: str, quick: Callabl
         error = await outcome(late.all_reduce(np.zeros(4)))
         assert isinstance(error, dist.PeerLostError)
         assert error.rank == 1
+        assert error.left
         assert_within(NAMED_S, time.monotonic() - start)
+
+
+async def test_a_survivor_that_has_gone_too_says_who_left_first_though_that_one_hosts_the_store(
+    quick: Callable[[str], None],
+) -> None:
+    """None of them has met another, so that all they know of each other is in the store of the first to leave."""
+    quick("unix")
+    where = f"tcp://127.0.0.1:{free_port()}"
+
+    async def join(rank: int) -> Group:
+        return await dist.init_process_group(init_method=where, rank=rank, world_size=3, timeout=10)
+
+    joining = [asyncio.create_task(join(rank), context=Context()) for rank in range(3)]
+    host, survivor, late = await asyncio.gather(*joining)
+    host.abort("the disk is full")
+    leaving = asyncio.create_task(host.close())  # it ends when the others have left
+    try:
+        await eventually(lambda: not host.world.mesh.statistics()["sockets"])
+        for group, peer in ((survivor, 0), (late, 1)):
+            error = await outcome(group.recv(np.zeros(1), peer))
+            assert isinstance(error, dist.GroupAbortedError), error
+            assert "rank 0 aborted the group: the disk is full" in str(error)
+            await group.close()
+    finally:
+        await asyncio.gather(survivor.close(), late.close(), leaving)
 
 
 @punctual

@@ -338,8 +338,8 @@ async def test_last_words_are_kept_as_long_as_somebody_may_ask() -> None:
         await asyncio.gather(*map(join, ranks))
         await ranks[0].leave_words(b"why")
         await ranks[0].leave()
-        assert await ranks[1].words_of(0) == b"why"
-        assert await ranks[1].words_of(1) == b""
+        assert await ranks[1].words_of(0) == (b"why", True)
+        assert await ranks[1].words_of(1) == (b"", False)
         await ranks[1].leave()
         assert not [key for key in await store.list_keys() if "words" in key]
 
@@ -359,8 +359,18 @@ async def test_last_words_are_bounded_in_time() -> None:
     start_s = loop.time()
     await rendezvous.leave_words(b"why")
     assert loop.time() - start_s == PUBLISH_LIMIT_S
-    assert await rendezvous.words_of(0) == b""
+    assert await rendezvous.words_of(0) == (b"", False)
     assert loop.time() - start_s == PUBLISH_LIMIT_S + WORDS_LIMIT_S
     await store.close()
     await rendezvous.leave_words(b"why")
-    assert await rendezvous.words_of(0) == b""
+    assert await rendezvous.words_of(0) == (b"", False)
+
+
+@virtually
+async def test_who_resigned_has_not_left_in_order() -> None:
+    async with HashStore() as store:
+        ranks = [Rendezvous(store, rank, 2) for rank in range(2)]
+        await asyncio.gather(*map(join, ranks))
+        await ranks[0].resign()
+        assert await ranks[0].has_left(0)
+        assert await ranks[1].words_of(0) == (b"", False)

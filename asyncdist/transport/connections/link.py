@@ -60,8 +60,11 @@ class LinkOwner(Protocol):
     def address_wanted(self, rank: int) -> None:
         """Look up where `rank` is; `Link.address_known` or `dial_failed` follows."""
 
-    def link_not_met(self, rank: int, then: Callable[[], None]) -> None:
-        """The peer takes no connection: call `then`, now or soon, which ends the link unless that is done or open."""
+    def link_not_met(self, rank: int, then: Callable[[bool], None]) -> None:
+        """The peer takes no connection: call `then`, now or soon, which ends the link unless that is done or open.
+
+        It is to be told whether the peer is known to have left in order.
+        """
 
     def link_open(self, rank: int) -> None:
         """A connection was confirmed; what was posted is about to be written."""
@@ -242,11 +245,11 @@ class Link:
 
     def dial_failed(self, error: Exception) -> None:
         """Nothing more will be tried."""
-        self._owner.link_not_met(self.rank, lambda: self._not_met(error))
+        self._owner.link_not_met(self.rank, lambda left: self._not_met(None if left else error))
 
     def dial_met_leaver(self) -> None:
         """The peer is leaving and wants no connection any more."""
-        self._owner.link_not_met(self.rank, lambda: self._not_met(None))
+        self._owner.link_not_met(self.rank, lambda _: self._not_met(None))
 
     def _not_met(self, error: Exception | None) -> None:
         if self.state is not LinkState.CONNECTING:  # it dialed us meanwhile, or the mesh is closed

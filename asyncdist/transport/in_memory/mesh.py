@@ -167,7 +167,7 @@ class MemoryMesh(BaseMesh):
 
     def link_refused(self, rank: int, left: bool) -> None:
         """`rank` has ended before a connection was made."""
-        self._after_words(rank, lambda: self._not_met(rank, left))
+        self._after_words(rank, lambda said_goodbye: self._not_met(rank, left or said_goodbye))
 
     def _not_met(self, rank: int, left: bool) -> None:
         if self._peers[rank].ended:
