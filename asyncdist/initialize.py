@@ -261,6 +261,8 @@ async def _join(
         await uninterrupted(rendezvous.resign())
         raise
     world.mesh = mesh
+    if world.rank_0_hosts and method.rank and source.owned and isinstance(source.store, TCPStore):
+        source.store.on_end = world.store_ended
     return world
 
 

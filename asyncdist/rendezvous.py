@@ -198,8 +198,11 @@ class Rendezvous:
         """Whether `rank` has said goodbye."""
         return await self._store.check([self._key(f"left/{rank}")])
 
-    async def leave_words(self, words: bytes) -> None:
-        """Publish what whoever finds this rank gone should know; before it is gone. Bounded; raises no DistError."""
+    async def leave_words(self, words: bytes) -> bool:
+        """Publish what whoever finds this rank gone should know; before it is gone. Bounded; raises no DistError.
+
+        Returns whether the store has it.
+        """
         key = self._key(f"words/{self.rank}")
         self._published[key] = words
         try:
@@ -207,6 +210,8 @@ class Rendezvous:
                 await self._store.set(key, words)
         except (DistError, TimeoutError) as error:
             events.info("%s could not leave word in the store: %s", self._who, error)
+            return False
+        return True
 
     async def words_of(self, rank: int) -> tuple[bytes, bool]:
         """What `rank` has left to say, empty if nothing, and whether it said goodbye.

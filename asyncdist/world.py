@@ -105,6 +105,8 @@ class World:
         self.tuning = DEFAULT_TUNING
         """What the choice of algorithms depends on: rank 0's, once it is known."""
         self.allow_pickle = met.allow_pickle
+        self.rank_0_hosts = met.options.get("rank 0 hosts") is True
+        """Whether rank 0 takes the store with it when it ends."""
         self.host = ""
         """What the ranks of this host, and no others, have in common."""
         self.pool = ScratchPool()
@@ -241,8 +243,6 @@ class World:
 
         Returns whether it said goodbye.
         """
-        if self._store_is_lost:
-            return False
         words, left = await self._rendezvous.words_of(rank)
         try:
             for payload in _split_words(rank, words):
@@ -251,18 +251,20 @@ class World:
             events.info("rank %d: %s", self.rank, error)
         return left
 
-    async def _leave_words(self) -> None:
+    async def _leave_words(self) -> bool:
         """Say in the store why groups were aborted: those who look for this rank only later find nobody to ask.
 
-        Where there is time, before connections are refused: whoever comes meanwhile is told over them.
+        Where there is time, before connections are refused: whoever comes meanwhile is told over them. Returns whether
+        the store was there.
         """
-        if self._aborts and not self._store_is_lost:
-            await self._rendezvous.leave_words(_join_words([payload for _, payload in self._aborts]))
+        if not self._aborts:
+            return True
+        return await self._rendezvous.leave_words(_join_words([payload for _, payload in self._aborts]))
 
-    @property
-    def _store_is_lost(self) -> bool:
-        """Whether the store is gone with its host."""
-        return bool(self.options.get("rank 0 hosts")) and 0 in self.lost
+    def store_ended(self, in_order: bool) -> None:
+        """The store that rank 0 hosts is gone: unless it was stopped `in_order`, rank 0 was lost with it."""
+        if not (in_order or self.closed):
+            self.lost_elsewhere(0, PeerLostError(f"rank {self.rank} lost rank 0: the store that it hosts is gone", 0))
 
     async def close(self) -> None:
         """Leave: flush, say goodbye to every peer and in the store, stop hosting. Bounded."""
@@ -270,9 +272,9 @@ class World:
             return
         self.closed = True
         try:
-            await self._leave_words()
+            answers = await self._leave_words()
             await self.mesh.close(LEAVE_LIMIT_S)
-            if not self._store_is_lost:
+            if answers or not self.rank_0_hosts:
                 await self._rendezvous.leave()
             if self._source.server is not None:
                 await self._rendezvous.wait_for_goodbyes(self.lost)

@@ -19,7 +19,7 @@ from asyncdist.store.lookout import Lookout
 from asyncdist.store.reply import TAKING, WAITING, Reply, describe, end_quietly, settle, timeout_ms, undoing
 from asyncdist_server import messages
 
-__all__ = ["EXPIRY_GRACE_S", "Pipeline"]
+__all__ = ["EXPIRY_GRACE_S", "Pipeline", "StoppingError"]
 
 EXPIRY_GRACE_S: Final = 1.0
 """The daemon ends a wait on time and says which keys are missing; this long after, the client ends it by itself."""
@@ -29,6 +29,10 @@ GIVE_BACK_PAUSE_S: Final = 0.5
 
 FRAME_REQUESTS: Final = 4096
 """Most requests in a frame: with keys of the longest kind, half of the longest frame."""
+
+
+class StoppingError(ConnectionResetError):
+    """The daemon says that it stops, in order."""
 
 
 class Pipeline:
@@ -168,7 +172,7 @@ class Pipeline:
     def on_replies(self, payload: bytes | memoryview) -> None:
         """Take a frame of replies. Raises ProtocolError for one that breaks the contract, or that says that we did.
 
-        Raises ConnectionResetError for the last one of a daemon that stops.
+        Raises StoppingError for the last one of a daemon that stops.
         """
         replies = messages.decode_replies(payload)
         self._received += 1
@@ -177,7 +181,7 @@ class Pipeline:
             reply = pending.pop(request_id, None)
             if reply is None:
                 if request_id == 0 and code == messages.STOPPING:
-                    raise ConnectionResetError(str(value))
+                    raise StoppingError(str(value))
                 if request_id == 0:
                     raise messages.ProtocolError(f"it says: {value}")
                 continue

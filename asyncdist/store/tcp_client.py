@@ -17,7 +17,7 @@ from asyncdist.events import emit, info, tracing
 from asyncdist.loop import prepare_fork
 from asyncdist.store.coordinating_store import CoordinatingStore
 from asyncdist.store.fork_safety import close_in_forked_child
-from asyncdist.store.pipeline import Pipeline
+from asyncdist.store.pipeline import Pipeline, StoppingError
 from asyncdist.store.reply import Reply
 from asyncdist.store.store_connection import Connection, StoreRefusedError, Trouble, client_name, dial
 from asyncdist.store.tls_config import TLSConfig
@@ -62,6 +62,9 @@ class TCPClient(CoordinatingStore):
         self.host = host
         self.port = port
         self.on_incarnation_change = on_incarnation_change
+        self.on_end: Callable[[bool], None] | None = None
+        """Of a daemon that ends with a process, and comes back no more. Once nobody listens there after the connection
+        was lost, requests fail at once, and this is called with whether the daemon has said that it stops."""
         self._token = token
         self._tls = tls
         self._context = context
@@ -75,6 +78,7 @@ class TCPClient(CoordinatingStore):
         self._watch_at = math.inf
         self._backoff_s = FIRST_BACKOFF_S
         self._lost = ""  # why the last connection was, for people
+        self._stopped = False
         self._closed = False
         self._closing: asyncio.Future[None] | None = None
 
@@ -234,6 +238,9 @@ class TCPClient(CoordinatingStore):
                 if not trouble.text or loop.time() < deadline:  # a try cut short at the end says less than those before
                     trouble.note("it does not answer")
             except OSError as error:
+                if self.on_end is not None and isinstance(error, ConnectionRefusedError):
+                    loop.call_soon(self.on_end, self._stopped)
+                    return DistStoreError(f"{self._where}: it has ended with the process that hosted it{self._lost}")
                 if trouble.note_error(error):
                     info("%s: %s; still trying", self._where, trouble)
             if tracing("store"):
@@ -275,6 +282,7 @@ class TCPClient(CoordinatingStore):
         assert self._pipeline is not None
         self._connection = None
         self._lost = f" (before: {error})"
+        self._stopped = isinstance(error, StoppingError)
         self._pipeline.on_lost()
         if tracing("store"):
             emit("store", "connection_lost", where=self._where, error=error)

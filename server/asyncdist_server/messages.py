@@ -12,8 +12,8 @@ A frame carries everything one turn of the sender's loop produced, so that the c
 requests. Requests are pipelined without limit but `Limits.in_flight`; each gets exactly one reply, blocked ones later
 than those behind them. A request id is an integer in 1..2**63-1 that its client never uses for anything else, on any
 connection; retrying a request means sending it again under its old id. Reply id 0 speaks of the connection: a
-protocol error, told just before the server closes it; or `STOPPING`, told to a client that waits for something: the
-connection is lost as any other may be, and what it carried is to be retried.
+protocol error, told just before the server closes it; or `STOPPING`, told to every client of a daemon that stops in
+order: the connection is lost as any other may be, and what it carried is to be retried.
 
 Exactly once. The daemon remembers the reply of every mutation, and of every WATCH without a revision, until it knows
 that the client has it:

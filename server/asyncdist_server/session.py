@@ -206,8 +206,8 @@ class Session:
         self._stop(detail or refusal.name.lower().replace("_", " "))
 
     def say_stopping(self) -> None:
-        """Tell a client that waits for something that the daemon stops; the others notice when they ask again."""
-        if self._client is not None and self._client.blocked and not self.closing:
+        """Tell the client that the daemon stops in order."""
+        if self._client is not None and not self.closing:
             self._replies.append((0, STOPPING, "the daemon is stopping"))
 
     def close(self, now: float) -> None:

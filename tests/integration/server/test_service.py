@@ -141,7 +141,7 @@ def test_a_drain_ends_by_itself(start: Callable[..., Daemon]) -> None:
     assert events(errors)[-1]["cut"] == 1
 
 
-def test_who_waits_is_told_and_who_does_not_just_leaves(start: Callable[..., Daemon]) -> None:
+def test_who_waits_is_told_and_who_does_not_as_well(start: Callable[..., Daemon]) -> None:
     daemon = start()
     with SocketClient(daemon.port) as waits, SocketClient(daemon.port, client_id=b"another-01234567") as idle:
         waits.send((m.GET, b"never", None), (m.PING,))
@@ -149,6 +149,7 @@ def test_who_waits_is_told_and_who_does_not_just_leaves(start: Callable[..., Dae
         idle.ask(m.PING)
         daemon.process.send_signal(signal.SIGTERM)
         assert waits.reply() == (0, m.STOPPING, "the daemon is stopping")
+        assert idle.reply() == (0, m.STOPPING, "the daemon is stopping")
         assert idle.closed_by_daemon()
         assert waits.closed_by_daemon()
 
