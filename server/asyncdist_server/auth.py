@@ -141,11 +141,17 @@ def load_token(environ: Mapping[str, str]) -> str | None:
     token = environ.get("ASYNCDIST_TOKEN")
     if token:
         return check_token(token.strip())
-    path = environ.get("ASYNCDIST_TOKEN_FILE")
+    path = token_file(environ)
     try:
-        return read_token_file(Path(path)) if path else None
+        return read_token_file(path) if path else None
     except OSError as error:
-        raise OSError(error.errno, f"ASYNCDIST_TOKEN_FILE: {error.strerror}", path) from None
+        raise OSError(error.errno, f"ASYNCDIST_TOKEN_FILE: {error.strerror}", str(path)) from None
+
+
+def token_file(environ: Mapping[str, str]) -> Path | None:
+    """Return the file that `load_token` reads, None if it reads none."""
+    path = environ.get("ASYNCDIST_TOKEN_FILE")
+    return Path(path) if path and not environ.get("ASYNCDIST_TOKEN") else None
 
 
 def read_token_file(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Final
 
 import click
 
-from asyncdist_server import failpoints
+from asyncdist_server import auth, failpoints
 from asyncdist_server.auth import load_token, read_token_file
 from asyncdist_server.busy_poll import DEFAULT_BUSY_POLL_US
 from asyncdist_server.config import (
@@ -149,10 +149,12 @@ def main(
     _warn_of_unknown_variables()
     try:
         token = read_token_file(token_file) if token_file else load_token(os.environ)
+        token_file = token_file or auth.token_file(os.environ)
         config = ServerConfig(
             host=host,
             port=port,
             token=token,
+            token_file=token_file,
             insecure_no_auth=insecure_no_auth,
             tls_cert=tls_cert,
             tls_key=tls_key,

@@ -9,7 +9,7 @@ import ssl
 from pathlib import Path
 from typing import Final
 
-from asyncdist_server.auth import HANDSHAKE_TIMEOUT_S, check_token
+from asyncdist_server.auth import HANDSHAKE_TIMEOUT_S, check_token, read_token_file
 from asyncdist_server.busy_poll import MAX_BUSY_POLL_US
 from asyncdist_server.durability import MAX_JOURNALED_VALUE_BYTES, MEMORY, Durability
 from asyncdist_server.messages import FRAME_SLACK_BYTES, MAX_KEY_BYTES, Limits
@@ -40,6 +40,8 @@ class ConfigError(ValueError):
 class ServerConfig:
     """Settings of one daemon. Port 0 picks a free port; `http_port` None means no HTTP.
 
+    `token` is what clients must prove, None for nothing. `token_file` is where it was read, if it may change there.
+
     `torch` lets clients of torch.distributed's TCPStore use the same port, each of `torch_ports` is one more port with
     keys of its own for them. They cannot prove a token: they are served on loopback, elsewhere only with
     `torch_insecure_no_auth`. Their keys are removed `torch_linger_s` after the last client has left.
@@ -58,6 +60,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     token: str | None = dataclasses.field(default=None, repr=False)
+    token_file: Path | None = None
     insecure_no_auth: bool = False
     http_host: str = "127.0.0.1"
     http_port: int | None = None
@@ -123,6 +126,13 @@ class ServerConfig:
             raise ConfigError("with durability memory nothing is kept in a data directory: give --durability durable")
         if self.durability.journaled and self.limits.value_bytes > MAX_JOURNALED_VALUE_BYTES:
             raise ConfigError(f"values that are kept on disk may have at most {MAX_JOURNALED_VALUE_BYTES} bytes")
+
+    def read_token(self) -> str | None:
+        """Read the token's file, None without one; raises `ConfigError` naming the file and what is wrong."""
+        try:
+            return None if self.token_file is None else read_token_file(self.token_file)
+        except (OSError, ValueError) as error:
+            raise ConfigError(str(error)) from None
 
     def tls_context(self) -> ssl.SSLContext | None:
         """Read the files for TLS, None without TLS; raises `ConfigError` naming the file that is wrong."""

@@ -37,9 +37,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: StoreServer) -> None:
         self._server = server
         self._loop = asyncio.get_running_loop()
-        self._session: Session | TorchSession = Session(
-            server.engine, server.config.token, self._has_output, server.encoder
-        )
+        self._session: Session | TorchSession = Session(server.engine, server.token, self._has_output, server.encoder)
         self._transport: asyncio.Transport | None = None
         self.descriptor = -1
         self._timer: asyncio.TimerHandle | None = None  # handshake, stall or close, whichever runs

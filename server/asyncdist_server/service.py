@@ -34,7 +34,7 @@ async def run_until_signalled(config: ServerConfig) -> None:
         loop.add_signal_handler(signal_number, _on_signal, server, stop, signal_number)
     for signal_number in (signal.SIGUSR1, signal.SIGUSR2):
         loop.add_signal_handler(signal_number, _ignore, server, signal_number)
-    if config.tls_cert is not None or not sys.stdin or not sys.stdin.isatty():  # else a terminal that closes ends it
+    if _reloads(config) or not sys.stdin or not sys.stdin.isatty():  # else a terminal that closes ends it
         loop.add_signal_handler(signal.SIGHUP, _reload, server)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(notifier.close)
@@ -137,14 +137,27 @@ def _say_ready(server: StoreServer, http: str | None, wanted: int) -> None:
         os.close(nothing)
 
 
+def _reloads(config: ServerConfig) -> bool:
+    """Whether there is anything that `_reload` reads."""
+    return config.tls_cert is not None or config.token_file is not None
+
+
 def _reload(server: StoreServer) -> None:
-    """Use renewed certificates from now on, without a restart; those that do not fit change nothing."""
-    if server.config.tls_cert is None:
-        server.events.info("nothing_to_reload", reason="without TLS; all other options count from the next start")
-        return
-    try:
-        server.reload_certificates()
-    except ConfigError as error:
-        server.events.error("certificates_kept", reason=str(error))
-    else:
-        server.events.info("certificates_read")
+    """Use a new token and renewed certificates from now on, without a restart; what does not fit changes nothing."""
+    if not _reloads(server.config):
+        reason = "without TLS and without a file with the token; all other options count from the next start"
+        server.events.info("nothing_to_reload", reason=reason)
+    if server.config.token_file is not None:
+        try:
+            server.reload_token()
+        except ConfigError as error:
+            server.events.error("token_kept", reason=str(error))
+        else:
+            server.events.info("token_read")
+    if server.config.tls_cert is not None:
+        try:
+            server.reload_certificates()
+        except ConfigError as error:
+            server.events.error("certificates_kept", reason=str(error))
+        else:
+            server.events.info("certificates_read")

@@ -83,6 +83,57 @@ def test_a_token_of_the_environment_or_a_file_is_required_of_clients(
         assert token not in errors
 
 
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_a_changed_token_is_read_on_a_signal(start: Callable[..., Daemon], tmp_path: Path, how: str) -> None:
+    path, old, new = tmp_path / "token", new_token(), new_token()
+    path.write_text(old + "\n")
+    if how == "option":
+        daemon = start("--token-file", str(path))
+    else:
+        daemon = start(env=environment(ASYNCDIST_TOKEN_FILE=str(path)))
+
+    def admits(token: str) -> bool:
+        try:
+            SocketClient(daemon.port, token, client_id=b"another-01234567").close()
+        except AuthenticationError as error:
+            assert "tokens of client and server differ" in str(error)
+            return False
+        return True
+
+    with SocketClient(daemon.port, old) as before:
+        path.write_text(new + "\n")
+        assert admits(old)
+        daemon.process.send_signal(signal.SIGHUP)
+        deadline = time.monotonic() + DEADLINE_S
+        while not admits(new):
+            assert time.monotonic() < deadline
+        for break_it in (lambda: path.write_text("short"), path.unlink):
+            break_it()
+            daemon.process.send_signal(signal.SIGHUP)
+            assert admits(new)
+            assert not admits(old)
+        before.ask(m.PING)
+    code, _, errors = daemon.end()
+    assert code == 0
+    assert "token_read" in errors
+    assert f"{path}: the token has 5 characters" in errors
+    assert f"No such file or directory: '{path}'" in errors
+    assert old not in errors
+    assert new not in errors
+
+
+def test_a_token_in_the_environment_stays_until_the_next_start(start: Callable[..., Daemon], tmp_path: Path) -> None:
+    token = new_token()
+    (tmp_path / "token").write_text(new_token())
+    daemon = start(env=environment(ASYNCDIST_TOKEN=token, ASYNCDIST_TOKEN_FILE=str(tmp_path / "token")))
+    daemon.process.send_signal(signal.SIGHUP)
+    with SocketClient(daemon.port, token) as client:
+        client.ask(m.PING)
+    code, _, errors = daemon.end()
+    assert code == 0
+    assert "nothing_to_reload" in errors
+
+
 def test_options_come_from_the_environment(start: Callable[..., Daemon]) -> None:
     daemon = start(env=environment(ASYNCDIST_SERVER_MAX_VALUE_BYTES="4"))
     with SocketClient(daemon.port) as client:
