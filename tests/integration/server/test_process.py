@@ -19,7 +19,7 @@ from punctual import assert_within, punctual
 from server_kit import SocketClient
 
 from asyncdist_server import messages as m
-from asyncdist_server.auth import AuthenticationError, new_token
+from asyncdist_server.auth import AuthenticationError, Refusal, new_token
 from asyncdist_server.descriptors import SPARE_DESCRIPTORS
 from asyncdist_server.version import version
 
@@ -96,8 +96,7 @@ def test_a_changed_token_is_read_on_a_signal(start: Callable[..., Daemon], tmp_p
         try:
             SocketClient(daemon.port, token, client_id=b"another-01234567").close()
         except AuthenticationError as error:
-            assert "tokens of client and server differ" in str(error)
-            return False
+            return error.refusal is not Refusal.WRONG_TOKEN
         return True
 
     with SocketClient(daemon.port, old) as before:
