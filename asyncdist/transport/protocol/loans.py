@@ -131,9 +131,10 @@ class Loans:
         self._connection.tell(pack_header(Kind.MAPPED, length=number))
 
     def on_unmap(self, number: int) -> None:
-        """UNMAP: the segment goes with the last view of it. It may never have been mapped."""
-        if self._borrowed.pop(number, None) is None:
+        """UNMAP: the segment goes with the last view of it. It may never have been mapped, or not be read yet."""
+        if number not in self._borrowed:
             self._connection.forsake(number)
+        self._borrowed.pop(number, None)
 
     def borrow(self, number: int, offset: int, length: int) -> memoryview:
         """Memory of the peer. Raises RemoteProtocolError if it has not offered that."""

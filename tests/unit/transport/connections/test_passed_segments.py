@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from mesh_world import Done, Rank, eventually, open_fds, received, world
 
@@ -13,6 +14,7 @@ from asyncdist.transport.connections.shm import ShmConnection
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.protocol.frame import pack_key
 from asyncdist.transport.protocol.matching import Receive
+from asyncdist.transport.shared_memory.arrays import ARENA_BYTES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
 
@@ -79,3 +81,21 @@ async def test_a_segment_asked_for_while_reading_what_a_lost_rank_has_sent() -> 
         with pytest.raises(PeerLostError):
             await received(third)
         await eventually(lambda: other.lost)
+
+
+async def test_an_arena_that_is_gone_before_it_was_mapped_is_not_kept() -> None:
+    """The ring overtakes the socket: that the arena is gone may be read before the arena itself."""
+    async with world(2, "shm") as made:
+        one, other = made.ranks
+        memory, connection = await meet(one, other)
+        loans = memory.connections[1].loans
+        for _ in range(3):
+            array = memory.arrays.empty((ARENA_BYTES + 1,), np.dtype(np.uint8))
+            assert array is not None
+            assert loans.lend(memoryview(array)) is None
+            del array
+            memory.arrays._reclaim()
+            connection._poll()
+            assert not connection.loans._borrowed
+        one.send(1, b"after that", tag=1)
+        assert await received(other.receive(0, tag=1)) == b"after that"
