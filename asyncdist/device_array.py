@@ -48,9 +48,6 @@ class DeviceArray:
         "contiguous",
         "device",
         "dtype",
-        "itemsize",
-        "nbytes",
-        "ndim",
         "ordered",
         "owner",
         "pointer",
@@ -82,10 +79,22 @@ class DeviceArray:
         self.owner = owner
         self.stream = stream
         self.ordered = ordered
-        self.ndim = len(shape)
         self.size = math.prod(shape)
-        self.itemsize = dtype.itemsize
-        self.nbytes = self.size * dtype.itemsize
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions."""
+        return len(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.dtype.itemsize
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -98,7 +107,7 @@ class DeviceArray:
 
     def flat(self) -> DeviceArray:
         """The same memory, which must be contiguous, as one dimension."""
-        return self if self.ndim == 1 else self._run(self.pointer, self.size)
+        return self if len(self.shape) == 1 else self._run(self.pointer, self.size)
 
     def _run(self, pointer: int, size: int) -> DeviceArray:
         return DeviceArray(

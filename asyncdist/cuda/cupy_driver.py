@@ -13,7 +13,7 @@ from cupy.cuda import runtime
 from asyncdist.cuda.provider import DRIVER_LIBRARY
 from asyncdist.errors import DistBackendError
 
-__all__ = ["address_range", "call", "calling", "close_ipc", "device_uuid"]
+__all__ = ["address_range", "call", "calling", "close_ipc", "device_uuid", "failed"]
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class calling:
                 if self._before != device:
                     runtime.setDevice(device)
             except Exception as error:
-                raise _failed(self._what, error) from error
+                raise failed(self._what, error) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -52,7 +52,7 @@ class calling:
                 error = error or failure
         # CUDARuntimeError, CUDADriverError, NcclError, KeyError for codes that cupy does not know
         if isinstance(error, Exception) and not isinstance(error, DistBackendError):
-            raise _failed(self._what, error) from error
+            raise failed(self._what, error) from error
 
 
 def call(what: str, device: int, function: Callable[..., T], *arguments: Any) -> T:
@@ -65,12 +65,13 @@ def call(what: str, device: int, function: Callable[..., T], *arguments: Any) ->
         if runtime.getDevice() == device:
             return function(*arguments)
     except Exception as error:
-        raise _failed(what, error) from error
+        raise failed(what, error) from error
     with calling(what, device):
         return function(*arguments)
 
 
-def _failed(what: str, error: BaseException) -> DistBackendError:
+def failed(what: str, error: BaseException) -> DistBackendError:
+    """What cupy raised while `what` was being done, as ours."""
     return DistBackendError(f"{what} failed: {error if str(error) else type(error).__name__}")
 
 

@@ -165,7 +165,8 @@ class _Communicator(Communicator):
 
     def _issue(self, what: str, function: Callable[..., object], *arguments: Any) -> None:
         """NCCL launches on the thread's current device, which must be the communicator's."""
-        self._check()
+        if self._state != "open":
+            self._check()
         call(what, self.device, function, *arguments)
 
     def _check(self) -> None:

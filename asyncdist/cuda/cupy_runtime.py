@@ -16,7 +16,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from asyncdist.cuda.cupy_driver import address_range, call, calling, close_ipc, device_uuid
+from asyncdist.cuda.cupy_driver import address_range, call, calling, close_ipc, device_uuid, failed
 from asyncdist.cuda.interface import MAX_SOURCES, Event, Memory, Pinned, Runtime, Stream
 from asyncdist.cuda.kernels import OPTIONS, PACK_BYTES, reduce_source, scale_source
 from asyncdist.errors import DistBackendError
@@ -163,12 +163,16 @@ class CupyRuntime(Runtime):
             return _Stream(runtime.streamCreateWithFlags(runtime.streamNonBlocking), device, owned=True)
 
     def current_stream(self, device: int) -> Stream:
-        """See Runtime."""
-        return _Stream(call("cupy.cuda.get_current_stream", device, cupy.cuda.get_current_stream).ptr, device)
+        """See Runtime. cupy remembers it by thread and device, so the current device does not matter."""
+        try:
+            handle = cupy.cuda.get_current_stream(device).ptr
+        except Exception as error:
+            raise failed("cupy.cuda.get_current_stream", error) from error
+        return _others_stream(handle, device)
 
     def external_stream(self, handle: int, device: int) -> Stream:
         """See Runtime."""
-        return _Stream(handle, device)
+        return _others_stream(handle, device)
 
     def new_event(self, device: int) -> Event:
         """See Runtime."""
@@ -289,6 +293,12 @@ class CupyRuntime(Runtime):
 def _words(numbers: Sequence[int]) -> tuple[np.uint64, ...]:
     """Pointers and counts as cupy passes 64-bit arguments."""
     return tuple(np.uint64(number) for number in numbers)
+
+
+@lru_cache(maxsize=64)
+def _others_stream(handle: int, device: int) -> _Stream:
+    """One that is not ours knows no more than these, so it does not matter whose it is by now."""
+    return _Stream(handle, device)
 
 
 @lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 import msgpack
 
@@ -29,7 +29,7 @@ from asyncdist.backend.device.host_exchange import HostExchange
 from asyncdist.backend.device.path import DevicePath, Member, OnEnd, Surroundings
 from asyncdist.backend.device.paths import PATHS, choose_path, member_of, several_gpus_refusal
 from asyncdist.backend.device.questions import Questions
-from asyncdist.backend.device.streams import EventPool, arrays_of_call, ready_after
+from asyncdist.backend.device.streams import EventPool, arrays_of_call, devices_of_call, ready_after
 from asyncdist.backend.device.tail import Tail
 from asyncdist.backend.device.threads import stay_on
 from asyncdist.cuda import Provider
@@ -139,7 +139,7 @@ class DeviceBackend(GroupBackend):
         """Raise TypeError or ValueError for a call on GPU arrays that cannot be carried out."""
         if call.device == self.device and (call.collective, call.dtype, call.op) in self._carried and not call.members:
             return
-        device, devices = call.device, _devices(call)
+        device, devices = call.device, devices_of_call(call)
         assert device is not None
         for number in devices:
             if not 0 <= number < self._count:
@@ -163,17 +163,18 @@ class DeviceBackend(GroupBackend):
 
     def bind(self, device: int) -> None:
         """Use this GPU, and open what its first operation needs; nothing is said about the operation."""
-        self.device = device
-        stay_on(self.provider.runtime, device)
+        self._use(device)
         self._bound = True
         self._opening = self._loop.create_task(self._open((device,)), name="open a path for GPU arrays")
 
+    def _use(self, device: int) -> None:
+        self.device = device
+        stay_on(self.provider.runtime, device)
+
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
         """Begin `call`, at once if the path is known."""
-        devices = _devices(call)
-        if self.device is None and len(devices) == 1:
-            self.device = devices[0]
-            stay_on(self.provider.runtime, devices[0])
+        if self.device is None and len(devices := devices_of_call(call)) == 1:
+            self._use(devices[0])
         self.mark_ready(call)
         work.on_device = Tail(self.provider.runtime, work.operation, work.number)
         work._spinner = self._spinner
@@ -189,7 +190,7 @@ class DeviceBackend(GroupBackend):
             return
         self._waiting[key] = (call, work, on_end)
         if self._opening is None:
-            self._opening = self._loop.create_task(self._open(devices), name="open a path for GPU arrays")
+            self._opening = self._loop.create_task(self._open(devices_of_call(call)), name="open a path for GPU arrays")
 
     def when_idle(self, callback: Callable[[], object]) -> None:
         """Call `callback` once nothing that has been issued so far is under way; now, if nothing is."""
@@ -202,7 +203,6 @@ class DeviceBackend(GroupBackend):
         entry = self._under_way.pop(work.key, None)
         if entry is not None:
             self._moved_s = self._loop.time()
-            self._questions.forget(work.key)
             entry[1](work, error)
             if self._idle:
                 self._became_idle()
@@ -332,7 +332,6 @@ class DeviceBackend(GroupBackend):
         """Forget one operation, or one never to come."""
         self._waiting.pop((tag, sequence), None)
         self._under_way.pop((tag, sequence), None)
-        self._questions.forget((tag, sequence))
         if self._path is not None:
             self._path.drop(tag, sequence)
         self._became_idle()
@@ -341,7 +340,6 @@ class DeviceBackend(GroupBackend):
         """Forget every operation; what runs on the GPU is ended from a thread, and arrays are kept until it has."""
         self._waiting.clear()
         self._under_way.clear()
-        self._questions.clear()
         self._idle.clear()
         if self._opening is not None:
             self._opening.cancel()
@@ -372,10 +370,3 @@ class DeviceBackend(GroupBackend):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _devices(call: Call) -> tuple[Any, ...]:
-    """The GPUs of a call's arrays: one, but for the multi-device forms."""
-    if not call.members:
-        return (call.device,)
-    return tuple(dict.fromkeys(member.device for member in call.members))

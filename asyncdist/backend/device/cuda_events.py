@@ -76,7 +76,7 @@ class Completions:
         self._set_device = set_device
         self._lines: dict[object, _Line] = {}
         self._looking = False
-        self._polled: set[object] = set()
+        self._polled: set[_Line] = set()
 
     def add(self, line: object, events: Sequence[Event], callback: Callback, keep_alive: object = None) -> None:
         """Call `callback(None)` on the loop once all `events` are done, or `callback(error)` if asking for it fails.
@@ -87,12 +87,17 @@ class Completions:
         found = self._lines.get(line)
         if found is None:
             found = self._lines[line] = _Line()
-        found.entries.append(_Entry(events, callback, keep_alive))
+        entries = found.entries
+        entries.append(_Entry(events, callback, keep_alive))
         if found.waiting:
             assert found.waiter is not None
-            found.waiter.add(found.entries[-1])
-        elif len(found.entries) == 1:
-            self._look_at(line, found)
+            found.waiter.add(entries[-1])
+        elif len(entries) == 1:
+            found.looked_since_s = time.perf_counter()
+            self._polled.add(found)
+            if not self._looking:
+                self._looking = True
+                self._loop.call_soon(self._look)
 
     def close(self) -> None:
         """Tell nobody anything more, and let the threads end. What entries keep alive is kept until they are done."""
@@ -111,9 +116,9 @@ class Completions:
     def drop(self, line: object) -> list[object]:
         """Forget a line, telling nobody; returns what it kept alive, to be kept until the GPU is through with it."""
         found = self._lines.pop(line, None)
-        self._polled.discard(line)
         if found is None:
             return []
+        self._polled.discard(found)
         kept: list[object] = [(entry.events, entry.keep_alive) for entry in found.entries]
         found.entries.clear()
         if found.waiter is not None:
@@ -125,18 +130,7 @@ class Completions:
     def look(self) -> None:
         """Look once at all that a thread does not wait for; calls back whoever's has ended."""
         for line in tuple(self._polled):
-            found = self._lines.get(line)
-            if found is None:
-                self._polled.discard(line)
-            else:
-                self._look_once(line, found)
-
-    def _look_at(self, line: object, found: _Line) -> None:
-        found.looked_since_s = time.perf_counter()
-        self._polled.add(line)
-        if not self._looking:
-            self._looking = True
-            self._loop.call_soon(self._look)
+            self._look_once(line)
 
     def _look(self) -> None:
         self.look()
@@ -145,54 +139,48 @@ class Completions:
         else:
             self._looking = False
 
-    def _look_once(self, line: object, found: _Line) -> None:
-        entries = found.entries
-        before = len(entries)
-        while entries and not found.waiting:
+    def _look_once(self, line: _Line) -> None:
+        entries = line.entries
+        ended = False
+        while entries and not line.waiting:
             try:
                 if not entries[0].done():
                     break
             except Exception as error:
-                self._end(found, error)
-                continue
-            self._end(found, None)
-        if self._lines.get(line) is not found:
-            return  # a callback dropped it, and perhaps made it anew
-        if not entries:
+                entries.popleft().callback(error)
+            else:
+                entries.popleft().callback(None)
+            ended = True
+        if not entries:  # or a callback has dropped it
             self._polled.discard(line)
             return
         now_s = time.perf_counter()
-        if len(entries) < before:
-            found.looked_since_s = now_s
-        elif now_s - found.looked_since_s > found.poll_s:
-            found.poll_s = POLL_S
+        if ended:
+            line.looked_since_s = now_s
+        elif now_s - line.looked_since_s > line.poll_s:
+            line.poll_s = POLL_S
             self._polled.discard(line)
-            found.waiting = True
-            if found.waiter is None:
+            line.waiting = True
+            if line.waiter is None:
                 own = partial(self._set_device, entries[0].events[0].device)
-                found.waiter = _Waiter(self._loop, own, lambda ended: self._waited(line, ended))
+                line.waiter = _Waiter(self._loop, own, partial(self._waited, line))
             for entry in entries:
-                found.waiter.add(entry)
-
-    def _end(self, found: _Line, error: BaseException | None) -> None:
-        entry = found.entries.popleft()
-        entry.callback(error)
+                line.waiter.add(entry)
 
     # Waiting in a thread.
 
-    def _waited(self, line: object, ended: Sequence[tuple[_Entry, BaseException | None]]) -> None:
+    @staticmethod
+    def _waited(line: _Line, ended: Sequence[tuple[_Entry, BaseException | None]]) -> None:
         """On the loop: these have ended, in order."""
-        found = self._lines.get(line)
-        if found is None:
-            return  # dropped meanwhile
-        if time.perf_counter() - found.looked_since_s < LONGER_POLL_S:
-            found.poll_s = LONGER_POLL_S
+        if time.perf_counter() - line.looked_since_s < LONGER_POLL_S:
+            line.poll_s = LONGER_POLL_S
         for entry, error in ended:
-            if not found.entries or found.entries[0] is not entry:
-                return  # the line was dropped, by a callback perhaps, and made anew
-            self._end(found, error)
-        if not found.entries:
-            found.waiting = False  # the next operation may be a short one
+            if not line.entries:
+                return  # it was dropped, by a callback perhaps
+            line.entries.popleft()
+            entry.callback(error)
+        if not line.entries:
+            line.waiting = False  # the next operation may be a short one
 
 
 class _Waiter:

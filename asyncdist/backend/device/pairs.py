@@ -282,7 +282,7 @@ class _Line:
         own = around.mesh.rank
         ranks = (self._peer, own) if receiving else (own, self._peer)
         pair = dataclasses.replace(around, ranks=ranks, rank=int(receiving))
-        self._channel = NcclChannel(pair, nccl, 0, 0, (self._device,), self._ended)
+        self._channel = NcclChannel(pair, nccl, 0, 0, (self._device,), lambda _never: None)
 
     async def _open(self, unique_id: bytes | None) -> None:
         channel, nccl = self._channel, self._pairs._nccl
@@ -319,10 +319,6 @@ class _Line:
     def failure(self) -> str:
         """What NCCL says has gone wrong."""
         return "" if self._channel is None else self._channel.async_error()
-
-    @staticmethod
-    def _ended(channel: NcclChannel, operation: NcclOperation, error: BaseException | None) -> None:
-        operation.on_end(operation.work, error)
 
     def end(self, *, in_order: bool) -> None:
         """Give the communicator up."""

@@ -46,9 +46,7 @@ class PrivateInputs:
         memory: list[Memory] = []
         copied = self._copy(call, stream, memory)
         self._blocks.update(memory)
-        event = around.events.take(around.device)
-        event.record(stream)
-        copied.ready = (event,)
+        copied.ready = (around.events.recorded(stream),)
 
         def ended(work: CollectiveWork, error: BaseException | None) -> None:
             self._free(memory)

@@ -70,22 +70,22 @@ class Questions:
         self._left: dict[int, float] = {}  # ranks that could not be asked, and since when
 
     def look(self, now_s: float, under_way: Iterable[tuple[Key, float]]) -> None:
-        """Ask about the oldest operation of each tag: those behind it wait for it. With each, when it was issued."""
+        """Ask about the oldest operation of each tag: those behind it wait for it. With each, when it was issued.
+
+        What was asked about one that is not under way any more is forgotten.
+        """
         if not self._others:
             return
-        seen = set()
-        for key, started_s in list(under_way):
-            if key[0] in seen:
-                continue
-            seen.add(key[0])
+        oldest: dict[int, tuple[Key, float]] = {}
+        for key, started_s in under_way:
+            oldest.setdefault(key[0], (key, started_s))
+        self._asked = {key: self._asked.get(key) or _Asked() for key, _ in oldest.values()}
+        for key, started_s in oldest.values():
             asked = self._asked.get(key)
-            if now_s - started_s < (ASK_AFTER_S if asked is None else asked.due_s):
-                continue
-            if asked is None:
-                asked = self._asked[key] = _Asked()
-            for rank in self._next(key, asked):
-                if not self._ask(*key, rank):
-                    self._left.setdefault(rank, now_s)
+            if asked is not None and now_s - started_s >= asked.due_s:
+                for rank in self._next(key, asked):
+                    if not self._ask(*key, rank):
+                        self._left.setdefault(rank, now_s)
 
     def waits_in_vain(self, now_s: float, moved_s: float) -> int | None:
         """A rank that left so long ago that what has not moved since `moved_s` will not end; None if there is none."""
@@ -100,14 +100,6 @@ class Questions:
         among, position = (known, 0) if known else (self._others, asked.position)
         asked.position = (asked.position + count) % len(self._others)
         return [among[(position + index) % len(among)] for index in range(min(count, len(among)))]
-
-    def forget(self, key: Key) -> None:
-        """It is not under way any more."""
-        self._asked.pop(key, None)
-
-    def clear(self) -> None:
-        """None is."""
-        self._asked.clear()
 
 
 class HostWatch:
@@ -149,7 +141,6 @@ class HostWatch:
             work = reference()
             if work is None or work.done():
                 del self._works[key]
-                self._questions.forget(key)
         self._questions.look(self._loop.time(), [(key, started_s) for key, (_, started_s) in self._works.items()])
         if self._works and self._timer is None:
             self._timer = self._loop.call_later(LOOK_S, self._look)

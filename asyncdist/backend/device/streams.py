@@ -10,7 +10,7 @@ from asyncdist.backend.calls.call import Call
 from asyncdist.cuda import Event, Runtime, Stream
 from asyncdist.device_array import LEGACY_STREAM, DeviceArray
 
-__all__ = ["EventPool", "arrays_of_call", "callers_stream", "ready_after"]
+__all__ = ["EventPool", "arrays_of_call", "callers_stream", "devices_of_call", "ready_after"]
 
 
 class EventPool:
@@ -18,27 +18,25 @@ class EventPool:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._free: dict[int, deque[Event]] = {}
+        self._free: list[deque[Event]] = [deque() for _ in range(runtime.device_count())]
 
-    def take(self, device: int) -> Event:
-        """An event of `device`, to be recorded."""
-        free = self._free.get(device)
+    def recorded(self, stream: Stream) -> Event:
+        """An event, recorded on `stream` now."""
         try:
-            return free.pop() if free else self._runtime.new_event(device)
-        except IndexError:  # another thread took it
-            return self._runtime.new_event(device)
+            event = self._free[stream.device].pop()
+        except IndexError:
+            event = self._runtime.new_event(stream.device)
+        event.record(stream)
+        return event
 
     def give(self, events: Iterable[Event]) -> None:
         """Give back events that are done and that nobody will ask about."""
         for event in events:
-            free = self._free.get(event.device)
-            if free is None:
-                free = self._free.setdefault(event.device, deque())
-            free.append(event)
+            self._free[event.device].append(event)
 
     def close(self) -> None:
         """Close those that are here."""
-        for free in self._free.values():
+        for free in self._free:
             while free:
                 free.pop().close()
 
@@ -49,7 +47,7 @@ def ready_after(runtime: Runtime, pool: EventPool, arrays: Sequence[DeviceArray]
     These are the calling thread's current stream of each GPU, and those that the arrays' producers name.
     """
     if len(arrays) == 1 and arrays[0].stream is None:  # without a detour: small operations count microseconds
-        return (_recorded(pool, runtime.current_stream(arrays[0].device)),)
+        return (pool.recorded(runtime.current_stream(arrays[0].device)),)
     streams: dict[tuple[int, int], Stream] = {}
     current: dict[int, Stream] = {}
     for array in arrays:
@@ -60,21 +58,22 @@ def ready_after(runtime: Runtime, pool: EventPool, arrays: Sequence[DeviceArray]
         if array.stream is not None and (device, array.stream or LEGACY_STREAM) not in streams:
             handle = array.stream or LEGACY_STREAM
             streams[device, handle] = runtime.external_stream(handle, device)
-    return tuple(_recorded(pool, stream) for stream in streams.values())
-
-
-def _recorded(pool: EventPool, stream: Stream) -> Event:
-    event = pool.take(stream.device)
-    event.record(stream)
-    return event
+    return tuple(pool.recorded(stream) for stream in streams.values())
 
 
 def arrays_of_call(call: Call) -> list[DeviceArray]:
     """All arrays of a call on GPU arrays, its members' too."""
-    found: list[Any] = [flat.elements for flats in (call.inputs, call.outputs) for flat in flats]
+    found: list[Any] = [flat.elements for flat in (*call.inputs, *call.outputs)]
     for member in call.members:
         found += arrays_of_call(member)
     return found
+
+
+def devices_of_call(call: Call) -> tuple[Any, ...]:
+    """The GPUs of a call's arrays: one, but for the multi-device forms."""
+    if not call.members:
+        return (call.device,)
+    return tuple(dict.fromkeys(member.device for member in call.members))
 
 
 def callers_stream(runtime: Runtime, stream: Any, device: int) -> Stream:

@@ -29,7 +29,7 @@ class Bindings:
         self.event_status = 0
         self.async_error: Exception | None = None
         self.device = threading.local()
-        self.current_stream = 0
+        self.streams = {0: 0, 1: 0}
         self.pointers = {0x1000: (2, 1), 0x2000: (0, -2)}
 
     def getDevice(self) -> int:
@@ -116,7 +116,7 @@ def install(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> Any:
     cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
     runtime, nccl = bindings.runtime(), bindings.nccl()
     cuda.__dict__.update(
-        runtime=runtime, nccl=nccl, get_current_stream=lambda: SimpleNamespace(ptr=bindings.current_stream)
+        runtime=runtime, nccl=nccl, get_current_stream=lambda device: SimpleNamespace(ptr=bindings.streams[device])
     )
     cupy.__dict__.update(cuda=cuda, __version__=bindings.version, RawKernel=lambda source, name, options: None)
     modules = {"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.runtime": runtime, "cupy.cuda.nccl": nccl}
@@ -207,11 +207,14 @@ def test_a_failed_kernel_is_no_event_that_is_not_done(bindings: Bindings, cuda: 
 
 
 def test_streams_of_others_are_left_alone(bindings: Bindings, cuda: Any) -> None:
-    bindings.current_stream = 5
-    assert cuda.runtime.current_stream(0).handle == 5
+    bindings.streams = {0: 5, 1: 6}
+    assert [cuda.runtime.current_stream(device).handle for device in (0, 1)] == [5, 6]
+    assert [cuda.runtime.current_stream(device).device for device in (0, 1)] == [0, 1]
     cuda.runtime.current_stream(0).close()
     cuda.runtime.external_stream(9, 1).close()
     assert "streamDestroy" not in bindings.names()
+    with pytest.raises(DistBackendError, match=r"^cupy.cuda.get_current_stream failed: 2$"):
+        cuda.runtime.current_stream(2)
 
 
 def test_pointers(cuda: Any) -> None:

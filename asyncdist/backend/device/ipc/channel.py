@@ -155,9 +155,9 @@ class IpcChannel:
             if operation.sequence > sequence:
                 operation.pump()
 
-    def new_event(self) -> Event:
-        """An event to record on one of our streams; `watch` gives it back."""
-        return self._around.events.take(self.device)
+    def recorded(self, stream: Stream) -> Event:
+        """An event, recorded on one of our streams now; `watch` gives it back."""
+        return self._around.events.recorded(stream)
 
     def watch(
         self, stream: Stream, event: Event, ended: Callable[[BaseException | None], object], keep: object
@@ -253,12 +253,10 @@ class IpcChannel:
         """Recorded behind all of an operation; None if nothing of it is on the device, or that is broken."""
         if operation is None or operation.last_event is None:
             return None
-        event = self.new_event()
         try:
-            event.record(operation.stream)
+            return self.recorded(operation.stream)
         except Exception:  # the operation has failed for that reason already
             return None
-        return event
 
     # Signals.
 

@@ -234,12 +234,10 @@ class IpcOperation:
             self._queued = True
             for ready in self._ready:
                 stream.wait_event(ready)
-        event = channel.new_event()
         try:
             self._queue(slot, stage)
         finally:  # also behind what was begun of something that failed
-            event.record(stream)
-            self.last_event = event
+            self.last_event = event = channel.recorded(stream)
         return event
 
     def _queue(self, slot: int, stage: Stage) -> None:

@@ -9,12 +9,14 @@
 | gather, scatter, all_to_all, all uneven forms | sends and receives; a rank's own part is copied |
 
 Everything of one call is launched together (`Nccl.group`). PREMUL_SUM is the library's where it offers that, else SUM
-of a multiplied copy. Where an input shares memory with an output, other than as NCCL allows, a copy of it is sent.
+of a multiplied copy; operations that NCCL does not have at all were refused at the call. Where an input shares memory
+with an output, other than as NCCL allows, a copy of it is sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -22,10 +24,9 @@ import numpy as np
 from asyncdist.backend.calls.call import Call
 from asyncdist.backend.device.runs import NOTHING, Run, input_blocks, output_blocks, overlap
 from asyncdist.cuda import Communicator, Nccl, Runtime, Stream
-from asyncdist.device_array import DeviceArray
 from asyncdist.reduce_op import PremulSum, ReduceOp
 
-__all__ = ["CARRIED", "Place", "issue", "talks_to"]
+__all__ = ["ISSUE", "Place", "talks_to"]
 
 _BYTES: Final = np.dtype(np.uint8)
 
@@ -51,14 +52,6 @@ class Place:
         """`scratch(nbytes)`: a pointer to memory that nobody else has until the launch has ended on the stream."""
 
 
-def issue(call: Call, place: Place) -> Callable[[], None] | None:
-    """Queue what comes before `call`'s communication, copies and factors; returns what queues that, if there is any.
-
-    The two are apart so that the communication of several calls can be launched together.
-    """
-    return _ISSUE[call.collective](call, place)
-
-
 def talks_to(call: Call, communicator: Communicator) -> frozenset[int]:
     """Ranks that `call` sends to or receives from directly, rather than in a collective of NCCL's."""
     rank, everybody = communicator.rank, frozenset(range(communicator.size))
@@ -72,32 +65,34 @@ def talks_to(call: Call, communicator: Communicator) -> frozenset[int]:
 
 
 def _all_reduce(call: Call, place: Place) -> Callable[[], None] | None:
-    elements = _elements(call.outputs[0])
-    if not elements.size:
-        return None
-    op = call.op
-    if isinstance(op, PremulSum) and not place.nccl.native_premul_sum:
-        place.runtime.scale(call.dtype, elements.pointer, elements.pointer, op.factor, elements.size, place.stream)
-        op = ReduceOp.SUM
+    elements: Any = call.outputs[0].elements
     pointer, count = elements.pointer, elements.size
-    return lambda: place.communicator.all_reduce(pointer, pointer, count, call.dtype, _native(op), place.stream)
+    if not count:
+        return None
+    op: Any = call.op
+    if isinstance(op, PremulSum) and not place.nccl.native_premul_sum:
+        place.runtime.scale(call.dtype, pointer, pointer, op.factor, count, place.stream)
+        op = ReduceOp.SUM
+    return partial(place.communicator.all_reduce, pointer, pointer, count, call.dtype, op, place.stream)
 
 
 def _broadcast(call: Call, place: Place) -> Callable[[], None] | None:
-    elements = _elements(call.outputs[0])
+    elements: Any = call.outputs[0].elements
     if not elements.size:
         return None
     pointer, nbytes = elements.pointer, elements.nbytes
-    return lambda: place.communicator.broadcast(pointer, pointer, nbytes, _BYTES, call.root, place.stream)
+    return partial(place.communicator.broadcast, pointer, pointer, nbytes, _BYTES, call.root, place.stream)
 
 
 def _reduce(call: Call, place: Place) -> Callable[[], None] | None:
-    source = _elements(call.inputs[0])
+    source: Any = call.inputs[0].elements
     if not source.size:
         return None
-    target = _elements(call.outputs[0]).pointer if call.outputs else 0
+    output: Any = call.outputs[0].elements if call.outputs else None
+    target = 0 if output is None else output.pointer
     pointer, op = _contribution(call, source, place)
-    return lambda: place.communicator.reduce(pointer, target, source.size, call.dtype, op, call.root, place.stream)
+    count, root = source.size, call.root
+    return partial(place.communicator.reduce, pointer, target, count, call.dtype, op, root, place.stream)
 
 
 def _all_gather(call: Call, place: Place) -> Callable[[], None] | None:
@@ -110,19 +105,19 @@ def _all_gather(call: Call, place: Place) -> Callable[[], None] | None:
     if own.pointer != mine.pointer and overlap([own], blocks):
         own = _copied(own, place)
     if _in_a_row(blocks):
-        return lambda: communicator.all_gather(own.pointer, blocks[0].pointer, own.nbytes, _BYTES, place.stream)
+        return partial(communicator.all_gather, own.pointer, blocks[0].pointer, own.nbytes, _BYTES, place.stream)
     if own.pointer != mine.pointer:
         place.runtime.copy(mine.pointer, own.pointer, own.nbytes, place.stream)
-    return lambda: _exchange(place, [own] * communicator.size, blocks)
+    return partial(_exchange, place, [own] * communicator.size, blocks)
 
 
 def _reduce_scatter(call: Call, place: Place) -> Callable[[], None] | None:
     communicator, runtime = place.communicator, place.runtime
-    target = _elements(call.outputs[0])
+    target: Any = call.outputs[0].elements
     blocks = input_blocks(call, communicator.size)
     if not any(block.nbytes for block in blocks):
         return None
-    op = call.op
+    op: Any = call.op
     premultiply = isinstance(op, PremulSum) and not place.nccl.native_premul_sum
     own = blocks[communicator.rank]
     shared = own.pointer != target.pointer and overlap(blocks, [Run(target.pointer, target.nbytes)])
@@ -130,25 +125,23 @@ def _reduce_scatter(call: Call, place: Place) -> Callable[[], None] | None:
         copies = _room_for(blocks, place)
         for block, copy in zip(blocks, copies, strict=True):
             if premultiply:
-                assert isinstance(op, PremulSum)
                 count = block.nbytes // call.dtype.itemsize
                 runtime.scale(call.dtype, copy.pointer, block.pointer, op.factor, count, place.stream)
             else:
                 runtime.copy(copy.pointer, block.pointer, block.nbytes, place.stream)
         blocks = copies
         op = ReduceOp.SUM if premultiply else op
-    native, size, stream = _native(op), communicator.size, place.stream
+    size, stream = communicator.size, place.stream
     if _in_a_row(blocks):
-        return lambda: communicator.reduce_scatter(
-            blocks[0].pointer, target.pointer, target.size, call.dtype, native, stream
-        )
+        source = blocks[0].pointer
+        return partial(communicator.reduce_scatter, source, target.pointer, target.size, call.dtype, op, stream)
 
     def reduce_each() -> None:
         for root in range(size):
             count = blocks[root].nbytes // call.dtype.itemsize
             where = target.pointer if root == communicator.rank else 0
             if count:
-                communicator.reduce(blocks[root].pointer, where, count, call.dtype, native, root, stream)
+                communicator.reduce(blocks[root].pointer, where, count, call.dtype, op, root, stream)
 
     return reduce_each
 
@@ -170,7 +163,7 @@ def _move(call: Call, place: Place) -> Callable[[], None] | None:
         place.runtime.copy(received[rank].pointer, sent[rank].pointer, sent[rank].nbytes, place.stream)
     if not any(run.nbytes for side in (sent, received) for peer, run in enumerate(side) if peer != rank):
         return None
-    return lambda: _exchange(place, sent, received)
+    return partial(_exchange, place, sent, received)
 
 
 def _same_place(sent: Sequence[Run], received: Sequence[Run], rank: int, call: Call) -> bool:
@@ -195,24 +188,14 @@ def _exchange(place: Place, sent: Sequence[Run], received: Sequence[Run]) -> Non
             communicator.recv(received[peer].pointer, received[peer].nbytes, _BYTES, peer, stream)
 
 
-def _elements(flat: Any) -> DeviceArray:
-    elements: DeviceArray = flat.elements
-    return elements
-
-
 def _contribution(call: Call, source: Any, place: Place) -> tuple[int, ReduceOp | PremulSum]:
     """What this rank puts in, which stays as it is, and the operation then."""
-    op = call.op
+    op: Any = call.op
     if not isinstance(op, PremulSum) or place.nccl.native_premul_sum:
-        return source.pointer, _native(op)
+        return source.pointer, op
     copy = place.scratch(source.nbytes)
     place.runtime.scale(call.dtype, copy, source.pointer, op.factor, source.size, place.stream)
     return copy, ReduceOp.SUM
-
-
-def _native(op: Any) -> ReduceOp | PremulSum:
-    assert isinstance(op, ReduceOp | PremulSum), "others were refused at the call"
-    return op
 
 
 def _in_a_row(blocks: Sequence[Run]) -> bool:
@@ -247,7 +230,7 @@ def _copied(block: Run, place: Place) -> Run:
     return _copies([block], place)[0]
 
 
-_ISSUE: Final[dict[str, Callable[[Call, Place], Callable[[], None] | None]]] = {
+ISSUE: Final[dict[str, Callable[[Call, Place], Callable[[], None] | None]]] = {
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
     "reduce": _reduce,
@@ -260,6 +243,5 @@ _ISSUE: Final[dict[str, Callable[[Call, Place], Callable[[], None] | None]]] = {
     "scatter_uneven": _move,
     "all_to_all_uneven": _move,
 }
-
-CARRIED: Final = frozenset(_ISSUE)
-"""Collectives that `issue` knows."""
+"""By collective, what queues all that comes before a call's communication, copies and factors, and returns what queues
+that, if there is any: so that the communication of several calls can be launched together."""

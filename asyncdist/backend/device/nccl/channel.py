@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Final
 
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.calls.call import Call
-from asyncdist.backend.device.nccl.calls import Place, issue, talks_to
+from asyncdist.backend.device.nccl.calls import ISSUE, Place, talks_to
 from asyncdist.backend.device.path import OnEnd, Surroundings
 from asyncdist.backend.device.tail import tail_of
 from asyncdist.backend.device.threads import Helpers, in_thread
@@ -29,7 +29,6 @@ __all__ = ["MAX_LAUNCHED", "NcclChannel", "NcclOperation"]
 _SINGLE: Final = frozenset({"all_reduce", "broadcast", "reduce"})
 """Collectives that are always one operation of NCCL's, which needs no group."""
 
-_NOBODY: Final[frozenset[int]] = frozenset()
 _NOTHING: Final[frozenset[object]] = frozenset()
 
 MAX_LAUNCHED: Final = 128
@@ -48,6 +47,7 @@ ALIGN_BYTES: Final = 256
 """Where parts of it begin: what CUDA's own allocations are aligned to."""
 
 _COMMUNICATOR: Final = "communicator"
+"""Its first launch connects, where the environment, or a library that used NCCL before us, has it so."""
 
 
 class NcclOperation:
@@ -60,11 +60,14 @@ class NcclOperation:
         self.work = work
         self.on_end = on_end
         self.launched = False
-        self.done: tuple[Event, ...] = ()
+        self.done: Sequence[Event] = ()
 
 
 class NcclChannel:
-    """See the module. `first` is the sequence number from which on operations come here."""
+    """See the module. `first` is the sequence number from which on operations come here.
+
+    `retire` is called whenever an operation has ended since there is a limit.
+    """
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class NcclChannel:
         tag: int,
         first: int,
         devices: tuple[int, ...],
-        ended: Callable[[NcclChannel, NcclOperation, BaseException | None], None],
+        retire: Callable[[NcclChannel], None],
     ) -> None:
         self.tag = tag
         self.first = first
@@ -83,14 +86,14 @@ class NcclChannel:
         self.operations: dict[int, NcclOperation] = {}
         """Under way, by sequence number, oldest first."""
         self._around = around
+        self._events = around.events
         self._nccl = nccl
-        self._ended = ended
+        self._retire = retire
         self._queue: deque[NcclOperation] = deque()
         self._launched = 0
         self._launching: asyncio.Task[None] | None = None
-        self._met: set[int] = set()
         self._prepared: set[object] = set()
-        """What launching needs only once, and may block for: the communicator's first launch, kernels by dtype."""
+        """What launching has needed for the first time: the communicator, peers by rank, kernels by dtype."""
         self._launch_ended = threading.Event()
         self._launch_ended.set()
         self._streams: tuple[Stream, ...] = ()
@@ -147,41 +150,29 @@ class NcclChannel:
         while self._queue and self._launching is None and self._launched < MAX_LAUNCHED and not self._gone:
             operation = self._queue.popleft()
             operation.launched = True
-            new, unprepared = self._not_met(operation.call), self._not_prepared(operation.call)
-            if not new and not unprepared:
-                self._launch_here(operation)
-            else:  # connecting to a peer blocks until it does the same, and compiling takes part of a second
-                self._met |= new
+            unprepared = self._unprepared(operation.call)
+            if unprepared:  # connecting to a peer blocks until it does the same, and compiling takes part of a second
                 self._prepared |= unprepared
                 self._launch_ended.clear()
                 self._launching = self._around.loop.create_task(self._launch_there(operation), name="launch in NCCL")
+                return
+            try:
+                self._launch(operation)
+            except Exception as error:
+                self._failed(operation, error)
+            else:
+                self._is_launched(operation)
 
-    def _not_met(self, call: Call) -> frozenset[int]:
-        """Ranks that `call` sends to or receives from for the first time."""
-        if call.collective in _SINGLE:
-            return _NOBODY
-        peers = [talks_to(member, self._communicators[0]) for member in call.members or (call,)]
-        return _NOBODY.union(*peers) - self._met
-
-    def _not_prepared(self, call: Call) -> frozenset[object]:
-        """What launching `call` needs for the first time.
-
-        A communicator's first launch connects, where the environment, or a library that used NCCL before us, has it so.
-        """
-        if self._prepared and not call.members and not isinstance(call.op, PremulSum):
+    def _unprepared(self, call: Call) -> Set[object]:
+        """What launching `call` needs for the first time, and may block for."""
+        if self._prepared and call.collective in _SINGLE and not call.members and not isinstance(call.op, PremulSum):
             return _NOTHING
         needed: set[object] = {_COMMUNICATOR}
-        if not self._nccl.native_premul_sum:
-            needed |= {one.dtype for one in call.members or (call,) if isinstance(one.op, PremulSum)}
-        return frozenset(needed - self._prepared)
-
-    def _launch_here(self, operation: NcclOperation) -> None:
-        try:
-            self._launch(operation)
-        except Exception as error:
-            self._failed(operation, error)
-        else:
-            self._is_launched(operation)
+        for one in call.members or (call,):
+            needed |= talks_to(one, self._communicators[0])
+            if isinstance(one.op, PremulSum) and not self._nccl.native_premul_sum:
+                needed.add(one.dtype)
+        return needed - self._prepared
 
     async def _launch_there(self, operation: NcclOperation) -> None:
         try:
@@ -204,42 +195,25 @@ class NcclChannel:
     def _launch(self, operation: NcclOperation) -> None:
         """Queue everything on the GPU; in the loop's thread or one of its own."""
         call, streams = operation.call, self._streams
-        if call.collective in _SINGLE and not call.members and len(streams) == 1:
-            self._launch_single(operation)
-            return
-        for scratch in self._scratches:
-            scratch.begin()
-        for event in call.ready:
-            for stream in streams:
+        for stream, scratch in zip(streams, self._scratches, strict=True):
+            scratch.used = 0
+            for event in call.ready:
                 stream.wait_event(event)
-        if call.members:
-            issued = [issue(member, self._places[self._place_of(member)]) for member in call.members]
+        if call.collective in _SINGLE and not call.members:
+            part = ISSUE[call.collective](call, self._places[0])
+            if part is not None:
+                part()
         else:
-            issued = [issue(call, self._places[0])]
+            self._launch_together(call.members or (call,))
+        operation.done = [self._events.recorded(stream) for stream in streams]
+
+    def _launch_together(self, calls: Sequence[Call]) -> None:
+        issued = [ISSUE[call.collective](call, self._places[self._place_of(call)]) for call in calls]
         parts = [part for part in issued if part is not None]
         if parts:
             with self._nccl.group():
                 for part in parts:
                     part()
-        events = []
-        for stream, device in zip(streams, self.devices, strict=True):
-            event = self._around.events.take(device)
-            event.record(stream)
-            events.append(event)
-        operation.done = tuple(events)
-
-    def _launch_single(self, operation: NcclOperation) -> None:
-        """`_launch` of what is one operation of NCCL's on one GPU: most are, and small ones count microseconds."""
-        call, stream = operation.call, self._streams[0]
-        self._scratches[0].begin()
-        for event in call.ready:
-            stream.wait_event(event)
-        part = issue(call, self._places[0])
-        if part is not None:
-            part()
-        event = self._around.events.take(stream.device)
-        event.record(stream)
-        operation.done = (event,)
 
     def _place_of(self, member: Call) -> int:
         return self.devices.index(member.device) if len(self.devices) > 1 else 0
@@ -249,13 +223,12 @@ class NcclChannel:
             return
         self._launched += 1
         tail_of(operation.work).queued(operation.done)
-        self._around.completions.add(self, operation.done, lambda error: self._complete(operation, error), operation)
+        self._around.completions.add(self, operation.done, partial(self._complete, operation), operation)
 
     def _complete(self, operation: NcclOperation, error: BaseException | None) -> None:
         self._launched -= 1
         self._finish(operation, error)
-        self._around.events.give(operation.done)
-        self._around.events.give(operation.call.ready)
+        self._events.give((*operation.done, *operation.call.ready))
         if self._queue:
             self._go_on()
 
@@ -268,7 +241,9 @@ class NcclChannel:
 
     def _finish(self, operation: NcclOperation, error: BaseException | None) -> None:
         if self.operations.pop(operation.work.number, None) is not None:
-            self._ended(self, operation, error)
+            operation.on_end(operation.work, error)
+            if self.limit is not None:
+                self._retire(self)
 
     def forget(self, number: int) -> NcclOperation | None:
         """Forget an operation; if it is on the GPU it stays there, and its arrays are kept until the channel ends."""
@@ -336,19 +311,16 @@ class _Scratch:
         self._channel = channel
         self._device = device
         self._memory: Memory | None = None
-        self._used = 0
-
-    def begin(self) -> None:
-        """Another launch."""
-        self._used = 0
+        self.used = 0
+        """Bytes, by this launch."""
 
     def __call__(self, nbytes: int) -> int:
-        start = -(-self._used // ALIGN_BYTES) * ALIGN_BYTES
+        start = -(-self.used // ALIGN_BYTES) * ALIGN_BYTES
         if self._memory is None or self._memory.nbytes < start + nbytes:
             doubled = 1 << (max(start + nbytes, LEAST_SCRATCH_BYTES) - 1).bit_length()
             self._memory = self._channel.scratch(doubled, self._device)
             start = 0  # what this launch had before stays where it is
-        self._used = start + nbytes
+        self.used = start + nbytes
         return self._memory.pointer + start
 
 

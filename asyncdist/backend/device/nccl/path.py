@@ -22,9 +22,10 @@ import numpy as np
 
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.calls.call import Call
-from asyncdist.backend.device.nccl.calls import CARRIED
+from asyncdist.backend.device.nccl.calls import ISSUE
 from asyncdist.backend.device.nccl.channel import NcclChannel, NcclOperation
 from asyncdist.backend.device.path import DevicePath, OnEnd, Surroundings
+from asyncdist.backend.device.streams import devices_of_call
 from asyncdist.backend.device.threads import Helpers, in_thread
 from asyncdist.cuda import Provider
 from asyncdist.errors import CollectiveMismatchError, DistBackendError, DistError, RemoteProtocolError
@@ -77,7 +78,7 @@ class NcclPath(DevicePath):
     @classmethod
     def refusal(cls, provider: Provider, collective: str, dtype: np.dtype[Any], op: ReduceOpLike | None) -> str:
         """What NCCL cannot reduce, and collectives that it has no form for."""
-        if collective not in CARRIED:
+        if collective not in ISSUE:
             return f"{collective} of arrays on a GPU is not supported: copy them to the host"
         if op is None:
             return ""
@@ -95,15 +96,14 @@ class NcclPath(DevicePath):
 
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
         """Queue it in the channel of its tag, making one if there is none."""
-        devices = _devices(call, self._around.device)
-        self._issued[work.tag] = work.number
-        channels = self._channels.get(work.tag)
-        if channels and len(channels) == 1 and channels[0].limit is None and channels[0].devices == devices:
-            channel = channels[0]
-        else:
-            for spent in list(channels or ()):
+        tag, devices = work.tag, devices_of_call(call)
+        self._issued[tag] = work.number
+        channels = self._channels.get(tag, ())
+        channel = channels[0] if len(channels) == 1 else None
+        if channel is None or channel.limit is not None or channel.devices != devices:
+            for spent in list(channels):
                 self._retire(spent)
-            channel = self._channel(work.tag, work.number, devices)
+            channel = self._channel(tag, work.number, devices)
         channel.add(NcclOperation(call, work, on_end))
 
     def _channel(self, tag: int, number: int, devices: tuple[int, ...]) -> NcclChannel:
@@ -121,7 +121,7 @@ class NcclPath(DevicePath):
                 f"more than {MAX_TAGS} tags with collectives on GPU arrays: each has a communicator of its own. Use "
                 "fewer tags, or groups"
             )
-        channel = NcclChannel(self._around, self._nccl, tag, number, devices, self._ended)
+        channel = NcclChannel(self._around, self._nccl, tag, number, devices, self._retire)
         refused = self._refused[tag] = [one for one in self._refused.get(tag, ()) if one > number]
         channel.limit = refused[0] if refused else None
         channels.append(channel)
@@ -160,11 +160,6 @@ class NcclPath(DevicePath):
                 if used.setdefault((host, device), rank) != rank and not _may_share():
                     raise DistBackendError(f"rank {used[host, device]} and rank {rank} use the same GPU {device}")
         await channel.open(joined[0][2])
-
-    def _ended(self, channel: NcclChannel, operation: NcclOperation, error: BaseException | None) -> None:
-        operation.on_end(operation.work, error)
-        if channel.limit is not None:
-            self._retire(channel)
 
     # Refused operations.
 
@@ -257,13 +252,6 @@ class NcclPath(DevicePath):
 def _may_share(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether NCCL is asked although ranks share a GPU."""
     return environ.get(SHARED_GPUS) == "1" or bool(environ.get(OTHER_HOST))
-
-
-def _devices(call: Call, device: int) -> tuple[int, ...]:
-    if not call.members:
-        return (device if call.device is None else call.device,)
-    found = tuple(dict.fromkeys(member.device for member in call.members if member.device is not None))
-    return found if len(found) > 1 else (call.device if call.device is not None else device,)
 
 
 def _joined(rank: int, message: bytes) -> tuple[str, list[str], bytes]:

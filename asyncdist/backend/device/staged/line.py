@@ -217,7 +217,6 @@ class StagedLine:
             then(operation, portion)
             return
         runtime = self._around.runtime
-        event = self._around.events.take(self._around.device)
         try:
             if stream not in operation.waited:
                 operation.waited.add(stream)
@@ -228,7 +227,7 @@ class StagedLine:
         except Exception as error:
             self._fail(operation, error)
         try:
-            event.record(stream)  # also behind what was begun of something that failed
+            event = self._around.events.recorded(stream)  # also behind what was begun of something that failed
         except Exception as error:  # the GPU is broken: its buffer is not used again, as nobody says when that is free
             self._fail(operation, error)
             return

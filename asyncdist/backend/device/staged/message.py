@@ -119,9 +119,7 @@ class StagedMessages:
             runtime.copy(array.pointer + start, buffer.pointer, size, stream)
             copied.append((self._reached(stream, (work, buffer)), buffer))
         if copied:
-            event = self._around.events.take(array.device)
-            event.record(stream)
-            tail_of(work).queued((event,))
+            tail_of(work).queued((self._around.events.recorded(stream),))
         while copied:
             self._give(await self._left(copied))
 
@@ -138,8 +136,7 @@ class StagedMessages:
         around = self._around
         reached: asyncio.Future[None] = around.loop.create_future()
         reached.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # perhaps nobody asks
-        event = around.events.take(stream.device)
-        event.record(stream)
+        event = around.events.recorded(stream)
 
         def ended(error: BaseException | None) -> None:
             around.events.give((event,))

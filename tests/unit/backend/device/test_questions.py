@@ -67,7 +67,7 @@ def test_alone_nobody_is_asked() -> None:
 def test_who_ended_is_asked_about_anew() -> None:
     asked = Asked(3)
     asked.at(ASK_AFTER_S)
-    asked.questions.forget(KEY)
+    asked.questions.look(ASK_AFTER_S, [])
     assert asked.at(ASK_AFTER_S) == [2]
 
 

@@ -208,7 +208,7 @@ def test_temporary_memory_of_one_launch_is_apart() -> None:
     scratch = nccl_channel._Scratch(channel, 0)
     first = 0
     for _launch in range(3):
-        scratch.begin()
+        scratch.used = 0
         parts = sorted((scratch(nbytes), nbytes) for nbytes in (1, 100, 1 << 20, 3 << 20, 7, 5 << 20))
         for (start, nbytes), (following, _) in pairwise(parts):
             assert start + nbytes <= following
