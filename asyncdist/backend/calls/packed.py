@@ -64,5 +64,7 @@ def adjacent(parts: Sequence[Array]) -> Array | None:
         if part.base is not whole or part.__array_interface__["data"][0] != end:
             return None
         end += part.nbytes
-    skipped = (start - whole.__array_interface__["data"][0]) // whole.itemsize
+    skipped, remainder = divmod(start - whole.__array_interface__["data"][0], whole.itemsize)
+    if remainder:  # views of bytes, which lie between the elements of the whole
+        return None
     return np.asarray(whole).reshape(-1)[skipped : skipped + sum(part.size for part in parts)]

@@ -56,6 +56,18 @@ def test_rows_of_one_array() -> None:
     run_world(2, main)
 
 
+def test_views_between_the_elements_of_one_array() -> None:
+    async def main(group: Group) -> None:
+        octets = np.zeros(4).view(np.uint8)
+        arrays = [octets[4:12].view(float), octets[12:20].view(float)]
+        for index, array in enumerate(arrays):
+            array[:] = group.rank + index
+        await group.all_reduce_coalesced(arrays)
+        assert [array.tolist() for array in arrays] == [[1], [3]]
+
+    run_world(2, main)
+
+
 def test_one_array_is_not_copied() -> None:
     async def main(group: Group) -> None:
         x = np.ones(3)
