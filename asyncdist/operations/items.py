@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from numbers import Real
+from typing import Any, Final
 
 from asyncdist.backend.calls.items import Terms
 from asyncdist.operations.issuer import Issuer
@@ -22,9 +23,9 @@ class ItemIssuer(Issuer):
     ranks: tuple[int, ...]
     world: World
 
-    def _terms(self, max_bytes: int, max_total_bytes: int = DEFAULT_MAX_TOTAL_BYTES) -> Terms:
+    def _terms(self, max_bytes: Any, max_total_bytes: Any = DEFAULT_MAX_TOTAL_BYTES) -> Terms:
         """What is accepted; a larger `max_bytes` than the default total raises that."""
         total_bytes = max_total_bytes
-        if total_bytes == DEFAULT_MAX_TOTAL_BYTES:
+        if total_bytes == DEFAULT_MAX_TOTAL_BYTES and isinstance(max_bytes, Real):  # else it is refused in its place
             total_bytes = max(total_bytes, max_bytes)
         return Terms(self.rank, self.ranks, self.world.allow_pickle, max_bytes, total_bytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -58,8 +59,11 @@ class Terms(NamedTuple):
         return len(self.ranks)
 
     def check(self) -> None:
-        """Raise ValueError for negative limits."""
-        for name, value in (("max_bytes", self.item_bytes), ("max_total_bytes", self.total_bytes)):
+        """Raise TypeError for limits that are no numbers, ValueError for negative ones."""
+        limits: dict[str, Any] = {"max_bytes": self.item_bytes, "max_total_bytes": self.total_bytes}
+        for name, value in limits.items():
+            if not isinstance(value, Real):
+                raise TypeError(f"{name} must be a number of bytes, not {type(value).__name__}")
             if value < 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
 
