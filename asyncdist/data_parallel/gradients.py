@@ -52,7 +52,7 @@ def average_gradients(
         for dtype in {array.dtype for array in arrays}:
             reduction.validate(op, dtype)
         buckets = divide(arrays, check_bucket_bytes(bucket_bytes))
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # wrong, as a rule; or what they come out of fails
         found.refuse(operation, check_tag(tag), error)
         raise
     return _issue_all(found, operation, issue, arrays, buckets, listed)
@@ -87,7 +87,7 @@ def broadcast_parameters(
         listed = list_of(parameters, "parameters")
         arrays = arrays_of(listed, "parameters", writable=found.rank != root)
         buckets = divide(arrays, check_bucket_bytes(bucket_bytes))
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # wrong, as a rule; or what they come out of fails
         found.refuse(operation, check_tag(tag), error)
         raise
     return _issue_all(found, operation, issue, arrays, buckets, listed)

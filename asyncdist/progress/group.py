@@ -97,7 +97,7 @@ class ThreadedGroup(ProcessGroup):
                 devices = self._communication.call(inner._backends.on_gpus)
                 devices.check(call)
                 devices.mark_ready(call)  # the current streams are this thread's
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # wrong, as a rule; or a function of the user's fails, or memory is short
             self._communication.submit(_quietly, inner.refuse, operation, tag, error)
             raise
         self._overlap.issue(tag, operation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ from asyncdist.testing import run_world
 
 SHAPES = [(2, 3), (), (0,), (5,), (40,), (4, 4)]
 DTYPES = [np.float32, np.float64, ml_dtypes.bfloat16, np.float32, np.float64, np.float32]
+
+
+class Unused:
+    """Gradients that are looked up one by one, of a layer that has none."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AttributeError("no attribute 'grad'")
 
 
 def arrays(rank: int) -> list[np.ndarray[Any, Any]]:
@@ -103,6 +111,7 @@ def test_any_task_may_wait_or_nobody() -> None:
         (np.ones(3), TypeError, "not one ndarray: put it into a list"),
         (b"123", TypeError, "not one bytes"),
         ({"bias": np.ones(3)}, TypeError, r"pass its values\(\)"),
+        (Unused(), AttributeError, "no attribute 'grad'"),
     ],
 )
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])

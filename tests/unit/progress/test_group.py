@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,14 @@ async def test_operations_and_groups_as_ever() -> None:
         await run_ranks(3, main)
 
 
+class Unmapped:
+    """Whose memory cannot be had, for a reason of its own."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        raise OSError("unmapped")
+
+
 async def test_wrong_arguments_raise_at_the_call_and_the_others_hear() -> None:
     async def main(group: Any) -> None:
         if group.rank == 0:
@@ -64,6 +73,8 @@ async def test_wrong_arguments_raise_at_the_call_and_the_others_hear() -> None:
                 group.all_reduce(np.ones(1), tag=-1)
             with pytest.raises(TypeError, match="numpy array"):
                 dist.all_reduce("text")
+            with pytest.raises(OSError, match="unmapped"):
+                dist.all_reduce(Unmapped())
             with pytest.raises(ValueError, match="root=5"):
                 group.broadcast(np.zeros(2), 5)
             with pytest.raises(ValueError, match="negative"):
@@ -73,7 +84,8 @@ async def test_wrong_arguments_raise_at_the_call_and_the_others_hear() -> None:
             with pytest.raises(TypeError, match="numpy array"):
                 group.irecv(None, 1)
         else:
-            for issue in (lambda: dist.all_reduce(np.zeros(1)), lambda: group.broadcast(np.zeros(2), 0), group.barrier):
+            reduce = partial(dist.all_reduce, np.zeros(1))
+            for issue in (reduce, reduce, lambda: group.broadcast(np.zeros(2), 0), group.barrier):
                 with pytest.raises(dist.CollectiveMismatchError, match="rank 0 refused"):
                     await issue()
         await group.barrier()
