@@ -45,6 +45,7 @@ class SpawnContext:
     def __init__(self, hosted: asyncdist_server.ThreadedServer | None) -> None:
         self.processes: list[BaseProcess] = []
         self._errors: list[Connection] = []
+        self._texts: list[str] = []  # what came by them, once they are closed
         self._hosted = hosted
         self._failed: int | None = None
 
@@ -73,9 +74,9 @@ class SpawnContext:
         failed = self._failed
         if failed is not None:
             self._end(DEFAULT_GRACE_S if grace_period is None else grace_period)
-        texts = [_read_text(connection) for connection in self._errors] if failed is not None else []
         self._release()
         if failed is not None:
+            texts = self._texts
             causes = (
                 rank for rank, text in enumerate(texts) if text and not is_consequence(text.encode().splitlines())
             )
@@ -115,6 +116,7 @@ class SpawnContext:
                 process.join(max(0.0, deadline_s - time.monotonic()))
 
     def _release(self) -> None:
+        self._texts += map(_read_text, self._errors)
         for connection in self._errors:
             connection.close()
         self._errors = []

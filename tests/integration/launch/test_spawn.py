@@ -137,6 +137,16 @@ def test_join_in_pieces_and_terminate(tmp_path: Path) -> None:
     context.terminate()
     context.terminate()
     assert [process.exitcode for process in context.processes] == [-signal.SIGKILL] * 2
+    with pytest.raises(LaunchError, match=r"rank 0 .* was killed by SIGKILL"):
+        context.join()
+
+
+def test_a_failure_is_raised_whenever_it_is_asked_for() -> None:
+    context = spawn(fail_in_a_coroutine, join=False)
+    for _ in range(2):
+        with pytest.raises(LaunchError, match="in a coroutine") as caught:
+            context.join()
+        assert caught.value.exitcode == 1
 
 
 def test_join_returns_true_when_all_ended_well() -> None:
