@@ -16,6 +16,15 @@ __all__ = ["NodePlace", "line_prefix", "own_device", "worker_environment"]
 
 _PREFIX_VARIABLE: Final = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
+_INHERITED: Final = (
+    "ASYNCDIST_ROUND",
+    "ASYNCDIST_TOKEN",
+    "ASYNCDIST_TOKEN_FILE",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+"""What concerns the launcher alone: its own secret, and its place in a job around this one."""
+
 
 @dataclass(frozen=True, slots=True)
 class NodePlace:
@@ -56,7 +65,7 @@ def worker_environment(
     Raises LaunchError if each worker is to see a GPU of its own and there are too few.
     """
     environment = dict(base)
-    for inherited in ("ASYNCDIST_ROUND", "ASYNCDIST_TOKEN", "ASYNCDIST_TOKEN_FILE", "TORCHELASTIC_USE_AGENT_STORE"):
+    for inherited in _INHERITED:
         environment.pop(inherited, None)
     if not place.tls:  # what was meant for a daemon does not hold for a store on loopback
         for name in TLS_VARIABLES:

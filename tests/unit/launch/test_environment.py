@@ -75,6 +75,10 @@ def test_the_launchers_own_token_is_not_handed_on() -> None:
     assert not base.keys() & environment.keys()
 
 
+def test_a_job_inside_of_a_job_does_not_write_that_ones_error_file() -> None:
+    assert "TORCHELASTIC_ERROR_FILE" not in worker_environment(place(), 0, 0, 0, {"TORCHELASTIC_ERROR_FILE": "outer"})
+
+
 def test_a_worker_that_sees_one_gpu_is_local_rank_0() -> None:
     virtual = replace(place(), virtual_local_rank=True)
     for base, device in (({}, "2"), ({"CUDA_VISIBLE_DEVICES": "4, 5, GPU-8a"}, "GPU-8a")):
