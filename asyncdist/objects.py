@@ -45,6 +45,13 @@ ALIGNMENT: Final = 64
 MAX_DEPTH: Final = 64
 """Tuples and sets inside each other; each costs a call here and there. msgpack's own limit for the others is 511."""
 
+MAX_DEPTH_OF_DEEP: Final = 16
+"""Tuples and sets inside each other whose lists and dicts may be as deep as msgpack lets them: it calls itself for
+each, and 64 times 511 calls are more than a stack of 8 MiB holds."""
+
+MAX_LISTS: Final = 64
+"""Lists and dicts inside each other in the tuples and sets below those."""
+
 MSGPACK: Final = 1
 PICKLE: Final = 2
 
@@ -122,8 +129,9 @@ class _Encoder:
         """The bytes of `value`."""
         try:
             return _join(MSGPACK, self._pack(value), self._arrays)
-        except _UnsupportedError as unsupported:
-            where, culprit = next(_unsupported(value, "the object", 0), ("the object", unsupported.value))
+        except (_UnsupportedError, BufferError) as error:
+            culprit = error.value if isinstance(error, _UnsupportedError) else memoryview
+            where, culprit = next(_unsupported(value, "the object", 0), ("the object", culprit))
             raise TypeError(f"{where} cannot be encoded: {_reason(culprit)}") from None
         except RecursionError:
             raise ValueError("the object is nested too deeply, or contains itself") from None
@@ -144,6 +152,8 @@ class _Encoder:
             self._depth += 1
             if self._depth > MAX_DEPTH:
                 raise ValueError(f"tuples and sets are nested more than {MAX_DEPTH} deep, or contain themselves")
+            if self._depth > MAX_DEPTH_OF_DEEP:
+                _check_shallow(value)
             packed = msgpack.ExtType(_SEQUENCES[kind], self._pack(list(value)))
             self._depth -= 1
             return packed
@@ -223,6 +233,16 @@ def _check_whole(packed: memoryview | bytes) -> None:
     unpacker.skip()
 
 
+def _check_shallow(values: Any) -> None:
+    """Raise unless lists and dicts in `values` are at most MAX_LISTS deep, up to the tuples and sets in them."""
+    for _ in range(MAX_LISTS + 1):
+        inner = [each for each in values if type(each) in (list, dict)]
+        if not inner:
+            return
+        values = [child for each in inner for child in (each.values() if type(each) is dict else each)]
+    raise ValueError(f"lists are nested more than {MAX_LISTS} deep in tuples that are, or contain themselves")
+
+
 class _UnsupportedError(Exception):
     """Ends encoding at a value that cannot be encoded."""
 
@@ -273,6 +293,8 @@ def _join(form: int, skeleton: bytes, arrays: list[Array]) -> memoryview:
 def _unsupported(value: Any, path: str, depth: int) -> Iterator[tuple[str, object]]:
     """Where in `value` something cannot be encoded, and what it is; only called when something is."""
     kind = type(value)
+    if kind is memoryview and not value.c_contiguous:
+        yield path, value
     if kind in _PLAIN or _sendable(value):
         return
     if kind is dict:
@@ -296,6 +318,8 @@ def _reason(value: object) -> str:
     if isinstance(value, np.ndarray | np.generic):
         name = kind.__name__ if kind is not np.ndarray else "an array"
         return f"it is {name} of dtype {value.dtype}; send arrays of numpy's own kind with numeric dtypes"
+    if kind is memoryview:
+        return "it is a memoryview that is not contiguous: send bytes(...) of it"
     name = f"{kind.__module__}.{kind.__qualname__}"
     base = next((base for base in _BASES if isinstance(value, base)), None)
     if base is not None:

@@ -16,7 +16,7 @@ import pytest
 from asyncdist import objects
 from asyncdist.arrays import encode_meta
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.objects import ALIGNMENT, MAX_DEPTH, decode, encode
+from asyncdist.objects import ALIGNMENT, MAX_DEPTH, MAX_DEPTH_OF_DEEP, MAX_LISTS, decode, encode
 
 
 class Color(enum.IntEnum):
@@ -140,6 +140,7 @@ def test_arrays_are_writable_aligned_and_apart_from_what_was_encoded() -> None:
         (np.datetime64(0, "s"), "datetime64"),
         (np.ma.zeros(2), "MaskedArray"),
         (np.rec.array([1.5]), "recarray"),
+        ([0, memoryview(b"abc")[::2]], r"the object\[1\] .*: it is a memoryview that is not contiguous: send bytes"),
         ({"x" * 100: Plain()}, r"\.\.\.\]"),
     ],
     ids=lambda value: "",
@@ -168,6 +169,29 @@ def test_nesting_has_its_limits() -> None:
     for cycle in (flat, tuples):
         with pytest.raises(ValueError, match=r"itself|themselves"):
             encode(cycle)
+
+
+def lists(depth: int, inmost: Any) -> Any:
+    """Lists in lists."""
+    for _ in range(depth):
+        inmost = [inmost]
+    return inmost
+
+
+def test_lists_in_deep_tuples_have_their_limits() -> None:
+    """msgpack calls itself for each, and the stack ends."""
+    fits, deeper = ((lists(depth, nested(1)),) for depth in (MAX_LISTS, MAX_LISTS + 1))
+    for _ in range(MAX_DEPTH_OF_DEEP):
+        fits, deeper = (fits,), (deeper,)
+    assert decode(encode(fits)) == fits
+    with pytest.raises(ValueError, match=f"more than {MAX_LISTS} deep"):
+        encode(deeper)
+    assert decode(encode(deeper[0])) == deeper[0]
+    deepest: Any = ()
+    for _ in range(MAX_DEPTH - 1):
+        deepest = (lists(500, deepest),)
+    with pytest.raises(ValueError, match="nested"):
+        encode(deepest)
 
 
 def test_deeper_bytes_than_encode_makes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
