@@ -151,7 +151,8 @@ class GroupOpening:
 
     async def _open(self) -> ProcessGroup:
         name = self._group_name or "default"
-        if any(group.name == name for group in (context.current_world(),) if group is not None):
+        current = context.current_world()
+        if current is not None and current.name == name and not current.world.forked:
             raise ValueError(f"group {name!r} is initialized already: destroy it first, or give another group_name=")
         events.configure_logging()
         if self._progress == "thread":

@@ -23,6 +23,8 @@ __all__ = ["Session", "await_there", "current_session", "open_session", "refuse_
 
 _current: ContextVar[Session | None] = ContextVar("asyncdist_blocking_session", default=None)
 _open: list[Session] = []
+_gone: list[Session] = []
+"""Sessions of the process that this one was forked from: kept, as to free what they hold would reach into its loop."""
 
 
 class Session:
@@ -94,6 +96,8 @@ class Session:
 
     def close(self, group: InnerGroup, error: BaseException | None = None) -> None:
         """Close `group`, and the session with the world's; after `error` it is aborted first. May be called again."""
+        if not self.thread.alive and group is self.inner:
+            self._disown()
         if group.closed or not self.thread.alive:
             return
         try:
@@ -104,6 +108,12 @@ class Session:
                 self.thread.at_exit.pop(self.inner, None)
                 self.store = None
                 release(self.thread)
+
+    def _disown(self) -> None:
+        """Be no world of this process: the thread is its parent's, or has ended."""
+        if self in _open:
+            _open.remove(self)
+            _gone.append(self)
 
     async def _close(self, group: InnerGroup, error: BaseException | None) -> None:
         left = [work for work in self.interrupted if not work._done]
@@ -212,6 +222,8 @@ def current_session() -> Session | None:
 
 def open_session(name: str, opening: Callable[[], Any], wrap: Callable[[InnerGroup, Session], Any]) -> Any:
     """Join a world in the communication thread; it is the default of the calling context. Ctrl-C gives up joining."""
+    for session in [each for each in _open if not each.thread.alive]:
+        session._disown()
     if any(session.inner.name == name for session in _open):
         raise ValueError(f"group {name!r} is initialized already: destroy it first, or give another group_name=")
     thread = acquire()

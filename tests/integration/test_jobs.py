@@ -297,6 +297,10 @@ def test_sigterm_ends_a_rank_in_order_and_tells_the_others() -> None:
 
 def test_a_forked_child_has_no_group() -> None:
     code = """
+    async def alone():
+        async with dist.HashStore() as store, dist.init_process_group(store=store, rank=0, world_size=1):
+            await dist.barrier()
+
     async def main():
         async with dist.init_process_group() as group:
             await group.barrier()
@@ -305,6 +309,7 @@ def test_a_forked_child_has_no_group() -> None:
                 try:
                     group.barrier()
                 except dist.ClosedError:
+                    asyncio.run(alone())
                     os._exit(7)
                 finally:
                     os._exit(8)

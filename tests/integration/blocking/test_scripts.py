@@ -163,8 +163,11 @@ warnings.simplefilter("ignore", DeprecationWarning)  # that a process with threa
 group = dist.init_process_group()
 work = dist.irecv(np.zeros(1), 1 - dist.get_rank())
 dist.barrier()
-child = os.fork()
-if child == 0:
+for destroys in (True, False):
+    child = os.fork()
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        continue
     for use in (dist.barrier, work.wait, lambda: dist.isend(np.zeros(1), 0), group.barrier):
         try:
             use()
@@ -172,10 +175,13 @@ if child == 0:
             assert "forked" in str(error)
         else:
             os._exit(1)
-    with dist.HashStore() as store, dist.init_process_group(store=store, rank=0, world_size=1, group_name="own"):
-        pass
+    if destroys:
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+    with dist.HashStore() as store, dist.init_process_group(store=store, rank=0, world_size=1):
+        assert dist.get_world_size() == 1
+        dist.barrier()
     os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 sent = dist.isend(np.ones(1), 1 - dist.get_rank())
 assert work.wait()
 sent.wait()
