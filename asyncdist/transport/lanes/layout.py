@@ -28,6 +28,7 @@ __all__ = [
     "RECORD_STRIDE",
     "RECORD_WORDS",
     "ROOM",
+    "SKEW_BYTES",
     "SKIPPED",
     "SLOTS",
     "TURN",
@@ -71,7 +72,11 @@ RECORD_WORDS: Final = RECORD_STRIDE // 8
 EXPRESS_AT: Final = 64
 """Where a record's payload begins in it: on a cache line of its own."""
 DESCRIPTORS_AT: Final = RECORDS_AT + RECORDS * RECORD_STRIDE
-LANE_HEAD_BYTES: Final = -(-(DESCRIPTORS_AT + DESCRIPTORS * DESCRIPTOR_BYTES) // 4096) * 4096
+SKEW_BYTES: Final = 64
+"""Where in a page the memory for payloads begins. Large numpy arrays begin 16 bytes into one, behind malloc's header:
+copied to them from the beginning of a page, target - source is 16. Where that, modulo a page, is 1 to 31, `memcpy` of 2
+to 512 KiB takes ten times as long on AMD's Zen 3, as glibc uses `rep movsb` there (its bug 30994)."""
+LANE_HEAD_BYTES: Final = -(-(DESCRIPTORS_AT + DESCRIPTORS * DESCRIPTOR_BYTES) // 4096) * 4096 + SKEW_BYTES
 """Bytes of a segment before its memory for payloads."""
 SLOTS: Final = 8
 """Wide express operations a member may be ahead of the slowest; of the longest, half as many."""

@@ -22,6 +22,7 @@ import asyncdist as dist
 from asyncdist.reduce_op import PremulSum
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES
+from asyncdist.transport.lanes.layout import SKEW_BYTES
 from asyncdist.transport.shared_memory import doorbell
 
 LARGE = 3 << 20
@@ -383,7 +384,7 @@ async def test_who_shares_no_segment_that_makes_a_lane_is_lost_to_all(
             monkeypatch.setattr(
                 HostMemory,
                 "new_segment",
-                lambda self, size: new_segment(self, LANE_HEAD_BYTES if self is memory else size),
+                lambda self, size: new_segment(self, LANE_HEAD_BYTES - SKEW_BYTES if self is memory else size),
             )
         elif group.rank == 1:
             monkeypatch.setattr(

@@ -10,7 +10,7 @@ from lane_memory import POOL_BYTES, begun, content, make
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.lanes import layout as lane_module
 from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES, MAX_LANE_RANKS, SKIPPED, Differs, Lane, LaneOperation
-from asyncdist.transport.lanes.layout import DESCRIPTORS, RECORDS
+from asyncdist.transport.lanes.layout import DESCRIPTORS, RECORDS, SLOTS
 
 
 class Runner:
@@ -212,14 +212,27 @@ def test_a_peer_that_writes_anything_is_found_out_or_harmless(seed: int) -> None
 def test_limits_are_what_the_layout_has_room_for() -> None:
     words = 64 * (4 + MAX_LANE_RANKS)
     used = words + RECORDS * lane_module.RECORD_STRIDE + DESCRIPTORS * lane_module.DESCRIPTOR.size
-    assert used <= LANE_HEAD_BYTES < used + 4096
-    assert LANE_HEAD_BYTES % 4096 == 0
+    assert used <= LANE_HEAD_BYTES < used + 2 * 4096
     for payloads in (0, 1, 4096, 3 * 4096 - 1, 3 * 4096, 12 << 20):
         wide, pool = (part(LANE_HEAD_BYTES + payloads) for part in (lane_module.wide_bytes, lane_module.pool_bytes))
         assert wide + pool == payloads
         assert wide % 4096 == 0
         assert payloads - 3 * 4096 < 3 * wide <= payloads
     assert lane_module.pool_bytes(0) == lane_module.wide_bytes(0) == 0
+
+
+@pytest.mark.parametrize("array_at", [0, 16, 64], ids=["mmap", "malloc", "torch"])
+@pytest.mark.parametrize("lane_bytes", [3 << 20, 12 << 20])
+def test_no_copy_between_a_payload_and_an_array_is_one_that_rep_movsb_is_slow_at(
+    array_at: int, lane_bytes: int
+) -> None:
+    begin = LANE_HEAD_BYTES
+    wide = lane_module.wide_bytes(begin + lane_bytes)
+    slots = [begin + wide // SLOTS * number for number in range(SLOTS)]
+    items = [begin + wide + (chunk << 15) for chunk in range(4)]
+    for payload_at in slots + items:
+        for distance in (array_at - payload_at, payload_at - array_at):
+            assert not 0 < distance % 4096 < 32
 
 
 def test_items_of_an_operation_given_up_are_absent_and_no_mismatch() -> None:
