@@ -50,7 +50,8 @@ class Connection(asyncio.Protocol):
         self._opening = True
         self._recognized = False
         self._ending = False
-        self._unsent_before = 0
+        self._given_bytes = 0  # to the transport
+        self._sent_before = 0
         self._buffered = 0
         self._held: deque[tuple[int, list[bytes]]] = deque()  # output by the commit it waits for
         self._held_bytes = 0
@@ -66,11 +67,10 @@ class Connection(asyncio.Protocol):
         self._session.address = self._peer
         self._transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
         notice_lost_hosts(transport.get_extra_info("socket"))
-        server = self._server
-        if not server.admit(self):
+        if not self._server.admit(self):
             self.refuse(Refusal.TOO_MANY_CONNECTIONS)
             return
-        self._timer = self._loop.call_later(server.config.handshake_timeout_s, self._handshake_expired)
+        self._timer = self._loop.call_later(self._server.config.handshake_timeout_s, self.refuse, Refusal.TIMEOUT)
 
     def data_received(self, data: bytes) -> None:
         """Run what arrived, answer it in one write, and wake others."""
@@ -143,10 +143,7 @@ class Connection(asyncio.Protocol):
             if session.reply_bytes > self._server.config.limits.frame_bytes:
                 self._drop("has too much to read" if self._lacks_room else "reads its replies too slowly")
             return
-        unsent = self._server.unsent
-        if (session.reply_bytes > SMALL_REPLY_BYTES or unsent.waiting) and not unsent.may_say(
-            self, session.reply_bytes
-        ):
+        if not self._server.unsent.may_say(self, session.reply_bytes):
             self._lacks_room = self._paused = True
             self._update_reading()
             return
@@ -155,21 +152,16 @@ class Connection(asyncio.Protocol):
     def _write_output(self, transport: asyncio.Transport) -> None:
         session = self._session
         output = session.take_output()
-        self._server.unsent.wrote(sum(map(len, output)))
-        if output and (self._server.gate is None or not self._hold(self._server.gate, output)):
-            if len(output) == 1:
-                transport.write(output[0])
-            else:
-                transport.writelines(output)
+        size = sum(map(len, output))
+        self._server.unsent.wrote(size)
+        if output and (self._server.gate is None or not self._hold(self._server.gate, output, size)):
+            self._send(transport, output, size)
         if self._began_s and self._timed is None:
             if not output or session.ran == self._ran_before:
                 self._began_s = 0.0
             else:
-                self._timed = (
-                    session.operation,
-                    session.ran - self._ran_before,
-                    self._held[-1][0] if self._held else 0,
-                )
+                commit = self._held[-1][0] if self._held else 0
+                self._timed = (session.operation, session.ran - self._ran_before, commit)
                 if not self._held:
                     self._note_latency()
         if session.closing:
@@ -179,6 +171,13 @@ class Connection(asyncio.Protocol):
             self._schedule_turn()
         elif session.busy or self._read_paused != self._paused:
             self._update_reading()
+
+    def _send(self, transport: asyncio.Transport, pieces: list[bytes], size: int) -> None:
+        self._given_bytes += size
+        if len(pieces) == 1:
+            transport.write(pieces[0])
+        else:
+            transport.writelines(pieces)
 
     def _has_output(self) -> None:
         self._server.dirty.append(self)
@@ -201,7 +200,7 @@ class Connection(asyncio.Protocol):
 
     # ---- output that waits for the disk
 
-    def _hold(self, gate: GroupCommit, output: list[bytes]) -> bool:
+    def _hold(self, gate: GroupCommit, output: list[bytes], size: int) -> bool:
         """Keep `output` back if it tells of changes that are not on the disk; torch's clients never wait."""
         session = self._session
         if not isinstance(session, Session) or not session.awaits_commits:
@@ -211,7 +210,7 @@ class Connection(asyncio.Protocol):
             return False
         number = number or self._held[-1][0]
         self._held.append((number, output))
-        self._held_bytes += sum(map(len, output))
+        self._held_bytes += size
         self._paused |= self._held_bytes > WRITE_HIGH_BYTES
         gate.hold(self, number)
         return True
@@ -223,14 +222,12 @@ class Connection(asyncio.Protocol):
         pieces: list[bytes] = []
         while held and held[0][0] <= number:
             pieces += held.popleft()[1]
-        self._held_bytes -= sum(map(len, pieces))
+        size = sum(map(len, pieces))
+        self._held_bytes -= size
         self._update_paused()
         if self._transport is None or self._ending:
             return
-        if len(pieces) == 1:
-            self._transport.write(pieces[0])
-        else:
-            self._transport.writelines(pieces)
+        self._send(self._transport, pieces, size)
         if self._timed is not None and self._timed[2] <= number:
             self._note_latency()
         if self._session.closing:
@@ -282,24 +279,29 @@ class Connection(asyncio.Protocol):
             self._cancel_timer()
             self._schedule_turn()
 
+    def hurry(self) -> None:
+        """Others wait until there is room: watch that the client reads at all."""
+        if self._timer is None and not self._opening and not self._ending:
+            self._watch_stall()
+
     def _watch_stall(self) -> None:
         assert self._transport is not None
-        self._unsent_before = self._transport.get_write_buffer_size()
+        self._sent_before = self._given_bytes - self._transport.get_write_buffer_size()
         self._cancel_timer()
         self._timer = self._loop.call_later(self._server.config.stall_timeout_s, self._check_stall)
 
     def _check_stall(self) -> None:
+        self._timer = None
         if self._transport is None:
             return
-        if self._transport.get_write_buffer_size() >= self._unsent_before:
-            self._drop("does not read its replies")
-        else:
-            self._watch_stall()
+        unread = self._transport.get_write_buffer_size()
+        if self._write_paused or (unread > SMALL_REPLY_BYTES and self._server.unsent.waiting):
+            if self._given_bytes - unread > self._sent_before:
+                self._watch_stall()
+            else:
+                self._drop("does not read its replies")
 
     # ---- endings
-
-    def _handshake_expired(self) -> None:
-        self.refuse(Refusal.TIMEOUT)
 
     def refuse(self, refusal: Refusal, detail: str = "") -> None:
         """Close because of what the client is; it is told as far as it can be, `detail` is for the log."""

@@ -60,7 +60,7 @@ LEASES: Final = Metric("leases", "gauge", "Leases.")
 MEMORY: Final = Metric("memory_bytes", "gauge", "Memory charged.", ("kind",))
 MEMORY_LIMIT: Final = Metric("memory_limit_bytes", "gauge", "Memory that may be charged.")
 OUTPUT_WAITING: Final = Metric(
-    "output_waiting_connections", "gauge", "Connections whose large replies wait until others have read theirs."
+    "output_waiting_connections", "gauge", "Connections whose replies wait until others have read theirs."
 )
 COMMITS: Final = Metric("journal_commits", "counter", "Commits to the journal.")
 COMMIT_SECONDS: Final = Metric("journal_commit_seconds", "histogram", "How long a commit took.")

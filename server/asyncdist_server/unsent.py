@@ -1,7 +1,8 @@
-"""What all clients together have not read yet: large answers wait their turn where that is much.
+"""What all clients together have not read yet: further answers wait their turn where that is much.
 
 A stored value is counted once, yet each client that asks for it gets a copy, which the daemon holds until the client
-has read it. A thousand that read slowly, or ask at the same moment, would make it hold a thousand.
+has read it. A thousand that read slowly, or ask at the same moment, would make it hold a thousand. Who reads nothing
+while others wait is cut off.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ UNSENT_PART: Final = 4
 """What is unsent may take the memory limit divided by this, and the answer that exceeds it."""
 SMALL_REPLY_BYTES: Final = 16 * 1024
 """What is no larger does not wait, as long as its client has read all but so much: locks, leases and barriers go on
-while large values are on their way. So many bytes for each connection are what comes on top."""
+while large values are on their way. Twice so many bytes for each connection are what comes on top."""
 POLL_S: Final = 0.01
 """How often it is looked whether there is room, while somebody waits for it."""
 
@@ -29,6 +30,9 @@ class Sender(Protocol):
 
     def go_on(self) -> None:
         """Say now what had to wait."""
+
+    def hurry(self) -> None:
+        """See to it that the client is cut off if it reads nothing: others wait for room."""
 
 
 class Unsent:
@@ -51,7 +55,7 @@ class Unsent:
         self._at_most = 0  # since it was counted last, what was written is added and nothing is taken away
         self._timer: Any = None
         self.waiting: dict[Sender, None] = {}
-        """Those with something large to say, in the order in which they came."""
+        """Those with something to say that there is no room for, in the order in which they came."""
 
     def wrote(self, size: int) -> None:
         """Note that so much was made for a client."""
@@ -59,9 +63,11 @@ class Unsent:
 
     def may_say(self, sender: Sender, reply_bytes: int) -> bool:
         """Whether `sender` may say so much more; else it waits, and its `go_on` is called when there is room."""
-        if reply_bytes <= SMALL_REPLY_BYTES and not (self.waiting and sender.unsent_bytes > SMALL_REPLY_BYTES):
+        if not self.waiting and self._at_most <= self._limit_bytes:
             return True
-        if not self.waiting and (self._at_most <= self._limit_bytes or self.count() <= self._limit_bytes):
+        if reply_bytes <= SMALL_REPLY_BYTES and sender.unsent_bytes <= SMALL_REPLY_BYTES:
+            return True
+        if not self.waiting and self.count() <= self._limit_bytes:
             return True
         self.waiting[sender] = None
         if self._timer is None:
@@ -85,4 +91,7 @@ class Unsent:
             del self.waiting[sender]
             sender.go_on()
         if self.waiting:
+            for sender in self._senders():
+                if sender.unsent_bytes > SMALL_REPLY_BYTES:
+                    sender.hurry()
             self._timer = self._start_timer(POLL_S, self._look)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,24 @@ from torch_wire_kit import SocketTorchClient
 from asyncdist_server import ServerConfig, StoreServer, serve
 from asyncdist_server import messages as m
 from asyncdist_server.config import limits_for
+from asyncdist_server.connection import WRITE_HIGH_BYTES
 from asyncdist_server.durability import parse_durability
 from asyncdist_server.torch_wire import Query
-from asyncdist_server.unsent import UNSENT_PART
+from asyncdist_server.unsent import SMALL_REPLY_BYTES, UNSENT_PART
 
 VALUE = bytes(8 << 20)
 MEMORY_BYTES = 64 << 20
+LITTLE_MEMORY_BYTES = 20 << 20
 ROOM = MEMORY_BYTES // UNSENT_PART + len(VALUE) + 4096
 READERS = 12
 DEADLINE_S = 60.0
+HALF = WRITE_HIGH_BYTES // 2
+"""Too little to be noticed for itself."""
 
 
 @contextlib.asynccontextmanager
-async def daemon(**changes: Any) -> AsyncIterator[StoreServer]:
-    limits = limits_for(len(VALUE), memory_bytes=MEMORY_BYTES)
+async def daemon(memory_bytes: int = MEMORY_BYTES, **changes: Any) -> AsyncIterator[StoreServer]:
+    limits = limits_for(len(VALUE), memory_bytes=memory_bytes)
     async with serve(ServerConfig(port=0, torch=True, limits=limits, **changes)) as server:
         yield server
 
@@ -92,6 +97,38 @@ async def test_torch_clients_too() -> None:
             for reader in readers:
                 assert (await asyncio.to_thread(read, 8 + len(VALUE), reader))[8:] == VALUE
             await until(lambda: not server.unsent.waiting)
+
+
+async def test_many_small_answers_that_nobody_reads_are_bounded_and_cut_off() -> None:
+    """Each connection holds less than what makes one wait by itself; together they would exhaust the memory."""
+    small = bytes(SMALL_REPLY_BYTES)
+    async with daemon(stall_timeout_s=0.5, memory_bytes=LITTLE_MEMORY_BYTES) as server:
+
+        def room(number: int) -> int:
+            return LITTLE_MEMORY_BYTES // UNSENT_PART + len(VALUE) + 2 * SMALL_REPLY_BYTES * number + 4096
+
+        with contextlib.ExitStack() as stack:
+            writer = stack.enter_context(await asyncio.to_thread(client, server, 0))
+            await asyncio.to_thread(writer.ask, m.SET, b"small", small)
+            await asyncio.to_thread(writer.ask, m.SET, b"large", VALUE)
+            silent: list[SocketClient] = []
+            while not server.unsent.waiting:
+                silent.append(stack.enter_context(await asyncio.to_thread(client, server, len(silent) + 1)))
+                assert len(silent) <= 2 * LITTLE_MEMORY_BYTES // UNSENT_PART // HALF
+                silent[-1].socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                for connection in server._all_connections():
+                    if connection._transport is not None:
+                        sock = connection._transport.get_extra_info("socket")
+                        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+                while server.unsent.count() < len(silent) * HALF and not server.unsent.waiting:
+                    ran = server.engine.counters.results[m.GET][m.OK]
+                    silent[-1].send((m.GET, b"small", None))  # one at a time: together they would be a large answer
+                    await until(lambda ran=ran: server.engine.counters.results[m.GET][m.OK] > ran)  # type: ignore[misc]
+                    assert server.unsent.count() <= room(len(silent))
+            assert await asyncio.to_thread(writer.ask, m.ADD, b"n", 1) == 1  # who reads goes on
+            assert await asyncio.to_thread(writer.ask, m.GET, b"large", None) == VALUE  # once those are cut off
+            assert server.engine.counters.dropped.keys() == {"slow"}
+            assert server.unsent.count() <= room(len(silent))
 
 
 async def test_who_goes_away_makes_room() -> None:

@@ -17,11 +17,15 @@ class Client:
         self.world = world
         self.size = size
         self.unsent_bytes = 0
+        self.hurried = 0
         self.asks()
 
     def asks(self) -> None:
         if self.world.unsent.may_say(self, self.size):
             self.go_on()
+
+    def hurry(self) -> None:
+        self.hurried += 1
 
     def go_on(self) -> None:
         self.unsent_bytes += self.size
@@ -96,3 +100,29 @@ def test_one_that_is_gone_is_not_told() -> None:
     world.look()
     assert clients[11].unsent_bytes == 0
     assert world.timer is None
+
+
+def test_small_answers_fill_the_room_to_the_limit_and_no_further() -> None:
+    """A great many clients that read none of theirs may not exhaust the memory with them."""
+    world = World()
+    clients = [world.client(SMALL_REPLY_BYTES) for _ in range(4)]
+    fitting = LIMIT // SMALL_REPLY_BYTES
+    for number in range(len(clients), fitting + 1):  # the last of these exceeds it
+        clients[number % len(clients)].asks()
+        assert not world.unsent.waiting
+    for client in clients:
+        client.asks()
+    assert world.unsent.count() == (fitting + 1) * SMALL_REPLY_BYTES
+    assert list(world.unsent.waiting) == clients
+    assert world.client(SMALL_REPLY_BYTES).unsent_bytes  # one that has read all but so much does not wait
+
+
+def test_who_has_much_to_read_is_hurried_while_others_wait() -> None:
+    world = World()
+    clients = [world.client(LARGE) for _ in range(10)]
+    small = world.client(SMALL_REPLY_BYTES)
+    clients += [world.client(LARGE) for _ in range(2)]
+    assert not any(client.hurried for client in clients)
+    world.look()
+    assert [client.hurried for client in clients] == [1] * 10 + [0] * 2
+    assert not small.hurried
