@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.protocol.credit import ReceiveWindow
-from asyncdist.transport.protocol.frame import CHANNELS, MAX_ASKS, POINT_TO_POINT, Kind, pack_header
+from asyncdist.transport.protocol.frame import CHANNELS, FLAG_END, MAX_ASKS, POINT_TO_POINT, Kind, pack_header
 from asyncdist.transport.protocol.matching import AnySourceTable, ParkingPeer, ReceiveTable
 from asyncdist.transport.protocol.output import OutputQueue
 
@@ -42,7 +42,7 @@ class Asking:
         if stalled == bool(window.stall) or (not stalled and window.stall != number):
             raise RemoteProtocolError(f"rank {self._peer_rank} began or ended a stall twice")
         window.asked.clear()
-        window.unasked = False
+        window.unasked = window.renewing = False
         window.stall = number if stalled else 0
         self.stalled = any(window.stall for window in self._windows)
         self._queue.drop_asks(channel)
@@ -60,7 +60,7 @@ class Asking:
             self._ask_for_all(channel)
 
     def ask(self, key: bytes) -> bool:
-        """A receive for `key` is posted: if the peer is stalled, have it send one. Whether it is asked."""
+        """A receive for `key` is posted: if the peer is stalled, have it send one. Whether it is told anything."""
         channel = key[20]
         window = self._windows[channel]
         if not window.stall:
@@ -71,10 +71,20 @@ class Asking:
         asked = window.ask(key, wanted)
         if asked:
             self._queue.push_control(pack_header(Kind.ASK, key=key, message_id=window.stall))
-        return asked
+            return True
+        return window.unasked and not window.renewing and self._renew(key)
+
+    def _renew(self, key: bytes) -> bool:
+        """Have the stall begin anew if most of what was asked for is waited for no more."""
+        window = self._windows[key[20]]
+        if len(self._table.entries) + len(self._any_source.entries) > MAX_ASKS // 2:
+            return False
+        window.renewing = True
+        self._queue.push_control(pack_header(Kind.ASK, flags=FLAG_END, key=key, message_id=window.stall))
+        return True
 
     def _ask_for_all(self, channel: int) -> None:
-        self._windows[channel].unasked = False
+        self._windows[channel].unasked = self._windows[channel].renewing = False
         for receive in self._table:
             if receive.key[20] == channel:
                 self.ask(receive.key)

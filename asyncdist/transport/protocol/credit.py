@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from typing import Final
 
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.transport.protocol.frame import CREDIT_BYTES, MAX_ASKS, describe_key
+from asyncdist.transport.protocol.frame import CREDIT_BYTES, EARLY_ID, MAX_ASKS, Kind, describe_key, pack_header
 from asyncdist.transport.protocol.matching import SendOp
 from asyncdist.transport.protocol.output import OutputQueue
 
@@ -23,9 +23,12 @@ RETURN_CREDIT_BYTES: Final = CREDIT_BYTES // 4
 class SendWindow:
     """One channel as its sender sees it."""
 
-    __slots__ = ("_held", "_keys", "asked", "credit", "offers", "stall")
+    __slots__ = ("_channel", "_held", "_keys", "_last_stall", "_queue", "asked", "credit", "offers", "stall")
 
-    def __init__(self) -> None:
+    def __init__(self, channel: int, queue: OutputQueue) -> None:
+        self._channel = channel
+        self._queue = queue
+        self._last_stall = 0
         self.credit = CREDIT_BYTES
         self.offers = 0  # made, or about to be, and not answered
         self.stall = 0  # the number of the present stall; 0 when there is none
@@ -84,6 +87,30 @@ class SendWindow:
             del self._held[op]
         return ops
 
+    def begin_stall(self) -> None:
+        """From now on what has no room goes only when asked for."""
+        self.stall = self._last_stall = self._last_stall % (EARLY_ID - 1) + 1
+        self._say_stalled(1)
+
+    def end_stall(self) -> None:
+        """There is room again."""
+        self.asked.clear()
+        self._say_stalled(0)
+        self.stall = 0
+
+    def renew_stall(self) -> None:
+        """The receiver waits for few of the keys that it has asked for, so all are forgotten and it asks once more.
+
+        Should fewer than a fourth be left to forget, it is about to hear of the others.
+        """
+        if self.stall and len(self.asked) >= MAX_ASKS // 4:
+            self.end_stall()
+            self.begin_stall()
+
+    def _say_stalled(self, stalled: int) -> None:
+        key = bytes(20) + bytes((self._channel, 0, 0, 0))
+        self._queue.push_data(pack_header(Kind.STALLED, key=key, length=stalled, message_id=self.stall))
+
     def grant(self, nbytes: int) -> None:
         """The receiver gave credit back."""
         self.credit += nbytes
@@ -109,7 +136,17 @@ class SendWindow:
 class ReceiveWindow:
     """One channel as its receiver sees it."""
 
-    __slots__ = ("_channel", "_queue", "asked", "owed", "parked_bytes", "parked_offers", "stall", "unasked")
+    __slots__ = (
+        "_channel",
+        "_queue",
+        "asked",
+        "owed",
+        "parked_bytes",
+        "parked_offers",
+        "renewing",
+        "stall",
+        "unasked",
+    )
 
     def __init__(self, channel: int, queue: OutputQueue) -> None:
         self._channel = channel
@@ -120,6 +157,7 @@ class ReceiveWindow:
         self.stall = 0
         self.asked: dict[bytes, int] = {}
         self.unasked = False  # MAX_ASKS kept us from asking for all we wait for
+        self.renewing = False  # and the sender was told to forget what we have asked for
 
     def owe(self, nbytes: int) -> None:
         """An eager message is no longer in anybody's way: its credit goes back, in portions."""

@@ -34,7 +34,7 @@ The match key is the 24 bytes as they travel: they are a dict key at both ends a
 | FRAGMENT | sender | message_id as in the PULL, offset; flag ABORT: this was the last, incomplete | <= FRAGMENT_BYTES |
 | CREDIT | receiver | credit | none |
 | STALLED | sender | length: 1 messages are held back, 0 no longer; channel in key; message_id: stall number | none |
-| ASK | receiver | key: send one message of it though stalled; message_id: stall number | none |
+| ASK | receiver | key: send one message of it though stalled; message_id: stall number; flag END: stall anew | none |
 | CONTROL | either | length | opaque, at most MAX_CONTROL_BYTES |
 | GOODBYE | either | | none; nothing follows |
 | LENT | sender | message_id as in the PULL, length, key: segment (u64), offset in it (u64) and 8 zero bytes | none |
@@ -138,7 +138,8 @@ MAX_OFFERS: Final = 1024
 """Offers per peer and channel not yet answered; beyond, the sender keeps its queue to itself and says STALLED."""
 
 MAX_ASKS: Final = 65_536
-"""Keys a receiver may have asked for and not got during one stall; each costs the sender a dictionary entry."""
+"""Keys a receiver may have asked for and not got during one stall; each costs the sender a dictionary entry. Beyond,
+the receiver has the stall begin anew if it waits for few of them any more, else it waits for answers."""
 
 MAX_EARLY_PULLS: Final = 1024
 """Pulls per peer of messages not yet offered; each costs the sender a dictionary entry. Beyond, offers are awaited."""

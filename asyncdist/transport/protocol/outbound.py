@@ -45,7 +45,6 @@ class Outbound:
         "_dropped",
         "_early_pulls",
         "_goodbye_queued",
-        "_next_stall",
         "_offers",
         "_peer_rank",
         "corked",
@@ -61,12 +60,11 @@ class Outbound:
         self._peer_rank = peer_rank
         self._dropped = dropped
         self.queue = OutputQueue()
-        self.windows = tuple(SendWindow() for _ in range(CHANNELS))
+        self.windows = tuple(SendWindow(channel, self.queue) for channel in range(CHANNELS))
         self.error: BaseException | None = None
         self.loans: Loans | None = None
         self._offers = Offers(self.windows)
         self._early_pulls = EarlyPulls(peer_rank)
-        self._next_stall = 1
         self.corked = False  # input is being handled: what it causes is written together at its end
         self.leaving = False
         self.goodbye_sent = False
@@ -164,13 +162,7 @@ class Outbound:
     def _hold(self, window: SendWindow, op: SendOp) -> None:
         window.hold(op)
         if not window.stall:
-            window.stall = self._next_stall
-            self._next_stall = self._next_stall % (EARLY_ID - 1) + 1
-            self._say_stalled(op.key[20], 1, window.stall)
-
-    def _say_stalled(self, channel: int, stalled: int, number: int) -> None:
-        key = bytes(20) + bytes((channel, 0, 0, 0))
-        self.queue.push_data(pack_header(Kind.STALLED, key=key, length=stalled, message_id=number))
+            window.begin_stall()
 
     def _release(self, channel: int) -> None:
         """There is room again: let held messages go, oldest first, and end the stall with half the offers answered."""
@@ -182,9 +174,7 @@ class Outbound:
                 return
             window.release(op)
         if window.offers <= MAX_OFFERS // 2:
-            window.asked.clear()
-            self._say_stalled(channel, 0, window.stall)
-            window.stall = 0
+            window.end_stall()
 
     # What the peer's receiving half says
 
@@ -237,13 +227,16 @@ class Outbound:
         self.windows[channel].grant(nbytes)
         self._release(channel)
 
-    def on_ask(self, key: bytes, stall: int) -> None:
-        """ASK: the peer has a receive for `key` and nothing from us."""
+    def on_ask(self, key: bytes, stall: int, *, anew: bool) -> None:
+        """ASK: the peer has a receive for `key` and nothing from us; or few receives for all it has asked for."""
         if key[20] >= CHANNELS:
             raise RemoteProtocolError(f"rank {self._peer_rank} asked on channel {key[20]}")
         window = self.windows[key[20]]
         if stall != window.stall:
             return  # it crossed with the end of its stall
+        if anew:
+            window.renew_stall()
+            return
         op = window.oldest_of(key)
         if op is None:
             window.ask(key)

@@ -17,6 +17,7 @@ from asyncdist.transport.protocol.frame import (
     COLLECTIVE,
     EAGER_BYTES,
     FLAG_CREDIT_COLLECTIVE,
+    FLAG_END,
     HEADER_BYTES,
     MAX_CONTROL_BYTES,
     MAX_META_BYTES,
@@ -225,7 +226,7 @@ class Reader:
         elif kind == Kind.CREDIT:
             self._out.on_credit(COLLECTIVE if flags & FLAG_CREDIT_COLLECTIVE else POINT_TO_POINT, credit)
         elif kind == Kind.ASK:
-            self._out.on_ask(key, message_id)
+            self._out.on_ask(key, message_id, anew=bool(flags & FLAG_END))
         elif kind == Kind.STALLED:
             self._inbound.on_stalled(key, length, message_id)
         elif kind == Kind.GOODBYE:
