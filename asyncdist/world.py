@@ -332,8 +332,10 @@ def _split_words(rank: int, words: bytes) -> list[bytes]:
     return payloads
 
 
-_MAX_PLACES: Final = 1 << 32
-"""Tags and sequence numbers travel as 32 bits."""
+_MAX_TAGS: Final = 1 << 32
+"""In keys of messages tags have 32 bits."""
+_MAX_NUMBERS: Final = 1 << 63
+"""Operations and groups are counted without end; msgpack goes no further."""
 _SHAPES: Final[dict[str, tuple[type | tuple[type, ...], ...]]] = {
     "abort": (int, str, str, (int, type(None)), list),
     "refused": (int, int, int, int, str),
@@ -354,11 +356,12 @@ def _parse(rank: int, payload: bytes, world_size: int) -> list[Any]:
     if shape is None or len(message) != len(shape) + 1 or not all(map(isinstance, message[1:], shape)):
         raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
     if message[0] == "abort":
-        named, places = [*message[5], *([] if message[4] is None else [message[4]])], []
+        named, tag, number = [*message[5], *([] if message[4] is None else [message[4]])], 0, 0
     else:
         named = message[4:5] if message[0] == "refused" else []
-        places = message[2:3] if message[0] == "made" else message[2:4]
-    if not (all(_below(world_size, value) for value in named) and all(_below(_MAX_PLACES, value) for value in places)):
+        tag, number = (0, message[2]) if message[0] == "made" else message[2:4]
+    in_bounds = all(_below(world_size, value) for value in named) and _below(_MAX_TAGS, tag)
+    if not (in_bounds and _below(_MAX_NUMBERS, number)):
         raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
     checked: list[Any] = message
     return checked

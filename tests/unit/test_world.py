@@ -36,7 +36,7 @@ JUNK = [
     msgpack.packb(["check", 1, "0", 0, "terms", "shown"]),
     msgpack.packb(["made", 1, 1, 2, "0, 1"]),
     msgpack.packb(["made", 1, 1, "2", "0, 1", True]),
-    msgpack.packb(["made", 1, 1 << 32, 2, "0, 1", True]),
+    msgpack.packb(["made", 1, 1 << 63, 2, "0, 1", True]),
     msgpack.packb([3, 1]),
     msgpack.packb({"abort": 1}),
     msgpack.packb(["abort", 1, "abort", "text", None, [0] * (world.MAX_RANKS_NAMED + 1)]),
@@ -45,17 +45,17 @@ JUNK = [
     msgpack.packb(["abort", 1, "timeout", "text", 0, [SIZE]]),
     msgpack.packb(["refused", 1, 0, 0, SIZE, "text"]),
     msgpack.packb(["refused", 1, 1 << 32, 0, 0, "text"]),
-    msgpack.packb(["refused", 1, 0, 1 << 32, 0, "text"]),
+    msgpack.packb(["refused", 1, 0, 1 << 63, 0, "text"]),
     msgpack.packb(["probe", 1, -1, 0]),
     msgpack.packb(["status", 1, 0, -1, "issued"]),
     msgpack.packb(["mismatch", 1, 1 << 32, 0, "text", True]),
-    msgpack.packb(["check", 1, 0, 1 << 32, "terms", "shown"]),
+    msgpack.packb(["check", 1, 0, 1 << 63, "terms", "shown"]),
 ]
 LARGEST = [
     ["abort", 1, "lost", "text", SIZE - 1, [0, SIZE - 1]],
-    ["refused", 1, (1 << 32) - 1, (1 << 32) - 1, SIZE - 1, "text"],
-    ["probe", 1, (1 << 32) - 1, (1 << 32) - 1],
-    ["made", 1, (1 << 32) - 1, (1 << 64) - 1, "0, 1", True],
+    ["refused", 1, (1 << 32) - 1, (1 << 63) - 1, SIZE - 1, "text"],
+    ["probe", 1, (1 << 32) - 1, (1 << 63) - 1],
+    ["made", 1, (1 << 63) - 1, (1 << 64) - 1, "0, 1", True],
 ]
 
 

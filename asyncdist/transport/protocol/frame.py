@@ -212,8 +212,11 @@ def unpack_key(key: bytes) -> Key:
 
 
 def key_prefix(group: int, tag: int, sequence: int) -> bytes:
-    """Return the first 16 bytes of a key: what all messages of one operation share."""
-    return _PREFIX.pack(group, tag, sequence)
+    """Return the first 16 bytes of a key: what all messages of one operation share.
+
+    Operations are counted without end. Their numbers travel as 32 bits, as no two so far apart are under way.
+    """
+    return _PREFIX.pack(group, tag, sequence & 0xFFFFFFFF)
 
 
 def key_suffix(slot: int, channel: int) -> bytes:

@@ -171,3 +171,30 @@ def test_overlap_of_one_tag_from_two_tasks_warns_once_with_the_place(module: boo
 async def three(group: Group) -> None:
     for work in [group.barrier() for _ in range(3)]:
         await work
+
+
+def test_more_collectives_of_a_tag_than_32_bits_count() -> None:
+    """Of two that are 2^32 apart the first has long ended; refusals and time-outs name them by their whole number."""
+
+    async def main(group: Group) -> None:
+        group._sequences[0] = 2**32 - 3
+        for _ in range(3):
+            for size in (1, 100_000):
+                x = np.full(size, group.rank + 1.0)
+                await dist.all_reduce(x)
+                assert (x == 6).all()
+        if group.rank == 1:
+            with pytest.raises(TypeError):
+                dist.all_reduce(None)  # type: ignore[arg-type]
+        else:
+            with pytest.raises(dist.CollectiveMismatchError, match=f"#{2**32 + 3}: rank 1 refused"):
+                await dist.all_reduce(np.ones(3))
+        await dist.barrier()
+        if group.rank:
+            with pytest.raises(dist.CollectiveTimeoutError) as caught:
+                await dist.barrier(timeout=1)
+            assert caught.value.missing == (0,)
+        else:
+            await asyncio.sleep(10)
+
+    run_world(3, main)
