@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 
+import forked
+
 DEADLINE_S = 60.0
 READY = re.compile(r"asyncdist-server ready on 127\.0\.0\.1:(\d+)(?: \(http 127\.0\.0\.1:(\d+)\))?\n")
 
@@ -23,7 +25,8 @@ class Daemon:
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None, descriptors: int | None = None) -> None:
         limited = ["sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh"] if descriptors else []
-        self.process = subprocess.Popen(
+        start = subprocess.Popen if limited else forked.Popen
+        self.process = start(
             [*limited, sys.executable, "-m", "asyncdist_server", "--port", "0", *arguments],
             env=env or environment(),
             stdin=subprocess.DEVNULL,

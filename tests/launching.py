@@ -1,4 +1,4 @@
-"""Running `asyncdist run` as users do: a process of its own, with small scripts as workers."""
+"""Running `asyncdist run` in a process of its own, with small scripts as workers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import forked
 
 DEADLINE_S = 60.0
 """A test that waits longer has failed; nothing here takes more than a second or two."""
@@ -35,15 +38,20 @@ def clean_environment(**changes: str) -> dict[str, str]:
 
 
 def launcher(*arguments: str, **changes: str) -> subprocess.Popen[bytes]:
-    """Start `asyncdist run` with stdout and stderr piped."""
-    return subprocess.Popen(
+    """Start `asyncdist run` with stdout and stderr piped; forked, as to import it takes longer than most jobs here."""
+    # A test run in a shell's background has SIGINT ignored, and would hand that down; what is forked does not.
+    heeding: dict[str, Any] = {} if sys.platform == "linux" else {"preexec_fn": _heed_interrupts}
+    return forked.Popen(
         [sys.executable, "-m", "asyncdist", "run", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=clean_environment(**changes),
-        # A test run in a shell's background has SIGINT ignored, and would hand that down.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+        **heeding,
     )
+
+
+def _heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

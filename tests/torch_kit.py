@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forked
 from server_kit import SocketClient
 
 from asyncdist_server import messages as m
@@ -82,7 +83,7 @@ class Daemon:
     """A daemon in a process of its own, on a port of its own."""
 
     def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
+        self.process = forked.Popen(
             [sys.executable, "-m", "asyncdist_server", "--port", "0", "--torch", *arguments],
             env=clean_environment(),
             stdout=subprocess.PIPE,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import forked
 import pytest
 from launching import DEADLINE_S, clean_environment, until, write_script
 
@@ -67,7 +69,6 @@ class Job:
         self._stack = stack
         self._folder = folder
         self._script = write_script(folder, WORKER)
-        self._dying = write_script(folder, LAUNCHER, "launcher.py")
         self._store = stack.enter_context(serve_in_thread()).address
         self.died = folder / "died"
 
@@ -76,7 +77,8 @@ class Job:
 
     def start_dying(self, place: str, nth: int = 1, later_s: float = 0.0, nnodes: str = "1:3") -> Launcher:
         """One that is killed when it calls `module:class:method` for the nth time, or so much later."""
-        return self._start(self._dying, place, str(nth), str(later_s), str(self.died), nnodes=nnodes)
+        when = (place, str(nth), str(later_s), str(self.died))
+        return self._start("-c", textwrap.dedent(LAUNCHER), *when, nnodes=nnodes)
 
     def _start(self, *program: str, nnodes: str) -> Launcher:
         options = [
@@ -89,7 +91,7 @@ class Job:
             str(self._folder),
         ]
         environment = clean_environment(ASYNCDIST_STORE=self._store)
-        process = subprocess.Popen([sys.executable, *program, *options], stderr=subprocess.PIPE, env=environment)
+        process = forked.Popen([sys.executable, *program, *options], stderr=subprocess.PIPE, env=environment)
         self._stack.enter_context(process)
         self._stack.callback(process.kill)
         return process
