@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(
@@ -14,11 +17,12 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70  # to see it at once; its docstring does not count
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Trees: TypeAlias = list[tuple[str, ast.Module]]
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for path in FILES:
-        yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+@pytest.fixture(scope="module")
+def trees() -> Trees:
+    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in FILES]
 
 
 def function_lines(function: Function) -> int:
@@ -57,24 +61,24 @@ def test_files_are_short() -> None:
     assert not {path: count for path, count in lines.items() if count > MAX_FILE_LINES}
 
 
-def test_functions_are_short() -> None:
+def test_functions_are_short(trees: Trees) -> None:
     assert not [
         f"{path}:{node.lineno} {node.name}: {function_lines(node)} lines"
-        for path, tree in trees()
+        for path, tree in trees
         for node in ast.walk(tree)
         if isinstance(node, Function) and function_lines(node) > MAX_FUNCTION_LINES
     ]
 
 
-def test_what_is_public_has_a_docstring() -> None:
-    packages = [(path, tree) for path, tree in trees() if path.startswith(("asyncdist/", "server/"))]
+def test_what_is_public_has_a_docstring(trees: Trees) -> None:
+    packages = [(path, tree) for path, tree in trees if path.startswith(("asyncdist/", "server/"))]
     assert not [f"{path}: {name}" for path, tree in packages for name in undocumented(tree)]
 
 
-def test_asserts_have_no_effects() -> None:
+def test_asserts_have_no_effects(trees: Trees) -> None:
     assert not [
         f"{path}:{node.lineno}"
-        for path, tree in trees()
+        for path, tree in trees
         if not path.startswith("asyncdist/testing/")  # as in tests, checking is all that an assert is for
         for node in ast.walk(tree)
         if isinstance(node, ast.Assert) and has_effect(node.test)
