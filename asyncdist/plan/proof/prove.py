@@ -51,10 +51,12 @@ class Proof:
         self.left_out += other.left_out
 
 
-def prove(collective: str, algorithm: str, world: int, *, thorough: bool | None = None) -> Proof:
-    """Prove one algorithm in one world. Raises PlanError."""
+def prove(
+    collective: str, algorithm: str, world: int, *, thorough: bool | None = None, five_roots: bool = False
+) -> Proof:
+    """Prove one algorithm in one world, on the problems that `cases.families` names. Raises PlanError."""
     proof = Proof()
-    for family in families(collective, algorithm, world, thorough=thorough):
+    for family in families(collective, algorithm, world, thorough=thorough, five_roots=five_roots):
         _prove_family(family, algorithm, proof)
     return proof
 
