@@ -65,7 +65,6 @@ def test_least_bytes(world):
                 assert sent(plan) == everything
 
 
-@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     ("collective", "algorithm", "expected"),
     [
@@ -93,11 +92,12 @@ def test_least_bytes(world):
         ("scatter", "binomial_tree", log2),
     ],
 )
-def test_rounds(collective, algorithm, expected, world):
-    count = 0 if collective == "barrier" else 2 * world
-    found = rounds(plans_of(collective, algorithm, world, count))
-    # In other worlds a path may skip a round in which nothing it needs is sent.
-    assert found == expected(world) if world & (world - 1) == 0 else found <= expected(world)
+def test_rounds(collective, algorithm, expected):
+    for world in WORLDS:
+        count = 0 if collective == "barrier" else 2 * world
+        found = rounds(plans_of(collective, algorithm, world, count))
+        # In other worlds a path may skip a round in which nothing it needs is sent.
+        assert found == expected(world) if world & (world - 1) == 0 else found <= expected(world), world
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter"])
