@@ -236,6 +236,21 @@ def check_scale(runtime: Runtime) -> None:
         assert equal(_scaled(runtime, array, factor), expected), f"{dtype}"
 
 
+def check_subnormals(runtime: Runtime) -> None:
+    """What is below the smallest normal number is summed and multiplied, not taken for zero; in complex numbers too."""
+    for real, bits in (("float32", np.uint32), ("float64", np.uint64)):
+        random = np.random.default_rng(COUNT)
+        most = int(np.finfo(real).smallest_normal.view(bits))
+        parts = [random.integers(1, most, 2 * COUNT, dtype=bits).view(real) for _ in range(3)]
+        for dtype in (np.dtype(real), np.result_type(real, np.complex64)):
+            arrays = [part.view(dtype) for part in parts]
+            summed, scaled = reduced(ReduceOp.SUM, arrays), arrays[0].copy()
+            prepare(PremulSum(2.0), scaled)
+            assert summed.view(real).all()
+            assert equal(_reduced(runtime, ReduceOp.SUM, arrays).view(real), summed.view(real)), f"SUM of {dtype}"
+            assert equal(_scaled(runtime, arrays[0], 2.0).view(real), scaled.view(real)), f"a product of {dtype}"
+
+
 def _reduced(runtime: Runtime, op: ReduceOp, arrays: list[Array], *, pad: int = 0, in_place: bool = False) -> Array:
     count, dtype = (len(arrays[0]), arrays[0].dtype) if arrays else (1, FLOAT)
     blocks = [upload(runtime, array, 0, pad=pad) for array in arrays]
