@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import cupy
 import numpy as np
+from cupy.cuda import runtime
 
 from asyncdist.cuda.cupy_driver import call, calling
 from asyncdist.cuda.interface import Stream
@@ -43,6 +44,9 @@ SPLIT_VERSION: Final = 21801
 """The first NCCL with ncclCommSplit."""
 
 _BYTES: Final = int(NcclType.UINT8)
+
+CAPABILITY_MAJOR: Final = 75
+"""cudaDevAttrComputeCapabilityMajor, for which cupy has no name."""
 
 EAGER_CONNECT: Final = "NCCL_RUNTIME_CONNECT"
 """0 lets a communicator connect when it is opened rather than in the first collective, which would block its caller."""
@@ -188,6 +192,13 @@ def _native(dtype: np.dtype[Any], op: ReduceOp | PremulSum, version: int, size: 
     return int(kind), int(operation), factor
 
 
+@lru_cache(maxsize=64)
+def _capability(device: int) -> int:
+    """Major compute capability."""
+    with calling("cudaDeviceGetAttribute"):
+        return int(runtime.deviceGetAttribute(CAPABILITY_MAJOR, device))
+
+
 class CupyNccl(Nccl):
     """See Nccl."""
 
@@ -232,6 +243,6 @@ class CupyNccl(Nccl):
         with calling("ncclGroupEnd"):
             binding.groupEnd()
 
-    def refusal(self, dtype: np.dtype[Any], op: ReduceOp | PremulSum) -> str:
+    def refusal(self, dtype: np.dtype[Any], op: ReduceOp | PremulSum, device: int) -> str:
         """See Nccl."""
-        return refusal(dtype, op, self._version)
+        return refusal(dtype, op, self._version, _capability(device))

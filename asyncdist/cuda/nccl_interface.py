@@ -155,8 +155,8 @@ class Nccl(ABC):
         """
 
     @abstractmethod
-    def refusal(self, dtype: np.dtype[Any], op: ReduceOp | PremulSum) -> str:
-        """Why reductions of `dtype` with `op` are refused, ending a sentence; empty if they are not.
+    def refusal(self, dtype: np.dtype[Any], op: ReduceOp | PremulSum, device: int) -> str:
+        """Why reductions of `dtype` with `op` on `device` are refused, ending a sentence; empty if they are not.
 
         bool is reduced as uint8 (SUM: or, PRODUCT: and), complex as pairs of reals (SUM, AVG and PREMUL_SUM with a real
         factor). Bitwise operations and `ReduceOp.custom` are always refused.

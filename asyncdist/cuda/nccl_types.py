@@ -5,7 +5,7 @@
 | bool | uint8 | or (max) | and (min) | and, or | - | - |
 | int8, int32, int64, uint8, uint32, uint64 | itself | wraps | wraps | yes | truncates | - |
 | float16, bfloat16, float32, float64 | itself | yes | yes | a number wins over NaN | yes | yes |
-| float8_e4m3fn, float8_e5m2 (NCCL 2.24) | itself | yes | yes | as above | yes | yes |
+| float8_e4m3fn, float8_e5m2 (NCCL 2.24, compute capability 9.0) | itself | yes | yes | as above | yes | yes |
 | complex64, complex128 | pairs of reals | yes | - | - | yes | real factor |
 
 NCCL has no 16-bit integers. Data that is only moved travels as bytes, whatever it is.
@@ -21,10 +21,13 @@ import numpy as np
 
 from asyncdist.reduce_op import PremulSum, ReduceOp
 
-__all__ = ["FLOAT8_VERSION", "NcclOp", "NcclType", "reduction", "refusal"]
+__all__ = ["FLOAT8_CAPABILITY", "FLOAT8_VERSION", "NcclOp", "NcclType", "reduction", "refusal"]
 
 FLOAT8_VERSION: Final = 22400
 """The first NCCL with float8."""
+
+FLOAT8_CAPABILITY: Final = 9
+"""Major compute capability of the first GPUs on which it reduces float8; on others it moves such arrays only."""
 
 
 class NcclType(enum.IntEnum):
@@ -85,8 +88,8 @@ _BOOL_OPS: Final = {
 
 
 @lru_cache(maxsize=256)  # every operation times every dtype
-def refusal(dtype: np.dtype[Any], op: ReduceOp | PremulSum, version: int) -> str:
-    """As `Nccl.refusal`, for NCCL `version`."""
+def refusal(dtype: np.dtype[Any], op: ReduceOp | PremulSum, version: int, capability: int = FLOAT8_CAPABILITY) -> str:
+    """As `Nccl.refusal`, for NCCL `version` and a GPU of that major compute capability."""
     if isinstance(op, PremulSum):
         if dtype.kind in "biu":
             return f"{op} is not defined for arrays of dtype {dtype}"
@@ -104,6 +107,11 @@ def refusal(dtype: np.dtype[Any], op: ReduceOp | PremulSum, version: int) -> str
         return f"NCCL cannot reduce arrays of dtype {dtype}"
     if kind >= NcclType.FLOAT8_E4M3 and version < FLOAT8_VERSION:
         return f"NCCL {version} cannot reduce arrays of dtype {dtype} (2.24 can)"
+    if kind >= NcclType.FLOAT8_E4M3 and capability < FLOAT8_CAPABILITY:
+        return (
+            f"NCCL cannot reduce arrays of dtype {dtype} on this GPU, whose compute capability is below "
+            f"{FLOAT8_CAPABILITY}.0"
+        )
     return ""
 
 

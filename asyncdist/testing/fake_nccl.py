@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncdist.cuda.interface import Stream
 from asyncdist.cuda.nccl_interface import Communicator, Nccl
-from asyncdist.cuda.nccl_types import refusal
+from asyncdist.cuda.nccl_types import FLOAT8_CAPABILITY, refusal
 from asyncdist.errors import DistBackendError
 from asyncdist.reduce_op import PremulSum, ReduceOp
 from asyncdist.testing.fake_cuda import FakeRuntime
@@ -36,7 +36,8 @@ class FakeNccl(Nccl):
 
     `strict` makes every violation an `async_error` of all ranks concerned, where NCCL would just hang.
     `multi_rank_gpu` is NCCL_MULTI_RANK_GPU_ENABLE. In mode "inline" (and "manual") `open` does not wait for other
-    ranks, since they may live in the same thread, and communicators cannot be split.
+    ranks, since they may live in the same thread, and communicators cannot be split. `capability` is the major compute
+    capability of all devices.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class FakeNccl(Nccl):
     ) -> None:
         self.name = "fake NCCL"
         self.runtime = runtime
+        self.capability = FLOAT8_CAPABILITY
         self.strict = strict
         self.can_split = self.blocking = runtime.scheduler.mode == "threads"
         self.native_premul_sum = native_premul_sum
@@ -104,8 +106,8 @@ class FakeNccl(Nccl):
             if not depth:
                 self._launch(self._thread.calls)
 
-    def refusal(self, dtype: np.dtype[Any], op: ReduceOp | PremulSum) -> str:
-        return refusal(dtype, op, VERSION)
+    def refusal(self, dtype: np.dtype[Any], op: ReduceOp | PremulSum, device: int) -> str:
+        return refusal(dtype, op, VERSION, self.capability)
 
     def issue(self, call: Call, stream: Stream) -> None:
         """Queue an operation, or remember it until the group ends."""
@@ -252,7 +254,7 @@ class FakeCommunicator(Communicator):
         part: int | None = None,
     ) -> None:
         self._check()
-        reason = self.nccl.refusal(dtype, op) if op is not None else ""
+        reason = self.nccl.refusal(dtype, op, self.device) if op is not None else ""
         if isinstance(op, PremulSum) and not self.nccl.native_premul_sum:
             reason = "ncclInvalidArgument: this NCCL has no PREMUL_SUM"
         if reason:

@@ -190,7 +190,7 @@ def _check_reduction(
         def reduce() -> None:
             communicator.all_reduce(pointer, pointer, COUNT, dtype, op, stream)
 
-        if nccl.refusal(dtype, op):
+        if nccl.refusal(dtype, op, communicator.device):
             expect_refused(DistBackendError, reduce)
             return
         reduce()

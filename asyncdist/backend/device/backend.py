@@ -155,7 +155,8 @@ class DeviceBackend(GroupBackend):
             if why:
                 raise TypeError(why)
         for one in call.members or (call,):
-            why = path.refusal(self.provider, one.collective, one.dtype, one.op)
+            assert one.device is not None
+            why = path.refusal(self.provider, one.device, one.collective, one.dtype, one.op)
             if why:
                 raise TypeError(why)
             if self._path is not None and len(self._carried) < CARRIED_KEPT:

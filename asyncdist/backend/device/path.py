@@ -101,10 +101,12 @@ class DevicePath(ABC):
 
     @classmethod
     @abstractmethod
-    def refusal(cls, provider: Provider, collective: str, dtype: np.dtype[Any], op: ReduceOpLike | None) -> str:
+    def refusal(
+        cls, provider: Provider, device: int, collective: str, dtype: np.dtype[Any], op: ReduceOpLike | None
+    ) -> str:
         """Why this path cannot carry out a collective, for a TypeError; empty if it can.
 
-        Asked at the call, before the path is open too, so it must say the same on all ranks.
+        Asked at the call, before the path is open too, so it must say the same on all ranks whose `device` is alike.
         """
 
     @abstractmethod

@@ -103,6 +103,23 @@ def test_every_dtype_is_reduced_or_refused_at_the_call(path: str, monkeypatch: p
     run_gpu(2, main, devices=devices_of(path, 2), may_differ=True)
 
 
+def test_float8_on_a_gpu_on_which_nccl_does_not_reduce_it() -> None:
+    """Refused at the call, also before the path is known, and the group goes on; it is moved all the same."""
+
+    async def main(at: GpuRank) -> None:
+        assert at.cuda.nccl is not None
+        at.cuda.nccl.capability = 8
+        for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
+            x = at.cuda.runtime.array(np.full(3, at.rank).astype(dtype), at.device)
+            for refused in (lambda x=x: dist.all_reduce(x), lambda x=x: dist.all_reduce_coalesced([x, x])):
+                with pytest.raises(TypeError, match=r"compute capability is below 9\.0"):
+                    refused()
+            await dist.broadcast(x, 1)
+            assert equal(x, np.full(3, 1).astype(dtype))
+
+    run_gpu(2, main, devices=2)
+
+
 class Named:
     """A GPU array that says that its dtype is another."""
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -59,6 +60,7 @@ class Bindings:
             getDevice=self.getDevice,
             setDevice=self.setDevice,
             getDeviceCount=lambda: 2,
+            deviceGetAttribute=lambda attribute, device: {75: (8, 9)}[attribute][device],
             runtimeGetVersion=lambda: 12090,
             streamNonBlocking=1,
             eventBlockingSync=1,
@@ -342,6 +344,13 @@ def test_refusals(cuda: Any) -> None:
         with pytest.raises(DistBackendError):
             communicator.all_reduce(1, 2, 4, dtype, op, stream)
     communicator.destroy()
+
+
+def test_what_a_gpu_can_reduce_is_asked_of_that_gpu(bindings: Bindings, cuda: Any) -> None:
+    float8 = np.dtype(ml_dtypes.float8_e5m2)
+    assert "9.0" in cuda.nccl.refusal(float8, ReduceOp.SUM, 0)
+    assert not cuda.nccl.refusal(float8, ReduceOp.SUM, 1)
+    assert not cuda.nccl.refusal(FLOAT, ReduceOp.SUM, 0)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("NCCL_ERROR_REMOTE_ERROR: remote process exited"), KeyError(7)])

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from asyncdist.cuda.nccl_types import FLOAT8_VERSION, NcclOp, NcclType, reduction, refusal
+from asyncdist.cuda.nccl_types import FLOAT8_CAPABILITY, FLOAT8_VERSION, NcclOp, NcclType, reduction, refusal
 from asyncdist.reduce_op import PremulSum, ReduceOp, ReduceOpLike
 
 NEW = 23004
@@ -42,6 +42,14 @@ def test_float8_needs_a_new_library() -> None:
     assert not refusal(dtype, ReduceOp.SUM, FLOAT8_VERSION)
     assert "2.24" in refusal(dtype, ReduceOp.SUM, FLOAT8_VERSION - 1)
     assert not refusal(np.dtype(ml_dtypes.bfloat16), ReduceOp.SUM, FLOAT8_VERSION - 1)
+
+
+def test_float8_needs_a_new_gpu() -> None:
+    for dtype in map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)):
+        for op in (*NUMBERS, PremulSum(2.0)):
+            assert not refusal(dtype, op, NEW, FLOAT8_CAPABILITY)
+            assert "compute capability is below 9.0" in refusal(dtype, op, NEW, FLOAT8_CAPABILITY - 1)
+    assert not refusal(np.dtype(ml_dtypes.bfloat16), ReduceOp.SUM, NEW, FLOAT8_CAPABILITY - 1)
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,9 @@ class CudaIpcPath(DevicePath):
         return cls(around, await StagedPath.open(around))
 
     @classmethod
-    def refusal(cls, provider: Provider, collective: str, dtype: Any, op: ReduceOpLike | None) -> str:
+    def refusal(cls, provider: Provider, device: int, collective: str, dtype: Any, op: ReduceOpLike | None) -> str:
         """Nothing is refused that could go through the host."""
-        return StagedPath.refusal(provider, collective, dtype, op)
+        return StagedPath.refusal(provider, device, collective, dtype, op)
 
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
         """See DevicePath."""

@@ -76,7 +76,9 @@ class NcclPath(DevicePath):
         return cls(around)
 
     @classmethod
-    def refusal(cls, provider: Provider, collective: str, dtype: np.dtype[Any], op: ReduceOpLike | None) -> str:
+    def refusal(
+        cls, provider: Provider, device: int, collective: str, dtype: np.dtype[Any], op: ReduceOpLike | None
+    ) -> str:
         """What NCCL cannot reduce, and collectives that it has no form for."""
         if collective not in ISSUE:
             return f"{collective} of arrays on a GPU is not supported: copy them to the host"
@@ -84,7 +86,7 @@ class NcclPath(DevicePath):
             return ""
         if isinstance(op, CustomOp):
             return f"{op!r} cannot be used on arrays on a GPU: NCCL has no operations of one's own"
-        why = "" if provider.nccl is None else provider.nccl.refusal(dtype, op)
+        why = "" if provider.nccl is None else provider.nccl.refusal(dtype, op, device)
         return why and f"{collective} with {op!r} of {dtype.name} arrays on a GPU: {why}"
 
     def warm_up(self) -> None:

@@ -42,7 +42,7 @@ class StagedPath(DevicePath):
         return cls(around)
 
     @classmethod
-    def refusal(cls, provider: Provider, collective: str, dtype: Any, op: ReduceOpLike | None) -> str:
+    def refusal(cls, provider: Provider, device: int, collective: str, dtype: Any, op: ReduceOpLike | None) -> str:
         """What host arrays can, these can."""
         return ""
 
