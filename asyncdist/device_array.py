@@ -206,11 +206,11 @@ def device_array(value: object, name: str = "tensor") -> DeviceArray | None:
 
 def _from_cupy(value: Any, name: str) -> DeviceArray:
     """What its `__cuda_array_interface__` says, in a fraction of the time; work on it is on cupy's current stream."""
-    memory = value.data
+    memory, dtype = value.data, value.dtype
     return DeviceArray(
         memory.ptr,
         value.shape,
-        sendable_dtype(value.dtype, name),
+        dtype if dtype in _PLAIN else sendable_dtype(dtype, name),
         memory.device_id,
         contiguous=value.flags.c_contiguous,
         owner=value,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from asyncdist.arrays import Array, Flat, describe
-from asyncdist.device_array import DeviceArray, any_array, device_of, flat_of
+from asyncdist.device_array import DeviceArray, DeviceFlat, any_array, device_of, flat_of
 from asyncdist.executor import reduction
 from asyncdist.reduce_op import ReduceOpLike
 
@@ -105,7 +105,7 @@ def all_reduce(tensor: object, op: ReduceOpLike) -> Call:
     reduction.validate(op, dtype)
     if type(array) is np.ndarray:  # without a detour: small ones count nanoseconds
         return Call("all_reduce", dtype, array.size, NO_BLOCKS, (Flat(array, writable=True),), tensor, 0, op, True)
-    flats = (flat_of(array, writable=True),)
+    flats: Any = (DeviceFlat(array, writable=True),)
     return Call("all_reduce", dtype, array.size, NO_BLOCKS, flats, tensor, 0, op, True, device=array.device)
 
 
