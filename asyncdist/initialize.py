@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import weakref
@@ -22,7 +23,7 @@ from asyncdist.init_method import InitMethod, StoreSource, open_store, parse_ini
 from asyncdist.plan.selection.selector import parse_overrides
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.progress.opening import open_there
-from asyncdist.progress.stores import store_of_loop
+from asyncdist.progress.stores import StoreOfLoop, store_of_loop
 from asyncdist.rendezvous import Met, Rendezvous
 from asyncdist.store import PrefixStore, Store, TCPStore
 from asyncdist.subgroup import derive_group_id
@@ -284,24 +285,29 @@ def _agreed_tuning(rank: int, met: Met, overrides: dict[str, str]) -> Tuning:
 
 def _watch_restarts(store: Store, rendezvous: Rendezvous) -> None:
     """Have the rendezvous told when the daemon comes back without its data."""
-    while isinstance(store, PrefixStore):
+    while isinstance(store, PrefixStore | StoreOfLoop):
         store = store.underlying_store
     if isinstance(store, TCPStore):
         hook = store.on_incarnation_change
         if not isinstance(hook, _Restarts):
             hook = store.on_incarnation_change = _Restarts(hook)
-        hook.watching.add(rendezvous)
+        hook.watching[rendezvous] = asyncio.get_running_loop()
 
 
 class _Restarts:
     """What a store calls then: one for all worlds that meet through it, which may be many, one after the other."""
 
     def __init__(self, theirs: Callable[[], object] | None) -> None:
-        self.watching: weakref.WeakSet[Rendezvous] = weakref.WeakSet()
+        self.watching: weakref.WeakKeyDictionary[Rendezvous, asyncio.AbstractEventLoop] = weakref.WeakKeyDictionary()
+        """With the loop that each is told on: the store's own, or the communication thread's."""
         self._theirs = theirs
 
     def __call__(self) -> None:
-        for rendezvous in list(self.watching):
-            rendezvous.store_restarted()
+        for rendezvous, loop in list(self.watching.items()):
+            if loop is asyncio.get_running_loop():
+                rendezvous.store_restarted()
+            else:
+                with contextlib.suppress(RuntimeError):  # it is closed
+                    loop.call_soon_threadsafe(rendezvous.store_restarted)
         if self._theirs is not None:
             self._theirs()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from asyncdist.errors import ClosedError
-from asyncdist.store import Store
+from asyncdist.store import Lease, Store
 
-__all__ = ["store_of_loop"]
+__all__ = ["StoreOfLoop", "store_of_loop"]
 
 
 class StoreOfLoop(Store):
@@ -17,18 +18,22 @@ class StoreOfLoop(Store):
 
     def __init__(self, store: Store, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(store.timeout)
-        self._store = store
+        self.underlying_store = store
         self._loop = loop
 
     def set_timeout(self, timeout: Any) -> None:
         super().set_timeout(timeout)
-        self._store.set_timeout(timeout)
+        self.underlying_store.set_timeout(timeout)
 
+    async def lease(self, ttl: Any = 10.0, *, bound: bool = False) -> Lease:
+        return _LeaseOfLoop(await self._there("lease", ttl, bound=bound), self._loop)
 
-def _verb(name: str) -> Callable[..., Awaitable[Any]]:
-    def verb(self: StoreOfLoop, *arguments: Any, **options: Any) -> Awaitable[Any]:
+    def hold(self, prefix: str, lease: Lease, *, linger: Any = 0.0) -> Awaitable[None]:
+        return self._there("hold", prefix, lease.inner if isinstance(lease, _LeaseOfLoop) else lease, linger=linger)
+
+    def _there(self, name: str, *arguments: Any, **options: Any) -> Awaitable[Any]:
         async def there() -> Any:
-            return await getattr(self._store, name)(*arguments, **options)
+            return await getattr(self.underlying_store, name)(*arguments, **options)
 
         coroutine = there()
         try:
@@ -37,6 +42,28 @@ def _verb(name: str) -> Callable[..., Awaitable[Any]]:
             coroutine.close()
             raise ClosedError("the event loop of the store is closed") from None
         return asyncio.wrap_future(future)
+
+
+class _LeaseOfLoop(Lease):
+    """What a rendezvous uses of a lease, from another loop than that of its store."""
+
+    def __init__(self, inner: Lease, loop: asyncio.AbstractEventLoop) -> None:
+        # Not Lease's own: the store knows `inner`.
+        self.inner = inner
+        self._loop = loop
+
+    @property
+    def lost(self) -> bool:
+        return self.inner.lost
+
+    def abandon(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and the store with it
+            self._loop.call_soon_threadsafe(self.inner.abandon)
+
+
+def _verb(name: str) -> Callable[..., Awaitable[Any]]:
+    def verb(self: StoreOfLoop, *arguments: Any, **options: Any) -> Awaitable[Any]:
+        return self._there(name, *arguments, **options)
 
     verb.__name__ = name
     verb.__doc__ = "See Store."

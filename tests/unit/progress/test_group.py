@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cancel_sweep import at_every_await
+from socket_world import LIMIT_S
 from thread_worlds import another_rank, nothing_left, run_ranks, wait_without_loop
 
 import asyncdist as dist
@@ -327,6 +328,20 @@ async def test_two_worlds_one_after_the_other_and_at_once() -> None:
     with nothing_left():
         for _ in range(2):
             await run_ranks(1, main)
+
+
+async def test_a_store_of_the_callers_counts_the_rank_and_tells_it_of_its_restart() -> None:
+    with nothing_left():
+        async with dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=LIMIT_S) as store:
+            view = dist.PrefixStore("job", store)
+            async with dist.init_process_group(store=view, rank=0, world_size=1, progress="thread"):
+                assert (await store.status())["leases"] == 1
+                address = next(key for key in await store.list_keys() if key.endswith("/address/0"))
+                await store.delete_key(address)
+                assert store.on_incarnation_change is not None
+                store.on_incarnation_change()
+                await store.wait([address])
+            assert (await store.status())["leases"] == 0
 
 
 def test_virtual_time_is_refused() -> None:
