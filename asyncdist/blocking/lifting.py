@@ -7,10 +7,11 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, ParamSpec, TypeVar
 
+from asyncdist.api.batch import P2POp
 from asyncdist.api.manual import AWAITED, WITHDRAWN
 from asyncdist.backend.device.crossing import carried
 from asyncdist.blocking.group import ProcessGroup, inner_of
-from asyncdist.blocking.session import Session, current_session, refuse_loop
+from asyncdist.blocking.session import Session, current_session, refuse_loop, session_of
 from asyncdist.blocking.work import Work
 
 __all__ = ["asked", "collective", "completed", "issued", "original"]
@@ -119,10 +120,12 @@ def _run(how: Callable[..., Any], function: Callable[..., Any], args: Any, kwarg
 
 
 def _session(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session | None:
-    """The session of a group among the arguments, or the current one."""
+    """The session of a group among the arguments, or of a batch of messages, or the current one."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, ProcessGroup):
             return value._session
+        if isinstance(value, list | tuple) and value and isinstance(value[0], P2POp):
+            return session_of(value[0].group)
     return current_session()
 
 

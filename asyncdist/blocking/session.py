@@ -19,7 +19,7 @@ from asyncdist.progress.opening import give_up, leave_at_exit
 from asyncdist.progress.reply import Reply
 from asyncdist.progress.thread import CommunicationThread, acquire, release
 
-__all__ = ["Session", "await_there", "current_session", "open_session", "refuse_loop"]
+__all__ = ["Session", "await_there", "current_session", "open_session", "refuse_loop", "session_of"]
 
 _current: ContextVar[Session | None] = ContextVar("asyncdist_blocking_session", default=None)
 _open: list[Session] = []
@@ -218,6 +218,11 @@ def current_session() -> Session | None:
         names = ", ".join(session.inner.name for session in _open)
         raise ValueError(f"several worlds are open ({names}) and this thread opened none: pass group=")
     return _open[0] if _open else None
+
+
+def session_of(group: InnerGroup) -> Session | None:
+    """The session of a group as the communication thread knows it; None once its world is closed."""
+    return next((session for session in _open if session.inner.world is group.world), None)
 
 
 def open_session(name: str, opening: Callable[[], Any], wrap: Callable[[InnerGroup, Session], Any]) -> Any:

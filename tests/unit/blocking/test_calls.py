@@ -290,6 +290,9 @@ def test_another_thread_finds_the_only_world_and_refuses_to_guess(alone: dist.Pr
         assert dist.get_default_group() == other
         assert "several worlds are open (default, b)" in in_a_thread(dist.get_world_size)
         assert in_a_thread(lambda: dist.get_world_size(alone)) == 1
+        ends = ((dist.isend, np.ones(1)), (dist.irecv, np.zeros(1)))
+        works = in_a_thread(lambda: dist.batch_isend_irecv([dist.P2POp(op, x, 0, other) for op, x in ends]))
+        assert [work.result() for work in works] == [None, 0]
     assert dist.get_default_group() == alone
 
 
