@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,9 @@ def _interface(value: str) -> str | None:
 @click.option("--node-rank", type=click.IntRange(0), help="This node's number; by default the store deals them out.")
 @click.option(
     "--rdzv-endpoint",
-    callback=parsed_by(parse_endpoint),
+    callback=parsed_by(partial(parse_endpoint, least_port=0)),
     metavar="HOST:PORT",
-    help="Where the nodes meet; the first of them hosts the store.",
+    help="Where the nodes meet; the first of them hosts the store. Port 0, for one node, is a free one.",
 )
 @click.option("--rdzv-id", help="The job's name; keeps jobs on one store apart.")
 @click.option(
@@ -210,7 +211,11 @@ def _endpoint(options: dict[str, Any]) -> Endpoint | None:
     if endpoint is not None:
         if address or port:
             raise click.UsageError("--rdzv-endpoint and --master-addr/--master-port say the same thing: give one")
-        return endpoint
+        if endpoint.port:
+            return endpoint
+        if options["nnodes"][1] > 1:
+            raise click.UsageError(f"several nodes cannot meet at {endpoint}: 0 is not a port that all know")
+        return None
     if address:
         return Endpoint(address.strip("[]"), port or DEFAULT_PORT)
     if port and not options["standalone"]:

@@ -130,10 +130,10 @@ class LaunchConfig:
             )
 
 
-def parse_endpoint(text: str) -> Endpoint:
+def parse_endpoint(text: str, *, least_port: int = 1) -> Endpoint:
     """Parse `host`, `host:port`, `[v6]` or `[v6]:port`.
 
-    Raises ValueError for anything else, and for a port outside 1..65535.
+    Raises ValueError for anything else, and for a port outside `least_port`..65535.
     """
     text = text.strip()
     if text.startswith("["):
@@ -149,7 +149,7 @@ def parse_endpoint(text: str) -> Endpoint:
         raise ValueError(f"{text!r} names no host")
     if not port_text:
         return Endpoint(host, DEFAULT_PORT)
-    if not port_text.isascii() or not port_text.isdigit() or not 1 <= int(port_text) <= 65535:
+    if not port_text.isascii() or not port_text.isdigit() or not least_port <= int(port_text) <= 65535:
         raise ValueError(f"{port_text!r} in {text!r} is not a port (1..65535)")
     return Endpoint(host, int(port_text))
 

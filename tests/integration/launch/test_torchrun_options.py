@@ -65,3 +65,9 @@ def test_workers_without_a_gpu_of_their_own_are_refused_before_any_starts(tmp_pa
     done = run("--nproc-per-node=2", "--virtual-local-rank", script, CUDA_VISIBLE_DEVICES="3")
     assert (done.returncode, done.stdout) == (1, "")
     assert "local rank 1 has no GPU of its own: CUDA_VISIBLE_DEVICES is '3'" in done.stderr
+
+
+def test_port_0_of_one_node_is_a_free_one(tmp_path: Path) -> None:
+    script = write_script(tmp_path, 'import os; print(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) > 0)')
+    done = run("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", script)
+    assert done.stdout == "[rank 0] 127.0.0.1 True\n", done.stderr
