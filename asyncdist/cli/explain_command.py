@@ -10,6 +10,7 @@ from typing import Final
 import click
 import numpy as np
 
+from asyncdist.arrays import sendable_dtype
 from asyncdist.cli.collective_name import CollectiveName
 from asyncdist.cli.explain_tables import Explained, candidate_table, described, memory_note, size_table
 from asyncdist.cli.named_constants import named_constants, transport_here
@@ -193,9 +194,13 @@ def _origin(transport: str) -> str:
 
 def _itemsize(dtype: str) -> int:
     try:
-        return np.dtype(dtype).itemsize
+        found = np.dtype(dtype)
     except TypeError as error:
         raise click.UsageError(f"unknown dtype {dtype!r}") from error
+    try:
+        return sendable_dtype(found, "--dtype").itemsize
+    except TypeError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _tuning(world: int, ranks_per_host: int | None, cores: int | None, source: str | None, transport: str) -> Tuning:

@@ -56,7 +56,10 @@ class _Several(click.ParamType):  # type: ignore[type-arg]
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         if isinstance(value, tuple):
             return value
-        return tuple(self._one.convert(part, param, ctx) for part in str(value).split(",") if part.strip())
+        parts = [part for part in str(value).split(",") if part.strip()]
+        if not parts:
+            self.fail("it names nothing", param, ctx)
+        return tuple(self._one.convert(part, param, ctx) for part in parts)
 
 
 @click.command(

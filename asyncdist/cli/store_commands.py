@@ -133,7 +133,7 @@ def get_command(target: Target, key: str) -> None:
 @click.pass_obj
 def set_command(target: Target, key: str, value: str) -> None:
     """Store VALUE under KEY; a VALUE of - is read from standard input."""
-    data = sys.stdin.buffer.read() if value == "-" else value.encode()
+    data = sys.stdin.buffer.read() if value == "-" else value.encode(errors="surrogateescape")
     target.run(lambda store: store.set(key, data))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,8 @@ def test_verbs(server: ThreadedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert invoke("get", "key").stdout_bytes == b"value"
     assert invoke("set", "binary", "-", input=b"\x00\xff").exit_code == 0
     assert invoke("get", "binary").stdout_bytes == b"\x00\xff"
+    assert invoke("set", "binary", os.fsdecode(b"\x01\xff")).exit_code == 0  # as a shell gives bytes that are no text
+    assert invoke("get", "binary").stdout_bytes == b"\x01\xff"
     assert invoke("add", "n").stdout == "1\n"
     assert invoke("add", "n", "-5").stdout == "-4\n"
     assert invoke("wait", "key", "n").exit_code == 0

@@ -132,6 +132,7 @@ def test_constants_come_from_the_host_or_a_file(explain, tmp_path):
         (["all_reduce", "--world", "0"], "Invalid value"),
         (["all_reduce", "--world", "4", "--bytes", "many"], "is not a size"),
         (["all_reduce", "--world", "4", "--dtype", "float31"], "unknown dtype"),
+        (["all_reduce", "--world", "4", "--dtype", "S0"], "cannot be sent"),
         (["all_reduce", "--world", "4", "--ranks-per-host", "3"], "no whole number of hosts"),
         (["broadcast", "--world", "4", "--root", "4"], "root 4"),
         (["all_reduce", "--world", "4", "--constants", "nowhere"], "no file and no built-in set"),

@@ -91,6 +91,7 @@ def test_methods_agree():
         (["all_reduce", "--world", "9", "--hosts", "2", "--ranks-per-host", "2"], "are 4, not --world"),
         (["all_reduce", "--world", str(MAX_WORLD + 1)], "is not in the range"),
         (["all_reduce", "--world", "8", "--bytes", "many"], "is not a size"),
+        (["all_reduce", "--world", "8", "--bytes", ","], "names nothing"),
         (["all_reduce", "--world", "8", "--alpha", "soon"], "is not a time"),
         (["all_reduce", "--world", "8", "--constants", "none.json"], "no file and no built-in set"),
         (["gather_uneven", "--world", "8"], "no rank knows all lengths"),
