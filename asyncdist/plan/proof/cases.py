@@ -83,10 +83,8 @@ BY_HOST: Final = ("ring_2d", *TREES_BY_HOST)
 """Algorithms whose plans depend on the ranks per host."""
 
 
-def families(
-    collective: str, algorithm: str, world: int, *, thorough: bool | None = None, five_roots: bool = False
-) -> Iterator[Family]:
-    """Yield what an algorithm is proven on in a world; `thorough`: as in small worlds, `five_roots`: five at most."""
+def families(collective: str, algorithm: str, world: int, *, thorough: bool | None = None) -> Iterator[Family]:
+    """Yield what an algorithm is proven on in a world; `thorough`: as in small worlds."""
     if thorough is None:
         thorough = world <= THOROUGH
     if collective == "all_to_all_uneven":
@@ -100,7 +98,7 @@ def families(
     for number, (counts, every_root) in enumerate(cases):
         roots: Collection[int] = (0,)
         if collective in ROOTED:
-            roots = range(world) if every_root and not five_roots else _five(world)
+            roots = range(world) if every_root else _five(world)
         by_host = algorithm in BY_HOST and (algorithm not in TREES_BY_HOST or number in (1, 2))  # even and uneven
         for ranks_per_host in _hosts(world, algorithm, thorough=thorough) if by_host else (1,):
             first = Problem.of(collective.removesuffix("_uneven"), world, counts, 0, ranks_per_host)

@@ -51,12 +51,10 @@ class Proof:
         self.left_out += other.left_out
 
 
-def prove(
-    collective: str, algorithm: str, world: int, *, thorough: bool | None = None, five_roots: bool = False
-) -> Proof:
+def prove(collective: str, algorithm: str, world: int, *, thorough: bool | None = None) -> Proof:
     """Prove one algorithm in one world, on the problems that `cases.families` names. Raises PlanError."""
     proof = Proof()
-    for family in families(collective, algorithm, world, thorough=thorough, five_roots=five_roots):
+    for family in families(collective, algorithm, world, thorough=thorough):
         _prove_family(family, algorithm, proof)
     return proof
 
