@@ -15,8 +15,8 @@ from typing import Any
 
 import forked
 
-DEADLINE_S = 60.0
-"""A test that waits longer has failed; nothing here takes more than a second or two."""
+DEADLINE_S = 120.0
+"""A test that waits longer has failed; nothing here takes more than a few seconds, unless others have the cores."""
 
 
 def write_script(folder: Path, source: str, name: str = "worker.py") -> str:

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from launching import run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -60,8 +61,7 @@ for path in sys.argv[1:]:
 
 
 def launch(ranks: int, script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "asyncdist", "run", "--nproc-per-node", str(ranks), str(script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run("--nproc-per-node", str(ranks), str(script), *arguments)
 
 
 @pytest.fixture(scope="module")
