@@ -9,7 +9,8 @@ from asyncdist.api import queries
 from asyncdist.arrays import Array
 from asyncdist.blocking.group import ProcessGroup, inner_of
 from asyncdist.blocking.lifting import asked
-from asyncdist.blocking.session import current_session, refuse_loop
+from asyncdist.blocking.refuse_loop import refuse_loop
+from asyncdist.blocking.session import current_session
 from asyncdist.data_parallel.buckets import BUCKET_BYTES
 from asyncdist.data_parallel.gradient_buckets import GradientBuckets as InnerBuckets
 from asyncdist.data_parallel.gradients import list_of

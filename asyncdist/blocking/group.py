@@ -8,7 +8,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from asyncdist.blocking.session import Session, refuse_loop
+from asyncdist.blocking.refuse_loop import refuse_loop
+from asyncdist.blocking.session import Session
 from asyncdist.group import WORLD
 from asyncdist.group import ProcessGroup as InnerGroup
 

@@ -11,7 +11,8 @@ from asyncdist.api.batch import P2POp
 from asyncdist.api.manual import AWAITED, WITHDRAWN
 from asyncdist.backend.device.crossing import carried
 from asyncdist.blocking.group import ProcessGroup, inner_of
-from asyncdist.blocking.session import Session, current_session, refuse_loop, session_of
+from asyncdist.blocking.refuse_loop import refuse_loop
+from asyncdist.blocking.session import Session, current_session, session_of
 from asyncdist.blocking.work import Work
 
 __all__ = ["asked", "collective", "completed", "issued", "original"]

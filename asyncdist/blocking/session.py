@@ -19,7 +19,7 @@ from asyncdist.progress.opening import give_up, leave_at_exit
 from asyncdist.progress.reply import Reply
 from asyncdist.progress.thread import CommunicationThread, acquire, release
 
-__all__ = ["Session", "await_there", "current_session", "open_session", "refuse_loop", "session_of"]
+__all__ = ["Session", "await_there", "current_session", "open_session", "session_of"]
 
 _current: ContextVar[Session | None] = ContextVar("asyncdist_blocking_session", default=None)
 _open: list[Session] = []
@@ -195,15 +195,6 @@ def await_there(thread: CommunicationThread, function: Callable[[], Any], where:
 
     thread.submit(begin)
     return reply.wait()
-
-
-def refuse_loop(name: str) -> None:
-    """Raise RuntimeError inside a running event loop, which waiting would stop."""
-    if asyncio._get_running_loop() is not None:
-        raise RuntimeError(
-            f"asyncdist.blocking.{name} was called inside a running event loop, which it would stop: "
-            f"use asyncdist.{name} there, and await it"
-        )
 
 
 def current_session() -> Session | None:

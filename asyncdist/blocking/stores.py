@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from asyncdist import store as stores
-from asyncdist.blocking.session import await_there, refuse_loop
+from asyncdist.blocking.refuse_loop import refuse_loop
+from asyncdist.blocking.session import await_there
 from asyncdist.errors import ClosedError
 from asyncdist.progress.thread import CommunicationThread, acquire, release
 

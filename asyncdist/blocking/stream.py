@@ -6,6 +6,8 @@ from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from asyncdist.blocking.refuse_loop import refuse_loop
+
 if TYPE_CHECKING:
     from asyncdist.blocking.session import Session
 
@@ -32,6 +34,7 @@ class ChunkStream:
     def __next__(self) -> Any:
         """The next chunk; raises what ended the operation."""
         if not self._arrived:
+            refuse_loop("ChunkStream")
             try:
                 self._session.complete(self._next, (), {})
             except StopAsyncIteration:
@@ -43,6 +46,7 @@ class ChunkStream:
 
     def close(self) -> None:
         """Take no more chunks: the rest comes in the background, until `work` is done."""
+        refuse_loop("ChunkStream.close")
         self._arrived.clear()
         if hasattr(self._inner, "aclose"):
             self._session.complete(self._inner.aclose, (), {})

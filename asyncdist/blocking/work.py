@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from asyncdist.blocking.refuse_loop import refuse_loop
 from asyncdist.deadline import timeout_seconds
 from asyncdist.executor.work import Work as InnerWork
 from asyncdist.progress.reply import LIVENESS_S
@@ -72,6 +73,8 @@ class Work(Generic[T]):
         return True
 
     def _wait(self, timeout_s: float | None) -> bool:
+        if not self._done:
+            refuse_loop("Work.wait")
         with self._mutex:
             if self._done:
                 return True
@@ -149,6 +152,7 @@ class Work(Generic[T]):
         """
         inner = self._inner
         if not self._done and inner.on_device is not None:
+            refuse_loop("Work.wait_stream")
             queued = threading.Event()
             self._session.thread.call(inner.on_device.when_queued, queued.set)
             while not (queued.wait(LIVENESS_S / 100) or self._done):

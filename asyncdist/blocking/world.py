@@ -8,7 +8,8 @@ from typing import Any, ParamSpec
 
 from asyncdist import initialize
 from asyncdist.blocking.group import ProcessGroup
-from asyncdist.blocking.session import current_session, open_session, refuse_loop
+from asyncdist.blocking.refuse_loop import refuse_loop
+from asyncdist.blocking.session import current_session, open_session
 from asyncdist.blocking.stores import Store, inner_store
 from asyncdist.non_member import NonMember
 

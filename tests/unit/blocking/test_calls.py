@@ -296,6 +296,29 @@ def test_another_thread_finds_the_only_world_and_refuses_to_guess(alone: dist.Pr
     assert dist.get_default_group() == alone
 
 
+def test_a_running_loop_waits_for_nothing_that_was_issued_outside(alone: dist.ProcessGroup) -> None:
+    """Nor does the communication thread, where it would be for ever."""
+    pending, ended = dist.irecv(np.zeros(1), 0), dist.isend(np.ones(1), 0, tag=1)
+    assert dist.recv(np.zeros(1), 0, tag=1) == 0
+    stream = dist.broadcast_stream(np.ones(3), 0)
+
+    def refused() -> None:
+        for wait in (pending.wait, lambda: pending.wait(0.01), pending.result, pending.exception, stream.close):
+            with pytest.raises(RuntimeError, match="inside a running event loop"):
+                wait()
+        with pytest.raises(RuntimeError, match="inside a running event loop"):
+            next(stream)
+        assert ended.wait()
+
+    async def main() -> None:
+        refused()
+
+    asyncio.run(main())
+    alone._session.thread.call(refused)
+    assert [chunk.data.tolist() for chunk in stream] == [[1, 1, 1]]
+    assert pending.cancel()
+
+
 async def test_inside_a_running_loop_it_is_refused() -> None:
     for call in (
         lambda: dist.all_reduce(np.ones(1)),
