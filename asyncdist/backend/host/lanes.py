@@ -24,7 +24,7 @@ from asyncdist.backend.host.lane_loans import borrow, lend_to
 from asyncdist.errors import PeerLostError, RemoteProtocolError
 from asyncdist.executor.shared_lane import SharedLane
 from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES, SKIPPED, Lane
-from asyncdist.transport.lanes.layout import pool_bytes
+from asyncdist.transport.lanes.layout import item_bytes, pool_bytes
 from asyncdist.transport.shared_memory.doorbell import Ringer
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class Lanes:
                 raise
             views.append(view)
             ringers.append(connection.ringer)
-        state.pool_bytes = min(pool_bytes(len(view)) for view in views)
+        state.pool_bytes = min(item_bytes(len(view)) for view in views)
         core = Lane(backend.rank, views, partial(borrow, memory, backend.ranks))
         lend = partial(lend_to, memory, [rank for rank in backend.ranks if rank != self._mesh.rank])
         state.mapped = SharedLane(backend.loop, core, backend.ranks, ringers, self._mesh.break_pair, lend)

@@ -40,6 +40,7 @@ __all__ = [
     "LaneOperation",
     "Member",
     "Needs",
+    "item_bytes",
     "pool_bytes",
     "wide_bytes",
 ]
@@ -92,6 +93,11 @@ def wide_bytes(segment_bytes: int) -> int:
 def pool_bytes(segment_bytes: int) -> int:
     """Bytes of the pool, the rest of a segment."""
     return max(0, segment_bytes - LANE_HEAD_BYTES) - wide_bytes(segment_bytes)
+
+
+def item_bytes(segment_bytes: int) -> int:
+    """Bytes of the pool that are reckoned with: its share, without what is left over as segments are whole pages."""
+    return (WIDE_SHARE - 1) * wide_bytes(segment_bytes)
 
 
 ROOM, TURN = 1, 2

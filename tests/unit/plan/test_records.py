@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asyncdist.plan.records import PAYLOAD_SHARE, TAKEN_BYTES, USUAL_LANE_BYTES, by_records
-from asyncdist.transport.lanes.layout import LANE_HEAD_BYTES, SLOTS, pool_bytes, wide_bytes
+from asyncdist.transport.lanes.layout import LANE_HEAD_BYTES, SLOTS, item_bytes, pool_bytes, wide_bytes
+from asyncdist.transport.shared_memory.segment import PAGE_BYTES
 
 LARGEST = USUAL_LANE_BYTES // PAYLOAD_SHARE
 SUITED = {
@@ -32,8 +33,9 @@ def test_a_payload_is_at_most_a_share_of_the_lane(collective, algorithm):
 
 def test_two_lengths_of_slots_have_room_for_all_that_goes_so():
     for payloads in (12 << 20, 3 << 20):
-        wide, pool = wide_bytes(LANE_HEAD_BYTES + payloads), pool_bytes(LANE_HEAD_BYTES + payloads)
-        assert wide // (SLOTS // 2) == pool // PAYLOAD_SHARE
+        for segment in (LANE_HEAD_BYTES + payloads, -(-(LANE_HEAD_BYTES + payloads) // PAGE_BYTES) * PAGE_BYTES):
+            assert wide_bytes(segment) // (SLOTS // 2) == item_bytes(segment) // PAYLOAD_SHARE
+            assert item_bytes(segment) <= pool_bytes(segment)
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), SUITED.items())
