@@ -164,6 +164,7 @@ class SharedLane:
             self._express.remove(operation)
             if not self.closed:
                 self._retire(self.core.express_done, operation.number)
+                self.soon()
         elif operation in self._unbegun:  # it takes its place all the same
             place = SharedPart(self, operation.kind.fingerprint, None, None)
             self._unbegun[self._unbegun.index(operation)] = place
@@ -185,7 +186,7 @@ class SharedLane:
         self.moved = 0
         if self._express:
             done = self._advance_express()
-            # That these have ended is news only to who is far ahead: the next look that finds nothing tells it.
+            # That these have ended is news only to who is far ahead: the loop's next turn tells it.
             if not (self._unbegun or self._parts or (self.core.waiting and not done)):
                 return done
         self.pumping = True
@@ -360,6 +361,8 @@ class SharedLane:
             done = True
             if kind.nbytes > EXPRESS_BYTES or not number % EXPRESS_NEWS:  # one may wait for the next slot already
                 self.flush()
+            elif self._again is None:  # nor may one who is far ahead wait for us while we sleep
+                self.soon()
             self.moved += kind.nbytes * len(self._ranks)
             operation.done()
             if self.moved >= TURN_BYTES:

@@ -16,7 +16,7 @@ import asyncdist as dist
 from asyncdist.backend.host.aio import AioBackend
 from asyncdist.plan.records import PAYLOAD_SHARE, USUAL_LANE_BYTES
 from asyncdist.reduce_op import ReduceOp
-from asyncdist.transport.lanes.layout import EXPRESS_BYTES
+from asyncdist.transport.lanes.layout import EXPRESS_BYTES, RECORDS
 from asyncdist.transport.shared_memory import doorbell
 
 WORLD = 3
@@ -267,6 +267,40 @@ async def test_a_root_that_gives_waits_for_nobody_and_goes_ahead_until_there_is_
             await work
         for rank, part in enumerate(parts or ()):
             assert (part == of_rank(rank, length, rounds - 1)).all()
+
+    await run_ranks(WORLD, main)
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+async def test_who_is_as_far_ahead_as_may_be_goes_on_as_soon_as_the_others_have_ended_one(collective: str) -> None:
+    """They sleep then, for what the one ahead does next."""
+
+    async def main(group: Group) -> None:
+        ahead, word = 0 if collective == "broadcast" else 1, np.zeros(1)
+
+        def begin() -> Any:
+            return group.broadcast(np.ones(3), 0) if collective == "broadcast" else group.reduce(np.ones(3), 0)
+
+        await group.barrier()
+        others = [rank for rank in range(group.size) if rank != ahead]
+        if group.rank == ahead:
+            for work in [begin() for _ in range(RECORDS)]:
+                await work
+            for _ in range(4):
+                work = begin()
+                assert not work.done()
+                for rank in others:
+                    await group.send(word, rank)
+                await work
+                for rank in others:
+                    await group.send(word, rank, tag=1)
+        else:
+            for _ in range(4):
+                await group.recv(word, ahead)
+                await begin()
+                await group.recv(word, ahead, tag=1)
+            for _ in range(RECORDS):
+                await begin()
 
     await run_ranks(WORLD, main)
 
