@@ -179,14 +179,15 @@ class RankRun(CollectiveTracks, MessageTracks):
             self.groups[1].abort("enough of this")
         elif fault.kind == "break":
             await asyncio.sleep(MAX_LATENESS_S)
-            self._strike()
             payload = np.zeros(200_000)
             try:
                 await self.group.isend(payload, fault.other, 77, timeout=0.2)
                 self.journal.problem(f"rank {self.rank}: a send nobody received did not expire")
             except dist.DistError:
                 pass
+            self._strike()
             self.journal.mark(f"rank {self.rank} expired send", payload)
+            self.group.world.mesh.break_pair(fault.other, ConnectionResetError("the connection broke"))
 
     async def _guarded(self, index: int, track: Track) -> None:
         try:

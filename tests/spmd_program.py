@@ -193,8 +193,9 @@ def program(seed: int) -> Program:
 
 def _fault(dice: random.Random, made: Program) -> Fault:
     kind = dice.choice(FAULTS)
-    # A killed rank that hosts the store takes with it what connections yet to be made depend on.
-    rank = dice.randrange(1 if kind == "kill" and made.meet == "env" else 0, made.size)
+    # A killed rank that hosts the store takes with it what connections, and worlds, yet to be made depend on.
+    met = made.connects and (made.worlds == 1 or made.at_once)
+    rank = dice.randrange(1 if kind == "kill" and made.meet == "env" and not met else 0, made.size)
     after_s = dice.choice((0.0, 0.05, 0.2, 0.5)) * dice.random()
     return Fault(kind, rank, after_s, dice.choice((0.2, 1.0, 2.0)) if kind == "stop" else 0.0)
 

@@ -38,7 +38,7 @@ no limit) bounds the operation: CollectiveTimeoutError, and nothing is lost if n
 
 _SENT: Final = """\
 Matched by source and `tag` (an int of at least 0), in order. `timeout` (seconds or a timedelta; None, the default, is
-no limit) bounds the operation: CollectiveTimeoutError, and the connection is broken where the message was under way."""
+no limit) bounds the operation: CollectiveTimeoutError, and the receive that meets the message raises it as well."""
 
 _MESSAGE: Final = """\
 Raises TypeError and ValueError at the call for wrong arguments, PeerLostError (`.rank`) where the other rank is lost;

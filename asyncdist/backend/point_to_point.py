@@ -57,7 +57,7 @@ OVER: Final = _Over()
 
 
 class PairWork(Work[Any]):
-    """What sends and receives share: an own deadline, whose expiry concerns nobody but this pair.
+    """What sends and receives share: an own deadline, whose expiry concerns no other message.
 
     `peer` is the other's global rank or ANY_SOURCE.
     """
@@ -92,10 +92,10 @@ class PairWork(Work[Any]):
         missing = () if self.peer == ANY_SOURCE else (self.peer,)
         return CollectiveTimeoutError(f"{self.where}: did not end within {timeout_s:g} s", missing)
 
-    def _break_pair(self, timeout_s: float) -> None:
-        error = self._timeout_error(timeout_s)
-        self._fail(error)
-        self._owner.mesh.break_pair(self.peer, error)
+    def _give_up(self, timeout_s: float) -> None:
+        """End a message that is under way: its other end hears of it, and all else goes on."""
+        self._owner.mesh.give_up(self.peer, self.message)
+        self._fail(self._timeout_error(timeout_s))
 
     def _end(self) -> None:
         super()._end()
@@ -125,6 +125,8 @@ class PairWork(Work[Any]):
             explained = PeerLostError(f"{self.where}: {error}", error.rank, error.left)
             explained.__cause__ = error.__cause__
             error = explained
+        elif isinstance(error, CollectiveTimeoutError):
+            error = CollectiveTimeoutError(f"{self.where}: {error}", error.missing)
         self._fail(error)
 
 
@@ -153,7 +155,7 @@ class SendWork(PairWork):
             self._finish(None)
 
     def _expire(self, timeout_s: float) -> None:
-        self._break_pair(timeout_s)
+        self._give_up(timeout_s)
 
 
 class RecvWork(PairWork):
@@ -289,7 +291,7 @@ class RecvWork(PairWork):
         else:
             assert self.message.source is not None  # it has matched
             self.peer = self.message.source
-            self._break_pair(timeout_s)
+            self._give_up(timeout_s)
 
 
 class RecvArrayWork(RecvWork):

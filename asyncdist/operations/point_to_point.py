@@ -20,9 +20,10 @@ class PointToPoint(Issuer):
     def isend(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[None]:
         """Send `tensor` (any shape) to rank `dst`; done when `tensor` may be written again, not when it arrived.
 
-        No time-out unless one is given; expiry breaks the connection to `dst`. The two are lost to each other then, and
-        to the collectives of all groups that have one of them, on every rank; messages of others go on. `dst` may be
-        this rank.
+        No time-out unless one is given. Expiry ends this message only, and `tensor` is free: the receive that meets it
+        raises CollectiveTimeoutError, too, unless it is a small one, or nearly sent, which goes on from a copy. A GPU
+        cannot be stopped in the middle: for its arrays expiry breaks the connection, and the two ranks are lost to each
+        other and, on every rank, to the collectives of all groups that have one of them. `dst` may be this rank.
         """
         return self.pairs.send(tensor, check_rank(dst, self.size, "dst"), tag, timeout)
 
@@ -32,11 +33,12 @@ class PointToPoint(Issuer):
         """Receive into `tensor`, of the sender's dtype and at least its size, from rank `src` (None: from any).
 
         The result is the source's rank. A message of another dtype or too large raises CollectiveMismatchError and is
-        dropped; the pair stays usable. From any source it raises PeerLostError when a member is lost, and when all the
-        others have left; it connects to nobody, so it does not hear of one that went before they were connected: where
-        that may be, give a time-out. Withdrawn by `work.cancel()` only, before a message has matched. No time-out
-        unless one is given; expiry withdraws the receive or, if a message is coming in, breaks the connection to its
-        source, with what `isend` says of that.
+        dropped; the pair stays usable. From any source it raises PeerLostError when a member is lost while it waits,
+        and when all the others are gone; one that is posted after a loss waits for those who are left. It connects to
+        nobody, so of a rank that this one never met it hears only from others that lost it, or if that was rank 0 and
+        hosted the store: where that may not do, give a time-out. Withdrawn by `work.cancel()` only, before a message
+        has matched. No time-out unless one is given; expiry withdraws the receive or, if a message is coming in, throws
+        that away and ends nothing else (a GPU array's: as `isend`).
         """
         source = None if src is None else check_rank(src, self.size, "src")
         return self.pairs.receive(tensor, source, tag, timeout, abandon=False)

@@ -87,9 +87,9 @@ class BaseMesh:
     def post_receive_any(self, ranks: Collection[int], receive: Receive) -> bool:
         """Post a receive from whichever of `ranks` sends first. It dials nobody: senders do.
 
-        When one of `ranks` is lost the receive fails, as that rank might have been the one; when one leaves, it goes on
-        until all others have left. We count as a source only once we have sent something to ourselves. Raises
-        PeerLostError if all are gone already, ValueError for a rank outside the world.
+        When one of `ranks` is lost the receive fails, as that rank might have been the one; when one leaves, or was
+        lost before, it goes on until all others are gone. We count as a source only once we have sent something to
+        ourselves. Raises PeerLostError if all are gone already, ValueError for a rank outside the world.
         """
         self._check_open()
         for rank in ranks:
@@ -116,6 +116,12 @@ class BaseMesh:
         """Another rank has lost `rank`, which may never have connected to us: receives from any source fail for it."""
         if not self.is_reached(rank):
             self._any_source.fail_source(rank, error)
+
+    def give_up(self, rank: int, message: SendOp | Receive) -> None:
+        """End a point-to-point message with `rank` before its time; see `PeerCore.give_up`."""
+        core = self.cores[rank]
+        if core is not None:
+            core.give_up(message)
 
     def put_back(self, receive: Receive, payload: bytes) -> None:
         """Undo a point-to-point receive that ended well unnoticed; see `PeerCore.put_back`."""

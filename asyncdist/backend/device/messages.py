@@ -188,7 +188,7 @@ class DeviceSendWork(PairWork):
             self.message_failed(None, error)
 
     def _expire(self, timeout_s: float) -> None:
-        self._break_pair(timeout_s)
+        _break_pair(self, timeout_s)
 
     def _end(self) -> None:
         super()._end()
@@ -274,6 +274,9 @@ class DeviceRecvWork(RecvWork):
             self._source = None
             self.message_failed(None, error)
 
+    def _give_up(self, timeout_s: float) -> None:
+        _break_pair(self, timeout_s)
+
     def give_back(self) -> bool:
         """What has come to a GPU cannot be put back among the messages."""
         return False
@@ -281,6 +284,13 @@ class DeviceRecvWork(RecvWork):
     def _end(self) -> None:
         super()._end()
         self._messages.ended(self)
+
+
+def _break_pair(work: DeviceSendWork | DeviceRecvWork, timeout_s: float) -> None:
+    """A GPU cannot be stopped in the middle of a message: the connection to the other rank ends with it."""
+    error = work._timeout_error(timeout_s)
+    work._fail(error)
+    work._owner.mesh.break_pair(work.peer, error)
 
 
 class _Unasked:

@@ -44,6 +44,8 @@ The match key is the 24 bytes as they travel: they are a dict key at both ends a
 
 The last four only where memory is shared: a payload that lies in a segment need not travel, its receiver copies it.
 
+ABORT has LATE where only the time of that send was over, not its group.
+
 Every PULL is answered by exactly one end of stream: the fragment that completes the message, or one with ABORT or END.
 So both ends know which ids are in use whoever gives up, and when. Of a lent message the sender says when it is
 complete: should it have given its memory up for other use meanwhile, nobody takes what was copied for the message.
@@ -64,6 +66,7 @@ __all__ = [
     "FLAG_ASKED",
     "FLAG_CREDIT_COLLECTIVE",
     "FLAG_END",
+    "FLAG_LATE",
     "FRAGMENT_BYTES",
     "HEADER",
     "HEADER_BYTES",
@@ -163,6 +166,7 @@ FLAG_CREDIT_COLLECTIVE: Final = 1
 FLAG_ASKED: Final = 2
 FLAG_ABORT: Final = 4
 FLAG_END: Final = 8
+FLAG_LATE: Final = 16
 
 
 class Kind:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from asyncdist.errors import CollectiveMismatchError, GroupAbortedError, RemoteProtocolError
+from asyncdist.errors import CollectiveMismatchError, RemoteProtocolError
 from asyncdist.transport.protocol.asking import Asking
 from asyncdist.transport.protocol.credit import ReceiveWindow
 from asyncdist.transport.protocol.frame import (
@@ -14,6 +14,7 @@ from asyncdist.transport.protocol.frame import (
     FLAG_ABORT,
     FLAG_ASKED,
     FLAG_END,
+    FLAG_LATE,
     MAX_LENGTH,
     MESSAGE_OVERHEAD_BYTES,
     Kind,
@@ -23,7 +24,7 @@ from asyncdist.transport.protocol.frame import (
 )
 from asyncdist.transport.protocol.kept_error import anew
 from asyncdist.transport.protocol.loans import Loans
-from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, ReceiveTable
+from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, ReceiveTable, given_up
 from asyncdist.transport.protocol.outbound import Outbound
 from asyncdist.transport.protocol.parking import Parking
 from asyncdist.transport.protocol.pulls import COPIED, COPYING, Pulls, Stream
@@ -240,12 +241,7 @@ class Inbound:
             return stream
         self.pulls.abort(stream, message_id)
         if receive is not None:
-            error = GroupAbortedError(
-                f"rank {self.peer_rank} aborted the group while it sent this message",
-                "aborted by the sender",
-                self.peer_rank,
-            )
-            receive.sink.message_failed(receive.token, error)
+            receive.sink.message_failed(receive.token, given_up(self.peer_rank, late=bool(flags & FLAG_LATE)))
         return None
 
     def on_lent(self, fingerprint: int, key: bytes, length: int, message_id: int) -> None:
@@ -336,6 +332,17 @@ class Inbound:
             self._out.kick()
 
     # Ends
+
+    def give_up(self, receive: Receive) -> None:
+        """See PeerCore.give_up."""
+        for message_id, stream in self.pulls.by_id.items():
+            if stream.receive is receive:
+                stream.abandon()
+                self._out.queue.push_control(pack_header(Kind.DISCARD, message_id=message_id))
+                self._out.kick()
+                break
+        if self.partial is not None and self.partial.receive is receive:
+            self.partial.abandon()
 
     def fail(self, error: BaseException) -> None:
         """Fail every pending receive. Eager messages that are here already may still be taken."""

@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
-from asyncdist.errors import PeerLostError
+from asyncdist.errors import CollectiveTimeoutError, DistError, GroupAbortedError, PeerLostError
+from asyncdist.transport.protocol.frame import MAX_LENGTH, MAX_META_BYTES
 
 __all__ = [
     "AnySourceTable",
@@ -124,6 +125,13 @@ class SendOp:
         self._settled = False  # its sink was told, or never will be
         self._id = 0
         self._offset = 0
+
+    def check_size(self) -> None:
+        """Raise ValueError for what no frame says."""
+        if len(self.meta) > MAX_META_BYTES:
+            raise ValueError(f"meta of {len(self.meta)} bytes exceeds {MAX_META_BYTES}")
+        if len(self.payload) > MAX_LENGTH:
+            raise ValueError(f"message of {len(self.payload)} bytes exceeds {MAX_LENGTH}")
 
 
 def fail_all(ops: Iterable[SendOp], error: BaseException) -> None:
@@ -335,6 +343,15 @@ class AnySourceTable:
             self._stalled[peer] = None
         else:
             self._stalled.pop(peer, None)
+
+
+def given_up(source: int, *, late: bool) -> DistError:
+    """What a receive raises whose message its sender did not send to the end: its time was over, or the group ended."""
+    if late:
+        text = f"rank {source} gave this message up before it was sent: its send did not end in time"
+        return CollectiveTimeoutError(text, (source,))
+    text = f"rank {source} aborted the group while it sent this message"
+    return GroupAbortedError(text, "aborted by the sender", source)
 
 
 def nobody_left(own: int, ranks: Collection[int], gone: Mapping[int, bool]) -> PeerLostError:

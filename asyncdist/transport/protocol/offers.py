@@ -67,8 +67,19 @@ class Offers:
         """Nobody here wants the messages of `group` delivered any more; their payload is free."""
         for op in self._by_id.values():
             if op.key.startswith(group):
-                op._settled = True
-                op.payload = _NO_PAYLOAD
+                self._let_go(op)
+
+    def give_up(self, op: SendOp) -> bool:
+        """The same for `op`; False if it is not on offer."""
+        if self._by_id.get(op._id) is not op:
+            return False
+        self._let_go(op)
+        return True
+
+    @staticmethod
+    def _let_go(op: SendOp) -> None:
+        op._settled = True
+        op.payload = _NO_PAYLOAD
 
     def take_all(self) -> list[SendOp]:
         """No answer will come: forget and return all."""

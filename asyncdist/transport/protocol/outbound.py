@@ -14,10 +14,10 @@ from asyncdist.transport.protocol.frame import (
     FLAG_ABORT,
     FLAG_ASKED,
     FLAG_END,
+    FLAG_LATE,
     HEADER,
     JOIN_BYTES,
     MAX_CONTROL_BYTES,
-    MAX_LENGTH,
     MAX_META_BYTES,
     MAX_OFFERS,
     MESSAGE_OVERHEAD_BYTES,
@@ -36,6 +36,7 @@ __all__ = ["Outbound"]
 
 _pack = HEADER.pack
 _DATA = Kind.DATA
+_GIVEN_UP = -2  # offset of an operation that is
 
 
 class Outbound:
@@ -120,10 +121,7 @@ class Outbound:
             raise anew(self.error)
         if self.leaving:
             raise ClosedError(f"cannot send to rank {self._peer_rank}: the connection is being closed")
-        if len(op.meta) > MAX_META_BYTES:
-            raise ValueError(f"meta of {len(op.meta)} bytes exceeds {MAX_META_BYTES}")
-        if len(op.payload) > MAX_LENGTH:
-            raise ValueError(f"message of {len(op.payload)} bytes exceeds {MAX_LENGTH}")
+        op.check_size()
 
     def _dispatch(self, op: SendOp) -> None:
         """Choose the way of a new message: to the peer's early pull, eagerly, as an offer, or held back."""
@@ -186,10 +184,7 @@ class Outbound:
         op = self._offers.answered(message_id)
         if op is None:
             raise RemoteProtocolError(f"rank {self._peer_rank} pulled message {message_id}, which is not on offer")
-        if op._settled:
-            self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
-        else:
-            self._stream(op, message_id)
+        self._stream(op, message_id)
         self._release(op.key[20])
 
     def _on_early_pull(self, key: bytes, length: int, message_id: int) -> None:
@@ -247,9 +242,7 @@ class Outbound:
     def peer_left(self) -> None:
         """GOODBYE came: nothing on offer or held back will ever be pulled."""
         error = PeerLostError(f"rank {self._peer_rank} left without receiving the message", self._peer_rank, left=True)
-        unwanted = self._offers.take_all()
-        for window in self.windows:
-            unwanted.extend(window.take_all())
+        unwanted = self._offers.take_all() + [op for window in self.windows for op in window.take_all()]
         for op in unwanted:
             op._id = 0
         fail_all(unwanted, error)
@@ -258,18 +251,18 @@ class Outbound:
 
     def _stream_early(self, op: SendOp, message_id: int) -> None:
         """Serve an early pull. An offer that goes before the fragments only carries the meta."""
-        if op._settled:  # dropped after it was offered
-            self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
-            return
-        op._id = message_id
-        if op.meta:
+        if op.meta and not op._settled:
+            op._id = message_id
             self.queue.push_data(self._offer(op), op, message_id)
         self._stream(op, message_id)
 
     def _stream(self, op: SendOp, message_id: int) -> None:
+        if op._settled:  # dropped, or given up, after it was offered
+            late = FLAG_LATE if op._offset == _GIVEN_UP else 0
+            self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT | late))
+            return
         op._id = message_id
-        loans = self.loans
-        place = None if loans is None else loans.lend(op.payload)
+        place = None if self.loans is None else self.loans.lend(op.payload)
         if place is None:
             self.queue.push_stream(op)
         else:
@@ -285,12 +278,12 @@ class Outbound:
         self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_END))
         self._complete(op)
 
-    def _stop(self, op: SendOp, push: Callable[[bytes], None]) -> None:
+    def _stop(self, op: SendOp, push: Callable[[bytes], None], flags: int = FLAG_ABORT) -> None:
         """End a stream before its time, unless its last fragment is begun."""
         message_id = op._id
         if not self.queue.stop_stream(op):
             return
-        push(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
+        push(pack_fragment(message_id, 0, 0, flags=flags))
         if not self.queue.finishing(op):
             self._complete(op)
 
@@ -351,11 +344,20 @@ class Outbound:
         if self.error is not None:
             return
         self.error = error
-        ops = self.queue.take_all() + self._offers.take_all()
-        for window in self.windows:
-            ops.extend(window.take_all())
+        held = [op for window in self.windows for op in window.take_all()]
         self._early_pulls.clear()
-        fail_all(ops, error)
+        fail_all(self.queue.take_all() + self._offers.take_all() + held, error)
+
+    def give_up(self, op: SendOp) -> None:
+        """See PeerCore.give_up."""
+        op._settled = True
+        if self.queue.streaming.get(op._id) is op:
+            self._stop(op, self.queue.push_control, FLAG_ABORT | FLAG_LATE)
+        elif not self._offers.give_up(op) and len(op.payload) <= EAGER_BYTES:  # longer ones will only be offered
+            op.payload = memoryview(bytes(op.payload))
+        self.queue.detach(op)
+        op._offset = _GIVEN_UP
+        self.kick()
 
     def drop_group(self, group: bytes) -> None:
         """Forget the messages of `group`, those the peer knows of as soon as it answers."""

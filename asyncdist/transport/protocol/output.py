@@ -1,8 +1,8 @@
 """OutputQueue: what waits to be written to one connection, in which order, and what each write completed.
 
-Order of writing: the rest of a frame already begun, returned credit, control frames, data frames and offers (first in,
-first out, so that messages of one key keep their order), then fragments of the messages being pulled, one from each
-in turn. Nothing but a begun frame is ever committed to, so a control frame waits behind at most FRAGMENT_BYTES.
+Order of writing: the rest of a frame begun, returned credit, control frames, data frames and offers (first in, first
+out, so that messages of one key keep their order), then a fragment of each message being pulled in turn. Nothing but a
+begun frame is ever committed to, so a control frame waits behind at most FRAGMENT_BYTES.
 """
 
 from __future__ import annotations
@@ -365,11 +365,14 @@ class OutputQueue:
         if unsent:
             self._data = deque(entry for entry in self._data if entry[1] is None or not entry[1].key.startswith(group))
         if self._begun_op is not None and self._begun_op.key.startswith(group):
-            self._begun = [b"".join(self._begun)]
-            self.streaming.pop(self._begun_op._id, None)
-            self._begun_op = None
-            self._begun_final = False
+            self.detach(self._begun_op)
         return [(op, offer_id) for _, op, offer_id in unsent if op is not None]
+
+    def detach(self, op: SendOp) -> None:
+        """If a frame of `op` is begun, let the rest go from a copy, and complete nothing."""
+        if self._begun_op is op:
+            self._begun, self._begun_op, self._begun_final = [b"".join(self._begun)], None, False
+            self.streaming.pop(op._id, None)
 
     def take_all(self) -> list[SendOp]:
         """The connection is gone: forget everything and return the operations that were waiting here."""

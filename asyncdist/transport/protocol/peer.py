@@ -151,6 +151,19 @@ class PeerCore:
         """
         return self._inbound.withdraw(receive)
 
+    def give_up(self, message: SendOp | Receive) -> None:
+        """End a point-to-point send, or a receive that was matched, before its time, telling its sink nothing.
+
+        When this returns its array is not read or written any more, except that a peer may still be copying from one
+        that was lent to it: it throws away what it copied. The other end hears of it: the receive that meets a send
+        given up fails with CollectiveTimeoutError, unless the message was small or nearly sent, which goes on from a
+        copy; and a sender stops.
+        """
+        if isinstance(message, SendOp):
+            self._out.give_up(message)
+        else:
+            self._inbound.give_up(message)
+
     def put_back(self, receive: Receive, payload: bytes) -> None:
         """Undo `receive`, a point-to-point receive that has ended well but nobody took notice of.
 

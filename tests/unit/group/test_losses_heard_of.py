@@ -69,7 +69,7 @@ def test_who_connects_after_a_survivor_gave_up_hears_who_was_lost_before() -> No
     run_world(3, main, pass_world=True)
 
 
-def test_ranks_whose_connection_a_time_out_broke_are_lost_to_all_collectives() -> None:
+def test_ranks_whose_connection_broke_are_lost_to_all_collectives() -> None:
     async def main(group: Group) -> None:
         groups = [dist.new_group([rank, 2]) for rank in range(2)]
         others = dist.new_group([2, 3])
@@ -77,9 +77,7 @@ def test_ranks_whose_connection_a_time_out_broke_are_lost_to_all_collectives() -
             for other in range(one):
                 await meet(group, one, other)
         if group.rank == 0:
-            late = await outcome(group.isend(np.zeros(1_000_000), 1, 5, timeout=0.5))
-            assert isinstance(late, dist.CollectiveTimeoutError)
-            assert late.missing == (1,)
+            group.world.mesh.break_pair(1, ConnectionResetError("the cable was pulled"))
         await asyncio.sleep(1)
         for number, pair in enumerate(groups):
             if isinstance(pair, dist.ProcessGroup):

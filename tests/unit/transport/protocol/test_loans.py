@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transport_pair import Pair, Recorder, collective, p2p, receive, send
 
-from asyncdist.errors import GroupAbortedError, PeerLostError, RemoteProtocolError
+from asyncdist.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError, RemoteProtocolError
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.protocol.frame import (
     FLAG_END,
@@ -234,6 +234,42 @@ def test_a_lent_frame_that_was_not_written_yet_never_is(pair: LendingPair) -> No
     pair.run()
     assert isinstance(sink.failed["got"], GroupAbortedError)
     assert not pair.sides[1].loans.copying
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_sender_that_gives_it_up_fails_that_receive_only(pair: LendingPair, copied: bool) -> None:
+    sink, data = Recorder(), pair.sides[0].array(LARGE)
+    pair.mapped(data)
+    receive(pair.b, sink, p2p(1), LARGE, "got")
+    op = send(pair.a, sink, p2p(1), data, "sent")  # type: ignore[arg-type]
+    Pair.run(pair)
+    while copied and pair.sides[1].loans.copying:
+        pair.sides[1].loans.advance()
+    pair.a.give_up(op)
+    data[:] = bytes(LARGE)  # its owner may
+    pair.run()
+    assert isinstance(sink.failed["got"], CollectiveTimeoutError)
+    assert sink.order == ["got"]
+    receive(pair.b, sink, p2p(1), LARGE, "next")
+    post(pair.a, sink, p2p(1), data, "next sent")
+    pair.run()
+    assert bytes(sink.arrays["next"]) == bytes(LARGE)
+    assert pair.a.statistics()["streams_out"] == pair.b.statistics()["streams_in"] == 0
+
+
+def test_a_receiver_that_gives_it_up_writes_nothing_any_more(pair: LendingPair) -> None:
+    sink, data = Recorder(), pair.sides[0].array(LARGE)
+    pair.mapped(data)
+    posted = receive(pair.b, sink, p2p(1), LARGE, "got")
+    post(pair.a, sink, p2p(1), data, "sent")
+    Pair.run(pair)
+    assert pair.copy()
+    pair.b.give_up(posted)
+    so_far = bytes(sink.arrays["got"])
+    pair.run()
+    assert bytes(sink.arrays["got"]) == so_far
+    assert sink.order == ["sent"]
+    assert pair.a.statistics()["streams_out"] == pair.b.statistics()["streams_in"] == 0
 
 
 def test_loss_fails_both_ends(pair: LendingPair) -> None:
