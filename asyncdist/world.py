@@ -262,9 +262,12 @@ class World:
         return await self._rendezvous.leave_words(_join_words([payload for _, payload in self._aborts]))
 
     def store_ended(self, in_order: bool) -> None:
-        """The store that rank 0 hosts is gone: unless it was stopped `in_order`, rank 0 was lost with it."""
-        if not (in_order or self.closed):
-            self.lost_elsewhere(0, PeerLostError(f"rank {self.rank} lost rank 0: the store that it hosts is gone", 0))
+        """The store that rank 0 hosts is gone: unless it was stopped `in_order`, rank 0 was lost with it.
+
+        A connection to it that is open tells so itself, behind what is still to be read there.
+        """
+        if not (in_order or self.closed or self.mesh.is_connected(0)):
+            self.mesh.break_pair(0, ConnectionError("the store that it hosts is gone"))
 
     async def close(self) -> None:
         """Leave: flush, say goodbye to every peer and in the store, stop hosting. Bounded."""

@@ -161,6 +161,10 @@ class BaseMesh:
         """Give up on `rank`, as if its connection had broken: pending operations with it fail with PeerLostError."""
         raise NotImplementedError
 
+    def is_connected(self, rank: int) -> bool:
+        """Whether the connection to `rank` is open: then its end will be noticed at once."""
+        raise NotImplementedError
+
     def is_reached(self, rank: int) -> bool:
         """Whether `rank` is connected to us or is about to be: then its loss will be noticed here."""
         raise NotImplementedError

@@ -112,9 +112,8 @@ class Mesh(BaseMesh):
         """Send a control message to those of `ranks` that are connected now; returns them."""
         reached = []
         for rank in ranks:
-            link = self._links.get(rank)
-            if link is not None and link.state is LinkState.OPEN and not self._closing:
-                link.core.send_control(payload)
+            if self.is_connected(rank) and not self._closing:
+                self._links[rank].core.send_control(payload)
                 reached.append(rank)
         return reached
 
@@ -126,6 +125,11 @@ class Mesh(BaseMesh):
         elif (own := self.cores[rank]) is not None and self._loopback is not None:
             self._loopback.close()
             own.fail(PeerLostError(f"rank {rank} broke off with itself: {cause}", rank))
+
+    def is_connected(self, rank: int) -> bool:
+        """Whether the connection to `rank` is open: then its end will be noticed at once."""
+        link = self._links.get(rank)
+        return link is not None and link.state is LinkState.OPEN
 
     def is_reached(self, rank: int) -> bool:
         """Whether `rank` is connected to us or is about to be: then its loss will be noticed here."""

@@ -19,6 +19,7 @@ from socket_world import socket_world, turns
 import asyncdist as dist
 from asyncdist.rendezvous import WORDS_LIMIT_S
 from asyncdist.store import HashStore
+from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.protocol.frame import pack_key
 from asyncdist.transport.protocol.matching import SendOp
 
@@ -131,6 +132,31 @@ async def test_who_left_in_order_is_named_at_once(transport: str, quick: Callabl
         assert error.rank == 1
         assert error.left
         assert_within(NAMED_S, time.monotonic() - start)
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+@punctual
+async def test_who_left_on_another_host_is_named_at_once(
+    aborts: bool, quick: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody listens any more, a refusal is no proof, and there may be no answer at all."""
+    quick("tcp")
+    async with socket_world(3) as (_, gone, late):
+        if aborts:
+            gone.abort("the disk is full")
+        await gone.close()
+        monkeypatch.setattr(PeerAddress, "loopback", property(lambda self: False))
+        object.__setattr__(late.world.mesh._context, "host_id", "elsewhere")
+        start = time.monotonic()
+        error = await outcome(late.recv(np.zeros(4), 1))
+        assert_within(NAMED_S, time.monotonic() - start)
+        if aborts:
+            assert isinstance(error, dist.GroupAbortedError), error
+            assert "the disk is full" in str(error)
+        else:
+            assert isinstance(error, dist.PeerLostError), error
+            assert error.rank == 1
+            assert error.left
 
 
 async def test_a_survivor_that_has_gone_too_says_who_left_first_though_that_one_hosts_the_store(

@@ -34,6 +34,9 @@ __all__ = ["Link", "LinkOwner", "LinkState"]
 
 CROSSED_WAIT_S: Final = 1.0
 """How long the lower rank prefers its own first attempt when the other's hello is already here."""
+DOUBT_S: Final = 0.3
+"""How long a dial goes on before it is asked whether the peer has left, which is to be known within a second; then each
+time twice as long, since thousands may be slow at once."""
 CONFIRM_TIMEOUT_FACTOR: Final = 2.0
 """The listener waits longer for the confirmation than any dialer waits for the ACK: else a late one would open a
 connection that the listener has just given up."""
@@ -61,7 +64,7 @@ class LinkOwner(Protocol):
         """Look up where `rank` is; `Link.address_known` or `dial_failed` follows."""
 
     def link_not_met(self, rank: int, then: Callable[[bool], None]) -> None:
-        """The peer takes no connection: call `then`, now or soon, which ends the link unless that is done or open.
+        """The peer takes no connection: call `then`, now or soon, which may end a link that is not open.
 
         It is to be told whether the peer is known to have left in order.
         """
@@ -86,6 +89,7 @@ class Link:
         "_connection",
         "_context",
         "_dialer",
+        "_doubt",
         "_incoming",
         "_owner",
         "_park",
@@ -105,6 +109,7 @@ class Link:
         self._owner = owner
         self._connection: Connection | None = None
         self._dialer: Dialer | None = None
+        self._doubt: asyncio.TimerHandle | None = None
         self._incoming: Handshake[ListenerHello] | None = None
         self._park: asyncio.TimerHandle | None = None
         self._started_s = 0.0
@@ -126,6 +131,7 @@ class Link:
         if self.state is LinkState.CONNECTING and self._dialer is None:
             self._dialer = Dialer(self._context, self, self.rank, address, self._started_s)
             self._dialer.start(paused=self._incoming is not None)
+            self._doubt_in(DOUBT_S)
 
     def leave(self) -> None:
         """Say goodbye, after everything posted; a link that has nothing to send ends at once.
@@ -233,6 +239,14 @@ class Link:
 
     # -- we dial the peer
 
+    def _doubt_in(self, delay_s: float) -> None:
+        self._doubt = self._context.loop.call_later(delay_s, self._ask_whether_left, delay_s)
+
+    def _ask_whether_left(self, delay_s: float) -> None:
+        """The dial takes long: the peer may have left, on a host that refuses or does not answer. Else it goes on."""
+        self._doubt_in(2 * delay_s)
+        self._owner.link_not_met(self.rank, lambda left: self._not_met(None) if left else None)
+
     def dial_agreed(self, handshake: Handshake[DialerHello]) -> None:
         """The peer said OK, and this connection is the first: confirm it."""
         handshake.send(handshake.hello.confirm())
@@ -338,6 +352,9 @@ class Link:
 
     def _stop_connecting(self) -> None:
         self._drop_incoming()
+        if self._doubt is not None:
+            self._doubt.cancel()
+            self._doubt = None
         dialer, self._dialer = self._dialer, None
         if dialer is not None:
             dialer.stop()

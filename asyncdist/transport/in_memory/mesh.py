@@ -77,9 +77,8 @@ class MemoryMesh(BaseMesh):
         """See BaseMesh.broadcast_control."""
         reached = []
         for rank in ranks:
-            peer = self._peers.get(rank)
-            if peer is not None and peer.link is not None and not peer.ended and not self._closing:
-                peer.core.send_control(payload)
+            if self.is_connected(rank) and not self._closing:
+                self._peers[rank].core.send_control(payload)
                 reached.append(rank)
         return reached
 
@@ -92,6 +91,11 @@ class MemoryMesh(BaseMesh):
             self._peer_lost(rank, cause)
         else:
             self._finish(rank, "lost", PeerLostError(f"rank {rank} broke off with itself: {cause}", rank))
+
+    def is_connected(self, rank: int) -> bool:
+        """See BaseMesh.is_connected."""
+        peer = self._peers.get(rank)
+        return peer is not None and not peer.ended and peer.link is not None
 
     def is_reached(self, rank: int) -> bool:
         """See BaseMesh.is_reached."""
