@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
+from click.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the packages
 
 from bench import anatomy, parts  # noqa: E402
 
+PARTS = "import json; from bench import anatomy; print(json.dumps(anatomy.measure_parts(50, 1, 1 << 20)))"
 
-def test_parts_and_wholes_are_measured() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.anatomy", "--profile", "smoke"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" us free") + done.stdout.count(" ms free") == 5
+
+def test_parts_and_wholes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    with forked.Popen([sys.executable, "-c", PARTS], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        found = json.loads(process.communicate(timeout=120)[0])  # which forks, so it must have no threads
+    monkeypatch.setattr(anatomy, "measure_parts", lambda rounds, passes, nbytes: found)
+    done = CliRunner().invoke(anatomy.main, ["--profile", "smoke"])
+    assert done.exit_code == 0, done.output
+    assert done.output.count(" us free") + done.output.count(" ms free") == 5
 
 
 def test_sums_are_of_their_parts() -> None:
