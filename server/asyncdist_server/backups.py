@@ -17,6 +17,7 @@ import shutil
 import signal
 import sqlite3
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -110,19 +111,28 @@ def back_up(directory: Path, timeout_s: float) -> Path:
     found = holder(directory)
     if found is not None:
         return _ask(directory, *found, timeout_s)
-    require_journal(directory)
-    journal = SqliteJournal(DataDirectory(directory))
-    journal.read(lambda *row: None)
-    path = directory.absolute() / "backups" / backup_name()
-    journal.backup(path, lambda: None)
-    journal.close()
+    with unattended(directory) as journal:
+        journal.read(lambda *row: None)
+        path = directory.absolute() / "backups" / backup_name()
+        journal.backup(path, lambda: None)
     return path
 
 
-def require_journal(directory: Path) -> None:
-    """Raise `JournalError` if there is no journal in `directory`: to open it would make one."""
+@contextlib.contextmanager
+def unattended(directory: Path) -> Iterator[SqliteJournal]:
+    """The journal in `directory`, which no daemon uses; what fails leaves it as it is, damage and all.
+
+    Raises `JournalError` if there is none: to open it would make one.
+    """
     if not (directory / "identity").exists():
         raise JournalError(f"there is no journal in {directory}")
+    journal = SqliteJournal(DataDirectory(directory))
+    try:
+        yield journal
+        journal.close()
+    except BaseException:
+        journal.abandon()
+        raise
 
 
 def _ask(directory: Path, process: int, listens: bool, timeout_s: float) -> Path:

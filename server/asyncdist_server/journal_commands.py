@@ -8,11 +8,10 @@ from typing import Final
 import click
 
 from asyncdist_server import backups
-from asyncdist_server.data_directory import DataDirectory
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.journal import JournalError
 from asyncdist_server.replay import Replay
-from asyncdist_server.sqlite_journal import SqliteJournal, read_file
+from asyncdist_server.sqlite_journal import read_file
 
 BACKUP_TIMEOUT_S: Final = 60.0
 """How long a daemon may take: the largest store it can hold is copied in a fraction of that."""
@@ -65,10 +64,8 @@ def verify(file: Path | None, data_dir: Path | None) -> None:
         if file is not None:
             read_file(file, replay.row)
         elif data_dir is not None:
-            backups.require_journal(data_dir)
-            journal = SqliteJournal(DataDirectory(data_dir))
-            journal.read(replay.row)
-            journal.close()
+            with backups.unattended(data_dir) as journal:
+                journal.read(replay.row)
         else:
             raise click.UsageError("give a FILE or --data-dir")
     except JournalError as error:

@@ -63,6 +63,26 @@ def test_what_was_there_keeps_its_owner(tmp_path: Path) -> None:
     assert roots.stat().st_uid == 0
 
 
+def test_looking_at_a_damaged_journal_leaves_it_as_it_is(tmp_path: Path) -> None:
+    """What is to be mended by hand, or kept as it was found, is there still."""
+    data = tmp_path / "data"
+    with daemon(data) as running:
+        running.start()
+        with SocketClient(running.port) as client:
+            for number in range(20):
+                client.ask(m.SET, b"k%d" % number, b"v" * 4000)
+        running.kill()
+    log = data / "journal.sqlite-wal"
+    contents = bytearray(log.read_bytes())
+    contents[len(contents) // 2] ^= 0x40
+    log.write_bytes(contents)
+    for name in ("verify", "backup", "verify"):
+        refused = command(name, "--data-dir", str(data))
+        assert refused.returncode == 1
+        assert f"{log} is damaged behind byte" in refused.stderr
+    assert log.read_bytes() == contents
+
+
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of other processes are set on Linux only")
 def test_a_daemon_that_cannot_write_an_answer_lets_nobody_wait_for_it(tmp_path: Path) -> None:
     with daemon(tmp_path / "data") as running:

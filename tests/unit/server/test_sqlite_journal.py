@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
@@ -34,7 +35,11 @@ def opened(path: Path, connect: Callable[[Path], Any] = connect) -> tuple[Sqlite
     def row(*found: Any) -> None:
         rows.append(found)
 
-    journal.read(row)
+    try:
+        journal.read(row)
+    except JournalError:
+        journal.abandon()
+        raise
     return journal, rows
 
 
@@ -515,7 +520,8 @@ def test_a_backup_that_would_fill_the_disk_is_refused(
     """A commit that finds no room ends the daemon: worse than to have no backup."""
     journal, _ = opened(tmp_path)
     journal.write(batch(1, b"x" * 100_000))
-    pages = sqlite3.connect(":memory:").execute("PRAGMA page_size").fetchone()[0]
+    with contextlib.closing(sqlite3.connect(":memory:")) as db:
+        pages = db.execute("PRAGMA page_size").fetchone()[0]
 
     class Disk:
         f_blocks = 1 << 30
