@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures.thread  # noqa: F401 - what it does at the program's end must come after what we do then
+import contextlib
 import os
 import sys
 import threading
@@ -149,7 +150,8 @@ class CommunicationThread:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.loop.shutdown_asyncgens()
-        await self.loop.shutdown_default_executor()
+        with contextlib.suppress(RuntimeError):  # Python 3.12.0 to 3.12.2 start no thread at the end of a program
+            await self.loop.shutdown_default_executor()
 
 
 _lock = threading.Lock()
