@@ -70,9 +70,9 @@ class SimulatedLoop(VirtualTimeLoop):
         if not handle.cancelled():
             self._ready.append(handle)  # type: ignore[attr-defined]
 
-    def create_task(self, coro: Any, *, name: object = None, context: Context | None = None) -> asyncio.Task[Any]:
+    def create_task(self, coro: Any, *, context: Context | None = None, **options: Any) -> asyncio.Task[Any]:
         """As the base class; a process knows its tasks, so that they can be buried when it is killed."""
-        task = super().create_task(coro, name=name, context=context)
+        task = super().create_task(coro, context=context, **options)
         process = PROCESS.get() if context is None else context.get(PROCESS)
         if process is not None:
             process.tasks.append(task)
