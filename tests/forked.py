@@ -15,6 +15,7 @@ import gc
 import inspect
 import itertools
 import json
+import linecache
 import os
 import runpy
 import signal
@@ -156,6 +157,8 @@ if __name__ == "__main__":
     if option == "-c":
         sys.argv[0], sys.path[0] = option, ""
         sys.modules["__main__"] = ModuleType("__main__")
+        if sys.version_info >= (3, 13):  # from then on the interpreter shows the lines of such programs in its messages
+            linecache.cache["<string>"] = (len(program), None, program.splitlines(keepends=True), "<string>")
         exec(compile(program, "<string>", "exec"), vars(sys.modules["__main__"]))
     else:
         assert option == "-m"
