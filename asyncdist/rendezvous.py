@@ -219,15 +219,14 @@ class Rendezvous:
         Bounded; never raises a DistError.
         """
         words, goodbye = self._key(f"words/{rank}"), self._key(f"left/{rank}")
-        said = b""
+        left = False
         try:
-            async with asyncio.timeout(WORDS_LIMIT_S):
-                said = await self._store.get(words) if await self._store.check([words]) else b""
+            async with asyncio.timeout(WORDS_LIMIT_S):  # the goodbye first, as words come before it
                 left = await self._store.check([goodbye]) and await self._store.get(goodbye) == LEFT
-                return said, left
+                return await self._store.get(words) if await self._store.check([words]) else b"", left
         except (DistError, TimeoutError) as error:
             events.info("%s could not ask why rank %d is gone: %s", self._who, rank, error)
-            return said, False
+            return b"", left
 
     async def leave(self, goodbye: bytes = LEFT) -> None:
         """Say goodbye; the last one to leave takes the epoch's keys away. Bounded; never raises a DistError."""

@@ -367,6 +367,27 @@ async def test_last_words_are_bounded_in_time() -> None:
 
 
 @virtually
+async def test_whose_goodbye_was_heard_is_not_taken_for_speechless() -> None:
+    """It leaves in the middle of the question."""
+    async with HashStore() as store:
+        ranks = [Rendezvous(store, rank, 2) for rank in range(2)]
+        await asyncio.gather(*map(join, ranks))
+        check, asked = ranks[1]._store.check, []
+
+        async def slow(keys: list[str]) -> bool:
+            found = await check(keys)
+            if not asked:
+                await ranks[0].leave_words(b"why")
+                await ranks[0].leave()
+            asked.append(keys)
+            return found
+
+        ranks[1]._store.check = slow  # type: ignore[method-assign, assignment]
+        assert await ranks[1].words_of(0) == (b"why", False)
+        assert await ranks[1].words_of(0) == (b"why", True)
+
+
+@virtually
 async def test_who_resigned_has_not_left_in_order() -> None:
     async with HashStore() as store:
         ranks = [Rendezvous(store, rank, 2) for rank in range(2)]
