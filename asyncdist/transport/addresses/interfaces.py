@@ -7,7 +7,6 @@ neither IPv6 nor a second address of one interface.
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import ipaddress
 import os
 import socket
@@ -64,7 +63,7 @@ def list_interfaces() -> list[Interface]:
 
     IPv6 link-local addresses are left out: they mean nothing without an interface of the peer's. Raises OSError.
     """
-    libc: Any = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
+    libc: Any = ctypes.CDLL(None, use_errno=True)  # what the process has loaded: looking for it would start programs
     libc.getifaddrs.argtypes = [ctypes.POINTER(ctypes.POINTER(_Ifaddrs))]
     libc.freeifaddrs.argtypes = [ctypes.POINTER(_Ifaddrs)]
     libc.freeifaddrs.restype = None
