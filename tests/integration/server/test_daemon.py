@@ -397,6 +397,7 @@ async def test_stopping_sends_what_was_answered_and_ends_everyone() -> None:
     try:
         await blocking(client.ask, m.SET, b"k", b"v")
         await server.stop()
+        assert await blocking(client.reply) == (0, m.STOPPING, "the daemon is stopping")
         assert await blocking(client.closed_by_daemon)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), DEADLINE_S)
@@ -440,6 +441,7 @@ def test_a_store_in_a_thread_serves_and_closes_twice() -> None:
         assert server.address == f"127.0.0.1:{server.port}"
         assert client.ask(m.ADD, b"n", 1) == 1
         server.close()
+        assert client.reply() == (0, m.STOPPING, "the daemon is stopping")
         assert client.closed_by_daemon()
     server.close()
 
@@ -454,6 +456,7 @@ def test_a_forked_child_keeps_neither_the_port_nor_a_client() -> None:
             os._exit(0)
         try:
             server.close()
+            assert client.reply() == (0, m.STOPPING, "the daemon is stopping")
             assert client.closed_by_daemon()
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", server.port))
