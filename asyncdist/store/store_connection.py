@@ -17,12 +17,14 @@ from asyncdist.store.tls_config import TLSConfig
 from asyncdist_server.auth import AuthenticationError, ClientHandshake, Refusal
 from asyncdist_server.messages import (
     CLIENT_ID_BYTES,
+    STOPPING,
     Encoder,
     FrameReader,
     Hello,
     HelloRefused,
     ProtocolError,
     Welcome,
+    decode_replies,
     decode_welcome,
 )
 from asyncdist_server.tls import TLSStream
@@ -105,15 +107,19 @@ async def dial(
 
 
 async def _introduce(stream: ByteStream, handshake: ClientHandshake, hello: Hello) -> tuple[Welcome, FrameReader]:
-    """Say hello and read the welcome."""
+    """Say hello and read the welcome. Raises ConnectionResetError if the daemon says right behind it that it stops."""
     reader = FrameReader()
     await stream.send(Encoder().hello(hello))
     payloads = reader.feed(handshake.leftover)
     while not payloads:
         payloads = reader.feed(await stream.receive())
-    if len(payloads) > 1 or reader.buffered or reader.error is not None:
+    welcome, unasked = decode_welcome(payloads[0]), payloads[1:]
+    while reader.buffered and reader.error is None and not unasked:
+        unasked = reader.feed(await stream.receive())
+    if unasked and any(reply[:2] == (0, STOPPING) for reply in decode_replies(unasked[0])):
+        raise ConnectionResetError("it is stopping")
+    if unasked or reader.error is not None:
         raise ProtocolError("it answers what it was not asked")
-    welcome = decode_welcome(payloads[0])
     return welcome, FrameReader(welcome.limits.frame_bytes)
 
 

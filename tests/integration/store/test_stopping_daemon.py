@@ -11,6 +11,7 @@ from asyncdist.errors import DistStoreError
 from asyncdist.store import TCPStore
 from asyncdist.testing.store_check_tools import expect_pending, task
 from asyncdist_server import ServerConfig, StoreServer, serve
+from asyncdist_server.session import Session
 
 
 async def test_a_waiting_client_goes_on_with_the_next_daemon() -> None:
@@ -42,3 +43,21 @@ async def test_a_call_that_is_given_up_says_that_the_daemon_was_stopped(
         said = r"(nothing listens there|it does not answer) \(before: the daemon is stopping\)"
         with pytest.raises(DistStoreError, match=said):
             await waiting
+
+
+async def test_who_comes_as_the_daemon_stops_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Welcome and farewell arrive together, as they do where a rank goes on to the next world of the same address."""
+    port = free_port()
+    hello, told = Session._hello, []
+
+    def hello_and_goodbye(session: Session, payload: memoryview, now: float) -> None:
+        hello(session, payload, now)
+        if not told:
+            told.append(session)
+            session.say_stopping()
+
+    monkeypatch.setattr(Session, "_hello", hello_and_goodbye)
+    async with serve(ServerConfig(port=port)), TCPStore("127.0.0.1", port) as store:
+        await store.set("key", "value")
+        assert await store.get("key") == b"value"
+    assert len(told) == 1
