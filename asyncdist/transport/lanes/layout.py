@@ -76,7 +76,7 @@ DESCRIPTORS_AT: Final = RECORDS_AT + RECORDS * RECORD_STRIDE
 SKEW_BYTES: Final = 64
 """Where in a page the memory for payloads begins. Large numpy arrays begin 16 bytes into one, behind malloc's header:
 copied to them from the beginning of a page, target - source is 16. Where that, modulo a page, is 1 to 31, `memcpy` of 2
-to 512 KiB takes ten times as long on AMD's Zen 3, as glibc uses `rep movsb` there (its bug 30994)."""
+to 512 KiB takes many times as long on AMD's Zen 3, as glibc uses `rep movsb` there (its bug 30994)."""
 LANE_HEAD_BYTES: Final = -(-(DESCRIPTORS_AT + DESCRIPTORS * DESCRIPTOR_BYTES) // 4096) * 4096 + SKEW_BYTES
 """Bytes of a segment before its memory for payloads."""
 SLOTS: Final = 8
