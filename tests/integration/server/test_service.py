@@ -171,22 +171,26 @@ def test_systemd_is_told_from_ready_to_stopping(start: Callable[..., Daemon], tm
         assert daemon.process.wait(DEADLINE_S) == 0
 
 
-def test_a_signal_before_it_serves_ends_it_quietly(tmp_path: Path) -> None:
-    """The signal comes while the store is being started; here a start that never ends."""
+def run_while_it_starts(*lines: str) -> subprocess.CompletedProcess[str]:
+    """Run a daemon whose start is these lines, and never ends."""
     program = (
         "import asyncio, os, signal\n"
         "from asyncdist_server.config import ServerConfig\n"
         "from asyncdist_server.daemon import StoreServer\n"
         "from asyncdist_server.service import run_until_signalled\n"
         "async def start(self):\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    await asyncio.Event().wait()\n"
-        "StoreServer.start = start\n"
+        + "".join(f"    {line}\n" for line in (*lines, "await asyncio.Event().wait()"))
+        + "StoreServer.start = start\n"
         "asyncio.run(run_until_signalled(ServerConfig(port=0)))\n"
     )
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=DEADLINE_S
     )
+
+
+def test_a_signal_before_it_serves_ends_it_quietly(tmp_path: Path) -> None:
+    """The signal comes while the store is being started; here a start that never ends."""
+    done = run_while_it_starts("os.kill(os.getpid(), signal.SIGTERM)")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -218,20 +222,7 @@ def test_no_stray_signal_ends_a_daemon(start: Callable[..., Daemon], name: str) 
 
 
 def test_a_request_for_a_backup_before_the_journal_is_read_ends_no_daemon() -> None:
-    program = (
-        "import asyncio, os, signal\n"
-        "from asyncdist_server.config import ServerConfig\n"
-        "from asyncdist_server.daemon import StoreServer\n"
-        "from asyncdist_server.service import run_until_signalled\n"
-        "async def start(self):\n"
-        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "    await asyncio.sleep(0)\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    await asyncio.Event().wait()\n"
-        "StoreServer.start = start\n"
-        "asyncio.run(run_until_signalled(ServerConfig(port=0)))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=DEADLINE_S
+    done = run_while_it_starts(
+        "os.kill(os.getpid(), signal.SIGUSR1)", "await asyncio.sleep(0)", "os.kill(os.getpid(), signal.SIGTERM)"
     )
     assert done.returncode == 0, done.stderr
