@@ -302,7 +302,8 @@ class GroupCommit:
 
     def _tell_slow(self) -> None:
         self._told_slow = True
-        reason = f"a commit has taken {SLOW_COMMIT_S:g} s and is not done: look at the disk; answers wait for it"
+        meanwhile = "answers wait for it" if self.durability.delay_s is None else "a crash would lose what is answered"
+        reason = f"a commit has taken {SLOW_COMMIT_S:g} s and is not done: look at the disk; {meanwhile}"
         self._events.warning("journal_slow", connections=self.waiting_count, reason=reason)
 
     def _watch_no_more(self) -> None:

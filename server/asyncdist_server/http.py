@@ -18,7 +18,7 @@ from asyncdist_server.client_socket import format_address
 from asyncdist_server.config import ConfigError
 from asyncdist_server.daemon import StoreServer
 from asyncdist_server.metrics import PREFIX, Metric, Samples, collect
-from asyncdist_server.status import stuck
+from asyncdist_server.status import not_served, stuck
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -64,9 +64,8 @@ async def serve_http(server: StoreServer) -> AsyncIterator[str]:
 
     async def readyz(request: web.Request) -> web.Response:
         """200 while clients are served, else 503 and why not."""
-        if server.not_ready:
-            return web.json_response({"status": server.not_ready}, status=503)
-        return web.json_response({"status": "ready", **stuck(server)})
+        reason = not_served(server)
+        return web.json_response({"status": reason or "ready", **stuck(server)}, status=503 if reason else 200)
 
     async def metrics(request: web.Request) -> web.Response:
         """Everything `metrics` knows, and the process."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from asyncdist_server.codes import OPERATION_NAMES
 from asyncdist_server.counters import RESULT_NAMES, Histogram
+from asyncdist_server.status import not_served
 from asyncdist_server.version import version
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def _histograms(histograms: Mapping[int, Histogram]) -> Samples:
 
 def _of_connections(server: StoreServer) -> Iterator[tuple[Metric, Samples]]:
     counters = server.engine.counters
-    yield READY, [((), float(not server.not_ready))]
+    yield READY, [((), float(not not_served(server)))]
     yield CONNECTIONS, [((name,), count - counters.closed.get(name, 0)) for name, count in counters.opened.items()]
     yield HALF_OPEN, [((), server.half_open_count)]
     yield CONNECTION_LIMIT, [((), server.config.limits.connections)]

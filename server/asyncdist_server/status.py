@@ -33,6 +33,14 @@ def stuck(server: StoreServer) -> dict[str, float]:
     return {"journal_stuck_s": round(stuck_s, 3)} if stuck_s else {}
 
 
+def not_served(server: StoreServer) -> str:
+    """Return why clients are not served now, in a few words; empty while they are."""
+    gate = server.gate
+    if not server.not_ready and gate is not None and gate.stuck_s and gate.durability.delay_s is None:
+        return "the journal is stuck"  # every answer waits for it, and every new client
+    return server.not_ready
+
+
 def _of_journal(server: StoreServer) -> dict[str, Any]:
     gate = server.gate
     if gate is None:

@@ -265,7 +265,11 @@ async def test_a_journal_is_measured(tmp_path: Path) -> None:
         assert found["operation_seconds_sum", ("set",)] > 0
 
 
-async def test_a_journal_that_is_stuck_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("durability", ["durable", "relaxed:1"])
+async def test_a_journal_that_is_stuck_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str
+) -> None:
+    """Ready is who serves, which a durable daemon does not then: every answer waits for the disk."""
     monkeypatch.setattr(group_commit, "SLOW_COMMIT_S", 0.05)
     hangs, goes_on = threading.Event(), threading.Event()
     write = SqliteJournal.write
@@ -275,7 +279,7 @@ async def test_a_journal_that_is_stuck_is_told(tmp_path: Path, monkeypatch: pyte
         goes_on.wait(DEADLINE_S)
         write(journal, batch)
 
-    async with daemon(durability=parse_durability("durable"), data_dir=tmp_path / "data") as (server, address):
+    async with daemon(durability=parse_durability(durability), data_dir=tmp_path / "data") as (server, address):
         assert "journal_stuck_s" not in json.loads((await ask(address, "/readyz"))[1])
         assert (await samples(address))["journal_stuck_seconds", ()] == 0
         monkeypatch.setattr(SqliteJournal, "write", stuck)
@@ -283,15 +287,20 @@ async def test_a_journal_that_is_stuck_is_told(tmp_path: Path, monkeypatch: pyte
         try:
             await asyncio.to_thread(hangs.wait, DEADLINE_S)
             await until(lambda: server.gate is not None and server.gate.stuck_s > 0)
-            for path in ("/readyz", "/healthz"):
+            serves = durability != "durable"
+            for path, expected in (("/readyz", 200 if serves else 503), ("/healthz", 200)):
                 status, body = await ask(address, path)
-                assert status == 200
+                assert status == expected
                 assert json.loads(body)["journal_stuck_s"] >= 0.05
-            assert (await samples(address))["journal_stuck_seconds", ()] >= 0.05
+            found = await samples(address)
+            assert found["journal_stuck_seconds", ()] >= 0.05
+            assert found["ready", ()] == serves
         finally:
             goes_on.set()
             (await coming).close()
+        await until(lambda: server.gate is not None and not server.gate.stuck_s)
         assert "journal_stuck_s" not in json.loads((await ask(address, "/healthz"))[1])
+        assert await ask(address, "/readyz") == (200, '{"status": "ready"}')
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
