@@ -39,7 +39,7 @@ __all__ = [
 FAILED: Final = "failed"
 
 CONSEQUENCES: Final = (PeerLostError, GroupAbortedError, CollectiveTimeoutError)
-"""What a rank raises because of something that the others hear of by themselves."""
+"""What a rank raises because of something that all members of the group it happened in hear of by themselves."""
 
 
 def abort_cause(kind: str, text: str, rank: int | None, missing: Sequence[int]) -> DistError:

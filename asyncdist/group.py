@@ -184,12 +184,19 @@ class ProcessGroup(GroupCore):
             return
         cause = first_cause(error)
         why = f"rank {self.world.rank} left with {named(cause)}"
-        if not isinstance(cause, CONSEQUENCES):
+        if not (isinstance(cause, CONSEQUENCES) and self._is_known(cause)):
             self.abort(why)
         for group in self._inner():  # others' operations on those must not wait for this rank either
             group.abort(why)
         with contextlib.suppress(DistError):  # the exception that ended the block is the one to raise
             await self.close()
+
+    def _is_known(self, cause: BaseException) -> bool:
+        """Whether the other members hear by themselves of what this rank leaves with.
+
+        Not of a message that timed out here, nor of the end of another group.
+        """
+        return self._aborted is not None or (isinstance(cause, PeerLostError) and cause.left)
 
     def make_subgroup(
         self,

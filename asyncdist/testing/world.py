@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 from asyncdist.causes import CONSEQUENCES, first_cause
 from asyncdist.deadline import Deadline
-from asyncdist.errors import GroupAbortedError
+from asyncdist.errors import GroupAbortedError, PeerLostError
 from asyncdist.group import ProcessGroup
 from asyncdist.init_method import InitMethod, StoreSource
 from asyncdist.initialize import open_world
@@ -146,18 +146,28 @@ async def _run(
 
 def _raise_the_cause(tasks: Sequence[asyncio.Task[Any]], killed: Collection[int]) -> None:
     """Raise the failure that explains the others, if there is any; it names its rank in a note."""
-    failed = [(rank, task) for rank, task in enumerate(tasks) if not task.cancelled() and task.exception() is not None]
+    failed = {rank: error for rank, task in enumerate(tasks) if not task.cancelled() and (error := task.exception())}
     if not failed:
         return
-    rank, task = min(failed, key=lambda one: (one[0] in killed, _remoteness(one[1].exception())))
-    error = task.exception()
-    assert error is not None
+    rank = min(failed, key=lambda one: (one in killed, _remoteness(failed[one])))
+    seen = {rank, *killed}
+    while (named := _named_by(failed[rank])) in failed and named not in seen:  # that rank knows more
+        rank = named
+        seen.add(rank)
+    error = failed[rank]
     error.add_note(f"raised on rank {rank}")
     raise error
 
 
-def _remoteness(error: BaseException | None) -> int:
+def _remoteness(error: BaseException) -> int:
     """How far from the cause this may be: 0 is one, 1 names another rank, 2 only repeats what that one was told."""
-    assert error is not None
     cause = first_cause(error)
     return 2 if isinstance(cause, GroupAbortedError) else int(isinstance(cause, CONSEQUENCES))
+
+
+def _named_by(error: BaseException) -> int:
+    """The rank whose end this tells of; -1 if it is no such news."""
+    cause = first_cause(error)
+    if not isinstance(cause, PeerLostError | GroupAbortedError) or cause.rank is None:
+        return -1
+    return cause.rank

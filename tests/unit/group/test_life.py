@@ -134,6 +134,59 @@ def test_a_task_group_tells_what_happened_in_it() -> None:
         run_world(2, main)
 
 
+def test_an_error_of_another_group_is_told_to_those_who_have_not_heard_of_it() -> None:
+    async def main(group: Group) -> None:
+        await group.barrier()
+        sub = dist.new_group([0, 1])
+        if group.rank == 0:
+            assert isinstance(sub, Group)
+            sub.abort("enough of it")
+        if group.rank == 1:
+            assert isinstance(sub, Group)
+            await sub.barrier()
+        with pytest.raises(dist.GroupAbortedError, match=r"rank 1 left with GroupAbortedError: .*enough of it"):
+            await group.barrier()
+
+    with pytest.raises(dist.GroupAbortedError, match=r"rank 1, barrier.*: rank 0 aborted the group: enough") as caught:
+        run_world(3, main)
+    assert caught.value.__notes__ == ["raised on rank 1"]
+
+
+def test_a_message_that_timed_out_is_told_to_the_others() -> None:
+    async def main(group: Group) -> None:
+        await group.barrier()
+        sub = dist.new_group()
+        assert isinstance(sub, Group)
+        if group.rank == 0:
+            with pytest.raises(dist.CollectiveTimeoutError):
+                async with sub:
+                    await group.recv(np.zeros(1), 1, timeout=0.1)
+        else:
+            with pytest.raises(dist.GroupAbortedError, match="rank 0 left with CollectiveTimeoutError"):
+                await sub.barrier()
+            assert asyncio.get_running_loop().time() < 1
+        await group.barrier()
+
+    run_world(3, main)
+
+
+def test_leaving_because_another_left_in_order_disturbs_no_messages() -> None:
+    async def main(group: Group) -> None:
+        await group.barrier()
+        if group.rank == 1:
+            await group.recv(np.zeros(1), 0)
+        elif group.rank > 1:
+            x = np.full(1, group.rank)
+            work = group.irecv(x, 5 - group.rank)
+            await asyncio.sleep(1)
+            await group.send(x, 5 - group.rank)
+            assert await work == 5 - group.rank
+
+    with pytest.raises(dist.PeerLostError, match="rank 0 has left") as caught:
+        run_world(4, main)
+    assert caught.value.__notes__ == ["raised on rank 1"]
+
+
 async def fail() -> None:
     """Raise an error of one's own."""
     raise KeyError("mine")

@@ -33,6 +33,19 @@ def test_who_names_another_rank_is_believed_before_who_was_told_only() -> None:
     assert caught.value.missing == (0,)
 
 
+def test_who_says_that_a_rank_has_left_is_less_than_what_it_left_with() -> None:
+    async def main(group: dist.ProcessGroup) -> None:
+        if group.rank == 3:
+            return
+        if group.rank == 2:
+            await group.recv(np.zeros(1), 3)
+        await group.recv(np.zeros(1), group.rank + 1)
+
+    with pytest.raises(dist.PeerLostError, match="rank 3 has left") as caught:
+        run_world(4, main)
+    assert caught.value.__notes__ == ["raised on rank 2"]
+
+
 def test_a_rank_that_was_killed_is_no_cause() -> None:
     async def main(group: dist.ProcessGroup, world: SimulatedWorld) -> None:
         await group.barrier()
