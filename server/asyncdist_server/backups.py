@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 POLL_S: Final = 0.05
 """How often one who asked for a backup looks for the answer."""
+UNREAD_S: Final = 60.0
+"""After so long an answer is removed, with the next backup: who asked was killed before reading it."""
 
 
 def backup_name() -> str:
@@ -50,7 +52,10 @@ def backup_name() -> str:
 
 
 class BackupRequests:
-    """Makes backups of a running daemon when it gets the signal. Used on the daemon's loop."""
+    """Makes backups of a running daemon when it gets the signal. Used on the daemon's loop.
+
+    All that asks the disk is done by threads, as the loop serves clients meanwhile.
+    """
 
     def __init__(self, server: StoreServer, gate: GroupCommit, directory: Path) -> None:
         self._server = server
@@ -79,21 +84,14 @@ class BackupRequests:
     async def _answer(self) -> None:
         while True:
             self._again = False
-            requests = sorted(self._backups.glob("request-*"))
+            requests = await asyncio.to_thread(_requests, self._backups)
             answer = await self._back_up()
             for request in requests:
-                self._tell(request, answer)
+                problem = await asyncio.to_thread(_tell, request, answer)
+                if problem:
+                    self._server.events.error("backup_failed", reason=problem)
             if not self._again:
                 return
-
-    def _tell(self, request: Path, answer: dict[str, str]) -> None:
-        """Write the answer to a request. That the request is gone, and no answer there, says that there is none."""
-        try:
-            write_durably(request.with_name(request.name.replace("request", "answer")), json.dumps(answer).encode())
-        except OSError as error:
-            self._server.events.error("backup_failed", reason=f"cannot answer {request}: {error.strerror}")
-        with contextlib.suppress(OSError):
-            request.unlink(missing_ok=True)
 
     async def _back_up(self) -> dict[str, str]:
         path = self._backups / backup_name()
@@ -104,6 +102,31 @@ class BackupRequests:
             return {"error": str(error)}
         self._server.events.info("backup", path=str(path))
         return {"path": str(path)}
+
+
+def _requests(backups: Path) -> list[Path]:
+    """Return the requests that are there, and remove the answers that nobody reads any more."""
+    for answer in backups.glob("answer-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - answer.stat().st_mtime > UNREAD_S:
+                answer.unlink()
+    return sorted(backups.glob("request-*"))
+
+
+def _tell(request: Path, answer: dict[str, str]) -> str:
+    """Write the answer to a request, unless it was withdrawn; returns why that failed, or an empty text.
+
+    That the request is gone, and no answer there, says that there is none.
+    """
+    problem = ""
+    try:
+        if request.exists():
+            write_durably(request.with_name(request.name.replace("request", "answer")), json.dumps(answer).encode())
+    except OSError as error:
+        problem = f"cannot answer {request}: {error.strerror}"
+    with contextlib.suppress(OSError):
+        request.unlink(missing_ok=True)
+    return problem
 
 
 def back_up(directory: Path, timeout_s: float) -> Path:
@@ -147,7 +170,7 @@ def _ask(directory: Path, process: int, listens: bool, timeout_s: float) -> Path
         while not answer.exists() and request.exists():  # the answer comes before the request goes
             if time.monotonic() > deadline:
                 raise JournalError(f"the daemon, process {process}, made no backup within {timeout_s:g} s")
-            if holder(directory) is None:
+            if (holder(directory) or (0,))[0] != process:
                 raise JournalError(f"the daemon, process {process}, stopped before the backup was made")
             time.sleep(POLL_S)
         if not answer.exists():

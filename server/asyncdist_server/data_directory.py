@@ -5,6 +5,9 @@ identity             says that there was a journal, and which
 journal.sqlite       the journal, with a -wal beside it while a daemon runs or after it was killed
 backups/             what `asyncdist-server backup` made
 unfinished           the name of the backup that is being made there, so that a kill leaves nothing for ever
+backups/request-*    one who waits for a backup, and backups/answer-* what it is told
+
+What a kill leaves of the last two, and of files half written, is removed by whoever has the directory next.
 
 What root makes in it belongs to whom the directory belongs: root may restore the data of a daemon that runs as somebody
 else, also of one whose user exists only while it runs.
@@ -29,6 +32,8 @@ FILE_MODE: Final = 0o600
 RESTORED: Final = ".restored.sqlite"
 """The journal-to-be while a backup is restored."""
 _UNFINISHED: Final = re.compile(r"\.[\w.-]+\.sqlite\.tmp")
+_LEFT: Final = ("backups/request-*", "backups/answer-*", "backups/.answer-*", ".identity-*", ".unfinished-*")
+"""What a kill leaves of whoever asks a daemon for a backup, of an answer, and of files that `write_durably` writes."""
 _SUFFIXES: Final = ("", "-journal", "-wal", "-shm")
 """A file of SQLite's, and what may be beside it after a kill."""
 
@@ -60,6 +65,10 @@ class DataDirectory:
             self._say(b"%d\n" % os.getpid())
             remove_database(self.path / RESTORED)
             self.remove_unfinished()
+            for pattern in _LEFT:
+                for left in self.path.glob(pattern):
+                    with contextlib.suppress(OSError):  # as there
+                        left.unlink()
         except OSError as error:
             os.close(self._lock)
             raise JournalError(f"cannot write to the data directory {self.path}: {error.strerror}") from error
@@ -140,7 +149,7 @@ def holder(path: Path) -> tuple[int, bool] | None:
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
-        process, *words = os.pread(lock, 64, 0).decode(errors="replace").split() or ["0"]
+        process, *words = os.pread(lock, 64, 0).decode(errors="replace").partition("\n")[0].split() or ["0"]
         return int(process), "listens" in words
     finally:
         os.close(lock)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,48 @@ def test_a_daemon_that_cannot_write_an_answer_lets_nobody_wait_for_it(tmp_path: 
         assert running.process.returncode == 0
         assert "cannot answer" in said
         assert "Traceback" not in said
+
+
+def asker(data: Path) -> subprocess.Popen[bytes]:
+    """One who asks for a backup of a daemon that is stopped just now, and waits."""
+    process = subprocess.Popen([sys.executable, "-m", "asyncdist_server", "backup", "--data-dir", str(data)])
+    deadline = time.monotonic() + DEADLINE_S
+    while not list((data / "backups").glob("request-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return process
+
+
+def end(process: subprocess.Popen[bytes], signal_number: signal.Signals) -> None:
+    process.send_signal(signal_number)
+    process.wait(DEADLINE_S)
+
+
+def test_who_is_killed_while_it_waits_for_a_backup_leaves_nothing_for_ever(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with daemon(data) as running:
+        running.start()
+        assert running.process is not None
+        for number, ending in enumerate((signal.SIGINT, signal.SIGKILL)):
+            running.process.send_signal(signal.SIGSTOP)
+            end(asker(data), ending)
+            running.process.send_signal(signal.SIGCONT)
+            assert command("backup", "--data-dir", str(data)).returncode == 0
+            # Who was interrupted has withdrawn its request, who was killed could not: it has an answer nobody reads.
+            assert len(list((data / "backups").glob("answer-*"))) == number
+        (answer,) = (data / "backups").glob("answer-*")
+        os.utime(answer, (0, 0))
+        assert command("backup", "--data-dir", str(data)).returncode == 0
+        assert not list((data / "backups").glob("answer-*"))
+        running.process.send_signal(signal.SIGSTOP)
+        end(asker(data), signal.SIGKILL)
+        running.kill()
+        for name in ("backups/answer-1", "backups/.answer-1-x", ".identity-x", ".unfinished-x"):
+            (data / name).touch()
+        running.start()
+        running.stop()
+    assert {path.suffix for path in (data / "backups").iterdir()} == {".sqlite"}
+    assert {path.name for path in data.iterdir()} == {"lock", "identity", "journal.sqlite", "backups"}
 
 
 def test_a_disk_that_is_full_at_the_first_start_is_told(tmp_path: Path) -> None:
