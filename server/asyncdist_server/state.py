@@ -317,9 +317,8 @@ class StoreState:
     def expire(self, now: float) -> None:
         """Answer every blocked request whose time is over."""
         for waiter in self.deadlines.take_due(now):
-            # It left the heap already, so that it must not be counted as dead in there.
-            waiter.deadline = None
-            self.finish(waiter, (waiter.request_id, TIMEOUT, self.missing(waiter)))
+            if not waiter.done:  # by the end of another: a member whose join is over has left, which watchers are told
+                self.finish(waiter, (waiter.request_id, TIMEOUT, self.missing(waiter)))
 
     def missing(self, waiter: Waiter) -> list[bytes]:
         """Return the keys, at most `MAX_MISSING_REPORTED`, that a request still waits for."""

@@ -156,8 +156,9 @@ class Deadlines:
         return heap[0][0] if heap else None
 
     def take_due(self, now: float) -> list[Waiter]:
-        """Remove and return the waiters whose deadline is not after `now`, soonest first."""
+        """Remove and return the waiters whose deadline is not after `now`, soonest first. They have none then."""
         due = []
         while (deadline := self.next()) is not None and deadline <= now:
             due.append(heapq.heappop(self.heap)[2])
+            due[-1].deadline = None  # it must not be counted as dead in the heap
         return due

@@ -266,3 +266,22 @@ def test_keys_that_look_like_a_job_break_nothing(
         user.leave()
     assert engine.memory_bytes == 0
     assert engine.next_deadline() is None
+
+
+def test_a_time_out_that_ends_another_wait_of_the_same_moment_leaves_the_rest_as_it_is(users: list[User]) -> None:
+    """A join that timed out is a member that left, which is what a watch waits for, in time just so."""
+    a, b = users[:2]
+    a.ask(m.GRANT, 7, 60_000, True)
+    a.ask(m.WATCH, b"job/j/members/", None, None)
+    assert a.reply(m.JOIN, b"j", b"a", 2, 2, 0, 7, 1000) is None
+    ((_, _, (revision, _)),) = [b.reply(m.WATCH, b"job/j/members/", None, None)]
+    assert b.reply(m.WATCH, b"job/j/members/", revision, 1000) is None
+    assert b.reply(m.GET, b"nothing", 1000) is None
+    pass_time(users, 1)
+    assert [reply[1] for reply in a.take()] == [m.TIMEOUT]
+    watched, waited = b.take()
+    assert (watched[1], [event[1:3] for event in watched[2][1]]) == (m.OK, [(m.EVENT_DELETE, b"job/j/members/a")])
+    assert waited[1] == m.TIMEOUT
+    assert a.engine.waiter_count == 0
+    assert not a.engine.state.deadlines.heap
+    assert a.engine.state.deadlines._dead == 0
