@@ -139,21 +139,19 @@ class Connection(asyncio.Protocol):
         if transport is None or self._ending:
             return
         if self._lacks_room or (self._paused and not session.closing):
-            # Replies wait as references to stored values, bounded like everything a client makes us hold.
-            if session.reply_bytes > self._server.config.limits.frame_bytes:
-                self._drop("has too much to read" if self._lacks_room else "reads its replies too slowly")
-            return
-        if not self._server.unsent.may_say(self, session.reply_bytes):
+            self._server.unsaid.note(self, session)
+        elif self._server.unsent.may_say(self, session.reply_bytes):
+            self._write_output(transport)
+        else:
             self._lacks_room = self._paused = True
             self._update_reading()
-            return
-        self._write_output(transport)
+            self._server.unsaid.note(self, session)
 
     def _write_output(self, transport: asyncio.Transport) -> None:
         session = self._session
         output = session.take_output()
         size = sum(map(len, output))
-        self._server.unsent.wrote(size)
+        self._server.unsent.wrote(self, size)
         if output and (self._server.gate is None or not self._hold(self._server.gate, output, size)):
             self._send(transport, output, size)
         if self._began_s and self._timed is None:
@@ -197,6 +195,8 @@ class Connection(asyncio.Protocol):
 
     def _update_paused(self) -> None:
         self._paused = self._write_paused or self._lacks_room or self._held_bytes > WRITE_HIGH_BYTES
+        if not self._paused:
+            self._server.unsaid.forget(self)
 
     # ---- output that waits for the disk
 
@@ -299,7 +299,7 @@ class Connection(asyncio.Protocol):
             if self._given_bytes - unread > self._sent_before:
                 self._watch_stall()
             else:
-                self._drop("does not read its replies")
+                self.drop("does not read its replies")
 
     # ---- endings
 
@@ -313,7 +313,7 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
 
-    def _drop(self, reason: str) -> None:
+    def drop(self, reason: str) -> None:
         """Cut the connection without a last word: the client would not read it."""
         if self._transport is not None:
             count(self._server.engine.counters.dropped, "slow")

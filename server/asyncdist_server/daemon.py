@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
-import itertools
 import logging
 import random
 import secrets
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
 from asyncdist_server.busy_poll import BusyPoll, busy_poll
@@ -28,6 +27,7 @@ from asyncdist_server.persistence import Persistence
 from asyncdist_server.status import describe
 from asyncdist_server.tls_connection import TLSConnection
 from asyncdist_server.torch_namespaces import TorchNamespace, TorchNamespaces
+from asyncdist_server.unsaid import Unsaid
 from asyncdist_server.unsent import UNSENT_PART, Unsent
 
 BIND_ATTEMPTS: Final = 16
@@ -70,7 +70,8 @@ class StoreServer:
         self.failed = asyncio.Event()
         self.dirty: list[Connection] = []
         self.inbound_bytes = 0
-        self.unsent = Unsent(config.limits.memory_bytes // UNSENT_PART, self._all_connections, self._call_later)
+        self.unsent = Unsent(config.limits.memory_bytes // UNSENT_PART, self._call_later)
+        self.unsaid = Unsaid(config.limits.frame_bytes, config.limits.memory_bytes)
         self.timed_at = 0.0  # the loop's clock when a turn was timed last
         self.busy_poll: BusyPoll | None = None
         self._connections: set[Connection] = set()
@@ -87,9 +88,6 @@ class StoreServer:
 
     def _call_later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(delay_s, call)
-
-    def _all_connections(self) -> Iterator[Connection]:
-        return itertools.chain(self._connections, self._ending)
 
     @property
     def port(self) -> int:
@@ -256,6 +254,7 @@ class StoreServer:
         self._half_open.discard(connection)
         self._ending.discard(connection)
         self.unsent.forget(connection)
+        self.unsaid.forget(connection)
         if self._emptied is not None:
             self._emptied.set()
 

@@ -8,8 +8,8 @@
     session.close(now)              # the connection is gone
 
 `on_output` is called when there is output although nobody called the session: another client's request completed a
-blocked one of this client. It is called again when such replies exceed what a slow client may make us hold. It must
-not call the session or the engine, only take note.
+blocked one of this client. It is called again whenever such replies have grown by `NOTICE_BYTES`. It must not call the
+session or the engine, only take note.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ TURN_REQUESTS: Final = 1024
 TURN_BYTES: Final = 1024 * 1024
 """A turn also ends once its replies hold this much, so that a client that asks for much must also read it."""
 
+NOTICE_BYTES: Final = 16 * 1024
+"""Replies that wait are noted by the connection when they have grown by so much."""
+
 GOLDEN: Final = 2654435769
 """The golden ratio's fraction in 32 bits."""
 
@@ -64,6 +67,7 @@ class Session:
         "_handshake",
         "_index",
         "_namespace",
+        "_noticed_bytes",
         "_on_output",
         "_output",
         "_rank",
@@ -96,6 +100,7 @@ class Session:
         self._index = 0
         self._replies: list[Reply] = []
         self._output: list[bytes] = []
+        self._noticed_bytes = 0  # of replies, when `on_output` was called last
         self._running = False
         self._request = engine.request
         self.awaits_commits = False
@@ -192,11 +197,15 @@ class Session:
         if self._replies:
             replies, self._replies = self._replies, []
             frames = self._encode(replies)
-            self.reply_bytes = 0
+            self.reply_bytes = self._noticed_bytes = 0
             if self._client is not None:
                 self._engine.frames_sent(self._client, len(frames))
             output += frames
         return output
+
+    def waiting_values(self) -> list[Any]:
+        """Return the values of the replies not yet taken."""
+        return [reply[2] for reply in self._replies]
 
     def refuse(self, refusal: Refusal, detail: str = "") -> None:
         """Tell the client why its connection is closed before it is open: too many of them, or too slow."""
@@ -312,7 +321,8 @@ class Session:
         """Take the reply to a request that was blocked."""
         self._replies.append(reply)
         self.reply_bytes += value_bytes(reply[2])
-        if not self._running and (len(self._replies) == 1 or self.reply_bytes > self._engine.limits.frame_bytes):
+        if not self._running and (len(self._replies) == 1 or self.reply_bytes - self._noticed_bytes > NOTICE_BYTES):
+            self._noticed_bytes = self.reply_bytes
             self._on_output()
 
     def _superseded(self) -> None:

@@ -184,6 +184,10 @@ class TorchSession:
             self.popped.sent(bool(output), self._last_id, self.engine.state, self.client)
         return output
 
+    def waiting_values(self) -> list[bytes]:
+        """Return the replies not yet taken."""
+        return self._output
+
     def refuse(self, refusal: Refusal, detail: str = "") -> None:
         """Close before the client is validated: nothing can be said in this protocol, `detail` is for the log."""
         self.cause = refusal.name.lower()
@@ -206,17 +210,13 @@ class TorchSession:
         self.popped.end(self._last_id, self.engine.state, self.client)
         self._end_waits()
         self.drop_claim(now)
-        self._put_back(now)
-        self.engine.close(self.client, now)
-        for job in (*self._jobs, b""):
-            self.namespace.leave(self, job, now)
-
-    def _put_back(self, now: float) -> None:
-        """Put items back to the heads of their queues that the client was never sent or cannot have read."""
-        while self.popped:
+        while self.popped:  # what the client was never sent, or cannot have read, goes back to the heads of its queues
             key, item = self.popped.pop()
             self.ask(QUEUE_RETURN, key, item)
             self.namespace.offer(self, key, now)
+        self.engine.close(self.client, now)
+        for job in (*self._jobs, b""):
+            self.namespace.leave(self, job, now)
 
     # ---- what requests and the namespace call, the latter on behalf of another client
 

@@ -7,7 +7,7 @@ while others wait is cut off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 __all__ = ["SMALL_REPLY_BYTES", "UNSENT_PART", "Sender", "Unsent"]
@@ -18,7 +18,9 @@ SMALL_REPLY_BYTES: Final = 16 * 1024
 """What is no larger does not wait, as long as its client has read all but so much: locks, leases and barriers go on
 while large values are on their way. Twice so many bytes for each connection are what comes on top."""
 POLL_S: Final = 0.01
-"""How often it is looked whether there is room, while somebody waits for it."""
+"""How often it is looked whether there is room, while somebody waits for it..."""
+POLLED: Final = 1000
+"""... where so many have something unread; where more have, less often, as to look at all of them takes time."""
 
 
 class Sender(Protocol):
@@ -38,28 +40,25 @@ class Sender(Protocol):
 class Unsent:
     """The bytes that the daemon holds for clients to read, and the connections that wait for room.
 
-    `senders` gives all connections. `start_timer` takes a delay in seconds and a function.
+    `start_timer` takes a delay in seconds and a function.
     """
 
-    __slots__ = ("_at_most", "_limit_bytes", "_senders", "_start_timer", "_timer", "waiting")
+    __slots__ = ("_at_most", "_given", "_limit_bytes", "_start_timer", "_timer", "waiting")
 
-    def __init__(
-        self,
-        limit_bytes: int,
-        senders: Callable[[], Iterable[Sender]],
-        start_timer: Callable[[float, Callable[[], None]], Any],
-    ) -> None:
+    def __init__(self, limit_bytes: int, start_timer: Callable[[float, Callable[[], None]], Any]) -> None:
         self._limit_bytes = limit_bytes
-        self._senders = senders
         self._start_timer = start_timer
+        self._given: dict[Sender, None] = {}  # those that may have something unsent
         self._at_most = 0  # since it was counted last, what was written is added and nothing is taken away
         self._timer: Any = None
         self.waiting: dict[Sender, None] = {}
         """Those with something to say that there is no room for, in the order in which they came."""
 
-    def wrote(self, size: int) -> None:
+    def wrote(self, sender: Sender, size: int) -> None:
         """Note that so much was made for a client."""
-        self._at_most += size
+        if size:
+            self._at_most += size
+            self._given[sender] = None
 
     def may_say(self, sender: Sender, reply_bytes: int) -> bool:
         """Whether `sender` may say so much more; else it waits, and its `go_on` is called when there is room."""
@@ -71,17 +70,23 @@ class Unsent:
             return True
         self.waiting[sender] = None
         if self._timer is None:
-            self._timer = self._start_timer(POLL_S, self._look)
+            self._look_later()
         return False
 
     def forget(self, sender: Sender) -> None:
         """Note that a connection is gone."""
         self.waiting.pop(sender, None)
+        self._given.pop(sender, None)
 
     def count(self) -> int:
         """Return how much is unsent now."""
-        self._at_most = sum(sender.unsent_bytes for sender in self._senders())
+        unsent = {sender: sender.unsent_bytes for sender in self._given}
+        self._given = {sender: None for sender, size in unsent.items() if size}
+        self._at_most = sum(unsent.values())
         return self._at_most
+
+    def _look_later(self) -> None:
+        self._timer = self._start_timer(POLL_S * max(1.0, len(self._given) / POLLED), self._look)
 
     def _look(self) -> None:
         self._timer = None
@@ -91,7 +96,7 @@ class Unsent:
             del self.waiting[sender]
             sender.go_on()
         if self.waiting:
-            for sender in self._senders():
+            for sender in self._given:
                 if sender.unsent_bytes > SMALL_REPLY_BYTES:
                     sender.hurry()
-            self._timer = self._start_timer(POLL_S, self._look)
+            self._look_later()

@@ -116,7 +116,7 @@ async def test_many_small_answers_that_nobody_reads_are_bounded_and_cut_off() ->
                 silent.append(stack.enter_context(await asyncio.to_thread(client, server, len(silent) + 1)))
                 assert len(silent) <= 2 * LITTLE_MEMORY_BYTES // UNSENT_PART // HALF
                 silent[-1].socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                for connection in server._all_connections():
+                for connection in server._connections:
                     if connection._transport is not None:
                         sock = connection._transport.get_extra_info("socket")
                         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -143,3 +143,27 @@ async def test_who_goes_away_makes_room() -> None:
         await until(lambda: server.connection_count == 0)
         assert not server.unsent.waiting
         assert server.unsent.count() == 0
+
+
+async def test_what_is_to_be_said_later_is_bounded_for_all_together() -> None:
+    """Values that were deleted meanwhile are the store's no more and yet there."""
+    each, clients, values = 1 << 20, 20, 6
+    async with daemon(memory_bytes=LITTLE_MEMORY_BYTES, stall_timeout_s=DEADLINE_S) as server:
+        with contextlib.ExitStack() as stack:
+            writer = stack.enter_context(await asyncio.to_thread(client, server, 0))
+            await asyncio.to_thread(writer.ask, m.SET, b"large", VALUE)
+            for number in range(1, 1 + clients):
+                reader = stack.enter_context(await asyncio.to_thread(client, server, number))
+                waits = [(m.GET, b"%d %d" % (number, value), None) for value in range(values)]
+                reader.send(*waits, (m.GET, b"large", None))
+            await until(lambda: server.engine.waiter_count == clients * values)
+            await until(lambda: sum(found._paused for found in server._connections) == clients)
+            for number in range(clients * values):
+                key = b"%d %d" % (1 + number % clients, number // clients)
+                await asyncio.to_thread(writer.ask, m.SET, key, bytes(each))
+                await asyncio.to_thread(writer.ask, m.DELETE, key)
+                assert server.unsaid.count() <= LITTLE_MEMORY_BYTES
+                held = sum(connection._session.reply_bytes for connection in server._connections)
+                assert held <= LITTLE_MEMORY_BYTES + clients * len(VALUE)
+            assert server.engine.counters.dropped.keys() == {"slow"}
+            assert server.connection_count > 1  # not all of them

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncdist_server.unsent import SMALL_REPLY_BYTES, Unsent
+import pytest
+
+from asyncdist_server.unsent import POLL_S, POLLED, SMALL_REPLY_BYTES, Unsent
 
 LARGE = SMALL_REPLY_BYTES + 1
 LIMIT = 10 * LARGE
@@ -16,9 +18,19 @@ class Client:
     def __init__(self, world: World, size: int) -> None:
         self.world = world
         self.size = size
-        self.unsent_bytes = 0
+        self.looks = 0
+        self.unread = 0
         self.hurried = 0
         self.asks()
+
+    @property
+    def unsent_bytes(self) -> int:
+        self.looks += 1
+        return self.unread
+
+    @unsent_bytes.setter
+    def unsent_bytes(self, size: int) -> None:
+        self.unread = size
 
     def asks(self) -> None:
         if self.world.unsent.may_say(self, self.size):
@@ -29,17 +41,19 @@ class Client:
 
     def go_on(self) -> None:
         self.unsent_bytes += self.size
-        self.world.unsent.wrote(self.size)
+        self.world.unsent.wrote(self, self.size)
 
 
 class World:
     def __init__(self) -> None:
         self.clients: list[Client] = []
         self.timer: Callable[[], None] | None = None
-        self.unsent = Unsent(LIMIT, lambda: self.clients, self.start)
+        self.delay_s = 0.0
+        self.unsent = Unsent(LIMIT, self.start)
 
     def start(self, delay_s: float, call: Callable[[], None]) -> Callable[[], None]:
         assert self.timer is None
+        self.delay_s = delay_s
         self.timer = call
         return call
 
@@ -95,8 +109,8 @@ def test_small_answers_do_not_wait_unless_their_client_reads_none() -> None:
 def test_one_that_is_gone_is_not_told() -> None:
     world = World()
     clients = [world.client(LARGE) for _ in range(12)]
-    world.unsent.forget(clients[11])
-    world.clients.clear()
+    for client in clients:
+        world.unsent.forget(client)
     world.look()
     assert clients[11].unsent_bytes == 0
     assert world.timer is None
@@ -126,3 +140,30 @@ def test_who_has_much_to_read_is_hurried_while_others_wait() -> None:
     world.look()
     assert [client.hurried for client in clients] == [1] * 10 + [0] * 2
     assert not small.hurried
+
+
+def test_who_has_read_all_is_not_looked_at() -> None:
+    """Thousands of idle connections cost nothing while somebody waits."""
+    world = World()
+    idle = [world.client(1) for _ in range(100)]
+    for client in idle:
+        client.unsent_bytes = 0
+    for _ in range(12):
+        world.client(LARGE)
+    world.look()
+    looks = sum(client.looks for client in idle)
+    for _ in range(10):
+        world.look()
+    assert sum(client.looks for client in idle) == looks
+
+
+@pytest.mark.parametrize("clients", [POLLED, 3 * POLLED])
+def test_where_many_have_something_to_read_they_are_looked_at_less_often(clients: int) -> None:
+    world = World()
+    for _ in range(clients):
+        world.client(1)
+        world.clients[-1].unsent_bytes = SMALL_REPLY_BYTES
+    world.unsent.waiting[world.clients[0]] = None
+    world.unsent.count()
+    world.client(LARGE)
+    assert world.delay_s == pytest.approx(POLL_S * clients / POLLED)

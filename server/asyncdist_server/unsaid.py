@@ -1,0 +1,86 @@
+"""Replies that are made and wait, as their clients read slowly or others have too much to read: bounded together.
+
+Such a reply refers to values. What the store holds as well costs nothing more; but a value may be replaced, and an item
+of a queue is the store's no more, while a reply that nobody reads still has it. A thousand clients that read nothing
+could so have the daemon hold a thousand times what one of them may. Where all of it is more than the store itself may
+hold, those with most of it are cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final, Protocol
+
+__all__ = ["FREED_PART", "Unsaid"]
+
+FREED_PART: Final = 8
+"""One in so many bytes is made free at a time, as it takes long to find out how much there is."""
+
+
+class Replies(Protocol):
+    """What a session has to say."""
+
+    @property
+    def reply_bytes(self) -> int:
+        """The bytes of the values in it, each counted as often as it is there."""
+
+    def waiting_values(self) -> Iterable[Any]:
+        """Return the values in it, which may be tuples and lists of values."""
+
+
+class Speaker(Protocol):
+    """A connection whose replies wait."""
+
+    def drop(self, reason: str) -> None:
+        """Cut the connection; `reason` is for the log."""
+
+
+class Unsaid:
+    """The replies that wait: of a connection at most `each_bytes`, of all together, each value once, `limit_bytes`."""
+
+    __slots__ = ("_at_most", "_each_bytes", "_limit_bytes", "_waiting")
+
+    def __init__(self, each_bytes: int, limit_bytes: int) -> None:
+        self._each_bytes = each_bytes
+        self._limit_bytes = limit_bytes
+        self._at_most = 0  # since it was counted last, what grew is added and nothing is taken away
+        self._waiting: dict[Speaker, tuple[int, Replies]] = {}
+
+    def note(self, speaker: Speaker, replies: Replies) -> None:
+        """Note how much waits at one connection now; may cut this one or others off."""
+        size = replies.reply_bytes
+        before, _ = self._waiting.get(speaker, (0, None))
+        self._at_most += size - before
+        self._waiting[speaker] = size, replies
+        if size > self._each_bytes:
+            self._cut_off(speaker, "it alone")
+        elif self._at_most > self._limit_bytes and self.count() > self._limit_bytes:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        enough = self._limit_bytes - self._limit_bytes // FREED_PART
+        for worst in sorted(self._waiting, key=lambda speaker: self._waiting[speaker][0], reverse=True):
+            self._cut_off(worst, "all clients together")
+            if self.count() <= enough:
+                return
+
+    def _cut_off(self, speaker: Speaker, who: str) -> None:
+        self.forget(speaker)
+        speaker.drop(f"reads too slowly: {who} had too much to read")
+
+    def forget(self, speaker: Speaker) -> None:
+        """Note that a connection is gone, or its replies wait no longer."""
+        self._waiting.pop(speaker, None)
+
+    def count(self) -> int:
+        """Return how many bytes the values have, each counted once."""
+        found: dict[int, int] = {}
+        left: list[Any] = [value for _, replies in self._waiting.values() for value in replies.waiting_values()]
+        while left:
+            value = left.pop()
+            if type(value) is bytes:
+                found[id(value)] = len(value)
+            elif type(value) is tuple or type(value) is list:
+                left += value
+        self._at_most = sum(found.values())
+        return self._at_most
