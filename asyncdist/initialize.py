@@ -34,7 +34,8 @@ from asyncdist.transport.mesh import Mesh, Resolve
 from asyncdist.transport.shared_memory.segment import segments_available
 from asyncdist.uninterrupted import uninterrupted
 from asyncdist.world import World
-from asyncdist_server.auth import derive_key, load_token
+from asyncdist_server.auth import derive_key
+from asyncdist_server.tokens import load_token
 
 __all__ = ["GroupOpening", "MeshFactory", "init_process_group", "open_world"]
 

@@ -159,7 +159,7 @@ def _launch(config: LaunchConfig) -> int:
 def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> LaunchConfig:
     """Turn options and environment into a checked LaunchConfig; raises click's errors."""
     from asyncdist.store.tls_config import load_tls
-    from asyncdist_server.auth import load_token
+    from asyncdist_server.tokens import load_token
 
     environ = os.environ
     standalone: bool = options["standalone"]

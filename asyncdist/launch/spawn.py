@@ -29,7 +29,7 @@ from asyncdist.launch.config import DEFAULT_GRACE_S, MAX_PROCESSES_PER_NODE, End
 from asyncdist.launch.environment import NodePlace, worker_environment
 from asyncdist.launch.exec_guard import die_with_parent
 from asyncdist.loop import run
-from asyncdist_server.auth import load_token
+from asyncdist_server.tokens import load_token
 
 __all__ = ["SpawnContext", "spawn"]
 

@@ -16,7 +16,13 @@ A proof is HMAC-SHA256 over the role and the transcript: the whole HELLO (so ver
 context, which holds job and rank) and the server's nonce. The roles differ, so a proof cannot be sent back as one's
 own. Without a token (meant for loopback only) the same messages flow, under the key of an empty token and with both
 flags 0: the flags make a client with a token meeting a server without one, or the reverse, an error that both sides
-can name. Peer connections between ranks have their own messages and use `proof` and `verify_proof`.
+can name.
+
+The end of a client's nonce is a proof of role "hint" over its random beginning. A server whose token is being changed
+knows by it that a client has the former one; to all others it is as random as the rest. Without it the server takes
+its newest, as it has to prove itself first.
+
+Peer connections between ranks have their own messages and use `proof` and `verify_proof`.
 """
 
 from __future__ import annotations
@@ -28,7 +34,6 @@ import hmac
 import secrets
 import struct
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Final
 
 from asyncdist_server.messages import MAX_NAMESPACE_BYTES
@@ -48,12 +53,11 @@ MAX_CONTEXT_BYTES: Final = 512
 """Longest context in a HELLO: a namespace, a rank, and room for what later versions add."""
 MIN_TOKEN_CHARACTERS: Final = 22
 """128 bits in urlsafe base64; anything shorter could be searched offline from one recorded handshake."""
-MAX_TOKEN_FILE_BYTES: Final = 4096
-"""A token file longer than this is some other file."""
 TOKEN_BYTES: Final = 32
 NONCE_BYTES: Final = 32
+HINT_BYTES: Final = 8
+"""The part of a client's nonce that says which token it has; the other 24 bytes are random."""
 PROOF_BYTES: Final = 32
-KEY_BYTES: Final = 32
 
 STORE_PURPOSE: Final = "store"
 
@@ -132,42 +136,6 @@ def check_token(token: str) -> str:
     return token
 
 
-def load_token(environ: Mapping[str, str]) -> str | None:
-    """Return the token of ASYNCDIST_TOKEN, else of the file ASYNCDIST_TOKEN_FILE, else None.
-
-    An empty variable counts as unset; white space around a token is removed. Raises `ValueError` for a token that is
-    too short and for a file that cannot hold one, `OSError` for a file that cannot be read.
-    """
-    token = environ.get("ASYNCDIST_TOKEN")
-    if token:
-        return check_token(token.strip())
-    path = token_file(environ)
-    try:
-        return read_token_file(path) if path else None
-    except OSError as error:
-        raise OSError(error.errno, f"ASYNCDIST_TOKEN_FILE: {error.strerror}", str(path)) from None
-
-
-def token_file(environ: Mapping[str, str]) -> Path | None:
-    """Return the file that `load_token` reads, None if it reads none."""
-    path = environ.get("ASYNCDIST_TOKEN_FILE")
-    return Path(path) if path and not environ.get("ASYNCDIST_TOKEN") else None
-
-
-def read_token_file(path: Path) -> str:
-    """Return the token in the file at `path`; raises as `load_token` does."""
-    with path.open("rb") as file:
-        content = file.read(MAX_TOKEN_FILE_BYTES + 1)
-    if len(content) > MAX_TOKEN_FILE_BYTES:
-        raise ValueError(f"{path} has more than {MAX_TOKEN_FILE_BYTES} bytes and is no token file")
-    try:
-        return check_token(content.decode("ascii").strip())
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} holds other than ASCII text and is no token file") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
 def derive_key(token: str | None, purpose: str, context: bytes = b"") -> bytes:
     """Return the 32-byte key of `token` for one purpose ("store", "peer", ...) and context (a run's id, ...).
 
@@ -191,6 +159,10 @@ def proof(key: bytes, role: str, *transcript: bytes) -> bytes:
 def verify_proof(key: bytes, claimed: bytes, role: str, *transcript: bytes) -> bool:
     """Return whether `claimed` is what `proof` gives, in a time that does not depend on where they differ."""
     return hmac.compare_digest(proof(key, role, *transcript), claimed)
+
+
+def _client_nonce(key: bytes, random: bytes) -> bytes:
+    return random + proof(key, "hint", random)[:HINT_BYTES]
 
 
 def store_context(namespace: str, rank: int | None = None) -> bytes:
@@ -278,7 +250,8 @@ class ClientHandshake(_Handshake):
         if len(context) > MAX_CONTEXT_BYTES:
             raise ValueError(f"the context has {len(context)} bytes, allowed are {MAX_CONTEXT_BYTES}")
         header = _HEADER.pack(MAGIC, HANDSHAKE_VERSION, _Kind.HELLO, self._has_token)
-        self._hello = header + secrets.token_bytes(NONCE_BYTES) + _LENGTH.pack(len(context)) + context
+        nonce = _client_nonce(self._key, secrets.token_bytes(NONCE_BYTES - HINT_BYTES))
+        self._hello = header + nonce + _LENGTH.pack(len(context)) + context
         self._proven = False
 
     def start(self) -> bytes:
@@ -322,10 +295,14 @@ class ClientHandshake(_Handshake):
 
 
 class ServerHandshake(_Handshake):
-    """The server's side: send what each `receive` returns, until `done`; then `context` is the client's, proven."""
+    """The server's side: send what each `receive` returns, until `done`; then `context` is the client's, proven.
 
-    def __init__(self, token: str | None, purpose: str = STORE_PURPOSE) -> None:
+    A client may prove the token `former` instead.
+    """
+
+    def __init__(self, token: str | None, former: str | None = None, purpose: str = STORE_PURPOSE) -> None:
         super().__init__(token, purpose)
+        self._former = None if former is None else derive_key(former, purpose)
         self._hello = b""
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self.context = b""
@@ -363,6 +340,9 @@ class ServerHandshake(_Handshake):
             return b""
         self._hello = bytes(self._buffer[:end])
         del self._buffer[:end]
+        nonce = self._hello[_HEADER.size : _HEADER.size + NONCE_BYTES]
+        if self._former and hmac.compare_digest(nonce, _client_nonce(self._former, nonce[:-HINT_BYTES])):
+            self._key = self._former
         header = _HEADER.pack(MAGIC, HANDSHAKE_VERSION, _Kind.CHALLENGE, self._has_token)
         return header + self._nonce + proof(self._key, "server", self._hello, self._nonce)
 

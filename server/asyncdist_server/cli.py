@@ -10,8 +10,7 @@ from typing import Final
 
 import click
 
-from asyncdist_server import auth, failpoints
-from asyncdist_server.auth import load_token, read_token_file
+from asyncdist_server import failpoints, tokens
 from asyncdist_server.busy_poll import DEFAULT_BUSY_POLL_US
 from asyncdist_server.config import (
     DEFAULT_PORT,
@@ -148,12 +147,14 @@ def main(
     configure(log_format, log_level)
     _warn_of_unknown_variables()
     try:
-        token = read_token_file(token_file) if token_file else load_token(os.environ)
-        token_file = token_file or auth.token_file(os.environ)
+        token = tokens.read_token_file(token_file) if token_file else tokens.load_token(os.environ)
+        token_file = token_file or tokens.token_file(os.environ)
+        former = tokens.read_tokens(token_file)[1] if token_file else None
         config = ServerConfig(
             host=host,
             port=port,
             token=token,
+            former_token=former,
             token_file=token_file,
             insecure_no_auth=insecure_no_auth,
             tls_cert=tls_cert,

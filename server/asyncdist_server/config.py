@@ -9,11 +9,12 @@ import ssl
 from pathlib import Path
 from typing import Final
 
-from asyncdist_server.auth import HANDSHAKE_TIMEOUT_S, check_token, read_token_file
+from asyncdist_server.auth import HANDSHAKE_TIMEOUT_S, check_token
 from asyncdist_server.busy_poll import MAX_BUSY_POLL_US
 from asyncdist_server.durability import MAX_JOURNALED_VALUE_BYTES, MEMORY, Durability
 from asyncdist_server.messages import FRAME_SLACK_BYTES, MAX_KEY_BYTES, Limits
 from asyncdist_server.tls import server_context
+from asyncdist_server.tokens import read_tokens
 
 DEFAULT_PORT: Final = 29500
 """The port torchrun's users expect a rendezvous on."""
@@ -40,7 +41,8 @@ class ConfigError(ValueError):
 class ServerConfig:
     """Settings of one daemon. Port 0 picks a free port; `http_port` None means no HTTP.
 
-    `token` is what clients must prove, None for nothing. `token_file` is where it was read, if it may change there.
+    `token` is what clients must prove, None for nothing; instead of it they may prove `former_token`, if there is one.
+    `token_file` is where these were read, if they may change there.
 
     `torch` lets clients of torch.distributed's TCPStore use the same port, each of `torch_ports` is one more port with
     keys of its own for them. They cannot prove a token: they are served on loopback, elsewhere only with
@@ -60,6 +62,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     token: str | None = dataclasses.field(default=None, repr=False)
+    former_token: str | None = dataclasses.field(default=None, repr=False)
     token_file: Path | None = None
     insecure_no_auth: bool = False
     http_host: str = "127.0.0.1"
@@ -94,11 +97,12 @@ class ServerConfig:
             raise ConfigError(f"a frame must hold a value of the largest size and {FRAME_SLACK_BYTES} bytes more")
         if self.limits.frame_bytes >= 2**32:
             raise ConfigError("a frame's length is a 32-bit number: values may have at most 4 GiB less 1 MiB")
-        if self.token is not None:
-            try:
-                check_token(self.token)
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
+        for token in (self.token, self.former_token):
+            if token is not None:
+                try:
+                    check_token(token)
+                except ValueError as error:
+                    raise ConfigError(str(error)) from None
         if self.tls_cert is None and (self.tls_key or self.tls_ca):
             raise ConfigError("TLS needs the daemon's own certificate: give --tls-cert")
         if self.tls_cert is not None and self.torch:
@@ -127,10 +131,10 @@ class ServerConfig:
         if self.durability.journaled and self.limits.value_bytes > MAX_JOURNALED_VALUE_BYTES:
             raise ConfigError(f"values that are kept on disk may have at most {MAX_JOURNALED_VALUE_BYTES} bytes")
 
-    def read_token(self) -> str | None:
-        """Read the token's file, None without one; raises `ConfigError` naming the file and what is wrong."""
+    def read_tokens(self) -> tuple[str | None, str | None]:
+        """Return `token` and `former_token`, read anew if there is a file, or raise `ConfigError` naming it and why."""
         try:
-            return None if self.token_file is None else read_token_file(self.token_file)
+            return read_tokens(self.token_file) if self.token_file is not None else (self.token, self.former_token)
         except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from None
 

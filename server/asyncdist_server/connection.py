@@ -37,7 +37,9 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: StoreServer) -> None:
         self._server = server
         self._loop = asyncio.get_running_loop()
-        self._session: Session | TorchSession = Session(server.engine, server.token, self._has_output, server.encoder)
+        self._session: Session | TorchSession = Session(
+            server.engine, server.token, self._has_output, server.encoder, server.former_token
+        )
         self._transport: asyncio.Transport | None = None
         self.descriptor = -1
         self._timer: asyncio.TimerHandle | None = None  # handshake, stall or close, whichever runs
@@ -46,10 +48,8 @@ class Connection(asyncio.Protocol):
         self._lacks_room = False  # as other clients have too much to read
         self._paused = False  # by these, or by what waits for the disk
         self._read_paused = False
-        self._turn_due = False
         self._opening = True
-        self._recognized = False
-        self._ending = False
+        self._turn_due = self._recognized = self._ending = False
         self._given_bytes = 0  # to the transport
         self._sent_before = 0
         self._buffered = 0

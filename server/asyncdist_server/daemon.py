@@ -49,7 +49,7 @@ class StoreServer:
 
     def __init__(self, config: ServerConfig, persistence: Persistence | None = None) -> None:
         self.config = config
-        self.token = config.token
+        self.token, self.former_token = config.token, config.former_token
         self._persistence = persistence or Persistence(config.durability, config.data_dir)
         # Revisions and fencing tokens of a daemon that lost its state are larger than before: it makes fewer than one
         # in a microsecond.
@@ -155,8 +155,8 @@ class StoreServer:
         self._tls = self.config.tls_context()
 
     def reload_token(self) -> None:
-        """Read the token's file anew; it counts for new connections. Raises `ConfigError` and keeps the old one."""
-        self.token = self.config.read_token() or self.token
+        """Read the token's file anew; it counts for new connections. Raises `ConfigError` and keeps what was valid."""
+        self.token, self.former_token = self.config.read_tokens()
 
     def descriptors(self) -> list[int]:
         """Open file descriptors of listeners and clients: a forked child must give its copies up."""

@@ -153,7 +153,7 @@ def _reload(server: StoreServer) -> None:
         except ConfigError as error:
             server.events.error("token_kept", reason=str(error))
         else:
-            server.events.info("token_read")
+            server.events.info("token_read", tokens=1 if server.former_token is None else 2)
     if server.config.tls_cert is not None:
         try:
             server.reload_certificates()

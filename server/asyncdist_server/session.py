@@ -1,6 +1,6 @@
 """One native client, without I/O: bytes in, bytes out, the engine in between.
 
-    session = Session(engine, token, on_output)
+    session = Session(engine, token, on_output, Encoder())
     session.receive(data, now)      # parses, runs up to TURN_REQUESTS requests
     write(session.take_output())    # a list of byte strings; then close the connection if session.closing
     while session.busy:             # more requests are waiting, unless the other side is slow: read nothing meanwhile
@@ -86,11 +86,18 @@ class Session:
         "reply_bytes",
     )
 
-    def __init__(self, engine: StoreEngine, token: str | None, on_output: Callable[[], None], encoder: Encoder) -> None:
+    def __init__(
+        self,
+        engine: StoreEngine,
+        token: str | None,
+        on_output: Callable[[], None],
+        encoder: Encoder,
+        former_token: str | None = None,
+    ) -> None:
         self._engine = engine
         self._on_output = on_output
         self._encoder = encoder
-        self._handshake: ServerHandshake | None = ServerHandshake(token)
+        self._handshake: ServerHandshake | None = ServerHandshake(token, former_token)
         self._reader = FrameReader(engine.limits.frame_bytes)
         self._namespace = ""
         self._rank: int | None = None

@@ -106,6 +106,15 @@ def test_a_changed_token_is_read_on_a_signal(start: Callable[..., Daemon], tmp_p
         deadline = time.monotonic() + DEADLINE_S
         while not admits(new):
             assert time.monotonic() < deadline
+        path.write_text(f"{new}\n{old}\n")  # both, until everybody has the new one
+        daemon.process.send_signal(signal.SIGHUP)
+        while not admits(old):
+            assert time.monotonic() < deadline
+        assert admits(new)
+        path.write_text(new + "\n")
+        daemon.process.send_signal(signal.SIGHUP)
+        while admits(old):
+            assert time.monotonic() < deadline
         for break_it in (lambda: path.write_text("short"), path.unlink):
             break_it()
             daemon.process.send_signal(signal.SIGHUP)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncdist_server import auth
+from asyncdist_server import auth, tokens
 from asyncdist_server.auth import AuthenticationError, ClientHandshake, Refusal, ServerHandshake
 
 TOKEN = "t" * 43
@@ -40,6 +40,41 @@ def test_both_sides_finish_and_the_server_knows_the_context(token: str | None, c
     assert server.done
     assert auth.parse_store_context(server.context) == ("job-1", 3)
     assert client.leftover == server.leftover == b""
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 4096])
+@pytest.mark.parametrize("token", [TOKEN, OTHER_TOKEN])
+def test_a_server_whose_token_is_being_changed_takes_the_former_too(token: str, chunk_bytes: int) -> None:
+    client, server = ClientHandshake(token, CONTEXT), ServerHandshake(TOKEN, OTHER_TOKEN)
+    exchange(client, server, chunk_bytes)
+    assert client.done
+    assert server.done
+
+
+def test_a_former_token_lets_nobody_else_in() -> None:
+    client, server = ClientHandshake("w" * 43, CONTEXT), ServerHandshake(TOKEN, OTHER_TOKEN)
+    challenge = server.receive(client.start())
+    with pytest.raises(AuthenticationError, match="tokens of client and server differ"):
+        client.receive(challenge)
+    # One that gives itself out for somebody with the former token cannot prove it.
+    impostor, server = ClientHandshake(OTHER_TOKEN, CONTEXT), ServerHandshake(TOKEN, OTHER_TOKEN)
+    answer = bytearray(impostor.receive(server.receive(impostor.start())))
+    answer[-1] ^= 1
+    with pytest.raises(AuthenticationError) as refused:
+        server.receive(bytes(answer))
+    assert refused.value.refusal is Refusal.WRONG_TOKEN
+
+
+def test_a_client_of_before_is_taken_to_have_the_newest_token() -> None:
+    """Its nonce is random to the end."""
+    client = ClientHandshake(TOKEN, CONTEXT)
+    hello = bytearray(client.start())
+    start = len(hello) - len(CONTEXT) - 2 - auth.HINT_BYTES
+    hello[start : start + auth.HINT_BYTES] = bytes(auth.HINT_BYTES)
+    client._hello = bytes(hello)
+    server = ServerHandshake(TOKEN, OTHER_TOKEN)
+    exchange(client, server)
+    assert server.done
 
 
 def test_the_client_notices_a_wrong_token_and_the_server_hears_why() -> None:
@@ -216,29 +251,52 @@ def test_a_token_of_128_bits_is_the_shortest() -> None:
 def test_tokens_come_from_the_variable_before_the_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text(OTHER_TOKEN + "\n")
-    assert auth.load_token({}) is None
-    assert auth.load_token({"ASYNCDIST_TOKEN": TOKEN + " ", "ASYNCDIST_TOKEN_FILE": str(path)}) == TOKEN
-    assert auth.load_token({"ASYNCDIST_TOKEN": "", "ASYNCDIST_TOKEN_FILE": str(path)}) == OTHER_TOKEN
+    assert tokens.load_token({}) is None
+    assert tokens.load_token({"ASYNCDIST_TOKEN": TOKEN + " ", "ASYNCDIST_TOKEN_FILE": str(path)}) == TOKEN
+    assert tokens.load_token({"ASYNCDIST_TOKEN": "", "ASYNCDIST_TOKEN_FILE": str(path)}) == OTHER_TOKEN
     with pytest.raises(ValueError, match="characters") as refused:
-        auth.load_token({"ASYNCDIST_TOKEN": "hunter2"})
+        tokens.load_token({"ASYNCDIST_TOKEN": "hunter2"})
     assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (f"{TOKEN}", (TOKEN, None)),
+        (f"{TOKEN}\n{OTHER_TOKEN}\n", (TOKEN, OTHER_TOKEN)),
+        (f"\n {TOKEN} \r\n\n{OTHER_TOKEN}", (TOKEN, OTHER_TOKEN)),
+    ],
+)
+def test_a_file_may_hold_the_token_before_as_well(tmp_path: Path, content: str, found: tuple[str, str | None]) -> None:
+    path = tmp_path / "token"
+    path.write_text(content)
+    assert tokens.read_tokens(path) == found
+    assert tokens.read_token_file(path) == found[0]
+
+
+@pytest.mark.parametrize(("third", "reason"), [(TOKEN, "it has 3 tokens"), ("short", "5 characters")])
+def test_a_file_holds_no_third_token(tmp_path: Path, third: str, reason: str) -> None:
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n{OTHER_TOKEN}\n{third}\n")
+    with pytest.raises(ValueError, match=f"{path}: .*{reason}"):
+        tokens.read_tokens(path)
 
 
 def test_a_file_that_is_no_token_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "token"
     with pytest.raises(FileNotFoundError, match=rf"ASYNCDIST_TOKEN_FILE: No such file or directory: '{path}'"):
-        auth.load_token({"ASYNCDIST_TOKEN_FILE": str(path)})
+        tokens.load_token({"ASYNCDIST_TOKEN_FILE": str(path)})
     with pytest.raises(IsADirectoryError, match=r"ASYNCDIST_TOKEN_FILE: "):
-        auth.load_token({"ASYNCDIST_TOKEN_FILE": str(tmp_path)})
+        tokens.load_token({"ASYNCDIST_TOKEN_FILE": str(tmp_path)})
     for content in (b"", b"\xff" * 40, b"short"):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=str(path)):
-            auth.read_token_file(path)
-    path.write_bytes(b" " * (auth.MAX_TOKEN_FILE_BYTES - 43) + TOKEN.encode())
-    assert auth.read_token_file(path) == TOKEN
-    path.write_bytes(b" " * (auth.MAX_TOKEN_FILE_BYTES - 42) + TOKEN.encode())
+            tokens.read_token_file(path)
+    path.write_bytes(b" " * (tokens.MAX_TOKEN_FILE_BYTES - 43) + TOKEN.encode())
+    assert tokens.read_token_file(path) == TOKEN
+    path.write_bytes(b" " * (tokens.MAX_TOKEN_FILE_BYTES - 42) + TOKEN.encode())
     with pytest.raises(ValueError, match="4096"):
-        auth.read_token_file(path)
+        tokens.read_token_file(path)
 
 
 @given(st.text(max_size=100), st.none() | st.integers(0, 2**31 - 1))
