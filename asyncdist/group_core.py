@@ -159,7 +159,8 @@ class GroupCore(Operations):
             timeout_s = self.timeout_s if timeout is INHERIT else timeout_seconds(timeout, self.timeout_s)
             call = prepare(*arguments)
             backend = self._backend if call.device is None else self._backends.of_call(call)
-        except Exception as error:  # wrong, as a rule; or a function of the user's fails, or memory is short
+            self._overlap.issue(tag, operation)
+        except Exception as error:  # wrong, as a rule; or a function of the user's fails, or a warning is an error
             self._refusals.tell(tag, sequence, error)
             raise
         work = CollectiveWork(self._loop, operation, call.nbytes, tag, sequence, call.result, self)
@@ -168,7 +169,6 @@ class GroupCore(Operations):
         if self._refusals.early and key in self._refusals.early:
             self._fail(work, explain(self.where(operation, sequence), self._refusals.early.pop(key)))
             return work
-        self._overlap.issue(tag, operation)
         self._works[key] = work
         self._consistency.issued((key, operation, call.recipe_key, ""))
         try:

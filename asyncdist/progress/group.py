@@ -97,10 +97,10 @@ class ThreadedGroup(ProcessGroup):
                 devices = self._communication.call(inner._backends.on_gpus)
                 devices.check(call)
                 devices.mark_ready(call)  # the current streams are this thread's
-        except Exception as error:  # wrong, as a rule; or a function of the user's fails, or memory is short
+            self._overlap.issue(tag, operation)
+        except Exception as error:  # wrong, as a rule; or a function of the user's fails, or a warning is an error
             self._communication.submit(_quietly, inner.refuse, operation, tag, error)
             raise
-        self._overlap.issue(tag, operation)
         self._issued += 1
         work = _IssuedWork(self, (tag, self._issued), operation, call.nbytes)
         self._works[work.key] = cast(CollectiveWork, work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import warnings
 from functools import partial
 from typing import Any
 
@@ -285,6 +286,31 @@ async def test_overlapping_collectives_of_two_tasks_warn() -> None:
 
     with nothing_left():
         await run_ranks(1, main)
+
+
+async def test_where_warnings_are_errors_the_others_hear_of_it() -> None:
+    async def main(group: Any) -> None:
+        if group.rank == 1:
+            await group.all_reduce(np.ones(3))
+            with pytest.raises(dist.CollectiveMismatchError, match=r"rank 0 refused the operation: .* overlaps"):
+                await group.barrier()
+            await group.barrier()
+            return
+        first = group.all_reduce(np.ones(3))
+
+        async def another() -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                with pytest.raises(RuntimeWarning, match="overlaps"):
+                    group.barrier()
+
+        await asyncio.create_task(another())
+        await first
+        await group.barrier()
+
+    with nothing_left(), another_rank(1, main) as address:
+        async with dist.init_process_group(init_method=address, rank=0, world_size=2, progress="thread") as group:
+            await main(group)
 
 
 async def test_cancelling_the_opening_leaves_nothing() -> None:
