@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextvars import Context
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -164,7 +163,7 @@ class RecvWork(PairWork):
     `withdrawable`: whether cancelling the last waiter withdraws it.
     """
 
-    __slots__ = ("_array", "_flat", "_number", "_told", "_withdrawable")
+    __slots__ = ("_array", "_flat", "_number", "_withdrawable")
 
     message: Receive
 
@@ -186,7 +185,6 @@ class RecvWork(PairWork):
         self._flat = flat
         self._number = number
         self._withdrawable = withdrawable
-        self._told = False
         self.message = Receive(key, None, self, None, encode_meta(array.dtype, array.shape), octets)
 
     def allocate(self, token: object, source: int, nbytes: int, meta: bytes) -> memoryview:
@@ -257,20 +255,8 @@ class RecvWork(PairWork):
         if self._withdrawable:
             self.cancel()
 
-    def add_done_callback(self, callback: Callable[[Work[Any]], object], *, context: Context | None = None) -> None:
-        """See Work; whom it tells has taken notice of the message, whatever becomes of those who wait."""
-        self._told = True
-        super().add_done_callback(callback, context=context)
-
-    def remove_done_callback(self, callback: Callable[[Work[Any]], object]) -> int:
-        """See Work; nobody is told any more, if that was the last."""
-        removed = super().remove_done_callback(callback)
-        if not self._done:
-            self._told = self._callbacks is not None
-        return removed
-
     def _unnoticed(self) -> None:
-        if not self._told and self.give_back():
+        if self.give_back():
             self._source = None
             self._retrieved = True
             self._error = ClosedError(f"{self.where}: was withdrawn")

@@ -141,6 +141,7 @@ class Work(Generic[T]):
         """
         context = copy_context() if context is None else context
         if self._done:
+            self._retrieved |= self._error is None
             self._loop.call_soon(callback, self, context=context)
         elif self._callbacks is None:
             self._callbacks = [(callback, context)]
@@ -179,10 +180,10 @@ class Work(Generic[T]):
             except BaseException as error:  # cancelled, or of another event loop, which asyncio refuses
                 waiters.remove(waiter)
                 if not waiters and isinstance(error, asyncio.CancelledError):
-                    if self.done():  # since the waiter was made
-                        self._unnoticed()
-                    else:
+                    if not self.done():  # since the waiter was made
                         self._abandoned()
+                    elif not self._retrieved:
+                        self._unnoticed()
                 raise
             if spinner is not None:
                 spinner.woken()
@@ -211,19 +212,18 @@ class Work(Generic[T]):
             return True
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError(f"{self!r} was awaited on another event loop than its group was made on")
-        done = asyncio.Event()
-
-        def ended(_work: Work[T]) -> None:
-            done.set()
-
-        self.add_done_callback(ended)
+        waiter = self._loop.create_future()
+        if self._waiters is None:
+            self._waiters = []
+        self._waiters.append(waiter)
         try:
             async with asyncio.timeout(timeout_s):
-                await done.wait()
+                await asyncio.shield(waiter)  # as to go withdraws nothing, it is not cancelled like those of `await`
         except TimeoutError:
-            raise self.late(timeout_s) from None
+            if not self._has_ended():  # nor in the turn of the loop in which the time was up
+                raise self.late(timeout_s) from None
         finally:
-            self.remove_done_callback(ended)
+            self._waiters.remove(waiter)
         self.result()
         return True
 
@@ -250,14 +250,20 @@ class Work(Generic[T]):
             self.on_device.when_queued(queued.set)
             await queued.wait()
 
+    def _has_ended(self) -> bool:
+        """Whether it is done, or would be if the loop had turned."""
+        return self._done
+
     def _abandoned(self) -> None:
         """The last waiter was cancelled; receives that may be withdrawn override this."""
 
     def _unnoticed(self) -> None:
-        """All waiters were cancelled before one was told that it had ended; such receives override this too."""
+        """All waiters were cancelled before anybody was told that it had ended; such receives override this too."""
 
     def _finish(self, result: T | None) -> None:
         self._result = result
+        if self._callbacks is not None:
+            self._retrieved = True  # they will be told, whatever becomes of those who wait
         self._end()
 
     def _fail(self, error: BaseException) -> None:

@@ -124,7 +124,7 @@ class ThreadWork(Work[T]):
         self._source = inner._source
         if self._given_back:
             self._asked = True
-            self._fail(ClosedError(f"{self.where}: was withdrawn"))
+            self._fail(self._withdrawn())
         elif inner._error is not None:
             self._fail(inner._error)
         else:
@@ -180,6 +180,11 @@ class ThreadWork(Work[T]):
             self._courier.thread.call(ask)
             await queued.wait()
 
+    def _has_ended(self) -> bool:
+        if self._inner is not None and self._inner._done:
+            self.deliver()
+        return self._done
+
     def _abandoned(self) -> None:
         inner = self._inner
         if inner is None or type(inner)._abandoned is Work._abandoned:
@@ -188,6 +193,17 @@ class ThreadWork(Work[T]):
             self._courier.thread.call(self._give_up)
         if inner._done:
             self.deliver()
+
+    def _unnoticed(self) -> None:
+        with contextlib.suppress(ClosedError):
+            self._courier.thread.call(self._give_up)
+        if self._given_back:
+            self._source = None
+            self._asked = True
+            self._error = self._withdrawn()
+
+    def _withdrawn(self) -> ClosedError:
+        return ClosedError(f"{self.where}: was withdrawn")
 
 
 def _nothing() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from socket_world import socket_world, turns
+from socket_world import LIMIT_S, socket_world, turns
 
 import asyncdist as dist
 from asyncdist.backend.point_to_point import PairWork
@@ -128,6 +128,20 @@ async def test_who_waited_for_a_while_and_gave_up_has_not_heard_of_it(canceller:
                 await work.wait(timeout=0.001)
         await canceller.run(work, lambda: sender.isend(np.ones(3), 1))
         assert await receiver.recv(got, 0) == 0
+        assert (got == 1).all()
+
+
+async def test_who_waits_for_a_while_is_a_waiter_too() -> None:
+    async with socket_world(2) as (sender, receiver):
+        got = np.zeros(3)
+        work = receiver.recv(got, 0)
+        waiting = asyncio.create_task(work.wait(timeout=LIMIT_S))
+        cancelled = asyncio.create_task(awaited(work))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        sender.isend(np.ones(3), 1)
+        assert await waiting
         assert (got == 1).all()
 
 

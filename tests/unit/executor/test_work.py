@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from contextvars import Context, ContextVar
 from datetime import timedelta
@@ -82,6 +83,17 @@ async def test_wait_bounds_only_the_waiting() -> None:
     assert await work.wait(0)
 
 
+async def test_what_ended_in_the_turn_in_which_the_time_was_up_is_in_time() -> None:
+    """As after a computation that took longer than both: what came meanwhile is read first."""
+    work = pending()
+    waiting = asyncio.create_task(work.wait(0.01))
+    await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    loop.call_soon(time.sleep, 0.05)
+    loop.call_soon(loop.call_soon, work._finish, 3)
+    assert await waiting
+
+
 async def test_waits_that_ended_early_leave_nothing_behind() -> None:
     work: Work[None] = Work(asyncio.get_running_loop(), "barrier")
     for _ in range(5):
@@ -92,6 +104,7 @@ async def test_waits_that_ended_early_leave_nothing_behind() -> None:
     waiting.cancel()
     await asyncio.wait([waiting])
     assert not work._callbacks
+    assert not work._waiters
     work._finish(None)
 
 

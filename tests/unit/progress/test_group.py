@@ -139,8 +139,11 @@ async def test_ends_come_in_batches() -> None:
         await run_ranks(1, main)
 
 
+@pytest.mark.parametrize("delivered", [False, True])
 @pytest.mark.parametrize("source", [0, None])
-async def test_a_message_that_came_too_late_for_a_cancelled_recv_goes_to_the_next(source: int | None) -> None:
+async def test_a_message_that_came_too_late_for_a_cancelled_recv_goes_to_the_next(
+    source: int | None, delivered: bool
+) -> None:
     async def main(group: Any) -> None:
         if group.rank == 0:
             await group.barrier()
@@ -159,7 +162,9 @@ async def test_a_message_that_came_too_late_for_a_cancelled_recv_goes_to_the_nex
         await asyncio.sleep(0)
         started = group.barrier()
         wait_without_loop(lambda: works[0]._inner._done)
-        task.cancel()  # before the loop hears of the end
+        if delivered:
+            works[0].deliver()
+        task.cancel()  # before the loop, or at least the task, hears of the end
         with pytest.raises(asyncio.CancelledError):
             await task
         with pytest.raises(dist.ClosedError, match="withdrawn"):
@@ -175,6 +180,19 @@ async def test_a_message_that_came_too_late_for_a_cancelled_recv_goes_to_the_nex
     with nothing_left(), another_rank(0, main) as address:
         async with dist.init_process_group(init_method=address, rank=1, world_size=2, progress="thread") as group:
             await main(group)
+
+
+async def test_what_has_ended_is_in_time_though_the_loop_has_not_heard_of_it() -> None:
+    async def main(group: Any) -> None:
+        work = group.barrier()
+        waiting = asyncio.create_task(work.wait(0.001))
+        await asyncio.sleep(0)
+        wait_without_loop(lambda: work._inner is not None and work._inner._done)
+        work._courier._ended.clear()  # as if the news came later still
+        assert await waiting
+
+    with nothing_left():
+        await run_ranks(1, main)
 
 
 async def test_cancelled_expired_and_withdrawn_receives_lose_nothing() -> None:
