@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from asyncdist.executor.work import Work
+from asyncdist.transport.protocol.kept_error import anew
 
 __all__ = ["FAILED_KEPT", "Failures"]
 
@@ -37,6 +38,7 @@ class Failures:
         if aborted and (self.abort_seen or self._seen or any(work._retrieved for work in works)):
             return None
         for work in works:
-            if not work._retrieved:
-                return work.exception()
+            error = None if work._retrieved else work.exception()
+            if error is not None:
+                return anew(error)  # the work, which may be kept, is not to hold the frames it comes through
         return None

@@ -128,8 +128,11 @@ class ProcessGroup(GroupCore):
             await uninterrupted(asyncio.wait([self._closing]))
             raise
         unasked, self._unasked = self._unasked, None
-        if unasked is not None:
-            raise unasked
+        try:
+            if unasked is not None:
+                raise unasked
+        finally:
+            del unasked  # it refers to this frame, and so to the arrays of its callers
 
     async def _close(self) -> None:
         self.pairs.withdraw_receives()

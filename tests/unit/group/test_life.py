@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +27,37 @@ def test_a_failed_work_nobody_asked_about_is_raised_at_the_end() -> None:
 
     with pytest.raises(dist.CollectiveMismatchError, match="receive buffer"):
         run_world(2, main)
+
+
+def test_a_failure_raised_at_the_end_keeps_no_arrays() -> None:
+    """Those of who closed the group are free once it has dealt with the exception, without the garbage collector."""
+
+    async def main(group: Group) -> None:
+        sub = dist.new_group()
+        assert isinstance(sub, Group)
+        if group.rank == 0:
+            await sub.isend(np.zeros(2), 1)
+            return
+        work = sub.irecv(np.zeros(1), 0)
+        await asyncio.sleep(1)
+
+        async def closing() -> weakref.ref[np.ndarray[Any, Any]]:
+            array = np.zeros(10)
+            with contextlib.suppress(dist.CollectiveMismatchError):
+                await sub.close()
+                raise AssertionError("it says nothing")
+            return weakref.ref(array)
+
+        gc.disable()
+        try:
+            array = await closing()
+            await asyncio.sleep(0)
+            assert array() is None
+        finally:
+            gc.enable()
+        assert work.done()
+
+    run_world(2, main)
 
 
 def test_a_failure_while_closing_is_raised_once() -> None:
