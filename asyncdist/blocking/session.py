@@ -49,7 +49,7 @@ class Session:
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Call `function` in the thread with this world as the default, and return what stands here for its result."""
         try:
-            return self.thread.call(lambda: self.adopt(self._where.run(function, *arguments, **options)))
+            return self.thread.call(lambda: self.adopt(self._run(function, *arguments, **options)))
         except ClosedError:
             self._check_open(function)
             raise
@@ -60,7 +60,7 @@ class Session:
         Ctrl-C ends the waiting at once. A receive is withdrawn then, unless its message is coming in; other operations
         go on.
         """
-        call = _Completion(self, lambda: self._where.run(function, *arguments, **options))
+        call = _Completion(self, lambda: self._run(function, *arguments, **options))
         try:
             self.thread.submit(call.begin)
             return call.reply.wait()
@@ -71,6 +71,10 @@ class Session:
             if not isinstance(error, Exception):
                 self.thread.submit(call.give_up)
             raise
+
+    def _run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        # A context cannot be entered twice, and what a call asks of its arguments may call again: pickling, perhaps.
+        return self._where.copy().run(function, *arguments, **options)
 
     def _check_open(self, function: Callable[..., Any]) -> None:
         """Name the group and not the thread, which ends with its last world."""
@@ -95,19 +99,40 @@ class Session:
         return self.thread.start_task(coroutine, self._where.copy(), done)
 
     def close(self, group: InnerGroup, error: BaseException | None = None) -> None:
-        """Close `group`, and the session with the world's; after `error` it is aborted first. May be called again."""
-        if not self.thread.alive and group is self.inner:
-            self._disown()
-        if group.closed or not self.thread.alive:
+        """Close `group`, and the session with the world's; after `error` it is aborted first. May be called again.
+
+        Ctrl-C ends only the waiting.
+        """
+        if not self.thread.alive:
+            if group is self.inner:
+                self._disown()
             return
         try:
             await_there(self.thread, lambda: self._close(group, error), self._where.copy())
-        finally:
-            if self.inner.closed and self in _open:
-                _open.remove(self)
-                self.thread.at_exit.pop(self.inner, None)
-                self.store = None
-                release(self.thread)
+        except Exception:
+            self._end()
+            raise
+        except BaseException:
+            self.thread.submit(self._end_when_closed)
+            raise
+        self._end()
+
+    def _end_when_closed(self) -> None:
+        """In the thread: somebody waits no more for what may end this world."""
+        if self.inner._closing is not None:
+            self.inner._closing.add_done_callback(lambda _closing: self._end())
+
+    def _end(self) -> None:
+        """Once the world's group is closed, be no open world any more and need no thread."""
+        if not self.inner.closed:
+            return
+        try:
+            _open.remove(self)
+        except ValueError:  # it is none, in this thread or in another
+            return
+        self.thread.at_exit.pop(self.inner, None)
+        self.store = None
+        release(self.thread)
 
     def _disown(self) -> None:
         """Be no world of this process: the thread is its parent's, or has ended."""
@@ -119,6 +144,8 @@ class Session:
         left = [work for work in self.interrupted if not work._done]
         if left:
             reason = f"rank {group.world.rank} was interrupted while it waited for {left[0].operation}"
+            for work in left:
+                work._retrieved = True  # whoever was interrupted knows
             for inner in [group, *group._inner()]:
                 inner.abort(reason)
         await group.__aexit__(None if error is None else type(error), error, None)
@@ -172,6 +199,7 @@ class _Completion:
             if isinstance(work, RecvWork):
                 work.give_back()
             return
+        work._listener = None  # who waits no more will not be told
         work._abandoned()
         if not work._done:
             self._session.interrupted.append(work)
@@ -181,9 +209,15 @@ async def _await(awaitable: Any) -> Any:
     return await awaitable
 
 
-def await_there(thread: CommunicationThread, function: Callable[[], Any], where: Context) -> Any:
-    """Await `function()` in the thread and return its result. Ctrl-C ends only the waiting."""
+def await_there(
+    thread: CommunicationThread, function: Callable[[], Any], where: Context, *, cancels: bool = False
+) -> Any:
+    """Await `function()` in the thread and return its result.
+
+    Ctrl-C ends only the waiting; with `cancels` what is awaited as well.
+    """
     reply: Reply[Any] = Reply(thread)
+    tasks: list[asyncio.Task[Any]] = []
 
     def begin() -> None:
         try:
@@ -191,10 +225,15 @@ def await_there(thread: CommunicationThread, function: Callable[[], Any], where:
         except BaseException as error:  # wrong arguments, found at the call
             reply.set(None, error)
         else:
-            thread.start_task(_await(awaitable), where, lambda task: reply.run(task.result))
+            tasks.append(thread.start_task(_await(awaitable), where, lambda task: reply.run(task.result)))
 
-    thread.submit(begin)
-    return reply.wait()
+    try:
+        thread.submit(begin)
+        return reply.wait()
+    except BaseException as error:
+        if cancels and not isinstance(error, Exception):
+            thread.submit(lambda: [task.cancel() for task in tasks])
+        raise
 
 
 def current_session() -> Session | None:
@@ -236,10 +275,10 @@ def open_session(name: str, opening: Callable[[], Any], wrap: Callable[[InnerGro
         try:
             reply.wait()
         except BaseException as error:
-            if not isinstance(error, Exception) and tasks and not tasks[0].done():
-                thread.submit(tasks[0].cancel)
+            if not isinstance(error, Exception):
                 with contextlib.suppress(Exception, asyncio.CancelledError):
-                    reply.wait()
+                    if thread.call(lambda: any(task.cancel() for task in tasks)):  # not before it has begun
+                        reply.wait()
             raise
     except BaseException:
         if opened:

@@ -25,7 +25,8 @@ class Store:
     """A store of `asyncdist` whose verbs wait; arguments, results and errors are the same.
 
     `close` it, or enter it with `with`: the communication thread runs as long as a store is open. One that is forgotten
-    is closed when nothing refers to it any more; an open world refers to its store.
+    is closed when nothing refers to it any more; an open world refers to its store. Ctrl-C gives up opening, and what a
+    verb waits for: an item that comes is left in its queue.
     """
 
     _kind: type[stores.Store]
@@ -42,9 +43,12 @@ class Store:
         self._thread: CommunicationThread | None = acquire()
         try:
             self._inner = self._thread.call(lambda: self._kind(*arguments, **options))
-            await_there(self._thread, self._inner.__aenter__, Context())
-        except BaseException:
-            release(self._thread)
+            await_there(self._thread, self._inner.__aenter__, Context(), cancels=True)
+        except BaseException as error:
+            if isinstance(error, Exception) or not hasattr(self, "_inner"):
+                release(self._thread)
+            else:
+                _forget(self._thread, self._inner)  # Ctrl-C: it may be open already
             raise
         self._forgotten = weakref.finalize(self, _forget, self._thread, self._inner)
         self._forgotten.atexit = False
@@ -141,7 +145,7 @@ class PrefixStore(Store):
 
 
 def _forget(thread: CommunicationThread, inner: stores.Store) -> None:
-    """Close a store that was not; called by the garbage collector, in any thread, so that nothing may be waited for."""
+    """Close a store that was not, without waiting for anything: the garbage collector calls it, in any thread."""
 
     async def close() -> None:
         await inner.close()
@@ -166,7 +170,8 @@ def _verb(name: str, like: Callable[..., Any]) -> Callable[..., Any]:
         refuse_loop(f"{type(self).__name__}.{name}")
         if self._thread is None:
             raise ClosedError(f"{self!r} is closed")
-        return await_there(self._thread, lambda: getattr(self._inner, name)(*arguments, **options), Context())
+        ask = functools.partial(getattr(self._inner, name), *arguments, **options)
+        return await_there(self._thread, ask, Context(), cancels=True)
 
     return verb
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -54,7 +55,14 @@ class Work(Generic[T]):
         for lock in locks:
             lock.release()
         for callback in callbacks:
-            self._inner._loop.call_soon(callback, self)
+            self._inner._loop.call_soon(self._tell, callback)
+
+    def _tell(self, callback: Callable[[Work[T]], object]) -> None:
+        try:
+            callback(self)
+        except BaseException as error:  # sys.exit() would end the thread, and with it everybody's worlds
+            context = {"message": f"in a callback of {self!r}", "exception": error}
+            self._inner._loop.call_exception_handler(context)
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Wait until the operation has ended; True, or raise what went wrong.
@@ -81,17 +89,17 @@ class Work(Generic[T]):
             lock = _thread.allocate_lock()
             lock.acquire()
             self._locks.append(lock)
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            patience_s = LIVENESS_S if end_s is None else min(LIVENESS_S, max(0.0, end_s - time.monotonic()))
-            if lock.acquire(timeout=patience_s):
-                return True
-            if end_s is not None and time.monotonic() >= end_s:
-                with self._mutex:
-                    if not self._done:
-                        self._locks.remove(lock)
-                    return self._done
-            self._session.thread.check()
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while not lock.acquire(timeout=min(LIVENESS_S, max(0.0, end_s - time.monotonic()))):
+                if time.monotonic() >= end_s:
+                    break
+                self._session.thread.check()
+        finally:
+            with self._mutex:
+                if not self._done:  # who waits no more will not be told
+                    self._locks.remove(lock)
+        return self._done
 
     def _outcome(self) -> T:
         error = self._inner._error

@@ -72,9 +72,11 @@ class CommunicationThread:
             self._awake = True
             try:
                 self.loop.call_soon_threadsafe(self._work_off)
-            except RuntimeError:
-                self._awake = False  # so that the next is told as well
-                raise self._gone() from None
+            except BaseException as error:
+                self._awake = False  # so that the next is told as well, or after Ctrl-C wakes the thread
+                if isinstance(error, RuntimeError):
+                    raise self._gone() from None
+                raise
         if self._pid != os.getpid():
             raise self._gone()
 

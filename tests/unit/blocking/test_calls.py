@@ -7,6 +7,7 @@ import gc
 import inspect
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from thread_worlds import nothing_left
 
 import asyncdist
 import asyncdist.blocking as dist
+import asyncdist.group
 from asyncdist.blocking.session import _Completion
 
 
@@ -156,6 +158,27 @@ def test_callbacks_are_called_in_the_communication_thread_where_nothing_waits(al
         assert "running event loop" in str(error)
     work.add_done_callback(callback)  # has ended: called here, where waiting is allowed
     assert told.get_nowait() == (work, threading.current_thread().name, None)
+
+
+def test_a_callback_that_exits_ends_nothing(alone: dist.ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:
+    work = dist.irecv(np.zeros(1), 0)
+    work.add_done_callback(lambda _work: sys.exit(3))
+    dist.send(np.ones(1), 0)
+    work.wait()
+    dist.barrier()
+    assert "in a callback of <Work irecv 8 B done>" in caplog.text
+    assert "SystemExit: 3" in caplog.text
+
+
+def test_what_is_asked_for_its_bytes_may_ask_who_we_are(alone: dist.ProcessGroup) -> None:
+    class Mine:
+        @property
+        def __array_interface__(self) -> Any:
+            assert dist.get_rank() == 0
+            return np.ones(3).__array_interface__
+
+    dist.send(Mine(), 0)
+    assert dist.recv(np.zeros(3), 0) == 0
 
 
 def test_errors_keep_their_type_and_are_raised_in_every_waiting_thread(alone: dist.ProcessGroup) -> None:
@@ -381,6 +404,48 @@ def test_destroying_aborts_rather_than_waits_for_what_was_interrupted(alone: dis
         work.wait()
 
 
+def test_a_failure_after_an_interrupted_wait_is_raised_at_the_end(alone: dist.ProcessGroup) -> None:
+    work = dist.irecv(np.zeros(1), 0)
+    timer = interrupt_soon()
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    timer.join()
+    dist.send(np.zeros(5), 0)
+    deadline_s = time.monotonic() + LIMIT_S
+    while not work.is_completed():
+        assert time.monotonic() < deadline_s
+    with pytest.raises(asyncdist.CollectiveMismatchError):
+        dist.destroy_process_group()
+
+
+def test_leaving_that_was_interrupted_ends_by_itself(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncdist.group, "CLOSE_SENDS_S", 0.3)
+    dist.isend(np.zeros(1_000_000), 0)
+    timer = interrupt_soon()
+    with pytest.raises(KeyboardInterrupt):
+        dist.destroy_process_group()
+    timer.join()
+    deadline_s = time.monotonic() + LIMIT_S
+    while dist.is_initialized():
+        assert time.monotonic() < deadline_s
+    with dist.HashStore() as store, dist.init_process_group(store=store, rank=0, world_size=1):
+        dist.barrier()
+
+
+def test_joining_interrupted_before_the_thread_begins_leaves_nothing_open() -> None:
+    with dist.HashStore() as store:
+        assert store._thread is not None
+        store._thread.submit(time.sleep, 0.2)
+        timer = interrupt_soon()
+        with pytest.raises(KeyboardInterrupt):
+            dist.init_process_group(store=store, rank=0, world_size=1)
+        timer.join()
+        deadline_s = time.monotonic() + LIMIT_S
+        while store._thread._tasks:
+            assert time.monotonic() < deadline_s
+        assert store.num_keys() == 0
+
+
 def test_joining_can_be_interrupted() -> None:
     with dist.HashStore() as store:
         timer = interrupt_soon()
@@ -410,6 +475,28 @@ def test_stores_wait_too() -> None:
     store.close()
     assert {name for name in asyncdist.Store.__abstractmethods__ if not hasattr(dist.Store, name)} == set()
     assert not inspect.iscoroutinefunction(dist.Store.get)
+
+
+def test_an_interrupted_pop_takes_no_item() -> None:
+    with dist.HashStore() as store:
+        timer = interrupt_soon()
+        with pytest.raises(KeyboardInterrupt):
+            store.queue_pop("queue")
+        timer.join()
+        store.queue_push("queue", "item")
+        assert store.queue_pop("queue", timeout=LIMIT_S) == b"item"
+
+
+def test_opening_a_store_can_be_interrupted() -> None:
+    with dist.HashStore() as other:  # so that the thread goes on
+        assert other._thread is not None
+        timer = interrupt_soon()
+        with pytest.raises(KeyboardInterrupt):
+            dist.TCPStore("127.0.0.1", 0, 2, is_master=True)  # waits for another
+        timer.join()
+        deadline_s = time.monotonic() + LIMIT_S
+        while other._thread._tasks or other._thread.users > 1:
+            assert time.monotonic() < deadline_s
 
 
 def test_a_forgotten_store_is_closed_but_not_under_a_world() -> None:

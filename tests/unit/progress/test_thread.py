@@ -6,8 +6,10 @@ import asyncio
 import os
 import sys
 import threading
+from typing import Any
 
 import pytest
+from socket_world import LIMIT_S
 from thread_worlds import nothing_left
 
 from asyncdist.errors import ClosedError
@@ -67,6 +69,25 @@ def test_a_failing_submission_is_reported_and_the_next_runs() -> None:
         release(thread)
         assert seen == [1]
         assert [type(context["exception"]) for context in reported] == [ZeroDivisionError]
+
+
+def test_a_submission_that_is_interrupted_keeps_no_later_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may come wherever the interpreter looks for it, as within asyncio's function here."""
+    thread = acquire()
+
+    class Interrupted:
+        def call_soon_threadsafe(self, _callback: Any) -> None:
+            raise KeyboardInterrupt
+
+    loop = thread.loop
+    monkeypatch.setattr(thread, "loop", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        thread.submit(print)
+    monkeypatch.setattr(thread, "loop", loop)
+    done = threading.Event()
+    thread.submit(done.set)
+    assert done.wait(LIMIT_S)
+    release(thread)
 
 
 def test_the_switch_interval_is_short_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
