@@ -16,6 +16,7 @@ from asyncdist.causes import CONSEQUENCES, abort_cause, aborted_by, explain, fir
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError
 from asyncdist.executor.work import until_ended
 from asyncdist.group_core import GroupCore
+from asyncdist.tasks import start_task
 from asyncdist.uninterrupted import uninterrupted
 
 __all__ = ["WORLD", "ProcessGroup"]
@@ -118,7 +119,7 @@ class ProcessGroup(GroupCore):
             if asyncio.get_running_loop() is not self._loop:
                 raise RuntimeError(f"{self.where('close')}: called from another event loop than the group was made on")
             self.usable = False
-            self._closing = self._loop.create_task(self._close(), name=f"close group {self.name}")
+            self._closing = start_task(self._loop, self._close(), name=f"close group {self.name}")
         try:
             await asyncio.shield(self._closing)
         except asyncio.CancelledError:

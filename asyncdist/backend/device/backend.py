@@ -36,6 +36,7 @@ from asyncdist.cuda import Provider
 from asyncdist.errors import DistBackendError, DistError, PeerLostError
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.plan.selection.tuning import Tuning
+from asyncdist.tasks import start_task
 from asyncdist.transport.base_mesh import BaseMesh
 
 __all__ = ["DeviceBackend", "DeviceOwner", "DeviceSettings"]
@@ -166,7 +167,7 @@ class DeviceBackend(GroupBackend):
         """Use this GPU, and open what its first operation needs; nothing is said about the operation."""
         self._use(device)
         self._bound = True
-        self._opening = self._loop.create_task(self._open((device,)), name="open a path for GPU arrays")
+        self._opening = start_task(self._loop, self._open((device,)), name="open a path for GPU arrays")
 
     def _use(self, device: int) -> None:
         self.device = device
@@ -191,7 +192,7 @@ class DeviceBackend(GroupBackend):
             return
         self._waiting[key] = (call, work, on_end)
         if self._opening is None:
-            self._opening = self._loop.create_task(self._open(devices_of_call(call)), name="open a path for GPU arrays")
+            self._opening = start_task(self._loop, self._open(devices_of_call(call)), name="open a path for GPU arrays")
 
     def when_idle(self, callback: Callable[[], object]) -> None:
         """Call `callback` once nothing that has been issued so far is under way; now, if nothing is."""

@@ -41,6 +41,7 @@ from asyncdist.backend.device.threads import Helpers, in_thread, stay_on
 from asyncdist.backend.point_to_point import PairWorkOwner
 from asyncdist.device_array import DeviceArray, DeviceFlat
 from asyncdist.errors import CollectiveMismatchError, DistBackendError, DistError
+from asyncdist.tasks import start_task
 from asyncdist.transport.protocol.frame import key_prefix
 
 __all__ = ["DevicePairs"]
@@ -263,7 +264,7 @@ class _Line:
         self._unanswered.append(announced.number)
         if self._channel is None:
             self._make(receiving=True)
-            self._opening = self._around.loop.create_task(self._open(None), name="open NCCL for messages")
+            self._opening = start_task(self._around.loop, self._open(None), name="open NCCL for messages")
         elif self._unique_id:
             self._answer_all()
         size = announced.nbytes // max(1, work.array.itemsize)
@@ -273,7 +274,7 @@ class _Line:
         """Queue a message that was answered."""
         if self._channel is None:
             self._make(receiving=False)
-            self._opening = self._around.loop.create_task(self._open(unique_id), name="open NCCL for messages")
+            self._opening = start_task(self._around.loop, self._open(unique_id), name="open NCCL for messages")
         self._add(work, work.array.flat())
 
     def _make(self, *, receiving: bool) -> None:

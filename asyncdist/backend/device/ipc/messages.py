@@ -26,6 +26,7 @@ from asyncdist.backend.device.threads import Helpers
 from asyncdist.device_array import DeviceArray, DeviceFlat
 from asyncdist.errors import DistBackendError, DistError
 from asyncdist.subgroup import derive_group_id
+from asyncdist.tasks import start_task
 
 __all__ = ["IpcLine"]
 
@@ -60,7 +61,7 @@ class IpcLine:
         self._held: deque[tuple[AnyWork, DeviceArray]] = deque()
         self._channel: IpcChannel | None = None
         self._count = 0
-        self._opening: asyncio.Task[None] | None = around.loop.create_task(self._open(), name="open memory of messages")
+        self._opening: asyncio.Task[None] | None = start_task(around.loop, self._open(), name="open memory of messages")
 
     def add(self, work: AnyWork, array: DeviceArray) -> None:
         """Move a message; `array` is as long as it."""

@@ -30,6 +30,7 @@ from asyncdist.cuda.interface import MAX_SOURCES
 from asyncdist.errors import DistBackendError, DistError
 from asyncdist.plan.selection.selector import plan_id
 from asyncdist.reduce_op import CustomOp, PremulSum, ReduceOp, ReduceOpLike
+from asyncdist.tasks import start_task
 
 __all__ = ["CLOSE_LIMIT_S", "CudaIpcPath"]
 
@@ -95,7 +96,7 @@ class CudaIpcPath(DevicePath):
         if tag is None:
             tag = self._tags[work.tag] = _Tag()
             first = len(self._tags) == 1
-            tag.opening = self._around.loop.create_task(self._open(work.tag, tag, first), name="open device memory")
+            tag.opening = start_task(self._around.loop, self._open(work.tag, tag, first), name="open device memory")
         if tag.channel is not None:
             call, on_end = self._private.of(call, on_end)
             tag.channel.start(call, work, on_end, self._fingerprint(call))

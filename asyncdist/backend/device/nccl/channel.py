@@ -23,6 +23,7 @@ from asyncdist.backend.device.threads import Helpers, in_thread
 from asyncdist.cuda import Communicator, Event, Memory, Nccl, Runtime, Stream
 from asyncdist.errors import DistBackendError
 from asyncdist.reduce_op import PremulSum
+from asyncdist.tasks import start_task
 
 __all__ = ["MAX_LAUNCHED", "NcclChannel", "NcclOperation"]
 
@@ -154,7 +155,7 @@ class NcclChannel:
             if unprepared:  # connecting to a peer blocks until it does the same, and compiling takes part of a second
                 self._prepared |= unprepared
                 self._launch_ended.clear()
-                self._launching = self._around.loop.create_task(self._launch_there(operation), name="launch in NCCL")
+                self._launching = start_task(self._around.loop, self._launch_there(operation), name="launch in NCCL")
                 return
             try:
                 self._launch(operation)

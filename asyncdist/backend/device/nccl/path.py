@@ -30,6 +30,7 @@ from asyncdist.backend.device.threads import Helpers, in_thread
 from asyncdist.cuda import Provider
 from asyncdist.errors import CollectiveMismatchError, DistBackendError, DistError, RemoteProtocolError
 from asyncdist.reduce_op import CustomOp, ReduceOpLike
+from asyncdist.tasks import start_task
 
 __all__ = ["MAX_TAGS", "NcclPath"]
 
@@ -127,7 +128,7 @@ class NcclPath(DevicePath):
         refused = self._refused[tag] = [one for one in self._refused.get(tag, ()) if one > number]
         channel.limit = refused[0] if refused else None
         channels.append(channel)
-        task = self._around.loop.create_task(self._open(channel), name="open NCCL communicators")
+        task = start_task(self._around.loop, self._open(channel), name="open NCCL communicators")
         self._opening[channel] = task
         task.add_done_callback(lambda _task: self._opening.pop(channel, None))
         return channel

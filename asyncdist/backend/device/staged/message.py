@@ -16,6 +16,7 @@ from asyncdist.backend.device.tail import tail_of
 from asyncdist.backend.device.threads import Helpers, in_thread
 from asyncdist.cuda import Pinned, Runtime, Stream
 from asyncdist.errors import DistBackendError, DistError
+from asyncdist.tasks import start_task
 from asyncdist.transport.protocol.frame import pack_key
 from asyncdist.transport.protocol.matching import Receive, SendOp
 
@@ -69,7 +70,7 @@ class StagedMessages:
 
     def _run(self, work: AnyWork, transfer: Transfer, peer: int, *, sending: bool) -> None:
         turn = self._turns.setdefault((peer, sending), asyncio.Semaphore(TRANSFERS))
-        task = self._around.loop.create_task(self._until_ended(work, transfer, turn), name="GPU message")
+        task = start_task(self._around.loop, self._until_ended(work, transfer, turn), name="GPU message")
         self._tasks[work] = task
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
