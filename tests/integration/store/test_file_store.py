@@ -240,7 +240,7 @@ async def test_processes_share_counters_and_queues(path: Path) -> None:
             await asyncio.create_subprocess_exec(sys.executable, "-c", ADD_AND_PUSH, str(path), str(index))
             for index in range(3)
         ]
-        items = [await store.queue_pop("q", timeout=20) for _ in range(150)]
+        items = [await store.queue_pop("q", timeout=60) for _ in range(150)]
         assert len(set(items)) == 150
         assert await store.add("n", 0) == 150
         assert path.exists()
