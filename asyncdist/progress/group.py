@@ -73,6 +73,10 @@ class ThreadedGroup(ProcessGroup):
     def closed(self) -> bool:  # type: ignore[override]
         return self._inner_group.closed
 
+    @property
+    def _aborted(self) -> BaseException | None:  # type: ignore[override]
+        return self._inner_group._aborted
+
     # Issuing.
 
     def check_usable(self, operation: str) -> None:

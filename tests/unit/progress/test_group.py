@@ -272,6 +272,17 @@ async def test_an_exception_in_the_block_is_the_one_raised_and_ends_the_others()
         await run_ranks(2, main)
 
 
+async def test_what_the_others_have_not_heard_of_is_told_to_them() -> None:
+    async def main(group: Any) -> None:
+        if group.rank == 0:
+            await group.recv_array(1, timeout=0.01)
+        with pytest.raises(dist.GroupAbortedError, match="rank 0 left with CollectiveTimeoutError"):
+            await group.barrier()
+
+    with nothing_left(), pytest.raises(dist.CollectiveTimeoutError, match="recv_array"):
+        await run_ranks(2, main)
+
+
 async def test_calls_from_another_loop_or_thread_are_refused() -> None:
     async def main(group: Any) -> None:
         def elsewhere() -> None:
