@@ -378,6 +378,7 @@ class SharedLane:
 
     def _fail_deserted(self) -> None:
         """Fail what a member that has left will never begin."""
+        self.poll()  # what it has begun all others can begin as well; of that none is kept waiting here
         for operation in [*self._express, *self._parts, *self._unbegun]:
             if self.closed:
                 return

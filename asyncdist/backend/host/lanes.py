@@ -236,6 +236,10 @@ class Lanes:
         state.lane, state.lane_bytes = state.mapped, state.pool_bytes
         memory.doorbell.add(state.lane.poll, state.lane.look)
         memory.lanes[state.lane] = None
+        for rank in self._backend.ranks:
+            core = self._mesh.cores[rank]
+            if core is not None and isinstance(core.error, PeerLostError):  # it knew all before us, and has left since
+                self._left(rank, core.error)
         self._decided(tag)
 
     def _left(self, rank: int, error: PeerLostError) -> None:

@@ -368,6 +368,30 @@ def test_a_member_that_left_fails_what_it_never_began_and_nothing_else() -> None
     assert waiting.error is never.error is gone
 
 
+def test_what_a_member_began_before_it_left_is_begun_here_however_late() -> None:
+    ranks, _ = make(3)
+    late, root, slow = ranks
+    for rank in (late, root):
+        works = [broadcast(rank, 10, 1, number).start() for number in range(RECORDS + 1)]
+        if rank is late:
+            waiting = works[-1]
+    settle(ranks)
+    first = broadcast(slow, 10, 1, 0)
+    first.part = slow.lane.add(1, first.program, first)
+    slow.lane.flush()
+    settle(ranks)
+    assert waiting.part.number == -1, "a third member has not finished the first one"
+    first.advance(list(first.program.ready))
+    slow.lane.flush()
+    settle([root, slow])
+    assert works[-1].done
+    late.lane.left(1, PeerLostError("rank 101 has left", 101, left=True))
+    late.loop.ready.rotate(1)  # before its doorbell is heard
+    settle(ranks)
+    assert waiting.done
+    assert waiting.buffers[1][0] == RECORDS
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_bytes_of_a_peer_end_in_a_fault_of_that_peer(seed: int) -> None:
     rng = random.Random(seed)

@@ -19,6 +19,7 @@ from mesh_world import eventually, open_fds
 from socket_world import LIMIT_S, run_ranks
 
 import asyncdist as dist
+from asyncdist.backend.host.lanes import Lanes
 from asyncdist.reduce_op import PremulSum
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES
@@ -204,6 +205,37 @@ async def test_a_rank_that_leaves_fails_what_it_never_began(count: int) -> None:
         assert error.rank == 2
 
     await run_ranks(3, main)
+
+
+async def test_a_rank_that_leaves_before_the_others_know_that_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was the first to have everybody's word."""
+    real = Lanes._mapped
+    held: list[Any] = []
+
+    def late(self: Lanes, tag: int, gathered: Any) -> None:
+        if self._mesh.rank == 1:
+            held.append((self, tag, gathered))
+        else:
+            real(self, tag, gathered)
+
+    monkeypatch.setattr(Lanes, "_mapped", late)
+
+    async def main(group: Group) -> None:
+        word = np.full(3, 7.0 if group.rank == 0 else 0.0)
+        work = group.broadcast(word, 0)
+        if group.rank == 1:
+            await eventually(lambda: held and group.world.mesh.is_gone(0))
+            real(*held[0])
+        await work
+        assert (word == 7).all()
+        if group.rank == 1:
+            assert lane_of(group) is not None
+            async with asyncio.timeout(LIMIT_S / 4):
+                error = await failure(group.barrier)
+            assert isinstance(error, dist.PeerLostError)
+            assert error.left
+
+    await run_ranks(2, main)
 
 
 async def test_memory_that_says_what_cannot_be_loses_its_rank() -> None:
