@@ -276,9 +276,9 @@ class World:
         self.closed = True
         try:
             answers = await self._leave_words()
-            await self.mesh.close(LEAVE_LIMIT_S)
-            if answers or not self.rank_0_hosts:
-                await self._rendezvous.leave()
+            # In the store we have left only once everything is sent, but before connections are refused: whoever dials
+            # us finds us leaving or gone, and cannot take us for lost in between.
+            await self.mesh.close(LEAVE_LIMIT_S, self._rendezvous.leave if answers or not self.rank_0_hosts else None)
             if self._source.server is not None:
                 await self._rendezvous.wait_for_goodbyes(self.lost)
         finally:

@@ -173,8 +173,11 @@ class BaseMesh:
         """Forget every operation of a group (8 bytes) or one operation (16 bytes), telling no sink."""
         raise NotImplementedError
 
-    async def close(self, timeout_s: float) -> None:
-        """Leave: send what was posted, say goodbye, wait for the others to hang up, at most `timeout_s`."""
+    async def close(self, timeout_s: float, last: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Leave: send what was posted, say goodbye, wait for the others to hang up, at most `timeout_s`.
+
+        `last` is awaited then, before connections are refused: until it has ended, who dials is told that we leave.
+        """
         raise NotImplementedError
 
     def abort(self, reason: str = "the mesh was aborted") -> None:

@@ -153,11 +153,12 @@ class Mesh(BaseMesh):
 
     # -- the end
 
-    async def close(self, timeout_s: float) -> None:
+    async def close(self, timeout_s: float, last: Callable[[], Awaitable[None]] | None = None) -> None:
         """Leave: send what was posted, say goodbye to every peer, and wait for each to hang up, at most `timeout_s`.
 
-        Whoever has not by then is cut off. Operations still pending fail with ClosedError. Cancelled, it aborts.
-        Idempotent; concurrent calls wait for the same end.
+        `last` is awaited then, before connections are refused: until it has ended, who dials is told that we leave.
+        Whoever has not hung up by then is cut off. Operations still pending fail with ClosedError. Cancelled, it
+        aborts. Idempotent; concurrent calls wait for the same end.
         """
         try:
             if not self._closed_because:
@@ -165,11 +166,9 @@ class Mesh(BaseMesh):
                 for link in list(self._links.values()):
                     link.leave()
                 self.link_ended()
-                async with asyncio.timeout(timeout_s):
-                    await self._all_ended.wait()
-        except TimeoutError:
-            slow = [rank for rank, link in self._links.items() if not link.ended]
-            events.info("rank %d: ranks %s did not hang up within %g s and were cut off", self.rank, slow, timeout_s)
+                await self._await_ends(timeout_s)
+            if last is not None:
+                await last()
         finally:
             self._shut("the mesh is closed")
             if self._tasks:
@@ -323,6 +322,14 @@ class Mesh(BaseMesh):
             own.fail(error)
         self._any_source.fail(error)
         self.link_ended()
+
+    async def _await_ends(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._all_ended.wait()
+        except TimeoutError:
+            slow = [rank for rank, link in self._links.items() if not link.ended]
+            events.info("rank %d: ranks %s did not hang up within %g s and are cut off", self.rank, slow, timeout_s)
 
     def _forked(self) -> None:
         """In the child: sockets are closed; nothing may touch the parent's loop, and no sink may be called."""

@@ -93,6 +93,37 @@ async def test_who_comes_while_the_rank_is_leaving(transport: str, quick: Callab
         await closing
 
 
+class LateGoodbyes(HashStore):
+    """Takes goodbyes once `may_leave` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaving = asyncio.Event()
+        self.may_leave = asyncio.Event()
+
+    async def set(self, key: str, value: str | bytes) -> None:
+        if "/left/" in key:
+            self.leaving.set()
+            await self.may_leave.wait()
+        await super().set(key, value)
+
+
+@TRANSPORTS
+async def test_who_comes_while_the_store_hears_of_the_leaving(transport: str, quick: Callable[[str], None]) -> None:
+    """All connections have ended by then, but the store does not say yet that the rank has left."""
+    quick(transport)
+    store = LateGoodbyes()
+    async with socket_world(2, lambda: store) as (late, gone):
+        closing = asyncio.ensure_future(gone.close())
+        await store.leaving.wait()
+        error = await outcome(late.recv(np.zeros(1), 1))
+        store.may_leave.set()
+        await closing
+        assert isinstance(error, dist.PeerLostError)
+        assert error.left
+        assert not late.world.lost
+
+
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 async def test_the_reason_comes_before_a_message_breaks_off(transport: str, quick: Callable[[str], None]) -> None:
     quick(transport)

@@ -106,7 +106,8 @@ class Connection(ABC):
     def _end(self, error: Exception | None) -> None:
         """Close and tell. After our goodbye it does not matter how the peer hangs up."""
         if self._release():
-            self._on_end(self, None if self._shut and not isinstance(error, RemoteProtocolError) else error)
+            said = self._core.goodbye_sent
+            self._on_end(self, None if said and not isinstance(error, RemoteProtocolError) else error)
 
     @abstractmethod
     def _release(self) -> bool:

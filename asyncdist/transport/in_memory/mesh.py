@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from asyncdist.errors import ClosedError, PeerLostError, RemoteProtocolError
@@ -111,7 +112,7 @@ class MemoryMesh(BaseMesh):
 
     # -- the end
 
-    async def close(self, timeout_s: float) -> None:
+    async def close(self, timeout_s: float, last: Callable[[], Awaitable[None]] | None = None) -> None:
         """See BaseMesh.close."""
         try:
             if not self._closed_because:
@@ -120,10 +121,11 @@ class MemoryMesh(BaseMesh):
                     if rank != self.rank:
                         self._leave(rank)
                 self._check_ended()
-                async with asyncio.timeout(timeout_s):
-                    await self._all_ended.wait()
-        except TimeoutError:
-            pass
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(timeout_s):
+                        await self._all_ended.wait()
+            if last is not None:
+                await last()
         finally:
             self._shut("the mesh is closed")
             if self._tasks:

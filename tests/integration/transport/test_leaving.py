@@ -105,6 +105,20 @@ async def test_all_of_eight_leave_at_once() -> None:
         assert not any(r.lost for r in made.ranks)
 
 
+@TRANSPORTS
+async def test_a_goodbye_that_waited_for_what_is_then_dropped(transport: str) -> None:
+    async with world(2, transport) as made:
+        await connect(made)
+        one, two = made.ranks
+        one.send(1, bytes(200_000))  # which nobody receives
+        closing = asyncio.ensure_future(one.mesh.close(PATIENCE_S))
+        await asyncio.sleep(0)
+        one.mesh.drop_group(pack_key(1, 0, 0, 0, 0)[:8], ValueError("nobody wants it any more"))
+        await closing
+        await eventually(lambda: two.left == [0])
+        assert not one.lost
+
+
 @punctual
 async def test_dialing_a_rank_that_is_leaving() -> None:
     async with world(3) as made:
