@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncdist.plan.algorithms.linear import EXCHANGE_WINDOW
-from asyncdist.plan.cost.load import AT_HOME, Hop, Load, Round, Shape, Work, alike, cold, in_rounds
+from asyncdist.plan.cost.load import AT_HOME, NO_WORK, Hop, Load, Round, Shape, Work, alike, cold, in_rounds
 from asyncdist.plan.cost.vectors import skips
 
 __all__ = [
@@ -69,7 +69,9 @@ def circulant_all_gather(shape: Shape) -> Load:
 
 def circulant_reduce_scatter(shape: Shape) -> Load:
     """L rounds, p-1 blocks sent, received and reduced."""
-    return in_rounds(shape, skips(shape, reduces=True))._replace(scratch=(shape.world + 1) // 2 * shape.block)
+    return in_rounds(shape, skips(shape, reduces=True))._replace(
+        scratch=shape.full((shape.world + 1) // 2) * shape.block
+    )
 
 
 def doubling_all_gather(shape: Shape) -> Load:
@@ -91,8 +93,9 @@ def neighbor_all_gather(shape: Shape) -> Load:
     if shape.world % 2:
         return ring_all_gather(shape)
     rounds, pieces, way = shape.world // 2, shape.pieces(shape.block), shape.neighbors()
-    moved = (shape.world - 1) * shape.block
-    work = Work(2 * (shape.world - 1) * pieces, moved, moved)
+    blocks = 1 + shape.full(shape.world - 2)  # the own one is sent to both sides
+    moved = blocks * shape.block
+    work = Work(2 * blocks * pieces, moved, moved)
     idle = (Hop(1 if pieces > 1 else rounds, 0, 0, way),)
     return alike(shape, (Hop(rounds, moved, 0, way),), idle, work, way)
 
@@ -133,17 +136,18 @@ def _all_at_once(shape: Shape, *, reduces: bool) -> Load:
     worked = cold(moved, shape.block) if reduces else 0.0
     windows = -(-others // EXCHANGE_WINDOW)
     path = Hop(windows, moved, worked, way)
-    load = alike(shape, (path,), (Hop(windows, 0, 0, way),), Work(2 * others, moved, moved, worked), way)
-    return load._replace(scratch=moved if reduces else 0.0, hidden=min(others, EXCHANGE_WINDOW) - 1)
+    work = Work(2 * others, moved, moved, worked)
+    load = alike(shape, (path,), (Hop(windows, 0, 0, way),), work, way)
+    everyone, hidden = NO_WORK.plus(work, shape.full(shape.world)), min(others, EXCHANGE_WINDOW) - 1
+    return load._replace(everyone=everyone, scratch=moved if reduces else 0.0, hidden=hidden)
 
 
 def _doubling(shape: Shape, *, reduces: bool) -> list[Round]:
     """The rounds of ranks that double what they have, with partners twice as far each time."""
     bits = shape.world.bit_length() - 1
-    held = shape.world * shape.block / (1 << bits)
     rounds = []
     for bit in range(bits):
-        nbytes = held * (1 << bit)
+        nbytes = shape.full(shape.world / (1 << bits - bit)) * shape.block
         rounds.append(Round(nbytes, shape.partners(1 << bit), reduces, shape.pieces(nbytes)))
     return rounds
 
@@ -157,7 +161,8 @@ def _ring(shape: Shape, *, reduces: bool) -> Load:
     chunk = shape.block / pieces
     worked = cold(chunk, chunk) if reduces else 0.0
     path = Hop(steps, (steps + pieces - 1) * chunk, steps * worked, way)
-    moved = steps * shape.block
-    work = Work(2 * steps * pieces, moved, moved, steps * pieces * worked)
+    blocks = shape.full(steps)
+    moved = blocks * shape.block
+    work = Work(2 * blocks * pieces, moved, moved, blocks * pieces * worked)
     load = alike(shape, (path,), (Hop(1 if pieces > 1 else steps, 0, 0, way),), work, way)
     return load._replace(scratch=min(2, shape.world - 2) * shape.block if reduces else 0.0)

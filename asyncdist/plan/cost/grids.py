@@ -33,21 +33,23 @@ def _grid(shape: Shape, *, phases: int, reductions: int) -> Load:
     row_pieces = shape.pieces(height * block) if phases == 2 else height * pieces
     chunk = block / pieces
     row_steps, column_steps = width - 1, height - 1
+    row_blocks, column_blocks = shape.full(row_steps * height), shape.full(column_steps)
     rows, columns = _ways(shape, width)
     worked = cold(chunk, chunk) * reductions
     # Columns begin when rows are all but done: what one has on the wire hides nothing of the other's.
     path = (
-        Hop(phases * row_steps, phases * row_steps * height * block, row_steps * worked, rows),
-        Hop(phases * column_steps, phases * column_steps * block, column_steps * worked, columns),
+        Hop(phases * row_steps, phases * row_blocks * block, row_steps * worked, rows),
+        Hop(phases * column_steps, phases * column_blocks * block, column_steps * worked, columns),
     )
     row_idle = row_steps if row_pieces == 1 else min(1, row_steps)
     column_idle = column_steps if pieces == 1 else min(1, column_steps)
     idle = (Hop(phases * row_idle, 0, 0, rows), Hop(phases * column_idle, 0, 0, columns))
-    moved = phases * (world - 1) * block
-    messages = 2 * phases * (row_steps * row_pieces + column_steps * pieces)
-    work = Work(messages, moved, moved, cold((world - 1) * block, chunk) * reductions)
+    once = shape.full(world - 1) * block
+    moved = phases * once
+    messages = 2 * phases * (row_blocks / height * row_pieces + column_blocks * pieces)
+    work = Work(messages, moved, moved, cold(once, chunk) * reductions)
     load = alike(shape, path, idle, work, AT_HOME)
-    leaving = phases * block * (rows.leaving * row_steps * height + columns.leaving * column_steps)
+    leaving = phases * block * (rows.leaving * row_blocks + columns.leaving * column_blocks)
     partial = phases == 1 and reductions  # reduce_scatter, which only reads its input
     return load._replace(card=leaving, scratch=2 * height * block if partial else 0.0)
 

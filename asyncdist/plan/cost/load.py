@@ -16,6 +16,7 @@ __all__ = [
     "AT_HOME",
     "CACHE_BYTES",
     "COLD",
+    "NO_WORK",
     "Hop",
     "Load",
     "Round",
@@ -79,6 +80,10 @@ class Shape(NamedTuple):
         """Whether no message leaves the host."""
         return self.world <= self.ranks_per_host
 
+    def full(self, blocks: float) -> float:
+        """To how many of the longest the longest `blocks` blocks come at most; fewer where the others are short."""
+        return min(blocks, self.total / self.block) if self.block else blocks
+
     def pieces(self, nbytes: float) -> int:
         """Chunks that `nbytes` are cut into; one where there is nothing, since formulas count messages."""
         return max(1, int(-(-nbytes // self.chunk)))
@@ -101,8 +106,8 @@ class Shape(NamedTuple):
         """From every rank to every other."""
         if self.one_host:
             return AT_HOME
-        crossing = (self.world - self.ranks_per_host) / (self.world - 1)
-        return Way(crossing, self.ranks_per_host, crossing * self.ranks_per_host)
+        crossing, senders = (self.world - self.ranks_per_host) / (self.world - 1), self.full(self.ranks_per_host)
+        return Way(crossing, senders, crossing * senders)
 
     def tree(self) -> Way:
         """Along the edges of a tree in rank order: those near the leaves stay within hosts, few ranks speak for one."""

@@ -134,8 +134,9 @@ def _reduce_scatter(shape: Shape) -> SharedLoad:
     if by_records("reduce_scatter", "shared", shape.world, shape.total, shape.lane_bytes):
         return _in_records(shape, shape.total, worked=shape.block * (shape.world - 1))
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
-    work = Toil(pieces * 2 * others, block * (others + 1), block * others)
-    return SharedLoad(1, work, Toil(0).plus(work, shape.world), block * others)
+    given = shape.full(others)
+    work = Toil(pieces * (given + others), block * (given + 1), block * others)
+    return SharedLoad(1, work, Toil(0).plus(work, shape.full(shape.world)), block * given)
 
 
 def _broadcast(shape: Shape) -> SharedLoad:
@@ -150,8 +151,8 @@ def _all_gather(shape: Shape) -> SharedLoad:
     """Everyone publishes its block, and copies all of them, its own included."""
     if by_records("all_gather", "shared", shape.world, shape.block, shape.lane_bytes):
         return _in_records(shape, shape.block, copied=shape.block * shape.world)
-    block, pieces = shape.block, shape.pieces(shape.block)
-    work = Toil(pieces * shape.world, block * (shape.world + 1))
+    block, pieces, blocks = shape.block, shape.pieces(shape.block), shape.full(shape.world)
+    work = Toil(pieces * blocks, block * (blocks + 1))
     return SharedLoad(1, work, Toil(0).plus(work, shape.world), block)
 
 

@@ -182,7 +182,7 @@ def skips(shape: Shape, *, reduces: bool) -> list[Round]:
     while previous > 1:
         skip = (previous + 1) // 2
         blocks = previous - skip
-        nbytes = blocks * shape.block
+        nbytes = shape.full(blocks) * shape.block
         pieces = shape.pieces(nbytes)
         messages = 1 + (blocks - 1) / shape.world / pieces
         # From 3 to 2 the slot that comes in is not one that goes out from 2 to 1: those rounds are under way together.

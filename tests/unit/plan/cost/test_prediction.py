@@ -176,7 +176,7 @@ def test_predicted_memory_and_traffic_are_those_of_the_plan(collective, algorith
 
 
 def test_ways_between_hosts():
-    shape = Shape(16, 1.0, 1.0, 1.0, 4)
+    shape = Shape(16, 16.0, 1.0, 1.0, 4)
     assert shape.neighbors() == Way(0.25)
     assert shape.ahead(1) == Way(1.0, 1, 1)
     assert shape.ahead(8) == Way(1.0, 4, 4)
@@ -239,6 +239,24 @@ def test_formulas_and_simulation_agree(collective):
     assert statistics.mean(losses) < 1.06
     assert statistics.quantiles(losses, n=20)[-1] < 1.25  # 95 % of all choices
     assert 0.9 < statistics.median(ratios) < 1.15
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("shares", [(0, 0, 0, 1), (1, 0, 0, 1), (1, 0, 1, 0)], ids=["one", "two", "every other"])
+def test_what_is_chosen_for_uneven_blocks_is_about_the_best(collective, shares):
+    """Blocks were all counted as long as the longest, so a ring seemed to move p - 1 times what it does."""
+    for world, ranks_per_host in ((4, 1), (8, 1), (8, 8), (16, 8)):
+        middle = shares[1:-1] * world
+        counts = [shares[0], *middle[: world - 2], shares[-1]]
+        for nbytes in (MIB, 16 * MIB):
+            problem = Problem.of(
+                collective, world, [nbytes // sum(counts) * share for share in counts], 0, ranks_per_host
+            )
+            simulated = [
+                simulate(problem, one.algorithm, 1, ASYNCIO, one.chunk_bytes)
+                for one in candidates(problem, 1, Tuning(ASYNCIO, ranks_per_host))
+            ]
+            assert simulated[0] < 1.8 * min(simulated), (problem, simulated)
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "reduce"])
