@@ -11,7 +11,7 @@ from asyncdist.backend.calls.call import Call
 from asyncdist.backend.calls.items import ItemCall
 from asyncdist.backend.calls.stream import StreamCall
 from asyncdist.backend.host.choice_trace import trace_choice
-from asyncdist.backend.host.express import ExpressOperation, express_of
+from asyncdist.backend.host.express import ExpressOperation, express_of, in_records
 from asyncdist.backend.host.item_operation import ItemOperation
 from asyncdist.backend.host.lanes import RESERVED, WITHOUT_LANE, Lanes, TagLane
 from asyncdist.backend.host.operation import Operation, Recipe
@@ -244,6 +244,7 @@ class AioBackend(GroupBackend):
             tuning=self._tuning,
             ordered=ordered,
             lane_bytes=lane_bytes,
+            in_records=in_records(call),
         )
         trace_choice(call, plan, self._tuning, ordered=ordered, lane_bytes=lane_bytes)
         return plan

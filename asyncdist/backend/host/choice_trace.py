@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncdist import events
 from asyncdist.backend.calls.call import Call
+from asyncdist.backend.host.express import in_records
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.selection.selector import candidates
 from asyncdist.plan.selection.tuning import Tuning
@@ -21,7 +22,9 @@ def trace_choice(call: Call, plan: Plan, tuning: Tuning, *, ordered: bool, lane_
         return
     shape = {"collective": call.collective, "world": plan.world, "bytes": call.nbytes}
     problem = Problem.of(call.collective, plan.world, call.counts, call.root, tuning.ranks_per_host)
-    for one in candidates(problem, call.dtype.itemsize, tuning, ordered=ordered, lane_bytes=lane_bytes):
+    for one in candidates(
+        problem, call.dtype.itemsize, tuning, ordered=ordered, lane_bytes=lane_bytes, in_records=in_records(call)
+    ):
         events.emit(
             "tune",
             "candidate",

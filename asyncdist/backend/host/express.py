@@ -26,7 +26,7 @@ from asyncdist.reduce_op import ReduceOp
 if TYPE_CHECKING:
     from asyncdist.backend.host.aio import AioBackend
 
-__all__ = ["ExpressKind", "ExpressOperation", "express_of"]
+__all__ = ["ExpressKind", "ExpressOperation", "express_of", "in_records"]
 
 FOLD_BYTES: Final = 256 << 10
 """Bytes of a result that are reduced at a time: they stay in the cache while all operands are added."""
@@ -62,15 +62,20 @@ class ExpressKind:
     """Who takes from this rank, if not all do: everyone from it alone, or one from everyone."""
 
 
+def in_records(call: Call) -> bool:
+    """Whether calls like this one travel in records if they are small; all ranks answer that alike."""
+    even = isinstance(call.counts, int)
+    return (even or call.collective == "reduce_scatter") and (call.op is None or isinstance(call.op, ReduceOp))
+
+
 def express_of(
     call: Call, plan: Plan, rank: int, lane_bytes: int, fingerprint: int, kernel: Kernel | None
 ) -> ExpressKind | None:
     """How calls like this one are carried out here, if they are: all ranks answer that alike."""
     collective, world, root = call.collective, plan.world, call.root
-    even = isinstance(call.counts, int)
-    if not (even or collective == "reduce_scatter") or not (call.op is None or isinstance(call.op, ReduceOp)):
+    if not in_records(call):
         return None
-    nbytes = call.nbytes * world if even and collective in _BLOCKS_FOR_ALL else call.nbytes
+    nbytes = call.nbytes * world if isinstance(call.counts, int) and collective in _BLOCKS_FOR_ALL else call.nbytes
     if not by_records(collective, plan.algorithm, world, nbytes, lane_bytes):
         return None
     if not nbytes and collective != "barrier":

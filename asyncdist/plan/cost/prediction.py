@@ -124,7 +124,10 @@ def predict(
     constants: Constants,
     lane_bytes: int = USUAL_LANE_BYTES,
 ) -> Prediction:
-    """Predict one algorithm; `lane_bytes` is for those through shared memory. Raises KeyError without a formula."""
+    """Predict one algorithm; `lane_bytes` is for those through shared memory; 0: none goes through records.
+
+    Raises KeyError without a formula.
+    """
     shared = SHARED_FORMULAS.get(problem.collective, _NONE).get(algorithm)
     if shared is not None:
         return _predict_shared(shared, problem, algorithm, itemsize, chunk_bytes, constants, lane_bytes)

@@ -101,17 +101,19 @@ def plan_for(
     tuning: Tuning = DEFAULT_TUNING,
     ordered: bool = False,
     lane_bytes: int = 0,
+    in_records: bool = True,
 ) -> Plan:
     """Return `rank`'s plan, from the cache where possible (give `count` as int or tuple: a list costs a conversion).
 
     `count` is as for `Problem.of`; `itemsize` is bytes per element, `root` a group rank. `algorithm` overrides the
     choice, as do the tuning's overrides. `ordered` is for operations that do not commute: only algorithms that reduce
     in rank order are chosen, and overrides with others do not count; nor do overrides with algorithms that need a lane
-    where there is none. Raises ValueError for anything unknown or out of range.
+    where there is none. `in_records`: whether it may go through the records of a lane if it is small enough, as
+    `candidates` says. Raises ValueError for anything unknown or out of range.
     """
     if not isinstance(count, int | tuple):
         count = tuple(count)
-    return _plan(collective, rank, world, count, itemsize, root, algorithm, tuning, ordered, lane_bytes)
+    return _plan(collective, rank, world, count, itemsize, root, algorithm, tuning, ordered, lane_bytes, in_records)
 
 
 @lru_cache(maxsize=PLAN_CACHE_PLANS)
@@ -126,11 +128,14 @@ def _plan(
     tuning: Tuning,
     ordered: bool,
     lane_bytes: int,
+    in_records: bool,
 ) -> Plan:
     if itemsize < 1:
         raise ValueError(f"an element has at least one byte, got {itemsize}")
     problem = Problem.of(collective, world, count, root, tuning.ranks_per_host)
-    name, chunk = choose(problem, itemsize, tuning, ordered=ordered, algorithm=algorithm, lane_bytes=lane_bytes)
+    name, chunk = choose(
+        problem, itemsize, tuning, ordered=ordered, algorithm=algorithm, lane_bytes=lane_bytes, in_records=in_records
+    )
     return build(problem, name, rank, max(1, chunk // itemsize))
 
 
@@ -142,6 +147,7 @@ def choose(
     ordered: bool = False,
     algorithm: str | None = None,
     lane_bytes: int = 0,
+    in_records: bool = True,
 ) -> tuple[str, int]:
     """Name the algorithm and the bytes of a chunk for elements of `itemsize` bytes; arguments as for `plan_for`."""
     named = algorithm or tuning.override(problem.collective)
@@ -153,7 +159,9 @@ def choose(
         return named, CHUNK_MAX_BYTES  # `build` says what is wrong with it
     if problem.private:  # lengths are this rank's own: they must not sway what all have to do alike
         return named or algorithms(problem.collective)[0], CHUNK_MAX_BYTES
-    found = candidates(problem, itemsize, tuning, ordered=ordered, algorithm=named, lane_bytes=lane_bytes)
+    found = candidates(
+        problem, itemsize, tuning, ordered=ordered, algorithm=named, lane_bytes=lane_bytes, in_records=in_records
+    )
     if not found:
         raise ValueError(f"{problem.collective} has no algorithm that reduces in rank order")
     return found[0].algorithm, found[0].chunk_bytes
@@ -167,17 +175,21 @@ def candidates(
     ordered: bool = False,
     algorithm: str | None = None,
     lane_bytes: int = 0,
+    in_records: bool = True,
 ) -> list[Prediction]:
     """Return every algorithm (or only the one named) at its best chunk size, the one to choose first.
 
     Those that need too much temporary memory come last. Of those that are as good as the best, the one that needs least
-    memory is chosen, then the one whose formula is surest.
+    memory is chosen, then the one whose formula is surest. `in_records`: whether small ones may go through the
+    records of a lane (`plan.records`), as all do but uneven gathers and reductions by PREMUL_SUM and operations of the
+    user's own.
     """
     names = (algorithm,) if algorithm else algorithms(problem.collective, shared=lane_bytes > 0)
     if ordered and not algorithm:
         names = ordered_algorithms(problem.collective, shared=lane_bytes > 0)
     sizes, nbytes = chunk_sizes(problem, itemsize), problem.total * itemsize
     room_bytes = lane_bytes or USUAL_LANE_BYTES
+    records_bytes = room_bytes if in_records and not ordered else 0
     found = []
     for name in names:
         if needs_lane(problem.collective, name):
@@ -188,7 +200,7 @@ def candidates(
             continue
         last = 1 if (problem.collective, name) in UNCUT else _first_of_all(own_sizes, nbytes)
         costs = tuning.constants
-        predictions = (predict(problem, name, itemsize, size, costs, room_bytes) for size in own_sizes[:last])
+        predictions = (predict(problem, name, itemsize, size, costs, records_bytes) for size in own_sizes[:last])
         found.append(min(predictions, key=attrgetter("seconds")))
     found.sort(key=lambda one: (one.scratch_bytes > SCRATCH_MAX_BYTES, one.seconds))
     if not found:  # nothing is reduced, so there is no order

@@ -17,6 +17,7 @@ from asyncdist.init_method import InitMethod, StoreSource
 from asyncdist.initialize import open_world
 from asyncdist.plan.cost.constants import ASYNCIO
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING, Tuning
+from asyncdist.reduce_op import ReduceOp
 from asyncdist.store import HashStore
 from asyncdist.testing import run_world
 from asyncdist.transport.in_memory.mesh import MemoryMesh
@@ -126,6 +127,30 @@ def test_candidates_are_traced_once_per_shape():
     assert first["algorithm"] == chosen[0]["algorithm"] == "recursive_doubling"
     assert (first["collective"], first["world"], first["bytes"]) == ("all_reduce", 2, 4000)
     assert first["gb_per_s"] == pytest.approx(4000 / first["predicted_us"] / 1e3, rel=0.05)
+
+
+def test_what_cannot_go_by_records_is_not_planned_as_if_it_did(monkeypatch):
+    """Of a MiB by a custom operation the chunks were left at 32 KiB, as if it were put out in one go."""
+    asked = {0: [], 1: []}
+    plan_for = aio.plan_for
+
+    def noting(collective, rank, *args, in_records, **how):
+        asked[rank].append(in_records)
+        return plan_for(collective, rank, *args, in_records=in_records, **how)
+
+    monkeypatch.setattr(aio, "plan_for", noting)
+
+    async def main(group):
+        ones, uneven = np.ones(8), [np.ones(3), np.ones(5)]
+        await group.all_reduce(ones)
+        await group.all_reduce(ones, ReduceOp.custom(np.add))
+        await group.all_reduce(ones, ReduceOp.PREMUL_SUM(2.0))
+        await group.all_gather([np.ones(8), np.ones(8)], ones)
+        await group.all_gather(uneven, uneven[group.rank].copy())
+        await group.reduce_scatter(uneven[group.rank].copy(), uneven)
+
+    run_world(2, main)
+    assert asked[0] == asked[1] == [True, False, False, True, False, True]
 
 
 def test_a_shape_is_planned_once_per_group(monkeypatch):

@@ -221,6 +221,19 @@ def test_small_vectors_are_reduced_whole_and_large_ones_in_slices(world, direct,
     assert chosen("all_reduce", world, 64 * MIB) == "shared"
 
 
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce", "reduce_scatter"])
+def test_what_moves_items_is_chosen_for_that_however_small(collective):
+    """Operations of the user's own were planned as if they went by records, where chunks do not matter."""
+    for world in (2, 4, 8):
+        for nbytes in (256 * KIB, MIB):
+            problem = problem_of(collective, world, nbytes)
+            tuning = one_host(world, cores=0)
+            found = candidates(problem, 1, tuning, lane_bytes=LANE, in_records=False)
+            simulated = [simulate(problem, one.algorithm, 1, tuning.constants, one.chunk_bytes) for one in found]
+            assert simulated[0] < 1.5 * min(simulated), (problem, found[0])
+            assert found[0].seconds > 0.6 * simulated[0]
+
+
 @pytest.mark.parametrize("collective", [name for name in SHARED_ALGORITHMS if name not in ("scan", "exscan")])
 def test_few_ranks_of_one_host_share_memory_for_all_collectives(collective):
     """For all but the smallest blocks, and for two ranks of which one gives: messages carry those as fast."""
@@ -252,7 +265,7 @@ def test_overrides_may_name_them_and_count_where_there_is_a_lane():
     with pytest.raises(ValueError, match="no such algorithm"):
         parse_overrides("all_to_all_uneven:shared")
     tuning = replace(one_host(4), overrides=(("all_reduce", "shared"),))
-    problem = problem_of("all_reduce", 4, 64)
+    problem = problem_of("all_reduce", 4, 64 * KIB)
     assert choose(problem, 1, tuning, lane_bytes=LANE)[0] == "shared"
     assert not needs_lane("all_reduce", choose(problem, 1, tuning)[0])
     assert choose(problem, 1, tuning, ordered=True, lane_bytes=LANE)[0] == "shared_direct"
