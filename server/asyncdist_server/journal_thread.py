@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from asyncdist_server.journal import JournalError
+
 Outcome = Callable[[Any, BaseException | None], None]
 
 
@@ -43,13 +45,18 @@ class JournalThread:
         return await future
 
     def run_waiting(self) -> None:
-        """Run what waits now. To be called from a function that takes long."""
+        """Run what waits now. To be called from a function that takes long.
+
+        Raises `JournalError` if one of them fails: after that nothing may use the journal any more.
+        """
         while not self._ended:
             try:
                 job = self._waiting.get_nowait()
             except queue.Empty:
                 return
-            self._do(job)
+            error = self._do(job)
+            if error is not None:
+                raise JournalError(f"the journal failed meanwhile: {error}") from error
 
     def close(self) -> None:
         """End the thread and wait for that."""
@@ -60,10 +67,10 @@ class JournalThread:
         while not self._ended:
             self._do(self._waiting.get())
 
-    def _do(self, job: tuple[Callable[[], Any], Outcome] | None) -> None:
+    def _do(self, job: tuple[Callable[[], Any], Outcome] | None) -> BaseException | None:
         if job is None:
             self._ended = True
-            return
+            return None
         function, outcome = job
         result: Any = None
         error: BaseException | None = None
@@ -72,3 +79,4 @@ class JournalThread:
         except BaseException as problem:
             error = problem
         self._loop.call_soon_threadsafe(outcome, result, error)
+        return error

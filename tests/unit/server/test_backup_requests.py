@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist_server import ServerConfig, backups, serve
+from asyncdist_server import ServerConfig, backups, serve, sqlite_journal
 from asyncdist_server.backups import BackupRequests
+from asyncdist_server.batch import VALUES, Batch
+from asyncdist_server.data_directory import DataDirectory
 from asyncdist_server.durability import parse_durability
 from asyncdist_server.journal import JournalError
+from asyncdist_server.journal_thread import JournalThread
+from asyncdist_server.sqlite_journal import SqliteJournal
 
 DEADLINE_S = 60.0
 
@@ -55,3 +59,37 @@ def test_who_waits_is_told_that_another_daemon_runs_now(tmp_path: Path, monkeypa
     with pytest.raises(JournalError, match="process 1, stopped before the backup was made"):
         backups.back_up(tmp_path, timeout_s=DEADLINE_S)
     assert not list((tmp_path / "backups").iterdir())
+
+
+async def test_a_failed_write_ends_the_backup_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing touches a journal that failed; and its open transaction would keep the copy, and the end, waiting for ever."""
+    journal = SqliteJournal(DataDirectory(tmp_path))
+    thread = JournalThread(asyncio.get_running_loop())
+    queued = threading.Event()
+
+    def copy() -> None:
+        queued.wait(DEADLINE_S)
+        journal.backup(tmp_path / "backups" / "one.sqlite", thread.run_waiting)
+
+    def fails(name: str) -> None:
+        if name == "written":
+            raise OSError("no such disk")
+
+    def write(number: int) -> None:
+        journal.write(Batch(number, number, 0, 1, [[(VALUES, "job", [(b"key", bytes(1 << 20), 0)])]]))
+
+    outcome: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+    async with asyncio.timeout(DEADLINE_S):
+        await thread.call(lambda: journal.read(lambda *row: None))
+        await thread.call(lambda: [write(number) for number in range(1, 4)])
+        monkeypatch.setattr(sqlite_journal, "failpoint", fails)
+        made = asyncio.ensure_future(thread.call(copy))
+        await asyncio.sleep(0)
+        thread.submit(lambda: write(4), lambda result, error: outcome.set_result(error))
+        queued.set()
+        with pytest.raises(JournalError, match="failed meanwhile: cannot write to .*: no such disk"):
+            await made
+        assert isinstance(await outcome, JournalError)
+    assert not list((tmp_path / "backups").iterdir())
+    thread.close()
+    journal.abandon()
