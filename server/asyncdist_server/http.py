@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, cast
@@ -33,6 +34,8 @@ MAX_HTTP_CONNECTIONS: Final = 64
 files."""
 MAX_REQUEST_BYTES: Final = 1024
 """Longest body of a request; nothing here has one."""
+SHOWN_CHARACTERS: Final = 200
+"""How much of what is wrong with a request is written into the log."""
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -84,7 +87,7 @@ async def serve_http(server: StoreServer) -> AsyncIterator[str]:
     application = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[this_host_only])
     for path, handler in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
         application.router.add_get(path, handler)
-    runner = web.AppRunner(application, access_log=None)
+    runner = web.AppRunner(application, access_log=None, logger=_logger(server))
     await runner.setup()
     try:
         assert runner.server is not None
@@ -101,6 +104,24 @@ async def serve_http(server: StoreServer) -> AsyncIterator[str]:
             listener.close()
     finally:
         await runner.cleanup()
+
+
+def _logger(server: StoreServer) -> logging.Logger:
+    """Return what aiohttp writes its errors to: nonsense that was sent becomes events, so that a flood is no flood."""
+    from aiohttp.http import HttpProcessingError
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            error = record.exc_info[1] if record.exc_info else None
+            if isinstance(error, HttpProcessingError):
+                reason = " ".join(error.message.split())[:SHOWN_CHARACTERS]
+                server.events.warning("http_refused", what=record.getMessage(), reason=reason)
+            else:
+                server.log.handle(record)
+
+    logger = logging.Logger("asyncdist_server.http")
+    logger.addHandler(Handler())
+    return logger
 
 
 class _Bounded:

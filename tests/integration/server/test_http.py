@@ -25,6 +25,7 @@ from asyncdist_server.batch import Batch
 from asyncdist_server.durability import parse_durability
 from asyncdist_server.group_commit import GroupCommit
 from asyncdist_server.http import MAX_HTTP_CONNECTIONS, names_this_host, serve_http
+from asyncdist_server.logs import LINES_PER_WINDOW
 from asyncdist_server.metrics import METRICS, PREFIX
 from asyncdist_server.sqlite_journal import SqliteJournal
 from asyncdist_server.torch_wire import Query
@@ -301,6 +302,29 @@ async def test_a_journal_that_is_stuck_is_told(
         await until(lambda: server.gate is not None and not server.gate.stuck_s)
         assert "journal_stuck_s" not in json.loads((await ask(address, "/healthz"))[1])
         assert await ask(address, "/readyz") == (200, '{"status": "ready"}')
+
+
+async def test_a_flood_of_nonsense_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Each was a traceback."""
+    async with daemon() as (_, address):
+        for _ in range(2 * LINES_PER_WINDOW):
+            assert (await ask(address, "/healthz", host="\r\nContent-Length: nonsense"))[0] == 400
+    refused = [record for record in caplog.records if "http_refused" in record.getMessage()]
+    assert refused
+    assert "Content-Length" in refused[0].getMessage()
+    assert all(record.exc_info is None for record in caplog.records)
+    windows = 1 + sum("lines_suppressed" in record.getMessage() for record in caplog.records)
+    assert windows > 1
+    assert len(refused) <= windows * LINES_PER_WINDOW
+
+
+async def test_a_mistake_of_ours_is_told_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with daemon() as (server, address):
+        monkeypatch.setattr(server.engine, "statistics", lambda: 1 / 0)
+        assert (await ask(address, "/healthz"))[0] == 500
+    assert any(record.exc_info and record.exc_info[0] is ZeroDivisionError for record in caplog.records)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])

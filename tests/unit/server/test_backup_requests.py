@@ -62,7 +62,7 @@ def test_who_waits_is_told_that_another_daemon_runs_now(tmp_path: Path, monkeypa
 
 
 async def test_a_failed_write_ends_the_backup_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing touches a journal that failed; and its open transaction would keep the copy, and the end, waiting for ever."""
+    """Nothing touches a journal that failed; its open transaction would keep the copy, and the end, waiting for ever."""
     journal = SqliteJournal(DataDirectory(tmp_path))
     thread = JournalThread(asyncio.get_running_loop())
     queued = threading.Event()
