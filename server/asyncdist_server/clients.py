@@ -112,15 +112,15 @@ class Client:
                 if reply[0] in self.taken:
                     self.changes.took(self.client_id, reply[0], self.taken[reply[0]][0])
 
-    def frames_sent(self, count: int) -> int:
-        """Note that all replies so far are in frames given to the client, `count` of them new.
+    def frames_sent(self, count: int, all_of_them: bool = True) -> int:
+        """Note that `count` new frames were given to the client, and whether all replies so far are in frames.
 
         Returns by how many bytes the memory for remembered replies grew. Replies of several frames count for the last
         one, which keeps them a little longer than needed and never too short.
         """
         self._frames_sent += count
         replies = self.unsent
-        if not replies:
+        if not replies or not all_of_them:
             return 0
         grown = self.unsent_bytes + REPLY_BYTES * len(replies)
         self._frames.append((self._frames_sent, grown, replies))

@@ -249,10 +249,10 @@ class StoreEngine:
         if freed:
             self._state.remember(-freed)
 
-    def frames_sent(self, client: Client, count: int) -> None:
-        """Note that all replies of `client` so far have been put into frames, `count` of them new."""
+    def frames_sent(self, client: Client, count: int, all_of_them: bool = True) -> None:
+        """Note that `count` frames of replies were given to `client`, and whether all replies so far are in frames."""
         if not client.closed:
-            grown = client.frames_sent(count)
+            grown = client.frames_sent(count, all_of_them)
             if grown:
                 self._state.remember(grown)
 

@@ -66,6 +66,7 @@ class Session:
         "_frames",
         "_handshake",
         "_index",
+        "_left",
         "_namespace",
         "_noticed_bytes",
         "_on_output",
@@ -107,6 +108,7 @@ class Session:
         self._index = 0
         self._replies: list[Reply] = []
         self._output: list[bytes] = []
+        self._left = False  # whether there are replies that were left for the next turn
         self._noticed_bytes = 0  # of replies, when `on_output` was called last
         self._running = False
         self._request = engine.request
@@ -149,8 +151,8 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether received requests, or the nonsense behind them, are waiting for `resume`."""
-        return not self.closing and (self._unrun or self._reader.error is not None)
+        """Whether received requests, or the nonsense behind them, or replies are left for the next turn."""
+        return not self.closing and (self._unrun or self._reader.error is not None or self._left)
 
     @property
     def _unrun(self) -> bool:
@@ -199,16 +201,36 @@ class Session:
             self._running = False
 
     def take_output(self) -> list[bytes]:
-        """Return everything to send now, as pieces in order."""
+        """Return what to send now, as pieces in order: everything, unless that is more than a turn should make."""
         output, self._output = self._output, []
         if self._replies:
             replies, self._replies = self._replies, []
+            left_bytes = self._leave_for_later(replies) if self.reply_bytes > TURN_BYTES else 0
             frames = self._encode(replies)
-            self.reply_bytes = self._noticed_bytes = 0
+            self.reply_bytes = self._noticed_bytes = left_bytes
+            self._left = bool(self._replies)
             if self._client is not None:
-                self._engine.frames_sent(self._client, len(frames))
+                self._engine.frames_sent(self._client, len(frames), not self._left)
             output += frames
         return output
+
+    def _leave_for_later(self, replies: list[Reply]) -> int:
+        """Move all that exceeds a turn from `replies` to those for the next one, and return how many bytes that is.
+
+        A client may wait for one large value many times over. Where the connection closes there is no next turn: what
+        is small is said, all else the client asks for again.
+        """
+        size = count = 0
+        while count < len(replies) and size < TURN_BYTES:
+            size += value_bytes(replies[count][2])
+            count += 1
+        left = replies[count:]
+        del replies[count:]
+        if self.closing:
+            replies += [reply for reply in left if not reply[0] or not value_bytes(reply[2])]
+            return 0
+        self._replies = left
+        return self.reply_bytes - size
 
     def waiting_values(self) -> list[Any]:
         """Return the values of the replies not yet taken."""

@@ -36,7 +36,7 @@ class Speaker(Protocol):
 
 
 class Unsaid:
-    """The replies that wait: of a connection at most `each_bytes`, of all together, each value once, `limit_bytes`."""
+    """The values in replies that wait, each counted once: at most `each_bytes` for a connection, `limit_bytes` for all."""
 
     __slots__ = ("_at_most", "_each_bytes", "_limit_bytes", "_waiting")
 
@@ -50,9 +50,11 @@ class Unsaid:
         """Note how much waits at one connection now; may cut this one or others off."""
         size = replies.reply_bytes
         before, _ = self._waiting.get(speaker, (0, None))
+        if size == before:
+            return
         self._at_most += size - before
         self._waiting[speaker] = size, replies
-        if size > self._each_bytes:
+        if size > self._each_bytes and distinct_bytes([replies]) > self._each_bytes:
             self._cut_off(speaker, "it alone")
         elif self._at_most > self._limit_bytes and self.count() > self._limit_bytes:
             self._make_room()
@@ -74,13 +76,18 @@ class Unsaid:
 
     def count(self) -> int:
         """Return how many bytes the values have, each counted once."""
-        found: dict[int, int] = {}
-        left: list[Any] = [value for _, replies in self._waiting.values() for value in replies.waiting_values()]
-        while left:
-            value = left.pop()
-            if type(value) is bytes:
-                found[id(value)] = len(value)
-            elif type(value) is tuple or type(value) is list:
-                left += value
-        self._at_most = sum(found.values())
+        self._at_most = distinct_bytes([replies for _, replies in self._waiting.values()])
         return self._at_most
+
+
+def distinct_bytes(waiting: list[Replies]) -> int:
+    """Return how many bytes the values in replies have, each counted once."""
+    found: dict[int, int] = {}
+    left: list[Any] = [value for replies in waiting for value in replies.waiting_values()]
+    while left:
+        value = left.pop()
+        if type(value) is bytes:
+            found[id(value)] = len(value)
+        elif type(value) is tuple or type(value) is list:
+            left += value
+    return sum(found.values())

@@ -167,3 +167,19 @@ async def test_what_is_to_be_said_later_is_bounded_for_all_together() -> None:
                 assert held <= LITTLE_MEMORY_BYTES + clients * len(VALUE)
             assert server.engine.counters.dropped.keys() == {"slow"}
             assert server.connection_count > 1  # not all of them
+
+
+async def test_many_large_answers_to_one_client_are_made_as_it_reads_them() -> None:
+    """Tasks of one program that wait for the same key share a connection."""
+    async with daemon() as server:
+        with contextlib.ExitStack() as stack:
+            writer = stack.enter_context(await asyncio.to_thread(client, server, 0))
+            reader = stack.enter_context(await asyncio.to_thread(client, server, 1))
+            gets = READERS // 2
+            reader.send(*[(m.GET, b"k", None)] * gets)
+            await until(lambda: server.engine.waiter_count == gets)
+            await asyncio.to_thread(writer.ask, m.SET, b"k", VALUE)
+            for _ in range(gets):
+                assert (await asyncio.to_thread(reader.reply))[2] == VALUE
+                assert server.unsent.count() <= 2 * len(VALUE) + 4096
+            assert await asyncio.to_thread(reader.ask, m.ADD, b"n", 1) == 1

@@ -252,3 +252,46 @@ def test_closing_withdraws_the_client_and_can_be_repeated(engine: StoreEngine) -
     assert engine.waiter_count == 0
     assert engine.statistics()["clients"] == 0
     MemoryClient(engine).session.close(0.0)
+
+
+@pytest.mark.parametrize("asked", [1, 3])
+def test_what_is_left_for_the_next_turn_is_kept_for_a_retry_until_it_arrived(engine: StoreEngine, asked: int) -> None:
+    """A client may wait many times for what is large; each piece of the answers is confirmed by itself."""
+    client, other = MemoryClient(engine), MemoryClient(engine, client_id=b"another-client-x")
+    client.open()
+    other.open()
+    client.ask(*[(m.GET, b"k", None)] * 3, *[(m.QUEUE_POP, b"q", None)] * 3)
+    item = bytes(TURN_BYTES)
+    other.ask((m.SET, b"k", item), *[(m.QUEUE_PUSH, b"q", item)] * 3)
+    found = []
+    for turn in range(6):
+        said = b"".join(client.session.take_output())
+        assert len(said) < TURN_BYTES + 100
+        found += client.replies(said)
+        assert len(found) == turn + 1
+        assert client.session.busy == (turn < 5)
+        if turn == asked:
+            found += client.ask((m.PING,))[1:]  # and confirms what has arrived
+            break
+        client.session.resume(0.0)
+    # The connection breaks; what was not read is asked for again.
+    client.session.close(1.0)
+    pending = tuple(range(len(found) + 1, 7))
+    again = MemoryClient(engine)
+    assert again.open(pending).resumed
+    retried = [(number, *((m.GET, b"k", None) if number < 4 else (m.QUEUE_POP, b"q", 0))) for number in pending]
+    answers = again.replies(again.send(again.encoder.requests(0, retried)))
+    assert [reply[:2] for reply in answers] == [(number, m.OK) for number in pending]
+    assert all(reply[2] == item for reply in answers)
+
+
+def test_a_connection_that_closes_says_no_more_than_a_turn_holds_and_why(engine: StoreEngine) -> None:
+    client, other = MemoryClient(engine), MemoryClient(engine, client_id=b"another-client-x")
+    client.open()
+    other.open()
+    client.ask(*[(m.GET, b"k", None)] * 9, (m.WAIT, [b"k"], None))
+    other.ask((m.SET, b"k", bytes(TURN_BYTES)))
+    said = client.send(bytes(4) + b"nonsense")
+    assert len(said) < 2 * TURN_BYTES
+    assert [reply[:2] for reply in client.replies(said)] == [(1, m.OK), (10, m.OK), (0, m.PROTOCOL)]
+    assert client.session.closing

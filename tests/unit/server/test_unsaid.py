@@ -64,6 +64,16 @@ def test_a_value_that_many_wait_for_counts_once() -> None:
     assert not any(client.reason for client in clients)
 
 
+def test_a_value_that_one_waits_for_many_times_counts_once() -> None:
+    client = Client(Unsaid(EACH, LIMIT))
+    value = bytes(EACH)
+    for _ in range(10):
+        client.holds(value, EACH)
+    assert not client.reason
+    client.holds(b"1", 1)
+    assert "it alone" in client.reason
+
+
 def test_who_is_gone_or_has_been_told_counts_no_more() -> None:
     unsaid = Unsaid(EACH, LIMIT)
     for _ in range(100):
