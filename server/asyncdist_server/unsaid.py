@@ -36,7 +36,7 @@ class Speaker(Protocol):
 
 
 class Unsaid:
-    """The values in replies that wait, each counted once: at most `each_bytes` for a connection, `limit_bytes` for all."""
+    """The values in waiting replies, each counted once: at most `each_bytes` of a connection, `limit_bytes` of all."""
 
     __slots__ = ("_at_most", "_each_bytes", "_limit_bytes", "_waiting")
 

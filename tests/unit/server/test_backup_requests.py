@@ -62,7 +62,7 @@ def test_who_waits_is_told_that_another_daemon_runs_now(tmp_path: Path, monkeypa
 
 
 async def test_a_failed_write_ends_the_backup_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing touches a journal that failed; its open transaction would keep the copy, and the end, waiting for ever."""
+    """Nothing touches a journal that failed; its open transaction would keep copy and end waiting for ever."""
     journal = SqliteJournal(DataDirectory(tmp_path))
     thread = JournalThread(asyncio.get_running_loop())
     queued = threading.Event()
@@ -87,7 +87,7 @@ async def test_a_failed_write_ends_the_backup_under_way(tmp_path: Path, monkeypa
         await asyncio.sleep(0)
         thread.submit(lambda: write(4), lambda result, error: outcome.set_result(error))
         queued.set()
-        with pytest.raises(JournalError, match="failed meanwhile: cannot write to .*: no such disk"):
+        with pytest.raises(JournalError, match=r"failed meanwhile: cannot write to .*: no such disk"):
             await made
         assert isinstance(await outcome, JournalError)
     assert not list((tmp_path / "backups").iterdir())
