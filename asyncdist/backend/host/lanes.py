@@ -151,7 +151,7 @@ class Lanes:
         backend = self._backend
         gathered = np.zeros((len(backend.ranks), value.size), np.uint64)
         call = calls.all_gather_into_tensor(gathered, value, len(backend.ranks))
-        call.algorithm = "direct"
+        call.algorithm, call.detail = "direct", "sharing memory"  # so that no other call takes it for its own
 
         def ended(_work: CollectiveWork, error: BaseException | None) -> None:
             if tag in self.decided:

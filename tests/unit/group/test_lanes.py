@@ -19,6 +19,7 @@ from mesh_world import eventually, open_fds
 from socket_world import LIMIT_S, run_ranks
 
 import asyncdist as dist
+from asyncdist.backend.calls import call
 from asyncdist.backend.host.lanes import Lanes
 from asyncdist.reduce_op import PremulSum
 from asyncdist.transport.host_memory import HostMemory
@@ -282,6 +283,23 @@ async def test_no_memory_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "unix" in group.world.mesh.describe((group.rank + 1) % group.size)
 
     await run_ranks(3, main)
+
+
+async def test_what_ranks_agree_by_chooses_for_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They exchange numbers, as an all_gather of one does: that took over the algorithm named for them alone."""
+    monkeypatch.setenv("ASYNCDIST_SHM_BYTES", "0")
+    monkeypatch.setenv("ASYNCDIST_ALGO", "all_gather:ring")
+
+    async def main(group: Group) -> list[str]:
+        numbers = []
+        for count in (1, 2, 3):
+            own, everyone = np.zeros(count, np.uint64), np.zeros(3 * count, np.uint64)
+            await group.all_gather_into_tensor(everyone, own)
+            key = call.all_gather_into_tensor(everyone, own, group.size).recipe_key
+            numbers.append(group._backend.algorithm_of(key))
+        return numbers
+
+    assert await run_ranks(3, main) == [["ring"] * 3] * 3
 
 
 async def test_groups_that_come_and_go_leave_nothing() -> None:
