@@ -11,11 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 from mesh_world import World, eventually, received, world
-from punctual import assert_within, punctual
+from punctual import Late, assert_within, punctual
 
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.connections import link
 from asyncdist.transport.connections.handshake import Handshake
+from asyncdist.transport.connections.link import LinkState
 from asyncdist.transport.protocol.hello import ListenerHello
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
@@ -80,7 +81,10 @@ async def test_higher_rank_wins_when_the_lower_dials_in_vain(lower: str, monkeyp
             made.addresses[1] = dataclasses.replace(made.addresses[1], unix=hole.getsockname())
             incoming = [one.receive(1), two.receive(0)]
             one.send(1, b"from 0")
-            await eventually(lambda: one.mesh._links[1]._dialer and one.mesh._links[1]._dialer.in_flight)
+            dials = one.mesh._links[1]
+            await eventually(lambda: dials.state is LinkState.OPEN or (dials._dialer and dials._dialer.in_flight))
+            if dials.state is LinkState.OPEN:
+                raise Late("the other's hello, parked for CROSSED_WAIT_S, was accepted before anybody looked")
             two.send(0, b"from 1")
             if lower == "fails":
                 await eventually(lambda: one.mesh._links[1]._park)
