@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,4 +107,4 @@ def test_an_option_of_all_commands_behind_one_of_them_is_sent_to_its_place() -> 
         assert result.exit_code == 2
         name = next(text for text in arguments if text.startswith("--")).partition("=")[0]
         assert f"{name} goes before the command: asyncdist store {name} ... {arguments[0]}" in result.output
-    assert "No such option '--what'" in invoke("ls", "--what").output
+    assert re.search("No such option.*--what", invoke("ls", "--what").output)  # click quotes it or does not
