@@ -8,6 +8,7 @@ long as a system call takes, or until the thread is through with what it is doin
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
@@ -165,9 +166,16 @@ class ThreadedGroup(ProcessGroup):
                 if self._inner_group.closed:
                     self._is_left()
 
+    def hold(self, timer: asyncio.TimerHandle, forgotten: weakref.finalize[Any, Any]) -> None:
+        """Until it is left, `timer` keeps the group alive; `forgotten` is called when nothing does any more."""
+        self._kept, self._forgotten = timer, forgotten
+        forgotten.atexit = False
+
     def _is_left(self) -> None:
         if self._releases:
             self._releases = False
+            self._kept.cancel()
+            self._forgotten.detach()
             self._communication.at_exit.pop(self._inner_group, None)
             release(self._communication)
 
@@ -177,17 +185,17 @@ class ThreadedGroup(ProcessGroup):
 
 
 class _IssuedWork(ThreadWork[Any]):
-    """A collective handed over; the group knows it until it has ended."""
+    """A collective handed over; it is among the group's until it has ended, and does not keep the group alive."""
 
-    __slots__ = ("_group", "key")
+    __slots__ = ("_works", "key")
 
     def __init__(self, group: ThreadedGroup, key: tuple[int, int], operation: str, nbytes: int) -> None:
         super().__init__(group._courier, operation, nbytes)
-        self._group = group
+        self._works = group._works
         self.key = key
 
     def _end(self) -> None:
-        self._group._works.pop(self.key, None)
+        self._works.pop(self.key, None)
         super()._end()
 
 

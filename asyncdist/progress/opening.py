@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections.abc import Awaitable, Callable
 from contextvars import Context
+from typing import Final
 
 from asyncdist import context
+from asyncdist.errors import ClosedError
 from asyncdist.group import ProcessGroup
 from asyncdist.progress.awaiting import run_there
 from asyncdist.progress.group import ThreadedGroup
@@ -16,6 +19,9 @@ from asyncdist.progress.thread import CommunicationThread, acquire, release
 from asyncdist.progress.work import Courier
 
 __all__ = ["leave_at_exit", "open_there", "refuse_virtual_time"]
+
+FOREVER_S: Final = 1e9
+"""When a timer is due that keeps a group alive for as long as its event loop, as sockets that it watches do others."""
 
 
 async def open_there(open_world: Callable[[], Awaitable[ProcessGroup]]) -> ThreadedGroup:
@@ -42,6 +48,7 @@ async def open_there(open_world: Callable[[], Awaitable[ProcessGroup]]) -> Threa
         raise
     leave_at_exit(thread, opened[0])
     group = ThreadedGroup(opened[0], Courier(thread, loop), threading.get_ident())
+    group.hold(loop.call_later(FOREVER_S, group.where, ""), weakref.finalize(group, _leave_alone, thread, opened[0]))
     context.register_world(group)
     return group
 
@@ -50,6 +57,23 @@ def refuse_virtual_time(loop: asyncio.AbstractEventLoop) -> None:
     """Raise ValueError if time is simulated on `loop`: a thread takes no virtual time."""
     if getattr(loop, "virtual_time", False):
         raise ValueError('progress="thread" needs real time: under virtual time there are no threads')
+
+
+def _leave_alone(thread: CommunicationThread, group: ProcessGroup) -> None:
+    """End `group`, whose event loop was closed before; called by the garbage collector, in any thread."""
+
+    async def leave() -> None:
+        await give_up(group, f"rank {group.world.rank}'s event loop ended before it was closed")
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            task.exception()
+            thread.at_exit.pop(group, None)
+            release(thread)
+
+    if thread.alive:
+        with contextlib.suppress(ClosedError):
+            thread.submit(lambda: thread.start_task(leave(), Context(), ended))
 
 
 async def give_up(group: ProcessGroup, reason: str) -> None:

@@ -48,6 +48,7 @@ class CommunicationThread:
         self._switch_interval_s = switch_interval_s
         self._previous_s: float | None = None
         self._submitted: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._context = Context()  # a timer of ours would keep what is in a caller's for as long as it takes
         self._awake = False
         self._pid = os.getpid()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -71,7 +72,7 @@ class CommunicationThread:
         if not self._awake:
             self._awake = True
             try:
-                self.loop.call_soon_threadsafe(self._work_off)
+                self.loop.call_soon_threadsafe(self._work_off, context=self._context)
             except BaseException as error:
                 self._awake = False  # so that the next is told as well, or after Ctrl-C wakes the thread
                 if isinstance(error, RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import warnings
 from functools import partial
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from cancel_sweep import at_every_await
-from socket_world import LIMIT_S
+from jobs import free_port
+from socket_world import LIMIT_S, turns
 from thread_worlds import another_rank, nothing_left, run_ranks, wait_without_loop
 
 import asyncdist as dist
@@ -369,6 +371,51 @@ async def test_cancelled_at_any_await_it_is_closed_all_the_same() -> None:
 
 async def _await(awaitable: Any) -> Any:
     return await awaitable
+
+
+async def test_a_group_that_nobody_keeps_is_there_as_long_as_its_loop() -> None:
+    """As of a server whose start-up joins, in a task of its own."""
+
+    async def start_up() -> None:
+        await dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1, progress="thread")
+
+    with nothing_left():
+        await asyncio.create_task(start_up())
+        await turns(3)  # the loop holds what its last turns have called
+        gc.collect()
+        await dist.barrier()
+        await dist.destroy_process_group()
+
+
+async def test_the_others_hear_of_a_loop_that_ends_before_its_group() -> None:
+    address, loop_factory = f"tcp://127.0.0.1:{free_port()}", type(asyncio.get_running_loop())
+    threads = [threading.current_thread()]
+
+    async def main(rank: int) -> None:
+        group = await dist.init_process_group(
+            init_method=address, rank=rank, world_size=2, timeout=LIMIT_S, progress="thread"
+        )
+        await group.barrier()
+        if rank == 1:
+            group.all_reduce(np.ones(3), tag=1)
+            return
+        waiting = asyncio.create_task(group.recv(np.zeros(1), 1).wait())
+        while threads[-1].is_alive() or not waiting.done():
+            gc.collect()
+            await asyncio.sleep(0.01)
+        with pytest.raises(dist.GroupAbortedError, match="rank 1's event loop ended before it was closed"):
+            await waiting
+        await group.close()
+
+    def elsewhere() -> None:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(main(1))
+
+    with nothing_left():
+        threads.append(threading.Thread(target=elsewhere))
+        threads[-1].start()
+        async with asyncio.timeout(LIMIT_S):
+            await main(0)
 
 
 async def test_two_worlds_one_after_the_other_and_at_once() -> None:

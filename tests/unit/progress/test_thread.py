@@ -76,7 +76,7 @@ def test_a_submission_that_is_interrupted_keeps_no_later_one_waiting(monkeypatch
     thread = acquire()
 
     class Interrupted:
-        def call_soon_threadsafe(self, _callback: Any) -> None:
+        def call_soon_threadsafe(self, _callback: Any, **_options: Any) -> None:
             raise KeyboardInterrupt
 
     loop = thread.loop
