@@ -14,7 +14,6 @@ from asyncdist_server.auth import Refusal
 from asyncdist_server.client_socket import format_address, notice_lost_hosts
 from asyncdist_server.config import CLOSE_TIMEOUT_S
 from asyncdist_server.counters import count
-from asyncdist_server.messages import FRAME_SLACK_BYTES
 from asyncdist_server.session import Session
 from asyncdist_server.torch_session import TorchSession
 from asyncdist_server.torch_wire import FIRST_BYTE
@@ -124,13 +123,14 @@ class Connection(asyncio.Protocol):
         self._began_s = 0.0
 
     def _account(self) -> None:
-        """Keep the server's sum of unprocessed bytes, and close if that is what exceeds its memory."""
+        """Keep the server's sum of unprocessed bytes, and close if that exceeds its memory and much is here."""
         buffered = self._session.buffered
         server = self._server
         server.inbound_bytes += buffered - self._buffered
         self._buffered = buffered
-        if buffered > FRAME_SLACK_BYTES and server.inbound_bytes > server.config.limits.memory_bytes:
+        if buffered > SMALL_REPLY_BYTES and server.inbound_bytes > server.config.limits.memory_bytes:
             self._session.fail_limit("the daemon holds too much unfinished input")
+            self._account()  # nothing is here any more
 
     def flush(self) -> None:
         """Write what the session has to say, then go on with its waiting requests or close."""

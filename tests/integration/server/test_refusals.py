@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import socket
 import time
@@ -26,9 +27,11 @@ from asyncdist_server.auth import (
     refusal_message,
     store_context,
 )
+from asyncdist_server.config import limits_for
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.messages import Encoder, FrameReader, Hello
 from asyncdist_server.torch_wire import Query
+from asyncdist_server.unsent import SMALL_REPLY_BYTES
 
 TOKEN = "t" * 43
 OTHER_TOKEN = "u" * 43
@@ -219,6 +222,30 @@ async def test_what_a_client_did_not_finish_is_gone_with_its_connection(torch: b
         assert held_bytes < size
         assert server.inbound_bytes == 0
         assert torch or server.engine.statistics()["clients_away"] == 1
+
+
+@pytest.mark.parametrize("torch", [False, True], ids=["native", "torch"])
+async def test_what_many_clients_did_not_finish_is_bounded_together(torch: bool) -> None:
+    """Each sends less than one frame, or one value, may have."""
+    half, memory_bytes, clients = 512 * 1024, 4 << 20, 24
+    limits = limits_for(2 * half, memory_bytes=memory_bytes)
+    async with serve(ServerConfig(port=0, torch=torch, limits=limits)) as server:
+
+        def work() -> None:
+            with contextlib.ExitStack() as stack:
+                for number_ in range(clients):
+                    if torch:
+                        sock = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), DEADLINE_S))
+                        start = VALIDATE + bytes([Query.SET]) + blob(b"k") + number(2 * half)
+                    else:
+                        client = SocketClient(server.port, client_id=b"client-%09d" % number_)
+                        sock, start = stack.enter_context(client).socket, (2 * half).to_bytes(4, "big")
+                    with contextlib.suppress(OSError):
+                        sock.sendall(start + bytes(half))
+                wait_until(lambda: server.engine.counters.dropped.get("memory", 0) >= clients - memory_bytes // half)
+                assert server.inbound_bytes <= memory_bytes + clients * SMALL_REPLY_BYTES
+
+        await asyncio.to_thread(work)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
