@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from asyncdist.backend.object_messages import RecvObjectsWork, SendObjectsWork
@@ -14,6 +15,8 @@ from asyncdist.device_array import DeviceArray, any_array
 from asyncdist.errors import ClosedError, DistError, GroupAbortedError
 from asyncdist.executor.work import Work
 from asyncdist.integers import as_int
+from asyncdist.objects import GPU_META
+from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.frame import pack_key
 from asyncdist.world import World
 
@@ -28,6 +31,8 @@ MAX_TAG: Final = 2**32 - 1
 POINT_TO_POINT_MARK: Final = 0x5C5C_5C5C_5C5C_5C5C
 """Set apart from the group's own id, so that aborting its collectives leaves messages between survivors alone."""
 POINT_TO_POINT_CHANNEL: Final = 0
+MAX_HELD: Final = 1024
+"""Messages held back for a rank from which on it is answered no more: it does not read the answers that it has."""
 KEYS_KEPT: Final = 1024
 """Match keys kept by tag: a program has a few; one with more pays for packing them."""
 
@@ -186,7 +191,8 @@ class Pairs:
 
         Else it would take up memory, and its senders' credit, for as long as the world lasts.
         """
-        self.mesh.drop_group(self._key(0)[:8], ClosedError(self._owner.where("close")))
+        discarded = partial(_discarded, self.mesh, self._group_id)
+        self.mesh.drop_group(self._key(0)[:8], ClosedError(self._owner.where("close")), discarded)
 
     def where(self, operation: str, peer: int) -> str:
         """The beginning of every message about an operation with global rank `peer`."""
@@ -281,6 +287,17 @@ class Pairs:
             if len(self._keys) < KEYS_KEPT:
                 self._keys[tag] = key
         return key
+
+
+def _discarded(mesh: BaseMesh, group_id: int, source: int, meta: bytes) -> None:
+    """A message for a group that is closed here is thrown away: who sent an array on a GPU waits for an answer."""
+    core = mesh.cores[source]
+    if not meta.startswith(GPU_META) or core is None or core.statistics()["held"] >= MAX_HELD:
+        return
+    from asyncdist.backend.device.messages import UNWANTED, Announcement, answer_message
+
+    with contextlib.suppress(ValueError):  # malformed: nobody waits for an answer
+        answer_message(mesh, group_id, source, Announcement.decode(meta).number, UNWANTED)
 
 
 def check_tag(tag: int) -> int:

@@ -10,7 +10,7 @@ from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.protocol.frame import FRAGMENT_BYTES, MAX_CALL_BYTES
-from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, SendOp, nobody_left
+from asyncdist.transport.protocol.matching import AnySourceTable, Discarded, DroppedGroups, Receive, SendOp, nobody_left
 from asyncdist.transport.protocol.peer import PeerCore
 from asyncdist.transport.spin import Spinner
 
@@ -169,8 +169,11 @@ class BaseMesh:
         """Whether `rank` is connected to us or is about to be: then its loss will be noticed here."""
         raise NotImplementedError
 
-    def drop_group(self, group: bytes, error: BaseException) -> None:
-        """Forget every operation of a group (8 bytes) or one operation (16 bytes), telling no sink."""
+    def drop_group(self, group: bytes, error: BaseException, discarded: Discarded | None = None) -> None:
+        """Forget every operation of a group (8 bytes) or one operation (16 bytes), telling no sink.
+
+        `discarded` hears of the group's messages that are thrown away, those that are still to come included.
+        """
         raise NotImplementedError
 
     async def close(self, timeout_s: float, last: Callable[[], Awaitable[None]] | None = None) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "NCCL",
     "REFUSED",
     "STAGED",
+    "UNWANTED",
     "Announcement",
     "DeviceMessages",
     "DeviceRecvWork",
@@ -50,6 +51,8 @@ NCCL: Final = b"n"
 """Through NCCL; the unique id follows."""
 REFUSED: Final = b"r"
 """Not at all; why follows."""
+UNWANTED: Final = b"u"
+"""Not at all, since the group is closed there: as with any message that nobody receives, its array is free."""
 
 MAX_ANSWER_BYTES: Final = 4096
 """Longest answer: a unique id, or why the message is refused."""

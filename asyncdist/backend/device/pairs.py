@@ -25,6 +25,7 @@ from asyncdist.backend.device.messages import (
     NCCL,
     REFUSED,
     STAGED,
+    UNWANTED,
     Announcement,
     DeviceRecvWork,
     DeviceSendWork,
@@ -172,6 +173,8 @@ class DevicePairs:
             if line is None:
                 line = self._lines[work.peer, True] = _Line(self, work.peer, work.array.device, "")
             line.send(work, answer[1:])
+        elif how == UNWANTED:
+            work.complete(None)
         else:
             why = answer[1:].decode(errors="replace") if how == REFUSED else "it cannot be understood"
             work.complete(

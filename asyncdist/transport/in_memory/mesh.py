@@ -12,6 +12,7 @@ from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.in_memory.network import MemoryLink, MemoryNetwork
 from asyncdist.transport.protocol.kept_error import NO_GOODBYE
+from asyncdist.transport.protocol.matching import Discarded
 from asyncdist.transport.protocol.peer import PeerCore
 
 __all__ = ["MemoryMesh"]
@@ -103,9 +104,9 @@ class MemoryMesh(BaseMesh):
         peer = self._peers.get(rank)
         return peer is not None and not peer.ended and (peer.requested or peer.link is not None)
 
-    def drop_group(self, group: bytes, error: BaseException) -> None:
+    def drop_group(self, group: bytes, error: BaseException, discarded: Discarded | None = None) -> None:
         """See BaseMesh.drop_group."""
-        self._dropped.add(group)
+        self._dropped.add(group, discarded)
         self._any_source.drop_group(group)
         for peer in self._peers.values():
             peer.core.drop_group(group, error)

@@ -178,6 +178,7 @@ class Inbound:
     def _keep(self, meta: bytes, fingerprint: int, key: bytes, payload: memoryview) -> None:
         if key in self._dropped:
             self.windows[key[20]].owe(len(payload) + len(meta) + MESSAGE_OVERHEAD_BYTES)
+            self._dropped.discard(key, self.peer_rank, meta)
         else:
             self._parking.add_message(key, payload, meta, fingerprint)
 
@@ -221,6 +222,8 @@ class Inbound:
         view = self._target_or_fail(receive, length, meta) if receive is not None else None
         if receive is None or view is None:
             self._out.queue.push_reply(pack_header(Kind.DISCARD, message_id=message_id))
+            if receive is None:
+                self._dropped.discard(key, self.peer_rank, meta)
             return
         receive.meta = meta
         receive.fingerprint = fingerprint
@@ -368,8 +371,10 @@ class Inbound:
         self.pulls.drop_group(group)
         if self.partial is not None and self.partial.belongs_to(group):
             self.partial.abandon()
-        for message_id in self._parking.drop_group(group):
-            self._out.queue.push_control(pack_header(Kind.DISCARD, message_id=message_id))
+        for parked in self._parking.drop_group(group):
+            if parked.payload is None:
+                self._out.queue.push_control(pack_header(Kind.DISCARD, message_id=parked.message_id))
+            self._dropped.discard(group, self.peer_rank, parked.meta)
         self._out.kick()
 
     def statistics(self) -> dict[str, int]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Final, Protocol, TypeAlias
 
 from asyncdist.errors import CollectiveTimeoutError, DistError, GroupAbortedError, PeerLostError
 from asyncdist.transport.protocol.frame import MAX_LENGTH, MAX_META_BYTES
 
 __all__ = [
     "AnySourceTable",
+    "Discarded",
     "DroppedGroups",
     "ParkedMessage",
     "ParkingPeer",
@@ -29,6 +30,10 @@ __all__ = [
 
 MAX_DROPPED_GROUPS: Final = 4096
 """Groups remembered as dropped: late frames of one come within a round trip, so only the newest matter."""
+
+
+Discarded: TypeAlias = Callable[[int, bytes], object]
+"""discarded(source, meta): a message of a group that was dropped is thrown away."""
 
 
 class Sink(Protocol):
@@ -254,18 +259,27 @@ class DroppedGroups:
     __slots__ = ("_prefixes",)
 
     def __init__(self) -> None:
-        self._prefixes: dict[bytes, None] = {}
+        self._prefixes: dict[bytes, Discarded | None] = {}
 
-    def add(self, prefix: bytes) -> None:
-        """Remember a group (8 bytes) or an operation (16 bytes), forgetting the oldest beyond MAX_DROPPED_GROUPS."""
+    def add(self, prefix: bytes, discarded: Discarded | None = None) -> None:
+        """Remember a group (8 bytes) or an operation (16 bytes), forgetting the oldest beyond MAX_DROPPED_GROUPS.
+
+        `discarded` hears of every message of the group that is thrown away from now on; it must not raise.
+        """
         self._prefixes.pop(prefix, None)
-        self._prefixes[prefix] = None
+        self._prefixes[prefix] = discarded
         if len(self._prefixes) > MAX_DROPPED_GROUPS:
             del self._prefixes[next(iter(self._prefixes))]
 
     def __contains__(self, key: bytes) -> bool:
         """Whether messages of `key` are thrown away."""
         return key[:8] in self._prefixes or key[:16] in self._prefixes
+
+    def discard(self, key: bytes, source: int, meta: bytes) -> None:
+        """A message of `key` is thrown away."""
+        discarded = self._prefixes.get(key[:8])
+        if discarded is not None:
+            discarded(source, meta)
 
 
 class AnySourceTable:

@@ -105,16 +105,15 @@ class Parking:
         if key[20] == POINT_TO_POINT:
             self._any_source.unparked(key, self._owner)
 
-    def drop_group(self, group: bytes) -> list[int]:
-        """Forget the messages of `group`; returns the ids of those that were only on offer."""
-        offers = []
+    def drop_group(self, group: bytes) -> list[ParkedMessage]:
+        """Forget and return the messages of `group`."""
+        dropped: list[ParkedMessage] = []
         for key in [key for key in self.queues if key.startswith(group)]:
             for parked in self.queues[key]:
                 self._account(key, parked)
-                if parked.payload is None:
-                    offers.append(parked.message_id)
+                dropped.append(parked)
             self._forget(key)
-        return offers
+        return dropped
 
     def forget_offers(self) -> None:
         """The peer is gone: of each key keep what is here whole, up to the first message that can never come."""

@@ -57,3 +57,29 @@ def test_what_waits_for_its_callers_kernels_is_left_alone() -> None:
         assert equal(x, np.zeros(3))
 
     run_gpu(2, main)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_send_that_its_group_never_takes_ends(late: bool) -> None:
+    """As one from the host does; `late`: the group is closed there before it comes."""
+
+    async def main(at: GpuRank) -> None:
+        sub = dist.new_group()
+        assert isinstance(sub, dist.ProcessGroup)
+        if at.rank == 0:
+            if late:
+                await at.group.recv(np.zeros(1), 1)
+            work = sub.isend(at.zeros(3), 1)
+            await at.group.send(np.zeros(1), 1)
+            await work
+            await sub.close()
+        elif late:
+            await sub.close()
+            await at.group.send(np.zeros(1), 0)
+            await at.group.recv(np.zeros(1), 0)
+        else:
+            await at.group.recv(np.zeros(1), 0)
+            await sub.close()
+        await dist.barrier(at.group)
+
+    run_gpu(2, main)

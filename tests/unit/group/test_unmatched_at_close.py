@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,11 @@ from group_kit import Group
 from socket_world import socket_world
 
 import asyncdist as dist
+from asyncdist.backend.device.messages import UNWANTED, Announcement
+from asyncdist.pairs import MAX_HELD, _discarded
 from asyncdist.testing import run_world
 from asyncdist.transport.protocol.frame import CREDIT_BYTES, POINT_TO_POINT
+from asyncdist.transport.protocol.matching import SendOp
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -41,6 +46,19 @@ def test_unmatched_messages_go_with_their_group(late: bool) -> None:
         assert group.world.mesh.cores[1 - group.rank].statistics()["held"] == 0  # type: ignore[union-attr]
 
     run_world(2, main, seed=1)
+
+
+@pytest.mark.parametrize("held", [MAX_HELD - 1, MAX_HELD])
+def test_who_reads_no_answers_gets_no_more(held: int) -> None:
+    """To announcements of arrays on a GPU, which a closed group throws away."""
+    answers: list[SendOp] = []
+    mesh: Any = SimpleNamespace(
+        cores=[SimpleNamespace(statistics=lambda: {"held": held})], post_send=lambda _rank, op: answers.append(op)
+    )
+    announced = Announcement(7, "a host", "a GPU", False, np.dtype(np.float32), (3,)).encode()
+    for meta in (announced, announced[:-1], b"another message"):
+        _discarded(mesh, 1, 0, meta)
+    assert [bytes(answer.payload) for answer in answers] == ([UNWANTED] if held < MAX_HELD else [])
 
 
 async def test_a_large_send_that_its_group_never_takes_ends() -> None:

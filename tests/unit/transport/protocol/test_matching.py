@@ -67,6 +67,16 @@ def test_dropped_groups_and_operations() -> None:
     assert p2p(2) in dropped
 
 
+def test_who_wants_to_know_what_is_thrown_away() -> None:
+    dropped, heard = DroppedGroups(), list[tuple[int, bytes]]()
+    dropped.add(GROUP_BYTES)
+    dropped.discard(p2p(2), 3, b"nobody asked")
+    dropped.add(GROUP_BYTES, lambda source, meta: heard.append((source, meta)))
+    dropped.discard(p2p(2), 3, b"meta")
+    dropped.discard(p2p(2, 5), 3, b"of another group")
+    assert heard == [(3, b"meta")]
+
+
 def test_the_oldest_dropped_group_is_forgotten() -> None:
     dropped = DroppedGroups()
     for group in range(matching.MAX_DROPPED_GROUPS):

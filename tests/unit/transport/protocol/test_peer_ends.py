@@ -238,6 +238,28 @@ def test_late_messages_of_a_dropped_group_are_drained() -> None:
     assert GROUP_BYTES in pair.dropped[1]
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("nbytes", [4, MIB])
+def test_what_a_dropped_group_throws_away_is_told_of(nbytes: int, late: bool) -> None:
+    pair, sa, _ = make()
+    heard: list[tuple[int, bytes]] = []
+
+    def drop() -> None:
+        pair.dropped[1].add(GROUP_BYTES, lambda source, meta: heard.append((source, meta)))
+        pair.b.drop_group(GROUP_BYTES, RuntimeError("dropped"))
+
+    if late:
+        drop()
+    send(pair.a, sa, p2p(1), bytes(nbytes), "s", b"what it is")
+    pair.run()
+    if not late:
+        assert not heard
+        drop()
+    pair.run()
+    assert heard == [(0, b"what it is")]
+    assert sa.order == ["s"]
+
+
 def test_dropping_what_was_never_written_makes_room() -> None:
     """Nobody will answer for messages the peer has not heard of, so the drop itself must let held ones go."""
     pair, sa, sb = make()
