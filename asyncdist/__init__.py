@@ -118,6 +118,7 @@ from asyncdist.errors import (
     RemoteProtocolError,
     StoreLimitError,
     StoreTimeoutError,
+    WaitTimeoutError,
     WatchCompactedError,
 )
 from asyncdist.executor.work import Work
@@ -186,6 +187,7 @@ __all__ = [
     "StreamChunk",
     "TCPStore",
     "TLSConfig",
+    "WaitTimeoutError",
     "Watch",
     "WatchCompactedError",
     "WatchEvent",

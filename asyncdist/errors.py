@@ -16,6 +16,7 @@
     │   ├─ CollectiveTimeoutError    also a TimeoutError; .missing are global ranks
     │   ├─ CollectiveMismatchError   two ranks asked for different things; the message shows both; .peer
     │   └─ GroupAbortedError         .reason; .rank that started it, where known
+    ├─ WaitTimeoutError              also a TimeoutError; Work.wait(timeout) gave up waiting, the operation goes on
     ├─ ClosedError                   you used something that is closed
     └─ LaunchError                   .exitcode, .rank of the first worker that failed
 
@@ -45,6 +46,7 @@ __all__ = [
     "RemoteProtocolError",
     "StoreLimitError",
     "StoreTimeoutError",
+    "WaitTimeoutError",
     "WatchCompactedError",
 ]
 
@@ -142,6 +144,10 @@ class GroupAbortedError(CollectiveError):
         super().__init__(message)
         self.reason = reason
         self.rank = rank
+
+
+class WaitTimeoutError(DistError, TimeoutError):
+    """The time given to `Work.wait` was over; the operation goes on, and may be waited for again."""
 
 
 class ClosedError(DistError):

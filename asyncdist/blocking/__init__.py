@@ -66,6 +66,7 @@ from asyncdist.errors import (
     RemoteProtocolError,
     StoreLimitError,
     StoreTimeoutError,
+    WaitTimeoutError,
     WatchCompactedError,
 )
 from asyncdist.launch.spawn import spawn
@@ -111,6 +112,7 @@ __all__ = [
     "StreamChunk",
     "TCPStore",
     "TLSConfig",
+    "WaitTimeoutError",
     "WatchCompactedError",
     "Work",
     "all_gather",

@@ -67,8 +67,8 @@ class Work(Generic[T]):
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Wait until the operation has ended; True, or raise what went wrong.
 
-        `timeout` (seconds or a timedelta) bounds only the waiting: TimeoutError leaves the operation as it is. So does
-        Ctrl-C; but `destroy_process_group` aborts rather than waits for an operation whose waiting was interrupted.
+        `timeout` (seconds or a timedelta) bounds only the waiting: WaitTimeoutError leaves the operation as it is. So
+        does Ctrl-C; but `destroy_process_group` aborts rather than waits for one whose waiting was interrupted.
         """
         timeout_s = timeout_seconds(timeout, None)
         try:

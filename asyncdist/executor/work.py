@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from asyncdist.arrays import human_bytes
 from asyncdist.deadline import timeout_seconds
+from asyncdist.errors import WaitTimeoutError
 from asyncdist.spinning import Spins
 from asyncdist.transport.protocol.kept_error import anew
 
@@ -128,11 +129,11 @@ class Work(Generic[T]):
         """Global ranks that a collective has not heard from, as far as this rank knows."""
         return ()
 
-    def late(self, timeout_s: float) -> TimeoutError:
+    def late(self, timeout_s: float) -> WaitTimeoutError:
         """What `wait` raises when its time is up."""
         ranks = self.waiting_for()
         text = f"{self.where}: did not end within {timeout_s:g} s (the operation goes on)"
-        return TimeoutError(text + (f"; it waits for rank {', '.join(map(str, ranks))}" if ranks else ""))
+        return WaitTimeoutError(text + (f"; it waits for rank {', '.join(map(str, ranks))}" if ranks else ""))
 
     def add_done_callback(self, callback: Callable[[Work[T]], object], *, context: Context | None = None) -> None:
         """Call `callback(work)` from the event loop once the operation has ended; soon, if it already has.
@@ -202,9 +203,9 @@ class Work(Generic[T]):
     async def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Wait until the operation has ended; True, or raise what went wrong.
 
-        `timeout` (seconds or a timedelta) bounds only the waiting: TimeoutError leaves the operation as it is, and so
-        does cancelling. Without one this is `await work`, whose cancelling may withdraw a `recv`. Raises RuntimeError
-        on another event loop than the group's.
+        `timeout` (seconds or a timedelta) bounds only the waiting: WaitTimeoutError leaves the operation as it is, and
+        so does cancelling. Without one this is `await work`, whose cancelling may withdraw a `recv`. Raises
+        RuntimeError on another event loop than the group's.
         """
         timeout_s = timeout_seconds(timeout, None)
         if timeout_s is None or self._done:

@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any, TypeVar
 
 from asyncdist.backend.point_to_point import RecvWork
-from asyncdist.errors import ClosedError
+from asyncdist.errors import ClosedError, WaitTimeoutError
 from asyncdist.executor.work import Work
 from asyncdist.progress.thread import CommunicationThread
 
@@ -135,7 +135,7 @@ class ThreadWork(Work[T]):
         """See `Work.where`."""
         return super().where if self._inner is None else self._inner.where
 
-    def late(self, timeout_s: float) -> TimeoutError:
+    def late(self, timeout_s: float) -> WaitTimeoutError:
         """See `Work.late`; only the communication thread knows what is missing."""
         return self._courier.thread.call(lambda: super(ThreadWork, self).late(timeout_s))
 

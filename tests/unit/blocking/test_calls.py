@@ -229,7 +229,9 @@ def test_a_wait_may_expire_and_the_operation_goes_on(alone: dist.ProcessGroup) -
     x = np.zeros(1)
     work = dist.irecv(x, 0)
     for timeout in (0, 0.01):
-        with pytest.raises(TimeoutError, match=r"^group default, rank 0, irecv \(rank 0\): .*the operation goes on"):
+        with pytest.raises(
+            asyncdist.WaitTimeoutError, match=r"^group default, rank 0, irecv \(rank 0\): .*the operation goes on"
+        ):
             work.wait(timeout)
     with pytest.raises(ValueError, match="negative"):
         work.wait(-1)

@@ -204,7 +204,7 @@ async def test_whoever_waits_too_long_is_told_for_whom(progress: Any) -> None:
     async def main(group: Any) -> None:
         if group.rank == 0:
             work = group.all_reduce(np.zeros(3))
-            with pytest.raises(TimeoutError) as late:
+            with pytest.raises(dist.WaitTimeoutError) as late:
                 await work.wait(0.05)
             assert str(late.value) == (
                 "group default, rank 0, all_reduce #0: did not end within 0.05 s (the operation goes on); it waits for "
@@ -212,7 +212,7 @@ async def test_whoever_waits_too_long_is_told_for_whom(progress: Any) -> None:
             )
             receive = group.irecv(np.zeros(3), 1, tag=7)
             with pytest.raises(
-                TimeoutError, match=r"^group default, rank 0, irecv \(rank 1\): did not end within 0.05 s"
+                dist.WaitTimeoutError, match=r"^group default, rank 0, irecv \(rank 1\): did not end within 0.05 s"
             ):
                 await receive.wait(0.05)
             await group.isend(np.zeros(1), 1)
