@@ -144,6 +144,8 @@ def parse_init_method(
     for ranks and sizes that are no ints, such as texts from the environment.
     """
     rank, world_size = as_int(rank, "rank must be an int"), as_int(world_size, "world_size must be an int")
+    if not isinstance(init_method, str | None):
+        raise TypeError(f"init_method must be a str, not {type(init_method).__name__}")
     if has_store:
         if init_method is not None:
             raise ValueError("give either store= or init_method=, not both")
@@ -154,6 +156,7 @@ def parse_init_method(
     if parts.scheme not in ("env", "tcp", "file"):
         raise ValueError(f"no rendezvous for {init_method!r}: use env://, tcp://host:port or file:///path")
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    query.pop("use_libuv", None)  # torch's: which of its servers, here there is one
     rank, world_size = _from_query(query, rank, world_size, init_method)
     namespace = environ.get("ASYNCDIST_JOB_ID", "")
     if parts.scheme == "env":

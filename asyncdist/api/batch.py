@@ -42,6 +42,11 @@ class P2POp:
         self.group_peer = required_peer(self.group, peer, group_peer, "peer")
         self.tag = check_tag(tag)
 
+    @property
+    def peer(self) -> int:
+        """The other side's global rank."""
+        return self.group.ranks[self.group_peer]
+
     def __repr__(self) -> str:
         return f"P2POp({self.op.__name__}, group_peer={self.group_peer}, tag={self.tag})"
 

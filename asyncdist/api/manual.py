@@ -52,9 +52,6 @@ host memory may be strided. Until the Work is done they belong to the operation.
 _REDUCED: Final = "Which dtypes an `op` takes is said at `ReduceOp`."
 _RANKS: Final = "`{0}` is a global rank, also in a smaller group; `group_{0}` is one of the group, as its methods take."
 
-_METHODS: Final = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
-"""Functions whose method has another name."""
-
 _ARRAY_NAMES: Final = ("tensor", "array", "input", "output")
 _NO_ARRAYS: Final = "object"
 """In the names of functions whose inputs and outputs are lists of anything."""
@@ -66,7 +63,7 @@ def complete_help(functions: Iterable[Callable[..., Any]]) -> None:
         own = function.__doc__
         if not own or "see `ProcessGroup." not in own.replace("See", "see"):  # no docstrings under -OO
             continue
-        method = getattr(ProcessGroup, _METHODS.get(function.__name__, function.__name__), None)
+        method = getattr(ProcessGroup, function.__name__, None)
         parts = [inspect.cleandoc(own), *_of_method(method), *_shared(function)]
         function.__doc__ = "\n\n".join(parts)
 

@@ -210,14 +210,16 @@ def parse_nnodes(text: str) -> tuple[int, int]:
 def worker_command(script: str, args: tuple[str, ...], *, module: bool, no_python: bool) -> tuple[str, ...]:
     """Build a worker's argument vector.
 
-    Raises ValueError if `module` and `no_python` are both set, and FileNotFoundError if the script does not exist.
+    Python is the launcher's own, or the one that torchrun's variable PYTHON_EXEC names. Raises ValueError if `module`
+    and `no_python` are both set, and FileNotFoundError if the script does not exist.
     """
     if module and no_python:
         raise ValueError("-m and --no-python exclude each other")
     if no_python:
         return (script, *args)
+    python = os.environ.get("PYTHON_EXEC") or sys.executable
     if module:
-        return (sys.executable, "-m", script, *args)
+        return (python, "-m", script, *args)
     if not Path(script).exists():
         raise FileNotFoundError(f"there is no script {script!r} in {os.getcwd()}")
-    return (sys.executable, script, *args)
+    return (python, script, *args)

@@ -62,6 +62,8 @@ class Collectives(Issuer):
             self.size,
         )
 
+    all_gather_single = all_gather_into_tensor
+
     def gather(
         self,
         tensor: Any,
@@ -134,6 +136,8 @@ class Collectives(Issuer):
             op,
             self.size,
         )
+
+    reduce_scatter_single = reduce_scatter_tensor
 
     def barrier(self, *, tag: int = 0, timeout: Timeout = INHERIT) -> Work[Any]:
         """Done once every rank has called it."""

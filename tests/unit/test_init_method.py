@@ -59,6 +59,16 @@ def test_tcp_takes_ranks_from_its_query_or_from_arguments() -> None:
     assert (given.host, given.port, given.may_host) == ("host", 1, True)
 
 
+def test_which_server_of_torchs_is_meant_means_nothing() -> None:
+    plain = parse_init_method("tcp://host:1", 0, 2, environ={})
+    assert parse_init_method("tcp://host:1?use_libuv=0", 0, 2, environ={}) == plain
+
+
+def test_an_init_method_is_a_text() -> None:
+    with pytest.raises(TypeError, match=r"^init_method must be a str, not int$"):
+        parse_init_method(29500, 0, 2, environ={})  # type: ignore[arg-type]
+
+
 def test_file() -> None:
     method = parse_init_method("file:///tmp/x?rank=0", -1, 2, environ={})
     assert (method.path, method.rank, method.world_size) == ("/tmp/x", 0, 2)

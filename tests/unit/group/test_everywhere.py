@@ -57,6 +57,9 @@ async def blocks(group: Group) -> None:
         whole[...] = 0
         await function(whole, own(group), group)
         assert whole[:, 1].tolist() == [1, 10, 100]
+    whole[...] = 0
+    await group.all_gather_single(whole, own(group))
+    assert whole[:, 1].tolist() == [1, 10, 100]
     places = [np.zeros(2, int) for _ in range(SIZE)]
     await dist.gather(own(group), places if group.rank == 1 else None, ranks[1], group)
     assert [place[0] for place in places] == ([1, 10, 100] if group.rank == 1 else [0, 0, 0])
@@ -67,6 +70,8 @@ async def blocks(group: Group) -> None:
     for function in (dist.reduce_scatter_tensor, dist.reduce_scatter_single):
         await function(x := own(group), whole, group=group)
         assert x[0] == 3 * 10**group.rank
+    await group.reduce_scatter_single(x := own(group), whole)
+    assert x[0] == 3 * 10**group.rank
     await dist.all_to_all(places, [own(group) + index for index in range(SIZE)], group)
     assert [place[0] for place in places] == [1 + group.rank, 10 + group.rank, 100 + group.rank]
     out = np.zeros(SIZE, int)
@@ -126,6 +131,9 @@ async def messages(group: Group) -> None:
     assert receiving.source_rank() == before
     await work
     batch = [dist.P2POp(dist.isend, own(group), after, group), dist.P2POp(dist.irecv, x, before, group)]
+    assert [(operation.peer, operation.group_peer) for operation in batch] == [
+        (peer, dist.get_group_rank(group, peer)) for peer in (after, before)
+    ]
     for work in dist.batch_isend_irecv(batch):
         await work
     work = dist.send_object_list([group.rank, "text"], after, group)

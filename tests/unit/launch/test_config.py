@@ -121,9 +121,14 @@ def test_configurations_that_do() -> None:
 def test_worker_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.touch()
+    monkeypatch.delenv("PYTHON_EXEC", raising=False)
     assert worker_command(str(script), ("-a",), module=False, no_python=False) == (sys.executable, str(script), "-a")
     assert worker_command("pkg.mod", ("x",), module=True, no_python=False) == (sys.executable, "-m", "pkg.mod", "x")
     assert worker_command("ls", ("-l",), module=False, no_python=True) == ("ls", "-l")
+    monkeypatch.setenv("PYTHON_EXEC", "python3.x")
+    assert worker_command(str(script), (), module=False, no_python=False) == ("python3.x", str(script))
+    assert worker_command("pkg.mod", (), module=True, no_python=False) == ("python3.x", "-m", "pkg.mod")
+    assert worker_command("ls", (), module=False, no_python=True) == ("ls",)
     with pytest.raises(ValueError, match="exclude each other"):
         worker_command("ls", (), module=True, no_python=True)
     monkeypatch.chdir(tmp_path)
