@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from asyncdist.plan.accesses import Accesses
+from asyncdist.plan.problem import Problem
 from asyncdist.plan.repeated import Gap, RepeatedSteps, later, repeats
 from asyncdist.plan.steps import (
     Buffer,
@@ -46,11 +47,12 @@ class PlanBuilder:
     `after` adds steps to wait for that the slices do not imply (None is ignored).
     """
 
-    def __init__(self, collective: str, algorithm: str, rank: int, world: int) -> None:
+    def __init__(self, collective: str, algorithm: str, rank: int, world: int, window_size: int = WINDOW) -> None:
         self.collective = collective
         self.algorithm = algorithm
         self.rank = rank
         self.world = world
+        self.window_size = window_size
         self.scratch_count = 0
         self._steps: list[Step] = []
         self._accesses = (Accesses(), Accesses(), Accesses())
@@ -62,6 +64,15 @@ class PlanBuilder:
         self._gap: Gap | None = None
         self._left_out = 0
 
+    @classmethod
+    def of(cls, problem: Problem, algorithm: str, rank: int) -> PlanBuilder:
+        """Begin `rank`'s plan that solves `problem`."""
+        return cls(problem.collective, algorithm, rank, problem.world, problem.window_size)
+
+    def window(self) -> Window:
+        """A window for one pipeline of chunks."""
+        return Window(self.window_size)
+
     def scratch(self, length: int) -> Slice:
         """Reserve `length` elements of SCRATCH."""
         piece = Slice(Buffer.SCRATCH, self.scratch_count, length)
@@ -71,8 +82,9 @@ class PlanBuilder:
     def turns(self, pieces: Sequence[Slice]) -> list[Slice]:
         """Reserve SCRATCH for a window of `pieces`, and return the place of each: they take turns."""
         longest = max((piece.length for piece in pieces), default=0)
-        room = [self.scratch(longest).offset for _ in range(min(WINDOW, len(pieces)))]
-        return [Slice(Buffer.SCRATCH, room[number % WINDOW], piece.length) for number, piece in enumerate(pieces)]
+        size = self.window_size
+        room = [self.scratch(longest).offset for _ in range(min(size, len(pieces)))]
+        return [Slice(Buffer.SCRATCH, room[number % size], piece.length) for number, piece in enumerate(pieces)]
 
     def send(
         self, peer: int, source: Slice, *, slot: int | None = None, after: Iterable[int | None] = ()

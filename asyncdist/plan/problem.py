@@ -31,6 +31,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from asyncdist.plan.window import WINDOW
+
 __all__ = [
     "BLOCK_COLLECTIVES",
     "COLLECTIVES",
@@ -75,6 +77,8 @@ class Problem(NamedTuple):
     counts: tuple[int, ...]
     root: int = 0
     ranks_per_host: int = 1
+    window_size: int = WINDOW
+    """Chunks that a rank is ready to receive at a time, of one pipeline."""
 
     @classmethod
     def of(

@@ -14,8 +14,9 @@ from typing import Final
 __all__ = ["WINDOW", "Window", "first_that_fits"]
 
 WINDOW: Final = 4
-"""Chunks a rank is ready to receive at a time, of one pipeline. It bounds temporary memory at four chunks whatever the
-vector; two would do if the loop never paused, four hide a reduction and a wake-up."""
+"""Chunks a rank is ready to receive at a time, of one pipeline, where little is on its way at any time. It bounds
+temporary memory at four chunks whatever the vector; two would do if the loop never paused, four hide a reduction and a
+wake-up. Between hosts a round trip is to be hidden as well (`plan.selection`)."""
 
 
 class Window:
@@ -23,7 +24,7 @@ class Window:
 
     __slots__ = ("_steps",)
 
-    def __init__(self, size: int = WINDOW) -> None:
+    def __init__(self, size: int) -> None:
         self._steps: deque[int | None] = deque([None] * size, size)
 
     @property

@@ -37,7 +37,7 @@ __all__ = ["all_reduce", "broadcast", "reduce"]
 
 def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Reduce up the tree and broadcast down it, chunk by chunk."""
-    builder = PlanBuilder("all_reduce", "binary_tree", rank, problem.world)
+    builder = PlanBuilder.of(problem, "binary_tree", rank)
     pieces = split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
     tree = _pipeline(builder, host_tree(problem, rank), pieces)
     for piece in pieces:
@@ -48,7 +48,7 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Pass chunks of `chunk_length` elements down the tree."""
-    builder = PlanBuilder("broadcast", "binary_tree", rank, problem.world)
+    builder = PlanBuilder.of(problem, "binary_tree", rank)
     pieces = split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
     tree = _pipeline(builder, host_tree(problem, rank), pieces)
     for piece in pieces:
@@ -58,7 +58,7 @@ def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Reduce chunks of `chunk_length` elements up the tree; INPUT is only read."""
-    builder = PlanBuilder("reduce", "binary_tree", rank, problem.world)
+    builder = PlanBuilder.of(problem, "binary_tree", rank)
     pieces = split(Slice(Buffer.INPUT, 0, problem.total), chunk_length)
     tree = _pipeline(builder, host_tree(problem, rank), pieces)
     for piece in pieces:

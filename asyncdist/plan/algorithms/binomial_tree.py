@@ -21,7 +21,6 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import Run, cyclic_runs, offsets, split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
-from asyncdist.plan.window import Window
 
 __all__ = ["broadcast", "gather", "reduce", "scatter"]
 
@@ -29,9 +28,9 @@ __all__ = ["broadcast", "gather", "reduce", "scatter"]
 def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Pass the vector down the tree, in chunks of `chunk_length` elements one behind another."""
     world, root = problem.world, problem.root
-    builder = PlanBuilder("broadcast", "binomial_tree", rank, world)
+    builder = PlanBuilder.of(problem, "binomial_tree", rank)
     position = (rank - root) % world
-    window = Window()
+    window = builder.window()
     for piece in split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length):
         if position:
             window.add(builder.recv((_parent(position) + root) % world, piece, after=window.after))
@@ -47,7 +46,7 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     `RecvReduce`, so that its temporary memory is bounded by what is being reduced, not by the number of children.
     """
     world, root = problem.world, problem.root
-    builder = PlanBuilder("reduce", "binomial_tree", rank, world)
+    builder = PlanBuilder.of(problem, "binomial_tree", rank)
     position = (rank - root) % world
     children = [(child + root) % world for child in reversed(_children(position, world))]
     parent = (_parent(position) + root) % world
@@ -79,7 +78,7 @@ def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Collect subtrees' blocks up the tree; `chunk_length` is not used."""
     del chunk_length
     world, root = problem.world, problem.root
-    builder = PlanBuilder("gather", "binomial_tree", rank, world)
+    builder = PlanBuilder.of(problem, "binomial_tree", rank)
     position = (rank - root) % world
     own = Slice(Buffer.INPUT, 0, problem.counts[rank])
     children = _children(position, world)
@@ -103,7 +102,7 @@ def scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Hand subtrees' blocks down the tree; `chunk_length` is not used."""
     del chunk_length
     world, root = problem.world, problem.root
-    builder = PlanBuilder("scatter", "binomial_tree", rank, world)
+    builder = PlanBuilder.of(problem, "binomial_tree", rank)
     position = (rank - root) % world
     own = Slice(Buffer.OUTPUT, 0, problem.counts[rank])
     children = _children(position, world)

@@ -36,7 +36,7 @@ def all_to_all(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Send half of the slots each round; even blocks only, and `chunk_length` is not used."""
     del chunk_length
     world, count = problem.world, problem.counts[0]
-    builder = PlanBuilder("all_to_all", "bruck", rank, world)
+    builder = PlanBuilder.of(problem, "bruck", rank)
     if not count:
         return builder.build()
     held = [_Slots(0, world - rank, Slice(Buffer.INPUT, rank * count, (world - rank) * count))]

@@ -15,7 +15,6 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
-from asyncdist.plan.window import Window
 
 __all__ = ["broadcast", "reduce"]
 
@@ -23,9 +22,9 @@ __all__ = ["broadcast", "reduce"]
 def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Pass chunks of `chunk_length` elements down the line."""
     world = problem.world
-    builder = PlanBuilder("broadcast", "chain", rank, world)
+    builder = PlanBuilder.of(problem, "chain", rank)
     position = (rank - problem.root) % world
-    window = Window()
+    window = builder.window()
     for piece in split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length):
         if position:
             window.add(builder.recv((rank - 1) % world, piece, after=window.after))
@@ -40,13 +39,13 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     An inner rank holds a window of partial sums: received, reduced, sent, and one on its way.
     """
     world = problem.world
-    builder = PlanBuilder("reduce", "chain", rank, world)
+    builder = PlanBuilder.of(problem, "chain", rank)
     position = (rank - problem.root) % world
     nearer, farther = (rank - 1) % world, (rank + 1) % world
     pieces = split(Slice(Buffer.INPUT, 0, problem.total), chunk_length)
     inner = 0 < position < world - 1
     results = [Slice(Buffer.OUTPUT, piece.offset, piece.length) for piece in pieces]
-    window = Window()
+    window = builder.window()
     for piece, target in zip(pieces, builder.turns(pieces) if inner else results, strict=True):
         if position == world - 1 and position:
             builder.send(nearer, piece)

@@ -25,7 +25,7 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import cut_blocks, cyclic_runs, offsets, partition, split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
-from asyncdist.plan.window import WINDOW, Window, first_that_fits
+from asyncdist.plan.window import Window, first_that_fits
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
@@ -34,13 +34,13 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Double what every rank has, each round."""
     world, counts = problem.world, problem.counts
     starts = offsets(counts)
-    builder = PlanBuilder("all_gather", "circulant", rank, world)
+    builder = PlanBuilder.of(problem, "circulant", rank)
     own = Slice(Buffer.INPUT, 0, counts[rank])
     place = Slice(Buffer.OUTPUT, starts[rank], counts[rank])
     pairs = _skips(world)[::-1]
     if pairs:
         builder.send_all((rank - 1) % world, split(own, chunk_length))
-        builder.recv_all((rank + 1) % world, cut_blocks(starts, rank + 1, 1, chunk_length), Window())
+        builder.recv_all((rank + 1) % world, cut_blocks(starts, rank + 1, 1, chunk_length), builder.window())
     builder.copy(own, place)
     for skip, previous in pairs[1:]:
         _pass_on(builder, starts, skip, previous, chunk_length)
@@ -52,11 +52,11 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     world = problem.world
     counts = partition(problem.total, world)
     starts = offsets(counts)
-    builder = PlanBuilder("all_reduce", "circulant", rank, world)
+    builder = PlanBuilder.of(problem, "circulant", rank)
     pairs = _skips(world)
     kept = [cut_blocks(starts, rank, previous - skip, chunk_length)[::-1] for skip, previous in pairs]
-    small = _first_small(kept, chunk_length)
-    window = Window()
+    small = _first_small(builder, kept, chunk_length)
+    window = builder.window()
     for number, (skip, previous) in enumerate(pairs):
         leaving = cut_blocks(starts, rank + skip, previous - skip, chunk_length)
         builder.send_all((rank + skip) % world, reversed(leaving))
@@ -75,7 +75,7 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """
     world, counts = problem.world, problem.counts
     starts = offsets(counts)
-    builder = PlanBuilder("reduce_scatter", "circulant", rank, world)
+    builder = PlanBuilder.of(problem, "circulant", rank)
     result = Slice(Buffer.OUTPUT, 0, counts[rank])
     pairs = _skips(world)
     if len(pairs) < 2:
@@ -83,10 +83,10 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
         return builder.build(block_aligned=True)
     slots = offsets([counts[(rank + slot) % world] for slot in range(pairs[0][0])])
     builder.scratch(slots[-1])
-    window = Window()
+    window = builder.window()
     _first_sums(builder, starts, slots, pairs[0], window, chunk_length)
     kept = [cut_blocks(slots, 0, previous - skip, chunk_length, Buffer.SCRATCH)[::-1] for skip, previous in pairs[1:]]
-    small = _first_small(kept, chunk_length)
+    small = _first_small(builder, kept, chunk_length)
     for number, (skip, previous) in enumerate(pairs[1:]):
         leaving = cut_blocks(slots, skip, previous - skip, chunk_length, Buffer.SCRATCH)
         builder.send_all((rank + skip) % world, reversed(leaving))
@@ -133,7 +133,7 @@ def _reduce_scatter_of_two(builder: PlanBuilder, starts: tuple[int, ...], result
         return
     leaving = Slice(Buffer.INPUT, starts[other], starts[other + 1] - starts[other])
     builder.send_all(other, split(leaving, chunk_length))
-    window = Window()
+    window = builder.window()
     for operand, target in zip(split(own, chunk_length), split(result, chunk_length), strict=True):
         window.add(builder.recv(other, target, after=window.after))
         builder.reduce(operand, target, source_left=rank == 0)
@@ -155,11 +155,12 @@ def _pass_on(builder: PlanBuilder, starts: tuple[int, ...], skip: int, previous:
     rank, world = builder.rank, builder.world
     builder.send_all((rank - skip) % world, cut_blocks(starts, rank, previous - skip, chunk_length))
     arriving = cut_blocks(starts, rank + skip, previous - skip, chunk_length)
-    builder.recv_all((rank + skip) % world, arriving, Window())
+    builder.recv_all((rank + skip) % world, arriving, builder.window())
 
 
-def _first_small(rounds: Sequence[Sequence[Slice]], chunk_length: int) -> int:
-    return first_that_fits([sum(piece.length for piece in pieces) for pieces in rounds], WINDOW * chunk_length)
+def _first_small(builder: PlanBuilder, rounds: Sequence[Sequence[Slice]], chunk_length: int) -> int:
+    lengths = [sum(piece.length for piece in pieces) for pieces in rounds]
+    return first_that_fits(lengths, builder.window_size * chunk_length)
 
 
 def _receive_operand(builder: PlanBuilder, peer: int, target: Slice, window: Window, *, posted: bool) -> None:

@@ -33,7 +33,7 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone sends its block to everyone; `chunk_length` is not used."""
     del chunk_length
     world, counts = problem.world, problem.counts
-    builder = PlanBuilder("all_gather", "direct", rank, world)
+    builder = PlanBuilder.of(problem, "direct", rank)
     own = Slice(Buffer.INPUT, 0, counts[rank])
     blocks = blocks_of(Buffer.OUTPUT, counts)
     sends, receives = Window(EXCHANGE_WINDOW), Window(EXCHANGE_WINDOW)
@@ -49,7 +49,7 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone sends everyone its block, and folds its own in rank order; `chunk_length` is not used."""
     del chunk_length
     world, counts = problem.world, problem.counts
-    builder = PlanBuilder("reduce_scatter", "direct", rank, world)
+    builder = PlanBuilder.of(problem, "direct", rank)
     blocks = blocks_of(Buffer.INPUT, counts)
     for distance in range(1, world):
         peer = (rank + distance) % world
@@ -66,7 +66,7 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """
     del chunk_length
     world = problem.world
-    builder = PlanBuilder("all_reduce", "direct", rank, world)
+    builder = PlanBuilder.of(problem, "direct", rank)
     whole = Slice(Buffer.OUTPUT, 0, problem.total)
     for distance in range(1, world):
         builder.send((rank + distance) % world, whole)

@@ -20,7 +20,7 @@ def barrier(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Return the rank's signals; `chunk_length` is not used."""
     del chunk_length
     world = problem.world
-    builder = PlanBuilder("barrier", "dissemination", rank, world)
+    builder = PlanBuilder.of(problem, "dissemination", rank)
     heard: list[int] = []
     distance = 1
     while distance < world:

@@ -44,7 +44,7 @@ TREES = 2
 
 def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Reduce each half up its tree and broadcast it down, chunk by chunk."""
-    builder = PlanBuilder("all_reduce", "double_tree", rank, problem.world)
+    builder = PlanBuilder.of(problem, "double_tree", rank)
     for tree, piece in _chunks(builder, host_pair(problem, rank), problem.total, Buffer.OUTPUT, chunk_length):
         tree.reduce_in_place(piece)
         tree.pass_down(piece)
@@ -53,7 +53,7 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Pass chunks of `chunk_length` elements down the trees, in turn."""
-    builder = PlanBuilder("broadcast", "double_tree", rank, problem.world)
+    builder = PlanBuilder.of(problem, "double_tree", rank)
     for tree, piece in _chunks(builder, rooted_host_pair(problem, rank), problem.total, Buffer.OUTPUT, chunk_length):
         tree.pass_down(piece)
     return builder.build()
@@ -61,7 +61,7 @@ def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Reduce chunks of `chunk_length` elements up the trees, in turn; INPUT is only read."""
-    builder = PlanBuilder("reduce", "double_tree", rank, problem.world)
+    builder = PlanBuilder.of(problem, "double_tree", rank)
     if problem.world == 1:
         builder.copy(Slice(Buffer.INPUT, 0, problem.total), Slice(Buffer.OUTPUT, 0, problem.total))
         return builder.build()

@@ -24,7 +24,7 @@ def direct(problem: Problem, algorithm: str, rank: int, window: int, *, in_step:
     starts when that of `window` rounds before is done: its message of the same direction, or both (`in_step`).
     """
     world = problem.world
-    builder = PlanBuilder(problem.collective, algorithm, rank, world)
+    builder = PlanBuilder.of(problem, algorithm, rank)
     sends = blocks_of(Buffer.INPUT, problem.send_counts)
     receives = blocks_of(Buffer.OUTPUT, problem.receive_counts)
     sent, received = Window(window), Window(window)

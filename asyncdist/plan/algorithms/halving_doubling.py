@@ -25,7 +25,7 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
-from asyncdist.plan.window import WINDOW, Window, first_that_fits
+from asyncdist.plan.window import Window, first_that_fits
 
 __all__ = ["all_reduce"]
 
@@ -64,15 +64,15 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     The last rounds, as far as they are small, receive into SCRATCH that is ready from the start; those before go
     through a window of chunks.
     """
-    builder = PlanBuilder("all_reduce", "halving_doubling", rank, problem.world)
+    builder = PlanBuilder.of(problem, "halving_doubling", rank)
     fold = Fold.of(problem.world)
     vector = _Vector(problem.total, fold.active, chunk_length, fold.position(rank))
     whole = vector.pieces(0, fold.active, 0)
     if rank < fold.folded and rank % 2:
         builder.send_all(rank - 1, whole)
-        builder.recv_all(rank - 1, reversed(whole), Window())
+        builder.recv_all(rank - 1, reversed(whole), builder.window())
         return builder.build(ordered=True)
-    window = Window()
+    window = builder.window()
     if rank < fold.folded:
         builder.recv_reduce_all(rank + 1, whole, window, incoming_left=False)
     _halve(builder, fold, vector, window)
@@ -85,7 +85,7 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
 def _halve(builder: PlanBuilder, fold: Fold, vector: _Vector, window: Window) -> None:
     position = vector.position
     kept = [_range(position, bit, fold.active) for bit in range(fold.active.bit_length() - 1)]
-    small = first_that_fits([vector.length(*parts) for parts in kept], WINDOW * vector.chunk_length)
+    small = first_that_fits([vector.length(*parts) for parts in kept], builder.window_size * vector.chunk_length)
     for bit, (first, count) in enumerate(kept):
         partner = fold.rank(position ^ 1 << bit)
         lower_partner = bool(position >> bit & 1)
@@ -107,7 +107,7 @@ def _double(builder: PlanBuilder, fold: Fold, vector: _Vector) -> None:
         partner = fold.rank(position ^ 1 << bit)
         builder.send_all(partner, reversed(vector.pieces(first, count, bit + 1)))
         theirs = vector.pieces(first - count if position >> bit & 1 else first + count, count, bit + 1)
-        builder.recv_all(partner, reversed(theirs), Window())
+        builder.recv_all(partner, reversed(theirs), builder.window())
 
 
 def _range(position: int, bit: int, active: int) -> tuple[int, int]:

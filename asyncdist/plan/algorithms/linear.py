@@ -50,7 +50,7 @@ that neither the links into one rank nor its loop have hundreds to share."""
 def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """The root sends to everyone; `chunk_length` is not used."""
     del chunk_length
-    builder = PlanBuilder("broadcast", "linear", rank, problem.world)
+    builder = PlanBuilder.of(problem, "linear", rank)
     whole = Slice(Buffer.OUTPUT, 0, problem.total)
     if rank == problem.root:
         _send_to_all(builder, whole)
@@ -63,7 +63,7 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """The root receives everyone's vector and folds them in rank order; `chunk_length` is not used."""
     del chunk_length
     root = problem.root
-    builder = PlanBuilder("reduce", "linear", rank, problem.world)
+    builder = PlanBuilder.of(problem, "linear", rank)
     own = Slice(Buffer.INPUT, 0, problem.total)
     if rank != root:
         builder.send(root, own)
@@ -80,7 +80,7 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     del chunk_length
     world = problem.world
     whole = Slice(Buffer.OUTPUT, 0, problem.total)
-    builder = PlanBuilder("all_reduce", "linear", rank, world)
+    builder = PlanBuilder.of(problem, "linear", rank)
     if rank:
         builder.send(0, whole)
         builder.recv(0, whole)
@@ -100,7 +100,7 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
 def barrier(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone tells rank 0, which tells everyone; `chunk_length` is not used."""
     del chunk_length
-    builder = PlanBuilder("barrier", "linear", rank, problem.world)
+    builder = PlanBuilder.of(problem, "linear", rank)
     if rank:
         builder.signal(0)
         builder.await_signal(0)
@@ -114,7 +114,7 @@ def barrier(problem: Problem, rank: int, chunk_length: int) -> Plan:
 def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone sends its block to the root, also where only the root knows all lengths; `chunk_length` is not used."""
     del chunk_length
-    builder = PlanBuilder(problem.collective, "linear", rank, problem.world)
+    builder = PlanBuilder.of(problem, "linear", rank)
     own = Slice(Buffer.INPUT, 0, problem.counts[rank])
     if rank != problem.root:
         send_block(builder, problem.root, own)
@@ -129,7 +129,7 @@ def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
 def scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """The root sends everyone its block, also where only it knows all lengths; `chunk_length` is not used."""
     del chunk_length
-    builder = PlanBuilder(problem.collective, "linear", rank, problem.world)
+    builder = PlanBuilder.of(problem, "linear", rank)
     own = Slice(Buffer.OUTPUT, 0, problem.counts[rank])
     if rank != problem.root:
         receive_block(builder, problem.root, own)

@@ -19,7 +19,6 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import blocks_of, split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
-from asyncdist.plan.window import Window
 
 __all__ = ["all_gather"]
 
@@ -29,7 +28,7 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     world = problem.world
     if world % 2:
         return replace(ring.all_gather(problem, rank, chunk_length), algorithm="neighbor_exchange")
-    builder = PlanBuilder("all_gather", "neighbor_exchange", rank, world)
+    builder = PlanBuilder.of(problem, "neighbor_exchange", rank)
     own = split(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
     blocks = [split(block, chunk_length) for block in blocks_of(Buffer.OUTPUT, problem.counts)]
     side = -1 if rank % 2 else 1
@@ -42,7 +41,7 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
         distance = (number + 1) // 2  # of the pair that comes, on that side
         other = (pair + side * distance) % pairs
         arriving = (2 * other, 2 * other + 1) if number else (peer,)
-        window = Window()
+        window = builder.window()
         for owner in arriving:
             builder.recv_all(peer, blocks[owner], window)
         held = arriving if number else (2 * pair, 2 * pair + 1)

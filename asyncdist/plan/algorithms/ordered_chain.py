@@ -14,7 +14,6 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
-from asyncdist.plan.window import Window
 
 __all__ = ["reduce"]
 
@@ -22,7 +21,7 @@ __all__ = ["reduce"]
 def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Pass partial sums of `chunk_length` elements toward the root; INPUT is only read."""
     world, root = problem.world, problem.root
-    builder = PlanBuilder("reduce", "ordered_chain", rank, world)
+    builder = PlanBuilder.of(problem, "ordered_chain", rank)
     pieces = split(Slice(Buffer.INPUT, 0, problem.total), chunk_length)
     if rank == root:
         _receive_both(builder, pieces, root)
@@ -42,7 +41,7 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
 def _receive_both(builder: PlanBuilder, pieces: tuple[Slice, ...], root: int) -> None:
     """The root: what comes from below, its own, what comes from above."""
     above = root + 1 < builder.world
-    window = Window()
+    window = builder.window()
     for piece in pieces:
         result = Slice(Buffer.OUTPUT, piece.offset, piece.length)
         if root:

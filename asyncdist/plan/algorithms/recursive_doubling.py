@@ -25,7 +25,6 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import offsets, split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
-from asyncdist.plan.window import Window
 
 __all__ = ["all_gather", "all_reduce"]
 
@@ -33,7 +32,7 @@ __all__ = ["all_gather", "all_reduce"]
 def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Exchange all blocks gathered so far, in chunks of `chunk_length` elements, those received first first."""
     starts = offsets(problem.counts)
-    builder = PlanBuilder("all_gather", "recursive_doubling", rank, problem.world)
+    builder = PlanBuilder.of(problem, "recursive_doubling", rank)
     fold = Fold.of(problem.world)
     blocks = FoldedBlocks(fold, starts, chunk_length)
     position = fold.position(rank)
@@ -44,11 +43,11 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
         builder.send_all(rank - 1, split(own, chunk_length))
         builder.copy(own, place)
         others = _without(place, blocks.pieces(Buffer.OUTPUT, position, fold.active))
-        builder.recv_all(rank - 1, others, Window())
+        builder.recv_all(rank - 1, others, builder.window())
         return builder.build()
     if folded:
         lent = Slice(Buffer.OUTPUT, starts[rank + 1], problem.counts[rank + 1])
-        builder.recv_all(rank + 1, split(lent, chunk_length), Window())
+        builder.recv_all(rank + 1, split(lent, chunk_length), builder.window())
     count = 1
     while count < fold.active:
         partner = fold.rank(position ^ count)
@@ -58,7 +57,7 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
         builder.send_all(partner, pieces)
         if count == 1:
             builder.copy(own, place)
-        builder.recv_all(partner, blocks.pieces(Buffer.OUTPUT, position ^ count, count), Window())
+        builder.recv_all(partner, blocks.pieces(Buffer.OUTPUT, position ^ count, count), builder.window())
         count *= 2
     if fold.active == 1:
         builder.copy(own, place)
@@ -95,7 +94,7 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     del chunk_length
     world = problem.world
     whole = Slice(Buffer.OUTPUT, 0, problem.total)
-    builder = PlanBuilder("all_reduce", "recursive_doubling", rank, world)
+    builder = PlanBuilder.of(problem, "recursive_doubling", rank)
     fold = Fold.of(world)
     folded = fold.folded
     if rank < folded and rank % 2:

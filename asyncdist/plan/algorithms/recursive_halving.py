@@ -21,14 +21,14 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import offsets, split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
-from asyncdist.plan.window import WINDOW, Window, first_that_fits
+from asyncdist.plan.window import first_that_fits
 
 __all__ = ["reduce_scatter"]
 
 
 def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Halve the run of blocks each rank is responsible for, in chunks of `chunk_length` elements."""
-    builder = PlanBuilder("reduce_scatter", "recursive_halving", rank, problem.world)
+    builder = PlanBuilder.of(problem, "recursive_halving", rank)
     starts = offsets(problem.counts)
     fold = Fold.of(problem.world)
     blocks = FoldedBlocks(fold, starts, chunk_length)
@@ -52,7 +52,7 @@ class _Halving:
         self._builder = builder
         self._blocks = blocks
         self._position = position
-        self._window = Window()
+        self._window = builder.window()
         self._partial: Slice | None = None
         self._shift = 0
         start = blocks.starts[builder.rank]
@@ -67,7 +67,7 @@ class _Halving:
             for piece in self._kept(fold.active):
                 self._receive_first(rank + 1, piece, source_left=True)
         counts = [fold.active >> bit for bit in range(1, fold.active.bit_length())]
-        small = first_that_fits([self._length(count) for count in counts], WINDOW * blocks.chunk_length)
+        small = first_that_fits([self._length(count) for count in counts], builder.window_size * blocks.chunk_length)
         for number, count in enumerate(counts):
             self._round(count, posted=number >= small)
         if folded:

@@ -24,7 +24,6 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import blocks_of, partition, split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
-from asyncdist.plan.window import Window
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
@@ -37,10 +36,10 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Reduce each block around the ring onto one rank, then pass the results around."""
     world = problem.world
     counts = partition(problem.total, world)
-    builder = PlanBuilder("all_reduce", "ring", rank, world)
+    builder = PlanBuilder.of(problem, "ring", rank)
     blocks = _blocks(Buffer.OUTPUT, counts, chunk_length)
     right, left = (rank + 1) % world, (rank - 1) % world
-    operands, results = Window(), Window()
+    operands, results = builder.window(), builder.window()
     for step in range(world - 1):
         builder.send_all(right, blocks[(rank - step) % world])
         builder.recv_reduce_all(left, blocks[(rank - step - 1) % world], operands, incoming_left=True)
@@ -53,7 +52,7 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
 def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Reduce block b along ranks b+1, b+2, ..., b; INPUT is only read, partial sums are in SCRATCH."""
     world = problem.world
-    builder = PlanBuilder("reduce_scatter", "ring", rank, world)
+    builder = PlanBuilder.of(problem, "ring", rank)
     blocks = _blocks(Buffer.INPUT, problem.counts, chunk_length)
     right, left = (rank + 1) % world, (rank - 1) % world
     if world == 1:
@@ -62,7 +61,7 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
         return builder.build(symmetry=_symmetry(problem.counts), block_aligned=True)
     longest = max(problem.counts)
     partial = [builder.scratch(longest) for _ in range(min(SCRATCH_BLOCKS, world - 2))]
-    window = Window()
+    window = builder.window()
     outgoing = blocks[left]
     for step in range(world - 1):
         builder.send_all(right, outgoing)
@@ -80,11 +79,11 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
 def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Pass every block around the ring; the own one is sent from INPUT, so that nothing waits for its copy."""
     world = problem.world
-    builder = PlanBuilder("all_gather", "ring", rank, world)
+    builder = PlanBuilder.of(problem, "ring", rank)
     blocks = _blocks(Buffer.OUTPUT, problem.counts, chunk_length)
     own = split(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
     right, left = (rank + 1) % world, (rank - 1) % world
-    window = Window()
+    window = builder.window()
     for step in range(world - 1):
         builder.send_all(right, blocks[(rank - step) % world] if step else own)
         builder.recv_all(left, blocks[(rank - step - 1) % world], window)

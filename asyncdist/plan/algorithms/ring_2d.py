@@ -34,7 +34,6 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import blocks_of, cut_blocks, offsets, partition, split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
-from asyncdist.plan.window import Window
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter", "row_length"]
 
@@ -97,10 +96,10 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     grid = _Grid.of(problem, rank)
     if grid.width == 1:
         return replace(ring.all_reduce(problem, rank, chunk_length), algorithm="ring_2d")
-    builder = PlanBuilder("all_reduce", "ring_2d", rank, problem.world)
+    builder = PlanBuilder.of(problem, "ring_2d", rank)
     vector = _Parts(offsets(partition(problem.total, problem.world)), grid.height, chunk_length)
     row, column = grid.row, grid.column
-    operands = Window()
+    operands = builder.window()
     for step in range(grid.width - 1):
         builder.send_all(grid.right, vector.part(column - step, row))
         builder.recv_reduce_all(grid.left, vector.part(column - step - 1, row), operands, incoming_left=True)
@@ -108,11 +107,11 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     for step in range(grid.height - 1):
         builder.send_all(grid.below, vector.block(part, row - step))
         builder.recv_reduce_all(grid.above, vector.block(part, row - step - 1), operands, incoming_left=True)
-    results = Window()
+    results = builder.window()
     for step in range(grid.height - 1):
         builder.send_all(grid.below, vector.block(part, row + 1 - step))
         builder.recv_all(grid.above, vector.block(part, row - step), results)
-    results = Window()
+    results = builder.window()
     for step in range(grid.width - 1):
         builder.send_all(grid.right, vector.part(part - step, row + 1))
         builder.recv_all(grid.left, vector.part(part - step - 1, row + 1), results)
@@ -145,7 +144,7 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     grid = _Grid.of(problem, rank)
     if grid.width == 1:
         return replace(ring.all_gather(problem, rank, chunk_length), algorithm="ring_2d")
-    builder = PlanBuilder("all_gather", "ring_2d", rank, problem.world)
+    builder = PlanBuilder.of(problem, "ring_2d", rank)
     own = split(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
     blocks = [split(block, chunk_length) for block in blocks_of(Buffer.OUTPUT, problem.counts)]
 
@@ -153,11 +152,11 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
         return own if owner == rank else blocks[owner]
 
     row, column = grid.row, grid.column
-    window = Window()
+    window = builder.window()
     for step in range(grid.height - 1):
         builder.send_all(grid.below, have(grid.at(row - step, column)))
         builder.recv_all(grid.above, blocks[grid.at(row - step - 1, column)], window)
-    window = Window()
+    window = builder.window()
     for step in range(grid.width - 1):
         for back in range(grid.height):
             builder.send_all(grid.right, have(grid.at(row - back, column - step)))
@@ -173,9 +172,9 @@ def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     grid = _Grid.of(problem, rank)
     if grid.width == 1:
         return replace(ring.reduce_scatter(problem, rank, chunk_length), algorithm="ring_2d")
-    builder = PlanBuilder("reduce_scatter", "ring_2d", rank, problem.world)
+    builder = PlanBuilder.of(problem, "ring_2d", rank)
     held = _reduce_rows(builder, grid, problem, chunk_length)
-    window = Window()
+    window = builder.window()
     for back in range(1, grid.height):
         builder.send_all(grid.below, held[back - 1])
         if back < grid.height - 1:
@@ -199,7 +198,7 @@ def _reduce_rows(builder: PlanBuilder, grid: _Grid, problem: Problem, chunk_leng
         return [split(vector[owner], chunk_length) for owner in owners]
 
     outgoing = [list(block) for block in blocks(grid.column - 1)]
-    window = Window()
+    window = builder.window()
     for step in range(grid.width - 1):
         for block in outgoing:
             builder.send_all(grid.right, block)

@@ -20,7 +20,6 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
-from asyncdist.plan.window import Window
 
 __all__ = ["exscan_chain", "exscan_doubling", "scan_chain", "scan_doubling"]
 
@@ -32,7 +31,7 @@ def scan_doubling(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """
     del chunk_length
     world = problem.world
-    builder = PlanBuilder("scan", "recursive_doubling", rank, world)
+    builder = PlanBuilder.of(problem, "recursive_doubling", rank)
     whole = Slice(Buffer.OUTPUT, 0, problem.total)
     distance = 1
     while distance < world:
@@ -50,7 +49,7 @@ def exscan_doubling(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """As `scan_doubling`; what is sent on is in OUTPUT, the result in SCRATCH until the end."""
     del chunk_length
     world = problem.world
-    builder = PlanBuilder("exscan", "recursive_doubling", rank, world)
+    builder = PlanBuilder.of(problem, "recursive_doubling", rank)
     whole = Slice(Buffer.OUTPUT, 0, problem.total)
     result: Slice | None = None
     distance = 1
@@ -74,8 +73,8 @@ def exscan_doubling(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 def scan_chain(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Pass chunks of `chunk_length` elements from rank to rank."""
-    builder = PlanBuilder("scan", "chain", rank, problem.world)
-    window = Window()
+    builder = PlanBuilder.of(problem, "chain", rank)
+    window = builder.window()
     for piece in split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length):
         if rank:
             window.add(builder.recv_reduce(rank - 1, piece, incoming_left=True, after=window.after))
@@ -87,7 +86,7 @@ def scan_chain(problem: Problem, rank: int, chunk_length: int) -> Plan:
 def exscan_chain(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """As `scan_chain`; what came takes the operand's place once the operand has been sent on with it."""
     world = problem.world
-    builder = PlanBuilder("exscan", "chain", rank, world)
+    builder = PlanBuilder.of(problem, "chain", rank)
     pieces = split(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
     inner = 0 < rank < world - 1
     prefixes = builder.turns(pieces) if inner else pieces

@@ -27,7 +27,7 @@ __all__ = ["all_gather", "all_to_all", "barrier", "broadcast", "gather", "scatte
 
 def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """The root publishes chunk after chunk, the others copy them."""
-    builder = PlanBuilder("broadcast", "shared", rank, problem.world)
+    builder = PlanBuilder.of(problem, "shared", rank)
     chunks = Chunks(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
     for item in builder.rounds(len(chunks), chunks.alike):
         if rank != problem.root:
@@ -39,7 +39,7 @@ def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone publishes its block, and copies the others'."""
-    builder = PlanBuilder("all_gather", "shared", rank, problem.world)
+    builder = PlanBuilder.of(problem, "shared", rank)
     world = problem.world
     blocks = _blocks(Buffer.OUTPUT, problem.counts, chunk_length)
     own = Chunks(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
@@ -57,7 +57,7 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone but the root publishes its block, the root copies them."""
-    builder = PlanBuilder("gather", "shared", rank, problem.world)
+    builder = PlanBuilder.of(problem, "shared", rank)
     blocks = _blocks(Buffer.OUTPUT, problem.counts, chunk_length)
     own = Chunks(Slice(Buffer.INPUT, 0, problem.counts[rank]), chunk_length)
     if rank != problem.root:
@@ -75,7 +75,7 @@ def gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 def scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """The root publishes the others' blocks, a chunk of each in turn; each copies its own."""
-    builder = PlanBuilder("scatter", "shared", rank, problem.world)
+    builder = PlanBuilder.of(problem, "shared", rank)
     root = problem.root
     blocks = _blocks(Buffer.INPUT, problem.counts, chunk_length)
     own = Chunks(Slice(Buffer.OUTPUT, 0, problem.counts[rank]), chunk_length)
@@ -97,7 +97,7 @@ def scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 def all_to_all(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone publishes the others' blocks, a chunk of each in turn, and copies those meant for it."""
-    builder = PlanBuilder("all_to_all", "shared", rank, problem.world)
+    builder = PlanBuilder.of(problem, "shared", rank)
     world = problem.world
     counts = problem.counts * world
     sources = _blocks(Buffer.INPUT, counts, chunk_length)
@@ -115,7 +115,7 @@ def all_to_all(problem: Problem, rank: int, chunk_length: int) -> Plan:
 def barrier(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone says that it is here, and waits until all have."""
     del chunk_length
-    builder = PlanBuilder("barrier", "shared", rank, problem.world)
+    builder = PlanBuilder.of(problem, "shared", rank)
     if problem.world > 1:
         builder.announce()
     for distance in range(1, problem.world):

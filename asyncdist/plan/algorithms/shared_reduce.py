@@ -50,7 +50,7 @@ PARTIAL_SUMS: Final = 2
 
 def all_reduce_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone publishes its vector and folds all of them."""
-    builder = PlanBuilder("all_reduce", "shared_direct", rank, problem.world)
+    builder = PlanBuilder.of(problem, "shared_direct", rank)
     pieces = Chunks(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
     room = _room(builder, pieces, rank)
     for item in builder.rounds(len(pieces), pieces.alike, len(room) or 1):
@@ -63,7 +63,7 @@ def all_reduce_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 def reduce_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone but the root publishes its vector, the root folds all."""
-    builder = PlanBuilder("reduce", "shared_direct", rank, problem.world)
+    builder = PlanBuilder.of(problem, "shared_direct", rank)
     pieces = Chunks(Slice(Buffer.INPUT, 0, problem.total), chunk_length)
     for item in builder.rounds(len(pieces), pieces.alike):
         piece = pieces[item]
@@ -77,7 +77,7 @@ def reduce_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 def scan_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """scan and exscan: everyone publishes its vector and folds those of the ranks before it."""
-    builder = PlanBuilder(problem.collective, "shared_direct", rank, problem.world)
+    builder = PlanBuilder.of(problem, "shared_direct", rank)
     pieces = Chunks(Slice(Buffer.OUTPUT, 0, problem.total), chunk_length)
     room = _room(builder, pieces, rank) if problem.collective == "scan" else ()
     for item in builder.rounds(len(pieces), pieces.alike, len(room) or 1):
@@ -95,7 +95,7 @@ def scan_direct(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone reduces its slice and publishes the result, chunk after chunk."""
-    builder = PlanBuilder("all_reduce", "shared", rank, problem.world)
+    builder = PlanBuilder.of(problem, "shared", rank)
     world = problem.world
     slices = Slices(partition(problem.total, world), chunk_length, LOOKAHEAD)
     for chunk in builder.rounds(slices.chunks + LOOKAHEAD, slices.alike):
@@ -116,7 +116,7 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone reduces its slice and publishes the result for the root, chunk after chunk."""
-    builder = PlanBuilder("reduce", "shared", rank, problem.world)
+    builder = PlanBuilder.of(problem, "shared", rank)
     slices = Slices(partition(problem.total, problem.world), chunk_length, LOOKAHEAD, problem.root)
     kept = min(RESULTS, slices.chunks)
     room = builder.scratch(slices.longest * kept if rank != problem.root else 0)
@@ -140,7 +140,7 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone publishes the others' blocks and folds its own, chunk after chunk."""
-    builder = PlanBuilder("reduce_scatter", "shared", rank, problem.world)
+    builder = PlanBuilder.of(problem, "shared", rank)
     blocks = Slices(problem.counts, chunk_length)
     for chunk in builder.rounds(blocks.chunks, blocks.alike):
         _publish_inputs(builder, blocks, Buffer.INPUT, rank, chunk)

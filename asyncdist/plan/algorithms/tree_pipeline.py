@@ -7,7 +7,7 @@ from typing import Final
 from asyncdist.plan.algorithms.trees import Node
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.steps import Slice
-from asyncdist.plan.window import WINDOW, Window
+from asyncdist.plan.window import Window
 
 __all__ = ["SENDS_UP", "TreePipeline"]
 
@@ -29,7 +29,7 @@ class TreePipeline:
         self._builder = builder
         self._node = node
         self._longest = longest
-        self._whole = Window()
+        self._whole = builder.window()
         self._upward = Window(SENDS_UP) if paired else None
         self._incoming: dict[int, list[Slice]] = {child: [] for child in node.children}
         self._reduced = 0
@@ -87,9 +87,9 @@ class TreePipeline:
 
     def _receive(self, child: int, length: int) -> Slice:
         window = self._incoming[child]
-        if len(window) < WINDOW:
+        if len(window) < self._builder.window_size:
             window.append(self._builder.scratch(self._longest))
-        room = window[self._reduced % WINDOW]
+        room = window[self._reduced % self._builder.window_size]
         target = Slice(room.buffer, room.offset, length)
         self._builder.recv(child, target)
         return target

@@ -20,6 +20,7 @@ from asyncdist.plan.records import USUAL_LANE_BYTES
 from asyncdist.plan.selection.shared_chunks import shared_chunk_sizes
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING, Tuning
 from asyncdist.plan.steps import Plan
+from asyncdist.plan.window import WINDOW
 
 __all__ = ["algorithms", "candidates", "choose", "chunk_sizes", "parse_overrides", "plan_for", "plan_id", "usable"]
 
@@ -66,6 +67,14 @@ UNCUT: Final = frozenset(
 SCRATCH_MAX_BYTES: Final = 32 << 20
 """Temporary memory up to which an algorithm may be chosen because it is fast: page faults on more of it cost what it
 saves, and the caller has not asked for it."""
+
+IN_FLIGHT_BYTES: Final = 2 << 20
+"""Bytes that a rank is at least ready to receive from a rank of another host: 10 Gbit/s for 1.7 ms. Nobody need measure
+his network to have most of it, and links are now and then slower than they were."""
+
+IN_FLIGHT_MAX_BYTES: Final = 4 << 20
+"""And at most: a rank with two children in each of two trees has four times as much temporary memory, and sockets
+hold as much."""
 
 TIE: Final = 1.02
 """Predictions this close say nothing about which is faster."""
@@ -136,7 +145,21 @@ def _plan(
     name, chunk = choose(
         problem, itemsize, tuning, ordered=ordered, algorithm=algorithm, lane_bytes=lane_bytes, in_records=in_records
     )
+    problem = problem._replace(window_size=window_size(problem, chunk, tuning))
     return build(problem, name, rank, max(1, chunk // itemsize))
+
+
+def window_size(problem: Problem, chunk_bytes: int, tuning: Tuning) -> int:
+    """Return how many chunks a rank is ready to receive at a time, of one pipeline.
+
+    Where they come from another host, twice what that link has on its way in a round trip, within limits: the sender of
+    a chunk hears that there is room for it half a round trip after there is, and loops pause.
+    """
+    if problem.world <= problem.ranks_per_host:
+        return WINDOW
+    link = tuning.constants.between or tuning.constants
+    wanted_bytes = 2 * 2 * link.alpha_s / link.beta_s if link.beta_s else IN_FLIGHT_BYTES
+    return max(WINDOW, int(min(max(wanted_bytes, IN_FLIGHT_BYTES), IN_FLIGHT_MAX_BYTES)) // chunk_bytes)
 
 
 def choose(

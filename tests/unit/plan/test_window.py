@@ -9,7 +9,7 @@ from asyncdist.plan.window import WINDOW, Window, first_that_fits
 
 @pytest.mark.parametrize(("added", "waits_for"), [(WINDOW - 1, None), (WINDOW, 0), (WINDOW + 1, 1)])
 def test_a_step_waits_for_the_one_a_window_before(added, waits_for):
-    window = Window()
+    window = Window(WINDOW)
     for step in range(added):
         window.add(step)
     assert window.after == (waits_for,)
