@@ -198,9 +198,10 @@ class ProcessGroup(GroupCore):
     def _is_known(self, cause: BaseException) -> bool:
         """Whether the other members hear by themselves of what this rank leaves with.
 
-        Not of a message that timed out here, nor of the end of another group.
+        Not of a message that timed out here, nor of the end of another group. Who leaves the world because another has
+        left it in order does so in order as well; that somebody leaves another group nobody sees.
         """
-        return self._aborted is not None or (isinstance(cause, PeerLostError) and cause.left)
+        return self._aborted is not None or (self._is_world and isinstance(cause, PeerLostError) and cause.left)
 
     def make_subgroup(
         self,

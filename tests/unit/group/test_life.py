@@ -205,6 +205,23 @@ def test_a_message_that_timed_out_is_told_to_the_others() -> None:
     run_world(3, main)
 
 
+def test_a_group_is_told_of_a_departure_that_only_its_world_notices() -> None:
+    async def main(group: Group) -> None:
+        sub = dist.new_group([1, 2])
+        if group.rank == 1:
+            assert isinstance(sub, Group)
+            with pytest.raises(dist.PeerLostError, match="rank 0 has left"):
+                async with sub:
+                    await group.recv(np.zeros(1), 0)
+        elif group.rank == 2:
+            assert isinstance(sub, Group)
+            with pytest.raises(dist.GroupAbortedError, match=r"rank 1 left with PeerLostError: .*rank 0 has left"):
+                await sub.barrier()
+            assert asyncio.get_running_loop().time() < 1
+
+    run_world(3, main)
+
+
 def test_leaving_because_another_left_in_order_disturbs_no_messages() -> None:
     async def main(group: Group) -> None:
         await group.barrier()
