@@ -85,7 +85,8 @@ def halving_reduce_scatter(shape: Shape) -> Load:
     rounds = _doubling(shape, reduces=True)[::-1]
     fold = [_part(shape, shape.total)._replace(reduces=True), _part(shape, shape.block)]
     power_of_two = shape.world & (shape.world - 1) == 0
-    return in_rounds(shape, rounds, fold)._replace(scratch=shape.total / (2 if power_of_two else 1))
+    held = shape.full(shape.world / 2) * shape.block if power_of_two else shape.total
+    return in_rounds(shape, rounds, fold)._replace(scratch=held)
 
 
 def neighbor_all_gather(shape: Shape) -> Load:

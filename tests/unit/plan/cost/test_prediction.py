@@ -175,6 +175,16 @@ def test_predicted_memory_and_traffic_are_those_of_the_plan(collective, algorith
             assert 0.6 * sent <= predicted.sent_bytes <= 1.7 * sent, world
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS["reduce_scatter"])
+def test_uneven_blocks_need_no_more_temporary_memory_than_is_said(algorithm):
+    """By halves, one block that is all there is needs all of it, not half."""
+    chunk = 16 * KIB
+    for counts in ((0, 0, 0, 4 * MIB), (4 * MIB, 0, 0, 0), (MIB, 2 * MIB, 0, 3 * MIB), (0, 3 * MIB, 0, 0, MIB, 5)):
+        problem = Problem.of("reduce_scatter", len(counts), counts)
+        scratch = max(build(problem, algorithm, rank, chunk).scratch_count for rank in range(len(counts)))
+        assert scratch <= 1.1 * predict(problem, algorithm, 1, chunk, ASYNCIO).scratch_bytes + 16 * chunk
+
+
 def test_ways_between_hosts():
     shape = Shape(16, 16.0, 1.0, 1.0, 4)
     assert shape.neighbors() == Way(0.25)
