@@ -20,6 +20,17 @@ from bench.nccl_document import document, nccl_table, rows  # noqa: E402
 from bench.nccl_figures import IPC_BYTES, TORCH_BYTES, Figures, notes_to  # noqa: E402
 from bench.nccl_ranks import REASON_CHARACTERS, reason_in  # noqa: E402
 
+BENCHMARK = """
+import subprocess, sys
+from types import SimpleNamespace
+sys.path.insert(0, "tests")
+import forked
+from bench import nccl, nccl_ranks
+nccl_ranks.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": forked.Popen})
+nccl.main()
+"""
+"""`python -m bench.nccl`, whose dozen of ranks are forked."""
+
 
 def run(folder: Path, *command: str, devices: int = 1) -> subprocess.CompletedProcess[str]:
     fake = {"ASYNCDIST_TEST_FAKE_CUDA": str(devices), "ASYNCDIST_TEST_FAKE_FOLDER": str(folder)}
@@ -37,7 +48,7 @@ def run(folder: Path, *command: str, devices: int = 1) -> subprocess.CompletedPr
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     folder, file = tmp_path / "gpu", tmp_path / "figures"
     folder.mkdir()
-    done = run(folder, "-m", "bench.nccl", "--smoke", "--figures", str(file))
+    done = run(folder, "-c", BENCHMARK, "--smoke", "--figures", str(file))
     assert done.returncode == 0, done.stderr
     for heading in (
         "# bare, one rank, taking turns with asyncdist",
