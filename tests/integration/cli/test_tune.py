@@ -25,7 +25,9 @@ def others_may_have_the_cores(monkeypatch):
     monkeypatch.setattr(processes, "START_LIMIT_S", 250.0)
 
 
-def test_it_measures_writes_and_shows(tmp_path):
+def test_it_measures_writes_and_shows(tmp_path, monkeypatch):
+    """With smaller collectives than users': most of the time went into moving their bytes."""
+    monkeypatch.setattr(session, "CELLS", [cell._replace(nbytes=cell.nbytes // 16) for cell in session.CELLS])
     done = invoke(tmp_path, "--seconds", "0.5", "--transport", "auto")
     assert done.exit_code == 0, done.output
     path = default_path({"XDG_CACHE_HOME": str(tmp_path)})
