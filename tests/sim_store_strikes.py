@@ -94,9 +94,10 @@ class Strikes:
         """Kill who has an item on its way, soon the daemon too if that is not its end; False if nobody pops."""
         until = self.network.loop.time() + TAKER_S
         while self.network.loop.time() < until:
-            for taker in list(self.daemon.engine.state.clients) if self.daemon.up else ():
+            takers = [each for each in self.daemon.engine.state.clients if each.taken] if self.daemon.up else ()
+            for taker in takers:
                 for client in self.clients:
-                    if taker.taken and client.alive and taker.address.startswith(f"{client.host.address}:"):
+                    if client.alive and taker.address.startswith(f"{client.host.address}:"):
                         self.end_client(client, host_too=False)
                         if self.daemon.disk is not None and self.dice.random() < 0.7:
                             await asyncio.sleep(self.dice.random() * 0.1)

@@ -38,6 +38,8 @@ SEEDS = 40
 MORE_SEEDS = 10
 """Run at a time when something has not happened yet: a change moves it to another seed."""
 MOST_SEEDS = 200
+RARE_SEEDS = {"memory": (), "durable": (51,)}
+"""They do what the first ones do not, at the last change of them: tried next. Others may, after other changes."""
 KEEN_SEEDS = {"memory": (4, 5, 1, 17, 58), "durable": (23, 34, 10, 35)}
 """One of these noticed each planted fault, at the last change of them: tried first. Others may, after other changes."""
 CANARY_SEEDS = 200
@@ -46,7 +48,7 @@ CANARY_SEEDS = 200
 
 @pytest.mark.parametrize("mode", ["memory", "durable"])
 def test_every_promise_is_kept(mode: str) -> None:
-    totals = run_seeds(range(SEEDS), mode)
+    totals = run_seeds(dict.fromkeys([*range(SEEDS), *RARE_SEEDS[mode]]), mode)
     for first in range(SEEDS, MOST_SEEDS, MORE_SEEDS):
         if totals.failures or not totals.untested(mode):
             break
