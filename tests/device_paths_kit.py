@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -157,10 +158,12 @@ class Driver:
         self._stopped = True
 
 
+@functools.lru_cache(1000)
 def values(rank: int, count: int, dtype: Any = np.float32, salt: int = 0) -> np.ndarray:
-    """Small whole numbers, whose sums and products are exact in every dtype."""
-    numbers = np.random.default_rng([salt, rank, count]).integers(0, 3, count)
-    return numbers.astype(dtype)
+    """Small whole numbers, whose sums and products are exact in every dtype; only to be read."""
+    numbers = np.random.default_rng([salt, rank, count]).integers(0, 3, count).astype(dtype)
+    numbers.flags.writeable = False
+    return numbers
 
 
 def everybody(size: int, count: int, dtype: Any = np.float32, salt: int = 0) -> Sequence[np.ndarray]:
