@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from asyncdist.blocking.refuse_loop import refuse_loop
+from asyncdist.errors import ClosedError
 
 if TYPE_CHECKING:
     from asyncdist.blocking.session import Session
@@ -49,7 +51,8 @@ class ChunkStream:
         refuse_loop("ChunkStream.close")
         self._arrived.clear()
         if hasattr(self._inner, "aclose"):
-            self._session.complete(self._inner.aclose, (), {})
+            with contextlib.suppress(ClosedError):  # its world was closed before, and with it the stream
+                self._session.complete(self._inner.aclose, (), {})
 
     def __enter__(self) -> Self:
         return self

@@ -10,6 +10,7 @@ from contextvars import Context
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from asyncdist.errors import ClosedError
 from asyncdist.progress.thread import CommunicationThread
 from asyncdist.uninterrupted import uninterrupted
 
@@ -87,7 +88,8 @@ class ThreadStream(Generic[T]):
         self._arrived.clear()
         close = getattr(self._inner, "aclose", None)
         if close is not None:
-            await run_there(self._thread, close, self._context.copy())
+            with contextlib.suppress(ClosedError):  # its world was closed before, and with it the stream
+                await run_there(self._thread, close, self._context.copy())
 
     async def __aenter__(self) -> Self:
         return self

@@ -521,3 +521,9 @@ def test_a_stream_becomes_an_iterator(alone: dist.ProcessGroup) -> None:
     assert next(stream) == 0
     stream.close()
     assert list(stream) == []
+
+
+def test_a_stream_may_be_closed_after_its_world() -> None:
+    dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    with dist.broadcast_stream(np.zeros(3), 0):
+        dist.destroy_process_group()

@@ -344,6 +344,15 @@ async def test_where_warnings_are_errors_the_others_hear_of_it() -> None:
             await main(group)
 
 
+async def test_a_stream_may_be_closed_after_its_world() -> None:
+    async def main(group: Any) -> None:
+        async with group.broadcast_stream(np.zeros(3), 0):
+            await group.close()
+
+    with nothing_left():
+        await run_ranks(1, main)
+
+
 async def test_cancelling_the_opening_leaves_nothing() -> None:
     with nothing_left():
         opening = asyncio.ensure_future(
