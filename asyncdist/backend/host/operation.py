@@ -156,13 +156,17 @@ class Operation(Execution):
         if not self._wanted():
             return
         split, start = self._split, 0
-        for flat in self._call.outputs:
-            if split is not None:
-                flat.elements[...] = split[start : start + flat.elements.size]
-                start += flat.elements.size
-            flat.write_back()
+        error: Exception | None = None
+        try:
+            for flat in self._call.outputs:
+                if split is not None:
+                    flat.elements[...] = split[start : start + flat.elements.size]
+                    start += flat.elements.size
+                flat.write_back()
+        except Exception as failure:  # an array cannot be written any more: its owner has changed it meanwhile
+            error = failure
         self._backend.forget(self._work)
-        self._on_end(self._work, None)
+        self._on_end(self._work, error)
 
     def _wanted(self) -> bool:
         """Whether the backend still knows this operation: it forgets those that were aborted or refused."""

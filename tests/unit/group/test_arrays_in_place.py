@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array as stdlib_array
+import asyncio
 from typing import Any
 
 import ml_dtypes
@@ -33,6 +34,33 @@ def test_every_dtype_is_reduced_moved_and_sent(dtype: Any) -> None:
         assert received.dtype == own.dtype
         assert received.tolist() == own.tolist()
         await sending
+
+    run_world(2, main)
+
+
+@pytest.mark.parametrize("operation", ["recv", "all_reduce", "all_gather"])
+def test_what_cannot_be_written_any_more_at_the_end_fails_by_name(operation: str) -> None:
+    """A strided array is written at the end, and may have been made read-only by then, against the rules."""
+
+    async def main(group: Group) -> None:
+        x = np.zeros((5, 2))[:, 0]
+        if group.rank == 1:
+            await asyncio.sleep(1)
+            work = {
+                "recv": lambda: group.isend(np.ones(5), 0),
+                "all_reduce": lambda: group.all_reduce(x),
+                "all_gather": lambda: group.all_gather([np.zeros(5), np.zeros(5)], x),
+            }[operation]()
+            await outcome(work)
+            return
+        pending = {
+            "recv": lambda: group.recv(x, 1),
+            "all_reduce": lambda: group.all_reduce(x),
+            "all_gather": lambda: group.all_gather([np.zeros(5), x], np.ones(5)),
+        }[operation]()
+        x.flags.writeable = False
+        with pytest.raises((ValueError, dist.DistError), match=rf"group default, rank 0, {operation} .* read-only"):
+            await pending
 
     run_world(2, main)
 
