@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import weakref
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar
 from typing import Any
@@ -39,7 +40,7 @@ class Session:
     ) -> None:
         self.thread = thread
         self.inner = inner
-        self.interrupted: list[InnerWork[Any]] = []
+        self.interrupted: weakref.WeakSet[InnerWork[Any]] = weakref.WeakSet()
         """What somebody no longer waits for since Ctrl-C: leaving must not wait for it either."""
         self.store: object = None
         """The store that the caller gave, which must outlive the world."""
@@ -202,7 +203,7 @@ class _Completion:
         work._listener = None  # who waits no more will not be told
         work._abandoned()
         if not work._done:
-            self._session.interrupted.append(work)
+            self._session.interrupted.add(work)
 
 
 async def _await(awaitable: Any) -> Any:

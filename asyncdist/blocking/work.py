@@ -75,7 +75,7 @@ class Work(Generic[T]):
             if not self._wait(timeout_s):
                 raise self._session.thread.call(self._inner.late, timeout_s)
         except KeyboardInterrupt:
-            self._session.interrupted.append(self._inner)
+            self._session.interrupted.add(self._inner)
             raise
         self._outcome()
         return True

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -418,6 +419,24 @@ def test_a_failure_after_an_interrupted_wait_is_raised_at_the_end(alone: dist.Pr
         assert time.monotonic() < deadline_s
     with pytest.raises(asyncdist.CollectiveMismatchError):
         dist.destroy_process_group()
+
+
+def test_what_was_interrupted_keeps_its_arrays_until_its_end_only(alone: dist.ProcessGroup) -> None:
+    x = np.zeros(1)
+    array = weakref.ref(x)
+    work = dist.irecv(x, 0)
+    timer = interrupt_soon()
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    timer.join()
+    dist.send(np.ones(1), 0)
+    work.wait()
+    del x, work
+    deadline_s = time.monotonic() + LIMIT_S
+    while array() is not None:  # the loop holds what its last turn has called
+        dist.barrier()
+        gc.collect()
+        assert time.monotonic() < deadline_s
 
 
 def test_leaving_that_was_interrupted_ends_by_itself(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
