@@ -8,8 +8,8 @@
     session.close(now)              # the connection is gone
 
 `on_output` is called when there is output although nobody called the session: another client's request completed a
-blocked one of this client. It is called again whenever such replies have grown by `NOTICE_BYTES`. It must not call the
-session or the engine, only take note.
+blocked one of this client. It is called again whenever such replies have grown by `SMALL_REPLY_BYTES`. It must not
+call the session or the engine, only take note.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ from asyncdist_server.messages import (
     decode_requests,
 )
 from asyncdist_server.torch_namespaces import TORCH_PREFIX
+from asyncdist_server.unsent import SMALL_REPLY_BYTES
 
 TURN_REQUESTS: Final = 1024
 """Most requests run before other connections have their turn: about 2 ms."""
 TURN_BYTES: Final = 1024 * 1024
 """A turn also ends once its replies hold this much, so that a client that asks for much must also read it."""
 
-NOTICE_BYTES: Final = 16 * 1024
-"""Replies that wait are noted by the connection when they have grown by so much."""
+VIEW_BYTES: Final = 200
+"""What a frame costs besides its bytes (measured)."""
 
 GOLDEN: Final = 2654435769
 """The golden ratio's fraction in 32 bits."""
@@ -63,6 +64,7 @@ class Session:
         "_client",
         "_encoder",
         "_engine",
+        "_frame_bytes",
         "_frames",
         "_handshake",
         "_index",
@@ -105,7 +107,7 @@ class Session:
         self._client: Client | None = None
         self._frames: deque[memoryview] = deque()  # whole frames not decoded yet
         self._requests: tuple[Any, ...] = ()  # the decoded frame being run, from _index on
-        self._index = 0
+        self._index = self._frame_bytes = 0
         self._replies: list[Reply] = []
         self._output: list[bytes] = []
         self._left = False  # whether there are replies that were left for the next turn
@@ -160,9 +162,9 @@ class Session:
 
     @property
     def buffered(self) -> int:
-        """Bytes received and not yet run."""
-        unfinished = self._reader.buffered
-        return unfinished + sum(map(len, self._frames)) if self._frames else unfinished
+        """Bytes received and not yet run, with what it takes to hold them."""
+        unrun = self._reader.buffered + (self._frame_bytes if self._index < len(self._requests) else 0)
+        return unrun + sum(map(len, self._frames)) + VIEW_BYTES * len(self._frames) if self._frames else unrun
 
     def receive(self, data: bytes, now: float) -> None:
         """Take the next bytes from the client and run what they complete; never raises for what they say."""
@@ -224,8 +226,7 @@ class Session:
         while count < len(replies) and size < TURN_BYTES:
             size += value_bytes(replies[count][2])
             count += 1
-        left = replies[count:]
-        del replies[count:]
+        left, replies[count:] = replies[count:], []
         if self.closing:
             replies += [reply for reply in left if not reply[0] or not value_bytes(reply[2])]
             return 0
@@ -314,7 +315,9 @@ class Session:
                     self._frame_ran(requests, index - 1)
                 if not self._frames:
                     return
-                requests = self._requests = decode_requests(self._frames.popleft(), self._engine.limits.items)
+                frame = self._frames.popleft()
+                self._frame_bytes = len(frame)
+                requests = self._requests = decode_requests(frame, self._engine.limits.items)
                 self._engine.acknowledge(client, requests[0])
                 index = 1
             first = index
@@ -350,7 +353,9 @@ class Session:
         """Take the reply to a request that was blocked."""
         self._replies.append(reply)
         self.reply_bytes += value_bytes(reply[2])
-        if not self._running and (len(self._replies) == 1 or self.reply_bytes - self._noticed_bytes > NOTICE_BYTES):
+        if not self._running and (
+            len(self._replies) == 1 or self.reply_bytes - self._noticed_bytes > SMALL_REPLY_BYTES
+        ):
             self._noticed_bytes = self.reply_bytes
             self._on_output()
 
@@ -385,8 +390,7 @@ class Session:
         if self.reply_bytes <= FRAME_TARGET_BYTES and len(replies) <= limits.items:
             return [self._encoder.replies(replies)]
         frames = []
-        start = 0
-        size = 0
+        start = size = 0
         for position, reply in enumerate(replies):
             reply_bytes = value_bytes(reply[2])
             if position > start and (size + reply_bytes > FRAME_TARGET_BYTES or position - start >= limits.items):

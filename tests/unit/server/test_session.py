@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from server_kit import CLIENT_ID, MemoryClient
 
@@ -97,12 +99,14 @@ def test_requests_that_wake_their_own_client_are_answered_in_the_same_frame(engi
 def test_a_long_frame_is_run_in_turns(engine: StoreEngine) -> None:
     client = MemoryClient(engine)
     client.open()
-    client.session.receive(client.frame(*[(m.ADD, b"n", 1)] * (TURN_REQUESTS + 1)), 0.0)
+    frame = client.frame(*[(m.ADD, b"n", 1)] * (TURN_REQUESTS + 1))
+    client.session.receive(frame, 0.0)
     assert client.session.busy
-    assert client.session.buffered == 0
+    assert client.session.buffered == len(frame) - m.LENGTH_BYTES
     assert len(client.replies(b"".join(client.session.take_output()))) == TURN_REQUESTS
     client.session.resume(0.0)
     assert not client.session.busy
+    assert client.session.buffered == 0
     assert client.replies(b"".join(client.session.take_output())) == [(TURN_REQUESTS + 1, m.OK, TURN_REQUESTS + 1)]
 
 
@@ -295,3 +299,28 @@ def test_a_connection_that_closes_says_no_more_than_a_turn_holds_and_why(engine:
     assert len(said) < 2 * TURN_BYTES
     assert [reply[:2] for reply in client.replies(said)] == [(1, m.OK), (10, m.OK), (0, m.PROTOCOL)]
     assert client.session.closing
+
+
+def test_what_is_received_counts_for_what_it_takes(engine: StoreEngine) -> None:
+    """Many tiny frames take far more than their bytes, and one that was begun is there to its end."""
+    client = MemoryClient(engine)
+    client.open()
+    frames = b"".join(client.frame((m.PING,)) for _ in range(20 * TURN_REQUESTS))
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        client.session.receive(frames, 0.0)
+        client.session.take_output()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 1.2 * client.session.buffered
+    assert len(client.send(b"")) > 0
+    assert client.session.buffered == 0
+
+    one = client.frame(*[(m.PING,)] * 2 * TURN_REQUESTS)
+    client.session.receive(one, 0.0)
+    assert client.session.busy
+    assert client.session.buffered >= len(one) - m.LENGTH_BYTES
+    assert len(client.send(b"")) > 0
+    assert client.session.buffered == 0
