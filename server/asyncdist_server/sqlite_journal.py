@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import secrets
 import sqlite3
@@ -39,6 +40,8 @@ PAGES_OF_A_COMMIT: Final = 3
 """Pages that a commit writes beside those of its rows (measured)."""
 BACKUP_STEP_PAGES: Final = 256
 """How much of a backup is copied between two looks at what else is to be written: a few milliseconds' worth."""
+BACKUP_SYNC_STEPS: Final = 4
+"""After so many of them what was copied is synced: to sync all of it at the end would keep commits waiting."""
 BACKUP_SPARE_BYTES: Final = 2 * CHECKPOINT_BYTES
 """What a backup leaves free on the disk: the write-ahead log grows meanwhile, and so does the journal."""
 
@@ -213,13 +216,20 @@ class SqliteJournal:
         try:
             self._require_room(path)
             temporary = self._directory.begin_backup(path)
-            os.close(open_file(temporary))
-            copy = sqlite3.connect(temporary)
+            steps = itertools.count(1)
+
+            def step(status: int, remaining: int, total: int) -> None:
+                if next(steps) % BACKUP_SYNC_STEPS == 0:
+                    os.fsync(descriptor)
+                between()
+
+            descriptor = open_file(temporary)
             try:
-                self._db.backup(copy, pages=BACKUP_STEP_PAGES, progress=lambda *_: between())
-                copy.execute("PRAGMA journal_mode = DELETE")  # one file, without a -wal beside it
+                with contextlib.closing(sqlite3.connect(temporary)) as copy:
+                    self._db.backup(copy, pages=BACKUP_STEP_PAGES, progress=step)
+                    copy.execute("PRAGMA journal_mode = DELETE")  # one file, without a -wal beside it
             finally:
-                copy.close()
+                os.close(descriptor)  # not before: that gives SQLite's locks of the file up
             failpoint("backed-up")
             temporary.replace(path)
             sync_directory(path.parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import resource
 import shutil
@@ -448,6 +449,26 @@ def test_a_backup_holds_what_is_written_while_it_is_made(tmp_path: Path) -> None
     assert 0 <= 399 + written_meanwhile - len(rows) <= 1  # the last one may come when all is copied
     copy.close()
     assert [path.name for path in (tmp_path / "backups").iterdir()] == ["one.sqlite"]
+
+
+def test_a_large_backup_is_synced_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is committed meanwhile waits for each of these: for one at the end it would wait long on a slow disk."""
+    journal, _ = opened(tmp_path)
+    size = 32
+    journal.write(batch(1, *[bytes(1 << 20)] * size))
+    synced = [0]
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_size)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    journal.backup(tmp_path / "backups" / "one.sqlite", lambda: None)
+    monkeypatch.undo()
+    journal.close()
+    assert max(synced) > (size - 8) << 20
+    assert max(later - earlier for earlier, later in itertools.pairwise(synced)) <= 8 << 20
 
 
 def test_a_backup_that_fails_leaves_nothing_and_the_journal_as_it_is(tmp_path: Path) -> None:
