@@ -219,8 +219,7 @@ class Session:
     def _leave_for_later(self, replies: list[Reply]) -> int:
         """Move all that exceeds a turn from `replies` to those for the next one, and return how many bytes that is.
 
-        A client may wait for one large value many times over. Where the connection closes there is no next turn: what
-        is small is said, all else the client asks for again.
+        Where the connection closes there is no next turn: what is small is said, all else the client asks for again.
         """
         size = count = 0
         while count < len(replies) and size < TURN_BYTES:
@@ -353,9 +352,8 @@ class Session:
         """Take the reply to a request that was blocked."""
         self._replies.append(reply)
         self.reply_bytes += value_bytes(reply[2])
-        if not self._running and (
-            len(self._replies) == 1 or self.reply_bytes - self._noticed_bytes > SMALL_REPLY_BYTES
-        ):
+        grown_bytes = self.reply_bytes - self._noticed_bytes
+        if not self._running and (len(self._replies) == 1 or grown_bytes > SMALL_REPLY_BYTES):
             self._noticed_bytes = self.reply_bytes
             self._on_output()
 
