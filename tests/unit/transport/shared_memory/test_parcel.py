@@ -142,10 +142,9 @@ def test_a_process_without_descriptors_gets_the_record_without_them(pair: Pair, 
     reader = ParcelReader()
     send_parcel(left, kind, 5, 4096, [0] * count)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(open_fds())
-    holes = [fd for fd in range(highest) if fd not in open_fds()]
-    fillers = [os.dup(0) for _ in holes]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max([highest, *fillers]) + 1, hard))
+    used = open_fds()
+    fillers = [os.dup(0) for fd in range(max(used)) if fd not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max([*used, *fillers]) + 1, hard))
     try:
         parcel = reader.read(right)
     finally:
