@@ -49,7 +49,6 @@ class SpawnContext:
         self._hosted = hosted
         self._failed: int | None = None
 
-    @property
     def pids(self) -> list[int]:
         """Process ids in rank order."""
         return [process.pid or 0 for process in self.processes]

@@ -132,7 +132,7 @@ def test_children_that_leave_without_a_word(code: int, exitcode: int, message: s
 
 def test_join_in_pieces_and_terminate(tmp_path: Path) -> None:
     context = spawn(stay, (str(tmp_path),), nprocs=2, join=False, daemon=True)
-    assert sorted(pids_in(tmp_path, 2)) == sorted(context.pids)
+    assert sorted(pids_in(tmp_path, 2)) == sorted(context.pids())
     assert context.join(timeout=0) is False
     context.terminate()
     context.terminate()
