@@ -8,14 +8,14 @@ what no trial depends on stays as it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
 from asyncdist.plan.cost.constants import Constants
-from asyncdist.plan.cost.prediction import predict
+from asyncdist.plan.cost.prediction import seconds_by
 from asyncdist.plan.problem import Problem
 from asyncdist.tuning.exercises import ITEMSIZE
 from asyncdist.tuning.trials import Trial
@@ -55,10 +55,11 @@ def fitted(trials: Sequence[Trial], start: Constants, cores: int) -> Constants:
     names = [name for name in OF_MESSAGES if getattr(start, name) > 0]
     names += [f"shared.{name}" for name in OF_SHARED_MEMORY if getattr(start.shared, name) > 0]
     moved = np.zeros(len(names))
+    predicted = [_predicted(one) for one in rows]
 
     def errors(where: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         constants = replace(_moved(start, names, where), cores=cores)
-        return np.log([_predicted(one, constants) for one in rows]) - measured
+        return np.log([seconds(constants) for seconds in predicted]) - measured
 
     for _ in range(ROUNDS):
         now = errors(moved)
@@ -76,9 +77,9 @@ def fitted(trials: Sequence[Trial], start: Constants, cores: int) -> Constants:
     return _moved(start, names, moved)
 
 
-def _predicted(trial: Trial, constants: Constants) -> float:
+def _predicted(trial: Trial) -> Callable[[Constants], float]:
     problem = Problem.of_bytes(trial.collective, trial.world, trial.nbytes, ITEMSIZE, ranks_per_host=trial.world)
-    return predict(problem, trial.algorithm, ITEMSIZE, trial.chunk_bytes, constants).seconds
+    return seconds_by(problem, trial.algorithm, ITEMSIZE, trial.chunk_bytes)
 
 
 def _moved(start: Constants, names: Sequence[str], by: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Constants:

@@ -28,7 +28,7 @@ from asyncdist.plan.cost.shared import SHARED_FORMULAS, SharedFormula, shared_se
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, Problem
 from asyncdist.plan.records import USUAL_LANE_BYTES
 
-__all__ = ["FORMULAS", "Formula", "Prediction", "predict", "shape_of"]
+__all__ = ["FORMULAS", "Formula", "Prediction", "predict", "seconds_by", "shape_of"]
 
 Formula: TypeAlias = Callable[[Shape], Load]
 
@@ -138,6 +138,22 @@ def predict(
     seconds = _seconds(load, problem, constants)
     rounds = round(math.fsum(hop.rounds for hop in load.path))
     return Prediction(algorithm, chunk_bytes, seconds, rounds, round(load.busiest.sent), round(load.scratch))
+
+
+def seconds_by(problem: Problem, algorithm: str, itemsize: int, chunk_bytes: int) -> Callable[[Constants], float]:
+    """What `predict` says of the seconds, as a function of the constants: all else is worked out once.
+
+    Raises KeyError without a formula.
+    """
+    shared = SHARED_FORMULAS.get(problem.collective, _NONE).get(algorithm)
+    if problem.world == 1:
+        return lambda constants: 0.0
+    shape = shape_of(problem, itemsize, chunk_bytes)
+    if shared is not None:
+        items = shared(shape._replace(lane_bytes=USUAL_LANE_BYTES))
+        return lambda constants: shared_seconds(items, problem.world, constants)
+    load = FORMULAS[problem.collective][algorithm](shape)
+    return lambda constants: _seconds(load, problem, constants)
 
 
 def _predict_shared(

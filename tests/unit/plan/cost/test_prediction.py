@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from asyncdist.plan.algorithms.registry import ALGORITHMS, build
+from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, build
 from asyncdist.plan.cost import load
 from asyncdist.plan.cost.constants import ASYNCIO, ASYNCIO_TCP, MPI_LIKE, NCCL, Constants, Link
 from asyncdist.plan.cost.load import AT_HOME, Shape, Way, cold
-from asyncdist.plan.cost.prediction import FORMULAS, predict, shape_of
+from asyncdist.plan.cost.prediction import FORMULAS, predict, seconds_by, shape_of
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.selection.selector import candidates
 from asyncdist.plan.selection.tuning import Tuning
@@ -183,6 +183,16 @@ def test_uneven_blocks_need_no_more_temporary_memory_than_is_said(algorithm):
         problem = Problem.of("reduce_scatter", len(counts), counts)
         scratch = max(build(problem, algorithm, rank, chunk).scratch_count for rank in range(len(counts)))
         assert scratch <= 1.1 * predict(problem, algorithm, 1, chunk, ASYNCIO).scratch_bytes + 16 * chunk
+
+
+@pytest.mark.parametrize("collective", [name for name in ALGORITHMS if name not in PRIVATE_COLLECTIVES])
+def test_seconds_by_constants_are_those_predicted(collective):
+    for algorithm in algorithms(collective, shared=True):
+        for world in (1, 4):
+            problem = problem_of(collective, world, MIB, world)
+            by = seconds_by(problem, algorithm, 1, 64 * KIB)
+            for constants in (ASYNCIO, MPI_LIKE):
+                assert by(constants) == predict(problem, algorithm, 1, 64 * KIB, constants).seconds
 
 
 def test_ways_between_hosts():
