@@ -1,7 +1,11 @@
-"""Expiry: the deadlines of a group's collectives, and finding out whose fault it is when one passes.
+"""Expiry: the deadlines of a group's collectives, and finding out whose fault it is when one takes long.
 
 One timer serves all operations under way. When a deadline passes, every member is asked whether it ever issued the
 operation, and connected to for that; those that did not, and those that do not answer, are the ones that are missing.
+
+Long before, from `ASK_S` on, those that an operation waits for are asked the same: one that runs something else, has
+closed the group or never made it is named at once. Who is only late costs a few messages, as each question comes at
+twice the age of the one before.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.errors import CollectiveTimeoutError
+from asyncdist.group_order import ASK_S
 from asyncdist.transport.config import LATE_S
 from asyncdist.world import ABSENCES, ISSUED, NOT_CALLED, World
 
@@ -28,6 +33,9 @@ the rank within a second."""
 MAX_PROBE_DIALS: Final = 256
 """Largest group of which all members are asked, connected or not. In larger ones, where everybody may be asking at that
 moment, connections for the question alone would be too many; then only the connected can be found missing."""
+
+ASKED_S: Final = 3600.0
+"""How old an operation gets that is asked about: a loop that has nothing else to do may end some time."""
 
 SILENT: Final = "no answer"
 NOT_HEARD_FROM: Final = "nothing came from there"
@@ -76,9 +84,13 @@ class Expiry:
         self._due_s = math.inf  # not the timer's to say: uvloop makes a plain handle of one that is due at once
         self._probes: dict[Key, _Probe] = {}
 
-    def watch(self, work: CollectiveWork, timeout_s: float) -> None:
+    def watch(self, work: CollectiveWork, timeout_s: float | None) -> None:
         """Watch a work that has just been issued."""
-        at_s = work.deadline_s = self._loop.time() + timeout_s
+        now_s = work.issued_s = self._loop.time()
+        work.deadline_s = math.inf if timeout_s is None else now_s + timeout_s
+        at_s = work.ask_s = now_s + ASK_S
+        if work.deadline_s < at_s:
+            at_s = work.deadline_s
         if at_s < self._due_s:
             self._restart(at_s)
 
@@ -94,16 +106,17 @@ class Expiry:
         state = ISSUED if issued else NOT_CALLED
         self._world.tell((rank,), ["status", self._group_id, tag, sequence, state], dial=False)
 
-    def answered(self, sender: int, tag: int, sequence: int, state: str) -> None:
-        """A member answered a probe."""
+    def answered(self, sender: int, tag: int, sequence: int, state: str) -> bool:
+        """A member answered a probe. False if that was not one about a deadline that has passed."""
         probe = self._probes.get((tag, sequence))
         if probe is None:
-            return
+            return False
         probe.silent.discard(sender)
         if state != ISSUED:
             probe.absent[sender] = state if state in ABSENCES else NOT_CALLED
         if not probe.silent:
             self._conclude((tag, sequence))
+        return True
 
     def stop(self) -> None:
         """Watch nothing any more."""
@@ -125,16 +138,27 @@ class Expiry:
         self._timer = None
         self._due_s = math.inf
         now_s = self._loop.time()
-        upcoming_s = None
+        upcoming_s = math.inf
+        tags = set()
         for key, work in list(self._works.items()):
             if work.deadline_s is None or key in self._probes:
                 continue
             if work.deadline_s <= now_s:
                 self._probe(key)
-            elif upcoming_s is None or work.deadline_s < upcoming_s:
-                upcoming_s = work.deadline_s
-        if upcoming_s is not None:
+                continue
+            if work.ask_s <= now_s:
+                if key[0] not in tags:  # those behind the oldest of a tag wait for it
+                    self._ask_late(work)
+                age_s = now_s - work.issued_s
+                work.ask_s = now_s + age_s if age_s < ASKED_S else math.inf
+            tags.add(key[0])
+            upcoming_s = min(upcoming_s, work.deadline_s, work.ask_s)
+        if upcoming_s < math.inf:
             self._restart(upcoming_s)
+
+    def _ask_late(self, work: CollectiveWork) -> None:
+        waited_for = work.waiting_for()
+        self._world.tell(waited_for, ["probe", self._group_id, *work.key], dial=len(waited_for) <= MAX_PROBE_DIALS)
 
     def _probe(self, key: Key) -> None:
         message = ["probe", self._group_id, *key]

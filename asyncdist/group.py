@@ -13,6 +13,7 @@ from typing import Any, Final, Self
 
 from asyncdist.backend.base import Backends
 from asyncdist.causes import CONSEQUENCES, abort_cause, aborted_by, explain, first_cause, named
+from asyncdist.ended_group import EndedGroup
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError
 from asyncdist.executor.work import until_ended
 from asyncdist.group_core import GroupCore
@@ -55,6 +56,7 @@ class ProcessGroup(GroupCore):
             self._refusals.heard(*message[2:])
         elif kind == "probe":
             tag, sequence = message[2:]
+            self._askers[sender] = tag
             self._consistency.tell(sender, tag, sequence)
             self._expiry.tell(sender, tag, sequence, self._sequences.get(tag, 0) > sequence)
         elif kind == "mismatch":
@@ -64,7 +66,9 @@ class ProcessGroup(GroupCore):
         elif kind == "check":
             self._consistency.reported(sender, *message[2:])
         else:
-            self._expiry.answered(sender, *message[2:])
+            tag, sequence, state = message[2:]
+            if not self._expiry.answered(sender, tag, sequence, state):
+                self._heard_late(sender, tag, sequence, state)
 
     def bind_device(self, device: int | None) -> None:
         """Open communicators for arrays on that GPU at once, if all ranks do; None does nothing."""
@@ -136,6 +140,7 @@ class ProcessGroup(GroupCore):
             del unasked  # it refers to this frame, and so to the arrays of its callers
 
     async def _close(self) -> None:
+        self.world.leaving |= self._is_world
         self.pairs.withdraw_receives()
         self._backends.closing()
         try:
@@ -171,7 +176,11 @@ class ProcessGroup(GroupCore):
             await self.world.close()
         else:  # where the world ends, senders hear that we have left
             self.pairs.drop_unmatched()
-        self.world.unregister(self.group_id, self._sequences)
+        ended = EndedGroup(self.world, self.group_id, self.ranks, self._sequences, self._order)
+        self.world.unregister(self.group_id, ended)
+        self._order.close()
+        for rank, tag in self._askers.items():  # who wait, perhaps, for what comes no more
+            ended.tell_issued(rank, tag, self._sequences.get(tag, 0))
 
     def __await__(self) -> Generator[Any, None, Self]:
         yield from ()  # awaiting a group gives the group at once
@@ -220,11 +229,9 @@ class ProcessGroup(GroupCore):
         group_id, label, number = self._subgroups.next(ranks, members_only=members_only)
         made = None
         if self.world.rank in ranks:
-            watch = None if members_only else self._order.watch_origin(number)
+            origin = None if members_only else (self._order, number)
             backends = backends or self._backends.names
-            made = ProcessGroup(
-                self.world, group_id, tuple(ranks), timeout_s, name or label, backends, watch_origin=watch
-            )
+            made = ProcessGroup(self.world, group_id, tuple(ranks), timeout_s, name or label, backends, origin=origin)
         if not members_only:
             self._order.made(number, group_id, tuple(ranks))
         return made

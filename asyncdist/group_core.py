@@ -6,7 +6,7 @@ It owns everything that is issued: the order (sequence numbers per tag), the dea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -21,14 +21,14 @@ from asyncdist.executor.work import Work
 from asyncdist.expiry import NOT_HEARD_FROM, Expiry, timeout_error
 from asyncdist.failures import Failures
 from asyncdist.group_backends import GroupBackends
-from asyncdist.group_order import GroupOrder, WatchOrigin
+from asyncdist.group_order import ASK_S, GroupOrder
 from asyncdist.operations.issuer import check_rank, rank_number
 from asyncdist.operations.operations import Operations
 from asyncdist.overlap import OverlapWatch
 from asyncdist.pairs import Pairs, check_tag
 from asyncdist.refusals import Refusals
 from asyncdist.subgroup import SubgroupNames
-from asyncdist.world import World
+from asyncdist.world import CLOSED, NOT_MADE, World
 
 __all__ = ["GroupCore"]
 
@@ -46,7 +46,7 @@ class GroupCore(Operations):
         backends: Backends,
         *,
         is_world: bool = False,
-        watch_origin: WatchOrigin | None = None,
+        origin: tuple[GroupOrder, int] | None = None,
     ) -> None:
         self.world = world
         self._is_world = is_world
@@ -68,12 +68,16 @@ class GroupCore(Operations):
         self._expiry = Expiry(world, group_id, ranks, self._works, self._expired)
         self._failures = Failures()
         self._consistency = Consistency(world, group_id, ranks, self._backends, self._works, self._differ)
+        self._askers: dict[int, int] = {}
+        """Members that have waited long for a collective, and its tag: they are told when this group is closed here."""
         self._refusals = Refusals(
             world, group_id, ranks, self._backends, self._works, self._sequences, self._fail_refused, self._abort
         )
         self._subgroups = SubgroupNames(group_id, name)
-        self._order = GroupOrder(world, group_id, name, ranks, self._find)
-        self._watch_origin = watch_origin
+        self._order = GroupOrder(world, group_id, name, ranks)
+        self._origin = origin
+        """Where this group stands among those made of one group by calls of all its ranks, if it is one."""
+        self._used = False
         self._aborted: BaseException | None = None
         self._closing: asyncio.Task[None] | None = None
         self._unasked: BaseException | None = None
@@ -124,17 +128,20 @@ class GroupCore(Operations):
 
     def first_used(self) -> None:
         """An operation is issued, perhaps the first: from now on ranks that have made another group are looked for."""
-        if self._watch_origin is not None:
-            self._watch_origin(self._waited_for)
-            self._watch_origin = None
+        if not self._used:
+            self._used = True
+            if self._origin is not None:
+                self._loop.call_later(ASK_S, lambda: self._ask_origin(self._waited_for()))
+
+    def _ask_origin(self, ranks: Collection[int]) -> None:
+        """Ask `ranks` what they have made in place of this group."""
+        if self._origin is not None:
+            order, number = self._origin
+            order.ask(ranks, number)
 
     def _waited_for(self) -> set[int]:
         waited_for = {rank for work in self._works.values() for rank in work.waiting_for()}
         return waited_for.union(work.peer for work in self.pairs.pending() if work.peer != ANY_SOURCE)
-
-    def _find(self, group_id: int) -> GroupCore | None:
-        group = self.world.groups.get(group_id)
-        return group if isinstance(group, GroupCore) else None
 
     def made_differently(self, error: CollectiveMismatchError) -> None:
         """Another rank has made another group in place of this one, which can never be used."""
@@ -177,7 +184,7 @@ class GroupCore(Operations):
             del self._works[key]
             self._refusals.tell(tag, sequence, error)
             raise
-        if timeout_s is not None and not work._done:
+        if not work._done:
             self._expiry.watch(work, timeout_s)
         return work
 
@@ -249,6 +256,17 @@ class GroupCore(Operations):
         error = GroupAbortedError(f"{self.where(operation)}: {text}", reason, rank)
         error.__cause__ = cause
         return error
+
+    def _heard_late(self, sender: int, tag: int, sequence: int, state: str) -> None:
+        """A member says whether it has issued a collective that we have waited long for."""
+        if state == NOT_MADE:
+            self._ask_origin((sender,))
+        elif state == CLOSED:  # that one is the first it has not issued, and will not
+            late = (key for key in self._works if key[0] == tag and key[1] >= sequence)
+            work = self._works.get(next(late, (tag, -1)))
+            if work is not None:
+                what = f"rank {sender} has closed the group without running {work.operation} #{work.sequence}"
+                self._differ(work.key, CollectiveMismatchError(what, sender))
 
     def _expired(self, work: CollectiveWork, missing: dict[int, str]) -> None:
         missing = missing or dict.fromkeys(work.waiting_for(), NOT_HEARD_FROM)

@@ -2,21 +2,21 @@
 
 Groups are made without a message, and all ranks count them alike: group 3 of a group is the same one everywhere. Where
 it is not, its members wait for ranks that will never be in it. So who still waits `ASK_S` after a group was first used
-tells those it waits for which one it made, and they compare, at once or when they have made one of that number. Two
-that differ can never meet, so nobody is blamed who is only late; and where nobody waits, nothing is sent.
+tells those it waits for which one it made, and they compare, at once, when they have made one of that number, or when
+they close the group it would have been made of. Two that differ can never meet, so nobody is blamed who is only late;
+and where nobody waits, nothing is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from functools import partial
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Collection
+from typing import Final, NamedTuple
 
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.subgroup import spell_ranks
 from asyncdist.world import World
 
-__all__ = ["ASK_S", "MADE_KEPT", "QUESTIONS_KEPT", "GroupOrder", "WatchOrigin"]
+__all__ = ["ASK_S", "MADE_KEPT", "QUESTIONS_KEPT", "GroupOrder"]
 
 ASK_S: Final = 0.5
 """How long the first operations of a group take at most where all is well and nobody computes; then it is worth a
@@ -28,13 +28,14 @@ MADE_KEPT: Final = 256
 QUESTIONS_KEPT: Final = 256
 """Groups not made here yet that others ask about: ranks run ahead of each other by a few `new_group` calls at most."""
 
-WatchOrigin = Callable[[Callable[[], Collection[int]]], object]
-"""To be called when a group is first used, with what tells the global ranks that its operations wait for then."""
-
 
 class _Made(NamedTuple):
     group_id: int
     ranks: tuple[int, ...]
+
+
+_NONE: Final = _Made(0, ())
+"""What a rank says of a group that it has not made, and never will."""
 
 
 class _Said(NamedTuple):
@@ -42,43 +43,20 @@ class _Said(NamedTuple):
     shown: str
 
 
-class Misordered(Protocol):
-    """A group that another rank has made differently."""
-
-    ranks: tuple[int, ...]
-
-    def made_differently(self, error: CollectiveMismatchError) -> None:
-        """It can never be used: all its operations fail with `error`."""
-
-
 class GroupOrder:
-    """What was made of the group `group_id` by calls of all its ranks, by number.
+    """What was made of the group `group_id` by calls of all its ranks, by number."""
 
-    `find(group_id)` gives one of these groups, if this rank is a member and has not closed it.
-    """
+    __slots__ = ("_closed", "_group_id", "_latest", "_made", "_name", "_questions", "_ranks", "_world")
 
-    __slots__ = ("_find", "_group_id", "_latest", "_made", "_name", "_questions", "_ranks", "_world")
-
-    def __init__(
-        self,
-        world: World,
-        group_id: int,
-        name: str,
-        ranks: tuple[int, ...],
-        find: Callable[[int], Misordered | None],
-    ) -> None:
+    def __init__(self, world: World, group_id: int, name: str, ranks: tuple[int, ...]) -> None:
         self._world = world
         self._group_id = group_id
         self._name = name
         self._ranks = ranks
-        self._find = find
+        self._closed = False
         self._latest = 0
         self._made: dict[int, _Made] = {}
         self._questions: dict[int, dict[int, _Said]] = {}
-
-    def watch_origin(self, number: int) -> WatchOrigin:
-        """What the group that is made now as number `number` is to call when it is first used."""
-        return partial(self._watch, number)
 
     def made(self, number: int, group_id: int, ranks: tuple[int, ...]) -> None:
         """This rank has made group `number`, of which it may be no member."""
@@ -94,21 +72,34 @@ class GroupOrder:
         said = _Said(group_id, shown)
         if number in self._made:
             self._compare(sender, number, said, asked)
+        elif self._closed:
+            if asked and number > self._latest:
+                self._tell_of_none(sender, number)
         elif asked and number > self._latest and (number in self._questions or len(self._questions) < QUESTIONS_KEPT):
             self._questions.setdefault(number, {})[sender] = said
 
-    def _watch(self, number: int, waited_for: Callable[[], Collection[int]]) -> None:
-        self._world.loop.call_later(ASK_S, self._ask, number, waited_for)
+    def close(self) -> None:
+        """No more groups are made: tell those who ask, now or later, for one that never will be."""
+        self._closed = True
+        for number, askers in self._questions.items():
+            for sender in askers:
+                self._tell_of_none(sender, number)
+        self._questions.clear()
 
-    def _ask(self, number: int, waited_for: Callable[[], Collection[int]]) -> None:
+    def ask(self, ranks: Collection[int], number: int) -> None:
+        """Tell `ranks` what this rank has made as group `number`, if it is remembered, and ask for theirs."""
         if number in self._made:
-            for rank in waited_for():
+            for rank in ranks:
                 self._tell(rank, number, asked=True)
 
     def _tell(self, rank: int, number: int, *, asked: bool) -> None:
-        own = self._made[number]
+        own = self._made.get(number, _NONE)
         message = ["made", self._group_id, number, own.group_id, spell_ranks(own.ranks), asked]
         self._world.tell((rank,), message, dial=True)
+
+    def _tell_of_none(self, rank: int, number: int) -> None:
+        if not self._world.leaving:  # else our goodbye says it
+            self._tell(rank, number, asked=False)
 
     def _compare(self, sender: int, number: int, said: _Said, asked: bool) -> None:
         own = self._made[number]
@@ -116,10 +107,11 @@ class GroupOrder:
             return
         if asked:
             self._tell(sender, number, asked=False)
-        group = self._find(own.group_id)
+        group = self._world.groups.get(own.group_id)
         if group is not None and sender in group.ranks:
             sides = sorted([(self._world.rank, spell_ranks(own.ranks)), (sender, said.shown)])
-            shown = ", ".join(f"rank {rank} of [{ranks}]" for rank, ranks in sides)
+            none = f"none, and has closed group {self._name} since"
+            shown = ", ".join(f"rank {rank} {f'of [{ranks}]' if ranks else none}" for rank, ranks in sides)
             group.made_differently(
                 CollectiveMismatchError(
                     f"ranks made group {number} of group {self._name} differently: {shown}; make the same groups in "

@@ -21,13 +21,12 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 import msgpack
 
 from asyncdist import events
-from asyncdist.errors import DistError, PeerLostError, RemoteProtocolError
+from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError, RemoteProtocolError
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.init_method import StoreSource
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING
@@ -35,7 +34,7 @@ from asyncdist.rendezvous import Met, Rendezvous
 from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.transport.base_mesh import BaseMesh
 
-__all__ = ["ABSENCES", "CLOSED_SINCE", "ISSUED", "NOT_CALLED", "GroupListener", "World"]
+__all__ = ["ABSENCES", "CLOSED", "CLOSED_SINCE", "ISSUED", "NOT_CALLED", "NOT_MADE", "GroupListener", "World"]
 
 ISSUED: Final = "issued"
 NOT_CALLED: Final = "not called there"
@@ -81,8 +80,20 @@ class GroupListener(Protocol):
     def control(self, sender: int, message: list[Any]) -> None:
         """A control message about this group; its kind and group are known to be right."""
 
+    def made_differently(self, error: CollectiveMismatchError) -> None:
+        """Another rank has made another group in place of this one, which can never be used."""
+
     def abort(self, reason: str) -> None:
         """Give up now, on all members."""
+
+
+class EndedListener(Protocol):
+    """What stands for a group that was closed here."""
+
+    ranks: tuple[int, ...]
+
+    def control(self, sender: int, message: list[Any]) -> None:
+        """As a group's."""
 
 
 class World:
@@ -113,12 +124,14 @@ class World:
         self.groups: dict[int, GroupListener] = {}
         self.lost: dict[int, PeerLostError] = {}
         self.mesh: BaseMesh
+        self.leaving = False
+        """Whether the world's group is being closed."""
         self.closed = False
         self.forked = False
         self._source = source
         self._rendezvous = rendezvous
         self._aborts: deque[tuple[tuple[int, ...], bytes]] = deque(maxlen=ABORTS_KEPT)
-        self._ended: dict[int, Mapping[int, int]] = {}
+        self._ended: dict[int, EndedListener] = {}
         self._early: dict[int, list[tuple[int, list[Any]]]] = {}
         self._thread = threading.get_ident()
         close_in_forked_child(self)
@@ -138,10 +151,10 @@ class World:
             if rank in group.ranks:
                 group.peer_lost(rank, error)
 
-    def unregister(self, group_id: int, issued: Mapping[int, int]) -> None:
-        """A group is closed here; `issued` says how many collectives of each tag it had, for those who ask later."""
+    def unregister(self, group_id: int, ended: EndedListener) -> None:
+        """A group is closed here; `ended` hears what others say of it later."""
         del self.groups[group_id]
-        self._ended[group_id] = issued
+        self._ended[group_id] = ended
         if len(self._ended) > ENDED_KEPT:
             del self._ended[next(iter(self._ended))]
 
@@ -214,19 +227,13 @@ class World:
     def control_received(self, rank: int, payload: bytes) -> None:
         """A control message came. Raises RemoteProtocolError for anything malformed."""
         message = _parse(rank, payload, self.world_size)
-        group = self.groups.get(message[1])
+        group = self.groups.get(message[1]) or self._ended.get(message[1])
         if group is not None:
             if rank not in group.ranks:
                 raise RemoteProtocolError(f"rank {rank} sent news of a group it does not belong to")
             group.control(rank, message)
         elif message[0] == "probe":
-            _, group_id, tag, sequence = message
-            ended = self._ended.get(group_id)
-            state = NOT_MADE if ended is None else ISSUED if ended.get(tag, 0) > sequence else CLOSED
-            self.tell((rank,), ["status", group_id, tag, sequence, state], dial=False)
-        elif message[1] in self._ended:
-            if message[0] == "mismatch" and message[-1]:
-                self.tell((rank,), [*message[:4], CLOSED_SINCE, False], dial=False)
+            self.tell((rank,), ["status", *message[1:], NOT_MADE], dial=False)
         elif message[0] != "status":
             self._keep(rank, message)
 

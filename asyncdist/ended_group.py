@@ -1,0 +1,47 @@
+"""EndedGroup: what a rank that has closed a group still says of it to those that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncdist.group_order import GroupOrder
+from asyncdist.world import CLOSED, CLOSED_SINCE, ISSUED, World
+
+__all__ = ["EndedGroup"]
+
+
+class EndedGroup:
+    """In the place of a group that was closed here, so that nobody waits for what will never come.
+
+    `issued` says how many collectives of each tag it had, `order` what was made of it. Where the world ends with the
+    group, its goodbye says all there is to say.
+    """
+
+    __slots__ = ("_group_id", "_issued", "_order", "_world", "ranks")
+
+    def __init__(
+        self, world: World, group_id: int, ranks: tuple[int, ...], issued: Mapping[int, int], order: GroupOrder
+    ) -> None:
+        self.ranks = ranks
+        self._world = world
+        self._group_id = group_id
+        self._issued = issued
+        self._order = order
+
+    def control(self, sender: int, message: list[Any]) -> None:
+        """A control message of another member."""
+        kind = message[0]
+        if kind == "probe":
+            self.tell_issued(sender, *message[2:])
+        elif kind == "mismatch" and message[-1]:
+            self._world.tell((sender,), [*message[:4], CLOSED_SINCE, False], dial=False)
+        elif kind == "made":
+            self._order.heard(sender, *message[2:])
+
+    def tell_issued(self, rank: int, tag: int, sequence: int) -> None:
+        """Tell a member whether that collective was issued here; else it never will be."""
+        issued = self._issued.get(tag, 0) > sequence
+        if issued or not self._world.leaving:
+            state = ISSUED if issued else CLOSED
+            self._world.tell((rank,), ["status", self._group_id, tag, sequence, state], dial=False)
