@@ -255,6 +255,7 @@ async def _join(
         mesh = make_mesh(method.rank, method.world_size, met.world_id, secret, rendezvous.addresses, world, config)
         mesh.crowded = world.tuning.crowded
         mesh.hear_out = world.hear_out
+        mesh.absences = rendezvous.attendance.absences
         try:
             await rendezvous.publish(await mesh.listen(reachable.ips))
         except BaseException:

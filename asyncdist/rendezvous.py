@@ -11,8 +11,8 @@ Keys, under `world/<group name>/`:
 | `<epoch>/joined` | every rank | counter; who makes it reach the world size decides |
 | `<epoch>/picklers` | ranks that allow pickle, before they have joined | counter |
 | `<epoch>/ready` | one rank | the decision: the world id and what all allow, or why the world could not be formed |
-| `<epoch>/words/<rank>` | ranks that leave aborted groups behind | why, for whoever finds them gone |
-| `<epoch>/left`, `<epoch>/left/<rank>` | every rank | counter and flags of exits: in order, or resigned |
+| `<epoch>/here/<rank>`, `.../left/<rank>`, `.../words/<rank>` | every rank | see `attendance` |
+| `<epoch>/left` | every rank | counter of exits |
 | `<epoch>/gone` | the last to leave | nobody needs the store any more |
 
 Where the store has leases, all of these keys vanish `WORLD_LINGER_S` after the last rank has left, or has been without
@@ -36,6 +36,7 @@ from typing import Any, Final
 import msgpack
 
 from asyncdist import events
+from asyncdist.attendance import LEFT, RESIGNED, Attendance
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, StoreTimeoutError
 from asyncdist.patience import telling
@@ -57,11 +58,6 @@ PUBLISH_LIMIT_S: Final = 2.0
 """How long telling the others about a failure may take before it is raised here."""
 TELLERS: Final = 2
 """Ranks that say whom they wait for: rank 0, and where that is missing in a standing store, rank 1."""
-WORDS_LIMIT_S: Final = 0.5
-"""How long asking for a leaver's last words may take: who is gone is to be named within a second."""
-LEFT: Final = b"1"
-RESIGNED: Final = b"2"
-"""What a goodbye says: its rank closed its group; or it could not be in the world, and its peers have lost it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +84,7 @@ class Rendezvous:
         self._lease: Lease | None = None
         self._republishing: asyncio.Task[None] | None = None
         self._who = f"rank {rank} ({socket.gethostname()} pid {os.getpid()})"
+        self.attendance = Attendance(self._store, rank, world_size, self._who, self._key)
 
     async def join(
         self, host: str, loopback: bool, options: dict[str, Any], deadline: Deadline, *, allow_pickle: bool = False
@@ -138,6 +135,7 @@ class Rendezvous:
     async def _publish_again(self) -> None:
         try:
             await self._hold()
+            await self.attendance.appear()
             await self._store.multi_set(list(self._published), list(self._published.values()))
         except DistError as error:
             events.info("%s could not publish its address again: %s", self._who, error)
@@ -151,6 +149,7 @@ class Rendezvous:
         await self._hold()
         self._epoch = await self._claim_rank()
         await self._agree_on_terms(host, loopback)
+        await self.attendance.appear()
         info = msgpack.packb({"who": self._who, "options": options})
         await self._store.set(self._key(f"info/{self.rank}"), info)
         if allow_pickle:
@@ -180,9 +179,11 @@ class Rendezvous:
             await self._store.hold("", self._lease, linger=WORLD_LINGER_S)
 
     def _release(self) -> None:
+        """Hold the keys no longer, and be here no more. Not waited for: who hosts the store may stop it at once."""
+        self.attendance.disappear()
         lease, self._lease = self._lease, None
         if lease is not None:
-            lease.abandon()  # not waited for: who hosts the store may stop it at once
+            lease.abandon()
 
     async def publish(self, address: PeerAddress) -> None:
         """Tell the others where this rank listens."""
@@ -193,10 +194,6 @@ class Rendezvous:
         """Fetch the addresses of `ranks` in one request, which waits for those not published yet."""
         found = await self._store.multi_get([self._key(f"address/{rank}") for rank in ranks])
         return {rank: PeerAddress.from_bytes(data) for rank, data in zip(ranks, found, strict=True)}
-
-    async def has_left(self, rank: int) -> bool:
-        """Whether `rank` has said goodbye."""
-        return await self._store.check([self._key(f"left/{rank}")])
 
     async def leave_words(self, words: bytes) -> bool:
         """Publish what whoever finds this rank gone should know; before it is gone. Bounded; raises no DistError.
@@ -213,21 +210,6 @@ class Rendezvous:
             return False
         return True
 
-    async def words_of(self, rank: int) -> tuple[bytes, bool]:
-        """What `rank` has left to say, empty if nothing, and whether it said goodbye.
-
-        Bounded; never raises a DistError.
-        """
-        words, goodbye = self._key(f"words/{rank}"), self._key(f"left/{rank}")
-        left = False
-        try:
-            async with asyncio.timeout(WORDS_LIMIT_S):  # the goodbye first, as words come before it
-                left = await self._store.check([goodbye]) and await self._store.get(goodbye) == LEFT
-                return await self._store.get(words) if await self._store.check([words]) else b"", left
-        except (DistError, TimeoutError) as error:
-            events.info("%s could not ask why rank %d is gone: %s", self._who, rank, error)
-            return b"", left
-
     async def leave(self, goodbye: bytes = LEFT) -> None:
         """Say goodbye; the last one to leave takes the epoch's keys away. Bounded; never raises a DistError."""
         self._published.clear()
@@ -237,9 +219,9 @@ class Rendezvous:
                     await self._republishing
                 # Issued together, so answered together: who hosts the store may stop it after any of them. Nothing may
                 # follow, as closing the store would wait for its answer.
-                self._release()
                 flag = self._store.set(self._key(f"left/{self.rank}"), goodbye)
                 count = self._store.add(self._key("left"), 1)
+                self._release()
                 await flag
                 if await count == self.world_size:
                     await self._clean_up()
@@ -291,7 +273,7 @@ class Rendezvous:
     async def _holder_in(self, epoch: int) -> str:
         """Who holds our rank in a world of that epoch; empty if nobody does any more."""
         self._epoch = epoch
-        if await self.has_left(self.rank) or "failure" in await self._decision():
+        if await self.attendance.has_left(self.rank) or "failure" in await self._decision():
             return ""
         known = await self._store.check([self._key(f"info/{self.rank}")])
         return _unpack(await self._store.get(self._key(f"info/{self.rank}")))["who"] if known else "another process"

@@ -245,12 +245,12 @@ class World:
             if len(parked) < room:
                 parked.append((rank, message))
 
-    async def hear_out(self, rank: int) -> bool:
-        """`rank` takes no connection any more: hear, bounded, which groups it aborted before, and why.
+    async def hear_out(self, rank: int) -> bool | None:
+        """`rank` takes no connection: hear, bounded, which groups it aborted before, and why.
 
-        Returns whether it said goodbye.
+        Returns whether it left in order; None if it seems to be there.
         """
-        words, left = await self._rendezvous.words_of(rank)
+        words, left = await self._rendezvous.attendance.words_of(rank)
         try:
             for payload in _split_words(rank, words):
                 self.control_received(rank, payload)

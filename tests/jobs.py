@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,3 +98,19 @@ def run_ranks(
     for rank in ended:
         assert rank.returncode == 0, f"rank {rank.rank} exited with {rank.returncode}:\n{rank.stderr}"
     return ended
+
+
+@contextlib.contextmanager
+def daemon(*options: str) -> Iterator[str]:
+    """A store daemon of its own process; gives host:port."""
+    process = forked.Popen(
+        [sys.executable, "-m", "asyncdist_server", "--port", "0", *options], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        yield next(word for word in ready.split() if ":" in word and word[-1].isdigit())
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+        assert process.returncode == 0

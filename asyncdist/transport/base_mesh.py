@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, Final, Protocol
 
-from asyncdist.errors import ClosedError, PeerLostError
+from asyncdist.errors import ClosedError, DistError, PeerLostError
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.protocol.frame import FRAGMENT_BYTES, MAX_CALL_BYTES
@@ -33,6 +34,10 @@ class MeshOwner(Protocol):
         """`rank` sent a control message."""
 
 
+LOOK_AFTER_S: Final = 0.25
+"""How long a receive from any source waits before the store is asked who is gone: most wait for less."""
+MAX_LOOK_AFTER_S: Final = 60.0
+"""How long at most until a store that could not tell is asked again."""
 BURST: Final = 4
 """Collectives under way between two of whose calls what has come through sockets of this host is taken. In a burst of
 calls it would fill the system's buffers otherwise, and wait there longer than any cache keeps it."""
@@ -50,14 +55,19 @@ class BaseMesh:
         self.memory: HostMemory | None = None
         self.crowded = False
         """Whether ranks of this host share cores; to be set before there are connections."""
-        self.hear_out: Callable[[int], Awaitable[bool]] | None = None
-        """Hears, bounded, what a rank that takes no connection any more has left to say, and whether it left in order;
-        what waits for that rank fails only then. To be set before there are connections."""
+        self.hear_out: Callable[[int], Awaitable[bool | None]] | None = None
+        """Hears, bounded, what a rank that takes no connection has left to say, and whether it left in order, None if
+        it seems to be there; what waits for that rank fails only then. To be set before there are connections."""
+        self.absences: Callable[[], AsyncGenerator[int]] | None = None
+        """Ranks that are gone, as it seems: those that are, then each as it goes. Raises DistError where that is not
+        known any more, NotImplementedError where it never is. To be set before there are connections."""
         self._owner = owner
         self._any_source = AnySourceTable()
         self._dropped = DroppedGroups()
         self._gone: dict[int, bool] = {}  # whether it left with a goodbye
+        self._lost_elsewhere: set[int] = set()  # ranks whose loss we have heard of without having met them
         self._all_ended = asyncio.Event()
+        self._looks_for_absent = False
         self._closing = False
         self._closed_because = ""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -98,6 +108,9 @@ class BaseMesh:
             return True
         if self._all_gone(ranks) and self._any_source.withdraw(receive):
             raise nobody_left(self.rank, ranks, self._gone)
+        if not self._looks_for_absent and self.absences is not None:
+            self._looks_for_absent = True
+            self._begin(self._look_for_absent(self.absences), "asyncdist looks for ranks that are gone")
         return False
 
     def is_gone(self, rank: int) -> bool:
@@ -114,7 +127,8 @@ class BaseMesh:
 
     def lost_elsewhere(self, rank: int, error: PeerLostError) -> None:
         """Another rank has lost `rank`, which may never have connected to us: receives from any source fail for it."""
-        if not self.is_reached(rank):
+        if rank not in self._lost_elsewhere and not self.is_reached(rank):
+            self._lost_elsewhere.add(rank)
             self._any_source.fail_source(rank, error)
 
     def give_up(self, rank: int, message: SendOp | Receive) -> None:
@@ -213,23 +227,59 @@ class BaseMesh:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _after_words(self, rank: int, then: Callable[[bool], None]) -> None:
+    async def _look_for_absent(self, absences: Callable[[], AsyncGenerator[int]]) -> None:
+        """While receives wait for any source, dial those that are gone, as it seems: so we hear what became of them.
+
+        One that is there after all is connected from then on.
+        """
+        pause_s = LOOK_AFTER_S
+        try:
+            while True:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_LOOK_AFTER_S)
+                if not self._any_source.table:
+                    return
+                with contextlib.suppress(DistError):
+                    async with contextlib.aclosing(absences()) as absent:
+                        async for rank in absent:
+                            if self._closing or not self._any_source.table:
+                                return
+                            if rank != self.rank and self._any_source.hopes_for(rank):
+                                self.connect([rank])
+        except NotImplementedError:
+            self.absences = None
+        finally:
+            self._looks_for_absent = False
+
+    def _after_words(self, rank: int, then: Callable[[bool | None], None]) -> None:
         """Call `then` once we have heard what `rank`, which was not met, has left to say: at once if nobody asks.
 
-        It is told whether the rank is known to have left in order.
+        It is told whether the rank left in order; None if that is not known, or if it seems to be there.
         """
         if self.hear_out is None or self._closing:
-            then(False)
+            then(None)
         else:
             self._begin(self._hear_out(self.hear_out, rank, then), f"asyncdist words of rank {rank}")
 
     @staticmethod
-    async def _hear_out(hear_out: Callable[[int], Awaitable[bool]], rank: int, then: Callable[[bool], None]) -> None:
-        left = False
+    async def _hear_out(
+        hear_out: Callable[[int], Awaitable[bool | None]], rank: int, then: Callable[[bool | None], None]
+    ) -> None:
+        left = None
         try:
             left = await hear_out(rank)
         finally:
             then(left)
+
+    def _source_gone(self, rank: int, error: PeerLostError) -> None:
+        """`rank` is lost or has left: fail the receives from any source that it ends, for a loss each of them once."""
+        self._gone[rank] = error.left
+        if not error.left and rank not in self._lost_elsewhere:
+            self._any_source.fail_source(rank, error)
+            return
+        for receive in list(self._any_source.table):
+            if self._all_gone(receive.ranks) and self._any_source.withdraw(receive):
+                receive.sink.message_failed(receive.token, error)
 
     def _all_gone(self, ranks: Collection[int]) -> bool:
         """Whether nobody can send any more: all others of `ranks` are gone, and we never were a peer of our own."""

@@ -218,7 +218,7 @@ class Mesh(BaseMesh):
         if self._resolve_turn is None:
             self._resolve_turn = self._context.loop.call_soon(self._begin_resolving)
 
-    def link_not_met(self, rank: int, then: Callable[[bool], None]) -> None:
+    def link_not_met(self, rank: int, then: Callable[[bool | None], None]) -> None:
         """Hear what the rank has left to say, then go on."""
         self._after_words(rank, then)
 
@@ -228,16 +228,12 @@ class Mesh(BaseMesh):
 
     def link_lost(self, rank: int, error: PeerLostError) -> None:
         """Fail what any-source receives hoped for, and tell the owner."""
-        self._gone[rank] = False
-        self._any_source.fail_source(rank, error)
+        self._source_gone(rank, error)
         self._owner.peer_lost(rank, error)
 
     def link_left(self, rank: int, error: PeerLostError) -> None:
         """Fail any-source receives that nobody can serve any more, and tell the owner."""
-        self._gone[rank] = True
-        for receive in list(self._any_source.table):
-            if self._all_gone(receive.ranks) and self._any_source.withdraw(receive):
-                receive.sink.message_failed(receive.token, error)
+        self._source_gone(rank, error)
         self._context.memory.left(rank, error)
         self._owner.peer_left(rank)
 

@@ -7,16 +7,12 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import forked
 import pytest
-from jobs import finish, free_port, run_ranks, start_rank, start_ranks
+from jobs import daemon, finish, free_port, run_ranks, start_rank, start_ranks
 from punctual import assert_within, punctual
 
 SUM = """
@@ -31,22 +27,6 @@ async def main():
     assert len(asyncio.all_tasks()) == 1, asyncio.all_tasks()
 dist.run(main())
 """
-
-
-@contextlib.contextmanager
-def daemon(*options: str) -> Iterator[str]:
-    """A store daemon of its own process; gives host:port."""
-    process = forked.Popen(
-        [sys.executable, "-m", "asyncdist_server", "--port", "0", *options], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        ready = process.stdout.readline()
-        yield next(word for word in ready.split() if ":" in word and word[-1].isdigit())
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
-        assert process.returncode == 0
 
 
 @pytest.mark.parametrize(("transport", "size"), [("auto", 4), ("tcp", 3), ("unix", 2)])

@@ -17,7 +17,7 @@ from punctual import assert_within, punctual
 from socket_world import socket_world, turns
 
 import asyncdist as dist
-from asyncdist.rendezvous import WORDS_LIMIT_S
+from asyncdist.attendance import WORDS_LIMIT_S
 from asyncdist.store import HashStore
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.protocol.frame import pack_key
@@ -101,11 +101,11 @@ class LateGoodbyes(HashStore):
         self.leaving = asyncio.Event()
         self.may_leave = asyncio.Event()
 
-    async def set(self, key: str, value: str | bytes) -> None:
+    async def set(self, key: str, value: str | bytes, *, lease: dist.Lease | None = None) -> None:
         if "/left/" in key:
             self.leaving.set()
             await self.may_leave.wait()
-        await super().set(key, value)
+        await super().set(key, value, lease=lease)
 
 
 @TRANSPORTS

@@ -160,6 +160,11 @@ class Dialer:
         elif not paused:
             self._begin_round()
 
+    @property
+    def refused(self) -> bool:
+        """Whether all that was tried last was refused: nobody listens there, unless somebody else refuses for it."""
+        return self._refused_rounds > 0
+
     def pause(self) -> None:
         """Drop the attempt under way and start none until `resume`."""
         self._paused = True

@@ -35,8 +35,8 @@ __all__ = ["Link", "LinkOwner", "LinkState"]
 CROSSED_WAIT_S: Final = 1.0
 """How long the lower rank prefers its own first attempt when the other's hello is already here."""
 DOUBT_S: Final = 0.3
-"""How long a dial goes on before it is asked whether the peer has left, which is to be known within a second; then each
-time twice as long, since thousands may be slow at once."""
+"""How long a dial goes on before it is asked whether the peer is gone, which is to be known within a second; then each
+time at twice the age, since thousands may be slow at once."""
 CONFIRM_TIMEOUT_FACTOR: Final = 2.0
 """The listener waits longer for the confirmation than any dialer waits for the ACK: else a late one would open a
 connection that the listener has just given up."""
@@ -63,10 +63,10 @@ class LinkOwner(Protocol):
     def address_wanted(self, rank: int) -> None:
         """Look up where `rank` is; `Link.address_known` or `dial_failed` follows."""
 
-    def link_not_met(self, rank: int, then: Callable[[bool], None]) -> None:
+    def link_not_met(self, rank: int, then: Callable[[bool | None], None]) -> None:
         """The peer takes no connection: call `then`, now or soon, which may end a link that is not open.
 
-        It is to be told whether the peer is known to have left in order.
+        It is to be told whether the peer left in order; None if that is not known, or if it seems to be there.
         """
 
     def link_open(self, rank: int) -> None:
@@ -124,6 +124,7 @@ class Link:
         if self.state is LinkState.IDLE:
             self.state = LinkState.CONNECTING
             self._started_s = self._context.loop.time()
+            self._doubt_in(DOUBT_S)
             self._owner.address_wanted(self.rank)
 
     def address_known(self, address: PeerAddress) -> None:
@@ -131,7 +132,6 @@ class Link:
         if self.state is LinkState.CONNECTING and self._dialer is None:
             self._dialer = Dialer(self._context, self, self.rank, address, self._started_s)
             self._dialer.start(paused=self._incoming is not None)
-            self._doubt_in(DOUBT_S)
 
     def leave(self) -> None:
         """Say goodbye, after everything posted; a link that has nothing to send ends at once.
@@ -240,12 +240,22 @@ class Link:
     # -- we dial the peer
 
     def _doubt_in(self, delay_s: float) -> None:
-        self._doubt = self._context.loop.call_later(delay_s, self._ask_whether_left, delay_s)
+        self._doubt = self._context.loop.call_later(delay_s, self._ask_whether_gone)
 
-    def _ask_whether_left(self, delay_s: float) -> None:
-        """The dial takes long: the peer may have left, on a host that refuses or does not answer. Else it goes on."""
-        self._doubt_in(2 * delay_s)
-        self._owner.link_not_met(self.rank, lambda left: self._not_met(None) if left else None)
+    def _ask_whether_gone(self) -> None:
+        """The dial takes long: the peer may be gone, on a host that refuses or does not answer. Else it goes on."""
+        self._doubt_in(self._context.loop.time() - self._started_s)
+        self._owner.link_not_met(self.rank, self._heard_whether_left)
+
+    def _heard_whether_left(self, left: bool | None) -> None:
+        dialer = self._dialer
+        if self._incoming is not None:  # it dials us, and what it sent before it left may be here, unread
+            return
+        if left:
+            self._not_met(None)
+        elif left is False and (dialer is None or dialer.refused):  # it seems to be gone, and nobody listens there
+            where = "it listens nowhere" if dialer is None else "it takes no connections"
+            self._not_met(ConnectionRefusedError(f"{where}, and its own to the store has ended: it has been killed"))
 
     def dial_agreed(self, handshake: Handshake[DialerHello]) -> None:
         """The peer said OK, and this connection is the first: confirm it."""

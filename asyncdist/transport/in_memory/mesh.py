@@ -174,7 +174,7 @@ class MemoryMesh(BaseMesh):
 
     def link_refused(self, rank: int, left: bool) -> None:
         """`rank` has ended before a connection was made."""
-        self._after_words(rank, lambda said_goodbye: self._not_met(rank, left or said_goodbye))
+        self._after_words(rank, lambda said_goodbye: self._not_met(rank, left or said_goodbye is True))
 
     def _not_met(self, rank: int, left: bool) -> None:
         if self._peers[rank].ended:
@@ -216,10 +216,7 @@ class MemoryMesh(BaseMesh):
     def _peer_left(self, rank: int) -> None:
         error = PeerLostError(f"rank {rank} has left the world (it closed its group and said goodbye)", rank, left=True)
         self._finish(rank, "left", error)
-        self._gone[rank] = True
-        for receive in list(self._any_source.table):
-            if self._all_gone(receive.ranks) and self._any_source.withdraw(receive):
-                receive.sink.message_failed(receive.token, error)
+        self._source_gone(rank, error)
         self._owner.peer_left(rank)
         self._check_ended()
 
@@ -227,8 +224,7 @@ class MemoryMesh(BaseMesh):
         error = PeerLostError(f"rank {self.rank} lost rank {rank}: {cause}", rank)
         error.__cause__ = cause
         self._finish(rank, "lost", error)
-        self._gone[rank] = False
-        self._any_source.fail_source(rank, error)
+        self._source_gone(rank, error)
         self._owner.peer_lost(rank, error)
         self._check_ended()
 

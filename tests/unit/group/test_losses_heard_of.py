@@ -48,6 +48,29 @@ def test_receives_from_any_source_raise_once(acquainted: bool) -> None:
     run_world(3, main, pass_world=True)
 
 
+def test_a_loss_that_was_heard_of_is_none_again_where_it_is_met() -> None:
+    async def main(group: Group, world: SimulatedWorld) -> None:
+        await meet(group, 0, 1)
+        await meet(group, 0, 2)
+        if group.rank == 2:
+            waits = group.irecv(np.zeros(1), None, 3)
+            assert getattr(await outcome(waits), "rank", None) == 1
+            waits = group.irecv(np.zeros(1), None, 3)
+            assert getattr(await outcome(group.isend(np.zeros(1), 1)), "rank", None) == 1
+            assert not waits.done()
+            await asyncio.sleep(2)
+            assert getattr(await outcome(waits), "rank", None) == 0
+            with pytest.raises(dist.PeerLostError, match="nobody"):
+                await group.irecv(np.zeros(1), None, 3)
+            return
+        await asyncio.sleep(1)
+        world.kill(1)
+        await asyncio.sleep(2)
+        world.kill(0)
+
+    run_world(3, main, pass_world=True)
+
+
 def test_who_connects_after_a_survivor_gave_up_hears_who_was_lost_before() -> None:
     async def main(group: Group, world: SimulatedWorld) -> None:
         await meet(group, 0, 2)
