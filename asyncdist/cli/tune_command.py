@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,8 +18,16 @@ from rich.table import Table
 from asyncdist.cli.sizes import show_seconds
 from asyncdist.cli.table_console import table_console
 from asyncdist.cli.tune_check import check_here, measured_constants, show_check
+from asyncdist.cli.tune_links import measure_links
 from asyncdist.errors import DistError
-from asyncdist.host_constants import built_in_constants, default_path, read_file, save_constants
+from asyncdist.host_constants import (
+    built_in_constants,
+    default_path,
+    read_file,
+    save_constants,
+    stored_constants,
+)
+from asyncdist.plan.cost.constants import Link
 from asyncdist.plan.selection.tuning import constants_from_terms, constants_to_terms
 from asyncdist.transport.config import TRANSPORTS
 from asyncdist.tuning.processes import Report
@@ -33,6 +42,10 @@ CHECK_SECONDS: Final = 60.0
 """For each transport: less would say more of the moment than of the algorithms."""
 
 
+LINK_SECONDS: Final = 5.0
+"""Some hundred round trips and a few long messages of most networks."""
+
+
 @click.command("tune", short_help="Measure this host for the choice of algorithms.")
 @click.option(
     "--transport",
@@ -44,7 +57,8 @@ CHECK_SECONDS: Final = 60.0
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0.1, max=600),
-    help=f"How long to measure, in all: {DEFAULT_SECONDS:g}, or {CHECK_SECONDS:g} for each transport with --check.",
+    help=f"How long to measure, in all: {DEFAULT_SECONDS:g}; {CHECK_SECONDS:g} for each transport with --check, "
+    f"{LINK_SECONDS:g} with --links.",
 )
 @click.option(
     "--output",
@@ -53,6 +67,9 @@ CHECK_SECONDS: Final = 60.0
 )
 @click.option("--show", is_flag=True, help="Show what the file says, and measure nothing.")
 @click.option("--check", is_flag=True, help="Try all algorithms, say if the fastest are chosen, and change nothing.")
+@click.option(
+    "--links", is_flag=True, help="Measure between hosts instead; to be run by the ranks of a world on several."
+)
 @click.option("--candidates", is_flag=True, help="With --check: a line for every algorithm.")
 def tune_command(
     transports: tuple[str, ...],
@@ -60,25 +77,32 @@ def tune_command(
     output: Path | None,
     show: bool,
     check: bool,
+    links: bool,
     candidates: bool,
 ) -> None:
     """Measure with two and with four processes on this host, and write what messages, bytes, reductions and shared
     memory cost to a file that `init_process_group` reads.
 
     Rank 0's file counts for all ranks of a world. ASYNCDIST_TUNING names another file, or `off` for built-in values.
-    Links between hosts are not measured: for those built-in values count.
+    Links between hosts are measured with --links, by `asyncdist run --nnodes 2 --nproc-per-node 1 --rdzv-endpoint
+    HOST:PORT -m asyncdist tune --links` on two of them; rank 0 writes the file. Until then built-in values count.
     """
     path = output or default_path(os.environ)
     if path is None:
         raise click.UsageError("neither XDG_CACHE_HOME nor HOME is set: give --output")
-    if (check and show) or (candidates and not check):
-        raise click.UsageError("--check and --show are two things, and --candidates goes with --check")
+    if check + show + links > 1 or (candidates and not check):
+        raise click.UsageError("--check, --show and --links are three things, and --candidates goes with --check")
     transports = transports or _from_environment()
     try:
         if check:
             _check_all(transports, seconds or CHECK_SECONDS * len(transports), path, everything=candidates)
             return
-        if not show:
+        if links:
+            with _progress() as progress:
+                first = measure_links(transports, seconds or LINK_SECONDS, path, _reporter(progress, "link"))
+            if not first:
+                return
+        elif not show:
             _measure_all(transports, seconds or DEFAULT_SECONDS, path)
         _show(path)
     except FileNotFoundError:
@@ -99,7 +123,9 @@ def _measure_all(transports: tuple[str, ...], seconds: float, path: Path) -> Non
         for transport in transports:
             found = find_here(transport, seconds / len(transports), _reporter(progress, transport))
             # Rejects what cannot be: a clock that stood still, say.
-            constants = constants_from_terms(constants_to_terms(found.constants))
+            constants = constants_from_terms(
+                constants_to_terms(replace(found.constants, between=_link(path, transport)))
+            )
             details = {
                 "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 "connection": found.connection,
@@ -108,6 +134,15 @@ def _measure_all(transports: tuple[str, ...], seconds: float, path: Path) -> Non
                 "trials": len(found.trials),
             }
             save_constants(path, transport, constants, details)
+
+
+def _link(path: Path, transport: str) -> Link | None:
+    """What a file says of links between hosts, which only --links measures."""
+    try:
+        constants = stored_constants(path, transport)
+    except (OSError, ValueError):
+        return None
+    return None if constants is None else constants.between
 
 
 def _check_all(transports: tuple[str, ...], seconds: float, path: Path, *, everything: bool) -> None:
@@ -151,10 +186,24 @@ def _show(path: Path) -> None:
     console = table_console()
     console.print(str(path), highlight=False, soft_wrap=True)
     messages, memory = Table(title="messages", title_justify="left"), Table(title="shared memory", title_justify="left")
-    for title in ("transport", "message", "overhead", "link GB/s", "copy GB/s", "reduction GB/s", "turn", "measured"):
+    for title in (
+        "transport",
+        "message",
+        "overhead",
+        "link GB/s",
+        "copy GB/s",
+        "reduction GB/s",
+        "turn",
+        "between hosts",
+        "GB/s",
+        "measured",
+    ):
         messages.add_column(title, no_wrap=True)
     for title in ("transport", "wake-up", "item", "begin", "operand", "copy GB/s", "reduction GB/s"):
         memory.add_column(title, no_wrap=True)
+    links = Table(title="between hosts", title_justify="left")
+    for title in ("transport", "message", "link GB/s", "measured"):
+        links.add_column(title, no_wrap=True)
     for transport, entry in read_file(path)["transports"].items():
         if not isinstance(entry, Mapping):
             raise ValueError(f"{path}: {transport}: not a set of constants")
@@ -169,6 +218,10 @@ def _show(path: Path) -> None:
             show_seconds(constants.turn_s),
             str(entry.get("date", "")),
         )
+        link, when = constants.between, entry.get("link", {})
+        if link is not None:
+            gigabytes = f"{1e-9 / link.beta_s:.3g}"
+            links.add_row(str(transport), show_seconds(link.alpha_s), gigabytes, str(when.get("date", "")))
         shared = constants.shared
         if transport in ("auto", "shm"):
             memory.add_row(
@@ -178,5 +231,6 @@ def _show(path: Path) -> None:
                 f"{1e-9 / shared.reduce_s:.3g}",
             )
     console.print(messages)
-    if memory.row_count:
-        console.print(memory)
+    for table in (memory, links):
+        if table.row_count:
+            console.print(table)

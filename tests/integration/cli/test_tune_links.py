@@ -1,0 +1,95 @@
+"""`asyncdist tune --links`, run by the ranks of a world; one host has to do for two."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from asyncdist.cli import main
+from asyncdist.cli.tune_command import _link
+from asyncdist.host_constants import own_tuning, read_file, save_constants, stored_constants
+from asyncdist.plan.cost.constants import ASYNCIO, ASYNCIO_LOOPBACK, Link
+
+LIMIT_S = 120
+
+
+def launch(path: Path, *, ranks: int = 2, transport: str = "tcp") -> subprocess.CompletedProcess[str]:
+    """Run it as a launched world."""
+    command = [sys.executable, "-m", "asyncdist", "run", "--nproc-per-node", str(ranks), "-m", "asyncdist", "tune"]
+    return subprocess.run(
+        [*command, "--links", "--seconds", "0.3", "--output", str(path)],
+        env={**os.environ, "ASYNCDIST_TRANSPORT": transport, "ASYNCDIST_TUNING": "off"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def test_the_link_is_kept_beside_what_the_file_says(tmp_path):
+    path = tmp_path / "tuning.json"
+    host = replace(ASYNCIO_LOOPBACK, alpha_s=0.000123)
+    save_constants(path, "tcp", host, {"date": "then"})
+    done = launch(path, ranks=3)
+    assert done.returncode == 0, done.stderr
+    assert "between hosts" in done.stdout
+    found = stored_constants(path, "tcp")
+    assert found is not None
+    assert found.between is not None
+    assert replace(found, between=host.between) == host
+    assert 1e-6 < found.between.alpha_s < 1e-1
+    assert 1e-12 < found.between.beta_s < 1e-6
+    entry = read_file(path)["transports"]["tcp"]
+    assert entry["date"] == "then"
+    assert "tcp" in entry["link"]["connection"]
+    used = own_tuning({"ASYNCDIST_TUNING": str(path)}, 2, one_host=False, transport="tcp", overrides={})
+    assert used.constants.between == found.between
+
+
+def test_ranks_of_one_host_have_none(tmp_path):
+    if sys.platform != "linux":
+        pytest.skip("only on Linux ranks of a host share memory")
+    done = launch(tmp_path / "tuning.json", transport="auto")
+    assert done.returncode != 0
+    assert "ranks 0 and 1 share one" in done.stdout + done.stderr
+    assert not (tmp_path / "tuning.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "said"),
+    [
+        ({"RANK": ""}, ["--links"], "run it on two at once"),
+        ({}, ["--links"], "run it on two at once"),
+        ({}, ["--links", "--show"], "three things"),
+        ({}, ["--links", "--check"], "three things"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+            ["--links"],
+            "this world has one rank",
+        ),
+    ],
+)
+def test_what_it_needs_is_said(tmp_path, monkeypatch, environment, arguments, said):
+    monkeypatch.delenv("RANK", raising=False)
+    path = tmp_path / "tuning.json"
+    result = CliRunner().invoke(main, ["tune", *arguments, "--output", str(path)], env=environment)
+    assert result.exit_code != 0
+    assert said in " ".join(result.output.split())
+    assert not path.exists()
+
+
+def test_measuring_the_host_again_keeps_the_link(tmp_path):
+    path = tmp_path / "tuning.json"
+    assert _link(path, "tcp") is None
+    link = Link(0.01, 1e-8)
+    save_constants(path, "tcp", replace(ASYNCIO, between=link), {})
+    assert _link(path, "tcp") == link
+    assert _link(path, "auto") is None
+    path.write_text("damaged")
+    assert _link(path, "tcp") is None
