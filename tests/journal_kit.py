@@ -48,8 +48,8 @@ class MemoryJournal:
         payloads = encode(batch)
         batch.bytes = sum(map(len, payloads)) + ROW_OVERHEAD_BYTES * len(payloads)
         self.rows.update(zip(range(batch.first_row, batch.next_row), payloads, strict=True))
-        for number in [number for number in self.rows if number < batch.keep_from]:
-            del self.rows[number]
+        while self.rows and (oldest := next(iter(self.rows))) < batch.keep_from:
+            del self.rows[oldest]
 
     def tidy(self) -> None:
         self.calls.append("tidy")
