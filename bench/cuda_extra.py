@@ -31,7 +31,7 @@ NEEDED: Final = {
 }
 """Modules that the tests and the benchmark import, and the packages that bring them. torch is measured where it is."""
 
-OLDEST: Final = {"numpy": (2, 1), "pytest-asyncio": (1, 4)}
+OLDEST: Final = {"numpy": (2, 1, 2), "pytest-asyncio": (1, 4)}
 """Packages that an environment made for something else may have too old."""
 
 
@@ -63,7 +63,7 @@ def lacking() -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -124,14 +124,14 @@ def test_what_an_interpreter_lacks(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    ("found", "enough"), [("2.1.0", True), ("2.10.0rc1", True), ("2.0.2", False), ("1.26.4", False)]
+    ("found", "enough"), [("2.1.2", True), ("2.10.0rc1", True), ("2.1.1", False), ("2.0.2", False), ("1.26.4", False)]
 )
 def test_what_an_interpreter_has_too_old(found: str, enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_extra, "NEEDED", {"numpy": "numpy"})
-    monkeypatch.setattr(cuda_extra, "OLDEST", {"numpy": (2, 1)})
+    monkeypatch.setattr(cuda_extra, "OLDEST", {"numpy": (2, 1, 2)})
     monkeypatch.setattr(cuda_extra.importlib.metadata, "version", lambda package: found)
     said = cuda_extra.lacking()
-    assert said == ("" if enough else f"{sys.executable} lacks numpy 2.1 or newer (it has {found})")
+    assert said == ("" if enough else f"{sys.executable} lacks numpy 2.1.2 or newer (it has {found})")
 
 
 def test_figures_are_judged() -> None:
