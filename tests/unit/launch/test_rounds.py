@@ -21,6 +21,9 @@ from asyncdist.store import HashStore
 
 LOST_AFTER_S = 30.0
 """No stall of a busy machine is so long; who is killed here breaks its connection."""
+ALL_COME_S = 0.5
+"""A last call in which the third of three comes as well, though the process has no core for a while."""
+
 FAILURE = Failure(node=0, rank=0, host="h", pid=12, exitcode=3, description="exit code 3")
 
 
@@ -29,7 +32,14 @@ class Node:
 
     max_restarts = 1
 
-    def __init__(self, store: HashStore, nnodes: tuple[int, int], nproc: int = 1, join_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        store: HashStore,
+        nnodes: tuple[int, int],
+        nproc: int = 1,
+        join_s: float = 60.0,
+        last_call_s: float = 0.02,
+    ) -> None:
         config = LaunchConfig(
             command=("true",),
             nnodes=nnodes[1],
@@ -38,7 +48,7 @@ class Node:
             store=Endpoint("h", 1),
             job_id="job",
             join_timeout_s=join_s,
-            last_call_s=0.02,
+            last_call_s=last_call_s,
             lost_after_s=LOST_AFTER_S,
         )
         self.store = store.clone()
@@ -179,7 +189,7 @@ async def test_newcomers_are_met_together_and_leave_again_and_again(cluster: Clu
 @pytest.mark.parametrize("lost", [0, 2])
 async def test_a_node_that_is_lost_during_the_meeting(cluster: Cluster, lost: int) -> None:
     """The node met the others in the store, and says no more: not its part of the plan, and not the plan."""
-    members = [Node(cluster.store, (2, 3)) for _ in range(3)]
+    members = [Node(cluster.store, (2, 3), last_call_s=ALL_COME_S) for _ in range(3)]
     async with asyncio.timeout(60):
         rounds = await asyncio.gather(*(member.rounds.meet() for member in members))
     by_rank = {met.rank: (member, met) for member, met in zip(members, rounds, strict=True)}
@@ -200,7 +210,7 @@ async def test_a_node_that_is_lost_during_the_meeting(cluster: Cluster, lost: in
 
 
 async def test_a_plan_that_only_one_node_saw_before_a_loss_holds_nobody_up(cluster: Cluster) -> None:
-    members = [Node(cluster.store, (2, 3)) for _ in range(3)]
+    members = [Node(cluster.store, (2, 3), last_call_s=ALL_COME_S) for _ in range(3)]
     async with asyncio.timeout(60):
         rounds = await asyncio.gather(*(member.rounds.meet() for member in members))
         by_rank = {met.rank: (member, met) for member, met in zip(members, rounds, strict=True)}
