@@ -6,16 +6,15 @@ import dataclasses
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from asyncdist.cli.sizes import BYTES
 from bench import formats, overlap, plots, report, stress, targets
 from bench.candidates import PEERS
+from bench.command_line import Bar, ListOf
 from bench.machine import about
 from bench.model import FULL, PROMISES, SMOKE, Cell, Mode, Profile, Subject
 from bench.operations import OPERATIONS
@@ -31,31 +30,21 @@ TABLE_WIDTH = 190
 """Columns of a table that goes to a file or a pipe."""
 
 
-class _List(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
-    """Several values with commas."""
-
-    name = "list"
-
-    def __init__(self, item: click.ParamType[Any]) -> None:
-        self._item = item
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return tuple(self._item.convert(part.strip(), param, ctx) for part in value.split(","))
-
-
 @click.command()
 @click.argument("names", nargs=-1, metavar="[SUBJECTS]...", type=click.Choice([*SUBJECTS, FLOORS]))
 @click.option("--profile", type=click.Choice(list(PROFILES)), default=None, help="full: quotable; smoke: it runs.")
-@click.option("--ranks", type=_List(click.IntRange(min=2)), help=f"Numbers of ranks of {', '.join(sorted(ANY_RANKS))}.")
+@click.option(
+    "--ranks", type=ListOf(click.IntRange(min=2)), help=f"Numbers of ranks of {', '.join(sorted(ANY_RANKS))}."
+)
 @click.option("--pin/--free", "pin", default=None, help="Only pinned, or only free (both by default).")
 @click.option("--rounds", type=click.IntRange(min=1), default=None, help="Alternating runs of each candidate.")
 @click.option("--only", default=None, help="Candidates by name, such as asyncdist,floor.")
 @click.option(
-    "--transport", "transports", type=_List(click.Choice(TRANSPORT_NAMES)), help="asyncdist's, all by default."
+    "--transport", "transports", type=ListOf(click.Choice(TRANSPORT_NAMES)), help="asyncdist's, all by default."
 )
-@click.option("--peers", type=_List(click.Choice(list(PEERS))), help="Neighbors, all by default.")
-@click.option("--operations", type=_List(click.Choice([*OPERATIONS, "ping_pong", "one_way", "window"])))
-@click.option("--sizes", type=_List(BYTES), help="Bytes, such as 4,64KiB, of p2p, all_reduce and collectives.")
+@click.option("--peers", type=ListOf(click.Choice(list(PEERS))), help="Neighbors, all by default.")
+@click.option("--operations", type=ListOf(click.Choice([*OPERATIONS, "ping_pong", "one_way", "window"])))
+@click.option("--sizes", type=ListOf(BYTES), help="Bytes, such as 4,64KiB, of p2p, all_reduce and collectives.")
 @click.option("--stress-operations", type=click.IntRange(min=1), default=None, help="Operations of stress: 1,000,000.")
 @click.option("--format", "form", type=click.Choice(["table", "osu", "nccl", "json"]), default="table")
 @click.option("--plot", is_flag=True, help="Draw a picture of each operation into docs/benchmarks/.")
@@ -104,7 +93,7 @@ def main(
     if promised is not None:
         target = targets.target_named(promised)
         chosen = _profile(profile or target.profile.name, rounds, stress_operations)
-        with _Bar(errors) as bar:
+        with Bar(errors) as bar:
             cells = target.measure(chosen, modes, bar.line)
         _print_targets(console, target, cells, machine, write=write, plot=plot)
     else:
@@ -119,32 +108,6 @@ def main(
         errors.print(line, soft_wrap=True, markup=False)
     if any(measurement.wrong for cell in cells for measurement in cell.measurements.values()):
         raise SystemExit("wrong results: see the column 'wrong'")
-
-
-class _Bar:
-    """A progress bar; of unknown length where the number of runs is not known beforehand."""
-
-    def __init__(self, console: Console, total: int | None = None) -> None:
-        columns = (
-            SpinnerColumn(),
-            TimeElapsedColumn(),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-        )
-        self._progress = Progress(*columns, console=console, transient=True)
-        self._task = self._progress.add_task("starting", total=total)
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def line(self, text: str) -> None:
-        """Show what runs now and count it."""
-        self._progress.update(self._task, advance=1, description=text)
 
 
 def _set(values: Sequence[str] | None) -> frozenset[str] | None:
@@ -170,7 +133,7 @@ def _measure(
     cells: list[Cell] = []
     asked = {subject.name: ranks if subject.name in ANY_RANKS else None for subject in chosen}
     total = sum(count_runs(subject, profile, ranks=asked[subject.name], modes=modes) for subject in chosen)
-    with _Bar(errors, total) as bar:
+    with Bar(errors, total) as bar:
         for subject in chosen:
             if subject.name == stress.SUBJECT.name:
                 cells += stress.run_stress(profile, bar.line)

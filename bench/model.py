@@ -74,6 +74,10 @@ class Candidate:
     max_ranks: int = 64
     lacks: Mapping[str, str] = field(default_factory=dict)
     ranks_of: str = ""
+    host: str = "127.0.0.1"
+    """Address of rank 0's host."""
+    prefix: Callable[[int], Sequence[str]] = lambda _rank: ()
+    """What starts a rank's command, such as on another host."""
 
 
 @dataclass(frozen=True)

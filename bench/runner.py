@@ -61,7 +61,7 @@ class Session:
         listener.bind(control)
         listener.listen(self._world_size)
         listener.settimeout(0.2)
-        address = f"127.0.0.1:{unused_port()}"
+        address = f"{self._candidate.host}:{unused_port()}"
         options = dict(self._candidate.options)
         if self._candidate.server is not None:
             self._server = self._candidate.server(None)
@@ -100,7 +100,10 @@ class Session:
         if self._candidate.launcher == "mpirun":
             options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(self._world_size)]
             return [["mpirun", *options, *program, json.dumps({**description, "rank": -1})]]
-        return [[*program, json.dumps({**description, "rank": rank})] for rank in range(self._world_size)]
+        return [
+            [*self._candidate.prefix(rank), *program, json.dumps({**description, "rank": rank})]
+            for rank in range(self._world_size)
+        ]
 
     def _accept(self, listener: socket.socket) -> None:
         deadline_s = time.monotonic() + OPEN_TIMEOUT_S

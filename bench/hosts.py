@@ -1,0 +1,217 @@
+"""``python -m bench.hosts``: collectives between hosts whose network is the bottleneck, beside gloo.
+
+Hosts are network namespaces of this machine (as root, on Linux), each connected to a switch by a cable that carries
+`--rate` Mbit/s in each direction. So it is the network that limits, and a slow machine tells as much as a fast one:
+what counts is the share of the cable that is used (nccl-tests' busbw divided by the rate; headers take 5 %).
+
+asyncdist is measured as it is, and with what `asyncdist tune --links` finds out about the cable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from asyncdist.cli.sizes import BYTES, show_bytes, show_seconds
+from bench.__main__ import PROFILES
+from bench.candidates import ASYNCDIST_TCP, GLOO
+from bench.cases import LARGE_BYTES, Case
+from bench.command_line import Bar, ListOf
+from bench.model import Candidate, Cell, Profile, Subject
+from bench.operations import OPERATIONS
+from bench.process import Child
+from bench.runner import ROOT, unused_port
+from bench.schedule import run_subject
+
+DEVICE: Final = "cable"
+QUEUE_MS: Final = 50
+"""How long a packet may wait for the cable before it is dropped."""
+BURST: Final = "64kb"
+TUNE_S: Final = 5.0
+TUNE_LIMIT_S: Final = 90.0
+
+
+class Network:
+    """Hosts and what connects them, until it is closed."""
+
+    def __init__(self, hosts: int, megabits: int) -> None:
+        self.names = [f"bench{os.getpid()}-{number}" for number in range(hosts)]
+        self._switch = f"bench{os.getpid()}-switch"
+        self._megabits = megabits
+
+    def __enter__(self) -> Network:
+        try:
+            _ip("netns", "add", self._switch)
+            _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
+            _ip("-n", self._switch, "link", "set", "bridge", "up")
+            for number, name in enumerate(self.names):
+                self._add(number, name)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in (*self.names, self._switch):
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=30)
+
+    def address(self, number: int) -> str:
+        """That of a host."""
+        return f"10.215.0.{number + 1}"
+
+    def inside(self, number: int) -> tuple[str, ...]:
+        """What a command begins with that is to run on a host."""
+        return ("ip", "netns", "exec", self.names[number])
+
+    def _add(self, number: int, name: str) -> None:
+        port = f"port{number}"
+        _ip("netns", "add", name)
+        _ip("-n", name, "link", "set", "lo", "up")
+        _ip("link", "add", DEVICE, "netns", name, "type", "veth", "peer", "name", port, "netns", self._switch)
+        _ip("-n", self._switch, "link", "set", port, "master", "bridge", "up")
+        _ip("-n", name, "address", "add", f"{self.address(number)}/24", "dev", DEVICE)
+        _ip("-n", name, "link", "set", DEVICE, "up")
+        for where, device in ((name, DEVICE), (self._switch, port)):
+            limit = ["rate", f"{self._megabits}mbit", "burst", BURST, "latency", f"{QUEUE_MS}ms"]
+            _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf", *limit)
+
+
+def _ip(*arguments: str) -> None:
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise click.ClickException(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def tune(network: Network, path: Path, environment: Mapping[str, str]) -> None:
+    """Have two hosts measure their link, into the file `path`."""
+    children = []
+    with contextlib.ExitStack() as stack:
+        port = str(unused_port())
+        for rank in (0, 1):
+            command = [
+                *network.inside(rank),
+                sys.executable,
+                "-m",
+                "asyncdist",
+                "tune",
+                "--links",
+                "--transport",
+                "tcp",
+            ]
+            place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": network.address(0), "MASTER_PORT": port}
+            children.append(
+                Child(
+                    [*network.inside(rank), *command, "--seconds", f"{TUNE_S:g}", "--output", str(path)],
+                    environment={**environment, **place, "PYTHONPATH": str(ROOT)},
+                )
+            )
+            stack.callback(children[-1].stop)
+        for child in children:
+            if not child.wait(TUNE_LIMIT_S) or child.process.returncode:
+                raise click.ClickException(f"asyncdist tune --links: {child.output_tail()}")
+
+
+def candidates(network: Network, tuning: Path, environment: Mapping[str, str]) -> tuple[Candidate, ...]:
+    """asyncdist as it is and tuned, and gloo, on the hosts of `network`, one rank each."""
+    own = {"ASYNCDIST_TUNING": "off", **environment}
+    found = (
+        (ASYNCDIST_TCP, "asyncdist", own),
+        (ASYNCDIST_TCP, "asyncdist tuned", {**own, "ASYNCDIST_TUNING": str(tuning)}),
+        (GLOO, "gloo", {"GLOO_SOCKET_IFNAME": DEVICE}),
+    )
+    return tuple(
+        dataclasses.replace(
+            candidate,
+            name=name,
+            environment={**candidate.environment, **more},
+            host=network.address(0),
+            prefix=network.inside,
+        )
+        for candidate, name, more in found
+    )
+
+
+def cases(operations: tuple[str, ...], sizes: tuple[int, ...], profile: Profile) -> list[Case]:
+    """Every operation in every size."""
+    return [
+        Case(operation, nbytes, *profile.samples(large=nbytes > LARGE_BYTES))
+        for operation in operations
+        for nbytes in sizes
+    ]
+
+
+def table(cells: list[Cell], megabits: int) -> Table:
+    """Times, and the share of the cable that they use."""
+    found = Table(title=f"{megabits} Mbit/s between hosts, p50, and the share of a cable that is used")
+    found.add_column("case")
+    found.add_column("hosts", justify="right")
+    names = list(cells[0].measurements) if cells else []
+    for name in names:
+        found.add_column(name, justify="right")
+    for cell in cells:
+        moved_bytes = cell.case.nbytes * OPERATIONS[cell.case.operation].bus_factor(cell.ranks)
+        row = []
+        for name in names:
+            measurement = cell.measurements[name]
+            if measurement.failure is not None:
+                row.append("missing")
+                continue
+            share = moved_bytes / measurement.p50_s() / (megabits * 125e3)
+            wrong = f", {measurement.wrong} wrong" if measurement.wrong else ""
+            row.append(f"{show_seconds(measurement.p50_s())}, {share:.0%}{wrong}")
+        found.add_row(f"{cell.case.operation} {show_bytes(cell.case.nbytes)}", str(cell.ranks), *row)
+    return found
+
+
+@click.command()
+@click.option("--hosts", type=click.IntRange(min=2, max=64), default=4, show_default=True)
+@click.option("--rate", "megabits", type=click.IntRange(min=1, max=100_000), default=200, show_default=True)
+@click.option(
+    "--operations", type=ListOf(click.Choice(sorted(set(OPERATIONS) - {"barrier"}))), default="all_reduce,all_to_all"
+)
+@click.option("--sizes", type=ListOf(BYTES), default="64KiB,256KiB,1MiB,16MiB", show_default=True)
+@click.option("--profile", type=click.Choice(list(PROFILES)), default="promises", show_default=True)
+def main(hosts: int, megabits: int, operations: tuple[str, ...], sizes: tuple[int, ...], profile: str) -> None:
+    """Measure collectives between HOSTS network namespaces, one rank each, whose cables carry RATE Mbit/s."""
+    if sys.platform != "linux" or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        raise SystemExit("needs Linux, root, and iproute2's ip and tc, to make network namespaces")
+    chosen = PROFILES[profile]
+    environment = {"ASYNCDIST_TOKEN": secrets.token_hex()}
+    with Network(hosts, megabits) as network, tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        tuning = Path(folder) / "tuning.json"
+        tune(network, tuning, environment)
+        subject = Subject(
+            "hosts",
+            "Between hosts",
+            (hosts,),
+            lambda used: cases(operations, sizes, used),
+            candidates(network, tuning, environment),
+            modes=("free",),
+            budgeted=True,
+        )
+        with Bar(Console(stderr=True)) as bar:
+            cells = run_subject(subject, dataclasses.replace(chosen, neighbors=True), progress=bar.line)
+    Console(width=120).print(table(cells, megabits))
+    if any(measurement.wrong for cell in cells for measurement in cell.measurements.values()):
+        raise SystemExit("wrong results")
+
+
+if __name__ == "__main__":
+    main()
