@@ -355,8 +355,9 @@ def test_a_rank_that_leaves_ends_the_collectives_of_those_not_connected_to_it() 
         await group.all_reduce(x)
         if group.rank == 3:
             return
-        await asyncio.sleep(1)  # until all have the first: who fails the second ends for all what is under way
-        start_s = asyncio.get_running_loop().time()
+        # All have ended the first, and begin the second together: who fails it ends for all what is under way.
+        start_s = 10.0
+        await asyncio.sleep(start_s - asyncio.get_running_loop().time())
         with pytest.raises(dist.PeerLostError, match=r"rank 3 (has )?left") as lost:
             await group.all_reduce(x)
         assert lost.value.rank == 3
