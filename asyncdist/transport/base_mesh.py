@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from asyncdist.errors import ClosedError, DistError, PeerLostError
 from asyncdist.transport.addresses.address import PeerAddress
@@ -45,6 +45,9 @@ calls it would fill the system's buffers otherwise, and wait there longer than a
 
 class BaseMesh:
     """Messages to and from every rank of a world: posting, matching from any source, and the state every mesh has."""
+
+    asks_who_is_gone: ClassVar[bool] = True
+    """Whether receives from any source have the store say who is gone."""
 
     def __init__(self, rank: int, world_size: int, owner: MeshOwner) -> None:
         self.rank = rank
@@ -108,7 +111,7 @@ class BaseMesh:
             return True
         if self._all_gone(ranks) and self._any_source.withdraw(receive):
             raise nobody_left(self.rank, ranks, self._gone)
-        if not self._looks_for_absent and self.absences is not None:
+        if self.asks_who_is_gone and not self._looks_for_absent and self.absences is not None:
             self._looks_for_absent = True
             self._begin(self._look_for_absent(self.absences), "asyncdist looks for ranks that are gone")
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from asyncdist.errors import ClosedError, PeerLostError, RemoteProtocolError
 from asyncdist.transport.addresses.address import PeerAddress
@@ -36,6 +36,9 @@ class MemoryMesh(BaseMesh):
 
     Ranks wait for each other without limit: one that never calls `listen` is never found, but not lost either.
     """
+
+    asks_who_is_gone: ClassVar[bool] = False
+    """A store that is watched has something to do every now and then, so that nobody saw that all wait in vain."""
 
     def __init__(
         self, network: MemoryNetwork, rank: int, world_size: int, owner: MeshOwner, world_id: bytes = b""

@@ -57,6 +57,14 @@ def test_a_rank_that_was_killed_is_no_cause() -> None:
         run_world(3, main, pass_world=True)
 
 
+def test_waiting_for_any_source_is_a_deadlock_too() -> None:
+    async def main(group: dist.ProcessGroup) -> None:
+        await group.recv(np.zeros(1), None if group.rank == 0 else 0)
+
+    with pytest.raises(DeadlockError, match="rank 0: .*rank 1: .*rank 2: "):
+        run_world(3, main)
+
+
 def test_a_deadlock_says_where_each_rank_waits_and_for_what() -> None:
     async def main(group: dist.ProcessGroup) -> None:
         await group.recv(np.zeros(1), 1 - group.rank)
