@@ -61,7 +61,7 @@ def test_waiting_for_any_source_is_a_deadlock_too() -> None:
     async def main(group: dist.ProcessGroup) -> None:
         await group.recv(np.zeros(1), None if group.rank == 0 else 0)
 
-    with pytest.raises(DeadlockError, match="rank 0: .*rank 1: .*rank 2: "):
+    with pytest.raises(DeadlockError, match=r"rank 0: .*rank 1: .*rank 2: "):
         run_world(3, main)
 
 
