@@ -16,14 +16,13 @@ from bench import formats, overlap, plots, report, stress, targets
 from bench.candidates import PEERS
 from bench.command_line import Bar, ListOf
 from bench.machine import about
-from bench.model import FULL, PROMISES, SMOKE, Cell, Mode, Profile, Subject
+from bench.model import FULL, PROFILES, Cell, Mode, Profile, Subject
 from bench.operations import OPERATIONS
 from bench.schedule import count_runs, run_subject
 from bench.selection import ANY_RANKS, FLOORS, SUBJECTS, TRANSPORT_NAMES, Selection, subjects
 from bench.targets.document import document, write_document
 from bench.targets.verdict import HEADER
 
-PROFILES = {profile.name: profile for profile in (FULL, PROMISES, SMOKE)}
 BUSY_LOAD = 0.5
 """Runnable processes, averaged over a minute, above which two cores are not quiet."""
 TABLE_WIDTH = 190

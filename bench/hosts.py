@@ -26,11 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncdist.cli.sizes import BYTES, show_bytes, show_seconds
-from bench.__main__ import PROFILES
 from bench.candidates import ASYNCDIST_TCP, GLOO
 from bench.cases import LARGE_BYTES, Case
 from bench.command_line import Bar, ListOf
-from bench.model import Candidate, Cell, Profile, Subject
+from bench.model import PROFILES, Candidate, Cell, Profile, Subject
 from bench.operations import OPERATIONS
 from bench.process import Child
 from bench.runner import ROOT, unused_port

@@ -40,6 +40,7 @@ PROMISES = Profile("promises", 5, 40, 4, 64 << 20, True, ("pinned", "free"), run
 alternating runs, less where a neighbor needs longer than the budget (gloo with more ranks than cores takes milliseconds
 for four bytes)."""
 SMOKE = Profile("smoke", 1, 4, 2, 1 << 20, False, ("free",), stress_operations=1_000)
+PROFILES = {profile.name: profile for profile in (FULL, PROMISES, SMOKE)}
 
 
 class Server(Protocol):

@@ -73,7 +73,7 @@ def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition that another process brings about."""
+    """Wait for a condition that another process or thread brings about."""
     deadline_s = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline_s, f"waited {DEADLINE_S:g} s for {what}"

@@ -20,13 +20,7 @@ from asyncdist.cli.table_console import table_console
 from asyncdist.cli.tune_check import check_here, measured_constants, show_check
 from asyncdist.cli.tune_links import measure_links
 from asyncdist.errors import DistError
-from asyncdist.host_constants import (
-    built_in_constants,
-    default_path,
-    read_file,
-    save_constants,
-    stored_constants,
-)
+from asyncdist.host_constants import built_in_constants, default_path, read_file, save_constants, stored_constants
 from asyncdist.plan.cost.constants import Link
 from asyncdist.plan.selection.tuning import constants_from_terms, constants_to_terms
 from asyncdist.transport.config import TRANSPORTS
@@ -186,18 +180,7 @@ def _show(path: Path) -> None:
     console = table_console()
     console.print(str(path), highlight=False, soft_wrap=True)
     messages, memory = Table(title="messages", title_justify="left"), Table(title="shared memory", title_justify="left")
-    for title in (
-        "transport",
-        "message",
-        "overhead",
-        "link GB/s",
-        "copy GB/s",
-        "reduction GB/s",
-        "turn",
-        "between hosts",
-        "GB/s",
-        "measured",
-    ):
+    for title in ("transport", "message", "overhead", "link GB/s", "copy GB/s", "reduction GB/s", "turn", "measured"):
         messages.add_column(title, no_wrap=True)
     for title in ("transport", "wake-up", "item", "begin", "operand", "copy GB/s", "reduction GB/s"):
         memory.add_column(title, no_wrap=True)
@@ -218,10 +201,10 @@ def _show(path: Path) -> None:
             show_seconds(constants.turn_s),
             str(entry.get("date", "")),
         )
-        link, when = constants.between, entry.get("link", {})
-        if link is not None:
-            gigabytes = f"{1e-9 / link.beta_s:.3g}"
-            links.add_row(str(transport), show_seconds(link.alpha_s), gigabytes, str(when.get("date", "")))
+        if constants.between is not None:
+            link, measured = constants.between, entry.get("link")
+            date = measured.get("date", "") if isinstance(measured, Mapping) else ""
+            links.add_row(str(transport), show_seconds(link.alpha_s), f"{1e-9 / link.beta_s:.3g}", str(date))
         shared = constants.shared
         if transport in ("auto", "shm"):
             memory.add_row(

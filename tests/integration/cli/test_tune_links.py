@@ -93,3 +93,18 @@ def test_measuring_the_host_again_keeps_the_link(tmp_path):
     assert _link(path, "auto") is None
     path.write_text("damaged")
     assert _link(path, "tcp") is None
+
+
+@pytest.mark.parametrize("link_date", ["2026-02-02", None])
+def test_each_figure_is_shown_in_its_column(tmp_path, link_date):
+    path = tmp_path / "tuning.json"
+    details = {"date": "2026-01-01", "link": "odd" if link_date is None else {"date": link_date}}
+    save_constants(path, "tcp", replace(ASYNCIO_LOOPBACK, between=Link(0.01, 1e-8)), details)
+    shown = CliRunner().invoke(main, ["tune", "--show", "--output", str(path)], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    rows = [
+        [cell.strip() for cell in line.strip("│ ").split("│")] for line in shown.output.splitlines() if "tcp" in line
+    ]
+    messages, between = rows[-2:]
+    assert (len(messages), messages[-1]) == (8, "2026-01-01")
+    assert between == ["tcp", "10 ms", "0.1", *([link_date] if link_date else [])]

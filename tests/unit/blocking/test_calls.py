@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from launching import until
 from socket_world import LIMIT_S
 from thread_worlds import nothing_left
 
@@ -250,9 +251,7 @@ def test_a_wait_may_expire_and_the_operation_goes_on(alone: dist.ProcessGroup) -
 def test_a_failure_nobody_asked_about_is_raised_at_the_end(alone: dist.ProcessGroup) -> None:
     work = dist.irecv(np.zeros(1), 0)
     dist.send(np.zeros(5), 0)
-    deadline_s = time.monotonic() + LIMIT_S
-    while not work.is_completed():
-        assert time.monotonic() < deadline_s
+    until(work.is_completed, "the receive to fail")
     with pytest.raises(asyncdist.CollectiveMismatchError):
         dist.destroy_process_group()
     assert not dist.is_initialized()
@@ -414,9 +413,7 @@ def test_a_failure_after_an_interrupted_wait_is_raised_at_the_end(alone: dist.Pr
         work.wait()
     timer.join()
     dist.send(np.zeros(5), 0)
-    deadline_s = time.monotonic() + LIMIT_S
-    while not work.is_completed():
-        assert time.monotonic() < deadline_s
+    until(work.is_completed, "the receive to fail")
     with pytest.raises(asyncdist.CollectiveMismatchError):
         dist.destroy_process_group()
 
@@ -446,9 +443,7 @@ def test_leaving_that_was_interrupted_ends_by_itself(alone: dist.ProcessGroup, m
     with pytest.raises(KeyboardInterrupt):
         dist.destroy_process_group()
     timer.join()
-    deadline_s = time.monotonic() + LIMIT_S
-    while dist.is_initialized():
-        assert time.monotonic() < deadline_s
+    until(lambda: not dist.is_initialized(), "the world to end")
     with dist.HashStore() as store, dist.init_process_group(store=store, rank=0, world_size=1):
         dist.barrier()
 
@@ -461,9 +456,7 @@ def test_joining_interrupted_before_the_thread_begins_leaves_nothing_open() -> N
         with pytest.raises(KeyboardInterrupt):
             dist.init_process_group(store=store, rank=0, world_size=1)
         timer.join()
-        deadline_s = time.monotonic() + LIMIT_S
-        while store._thread._tasks:
-            assert time.monotonic() < deadline_s
+        until(lambda: not store._thread._tasks, "the tasks of the store to end")
         assert store.num_keys() == 0
 
 
@@ -515,9 +508,7 @@ def test_opening_a_store_can_be_interrupted() -> None:
         with pytest.raises(KeyboardInterrupt):
             dist.TCPStore("127.0.0.1", 0, 2, is_master=True)  # waits for another
         timer.join()
-        deadline_s = time.monotonic() + LIMIT_S
-        while other._thread._tasks or other._thread.users > 1:
-            assert time.monotonic() < deadline_s
+        until(lambda: not (other._thread._tasks or other._thread.users > 1), "the other store to end")
 
 
 def test_a_forgotten_store_is_closed_but_not_under_a_world() -> None:
