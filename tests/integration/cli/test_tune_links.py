@@ -102,9 +102,9 @@ def test_each_figure_is_shown_in_its_column(tmp_path, link_date):
     save_constants(path, "tcp", replace(ASYNCIO_LOOPBACK, between=Link(0.01, 1e-8)), details)
     shown = CliRunner().invoke(main, ["tune", "--show", "--output", str(path)], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
-    rows = [
-        [cell.strip() for cell in line.strip("│ ").split("│")] for line in shown.output.splitlines() if "tcp" in line
-    ]
-    messages, between = rows[-2:]
+    lines = shown.output.splitlines()
+    titles = [line.strip("┃ ").split("┃") for line in lines if "transport" in line]
+    assert [(len(row), row[-1].strip()) for row in titles] == [(8, "measured"), (4, "measured")]
+    messages, between = ([cell.strip() for cell in line.strip("│ ").split("│")] for line in lines if "│ tcp" in line)
     assert (len(messages), messages[-1]) == (8, "2026-01-01")
     assert between == ["tcp", "10 ms", "0.1", *([link_date] if link_date else [])]
