@@ -92,7 +92,11 @@ class StreamOperation:
             started += 1
             index = self._next
             self._next += 1
-            chunk = self._under_way[index] = _Chunk(self, index, self._program(index))
+            try:
+                chunk = self._under_way[index] = _Chunk(self, index, self._program(index))
+            except Exception as error:  # memory is short
+                self.chunk_ended(index, error)
+                break
             chunk.start()
         self._advancing = False
 

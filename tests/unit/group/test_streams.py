@@ -15,6 +15,7 @@ from group_kit import Group, outcome
 import asyncdist as dist
 from asyncdist.backend.calls import stream as call_stream
 from asyncdist.backend.calls.stream import STREAM_WINDOW
+from asyncdist.backend.host.stream_operation import StreamOperation
 from asyncdist.testing import SimulatedWorld, run_world
 
 CHUNK = 100_000
@@ -268,6 +269,30 @@ def test_a_time_out_ends_the_iteration() -> None:
             await consume(group.all_gather_stream(np.zeros(3 * CHUNK), np.zeros(CHUNK), timeout=2))
 
     run_world(3, main)
+
+
+def test_a_chunk_that_cannot_begin_ends_the_stream_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the consumer is who lets it begin."""
+
+    async def main(group: Group) -> None:
+        if group.rank == 1:
+            running = StreamOperation._program
+
+            def short(operation: StreamOperation, index: int) -> Any:
+                if index == STREAM_WINDOW + 1 and operation.backend.rank == 1:
+                    raise MemoryError("no room")
+                return running(operation, index)
+
+            monkeypatch.setattr(StreamOperation, "_program", short)
+        await group.barrier()
+        stream = group.broadcast_stream(np.zeros(100 * CHUNK, "u1"), 0, chunk_bytes=CHUNK)
+        with pytest.raises(dist.DistError, match="no room") as failed:
+            await consume(stream)
+        assert group.rank == 1 or isinstance(failed.value, dist.GroupAbortedError)
+        with pytest.raises(dist.DistError, match="no room"):
+            await stream.work
+
+    run_world(2, main)
 
 
 def test_other_chunk_sizes_are_a_mismatch() -> None:
