@@ -9,8 +9,9 @@
 | | | the arrays' elements, in the order in which the skeleton names them, each at a multiple of ALIGNMENT |
 
 None, bool, int of any size, float, complex, str, bytes, list, tuple, dict, set, frozenset, and numpy arrays and scalars
-of every dtype that can be sent travel exactly as they are; bytearray and memoryview arrive as bytes. Everything else,
-subclasses of these included, would lose its type, and is a TypeError that names it and its place in the object.
+of every dtype that can be sent travel exactly as they are, as do msgpack's ExtType and Timestamp; bytearray and
+memoryview arrive as bytes. Everything else, subclasses of these included, would lose its type, and is a TypeError that
+names it and its place in the object.
 
 What is decoded comes from a peer: any byte string gives an object or RemoteProtocolError, in memory proportional to
 its length. Arrays are views of the bytes decoded, which the caller must not use otherwise. Pickle runs code that the
@@ -58,18 +59,22 @@ PICKLE: Final = 2
 _HEADER: Final = struct.Struct("<B7xQ")
 _COMPLEX: Final = struct.Struct("<2d")
 
-_TUPLE: Final = 1
-_SET: Final = 2
-_FROZENSET: Final = 3
-_COMPLEX_NUMBER: Final = 4
-_LONG: Final = 5
-_ARRAY: Final = 6
-_SCALAR: Final = 7
+# Extension codes. A msgpack.ExtType of the caller's own has one from 0 to 127, and msgpack's Timestamp has -1.
+_TUPLE: Final = -128
+_SET: Final = -127
+_FROZENSET: Final = -126
+_COMPLEX_NUMBER: Final = -125
+_LONG: Final = -124
+_ARRAY: Final = -123
+_SCALAR: Final = -122
 
 _SEQUENCES: Final[dict[type, int]] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
 _BUILDERS: Final[dict[int, Callable[[list[Any]], Any]]] = {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset}
 _BASES: Final = (dict, list, tuple, set, frozenset, str, bytes, int, float, complex)
-_PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, bytearray, memoryview)
+_PLAIN: Final = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray, memoryview),
+    *(msgpack.ExtType, msgpack.Timestamp),
+)
 
 
 def encode(value: object, *, allow_pickle: bool = False) -> memoryview:
@@ -154,20 +159,20 @@ class _Encoder:
                 raise ValueError(f"tuples and sets are nested more than {MAX_DEPTH} deep, or contain themselves")
             if self._depth > MAX_DEPTH_OF_DEEP:
                 _check_shallow(value)
-            packed = msgpack.ExtType(_SEQUENCES[kind], self._pack(list(value)))
+            packed = _own(_SEQUENCES[kind], self._pack(list(value)))
             self._depth -= 1
             return packed
         if kind is complex:
-            return msgpack.ExtType(_COMPLEX_NUMBER, _COMPLEX.pack(value.real, value.imag))
+            return _own(_COMPLEX_NUMBER, _COMPLEX.pack(value.real, value.imag))
         if kind is int:
-            return msgpack.ExtType(_LONG, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+            return _own(_LONG, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
         if _sendable(value):
             array = np.asarray(value)
             meta = encode_meta(array.dtype, array.shape)
             if kind is np.ndarray:
                 self._arrays.append(array)
-                return msgpack.ExtType(_ARRAY, meta)
-            return msgpack.ExtType(_SCALAR, meta + array.tobytes())
+                return _own(_ARRAY, meta)
+            return _own(_SCALAR, meta + array.tobytes())
         raise _UnsupportedError(value)
 
 
@@ -212,6 +217,8 @@ class _Decoder:
             return self._array(data)
         if code == _SCALAR:
             return _scalar(data)
+        if code >= 0:
+            return msgpack.ExtType(code, data)
         raise ValueError(f"extension {code} is unknown")
 
     def _array(self, meta: bytes) -> Array:
@@ -224,6 +231,11 @@ class _Decoder:
             raise ValueError("bytes between two arrays")
         self._offset = start + nbytes
         return np.frombuffer(self._data[start : self._offset], np.uint8).view(dtype).reshape(shape)
+
+
+def _own(code: int, data: bytes) -> msgpack.ExtType:
+    """An extension of ours; the class itself makes those of applications only."""
+    return tuple.__new__(msgpack.ExtType, (code, data))
 
 
 def _check_whole(packed: memoryview | bytes) -> None:

@@ -70,6 +70,11 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
+def extension(code: int, data: bytes) -> bytes:
+    """In msgpack, with a code that its own class refuses."""
+    return struct.pack(">BBb", 0xC7, len(data), code) + data
+
+
 def skeleton(packed: bytes, behind: bytes = b"", form: int = 1) -> memoryview:
     """An object of this msgpack."""
     return memoryview(struct.pack("<B7xQ", form, len(packed)) + packed + behind)
@@ -90,6 +95,8 @@ def skeleton(packed: bytes, behind: bytes = b"", form: int = 1) -> memoryview:
         ),
         *(set(), {1, "a", (1, 2)}, frozenset({frozenset(), 1}), [{1}, frozenset({2})]),
         *(np.float32(1.5), np.int8(-3), np.bool_(True), np.complex128(1j), ml_dtypes.bfloat16(2), np.float64(1)),
+        *(msgpack.ExtType(code, b"\x93\1\2\3") for code in range(10)),
+        *({msgpack.ExtType(127, b""): 1}, msgpack.Timestamp(1, 2)),
         np.zeros(0),
         np.array(5, "i2"),
         np.arange(24.0).reshape(2, 3, 4)[:, ::-1, 1:],
@@ -142,6 +149,7 @@ def test_arrays_are_writable_aligned_and_apart_from_what_was_encoded() -> None:
         (np.rec.array([1.5]), "recarray"),
         ([0, memoryview(b"abc")[::2]], r"the object\[1\] .*: it is a memoryview that is not contiguous: send bytes"),
         ({"x" * 100: Plain()}, r"\.\.\.\]"),
+        ([msgpack.ExtType(1, b""), msgpack.Timestamp(1, 2), Plain()], r"the object\[2\] cannot .*Plain"),
     ],
     ids=lambda value: "",
 )
@@ -217,18 +225,18 @@ def test_deeper_bytes_than_encode_makes_are_refused(monkeypatch: pytest.MonkeyPa
         (skeleton(b"\xc0", b"x"), "behind the end"),
         (skeleton(b"\xdd\xff\xff\xff\xff"), "no object"),
         (skeleton(b"\xdf\xff\xff\xff\xff\xc0"), "no object"),
-        (skeleton(msgpack.packb(msgpack.ExtType(100, b""))), "extension 100 is unknown"),
-        (skeleton(msgpack.packb(msgpack.ExtType(1, b"\xc0"))), "tuple or set that is no list"),
-        (skeleton(msgpack.packb(msgpack.ExtType(2, msgpack.packb([[]])))), "unhashable"),
+        (skeleton(extension(-100, b"")), "extension -100 is unknown"),
+        (skeleton(extension(objects._TUPLE, b"\xc0")), "tuple or set that is no list"),
+        (skeleton(extension(objects._SET, msgpack.packb([[]]))), "unhashable"),
         (skeleton(b"\x81" + msgpack.packb([]) + b"\xc0"), "unhashable"),
-        (skeleton(msgpack.packb(msgpack.ExtType(4, b"short"))), "no object"),
-        (skeleton(msgpack.packb(msgpack.ExtType(7, b""))), "empty scalar"),
-        (skeleton(msgpack.packb(msgpack.ExtType(7, encode_meta(np.dtype("i4"), ()) + b"abc"))), "another size"),
-        (skeleton(msgpack.packb(msgpack.ExtType(6, b"\x06object"))), "cannot be received"),
-        (skeleton(msgpack.packb(msgpack.ExtType(6, encode_meta(np.dtype("i4"), (2**60,))))), "behind the end"),
-        (skeleton(msgpack.packb(msgpack.ExtType(6, encode_meta(np.dtype("i4"), (2**64 - 1, 0))))), "no object"),
+        (skeleton(extension(objects._COMPLEX_NUMBER, b"short")), "no object"),
+        (skeleton(extension(objects._SCALAR, b"")), "empty scalar"),
+        (skeleton(extension(objects._SCALAR, encode_meta(np.dtype("i4"), ()) + b"abc")), "another size"),
+        (skeleton(extension(objects._ARRAY, b"\x06object")), "cannot be received"),
+        (skeleton(extension(objects._ARRAY, encode_meta(np.dtype("i4"), (2**60,)))), "behind the end"),
+        (skeleton(extension(objects._ARRAY, encode_meta(np.dtype("i4"), (2**64 - 1, 0)))), "no object"),
         (
-            skeleton(msgpack.packb(msgpack.ExtType(6, encode_meta(np.dtype("u1"), (1,)))), b"\1" * 64),
+            skeleton(extension(objects._ARRAY, encode_meta(np.dtype("u1"), (1,))), b"\1" * 64),
             "between two arrays",
         ),
     ],
