@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextvars
 import numbers
+import threading
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, Final, TypeAlias
@@ -144,7 +145,9 @@ def _custom_kernel(op: CustomOp) -> Kernel:
             if result.shape != out.shape:
                 raise ValueError(f"it returned shape {result.shape} for operands of shape {out.shape}")
             np.copyto(out, result, casting="same_kind")
-        except Exception as error:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise  # Ctrl-C comes there
             raise DistError(f"{op!r} raised {type(error).__name__}: {error}") from error
 
     return custom

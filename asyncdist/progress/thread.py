@@ -116,8 +116,11 @@ class CommunicationThread:
             function, arguments = submitted.popleft()
             try:
                 function(*arguments)
-            except Exception as error:
-                self.loop.call_exception_handler({"message": "in the communication thread", "exception": error})
+            except BaseException as error:
+                self._report(error)
+
+    def _report(self, error: BaseException) -> None:
+        self.loop.call_exception_handler({"message": "in the communication thread", "exception": error})
 
     # Start and end
 
@@ -142,7 +145,13 @@ class CommunicationThread:
 
     def _run(self) -> None:
         try:
-            self.loop.run_forever()
+            stopped = False
+            while not stopped:
+                try:
+                    self.loop.run_forever()
+                    stopped = True
+                except (SystemExit, KeyboardInterrupt) as error:  # which a function of the user's raises
+                    self._report(error)
         finally:
             self.loop.run_until_complete(self._end())
             self.loop.close()

@@ -285,6 +285,23 @@ async def test_what_the_others_have_not_heard_of_is_told_to_them() -> None:
         await run_ranks(2, main)
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+async def test_a_reduction_that_exits_fails_its_operation_and_ends_no_thread(kind: type[BaseException]) -> None:
+    def exit_here(left: Any, right: Any) -> Any:
+        raise kind("enough")
+
+    async def main(group: Any) -> None:
+        other = dist.new_group()
+        for elements in (3, 1_000_000):  # in the call, and in slices
+            group = dist.new_group()
+            with pytest.raises(dist.DistError, match=f"exit_here.* raised {kind.__name__}: enough"):
+                await group.all_reduce(np.zeros(elements), dist.ReduceOp.custom(exit_here))
+        await other.barrier()
+
+    with nothing_left():
+        await asyncio.wait_for(run_ranks(2, main), LIMIT_S)
+
+
 async def test_calls_from_another_loop_or_thread_are_refused() -> None:
     async def main(group: Any) -> None:
         def elsewhere() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import threading
+from contextvars import Context
 from typing import Any
 
 import pytest
@@ -69,6 +70,35 @@ def test_a_failing_submission_is_reported_and_the_next_runs() -> None:
         release(thread)
         assert seen == [1]
         assert [type(context["exception"]) for context in reported] == [ZeroDivisionError]
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_what_exits_in_the_thread_ends_neither_it_nor_what_comes_next(kind: type[BaseException]) -> None:
+    with nothing_left():
+        thread = acquire()
+        reported: list[dict[str, object]] = []
+        thread.loop.set_exception_handler(lambda loop, context: reported.append(context))
+        seen: list[int] = []
+
+        def leave() -> None:
+            raise kind(3)
+
+        async def leaving() -> None:
+            leave()
+
+        def several() -> None:
+            thread.loop.call_soon(leave)
+            thread.loop.call_soon(seen.append, 1)
+            thread.start_task(leaving(), Context(), lambda task: seen.append(2 if task.exception() else 0))
+            thread.submit(leave)
+            thread.submit(seen.append, 3)
+
+        thread.call(several)
+        while len(seen) < 3:
+            thread.call(int)
+        release(thread)
+        assert sorted(seen) == [1, 2, 3]
+        assert {type(context["exception"]) for context in reported} == {kind}
 
 
 def test_a_submission_that_is_interrupted_keeps_no_later_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
