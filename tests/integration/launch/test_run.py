@@ -73,6 +73,8 @@ def test_every_run_has_a_token_of_its_own_and_never_the_users(tmp_path: Path) ->
 def test_arguments_behind_the_script_are_the_scripts(tmp_path: Path) -> None:
     done = run("--nproc_per_node=1", write_script(tmp_path, SHOW), "--nproc-per-node", "7", "-m", "--", "--x_y=1", "-h")
     assert shown(done.stdout)[0]["argv"] == ["--nproc-per-node", "7", "-m", "--", "--x_y=1", "-h"]
+    done = run("--nproc-per-node", "1", "--", write_script(tmp_path, SHOW), "--", "a")
+    assert shown(done.stdout)[0]["argv"] == ["--", "a"]
 
 
 def test_module_program_and_local_rank(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import ml_dtypes
 import numpy as np
 import pytest
 from group_kit import Group
@@ -87,6 +88,31 @@ def test_reductions_of_every_kind(size: int) -> None:
         x = untouched.copy()
         await group.reduce(x, 0, dist.ReduceOp.AVG)
         assert np.array_equal(x, untouched)
+
+    run_world(size, main)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("elements", [1, 100_000])
+def test_an_average_is_the_sum_divided_and_premul_sum_divides_before(size: int, elements: int) -> None:
+    """As gloo's AVG and NCCL's: a sum of float16 soon is too large for it, one of bfloat16 as float32's."""
+
+    async def main(group: Group) -> None:
+        for dtype, limit in ((np.dtype(np.float16), 65504), (np.dtype(ml_dtypes.bfloat16), 3.38e38)):
+            large, small = np.full(elements, 60_000, dtype), np.full(elements, 2.0, dtype)
+            total = np.float64(large[0]) * size
+            for array in (large, small):
+                x = array.copy()
+                await group.all_reduce(x, dist.ReduceOp.AVG)
+                if array is large and total > limit:
+                    assert np.isinf(x).all()
+                else:
+                    assert np.allclose(
+                        x.astype("f8"), array.astype("f8"), rtol=size * float(ml_dtypes.finfo(dtype).eps)
+                    )
+                await group.all_reduce(array, dist.ReduceOp.PREMUL_SUM(1 / size))
+                exact = 60_000 if array is large else 2
+                assert np.allclose(array.astype("f8"), exact, rtol=size * float(ml_dtypes.finfo(dtype).eps))
 
     run_world(size, main)
 
