@@ -6,7 +6,7 @@
 | `failed` | a rank could not go on, for want of memory perhaps |
 | `lost`, `left` | a rank is gone, without or with a goodbye |
 | `timeout` | an operation's deadline passed |
-| `mismatch` | two ranks asked for different things |
+| `mismatch` | two ranks asked for different things: `rank`, and as `missing` the one that found it |
 """
 
 from __future__ import annotations
@@ -42,14 +42,17 @@ CONSEQUENCES: Final = (PeerLostError, GroupAbortedError, CollectiveTimeoutError)
 """What a rank raises because of something that all members of the group it happened in hear of by themselves."""
 
 
-def abort_cause(kind: str, text: str, rank: int | None, missing: Sequence[int]) -> DistError:
-    """The error that another rank's news of an abort stands for."""
+def abort_cause(kind: str, text: str, rank: int | None, missing: Sequence[int], own: int) -> DistError:
+    """The error that another rank's news of an abort stands for, on rank `own`.
+
+    Of a mismatch `rank` and `missing` are the ranks that differ, and the error names one that is not this.
+    """
     if kind in ("lost", "left") and rank is not None:
         return PeerLostError(text, rank, left=kind == "left")
     if kind == "timeout":
         return CollectiveTimeoutError(text, missing)
     if kind == "mismatch":
-        return CollectiveMismatchError(text)
+        return CollectiveMismatchError(text, next((side for side in (rank, *missing) if side not in (None, own)), None))
     if kind == "abort" and rank is not None:
         return aborted_by(rank, text)
     return GroupAbortedError(text, text, rank)
@@ -75,12 +78,10 @@ def named(error: BaseException) -> str:
 
 
 def kind_of(error: BaseException) -> str:
-    """What an operation's failure makes of its group.
+    """What an operation's failure, if it is no mismatch, makes of its group.
 
     Empty where nobody else depends on it: the world is closed, and so the group; or a result cannot be used here.
     """
-    if isinstance(error, CollectiveMismatchError):
-        return "mismatch"
     if isinstance(error, PeerLostError):
         return "left" if error.left else "lost"
     return "" if isinstance(error, ClosedError | RemoteProtocolError) else FAILED

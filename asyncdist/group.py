@@ -48,7 +48,7 @@ class ProcessGroup(GroupCore):
         kind = message[0]
         if kind == "abort":
             _, _, kind, text, rank, missing = message
-            cause = abort_cause(kind, text, rank, missing)
+            cause = abort_cause(kind, text, rank, missing, self.world.rank)
             if isinstance(cause, PeerLostError) and not cause.left:
                 self.world.lost_elsewhere(cause.rank, cause)  # concerns all groups of that rank
             self._abort(cause, kind, text, rank, missing)

@@ -145,7 +145,7 @@ class GroupCore(Operations):
 
     def made_differently(self, error: CollectiveMismatchError) -> None:
         """Another rank has made another group in place of this one, which can never be used."""
-        self._abort(error, "mismatch", str(error))
+        self._abort_by_mismatch(error)
         self.pairs.abort(error)
 
     def _collective(
@@ -210,7 +210,7 @@ class GroupCore(Operations):
         """Ranks run different collectives in that place."""
         work = self._works.get(key)
         if work is None:
-            self._abort(error, "mismatch", str(error))
+            self._abort_by_mismatch(error)
         else:
             self._backends.drop(*key)
             self._ended_badly(work, error)
@@ -218,11 +218,15 @@ class GroupCore(Operations):
     def _ended_badly(self, work: CollectiveWork, error: BaseException) -> None:
         del self._works[work.key]
         self._fail(work, explain(work.where, error))
-        kind = kind_of(error)
-        if kind:  # others wait for what we cannot do, and may know nothing of the reason
+        if isinstance(error, CollectiveMismatchError):
+            self._abort_by_mismatch(error)
+        elif kind := kind_of(error):  # others wait for what we cannot do, and may know nothing of the reason
             if kind == FAILED:
                 error = failed_on(self.world.rank, f"{work.operation} #{work.sequence}", error)
             self._abort(error, kind, str(error), getattr(error, "rank", self.world.rank))
+
+    def _abort_by_mismatch(self, error: CollectiveMismatchError) -> None:
+        self._abort(error, "mismatch", str(error), error.peer, [self.world.rank])
 
     def give_up(self, tag: int, sequence: int, why: str) -> None:
         """A collective under way cannot be carried out any more: it fails here and on all others; the group goes on."""

@@ -109,6 +109,23 @@ def test_a_side_that_has_gone_on_still_says_what_it_ran() -> None:
         assert "rank 1 runs broadcast float32[3] root 0" in text
 
 
+def test_every_error_names_a_rank_that_differs_from_this_one() -> None:
+    """Also where it is heard of from another."""
+
+    async def main(group: Group) -> int | None:
+        if group.rank < 2:
+            work: Any = group.broadcast(np.zeros(3, "f4" if group.rank else "f8"), 0)
+        if group.rank != 1:
+            work = group.barrier(tag=1)
+        error = await outcome(work)
+        assert isinstance(error, dist.CollectiveMismatchError)
+        return error.peer
+
+    first, second, third = run_world(3, main)
+    assert (first, second) == (1, 0)
+    assert third in (0, 1)
+
+
 @pytest.mark.parametrize("leaves", [False, True], ids=["closed the group", "left"])
 @pytest.mark.parametrize("uneven", [False, True])
 def test_a_side_that_is_gone_is_said_to_be(leaves: bool, uneven: bool) -> None:

@@ -49,6 +49,7 @@ def test_who_has_closed_the_group_is_named(call: Call, after_s: float) -> None:
         error = await outcome(call(made))
         assert isinstance(error, dist.CollectiveMismatchError)
         assert "rank 2 has closed the group without running " in str(error)
+        assert error.peer == 2
         assert loop.time() - since_s < after_s + NAMED_S
 
     run_world(3, main)
