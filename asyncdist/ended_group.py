@@ -38,6 +38,8 @@ class EndedGroup:
             self._world.tell((sender,), [*message[:4], CLOSED_SINCE, False], dial=False)
         elif kind == "made":
             self._order.heard(sender, *message[2:])
+        elif kind == "closed" and message[-1]:
+            self.tell_closed(sender)
 
     def tell_issued(self, rank: int, tag: int, sequence: int) -> None:
         """Tell a member whether that collective was issued here; else it never will be."""
@@ -45,3 +47,8 @@ class EndedGroup:
         if issued or not self._world.leaving:
             state = ISSUED if issued else CLOSED
             self._world.tell((rank,), ["status", self._group_id, tag, sequence, state], dial=False)
+
+    def tell_closed(self, rank: int) -> None:
+        """Tell a member that nothing more is sent from here: what was is ahead of this."""
+        if not self._world.leaving:
+            self._world.tell((rank,), ["closed", self._group_id, 0, False], dial=False)

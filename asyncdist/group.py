@@ -43,6 +43,10 @@ class ProcessGroup(GroupCore):
         self.pairs.peer_lost(rank, error)
         self._abort(error, "lost", str(error), rank)
 
+    def peer_left(self, rank: int) -> None:
+        """A member has left: of those that a message may come from any, it might have been the last."""
+        self.pairs.fail_vain_receives()
+
     def control(self, sender: int, message: list[Any]) -> None:
         """A control message of another member."""
         kind = message[0]
@@ -63,6 +67,8 @@ class ProcessGroup(GroupCore):
             self._consistency.heard(sender, *message[2:])
         elif kind == "made":
             self._order.heard(sender, *message[2:])
+        elif kind == "closed":
+            self._heard_closed(sender, *message[2:])
         elif kind == "check":
             self._consistency.reported(sender, *message[2:])
         else:
@@ -178,9 +184,10 @@ class ProcessGroup(GroupCore):
             self.pairs.drop_unmatched()
         ended = EndedGroup(self.world, self.group_id, self.ranks, self._sequences, self._order)
         self.world.unregister(self.group_id, ended)
-        self._order.close()
         for rank, tag in self._askers.items():  # who wait, perhaps, for what comes no more
             ended.tell_issued(rank, tag, self._sequences.get(tag, 0))
+        for rank in self.pairs.closings.askers if self.pairs.closings is not None else ():
+            ended.tell_closed(rank)
 
     def __await__(self) -> Generator[Any, None, Self]:
         yield from ()  # awaiting a group gives the group at once
@@ -231,7 +238,10 @@ class ProcessGroup(GroupCore):
         if self.world.rank in ranks:
             origin = None if members_only else (self._order, number)
             backends = backends or self._backends.names
-            made = ProcessGroup(self.world, group_id, tuple(ranks), timeout_s, name or label, backends, origin=origin)
+            parent = (self.group_id, self.name)
+            made = ProcessGroup(
+                self.world, group_id, tuple(ranks), timeout_s, name or label, backends, origin=origin, parent=parent
+            )
         if not members_only:
             self._order.made(number, group_id, tuple(ranks))
         return made

@@ -12,7 +12,6 @@ from typing import Any
 
 from asyncdist.backend.base import Backend, Backends, CollectiveWork
 from asyncdist.backend.calls.call import Call
-from asyncdist.backend.point_to_point import ANY_SOURCE
 from asyncdist.causes import FAILED, explain, failed_on, kind_of
 from asyncdist.consistency import Consistency
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
@@ -21,7 +20,7 @@ from asyncdist.executor.work import Work
 from asyncdist.expiry import NOT_HEARD_FROM, Expiry, timeout_error
 from asyncdist.failures import Failures
 from asyncdist.group_backends import GroupBackends
-from asyncdist.group_order import ASK_S, GroupOrder
+from asyncdist.group_order import GroupOrder
 from asyncdist.operations.issuer import check_rank, rank_number
 from asyncdist.operations.operations import Operations
 from asyncdist.overlap import OverlapWatch
@@ -47,7 +46,9 @@ class GroupCore(Operations):
         *,
         is_world: bool = False,
         origin: tuple[GroupOrder, int] | None = None,
+        parent: tuple[int, str] | None = None,
     ) -> None:
+        """`parent` are id and name of the group that this one is made of."""
         self.world = world
         self._is_world = is_world
         self.group_id = group_id
@@ -61,7 +62,7 @@ class GroupCore(Operations):
         self._thread = get_ident()
         self._backends = GroupBackends(world, group_id, ranks, backends, self)
         self._backend = self._backends.host  # asked without a detour: small operations count nanoseconds
-        self.pairs = Pairs(world, group_id, ranks, self, self._backends.gpu_pairs)
+        self.pairs = Pairs(world, group_id, ranks, self, self._backends.gpu_pairs, parent and parent[0])
         self._overlap = OverlapWatch(self, world.loop)
         self._sequences: dict[int, int] = {}
         self._works: dict[tuple[int, int], CollectiveWork] = {}
@@ -77,7 +78,7 @@ class GroupCore(Operations):
         self._order = GroupOrder(world, group_id, name, ranks)
         self._origin = origin
         """Where this group stands among those made of one group by calls of all its ranks, if it is one."""
-        self._used = False
+        self._parent = parent
         self._aborted: BaseException | None = None
         self._closing: asyncio.Task[None] | None = None
         self._unasked: BaseException | None = None
@@ -126,22 +127,11 @@ class GroupCore(Operations):
         """Global ranks a collective under way has not heard from, as far as known."""
         return self._backends.waiting_for(tag, sequence)
 
-    def first_used(self) -> None:
-        """An operation is issued, perhaps the first: from now on ranks that have made another group are looked for."""
-        if not self._used:
-            self._used = True
-            if self._origin is not None:
-                self._loop.call_later(ASK_S, lambda: self._ask_origin(self._waited_for()))
-
-    def _ask_origin(self, ranks: Collection[int]) -> None:
+    def ask_origin(self, ranks: Collection[int]) -> None:
         """Ask `ranks` what they have made in place of this group."""
         if self._origin is not None:
             order, number = self._origin
             order.ask(ranks, number)
-
-    def _waited_for(self) -> set[int]:
-        waited_for = {rank for work in self._works.values() for rank in work.waiting_for()}
-        return waited_for.union(work.peer for work in self.pairs.pending() if work.peer != ANY_SOURCE)
 
     def made_differently(self, error: CollectiveMismatchError) -> None:
         """Another rank has made another group in place of this one, which can never be used."""
@@ -158,7 +148,6 @@ class GroupCore(Operations):
             raise self.aborted_error(operation, self._aborted)
         sequence = self._sequences.get(tag) if type(tag) is int else None
         if sequence is None:
-            self.first_used()
             tag = check_tag(tag)
             sequence = self._sequences.get(tag, 0)
         self._sequences[tag] = sequence + 1
@@ -264,13 +253,26 @@ class GroupCore(Operations):
     def _heard_late(self, sender: int, tag: int, sequence: int, state: str) -> None:
         """A member says whether it has issued a collective that we have waited long for."""
         if state == NOT_MADE:
-            self._ask_origin((sender,))
+            self.ask_origin((sender,))
+            if self.pairs.closings is not None:
+                self.pairs.closings.ask((sender,))
         elif state == CLOSED:  # that one is the first it has not issued, and will not
             late = (key for key in self._works if key[0] == tag and key[1] >= sequence)
             work = self._works.get(next(late, (tag, -1)))
             if work is not None:
                 what = f"rank {sender} has closed the group without running {work.operation} #{work.sequence}"
                 self._differ(work.key, CollectiveMismatchError(what, sender))
+
+    def _heard_closed(self, sender: int, parent_id: int, asked: bool) -> None:
+        """A member has closed this group, or its parent without making this one; or asks whether we have."""
+        if asked:
+            if self.pairs.closings is not None:
+                self.pairs.closings.askers.add(sender)
+        elif not parent_id:
+            self.pairs.member_closed(sender)
+        elif self._parent is not None:
+            what = f"rank {sender} has closed group {self._parent[1]} without making this one of it"
+            self.made_differently(CollectiveMismatchError(what, sender))
 
     def _expired(self, work: CollectiveWork, missing: dict[int, str]) -> None:
         missing = missing or dict.fromkeys(work.waiting_for(), NOT_HEARD_FROM)
@@ -281,6 +283,10 @@ class GroupCore(Operations):
 
     def peer_lost(self, rank: int, error: PeerLostError) -> None:
         """A member is gone."""
+        raise NotImplementedError
+
+    def peer_left(self, rank: int) -> None:
+        """A member has left."""
         raise NotImplementedError
 
     def control(self, sender: int, message: list[Any]) -> None:

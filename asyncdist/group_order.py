@@ -1,10 +1,9 @@
 """GroupOrder: the groups that are made of one group, and finding out that ranks made them in another order.
 
 Groups are made without a message, and all ranks count them alike: group 3 of a group is the same one everywhere. Where
-it is not, its members wait for ranks that will never be in it. So who still waits `ASK_S` after a group was first used
-tells those it waits for which one it made, and they compare, at once, when they have made one of that number, or when
-they close the group it would have been made of. Two that differ can never meet, so nobody is blamed who is only late;
-and where nobody waits, nothing is sent.
+it is not, its members wait for ranks that will never be in it. So who has waited `ASK_S` tells those it waits for which
+one it made, and they compare, at once, or when they have made one of that number. Two that differ can never meet, so
+nobody is blamed who is only late; and where nobody waits, nothing is sent.
 """
 
 from __future__ import annotations
@@ -34,10 +33,6 @@ class _Made(NamedTuple):
     ranks: tuple[int, ...]
 
 
-_NONE: Final = _Made(0, ())
-"""What a rank says of a group that it has not made, and never will."""
-
-
 class _Said(NamedTuple):
     group_id: int
     shown: str
@@ -46,14 +41,13 @@ class _Said(NamedTuple):
 class GroupOrder:
     """What was made of the group `group_id` by calls of all its ranks, by number."""
 
-    __slots__ = ("_closed", "_group_id", "_latest", "_made", "_name", "_questions", "_ranks", "_world")
+    __slots__ = ("_group_id", "_latest", "_made", "_name", "_questions", "_ranks", "_world")
 
     def __init__(self, world: World, group_id: int, name: str, ranks: tuple[int, ...]) -> None:
         self._world = world
         self._group_id = group_id
         self._name = name
         self._ranks = ranks
-        self._closed = False
         self._latest = 0
         self._made: dict[int, _Made] = {}
         self._questions: dict[int, dict[int, _Said]] = {}
@@ -72,19 +66,8 @@ class GroupOrder:
         said = _Said(group_id, shown)
         if number in self._made:
             self._compare(sender, number, said, asked)
-        elif self._closed:
-            if asked and number > self._latest:
-                self._tell_of_none(sender, number)
         elif asked and number > self._latest and (number in self._questions or len(self._questions) < QUESTIONS_KEPT):
             self._questions.setdefault(number, {})[sender] = said
-
-    def close(self) -> None:
-        """No more groups are made: tell those who ask, now or later, for one that never will be."""
-        self._closed = True
-        for number, askers in self._questions.items():
-            for sender in askers:
-                self._tell_of_none(sender, number)
-        self._questions.clear()
 
     def ask(self, ranks: Collection[int], number: int) -> None:
         """Tell `ranks` what this rank has made as group `number`, if it is remembered, and ask for theirs."""
@@ -93,13 +76,9 @@ class GroupOrder:
                 self._tell(rank, number, asked=True)
 
     def _tell(self, rank: int, number: int, *, asked: bool) -> None:
-        own = self._made.get(number, _NONE)
+        own = self._made[number]
         message = ["made", self._group_id, number, own.group_id, spell_ranks(own.ranks), asked]
         self._world.tell((rank,), message, dial=True)
-
-    def _tell_of_none(self, rank: int, number: int) -> None:
-        if not self._world.leaving:  # else our goodbye says it
-            self._tell(rank, number, asked=False)
 
     def _compare(self, sender: int, number: int, said: _Said, asked: bool) -> None:
         own = self._made[number]
@@ -110,8 +89,7 @@ class GroupOrder:
         group = self._world.groups.get(own.group_id)
         if group is not None and sender in group.ranks:
             sides = sorted([(self._world.rank, spell_ranks(own.ranks)), (sender, said.shown)])
-            none = f"none, and has closed group {self._name} since"
-            shown = ", ".join(f"rank {rank} {f'of [{ranks}]' if ranks else none}" for rank, ranks in sides)
+            shown = ", ".join(f"rank {rank} of [{ranks}]" for rank, ranks in sides)
             group.made_differently(
                 CollectiveMismatchError(
                     f"ranks made group {number} of group {self._name} differently: {shown}; make the same groups in "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from asyncdist.backend.object_messages import RecvObjectsWork, SendObjectsWork
 from asyncdist.backend.point_to_point import ANY_SOURCE, OVER, PairWork, RecvArrayWork, RecvWork, SendWork
 from asyncdist.causes import explain
+from asyncdist.closings import Closings
 from asyncdist.deadline import Timeout, timeout_seconds
 from asyncdist.device_array import DeviceArray, any_array
 from asyncdist.errors import ClosedError, DistError, GroupAbortedError
@@ -49,8 +50,8 @@ class PairOwner(Protocol):
     def aborted_error(self, operation: str, cause: BaseException) -> GroupAbortedError:
         """What a call raises once the group was aborted because of `cause`."""
 
-    def first_used(self) -> None:
-        """An operation is issued, perhaps the first."""
+    def ask_origin(self, ranks: Collection[int]) -> None:
+        """Messages wait for `ranks`: ask them whether they have made another group in place of this one."""
 
     def remember_failure(self, work: Work[object]) -> None:
         """Keep a failed work until somebody asks about it."""
@@ -66,8 +67,9 @@ class Pairs:
         ranks: tuple[int, ...],
         owner: PairOwner,
         gpu_pairs: Callable[[], DevicePairs],
+        parent_id: int | None,
     ) -> None:
-        """`gpu_pairs()` makes what moves GPU arrays; TypeError where there is no GPU."""
+        """`gpu_pairs()` makes what moves GPU arrays; TypeError where there is no GPU. `parent_id`: None of a world."""
         self.mesh = world.mesh
         self._loop = world.loop
         self._allow_pickle = world.allow_pickle
@@ -81,6 +83,11 @@ class Pairs:
         self._works: set[PairWork] = set()
         self._keys: dict[int, bytes] = {}
         self._aborted: BaseException | None = None
+        self.closings: Closings | None = None
+        """None where who closes the group leaves the world, and says goodbye to all."""
+        if parent_id is not None:
+            self.closings = Closings(world, group_id, parent_id, ranks, self._waited_for, owner.ask_origin)
+        self._closed_by: set[int] = set()
 
     def send(self, tensor: object, dst: int, tag: int, timeout: Timeout) -> PairWork:
         """Issue a send of `tensor` to group rank `dst`."""
@@ -180,6 +187,7 @@ class Pairs:
         """Fail everything under way; arrays are free when this returns."""
         if self._aborted is None:
             self._aborted = error
+            self._ask_nobody()
             self.mesh.drop_group(self._key(0)[:8], error)
             if self._gpu_pairs is not None:
                 self._gpu_pairs.abort(error)
@@ -218,8 +226,35 @@ class Pairs:
         if self._gpu_pairs is not None:
             self._gpu_pairs.peer_lost(rank, error)
 
+    def member_closed(self, rank: int) -> None:
+        """A member has closed the group: all that it has sent is here, or under way to its receive."""
+        self._closed_by.add(rank)
+        self.fail_vain_receives()
+
+    def fail_vain_receives(self) -> None:
+        """Fail the receives of what will never be sent."""
+        if self._closed_by:
+            for work in self.pending():
+                self._fail_if_vain(work)
+
+    def _fail_if_vain(self, work: PairWork) -> None:
+        others = [rank for rank in self._ranks if rank != self.mesh.rank] if work.peer == ANY_SOURCE else [work.peer]
+        to_itself = work.peer == ANY_SOURCE and self.mesh.cores[self.mesh.rank] is not None
+        open_there = [rank for rank in others if rank not in self._closed_by and not self.mesh.is_gone(rank)]
+        closed = [rank for rank in others if rank in self._closed_by]
+        if closed and not open_there and not to_itself and isinstance(work, RecvWork):
+            work.never_sent(closed)
+
+    def _waited_for(self) -> set[int]:
+        return {work.peer for work in self._works}
+
+    def _ask_nobody(self) -> None:
+        if self.closings is not None:
+            self.closings.stop()
+
     async def close(self) -> None:
         """Give back what the messages of GPU arrays went through; nothing is under way."""
+        self._ask_nobody()
         if self._gpu_pairs is not None:
             await self._gpu_pairs.close()
 
@@ -278,11 +313,14 @@ class Pairs:
         self._works.add(work)
         if timeout_s is not None:
             work.expire_after(timeout_s)
+        if self.closings is not None:
+            self.closings.watch(work.peer)
+            if self._closed_by:
+                self._fail_if_vain(work)
 
     def _key(self, tag: int) -> bytes:
         key = self._keys.get(tag)
         if key is None:
-            self._owner.first_used()
             key = pack_key(self._id, check_tag(tag), 0, 0, POINT_TO_POINT_CHANNEL)
             if len(self._keys) < KEYS_KEPT:
                 self._keys[tag] = key

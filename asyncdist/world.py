@@ -11,6 +11,7 @@ Control messages between ranks are msgpack lists, the first element naming the k
 | `["mismatch", group, tag, sequence, text, asked]` | we differ there; this rank runs `text`, and you? |
 | `["check", group, tag, sequence, terms, shown]` | this rank has issued that (a probe's answer, or a full check) |
 | `["made", group, number, id, ranks, asked]` | as group `number` of `group` this rank has made `id`; and you? |
+| `["closed", group, parent, asked]` | this rank has closed `group`, or `parent` without making it; or say so then |
 
 News of a group that does not exist here yet is kept, within bounds, until it does.
 """
@@ -76,6 +77,9 @@ class GroupListener(Protocol):
 
     def peer_lost(self, rank: int, error: PeerLostError) -> None:
         """A member is gone."""
+
+    def peer_left(self, rank: int) -> None:
+        """A member has left the world in order."""
 
     def control(self, sender: int, message: list[Any]) -> None:
         """A control message about this group; its kind and group are known to be right."""
@@ -157,6 +161,9 @@ class World:
         self._ended[group_id] = ended
         if len(self._ended) > ENDED_KEPT:
             del self._ended[next(iter(self._ended))]
+        for sender, message in [question for kept in self._early.values() for question in kept]:
+            if message[0] == "closed" and message[2] == group_id:
+                self._tell_never_made(sender, message)
 
     def tell(self, ranks: tuple[int, ...], message: list[Any], *, dial: bool) -> list[int]:
         """Send a control message to `ranks`, ourselves excepted; with `dial`, also to those not connected yet.
@@ -223,6 +230,9 @@ class World:
     def peer_left(self, rank: int) -> None:
         """A peer said goodbye: no failure of the groups; the mesh fails what still depended on it."""
         events.info("rank %d: rank %d has left", self.rank, rank)
+        for group in list(self.groups.values()):
+            if rank in group.ranks:
+                group.peer_left(rank)
 
     def control_received(self, rank: int, payload: bytes) -> None:
         """A control message came. Raises RemoteProtocolError for anything malformed."""
@@ -234,6 +244,8 @@ class World:
             group.control(rank, message)
         elif message[0] == "probe":
             self.tell((rank,), ["status", *message[1:], NOT_MADE], dial=False)
+        elif message[0] == "closed" and message[2] in self._ended:
+            self._tell_never_made(rank, message)
         elif message[0] != "status":
             self._keep(rank, message)
 
@@ -244,6 +256,11 @@ class World:
             room = EARLY_MESSAGES // 2 if message[0] == "check" else EARLY_MESSAGES  # the others matter more
             if len(parked) < room:
                 parked.append((rank, message))
+
+    def _tell_never_made(self, rank: int, question: list[Any]) -> None:
+        """The group that `rank` asks about was to be made of one that is closed here."""
+        if question[-1] and not self.leaving:  # else our goodbye says it
+            self.tell((rank,), [*question[:-1], False], dial=False)
 
     async def hear_out(self, rank: int) -> bool | None:
         """`rank` takes no connection: hear, bounded, which groups it aborted before, and why.
@@ -354,6 +371,7 @@ _SHAPES: Final[dict[str, tuple[type | tuple[type, ...], ...]]] = {
     "mismatch": (int, int, int, str, bool),
     "check": (int, int, int, str, str),
     "made": (int, int, int, str, bool),
+    "closed": (int, int, bool),
 }
 
 
@@ -365,9 +383,10 @@ def _parse(rank: int, payload: bytes, world_size: int) -> list[Any]:
     shape = _SHAPES.get(message[0]) if isinstance(message, list) and message and isinstance(message[0], str) else None
     if shape is None or len(message) != len(shape) + 1 or not all(map(isinstance, message[1:], shape)):
         raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
+    named, tag, number = [], 0, 0
     if message[0] == "abort":
-        named, tag, number = [*message[5], *([] if message[4] is None else [message[4]])], 0, 0
-    else:
+        named = [*message[5], *([] if message[4] is None else [message[4]])]
+    elif message[0] != "closed":
         named = message[4:5] if message[0] == "refused" else []
         tag, number = (0, message[2]) if message[0] == "made" else message[2:4]
     in_bounds = all(_below(world_size, value) for value in named) and _below(_MAX_TAGS, tag)

@@ -23,7 +23,7 @@ ROOT_LAYERS: Layers = (
     {"executor"},
     {"backend"},
     {"attendance", "rendezvous", "host_constants", "consistency", "init_method", "world"},
-    {"overlap", "causes", "expiry", "failures", "pairs", "refusals", "group_order", "ended_group"},
+    {"overlap", "causes", "expiry", "failures", "pairs", "refusals", "group_order", "ended_group", "closings"},
     {"operations"},
     {"group", "group_backends", "group_core", "non_member", "context"},
     {"api"},

@@ -73,7 +73,8 @@ class RecvObjectsWork(RecvArrayWork):
             what = f"objects of {human_bytes(nbytes)}, above max_bytes={human_bytes(self._max_bytes)}"
         if what:
             raise CollectiveMismatchError(
-                f"{self.where}: rank {source} sent {what}; the message is dropped, the pair stays usable"
+                f"{self.where}: rank {source} sent {what}; the message is dropped, the pair stays usable",
+                source,
             )
         self._flat = Flat(np.empty(nbytes, np.uint8), writable=True)
         return self._flat.octets
@@ -89,7 +90,8 @@ class RecvObjectsWork(RecvArrayWork):
                 count = f"{len(values)} objects" if type(values) is list else "something else than a list"
                 raise CollectiveMismatchError(
                     f"{self.where}: rank {receive.source} sent {count}, but object_list has {len(self._places)} "
-                    "places; the message is dropped, the pair stays usable"
+                    "places; the message is dropped, the pair stays usable",
+                    receive.source,
                 )
         except RemoteProtocolError as error:
             self._fail(RemoteProtocolError(f"{self.where}: {error}"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ from asyncdist.arrays import Array, Flat, decode_meta, describe, encode_meta, hu
 from asyncdist.errors import ClosedError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from asyncdist.executor.work import Work
 from asyncdist.objects import GPU_META, OBJECT_META
+from asyncdist.subgroup import spell_ranks
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.matching import Receive, SendOp
 
@@ -194,7 +195,8 @@ class RecvWork(PairWork):
         if dtype != array.dtype or nbytes > array.nbytes:
             raise CollectiveMismatchError(
                 f"{self.where}: rank {source} sent {describe(dtype, shape)}, but the receive buffer is "
-                f"{describe(array.dtype, array.shape)}; the message is dropped, the pair stays usable"
+                f"{describe(array.dtype, array.shape)}; the message is dropped, the pair stays usable",
+                source,
             )
         return self._flat.octets[:nbytes]
 
@@ -212,20 +214,23 @@ class RecvWork(PairWork):
                 self._owner.refuse_gpu_array(source, meta)
                 raise CollectiveMismatchError(
                     f"{self.where}: rank {source} sent an array on a GPU, but it is received on the host; the message "
-                    "is dropped, the pair stays usable"
+                    "is dropped, the pair stays usable",
+                    source,
                 ) from None
             if meta == OBJECT_META:
                 raise CollectiveMismatchError(
                     f"{self.where}: rank {source} sent objects, which recv_object_list receives; the message is "
-                    "dropped, the pair stays usable"
+                    "dropped, the pair stays usable",
+                    source,
                 ) from None
-            raise CollectiveMismatchError(f"{self.where}: rank {source} sent a message with {error}") from error
+            raise CollectiveMismatchError(f"{self.where}: rank {source} sent a message with {error}", source) from error
         elements = 1
         for extent in shape:
             elements *= extent
         if elements * dtype.itemsize != nbytes:
             raise CollectiveMismatchError(
-                f"{self.where}: rank {source} describes {describe(dtype, shape)}, but sent {nbytes} bytes"
+                f"{self.where}: rank {source} describes {describe(dtype, shape)}, but sent {nbytes} bytes",
+                source,
             )
         return dtype, shape
 
@@ -254,6 +259,17 @@ class RecvWork(PairWork):
         self._retrieved = True
         self._fail(ClosedError(f"{self.where}: was withdrawn"))
         return True
+
+    def never_sent(self, closed: Sequence[int]) -> None:
+        """Nobody sends this any more, unless it has met a message: those who might have, `closed` the group or left."""
+        if not self._owner.mesh.withdraw(self.message):
+            return
+        self._retrieved = True  # as where a rank has left
+        ranks = spell_ranks(closed)
+        why = f"rank {ranks} has closed the group without sending this"
+        if self.peer == ANY_SOURCE:
+            why = f"nobody can send this any more: rank {ranks} closed the group, and all others are gone"
+        self._fail(CollectiveMismatchError(f"{self.where}: {why}", closed[0]))
 
     def _abandoned(self) -> None:
         if self._withdrawable:
@@ -308,12 +324,13 @@ class RecvArrayWork(RecvWork):
         if nbytes > self._max_bytes:
             raise CollectiveMismatchError(
                 f"{self.where}: rank {source} sent {describe(dtype, shape)}, {human_bytes(nbytes)}, above max_bytes="
-                f"{human_bytes(self._max_bytes)}; the message is dropped, the pair stays usable"
+                f"{human_bytes(self._max_bytes)}; the message is dropped, the pair stays usable",
+                source,
             )
         try:
             self._array = np.empty(shape, dtype)
         except ValueError as error:  # without elements, but with extents no array has
-            raise CollectiveMismatchError(f"{self.where}: rank {source} describes {shape}: {error}") from error
+            raise CollectiveMismatchError(f"{self.where}: rank {source} describes {shape}: {error}", source) from error
         self._flat = Flat(self._array, writable=True)
         return self._flat.octets
 

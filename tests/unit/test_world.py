@@ -37,6 +37,8 @@ JUNK = [
     msgpack.packb(["made", 1, 1, 2, "0, 1"]),
     msgpack.packb(["made", 1, 1, "2", "0, 1", True]),
     msgpack.packb(["made", 1, 1 << 63, 2, "0, 1", True]),
+    msgpack.packb(["closed", 1, 0]),
+    msgpack.packb(["closed", 1, "0", True]),
     msgpack.packb([3, 1]),
     msgpack.packb({"abort": 1}),
     msgpack.packb(["abort", 1, "abort", "text", None, [0] * (world.MAX_RANKS_NAMED + 1)]),
@@ -56,6 +58,7 @@ LARGEST = [
     ["refused", 1, (1 << 32) - 1, (1 << 63) - 1, SIZE - 1, "text"],
     ["probe", 1, (1 << 32) - 1, (1 << 63) - 1],
     ["made", 1, (1 << 63) - 1, (1 << 64) - 1, "0, 1", True],
+    ["closed", (1 << 64) - 1, (1 << 64) - 1, True],
 ]
 
 
@@ -76,7 +79,7 @@ def test_any_bytes_are_understood_or_refused(payload: bytes) -> None:
         message = world._parse(0, payload, SIZE)
     except dist.RemoteProtocolError:
         return
-    assert message[0] in ("abort", "refused", "probe", "status", "mismatch", "check", "made")
+    assert message[0] in ("abort", "refused", "probe", "status", "mismatch", "check", "made", "closed")
 
 
 @pytest.mark.parametrize("letter", ["x", "\U0001f642", "\udc80"], ids=["letter", "wide", "surrogate"])

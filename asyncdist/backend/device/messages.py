@@ -237,19 +237,21 @@ class DeviceRecvWork(RecvWork):
             dtype, shape = self._described(source, meta, nbytes)
             raise CollectiveMismatchError(
                 f"{self.where}: rank {source} sent {describe(dtype, shape)} from the host, but the receive buffer is "
-                "on a GPU; the message is dropped, the pair stays usable"
+                "on a GPU; the message is dropped, the pair stays usable",
+                source,
             )
         try:
             announced = Announcement.decode(meta)
         except ValueError as error:
-            raise CollectiveMismatchError(f"{self.where}: rank {source} sent a {error}") from error
+            raise CollectiveMismatchError(f"{self.where}: rank {source} sent a {error}", source) from error
         if announced.dtype != self.array.dtype or announced.nbytes > self.array.nbytes:
             own = describe(self.array.dtype, self.array.shape)
             sent = describe(announced.dtype, announced.shape)
             self._messages.refuse(source, announced.number, f"it sent {sent}, but the receive buffer is {own}")
             raise CollectiveMismatchError(
                 f"{self.where}: rank {source} sent {sent}, but the receive buffer is {own}; the message is dropped, "
-                "the pair stays usable"
+                "the pair stays usable",
+                source,
             )
         self._announced = announced
         return memoryview(bytearray())

@@ -32,7 +32,7 @@ async def use(group: Any) -> BaseException | None:
         ([[0, 1], [0, 1, 2]], [[0, 1, 2], [0, 1]], "rank 0 of [0, 1], rank 1 of [0, 1, 2]"),
         ([[0, 1, 2]], [[0, 1], [0, 1, 2]], "rank 0 of [0, 1, 2], rank 1 of [0, 1]"),
         ([[0, 2], [0, 1, 2]], [[0, 1, 2]], "rank 1 of [0, 1, 2], rank 2 of [0, 2]"),
-        ([[0, 1, 2]], [[1, 2]], "rank 0 of [0, 1, 2], rank 1 of [1, 2]"),
+        ([[0, 1, 2]], [[1, 2]], "rank 1 of [1, 2], rank 2 of [0, 1, 2]"),
     ],
     ids=["swapped", "one more", "one less", "other ranks"],
 )

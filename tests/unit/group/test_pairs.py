@@ -63,8 +63,9 @@ def test_a_receive_that_does_not_fit_is_an_error_and_the_pair_stays_usable() -> 
                 await group.recv(np.zeros(5, np.float32), 0)
             with pytest.raises(dist.CollectiveMismatchError, match="float64"):
                 await group.recv(np.zeros(n, np.float64), 0)
-            with pytest.raises(dist.CollectiveMismatchError, match="max_bytes"):
+            with pytest.raises(dist.CollectiveMismatchError, match="max_bytes") as refused:
                 await group.recv_array(0, max_bytes=4 * n - 1)
+            assert refused.value.peer == 0
         got = np.zeros(3, int)
         await group.recv(got, 0)
         assert got.tolist() == [0, 1, 2]
