@@ -16,7 +16,7 @@ import asyncdist as dist
 
 SILENT_S = 0.1
 """Time-out of a receive of what nobody sends."""
-TAG_OF_ANY, TAG_OF_SILENCE, TAG_OF_WITHDRAWN = 1, 2, 3
+TAG_OF_SILENCE, TAG_OF_WITHDRAWN = 1, 2
 """Beyond the track's; nothing else is sent there. Messages for any source have one tag each, as steps overlap."""
 
 

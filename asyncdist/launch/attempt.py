@@ -36,13 +36,11 @@ _NEXT: Final = {
 class AttemptResult:
     """How an attempt went on this node.
 
-    `failure` is the worker that failed first, none of whose fellows told it to end, and `tail` its last lines;
-    `interrupted_by` is a signal number.
+    `failure` is the worker that failed first, none of whose fellows told it to end, and `tail` its last lines.
     """
 
     failure: Exit | None
     tail: list[bytes]
-    interrupted_by: int | None
     all_succeeded: bool
 
 
@@ -75,7 +73,7 @@ class Attempt:
         self._deadline_s: float | None = None
         self._changed = asyncio.Event()
         self._failures: list[Exit] = []  # of their own accord, in the order they were seen
-        self._interrupted_by: int | None = None
+        self._interrupted = False
         self._hurry = False
         self._stopped_by_others = False
 
@@ -86,13 +84,12 @@ class Attempt:
 
     def interrupt(self, signum: int) -> None:
         """Pass a signal that ends jobs on to the workers; a second SIGINT kills them."""
-        if self._interrupted_by is not None and signum == signal.SIGINT:
+        if self._interrupted and signum == signal.SIGINT:
             self._hurry = True
             self._enter(Stage.KILLING, None)
             self._signal_all(signal.SIGKILL)
             return
-        if self._interrupted_by is None:
-            self._interrupted_by = signum
+        self._interrupted = True
         if self._stage is not Stage.KILLING:
             self._enter(Stage.INTERRUPTED, self._shutdown_timeout_s)
         self._signal_all(signum)
@@ -195,4 +192,4 @@ class Attempt:
             worker.exit is not None and worker.exit.returncode == 0 for worker in self._workers
         )
         tail = [] if failure is None else tails[failure.rank]
-        return AttemptResult(failure, tail, self._interrupted_by, all_succeeded)
+        return AttemptResult(failure, tail, all_succeeded)

@@ -13,10 +13,9 @@ import datetime
 import json
 import logging
 import re
-import sys
 import time
 from collections.abc import Callable
-from typing import IO, Any, Final, Literal
+from typing import Any, Final, Literal
 
 LogFormat = Literal["text", "json"]
 FORMATS: Final = ("text", "json")
@@ -145,8 +144,8 @@ def _time_of(record: logging.LogRecord) -> str:
     return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def configure(log_format: LogFormat, level: str, stream: IO[str] | None = None) -> None:
-    """Let the whole process log to `stream` (standard error) like this."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+def configure(log_format: LogFormat, level: str) -> None:
+    """Let the whole process log to standard error like this."""
+    handler = logging.StreamHandler()
     handler.setFormatter(JSONFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

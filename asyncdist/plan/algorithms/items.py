@@ -15,10 +15,7 @@ from typing import Final
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.steps import Copy, Plan, Recv, Send, Slice
 
-__all__ = ["GUESSED_BYTES", "ITEM_COLLECTIVES", "one_by_one"]
-
-ITEM_COLLECTIVES: Final = ("all_gather", "broadcast", "gather", "scatter")
-"""Collectives that only move things, each with one item per rank (broadcast: the root's)."""
+__all__ = ["GUESSED_BYTES", "one_by_one"]
 
 GUESSED_BYTES: Final = 8 << 10
 """What an item is taken to weigh when its algorithm is chosen: most objects and uneven arrays are small, and for larger

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,7 +30,6 @@ __all__ = [
     "endpoint_text",
     "host_id",
     "local_address",
-    "loopback_conflict",
     "unix_text",
 ]
 
@@ -149,9 +148,9 @@ async def local_address(store_host: str | None, store_port: int, environ: Mappin
     MASTER_ADDR resolves to, if that is an address of this host. With `store_host=None` (a file or in-process store) the
     route to MASTER_ADDR decides, else loopback.
 
-    The result's `loopback` is set if no other host can reach it: an error as soon as ranks of another host join, see
-    `loopback_conflict`. Raises ValueError if no interface matches, DistNetworkError if a name does not resolve or no
-    route leads to the store. Cancellation leaves nothing behind.
+    The result's `loopback` is set if no other host can reach it: an error as soon as ranks of another host join.
+    Raises ValueError if no interface matches, DistNetworkError if a name does not resolve or no route leads to the
+    store. Cancellation leaves nothing behind.
     """
     for name in ("ASYNCDIST_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         spec = environ.get(name, "").strip()
@@ -193,19 +192,3 @@ def _route_source(target: tuple[socket.AddressFamily, tuple[Any, ...]]) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise DistNetworkError(f"no route to {address[0]}: {error}") from error
-
-
-def loopback_conflict(addresses: Mapping[int, PeerAddress] | Iterable[tuple[int, PeerAddress]]) -> str | None:
-    """Why ranks of several hosts cannot reach each other because one advertises loopback only; None if all can."""
-    table = dict(addresses)
-    hosts = {address.host_id for address in table.values()}
-    if len(hosts) < 2:
-        return None
-    for rank, address in sorted(table.items()):
-        if address.loopback:
-            return (
-                f"rank {rank} advertises only the loopback address {address}, but ranks of {len(hosts)} hosts are in "
-                "this world: set MASTER_ADDR to an address the other hosts can reach, or ASYNCDIST_SOCKET_IFNAME to an "
-                "interface"
-            )
-    return None

@@ -89,14 +89,12 @@ __all__ = [
     "Key",
     "Kind",
     "describe_key",
-    "group_of",
     "key_prefix",
     "key_suffix",
     "pack_fragment",
     "pack_header",
     "pack_key",
     "pack_lent",
-    "suffix_slot",
     "unpack_key",
     "unpack_place",
 ]
@@ -226,17 +224,6 @@ def key_prefix(group: int, tag: int, sequence: int) -> bytes:
 def key_suffix(slot: int, channel: int) -> bytes:
     """Return the last 8 bytes of a key, so that `key_prefix(...) + key_suffix(...)` is the key."""
     return _SUFFIX.pack(slot, channel)
-
-
-def suffix_slot(suffix: bytes) -> int:
-    """Return the slot that the last 8 bytes of a key name."""
-    slot: int = _SUFFIX.unpack(suffix)[0]
-    return slot
-
-
-def group_of(key: bytes) -> bytes:
-    """Return the 8 bytes of a key that name its group."""
-    return key[:8]
 
 
 def describe_key(key: bytes) -> str:

@@ -208,7 +208,6 @@ def test_abort_while_communicators_open() -> None:
     async def main(at: GpuRank) -> None:
         if at.rank == 0:
             work = dist.all_reduce(at.zeros(2), group=at.group)
-            at.world_loop = asyncio.get_running_loop()
             await asyncio.sleep(0.01)
             at.group.abort("enough")
             error = await failure_of(work)

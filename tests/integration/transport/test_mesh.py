@@ -129,9 +129,6 @@ async def test_auto_falls_back_to_tcp_with_one_line(caplog: pytest.LogCaptureFix
         assert len([line for line in caplog.messages if "connected to rank 1 over tcp" in line]) == 1
 
 
-AUTO, UNIX = TransportConfig("auto"), TransportConfig("unix")
-
-
 async def test_ranks_of_other_hosts_use_tcp() -> None:
     targets, why = dialer.choose_targets(
         "here", PeerAddress("there", (("10.0.0.1", 5),), b"\0name"), TransportConfig("auto")

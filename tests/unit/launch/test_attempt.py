@@ -158,7 +158,6 @@ async def test_a_signal_is_passed_on_and_what_follows_is_no_failure() -> None:
     task = await started(attempt, workers)
     attempt.interrupt(signal.SIGTERM)
     result = await finished(task)
-    assert result.interrupted_by == signal.SIGTERM
     assert result.failure is None
     assert workers[0].log == ["SIGTERM", "reap"]
     assert workers[1].log == ["SIGTERM", "SIGKILL", "reap"]
@@ -171,8 +170,7 @@ async def test_the_second_interrupt_kills_at_once() -> None:
     attempt.interrupt(signal.SIGTERM)
     attempt.interrupt(signal.SIGTERM)
     attempt.interrupt(signal.SIGINT)
-    result = await finished(task)
-    assert result.interrupted_by == signal.SIGTERM
+    await finished(task)
     assert workers[0].log == ["SIGTERM", "SIGTERM", "SIGKILL", "reap in a hurry"]
 
 

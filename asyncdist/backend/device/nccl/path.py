@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import os
 from bisect import insort
-from collections.abc import Mapping
 from typing import Any, ClassVar, Final, Self
 
 import msgpack
@@ -252,9 +251,9 @@ class NcclPath(DevicePath):
         await self._helpers.wait(ENDING_S)
 
 
-def _may_share(environ: Mapping[str, str] = os.environ) -> bool:
+def _may_share() -> bool:
     """Whether NCCL is asked although ranks share a GPU."""
-    return environ.get(SHARED_GPUS) == "1" or bool(environ.get(OTHER_HOST))
+    return os.environ.get(SHARED_GPUS) == "1" or bool(os.environ.get(OTHER_HOST))
 
 
 def _joined(rank: int, message: bytes) -> tuple[str, list[str], bytes]:

@@ -19,7 +19,6 @@ from asyncdist.transport.addresses.address import (
     PeerAddress,
     host_id,
     local_address,
-    loopback_conflict,
 )
 from asyncdist.transport.addresses.interfaces import Interface, is_local_ip, is_loopback_ip, list_interfaces, select_ips
 
@@ -102,17 +101,6 @@ async def test_store_on_loopback_means_what_master_addr_resolves_to(monkeypatch:
 async def test_unresolvable_store() -> None:
     with pytest.raises(DistNetworkError, match=r"cannot resolve 'no\.such\.host\.invalid'"):
         await local_address("no.such.host.invalid", 80, {})
-
-
-def test_loopback_conflict() -> None:
-    here = PeerAddress("host a", (("127.0.0.1", 5000),), b"\0name")
-    there = PeerAddress("host b", (("10.0.0.6", 5000),))
-    assert loopback_conflict({0: here, 1: here}) is None
-    assert loopback_conflict({0: there, 1: PeerAddress("host c", (("10.0.0.7", 1),))}) is None
-    conflict = loopback_conflict({0: here, 1: there})
-    assert conflict is not None
-    assert "rank 0" in conflict
-    assert "MASTER_ADDR" in conflict
 
 
 def test_host_id_is_stable() -> None:

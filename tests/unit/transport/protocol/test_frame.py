@@ -8,7 +8,6 @@ from asyncdist.transport.protocol.frame import (
     Key,
     Kind,
     describe_key,
-    group_of,
     key_prefix,
     key_suffix,
     pack_fragment,
@@ -24,7 +23,6 @@ def test_key_layout() -> None:
     assert bytes.fromhex("0807060504030201 14131211 24232221 34333231 01 000000") == KEY
     assert unpack_key(KEY) == Key(0x0102030405060708, 0x11121314, 0x21222324, 0x31323334, 1)
     assert key_prefix(0x0102030405060708, 0x11121314, 0x21222324) + key_suffix(0x31323334, 1) == KEY
-    assert group_of(KEY) == KEY[:8]
 
 
 def test_key_in_words() -> None:
