@@ -84,7 +84,13 @@ def _interface(value: str) -> str | None:
 @click.option("--master-addr", help="As --rdzv-endpoint, in two options: the address.")
 @click.option("--master-port", type=click.IntRange(1, 65535), help=f"... and the port (default {DEFAULT_PORT}).")
 @click.option("--standalone", is_flag=True, help="One node with a store of its own, whatever the environment says.")
-@click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, help="Of the whole group.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="How often all workers are started anew after one has failed.",
+)
 @click.option(
     "--grace",
     type=click.FloatRange(0),

@@ -113,7 +113,7 @@ def store_group(
     timeout: float,
     **tls_options: str | None,
 ) -> None:
-    """Read and change the keys of a running store, and see who waits for what."""
+    """Look into a running store: its keys, and who waits for what."""
     given = {f"ASYNCDIST_{name.upper()}": text for name, text in tls_options.items() if text}
     context.obj = Target(where, namespace or os.environ.get("ASYNCDIST_JOB_ID", ""), token_file, given, timeout)
 
@@ -142,7 +142,7 @@ def set_command(target: Target, key: str, value: str) -> None:
 @click.argument("amount", type=int, default=1)
 @click.pass_obj
 def add_command(target: Target, key: str, amount: int) -> None:
-    """Add AMOUNT (1 unless given, may be negative) to the counter KEY and print the sum."""
+    """Add AMOUNT to the counter KEY and print the sum. AMOUNT is 1 unless given, and may be negative."""
     click.echo(target.run(lambda store: store.add(key, amount)))
 
 
@@ -150,7 +150,7 @@ def add_command(target: Target, key: str, amount: int) -> None:
 @click.argument("keys", nargs=-1, required=True)
 @click.pass_obj
 def wait_command(target: Target, keys: tuple[str, ...]) -> None:
-    """Wait until all KEYS exist; fails with those still missing when the time-out ends."""
+    """Wait until all KEYS exist. Fails with those still missing when the time-out ends."""
     target.run(lambda store: store.wait(keys))
 
 

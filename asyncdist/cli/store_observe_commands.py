@@ -28,7 +28,7 @@ SHOWN_VALUE_BYTES: Final = 60
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line; values as text.")
 @click.pass_obj
 def watch_command(target: Target, prefix: str, count: int | None, from_revision: int | None, as_json: bool) -> None:
-    """Print what happens to keys that begin with PREFIX, one line an event, until interrupted."""
+    """Print what happens to keys that begin with PREFIX. One line an event, until interrupted."""
 
     async def watch(store: TCPStore) -> None:
         seen = 0
@@ -56,7 +56,7 @@ def watch_command(target: Target, prefix: str, count: int | None, from_revision:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def status_command(target: Target, as_json: bool) -> None:
-    """Print what the daemon holds: connections, keys, bytes, waiters, leases, memory, age and incarnation."""
+    """Print what the daemon holds, and its age. Connections, keys, bytes, waiters, leases, memory, incarnation."""
     status = target.run(lambda store: store.status(), StoreObserver)
     if as_json:
         click.echo(json.dumps(status))
@@ -70,7 +70,7 @@ def status_command(target: Target, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def waits_command(target: Target, all_namespaces: bool, as_json: bool) -> None:
-    """Print which client waits for which keys since when, longest first: the first question in every hang."""
+    """Print who waits for which keys since when, longest first. The first question in every hang."""
     waits = target.run(lambda store: store.waits(all_namespaces=all_namespaces), StoreObserver)
     if as_json:
         click.echo(json.dumps([{name: getattr(wait, name) for name in wait.__slots__} for wait in waits]))

@@ -30,7 +30,7 @@ _data_dir = click.option(
 @_data_dir
 @click.option("--timeout", default=BACKUP_TIMEOUT_S, help="Seconds to wait for a running daemon.")
 def backup(data_dir: Path, timeout: float) -> None:
-    """Copy the data to a new file in DATA_DIR/backups and print its name, while the daemon runs or not."""
+    """Copy the data to a new file in DATA_DIR/backups. Prints its name; the daemon may run or not."""
     try:
         click.echo(str(backups.back_up(data_dir, timeout)))
     except JournalError as error:
@@ -41,7 +41,7 @@ def backup(data_dir: Path, timeout: float) -> None:
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @_data_dir
 def restore(file: Path, data_dir: Path) -> None:
-    """Put the backup FILE in the place of the data; the daemon must not run. What was there is kept beside it."""
+    """Put the backup FILE in the place of the data. The daemon must not run; what was there is kept beside it."""
     try:
         old = backups.restore(file, data_dir)
     except JournalError as error:
@@ -58,7 +58,7 @@ def restore(file: Path, data_dir: Path) -> None:
     help="The data of a daemon that does not run, instead of a backup.",
 )
 def verify(file: Path | None, data_dir: Path | None) -> None:
-    """Read all of a backup, or of the data directory of a daemon that does not run, and say what it holds."""
+    """Check a backup, or the data of a stopped daemon. Reads all of it, and says what it holds."""
     replay = Replay()
     try:
         if file is not None:
