@@ -29,7 +29,7 @@ TABLE_WIDTH = 190
 """Columns of a table that goes to a file or a pipe."""
 
 
-@click.command()
+@click.command(epilog=f"SUBJECTS are {', '.join([*SUBJECTS, FLOORS])}; docs/benchmarking.md says what each measures.")
 @click.argument("names", nargs=-1, metavar="[SUBJECTS]...", type=click.Choice([*SUBJECTS, FLOORS]))
 @click.option("--profile", type=click.Choice(list(PROFILES)), default=None, help="full: quotable; smoke: it runs.")
 @click.option(
@@ -42,10 +42,20 @@ TABLE_WIDTH = 190
     "--transport", "transports", type=ListOf(click.Choice(TRANSPORT_NAMES)), help="asyncdist's, all by default."
 )
 @click.option("--peers", type=ListOf(click.Choice(list(PEERS))), help="Neighbors, all by default.")
-@click.option("--operations", type=ListOf(click.Choice([*OPERATIONS, "ping_pong", "one_way", "window"])))
+@click.option(
+    "--operations",
+    type=ListOf(click.Choice([*OPERATIONS, "ping_pong", "one_way", "window"])),
+    help="Those of collectives and p2p, all by default.",
+)
 @click.option("--sizes", type=ListOf(BYTES), help="Bytes, such as 4,64KiB, of p2p, all_reduce and collectives.")
 @click.option("--stress-operations", type=click.IntRange(min=1), default=None, help="Operations of stress: 1,000,000.")
-@click.option("--format", "form", type=click.Choice(["table", "osu", "nccl", "json"]), default="table")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "osu", "nccl", "json"]),
+    default="table",
+    help="How figures are printed: as a table (by default), or as those suites do.",
+)
 @click.option("--plot", is_flag=True, help="Draw a picture of each operation into docs/benchmarks/.")
 @click.option(
     "--targets",
@@ -53,7 +63,7 @@ TABLE_WIDTH = 190
     is_flag=False,
     flag_value=targets.MAIN_JOB,
     default=None,
-    type=click.Choice([*targets.TARGETS, *targets.ALIASES]),
+    type=click.Choice(list(targets.TARGETS)),
     help="Measure the promised figures and judge them.",
 )
 @click.option("--write", is_flag=True, help="With --targets: write the report into docs/benchmarks/.")
@@ -74,11 +84,7 @@ def main(
     promised: str | None,
     write: bool,
 ) -> None:
-    """Measure SUBJECTS (all by default), or with --targets what is promised.
-
-    p2p, all_reduce (TCP), collectives (every one, every transport), concurrency, stall (the event loop and memory
-    during 256 MiB), store, torch-store, many-connections, rendezvous, overlap, stress; floors: the bare sockets alone.
-    """
+    """Measure SUBJECTS (all by default), or with --targets what is promised."""
     console, errors = Console(), Console(stderr=True)
     if not console.is_terminal:
         console.width = TABLE_WIDTH
@@ -90,7 +96,7 @@ def main(
         errors.print(f"load average {machine['load before']}: this machine is busy, the figures will not be quotable")
     modes: tuple[Mode, ...] | None = None if pin is None else (("pinned",) if pin else ("free",))
     if promised is not None:
-        target = targets.target_named(promised)
+        target = targets.TARGETS[promised]
         chosen = _profile(profile or target.profile.name, rounds, stress_operations)
         with Bar(errors) as bar:
             cells = target.measure(chosen, modes, bar.line)

@@ -15,7 +15,6 @@ from bench.targets.verdict import Verdict
 
 FOLDER: Final = ROOT / "docs" / "benchmarks"
 MAIN_JOB: Final = "main-job"
-ALIASES: Final = {"3": "collectives", "4": "shared-memory"}
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,3 @@ TARGETS: Final[Mapping[str, Target]] = {
         ),
     )
 }
-
-
-def target_named(name: str) -> Target:
-    """Return the target of that name or number."""
-    return TARGETS[ALIASES.get(name, name)]

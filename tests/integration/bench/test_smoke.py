@@ -162,7 +162,7 @@ def test_nothing_is_judged_met_that_was_not_compared() -> None:
 def test_document_has_every_verdict_and_the_machine() -> None:
     case = all_reduce.cases(FULL)[0]
     cells = [cell_of(case, 4, asyncdist=100e-6, gloo=400e-6, floor=80e-6)]
-    target = targets.target_named("main-job")
+    target = targets.TARGETS["main-job"]
     text = document(target.title, target.command, target.about, target.judge(cells), cells, {"cores": "2"})
     assert "| TCP all_reduce 4 B, 4 ranks | pinned | <= 135 us, faster than gloo | 100.0 us" in text
     assert "- cores: 2" in text

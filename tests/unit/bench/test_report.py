@@ -11,7 +11,7 @@ from bench import bursts, formats, loop_stall, p2p, report, stress
 from bench.cases import Case
 from bench.collectives import cases
 from bench.model import PROMISES, Cell, Measurement
-from bench.targets import collectives, shared_memory, target_named
+from bench.targets import TARGETS, collectives, shared_memory
 from bench.targets.document import document
 from bench.targets.verdict import Verdict
 
@@ -164,7 +164,7 @@ def test_an_error_does_not_pass_for_something_not_installed() -> None:
 
 
 def test_the_report_names_what_is_missing_and_the_load() -> None:
-    target = target_named("4")
+    target = TARGETS["shared-memory"]
     assert target.path.name == "shared-memory.md"
     cell = cell_of("collectives", case_of("all_reduce", MIB), 2, asyncdist=1.0)
     cell.measurements["gloo"] = Measurement("gloo", failure="not installed: torch")
