@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,9 +37,9 @@ async def main() -> None:
     async with dist.init_process_group():
         rank, size = dist.get_rank(), dist.get_world_size()
         with tempfile.TemporaryDirectory() as folder:
-            shared: list[object] = [folder]
+            shared: list[Any] = [folder]
             await dist.broadcast_object_list(shared, src=0)  # rank 0's folder; all ranks of this host see it
-            path = Path(str(shared[0])) / "weights.npy"
+            path = Path(shared[0]) / "weights.npy"
 
             weights = np.full(4, float(rank))
             await dist.all_reduce(weights)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,9 +36,9 @@ def main() -> None:
     with dist.init_process_group():
         rank, size = dist.get_rank(), dist.get_world_size()
         with tempfile.TemporaryDirectory() as folder:
-            shared: list[object] = [folder]
+            shared: list[Any] = [folder]
             dist.broadcast_object_list(shared, src=0)  # rank 0's folder; all ranks of this host see it
-            path = Path(str(shared[0])) / "weights.npy"
+            path = Path(shared[0]) / "weights.npy"
 
             weights = np.full(4, float(rank))
             dist.all_reduce(weights)

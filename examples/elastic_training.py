@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -57,10 +58,9 @@ async def main(path: Path, pause_s: float) -> None:
     """One round: from the last checkpoint to the end, or until the launcher stops it."""
     async with dist.init_process_group():
         rank, size = dist.get_rank(), dist.get_world_size()
-        state: list[object] = list(load(path)) if rank == 0 else [None, None]
+        state: list[Any] = list(load(path)) if rank == 0 else [None, None]
         await dist.broadcast_object_list(state, src=0)  # rank 0 was here before, if anybody was
-        first = int(str(state[0]))
-        weights = np.array(state[1])
+        first, weights = state
         if rank == 0:
             print(f"round {os.environ.get('ASYNCDIST_ROUND', '0')}: {size} ranks go on after step {first}")
         for step in range(first + 1, STEPS + 1):

@@ -42,7 +42,7 @@ class Weights:
             cupy.cuda.Device(int(os.environ.get("LOCAL_RANK", "0")) % cupy.cuda.runtime.getDeviceCount()).use()
             self._made = cupy.full
         elif kind == "fake":
-            from asyncdist.testing.fake_provider import fake_cuda
+            from asyncdist.testing import fake_cuda
 
             folder = Path(tempfile.gettempdir()) / f"asyncdist-fake-gpu-{os.environ['MASTER_PORT']}"
             folder.mkdir(exist_ok=True)
