@@ -11,6 +11,14 @@ import pytest
 import pytest_asyncio
 import uvloop
 
+try:
+    from hypothesis import settings
+except ImportError:  # machines for tests/gpu need not have it
+    pass
+else:
+    settings.register_profile("tests", deadline=None)  # a machine that does other things too may be late by any time
+    settings.load_profile("tests")
+
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 """What the tests start inherits it: numpy's library makes a thread per core and lets it spin, a fifth of a start."""
 

@@ -312,9 +312,7 @@ class SmallEngineMachine(EngineMachine):
     limits = limits_for(45, memory_bytes=9_000, waiters=3, in_flight=40, items=3)
 
 
-SETTINGS = settings(
-    max_examples=EXAMPLES, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+SETTINGS = settings(max_examples=EXAMPLES, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow])
 EngineMachine.TestCase.settings = SETTINGS
 SmallEngineMachine.TestCase.settings = SETTINGS
 TestEngineModel = EngineMachine.TestCase

@@ -61,7 +61,7 @@ def check_bounds(pair: Pair) -> None:
     assert held["streams_in"] <= 20
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.one_of(st.binary(max_size=300), st.lists(frames(), max_size=30).map(b"".join)), seed=st.integers())
 def test_anything_is_understood_or_refused(data: bytes, seed: int) -> None:
     with small_limits():
@@ -79,7 +79,7 @@ def test_anything_is_understood_or_refused(data: bytes, seed: int) -> None:
         assert len(sink.order) == 5
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 1 << 32))
 def test_any_cutting_gives_the_same(seed: int) -> None:
     """One stream of every kind of message, read whole, byte by byte, and at random."""

@@ -179,7 +179,7 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(programs, st.sampled_from([0, 300, 1 << 20]))
 def test_a_journal_brings_back_what_the_store_held(program: list[tuple[str, int, Any]], slack: int) -> None:
     with (

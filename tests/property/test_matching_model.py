@@ -333,9 +333,7 @@ class World(RuleBasedStateMachine):
             assert not waiting or len(got) == len(sent), "a message and a receive of one key never met"
 
 
-World.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+World.TestCase.settings = settings(max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))
 TestWorld = World.TestCase
 
 

@@ -54,7 +54,7 @@ def spell(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(OBJECTS)
 def test_any_object_arrives_as_it_was(value: object) -> None:
     assert spell(decode(encode(value))) == spell(value)
@@ -70,14 +70,14 @@ def accepted(octets: bytearray) -> None:
         tracemalloc.stop()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_an_object_or_refused(octets: bytes) -> None:
     accepted(bytearray(octets))
     accepted(bytearray(b"\1" + bytes(7) + len(octets).to_bytes(8, "little") + octets))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(OBJECTS, st.integers(0, 2**32))
 def test_damaged_objects_are_objects_or_refused(value: object, seed: int) -> None:
     rng = random.Random(seed)

@@ -37,7 +37,7 @@ def cases(draw):
     return problems, algorithm, draw(st.integers(1, 9)), draw(st.integers(0, 2**32))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases(), st.booleans())
 def test_plans_do_what_the_collective_says_in_any_order(case, buffered):
     problems, algorithm, chunk_length, seed = case
@@ -47,7 +47,7 @@ def test_plans_do_what_the_collective_says_in_any_order(case, buffered):
     check_results(problems, results, ordered=algorithm in ordered_algorithms(problems[0].collective, shared=True))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases())
 def test_a_proof_by_rotation_is_a_proof_of_all_ranks(case):
     problems, algorithm, chunk_length, _ = case

@@ -105,7 +105,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(steps)
 def test_every_change_is_made_once(program: list[tuple[str, int]]) -> None:
     with line() as wire:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch_wire_kit import VALIDATE, MemoryTorchClient, World, blob, number, query
 
@@ -48,7 +48,6 @@ def check_unharmed(world: World, *fuzzed: MemoryTorchClient) -> None:
 
 
 @given(st.lists(st.binary(max_size=300), max_size=8), st.booleans())
-@settings(deadline=None)
 def test_any_bytes_at_any_stage(chunks: list[bytes], validated: bool) -> None:
     world = new_world()
     client = MemoryTorchClient(world)
@@ -61,7 +60,6 @@ def test_any_bytes_at_any_stage(chunks: list[bytes], validated: bool) -> None:
 
 
 @given(st.lists(REQUESTS, max_size=12), st.data())
-@settings(deadline=None)
 def test_spoiled_requests(requests: list[bytes], data: st.DataObject) -> None:
     stream = bytearray(b"".join(requests))
     for _ in range(data.draw(st.integers(0, 3)) if stream else 0):
@@ -77,7 +75,6 @@ ENDS = st.sampled_from([b"", b"\xee", b"\x00", query(Query.GET, b"")[:1] + b"\xf
 
 
 @given(st.lists(REQUESTS, max_size=12), ENDS, st.lists(st.integers(1, 40), min_size=1, max_size=5))
-@settings(deadline=None)
 def test_the_answer_does_not_depend_on_how_it_is_cut(requests: list[bytes], end: bytes, sizes: list[int]) -> None:
     stream = b"".join(requests) + end
     whole, cut = new_world().client(), new_world().client()
@@ -95,7 +92,6 @@ def test_the_answer_does_not_depend_on_how_it_is_cut(requests: list[bytes], end:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), REQUESTS), max_size=40))
-@settings(deadline=None)
 def test_clients_among_each_other(script: list[tuple[int, bytes]]) -> None:
     """Whatever three clients do to each other, those who wait are let go on once and nothing is left in the end."""
     world = new_world()
