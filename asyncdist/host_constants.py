@@ -152,7 +152,11 @@ def _file_constants(environ: Mapping[str, str], transport: str) -> Constants | N
         except OSError as error:
             raise ValueError(f"ASYNCDIST_TUNING={named!r} cannot be read: {error.strerror}") from error
         if constants is None:
-            raise ValueError(f"ASYNCDIST_TUNING={named!r} has no constants for transport {transport!r}")
+            known = ", ".join(read_file(Path(named))["transports"])
+            raise ValueError(
+                f"ASYNCDIST_TUNING={named!r} has no constants for transport {transport!r}, only for {known}: "
+                f"set ASYNCDIST_TRANSPORT, or add them by asyncdist tune"
+            )
         return constants
     path = default_path(environ)
     if path is None:

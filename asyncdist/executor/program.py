@@ -28,7 +28,7 @@ from asyncdist.plan.steps import (
 )
 from asyncdist.plan.summary import items, needs, peers
 from asyncdist.transport.lanes.lane import Needs
-from asyncdist.transport.protocol.frame import key_suffix
+from asyncdist.transport.protocol.frame import EAGER_BYTES, key_suffix
 
 __all__ = [
     "COPY",
@@ -137,11 +137,21 @@ class Instructions(dict[int, Instruction]):
 class Program:
     """One rank's plan, ready to run.
 
-    `pending` is how many steps each step waits for, `ready` those that wait for none, `peer_ranks` every peer named,
-    `items` how many items it puts out, `needs` which of the others' it reads, how many times.
+    `pending` is how many steps each step waits for, `peer_ranks` every peer named, `items` how many items it puts out,
+    `needs` which of the others' it reads, how many times.
     """
 
-    __slots__ = ("instructions", "items", "needs", "peer_ranks", "pending", "plan", "ready")
+    __slots__ = (
+        "_longest",
+        "_ready",
+        "_receives_first",
+        "instructions",
+        "items",
+        "needs",
+        "peer_ranks",
+        "pending",
+        "plan",
+    )
 
     def __init__(self, plan: Plan) -> None:
         steps = plan.steps
@@ -151,8 +161,19 @@ class Program:
         self.needs: Needs = needs(steps) if plan.outstanding_items else {}
         self.instructions = Instructions(steps, waiting, lendable(plan) if self.items else ())
         self.pending = waiting.counts()
-        self.ready = tuple(compress(range(len(steps)), map(not_, self.pending)))
+        self._ready = ready = tuple(compress(range(len(steps)), map(not_, self.pending)))
         self.peer_ranks = peers(steps)
+        receives = {index: step.target.length for index in ready if isinstance(step := steps[index], Recv | RecvReduce)}
+        self._longest = max(receives.values(), default=0)
+        self._receives_first = (*receives, *(index for index in ready if index not in receives))
+
+    def first_steps(self, itemsize: int) -> tuple[int, ...]:
+        """The steps that wait for none, in the order in which to begin, for elements of `itemsize` bytes.
+
+        A large message is asked for by its receiver. What asks must not wait behind a large message that this rank
+        sends, or the two would travel one after the other. Small ones do not wait for receives to be posted.
+        """
+        return self._ready if self._longest * itemsize <= EAGER_BYTES else self._receives_first
 
     def renumbered(self, times: int, plus: int) -> Program:
         """The same program with messages numbered apart, so that it can run `times` times in one operation."""

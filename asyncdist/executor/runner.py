@@ -123,9 +123,9 @@ class Execution:
         self._start_from(0)
 
     def _start_from(self, first: int) -> None:
-        ready = self._program.ready
         if self._stopped:
             return
+        ready = self._program.first_steps(self._itemsize)
         if first + START_STEPS < len(ready):
             self._loop.call_soon(self._start_from, first + START_STEPS)
         self._advance(list(ready[first : first + START_STEPS]))

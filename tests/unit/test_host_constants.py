@@ -132,7 +132,7 @@ def test_a_file_that_is_named_must_exist_and_have_the_transport(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         own({"ASYNCDIST_TUNING": str(path)})
     save_constants(path, "unix", MEASURED, {})
-    with pytest.raises(ValueError, match="no constants for transport 'tcp'"):
+    with pytest.raises(ValueError, match="no constants for transport 'tcp', only for unix: set ASYNCDIST_TRANSPORT"):
         own({"ASYNCDIST_TUNING": str(path)})
     assert own({"ASYNCDIST_TUNING": str(path)}, transport="unix").constants.alpha_s == MEASURED.alpha_s
 

@@ -27,6 +27,11 @@ __all__ = ["algorithms", "candidates", "choose", "chunk_sizes", "parse_overrides
 CHUNK_MIN_BYTES: Final = 128 << 10
 """A chunk should take longer to transfer than its message costs by existing, whatever was measured."""
 
+CHUNK_SLOW_BYTES: Final = 32 << 10
+CHUNK_SLOW_S: Final = 0.25e-3
+"""Between hosts chunks may be as small as this, but those smaller than `CHUNK_MIN_BYTES` have to take that long: what
+goes on only as a whole must not be long on its way. One Gbit/s carries so many bytes in that time."""
+
 CHUNK_MAX_BYTES: Final = 1 << 20
 """Reducing a chunk leaves the event loop free again within about 0.3 ms; larger ones gain nothing, as long as there are
 fewer than CHUNKS_MAX."""
@@ -210,7 +215,7 @@ def candidates(
     names = (algorithm,) if algorithm else algorithms(problem.collective, shared=lane_bytes > 0)
     if ordered and not algorithm:
         names = ordered_algorithms(problem.collective, shared=lane_bytes > 0)
-    sizes, nbytes = chunk_sizes(problem, itemsize), problem.total * itemsize
+    sizes, nbytes = chunk_sizes(problem, itemsize, tuning), problem.total * itemsize
     room_bytes = lane_bytes or USUAL_LANE_BYTES
     records_bytes = room_bytes if in_records and not ordered else 0
     found = []
@@ -242,19 +247,27 @@ def usable(collective: str, algorithm: str, *, ordered: bool, shared: bool) -> b
     return not ordered or algorithm in ordered_algorithms(collective, shared=shared)
 
 
-def chunk_sizes(problem: Problem, itemsize: int) -> tuple[int, ...]:
+def chunk_sizes(problem: Problem, itemsize: int, tuning: Tuning = DEFAULT_TUNING) -> tuple[int, ...]:
     """Return the sizes of chunk that are worth a look: powers of two within the limits, more for the largest blocks."""
     if problem.collective == "all_reduce" or problem.collective in EXCHANGES:
         block_bytes = -(-problem.total // problem.world) * itemsize
     else:
         block_bytes = max(problem.counts) * itemsize
     least = max(-(-block_bytes // CHUNKS_MAX), -(-problem.total * itemsize // VECTOR_CHUNKS_MAX))
-    size, sizes = CHUNK_MIN_BYTES, []
+    size, sizes = _least_chunk(problem, tuning), []
     while size <= CHUNK_MAX_BYTES:
         if size >= least:
             sizes.append(size)
         size *= 2
     return tuple(sizes) or (least,)
+
+
+def _least_chunk(problem: Problem, tuning: Tuning) -> int:
+    size = CHUNK_MIN_BYTES
+    if tuning.constants.between is not None and problem.world > problem.ranks_per_host:
+        while size > CHUNK_SLOW_BYTES and size // 2 * tuning.constants.between.beta_s >= CHUNK_SLOW_S:
+            size //= 2
+    return size
 
 
 def _first_of_all(sizes: Sequence[int], nbytes: int) -> int:

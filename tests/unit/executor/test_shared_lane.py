@@ -116,7 +116,7 @@ class Execution:
     def start(self, fingerprint: int = 1) -> Execution:
         lane: Any = self.rank.lane
         self.part = lane.add(fingerprint, self.program, self)
-        self.advance(list(self.program.ready))
+        self.advance(list(self.program.first_steps(itemsize=1)))
         lane.flush()
         return self
 

@@ -1,4 +1,4 @@
-"""Where many steps wait for nothing, the loop turns between them."""
+"""In which order steps begin that wait for nothing; where they are many, the loop turns between them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from asyncdist.executor.runner import START_STEPS, Execution
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.steps import Buffer, Slice
+from asyncdist.transport.protocol.frame import EAGER_BYTES
+from asyncdist.transport.protocol.matching import Receive, SendOp
 
 
 class Loop:
@@ -71,3 +73,51 @@ def test_an_operation_that_was_stopped_starts_no_more() -> None:
     copies.loop.turn()
     assert copies.target.sum() == START_STEPS
     assert not copies.ends
+
+
+class Connection:
+    """Keeps what is posted, and ends nothing."""
+
+    def __init__(self) -> None:
+        self.posted: list[str] = []
+
+    def post_send(self, _op: SendOp) -> bool:
+        self.posted.append("send")
+        return False
+
+    def post_receive(self, _receive: Receive) -> bool:
+        self.posted.append("receive")
+        return False
+
+
+class Exchange(Execution):
+    """Two messages of so many bytes to another rank, and two from it."""
+
+    __slots__ = ("connection",)
+
+    def __init__(self, nbytes: int, itemsize: int) -> None:
+        length = nbytes // itemsize
+        builder = PlanBuilder("all_to_all", "test", 0, 2)
+        for number in range(2):
+            builder.send(1, Slice(Buffer.INPUT, number * length, length))
+            builder.recv(1, Slice(Buffer.OUTPUT, number * length, length))
+        array = np.zeros(2 * length, f"V{itemsize}")
+        self.connection = Connection()
+        loop: Any = Loop()
+        peers: Any = [None, self.connection]
+        buffers = (FlatBuffer(array), FlatBuffer(array.copy()), NO_BUFFER)
+        super().__init__(loop, Program(builder.build()), buffers, peers, b"", 0, itemsize, None, ScratchPool())
+
+
+@pytest.mark.parametrize("itemsize", [1, 8])
+def test_large_messages_are_asked_for_before_any_is_sent(itemsize: int) -> None:
+    exchange = Exchange(EAGER_BYTES + itemsize, itemsize)
+    exchange.start()
+    assert exchange.connection.posted == ["receive", "receive", "send", "send"]
+
+
+@pytest.mark.parametrize("itemsize", [1, 8])
+def test_messages_that_nobody_asks_for_are_sent_first(itemsize: int) -> None:
+    exchange = Exchange(EAGER_BYTES, itemsize)
+    exchange.start()
+    assert exchange.connection.posted == ["send", "receive", "send", "receive"]

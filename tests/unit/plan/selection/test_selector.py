@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from asyncdist.plan.algorithms.registry import ordered_algorithms
-from asyncdist.plan.cost.constants import ASYNCIO, ASYNCIO_LOOPBACK, ASYNCIO_TCP
+from asyncdist.plan.cost.constants import ASYNCIO, ASYNCIO_LOOPBACK, ASYNCIO_TCP, Link
 from asyncdist.plan.cost.prediction import predict
 from asyncdist.plan.problem import COLLECTIVES, PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.selection import selector
@@ -176,6 +176,18 @@ def test_chunks_stay_within_their_limits():
     assert chunk_sizes(Problem.of("broadcast", 2, largest), 1) == (selector.CHUNK_MAX_BYTES,)
     assert chunk_sizes(Problem.of("broadcast", 2, largest + 1), 1) == (selector.CHUNK_MAX_BYTES + 1,)
     assert chunk_sizes(Problem.of("all_reduce", 2, 2 * largest), 1) == (selector.CHUNK_MAX_BYTES,)
+
+
+@pytest.mark.parametrize(
+    ("gigabits", "least"), [(10, 128 * KIB), (4.2, 128 * KIB), (2, 64 * KIB), (1, 32 * KIB), (0.01, 32 * KIB)]
+)
+def test_chunks_are_smaller_on_slow_links_between_hosts(gigabits, least):
+    tuning = Tuning(replace(ASYNCIO, between=Link(alpha_s=60e-6, beta_s=8e-9 / gigabits)))
+    problem = Problem.of("all_reduce", 4, MIB)
+    assert chunk_sizes(problem, 1, tuning)[0] == least
+    assert chunk_sizes(problem._replace(ranks_per_host=2), 1, tuning)[0] == least
+    assert chunk_sizes(problem._replace(ranks_per_host=4), 1, tuning)[0] == selector.CHUNK_MIN_BYTES
+    assert candidates(problem, 1, tuning, algorithm="ring")[0].chunk_bytes == least
 
 
 def test_chunks_of_a_vector_at_the_most_there_are_and_one_past():
