@@ -313,7 +313,7 @@ def test_a_step_done_outside_of_a_turn_is_told_to_the_others() -> None:
     root.part = ranks[0].lane.add(1, root.program, root)  # type: ignore[arg-type]
     ranks[0].lane.flush()
     settle(ranks)
-    root.advance(list(root.program.ready))
+    root.advance(list(root.program.first_steps(itemsize=1)))
     settle(ranks)
     assert root.done
     assert reader.done
@@ -381,7 +381,7 @@ def test_what_a_member_began_before_it_left_is_begun_here_however_late() -> None
     slow.lane.flush()
     settle(ranks)
     assert waiting.part.number == -1, "a third member has not finished the first one"
-    first.advance(list(first.program.ready))
+    first.advance(list(first.program.first_steps(itemsize=1)))
     slow.lane.flush()
     settle([root, slow])
     assert works[-1].done
