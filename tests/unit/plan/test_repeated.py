@@ -168,7 +168,8 @@ def test_instructions_are_those_of_the_full_plan(
     for rank in range(3):
         plan, full = both(monkeypatch, large(collective, 3), algorithm, rank, 3)
         program, full_program = Program(plan), Program(full)
-        assert program.ready == full_program.ready
+        for itemsize in (1, 1 << 20):
+            assert program.first_steps(itemsize) == full_program.first_steps(itemsize)
         for index in range(len(full.steps)):
             made, wanted = program.instructions[index], full_program.instructions[index]
             if isinstance(full.steps[index], Publish) and wanted.left != made.left:
