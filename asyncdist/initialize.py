@@ -234,6 +234,8 @@ async def _join(
     loop = asyncio.get_running_loop()
     rendezvous = Rendezvous(source.store, method.rank, method.world_size, name)
     _watch_restarts(source.store, rendezvous)
+    hosted = source.store if method.may_host and method.rank and isinstance(source.store, TCPStore) else None
+    rendezvous.on_hosted = None if hosted is None else lambda: _ends_with_rank_0(hosted)
     config = TransportConfig.from_environ(environ)
     overrides = parse_overrides(environ.get("ASYNCDIST_ALGO", ""))
     check = parse_check(environ.get("ASYNCDIST_CHECK", ""))
@@ -265,9 +267,14 @@ async def _join(
         await uninterrupted(rendezvous.resign())
         raise
     world.mesh = mesh
-    if world.rank_0_hosts and method.rank and source.owned and isinstance(source.store, TCPStore):
-        source.store.on_end = world.store_ended
+    if world.rank_0_hosts and hosted is not None:
+        _ends_with_rank_0(hosted)
+        hosted.on_end = world.store_ended
     return world
+
+
+def _ends_with_rank_0(store: TCPStore) -> None:
+    store.ends_with = "rank 0"
 
 
 def _agreed_tuning(rank: int, met: Met, overrides: dict[str, str]) -> Tuning:

@@ -29,7 +29,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -77,6 +77,8 @@ class Rendezvous:
         self._store = PrefixStore(f"world/{group_name or 'default'}", store)
         self.rank = rank
         self.world_size = world_size
+        self.on_hosted: Callable[[], None] | None = None
+        """Called, while others are waited for, once it is known that the store ends with rank 0."""
         self._epoch = 0
         self._attempt: asyncio.Task[Met] | None = None
         self._restarted = False
@@ -158,8 +160,13 @@ class Rendezvous:
             all_allow = allow_pickle and await self._store.add(self._key("picklers"), 0) == self.world_size
             await self._decide({"world_id": secrets.token_bytes(WORLD_ID_BYTES), "allow_pickle": all_allow})
         ready: bytes | None = None
-        with contextlib.suppress(StoreTimeoutError), telling(lambda: self._tell_who_is_missing(deadline)):
-            ready = await self._store.get(self._key("ready"), timeout=deadline.remaining_s(_now()))
+        hearing = None if self.on_hosted is None else asyncio.create_task(self._hear_who_hosts(self.on_hosted))
+        try:
+            with contextlib.suppress(StoreTimeoutError), telling(lambda: self._tell_who_is_missing(deadline)):
+                ready = await self._store.get(self._key("ready"), timeout=deadline.remaining_s(_now()))
+        finally:
+            if hearing is not None:
+                hearing.cancel()
         if ready is None:
             ready = await self._give_up(deadline)
         decision = _unpack(ready)
@@ -170,6 +177,12 @@ class Rendezvous:
         events.info("%s joined a world of %d (epoch %d)", self._who, self.world_size, self._epoch)
         all_allow = allow_pickle and decision.get("allow_pickle") is True
         return Met(decision["world_id"], self._epoch, leader["options"], all_allow)
+
+    async def _hear_who_hosts(self, on_hosted: Callable[[], None]) -> None:
+        with contextlib.suppress(DistError):
+            leader = _unpack(await self._store.get(self._key("info/0"), timeout=None))
+            if leader["options"].get("rank 0 hosts") is True:
+                on_hosted()
 
     async def _hold(self) -> None:
         """Let the world's keys live as long as this rank does, where the store can."""

@@ -62,9 +62,11 @@ class TCPClient(CoordinatingStore):
         self.host = host
         self.port = port
         self.on_incarnation_change = on_incarnation_change
+        self.ends_with = ""
+        """Whose daemon it is, if it ends with a process and comes back no more. Once nobody listens there after the
+        connection was lost, requests fail at once."""
         self.on_end: Callable[[bool], None] | None = None
-        """Of a daemon that ends with a process, and comes back no more. Once nobody listens there after the connection
-        was lost, requests fail at once, and this is called with whether the daemon has said that it stops."""
+        """Called then, with whether the daemon has said that it stops."""
         self._token = token
         self._tls = tls
         self._context = context
@@ -238,9 +240,11 @@ class TCPClient(CoordinatingStore):
                 if not trouble.text or loop.time() < deadline:  # a try cut short at the end says less than those before
                     trouble.note("it does not answer")
             except OSError as error:
-                if self.on_end is not None and isinstance(error, ConnectionRefusedError):
-                    loop.call_soon(self.on_end, self._stopped)
-                    return DistStoreError(f"{self._where}: it has ended with the process that hosted it{self._lost}")
+                if self.ends_with and isinstance(error, ConnectionRefusedError):
+                    if self.on_end is not None:
+                        loop.call_soon(self.on_end, self._stopped)
+                    what = f"it has ended with {self.ends_with}, which hosted it"
+                    return DistStoreError(f"{self._where}: {what}{self._lost}")
                 if trouble.note_error(error):
                     info("%s: %s; still trying", self._where, trouble)
             if tracing("store"):

@@ -8,7 +8,7 @@ from contextvars import Context
 import numpy as np
 import pytest
 from group_kit import outcome
-from jobs import finish, free_port, start_ranks
+from jobs import finish, free_port, start_rank, start_ranks
 from mesh_world import PATIENCE_S, eventually
 from punctual import assert_within, punctual
 
@@ -80,3 +80,49 @@ async def test_a_store_that_is_stopped_in_order_is_no_loss(monkeypatch: pytest.M
         assert error.rank == 0
     finally:
         await asyncio.gather(*(group.close() for group in others))
+
+
+JOINING = """
+from asyncdist.rendezvous import Rendezvous
+
+RANK = int(os.environ["RANK"])
+
+async def strike():
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    async with dist.TCPStore(*where) as store:
+        await store.wait(["waits 1", "waits 2"])
+    print(time.time(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+async def main():
+    hear = Rendezvous._hear_who_hosts
+
+    async def heard(rendezvous, on_hosted):
+        await hear(rendezvous, on_hosted)
+        await rendezvous._store.underlying_store.set(f"waits {RANK}", "")
+
+    Rendezvous._hear_who_hosts = heard
+    if RANK == 0:
+        striking = asyncio.create_task(strike())
+    try:
+        await dist.init_process_group(timeout=60, progress=os.environ["PROGRESS"])
+    except dist.DistError as error:
+        print(time.time(), type(error).__name__, error)
+
+dist.run(main())
+"""
+
+
+@pytest.mark.parametrize("progress", ["loop", "thread"])
+@punctual
+def test_who_waits_for_others_hears_that_the_rank_that_hosts_the_store_was_killed(progress: str) -> None:
+    """Rank 3 never comes."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PROGRESS": progress}
+    host, *others = finish([start_rank(JOINING, rank, 4, where) for rank in range(3)])
+    struck_s = float(host.stdout)
+    for other in others:
+        assert other.returncode == 0, other.stderr
+        named_s, kind, text = other.stdout.strip().split(" ", 2)
+        assert kind == "DistStoreError"
+        assert "it has ended with rank 0, which hosted it" in text
+        assert_within(NAMED_S, float(named_s) - struck_s)
