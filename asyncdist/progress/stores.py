@@ -103,7 +103,7 @@ class _WatchOfLoop(Watch):
         assert self._inner is not None, "it is entered first"
         return await self._store.run_there(_next(self._inner))
 
-    def close_with(self, error: Exception) -> None:
+    def close_with(self, error: Callable[[], Exception]) -> None:
         if self._inner is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the store with it
                 self._store.loop.call_soon_threadsafe(self._inner.close_with, error)

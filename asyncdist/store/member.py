@@ -138,7 +138,7 @@ class Membership(AsyncIterator[MemberEvent]):
         self._left = True
         watch, self._watch = self._watch, None
         if watch is not None:
-            watch.close_with(StopAsyncIteration())
+            watch.close_with(StopAsyncIteration)
         if self._lease is not None:
             self._lease.abandon()
 

@@ -52,6 +52,7 @@ class Pipeline:
         self._pending: dict[int, Reply] = {}  # all that have no answer, in the order of their ids
         self._outbox: list[tuple[Any, ...]] = []  # those not yet sent on this connection
         self._outbox_bytes = 0
+        self._withdrawn = 0  # of those in the outbox
         self._last_id = 0
         self._last_sent = 0  # on this connection
         self._last_ever_sent = 0
@@ -113,6 +114,8 @@ class Pipeline:
 
         Only between `on_welcome` and `on_lost`.
         """
+        if self._withdrawn:
+            self._drop_withdrawn()
         batch = self._outbox
         if not batch:
             return self._confirmation()
@@ -157,10 +160,15 @@ class Pipeline:
             return
         if request[0] > max(self._last_sent, self._last_ever_sent):
             del self._pending[request[0]]
-            if self._connected:  # else the outbox is made anew by the next welcome
-                self._outbox = [unsent for unsent in self._outbox if unsent[0] != request[0]]
+            self._withdrawn += 1
+            if 2 * self._withdrawn > len(self._outbox):  # looking through it at each would take long where many go
+                self._drop_withdrawn()
         elif request[1] in WAITING and self._connected:
             self._cancel_at_daemon(request[0])
+
+    def _drop_withdrawn(self) -> None:
+        self._withdrawn = 0
+        self._outbox = [request for request in self._outbox if request[0] in self._pending]
 
     def _cancel_at_daemon(self, request_id: int) -> None:
         reply = self.submit(messages.CANCEL, (request_id,), None, 0, Reply)

@@ -171,7 +171,7 @@ class PrefixStore(Store):
         """End this view and what it waits for; the underlying store stays open."""
         self._closed = True
         for watch in list(self._watches):
-            watch.close_with(ClosedError(f"{self!r} was closed"))
+            watch.close_with(lambda: ClosedError(f"{self!r} was closed"))
         for task in self._tasks:
             task.cancel()
 

@@ -58,7 +58,7 @@ class Watch(AsyncIterator[WatchEvent]):
         self._revision = from_revision
         self._events: deque[tuple[int, int, bytes, bytes]] = deque()
         self._reading = False
-        self._closed: Exception | None = None
+        self._closed: Callable[[], Exception] | None = None  # makes what each reader is told
         self._reply: asyncio.Future[Any] | None = self._ask((self._prefix, self._revision))
 
     def __repr__(self) -> str:
@@ -79,7 +79,7 @@ class Watch(AsyncIterator[WatchEvent]):
         finally:
             self._reading = False
         if self._closed is not None:
-            raise self._closed
+            raise self._closed()
         revision, kind, key, value = self._events.popleft()
         return WatchEvent(KINDS[kind], key.decode(errors="replace")[self._strip :], value, revision)
 
@@ -105,8 +105,8 @@ class Watch(AsyncIterator[WatchEvent]):
         self._revision, events = answer
         self._events.extend(events)
 
-    def close_with(self, error: Exception) -> None:
-        """End the iteration with `error`."""
+    def close_with(self, error: Callable[[], Exception]) -> None:
+        """End the iteration with `error()`."""
         if self._closed is None:
             self._closed = error
         if self._reply is not None:
@@ -114,7 +114,7 @@ class Watch(AsyncIterator[WatchEvent]):
 
     async def close(self) -> None:
         """End the iteration. May be called twice."""
-        self.close_with(StopAsyncIteration())
+        self.close_with(StopAsyncIteration)
 
     def strip(self, count: int) -> Self:
         """Show keys without their first `count` characters."""

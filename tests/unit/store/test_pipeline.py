@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from typing import Any
 
 import pytest
+from punctual import assert_within, punctual
 
 from asyncdist.errors import DistStoreError, StoreLimitError, StoreTimeoutError
 from asyncdist.store.pipeline import EXPIRY_GRACE_S, FRAME_REQUESTS, Pipeline
@@ -111,6 +113,24 @@ async def test_cancelled_before_it_is_sent_is_never_sent(pipeline: Pipeline) -> 
     assert sent(pipeline) == []
     answer(pipeline, (2, OK, None))
     assert pipeline.idle
+
+
+@punctual
+async def test_many_are_cancelled_in_little_time(pipeline: Pipeline) -> None:
+    replies = [submit(pipeline, GET, b"k") for _ in range(10_000)]
+    began_s = time.perf_counter()
+    for reply in reversed(replies):
+        reply.cancel()
+    assert_within(1.0, time.perf_counter() - began_s)
+    assert not pipeline.has_unsent
+    assert pipeline.idle
+
+
+async def test_what_is_not_cancelled_is_sent_in_call_order(pipeline: Pipeline) -> None:
+    replies = [submit(pipeline, GET, b"k") for _ in range(9)]
+    for reply in replies[2:5]:
+        reply.cancel()
+    assert [request[0] for frame in sent(pipeline) for request in frame] == [1, 2, 6, 7, 8, 9]
 
 
 async def test_cancelled_wait_is_cancelled_at_the_daemon(pipeline: Pipeline) -> None:
