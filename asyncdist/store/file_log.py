@@ -4,7 +4,7 @@
     repeat: length u32, crc32 u32 (both little-endian), payload = msgpack
 
 The first record is `["open", world_size]`, then come `["join", member, host, pid, start]`, `["leave", member]` and the
-store's own changes. Nothing is ever rewritten, so readers need no lock: they stop at what is not yet complete. A writer
+store's own changes; `["all", [record...]]` are several that are there together or not at all. Nothing is ever rewritten, so readers need no lock: they stop at what is not yet complete. A writer
 that was killed leaves an incomplete tail, which the next writer cuts off. Everything here is synchronous and short;
 waiting for the lock is the caller's business.
 """
@@ -160,7 +160,8 @@ class FileLog:
 
         `read` does not return them: whoever appends knows them already.
         """
-        data = b"".join(map(encode_record, records))
+        # As one: where the disk is full what was written is cut off again, and a reader may have looked before that.
+        data = encode_record(records[0] if len(records) == 1 else ("all", records))
         self._write(data)
         self._offset += len(data)
         for record in records:
@@ -276,6 +277,10 @@ def decode_records(data: bytes | bytearray) -> tuple[list[Record], int, bool]:
         payload = bytes(data[begin : begin + length])
         if zlib.crc32(payload) != checksum:
             return records, offset, False
-        records.append(msgpack.unpackb(payload, use_list=False))
+        match msgpack.unpackb(payload, use_list=False):
+            case ["all", [*together]]:
+                records += together
+            case record:
+                records.append(record)
         offset = begin + length
     return records, offset, True

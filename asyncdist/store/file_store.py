@@ -18,6 +18,7 @@ from asyncdist.events import info
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S
 from asyncdist.store.file_log import FileLog, Record
 from asyncdist.store.fork_safety import close_in_forked_child
+from asyncdist.store.pipeline import weight
 from asyncdist.store.reply import WAITING, Reply, describe, end_quietly, settle, timeout_ms
 from asyncdist.store.request_store import RequestStore
 from asyncdist_server import messages
@@ -38,6 +39,9 @@ LOCK_GRACE_S: Final = 1.0
 
 MAX_TURN_REQUESTS: Final = 512
 """Most requests done in one turn of the event loop, about 5 ms."""
+
+MAX_TURN_BYTES: Final = 64 * 1024 * 1024
+"""A turn also ends once its changes hold this much: they are one record."""
 
 CLOSE_TIMEOUT_S: Final = 2.0
 """How long closing waits for the lock. A file not left by then is reported as stale to the next one who opens it."""
@@ -238,8 +242,12 @@ class FileStore(RequestStore):
         records: list[Record] = []
         outcomes: list[tuple[Reply, int, Any]] = []
         progress = False
+        size_bytes = 0
         for _ in range(min(len(self._queue), MAX_TURN_REQUESTS)):
+            if size_bytes > MAX_TURN_BYTES:
+                break
             reply = self._queue.popleft()
+            size_bytes += weight(reply.request)
             progress = True
             operation = reply.request[1]
             if reply.done():
