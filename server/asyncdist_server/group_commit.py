@@ -52,6 +52,10 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
+def _unheard(result: Any, error: BaseException | None) -> None:
+    """Take the outcome of what nobody waits for."""
+
+
 class Runner(Protocol):
     """What runs the journal's methods; `JournalThread` is the real one."""
 
@@ -65,7 +69,7 @@ class Runner(Protocol):
         """Run what waits now, from within a function that takes long."""
 
     def close(self) -> None:
-        """End when everything given has been run, and wait for that."""
+        """End when everything given has been run, without waiting for that."""
 
 
 class Waiting(Protocol):
@@ -172,6 +176,10 @@ class GroupCommit:
                 batch = self._maker.take(GAPS)
                 await self._runner.call(lambda: self.journal.write(batch))
                 self._maker.written(batch)
+        except asyncio.CancelledError:
+            self._runner.submit(self.journal.abandon, _unheard)  # behind what uses it, which may hang
+            self._runner.close()
+            raise
         except BaseException:
             self._runner.close()
             self.journal.abandon()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -16,15 +17,14 @@ Outcome = Callable[[Any, BaseException | None], None]
 class JournalThread:
     """Runs functions one after the other, in the order in which they were given; started with the first of them.
 
-    `close` comes last. Functions not yet run then are still run.
+    `close` comes last. Functions not yet run then are still run, whether or not the loop is still there.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiting: queue.SimpleQueue[tuple[Callable[[], Any], Outcome] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="asyncdist-journal", daemon=True)
         self._ended = False
-        self._thread.start()
+        threading.Thread(target=self._run, name="asyncdist-journal", daemon=True).start()
 
     def submit(self, function: Callable[[], Any], outcome: Outcome) -> None:
         """Have `function` run; `outcome` is called in the loop with its result, or with the exception it raised."""
@@ -59,9 +59,8 @@ class JournalThread:
                 raise JournalError(f"the journal failed meanwhile: {error}") from error
 
     def close(self) -> None:
-        """End the thread and wait for that."""
+        """End the thread after what it was given. Waits for nothing: the disk may hang."""
         self._waiting.put(None)
-        self._thread.join()
 
     def _run(self) -> None:
         while not self._ended:
@@ -78,5 +77,6 @@ class JournalThread:
             result = function()
         except BaseException as problem:
             error = problem
-        self._loop.call_soon_threadsafe(outcome, result, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, as somebody was tired of waiting
+            self._loop.call_soon_threadsafe(outcome, result, error)
         return error
