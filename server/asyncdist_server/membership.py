@@ -32,6 +32,10 @@ JOB_LINGER_S: Final = 30.0
 """How long a job without members is remembered: a launcher that starts all of them again finds its epoch and keys."""
 MAX_EPOCH: Final = 2**62
 """The largest that is believed when it is found among the keys: what follows still fits into a message."""
+MAX_NAMES_BYTES: Final = 4 * 1024 * 1024
+"""All names of a job's members together: each member is told all of them. 64 bytes for each of the most members."""
+NAME_OVERHEAD_BYTES: Final = 5
+"""What msgpack may add to a name."""
 JOB_BYTES: Final = 1200
 """What a job costs besides its keys, its hold and its history."""
 _DIGITS: Final = re.compile(rb"([0-9]+)")
@@ -76,6 +80,7 @@ class Job:
         "least",
         "most",
         "name",
+        "names_bytes",
         "namespace",
         "prefix",
         "ranks",
@@ -91,6 +96,7 @@ class Job:
         self.least = self.most = 0
         self.settle_s = 0.0
         self.epoch = 0
+        self.names_bytes = 0  # of `leases`, as a message has them
         self.ranks: dict[bytes, int] = {}  # of those members of the last round that live
         self.leases: dict[bytes, Lease] = {}  # of everyone who came and has not gone
         self.waiting: dict[bytes, Waiter] = {}  # for the next round, in the order they came
@@ -112,8 +118,7 @@ class Job:
         holders = () if hold is None else hold.leases  # as every member's lease is one
         for key in [key for key, lease in leased.items() if lease in holders and key.startswith(start)]:
             name = key[len(start) :]
-            self.leases[name] = leased[key]
-            leased[key].jobs[self] = name
+            self._take_in(name, leased[key])
             if name in names:
                 self.ranks[name] = names.index(name)
 
@@ -158,14 +163,15 @@ class Job:
         self.settle_s = settle_ms / 1000
         key = self.prefix + b"members/" + name
         if name not in self.leases:
+            if refused := self._refuse_name(name):
+                return request_id, LIMIT, refused
             if refused := state.put(self.namespace, key, b"%d" % lease.lease_id):
                 return request_id, LIMIT, refused
             if refused := state.leases.hold(lease, self.prefix, JOB_LINGER_S):
                 state.remove(self.namespace, key)
                 return request_id, LIMIT, refused
             state.leases.attach(lease, key)
-            self.leases[name] = lease
-            lease.jobs[self] = name
+            self._take_in(name, lease)
         hold = self.namespace.holds[self.prefix]
         if hold.job is not self:
             hold.job = self
@@ -176,6 +182,19 @@ class Job:
             return reply
         self.advance(now)
         return None
+
+    def _take_in(self, name: bytes, lease: Lease) -> None:
+        self.leases[name] = lease
+        lease.jobs[self] = name
+        self.names_bytes += len(name) + NAME_OVERHEAD_BYTES
+
+    def _refuse_name(self, name: bytes) -> str:
+        """Return why there is no room for one more name in what all members are told."""
+        names_bytes = self.names_bytes + len(name) + NAME_OVERHEAD_BYTES
+        allowed = min(MAX_NAMES_BYTES, self._state.reply_bytes)
+        if names_bytes <= allowed:
+            return ""
+        return f"the names of its members have {names_bytes} bytes, allowed are {allowed}"
 
     def _objection(self, name: bytes, least: int, most: int, lease: Lease) -> str:
         shown = name.decode(errors="replace")
@@ -194,6 +213,7 @@ class Job:
         state = self._state
         name = lease.jobs.pop(self)
         del self.leases[name]
+        self.names_bytes -= len(name) + NAME_OVERHEAD_BYTES
         self.ranks.pop(name, None)
         if name in self.waiting:
             waiter = self.waiting[name]

@@ -112,7 +112,8 @@ MAX_NAMESPACE_BYTES: Final = 255
 MAX_CLIENT_NAME_BYTES: Final = 255
 """Longest name of a client, which is shown to people beside what it waits for."""
 MAX_LEASES: Final = 65_536
-"""Leases of all namespaces; each costs about 1 KiB. A thousand jobs of 64 ranks have one per rank."""
+"""Leases of all namespaces; each costs about 1 KiB. Four for each of the most connections: a rank has two, one short,
+to be seen soon to be gone, and one for the keys of its world, which outlive a broken connection."""
 MAX_LEASE_ID: Final = 2**63 - 1
 MAX_MEMBERS: Final = 65_536
 """Members of one job; a round is worked out anew whenever one comes or goes."""

@@ -12,7 +12,7 @@ from engine_user import User, pass_time
 from asyncdist_server import messages as m
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.history import HISTORY_LINGER_S
-from asyncdist_server.membership import JOB_LINGER_S, name_order
+from asyncdist_server.membership import JOB_LINGER_S, MAX_NAMES_BYTES, NAME_OVERHEAD_BYTES, name_order
 
 
 def join(user: User, name: bytes, least: int, most: int, settle_ms: int = 0) -> Any:
@@ -32,6 +32,46 @@ def test_limits_of_members(users: list[User]) -> None:
     a.ask(m.GRANT, 7, 1000, True)
     assert a.code(m.JOIN, b"j", b"a", 1, m.MAX_MEMBERS + 1, 0, 7, None) == m.INVALID
     assert a.reply(m.JOIN, b"j", b"a", m.MAX_MEMBERS, m.MAX_MEMBERS, 0, 7, None) is None
+
+
+@pytest.mark.parametrize("past", [0, 1])
+def test_the_names_of_a_jobs_members_have_so_many_bytes(past: int) -> None:
+    engine = StoreEngine(b"i" * 16, m.Limits(key_bytes=2**20))
+    users = [User(engine, b"%d" % number) for number in range(9)]
+    length = MAX_NAMES_BYTES // 8 - NAME_OVERHEAD_BYTES
+    for number, user in enumerate(users[:7]):
+        assert join(user, b"%d" % number + bytes(length - 1), 8, 9) is None
+    last = join(users[7], b"7" + bytes(length - 1 + past), 8, 9)
+    if past:
+        assert last[1:] == (m.LIMIT, f"the names of its members have {MAX_NAMES_BYTES + 1} bytes, allowed are {MAX_NAMES_BYTES}")
+        assert join(users[7], b"7" + bytes(length - 1), 8, 9) is None
+    else:
+        assert last is None
+    assert told(users[0])[:2] == (1, 0)
+    assert join(users[8], b"", 8, 9)[1] == m.LIMIT
+    users[7].leave()
+    assert join(users[8], b"", 8, 9) is None
+
+
+def test_a_round_fits_into_a_reply_of_a_daemon_with_small_ones() -> None:
+    engine = StoreEngine(b"i" * 16, m.Limits(frame_bytes=m.FRAME_SLACK_BYTES))
+    user, count = User(engine, b"one"), m.FRAME_SLACK_BYTES // m.MAX_KEY_BYTES
+    joined = []
+    for lease in range(1, 1 + count):
+        user.ask(m.GRANT, lease, 1000, True)
+        name = b"%d" % lease + bytes(m.MAX_KEY_BYTES - 100)
+        joined.append(user.reply(m.JOIN, b"j", name, count, count, 0, lease, None))
+    assert joined[-1][1] == m.LIMIT
+    assert 0 < joined.count(None) * m.MAX_KEY_BYTES < m.FRAME_SLACK_BYTES
+
+
+def test_names_that_are_found_among_the_keys_count() -> None:
+    engine = StoreEngine(b"i" * 16, m.Limits(key_bytes=2 * MAX_NAMES_BYTES))
+    a, b = User(engine, b"a"), User(engine, b"b")
+    assert join(a, bytes(MAX_NAMES_BYTES - 2 * NAME_OVERHEAD_BYTES), 1, 2) is None
+    del a.client.namespace.jobs[b"j"]  # as after a restart
+    assert join(b, b"b", 1, 2)[1] == m.LIMIT
+    assert join(b, b"", 1, 2) is None
 
 
 def test_ranks_are_kept_and_new_members_follow_by_name(users: list[User]) -> None:
