@@ -300,7 +300,7 @@ def _store_from_environ(environ: Mapping[str, str]) -> tuple[str, int, bool]:
     port = _integer(environ["MASTER_PORT"], "environment variable MASTER_PORT")
     if not 0 <= port <= 65535:
         raise ValueError(f"environment variable MASTER_PORT={port} is not a port")
-    return environ["MASTER_ADDR"], port, True
+    return environ["MASTER_ADDR"].strip("[]"), port, True
 
 
 def _host_port(text: str, name: str) -> tuple[str, int]:

@@ -185,6 +185,6 @@ def _from_environment() -> str:
     if environment.get("ASYNCDIST_STORE"):
         return environment["ASYNCDIST_STORE"]
     if environment.get("MASTER_ADDR") and environment.get("MASTER_PORT"):
-        host = environment["MASTER_ADDR"]
+        host = environment["MASTER_ADDR"].strip("[]")
         return f"{f'[{host}]' if ':' in host else host}:{environment['MASTER_PORT']}"
     raise ValueError("which store? give --store HOST:PORT, or set ASYNCDIST_STORE, or MASTER_ADDR and MASTER_PORT")

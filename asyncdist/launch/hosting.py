@@ -203,7 +203,7 @@ async def _fitting_token(endpoint: Endpoint, tokens: Sequence[str | None], tls: 
 
 
 async def _bind_address(endpoint: Endpoint, nnodes: int) -> str:
-    """The address to bind for a host that may be a name."""
+    """The address to bind for a host that may be a name; empty for all of this machine."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(endpoint.host, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -213,13 +213,14 @@ async def _bind_address(endpoint: Endpoint, nnodes: int) -> str:
     address = addresses[0]
     is_name = endpoint.host not in (*addresses, "localhost")
     if nnodes > 1 and is_name and _is_loopback(address):
-        # Debian gives a machine's own name 127.0.1.1 in /etc/hosts; the other nodes resolve it to a real address.
-        return "0.0.0.0"
+        # Debian gives a machine's own name 127.0.1.1 in /etc/hosts, others ::1; the other nodes resolve it to a real
+        # address, of either family.
+        return ""
     return address
 
 
 def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return address != "" and ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _is_local(address: str) -> bool:

@@ -4,9 +4,10 @@
     repeat: length u32, crc32 u32 (both little-endian), payload = msgpack
 
 The first record is `["open", world_size]`, then come `["join", member, host, pid, start]`, `["leave", member]` and the
-store's own changes; `["all", [record...]]` are several that are there together or not at all. Nothing is ever rewritten, so readers need no lock: they stop at what is not yet complete. A writer
-that was killed leaves an incomplete tail, which the next writer cuts off. Everything here is synchronous and short;
-waiting for the lock is the caller's business.
+store's own changes; `["all", [record...]]` are several that are there together or not at all. Nothing is ever
+rewritten, so readers need no lock: they stop at what is not yet complete. A writer that was killed leaves an incomplete
+tail, which the next writer cuts off. Everything here is synchronous and short; waiting for the lock is the caller's
+business.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from asyncdist.store.tls_config import TLSConfig
 from asyncdist.uninterrupted import uninterrupted
 from asyncdist_server import messages
 from asyncdist_server.auth import ClientHandshake
+from asyncdist_server.client_socket import format_address
 
 __all__ = ["TCPClient"]
 
@@ -86,7 +87,7 @@ class TCPClient(CoordinatingStore):
 
     @property
     def _where(self) -> str:
-        return f"store {self.host}:{self.port}"
+        return f"store {format_address((self.host, self.port))}"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.host!r}, {self.port})"

@@ -27,6 +27,11 @@ def test_the_environment_is_the_default() -> None:
     assert method.namespace == ""
 
 
+def test_the_address_may_have_brackets() -> None:
+    method = parse_init_method(None, -1, -1, environ={**ENVIRON, "MASTER_ADDR": "[::1]"})
+    assert (method.host, method.port) == ("::1", 29500)
+
+
 def test_arguments_override_the_environment() -> None:
     method = parse_init_method("env://", 2, 3, environ=ENVIRON)
     assert (method.rank, method.world_size) == (2, 3)

@@ -159,7 +159,7 @@ async def local_address(store_host: str | None, store_port: int, environ: Mappin
                 return LocalAddress(select_ips(spec, list_interfaces())[:MAX_ENDPOINTS])
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-    master = environ.get("MASTER_ADDR", "").strip()
+    master = environ.get("MASTER_ADDR", "").strip().strip("[]")
     if store_host is None:
         if not master:
             return LocalAddress(("127.0.0.1",))

@@ -84,6 +84,14 @@ def test_master_address_is_the_last_resort(
     assert invoke("ls").exit_code == 0
 
 
+@pytest.mark.parametrize("address", ["::1", "[::1]"])
+def test_master_address_may_be_one_of_ipv6(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASYNCDIST_STORE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", address)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert "[::1]:1: " in invoke("--timeout", "0", "ls").output
+
+
 def test_missing_token_is_said(server: ThreadedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ASYNCDIST_TOKEN", raising=False)
     monkeypatch.delenv("ASYNCDIST_TOKEN_FILE", raising=False)

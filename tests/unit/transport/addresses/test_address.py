@@ -96,6 +96,7 @@ async def test_store_on_loopback_means_what_master_addr_resolves_to(monkeypatch:
     assert (await local_address("127.0.0.1", 80, {"MASTER_ADDR": "node0"})).ips == ("10.0.0.5",)
     assert (await local_address("127.0.0.1", 80, {"MASTER_ADDR": "node1"})).loopback  # another host's address
     assert (await local_address("127.0.0.1", 80, {"MASTER_ADDR": "127.0.0.1"})).loopback
+    assert (await local_address("127.0.0.1", 80, {"MASTER_ADDR": "[node0]"})).ips == ("10.0.0.5",)
 
 
 async def test_unresolvable_store() -> None:

@@ -1,0 +1,61 @@
+"""Which addresses a launcher that hosts the store binds."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+
+from asyncdist.errors import LaunchError
+from asyncdist.launch import hosting
+from asyncdist.launch.config import Endpoint
+
+ALL = ""
+
+
+@pytest.mark.parametrize(
+    ("host", "found", "nodes", "bound"),
+    [
+        ("machine", ["127.0.1.1"], 1, "127.0.1.1"),
+        ("machine", ["127.0.1.1"], 2, ALL),
+        ("machine", ["::1"], 1, "::1"),
+        ("machine", ["::1"], 2, ALL),
+        ("machine", ["::1", "10.0.0.1"], 2, "10.0.0.1"),
+        ("machine", ["fd00::1"], 2, "fd00::1"),
+        ("localhost", ["::1", "127.0.0.1"], 2, "127.0.0.1"),
+        ("localhost", ["::1"], 2, "::1"),
+        ("::1", ["::1"], 2, "::1"),
+        ("127.0.0.1", ["127.0.0.1"], 2, "127.0.0.1"),
+    ],
+)
+def test_the_address_that_is_bound(
+    host: str, found: list[str], nodes: int, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node resolves this machine's own name to an address of this machine, of either family."""
+
+    def resolve(*_: Any, **__: Any) -> list[tuple[Any, ...]]:
+        return [(socket.AF_INET6 if ":" in each else socket.AF_INET, 0, 0, "", (each, 0)) for each in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert asyncio.run(hosting._bind_address(Endpoint(host, 1), nodes)) == bound
+
+
+def test_all_addresses_are_served_with_a_token_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def bind_all(*_: Any) -> str:
+        return ALL
+
+    async def host() -> None:
+        endpoint = Endpoint("localhost", 0)
+        with pytest.raises(LaunchError, match="a token is needed"):
+            await hosting._host_if_ours(endpoint, None, None, 2)
+        server = await hosting._host_if_ours(endpoint, "a-token-of-this-test-and-long", None, 2)
+        assert server is not None
+        try:
+            await hosting.probe_store(Endpoint("localhost", server.port), "a-token-of-this-test-and-long")
+        finally:
+            await asyncio.to_thread(server.close)
+
+    monkeypatch.setattr(hosting, "_bind_address", bind_all)
+    asyncio.run(host())
