@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 import click
 
-from asyncdist.cli.printable import printable
+from asyncdist.cli.key_argument import key_argument, key_text
 from asyncdist.cli.store_observe_commands import status_command, waits_command, watch_command
 from asyncdist.errors import DistError
 from asyncdist.launch.config import Endpoint, parse_endpoint
@@ -113,13 +113,17 @@ def store_group(
     timeout: float,
     **tls_options: str | None,
 ) -> None:
-    """Look into a running store: its keys, and who waits for what."""
+    r"""Look into a running store: its keys, and who waits for what.
+
+    A key may be any bytes. All commands take and show one alike: \xHH is a byte that is no visible text, \\ is a
+    backslash, and all else is UTF-8 and stands for itself.
+    """
     given = {f"ASYNCDIST_{name.upper()}": text for name, text in tls_options.items() if text}
     context.obj = Target(where, namespace or os.environ.get("ASYNCDIST_JOB_ID", ""), token_file, given, timeout)
 
 
 @store_group.command("get")
-@click.argument("key")
+@click.argument("key", type=key_argument)
 @click.pass_obj
 def get_command(target: Target, key: str) -> None:
     """Print the value of KEY, waiting for it until the time-out. On a terminal a new line follows it."""
@@ -128,7 +132,7 @@ def get_command(target: Target, key: str) -> None:
 
 
 @store_group.command("set")
-@click.argument("key")
+@click.argument("key", type=key_argument)
 @click.argument("value")
 @click.pass_obj
 def set_command(target: Target, key: str, value: str) -> None:
@@ -138,7 +142,7 @@ def set_command(target: Target, key: str, value: str) -> None:
 
 
 @store_group.command("add", context_settings={"ignore_unknown_options": True})
-@click.argument("key")
+@click.argument("key", type=key_argument)
 @click.argument("amount", type=int, default=1)
 @click.pass_obj
 def add_command(target: Target, key: str, amount: int) -> None:
@@ -147,7 +151,7 @@ def add_command(target: Target, key: str, amount: int) -> None:
 
 
 @store_group.command("wait")
-@click.argument("keys", nargs=-1, required=True)
+@click.argument("keys", nargs=-1, required=True, type=key_argument)
 @click.pass_obj
 def wait_command(target: Target, keys: tuple[str, ...]) -> None:
     """Wait until all KEYS exist. Fails with those still missing when the time-out ends."""
@@ -155,7 +159,7 @@ def wait_command(target: Target, keys: tuple[str, ...]) -> None:
 
 
 @store_group.command("del")
-@click.argument("keys", nargs=-1, required=True)
+@click.argument("keys", nargs=-1, required=True, type=key_argument)
 @click.pass_obj
 def del_command(target: Target, keys: tuple[str, ...]) -> None:
     """Delete KEYS and print how many of them existed."""
@@ -167,13 +171,12 @@ def del_command(target: Target, keys: tuple[str, ...]) -> None:
 
 
 @store_group.command("ls")
-@click.argument("prefix", default="")
+@click.argument("prefix", default="", type=key_argument)
 @click.pass_obj
 def ls_command(target: Target, prefix: str) -> None:
-    """Print the keys that begin with PREFIX, sorted, one a line. A terminal is shown escapes for control characters."""
-    shown = printable if sys.stdout.isatty() else str
+    """Print the keys that begin with PREFIX, sorted, one a line."""
     for key in sorted(target.run(lambda store: store.list_keys(prefix))):
-        click.echo(shown(key))
+        click.echo(key_text(key))
 
 
 for _command in (watch_command, status_command, waits_command):

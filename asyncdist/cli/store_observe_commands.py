@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from asyncdist.cli.key_argument import key_argument, key_text
 from asyncdist.cli.printable import printable
 from asyncdist.store.store_observer import StoreObserver
 
@@ -22,7 +24,7 @@ SHOWN_VALUE_BYTES: Final = 60
 
 
 @click.command("watch")
-@click.argument("prefix", default="")
+@click.argument("prefix", default="", type=key_argument)
 @click.option("--count", type=click.IntRange(min=1), help="Stop after so many events.")
 @click.option("--from-revision", type=int, help="Begin with what happened at this revision, if it is still remembered.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line; values as text.")
@@ -34,15 +36,16 @@ def watch_command(target: Target, prefix: str, count: int | None, from_revision:
         seen = 0
         async with store.watch(prefix, from_revision) as events:
             if not as_json:
-                click.echo(f"watching {prefix!r} from revision {events.revision}", err=True)
+                click.echo(f"watching '{key_text(prefix)}' from revision {events.revision}", err=True)
             async for event in events:
                 text = event.value.decode(errors="replace")
+                key = key_text(event.key)
                 if as_json:
-                    line = json.dumps({"revision": event.revision, "kind": event.kind, "key": event.key, "value": text})
+                    line = json.dumps({"revision": event.revision, "kind": event.kind, "key": key, "value": text})
                 else:
                     shown = repr(event.value[:SHOWN_VALUE_BYTES])[1:]
                     more = f" ... {len(event.value)} bytes" if len(event.value) > SHOWN_VALUE_BYTES else ""
-                    line = f"{event.revision} {event.kind} {printable(event.key)}"
+                    line = f"{event.revision} {event.kind} {key}"
                     line += f" {shown}{more}" if event.kind == "set" else ""
                 click.echo(line)
                 seen += 1
@@ -71,7 +74,8 @@ def status_command(target: Target, as_json: bool) -> None:
 @click.pass_obj
 def waits_command(target: Target, all_namespaces: bool, as_json: bool) -> None:
     """Print who waits for which keys since when, longest first. The first question in every hang."""
-    waits = target.run(lambda store: store.waits(all_namespaces=all_namespaces), StoreObserver)
+    found = target.run(lambda store: store.waits(all_namespaces=all_namespaces), StoreObserver)
+    waits = [dataclasses.replace(wait, keys=tuple(map(key_text, wait.keys))) for wait in found]
     if as_json:
         click.echo(json.dumps([{name: getattr(wait, name) for name in wait.__slots__} for wait in waits]))
         return

@@ -15,6 +15,7 @@ __all__ = [
     "checked_keys",
     "checked_value",
     "checked_values",
+    "decoded_key",
     "encoded_key",
     "encoded_keys",
 ]
@@ -27,19 +28,25 @@ MAX_AMOUNT: Final = 2**63 - 1
 
 
 def checked_key(key: str) -> str:
-    """Return `key`; TypeError unless it is a str, ValueError if it cannot be written as UTF-8."""
-    if not isinstance(key, str):
-        raise TypeError(f"a store key must be str, not {type(key).__name__}")
-    if not key.isascii():
-        key.encode()  # lone surrogates: a UnicodeEncodeError (a ValueError) here, not in the middle of a batch
+    """Return `key`; TypeError unless it is a str, ValueError if it cannot be written as bytes."""
+    if not isinstance(key, str) or not key.isascii():
+        encoded_key(key)  # here, not in the middle of a batch
     return key
 
 
 def encoded_key(key: str) -> bytes:
-    """Return `key` as UTF-8; raises as `checked_key`."""
+    """Return `key` as UTF-8, with the bytes that `decoded_key` found to be none; raises as `checked_key`."""
     if not isinstance(key, str):
         raise TypeError(f"a store key must be str, not {type(key).__name__}")
-    return key.encode()
+    try:
+        return key.encode()
+    except UnicodeEncodeError:
+        return key.encode(errors="surrogateescape")
+
+
+def decoded_key(key: bytes) -> str:
+    """Return `key` as callers have it. What is no UTF-8 becomes lone surrogates, as in the names of files."""
+    return key.decode(errors="surrogateescape")
 
 
 def checked_keys(keys: Iterable[str]) -> list[str]:
@@ -48,7 +55,7 @@ def checked_keys(keys: Iterable[str]) -> list[str]:
 
 
 def encoded_keys(keys: Iterable[str]) -> tuple[bytes, ...]:
-    """Return `keys` as UTF-8; raises as `checked_keys`."""
+    """Return each of `keys` as `encoded_key` does; raises as `checked_keys`."""
     return tuple([encoded_key(key) for key in several(keys)])
 
 

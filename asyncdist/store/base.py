@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, Self
 
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import StoreTimeoutError
+from asyncdist_server.key_text import shown
 
 if TYPE_CHECKING:
     from asyncdist.store.lease import Lease
@@ -24,6 +25,8 @@ DEFAULT_STORE_TIMEOUT_S: Final = 300.0
 
 class Store(ABC):
     """Keys are str, values are bytes (a str given as a value is stored as UTF-8).
+
+    The daemon's keys are bytes: what is no UTF-8 in one is a lone surrogate here, as in the names of files.
 
     Every verb returns an awaitable, not necessarily a coroutine: `await` it, or pass it to `asyncio.ensure_future`,
     `gather` or `wait_for`. Arguments are checked at the call (TypeError, ValueError). A verb that changes something is
@@ -156,7 +159,7 @@ class Store(ABC):
         except StoreTimeoutError as error:
             come = await self.add(arrived, 0) - number * world_size
             raise StoreTimeoutError(
-                f"barrier {key!r}: {come} of {world_size} came within {timeout_s:g} s", error.keys
+                f"barrier '{shown(key)}': {come} of {world_size} came within {timeout_s:g} s", error.keys
             ) from None
 
     def has_extended_api(self) -> bool:

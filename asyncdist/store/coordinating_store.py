@@ -10,13 +10,14 @@ from typing import Any
 
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import DistStoreError, StoreTimeoutError
-from asyncdist.store.arguments import checked_key, checked_value, encoded_key
+from asyncdist.store.arguments import checked_key, checked_value, decoded_key, encoded_key
 from asyncdist.store.lease import DEFAULT_GRACE_S, Lease, LeaseKeeper
 from asyncdist.store.lock import Lock
 from asyncdist.store.member import DEFAULT_SETTLE_S, Membership, default_name
 from asyncdist.store.request_store import RequestStore
 from asyncdist.store.watch import Watch
 from asyncdist_server import messages
+from asyncdist_server.key_text import shown
 
 __all__ = ["CoordinatingStore", "WaitingClient"]
 
@@ -116,7 +117,9 @@ class CoordinatingStore(RequestStore):
         except ValueError:
             lease_id = 0
         if not 0 < lease_id <= messages.MAX_LEASE_ID:
-            raise DistStoreError(f"the value of {key!r} is no lease: the daemon is an older one, or it was overwritten")
+            raise DistStoreError(
+                f"the value of '{shown(key)}' is no lease: the daemon is an older one, or it was overwritten"
+            )
         await self._request(messages.REVOKE, (lease_id,), timeout_s)
 
     def status(self) -> asyncio.Future[dict[str, Any]]:
@@ -127,7 +130,7 @@ class CoordinatingStore(RequestStore):
         """Return who waits for what, longest first (the daemon names at most 1,000): the first question in a hang."""
         _, *rows = await self._request(messages.WAITS, (all_namespaces,), self._timeout_s)
         return [
-            WaitingClient(operation, tuple(key.decode(errors="replace") for key in keys), waited_ms / 1000, *who)
+            WaitingClient(operation, tuple(map(decoded_key, keys)), waited_ms / 1000, *who)
             for operation, keys, waited_ms, *who in rows
         ]
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from asyncdist.deadline import Timeout, timeout_seconds
 from asyncdist.errors import ClosedError, LeaseLostError
-from asyncdist.store.arguments import checked_key
+from asyncdist.store.arguments import checked_key, encoded_key
 from asyncdist.store.lease import Lease
 from asyncdist_server import messages
+from asyncdist_server.key_text import shown
 
 if TYPE_CHECKING:
     from asyncdist.store.coordinating_store import CoordinatingStore
@@ -36,7 +37,7 @@ class Lock:
         self._token: int | None = None
 
     def __repr__(self) -> str:
-        return f"<Lock {self._key[5:]!r} {'free' if self._token is None else f'held with token {self._token}'}>"
+        return f"<Lock '{shown(self._key[5:])}' {'free' if self._token is None else f'held with token {self._token}'}>"
 
     @property
     def token(self) -> int | None:
@@ -60,7 +61,7 @@ class Lock:
         self._lease, granted = keeper.grant(self._grace_s, True, self._store.timeout)
         granted.add_done_callback(lambda reply: reply.cancelled() or reply.exception())
         try:
-            arguments = (self._key.encode(), self._lease.id)
+            arguments = (encoded_key(self._key), self._lease.id)
             token: int = await self._store.ask(messages.LOCK, arguments, timeout_s)
         except BaseException:
             # Whatever the daemon made of the request, the lock goes with the lease.

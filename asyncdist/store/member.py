@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import DistError, LeaseLostError
+from asyncdist.store.arguments import decoded_key, encoded_key
 from asyncdist.store.lease import Lease
 from asyncdist.store.prefix_store import PrefixStore
 from asyncdist.store.watch import Watch
 from asyncdist_server import messages
+from asyncdist_server.key_text import shown
 
 if TYPE_CHECKING:
     from asyncdist.store.coordinating_store import CoordinatingStore
@@ -52,7 +54,7 @@ class Membership(AsyncIterator[MemberEvent]):
         self._ask = store.ask
         self._watch_from = store.watch
         self._default_timeout_s = store.timeout
-        self._arguments = (job.encode(), name.encode(), least, most, math.ceil(settle_s * 1000))
+        self._arguments = (encoded_key(job), encoded_key(name), least, most, math.ceil(settle_s * 1000))
         self._prefix = f"job/{job}/members/"
         self._lease: Lease | None = None
         self._watch: Watch | None = None
@@ -70,7 +72,8 @@ class Membership(AsyncIterator[MemberEvent]):
 
     def __repr__(self) -> str:
         return (
-            f"<Membership {self.name!r} in {self.job!r}: rank {self.rank} of {len(self.members)}, epoch {self.epoch}>"
+            f"<Membership '{shown(self.name)}' in '{shown(self.job)}': rank {self.rank} of {len(self.members)}, "
+            f"epoch {self.epoch}>"
         )
 
     async def rejoin(self, timeout: Timeout = INHERIT) -> Self:
@@ -90,7 +93,7 @@ class Membership(AsyncIterator[MemberEvent]):
             self._abandon()
             raise
         self.epoch, self.rank, members, revision = answer
-        self.members = tuple(member.decode(errors="replace") for member in members)
+        self.members = tuple(map(decoded_key, members))
         watch, self._watch = self._watch, self._watch_from(self._prefix, revision + 1)
         if watch is not None:
             await watch.close()

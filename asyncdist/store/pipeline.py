@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from asyncdist.errors import DistStoreError, StoreLimitError, StoreTimeoutError
 from asyncdist.spinning import spin_us_from_environ
+from asyncdist.store.arguments import decoded_key
 from asyncdist.store.lookout import Lookout
 from asyncdist.store.reply import TAKING, WAITING, Reply, describe, end_quietly, settle, timeout_ms, undoing
 from asyncdist_server import messages
@@ -353,7 +354,7 @@ def is_remembered(request: tuple[Any, ...]) -> bool:
 def keys_of(request: tuple[Any, ...]) -> list[str]:
     """Return the keys a waiting request waits for."""
     keys = (request[2],) if isinstance(request[2], bytes) else request[2]
-    return [key.decode(errors="replace") for key in keys]
+    return list(map(decoded_key, keys))
 
 
 def weight(request: tuple[Any, ...]) -> int:

@@ -11,6 +11,7 @@ from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import ClosedError, StoreTimeoutError
 from asyncdist.store.arguments import checked_key, checked_keys
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S, Store
+from asyncdist_server.key_text import shown
 
 if TYPE_CHECKING:
     from asyncdist.store.lease import Lease
@@ -45,7 +46,7 @@ class PrefixStore(Store):
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
     def __repr__(self) -> str:
-        return f"PrefixStore({self._prefix[:-1]!r}, {self._store!r})"
+        return f"PrefixStore('{shown(self._prefix[:-1])}', {self._store!r})"
 
     @property
     def prefix(self) -> str:

@@ -15,8 +15,10 @@ from asyncdist.errors import (
     StoreTimeoutError,
     WatchCompactedError,
 )
+from asyncdist.store.arguments import decoded_key
 from asyncdist.store.lookout import Lookout
 from asyncdist_server import messages
+from asyncdist_server.key_text import shown
 
 __all__ = [
     "TAKING",
@@ -45,7 +47,7 @@ SHOWN_KEYS: Final = 5
 
 CONVERSIONS: Final[Mapping[int, Callable[[Any], Any]]] = {
     messages.MULTI_GET: list,
-    messages.LIST_KEYS: lambda keys: [key.decode(errors="replace") for key in keys],
+    messages.LIST_KEYS: lambda keys: list(map(decoded_key, keys)),
 }
 """Operations whose value on the wire is not what the caller gets."""
 
@@ -114,10 +116,9 @@ def failure(reply: Reply, code: int, value: Any, where: str) -> DistStoreError:
     if code == messages.TIMEOUT:
         if reply.empty_is_error:
             return QueueEmptyError(f"{what}: the queue is empty")
-        missing = [key.decode(errors="replace") for key in value]
-        return StoreTimeoutError(
-            f"{what} timed out after {reply.request[-1] / 1000:g} s, still missing: {', '.join(missing)}", missing
-        )
+        missing = ", ".join(map(shown, value))
+        text = f"{what} timed out after {reply.request[-1] / 1000:g} s, still missing: {missing}"
+        return StoreTimeoutError(text, list(map(decoded_key, value)))
     if code == messages.LIMIT:
         return StoreLimitError(f"{what}: {value}")
     kinds = {messages.COMPACTED: WatchCompactedError, messages.LEASE_LOST: LeaseLostError}
@@ -140,10 +141,10 @@ def describe(request: tuple[Any, ...]) -> str:
     if not isinstance(keys, tuple | bytes) or (keys and request[1] == messages.KEEP_ALIVE):
         return f"{name}()"
     if isinstance(keys, bytes):
-        return f"{name}({keys.decode(errors='replace')!r})"
-    shown = ", ".join(repr(key.decode(errors="replace")) for key in keys[:SHOWN_KEYS])
+        return f"{name}('{shown(keys)}')"
+    some = ", ".join(f"'{shown(key)}'" for key in keys[:SHOWN_KEYS])
     more = f", ... {len(keys)} keys" if len(keys) > SHOWN_KEYS else ""
-    return f"{name}({shown}{more})"
+    return f"{name}({some}{more})"
 
 
 def timeout_ms(timeout_s: float | None) -> int | None:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
 from asyncdist.errors import DistStoreError
+from asyncdist.store.arguments import decoded_key, encoded_key
 from asyncdist_server import messages
+from asyncdist_server.key_text import shown
 
 __all__ = ["Watch", "WatchEvent"]
 
@@ -53,7 +55,7 @@ class Watch(AsyncIterator[WatchEvent]):
         self, ask: Callable[[tuple[Any, ...]], asyncio.Future[Any]], prefix: str, from_revision: int | None
     ) -> None:
         self._ask = ask
-        self._prefix = prefix.encode()
+        self._prefix = encoded_key(prefix)
         self._strip = 0
         self._revision = from_revision
         self._events: deque[tuple[int, int, bytes, bytes]] = deque()
@@ -62,7 +64,7 @@ class Watch(AsyncIterator[WatchEvent]):
         self._reply: asyncio.Future[Any] | None = self._ask((self._prefix, self._revision))
 
     def __repr__(self) -> str:
-        return f"<Watch of {self._prefix.decode()!r} at revision {self.revision}>"
+        return f"<Watch of '{shown(self._prefix)}' at revision {self.revision}>"
 
     @property
     def revision(self) -> int | None:
@@ -81,7 +83,7 @@ class Watch(AsyncIterator[WatchEvent]):
         if self._closed is not None:
             raise self._closed()
         revision, kind, key, value = self._events.popleft()
-        return WatchEvent(KINDS[kind], key.decode(errors="replace")[self._strip :], value, revision)
+        return WatchEvent(KINDS[kind], decoded_key(key)[self._strip :], value, revision)
 
     async def _more(self) -> None:
         """Take the next answer; nothing of it counts unless all of it does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from asyncdist.errors import ClosedError, DistStoreError, QueueEmptyError
+from asyncdist.errors import ClosedError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from asyncdist.testing.checks import checks_of, expect_refused
 from asyncdist.testing.store_check_tools import OpenStore, StoreCheck, clients, expect, expect_none, expect_raises
 
@@ -176,6 +176,18 @@ async def wrong_types_are_refused_at_the_call(open_store: OpenStore) -> None:
         ]
         expect_refused(ValueError, *refusals)
         expect(await store.num_keys(), 0)
+
+
+async def keys_may_be_any_bytes(open_store: OpenStore) -> None:
+    async with clients(open_store, 2) as (a, b):
+        key = "k\udcff\n\\"  # as os.fsdecode gives what is no UTF-8
+        await a.set(key, "v")
+        expect(await b.get(key), b"v")
+        expect(await b.list_keys("k\udcff"), [key])
+        expect(await b.delete_key(key), True)
+        error = await expect_raises(StoreTimeoutError, lambda: b.wait([key], 0.0))
+        expect(error.keys, (key,))
+        expect(str(error).isprintable(), True)
 
 
 async def closed_store_refuses(open_store: OpenStore) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgpack
 
 from asyncdist_server.codes import CANCELLED, EVENT_DELETE, INVALID, JOIN, LEASE_LOST, LIMIT, OK
+from asyncdist_server.key_text import shown
 
 if TYPE_CHECKING:
     from asyncdist_server.clients import Client, Reply
@@ -197,16 +198,16 @@ class Job:
         return f"the names of its members have {names_bytes} bytes, allowed are {allowed}"
 
     def _objection(self, name: bytes, least: int, most: int, lease: Lease) -> str:
-        shown = name.decode(errors="replace")
+        who = shown(name)
         if self.least == 0:
             self.least, self.most = least, most  # recalled from keys, which do not say
         if (least, most) != (self.least, self.most):
-            return f"the job has {self.least} to {self.most} members, {shown} expects {least} to {most}"
+            return f"the job has {self.least} to {self.most} members, {who} expects {least} to {most}"
         if lease.jobs.get(self, name) != name:
-            return f"{shown} joins with the lease of the member {lease.jobs[self].decode(errors='replace')}"
+            return f"{who} joins with the lease of the member {shown(lease.jobs[self])}"
         if self.leases.get(name, lease) is not lease:
-            return f"another member is called {shown}"
-        return f"{shown} waits for the next round already" if name in self.waiting else ""
+            return f"another member is called {who}"
+        return f"{who} waits for the next round already" if name in self.waiting else ""
 
     def lose(self, lease: Lease, kind: int, now: float) -> None:
         """Take out the member that `lease` stands for; `kind` says whether it left or was lost."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from asyncdist.cli.store_commands import store_group
 from asyncdist.cli.token_command import token_command
+from asyncdist.store import TCPStore
 from asyncdist_server.auth import check_token, new_token
 from asyncdist_server.threaded import ThreadedServer, serve_in_thread
 
@@ -82,6 +84,49 @@ def test_master_address_is_the_last_resort(
     monkeypatch.setenv("MASTER_PORT", str(server.port))
     monkeypatch.setenv("ASYNCDIST_TOKEN_FILE", str(token_file))
     assert invoke("ls").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("\udcff\x00", r"\xff\x00"),
+        ("caf\u00e9 \U0001f642", "caf\u00e9 \U0001f642"),
+        ("a\\xff", r"a\\xff"),
+        ("two\nlines\u2028", r"two\x0alines\xe2\x80\xa8"),
+        ("\x1b]0;title\x07", r"\x1b]0;title\x07"),
+        ("\udcc3", r"\xc3"),
+    ],
+)
+def test_a_key_is_taken_as_it_is_shown(
+    key: str, text: str, server: ThreadedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCDIST_STORE", f"127.0.0.1:{server.port}")
+    monkeypatch.setenv("ASYNCDIST_TOKEN", TOKEN)
+    namespace = ("--namespace", text.encode().hex())
+
+    async def set_it() -> list[str]:
+        async with TCPStore("127.0.0.1", server.port, token=TOKEN, namespace=namespace[1]) as store:
+            await store.set(key, "value")
+            return await store.list_keys(key[:1])
+
+    assert asyncio.run(set_it()) == [key]
+    assert invoke(*namespace, "ls").stdout == f"{text}\n"
+    assert invoke(*namespace, "ls", text).stdout == f"{text}\n"
+    assert invoke(*namespace, "get", text).stdout == "value"
+    assert invoke(*namespace, "wait", text).exit_code == 0
+    assert invoke(*namespace, "del", text).stdout == "1\n"
+
+
+@pytest.mark.parametrize("text", ["a\\", r"\n", r"\x1", r"\xgg"])
+def test_a_single_backslash_is_refused(text: str) -> None:
+    for command in (("get", text), ("wait", "k", text), ("ls", text), ("watch", text)):
+        result = invoke("--store", "127.0.0.1:1", *command)
+        assert result.exit_code == 2
+        assert r"\xHH is a byte" in result.output
+
+
+def test_the_help_says_how_keys_are_written() -> None:
+    assert r"\xHH is a byte" in " ".join(invoke("--help").output.split())
 
 
 @pytest.mark.parametrize("address", ["::1", "[::1]"])

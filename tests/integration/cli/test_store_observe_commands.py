@@ -58,8 +58,8 @@ def test_waits_names_the_client_and_the_key(server: ThreadedServer) -> None:
     assert (found["operation"], found["keys"], found["rank"]) == ("wait", ["absent"], 5)
 
 
-HOSTILE = "k\x1b]0;title\x07\n     99.9 s  wait forged"
-SHOWN = r"k\x1b]0;title\x07\n     99.9 s  wait forged"
+HOSTILE = "k\x1b]0;title\x07\n     99.9 s  wait forged\udcff"
+SHOWN = r"k\x1b]0;title\x07\x0a     99.9 s  wait forged\xff"
 
 
 def test_no_key_writes_to_the_terminal_more_than_its_name(server: ThreadedServer) -> None:
@@ -73,10 +73,13 @@ def test_no_key_writes_to_the_terminal_more_than_its_name(server: ThreadedServer
             waiting = asyncio.ensure_future(store.wait([HOSTILE, HOSTILE + "!"]))
             await store.num_keys()
             assert SHOWN in await asyncio.to_thread(invoke, server, "waits")
+            assert json.loads(await asyncio.to_thread(invoke, server, "waits", "--json"))[0]["keys"] == [SHOWN + "!"]
             waiting.cancel()
             seen = await asyncio.to_thread(invoke, server, "watch", "k", "--count", "1", "--from-revision", str(since))
             assert SHOWN in seen
-            assert await asyncio.to_thread(invoke, server, "ls", "k") == HOSTILE + "\n"
+            again = ("watch", "k", "--count", "1", "--from-revision", str(since), "--json")
+            assert json.loads(await asyncio.to_thread(invoke, server, *again))["key"] == SHOWN
+            assert await asyncio.to_thread(invoke, server, "ls", "k") == SHOWN + "\n"
             assert await asyncio.to_thread(on_a_terminal, server, "ls", "k") == SHOWN + "\r\n"
             await store.delete_key(HOSTILE)
 

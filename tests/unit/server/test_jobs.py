@@ -75,6 +75,16 @@ def test_names_that_are_found_among_the_keys_count() -> None:
     assert join(b, b"", 1, 2) is None
 
 
+def test_a_long_name_is_not_told_in_full(users: list[User]) -> None:
+    a, b = users[:2]
+    name = b"\x1b[2J" + bytes(8000)
+    assert join(a, name, 2, 2) is None
+    _, code, why = join(b, name, 2, 2)
+    assert code == m.INVALID
+    assert why.isprintable()
+    assert len(why) < 1000
+
+
 def test_ranks_are_kept_and_new_members_follow_by_name(users: list[User]) -> None:
     a, b, c, d = users
     for user, name in ((a, b"n10"), (b, b"n9"), (c, b"n2")):

@@ -166,6 +166,20 @@ async def test_expiry_without_the_daemon_names_the_keys(pipeline: Pipeline) -> N
     assert not forever.done()
 
 
+async def test_no_message_is_as_long_as_the_keys_or_moves_a_cursor(pipeline: Pipeline) -> None:
+    key = b"\x1b[2J\n" + b"\xff" * 60_000
+    one = submit(pipeline, GET, key, timeout_s=0.0)
+    many = pipeline.submit(messages.WAIT, ((key,) * 100,), 0.0, 0, Reply)
+    other = submit(pipeline, SET, key, b"")
+    answer(pipeline, (1, messages.TIMEOUT, [key]), (2, messages.TIMEOUT, [key] * 100), (3, messages.LIMIT, "full"))
+    for reply, error in ((one, StoreTimeoutError), (many, StoreTimeoutError), (other, StoreLimitError)):
+        with pytest.raises(error) as caught:
+            await reply
+        text = str(caught.value)
+        assert text.isprintable()
+        assert len(text) < 100_000
+
+
 async def test_remembered_by_the_daemon_everything_is_sent_again(pipeline: Pipeline) -> None:
     for _ in range(2):
         submit(pipeline, ADD, b"n", 1)
