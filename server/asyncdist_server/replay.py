@@ -10,7 +10,8 @@ Later batches overrule earlier ones; nothing is put into the engine before all a
 from __future__ import annotations
 
 import operator
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final
 
 from asyncdist_server.batch import (
     AGE,
@@ -115,7 +116,10 @@ class Replay:
                 stored = self._namespaces.get(name)
                 if stored is None:
                     stored = self._namespaces[name] = _Stored()
-                self._take(number, kind, stored, rows)
+                take = self._TAKE.get(kind)
+                if take is None:
+                    raise ValueError(f"unknown kind {kind}")
+                take(self, stored, rows, number)
                 wide = kind in (ITEMS, EVENTS, HOLDERS)
                 if kind != PIECES:  # these go with their value
                     subjects.append((kind, name, [(row[0], row[1]) if wide else row[0] for row in rows]))
@@ -176,64 +180,81 @@ class Replay:
                 else:
                     known[request_id] = key
 
-    def _take(self, number: int, kind: int, stored: _Stored, rows: list[Any]) -> None:
-        if kind == VALUES:
-            for key, value, lease_id in rows:
-                if value is None:
-                    stored.values.pop(key, None)
-                    stored.homes.pop(key, None)
-                else:
-                    stored.values[key] = value, lease_id
-                    stored.homes[key] = number
-                stored.pieces.pop(key, None)
-        elif kind == PIECES:
-            for key, start, piece in rows:
-                _append(stored, key, start, piece)
-        elif kind == QUEUES:
-            for key, head, tail in rows:
-                if head < tail:
-                    stored.bounds[key] = head, tail
-                else:
-                    stored.bounds.pop(key, None)
-                    stored.items.pop(key, None)
-        elif kind == ITEMS:
-            for key, position, item in rows:
-                stored.items.setdefault(key, {})[position] = item
-        elif kind == EVENTS:
-            for prefix, *event in rows:
-                stored.events.setdefault(prefix, {})[event[0]] = tuple(event)
-        elif kind == HOLDS:
-            for row in rows:
-                prefix, linger_s, holders, job = row[:4]
-                stored.lingering[prefix] = self._began(row, 4)
-                if linger_s is None:
-                    del stored.lingering[prefix]
-                    stored.holds.pop(prefix, None)
-                    stored.holders.pop(prefix, None)
-                else:
-                    stored.holds[prefix] = linger_s, job
-                    if holders is not None:
-                        stored.holders[prefix] = set(holders)
-        elif kind == HOLDERS:
-            for prefix, lease_id, holds in rows:
-                known = stored.holders.setdefault(prefix, set())
-                (known.add if holds else known.discard)(lease_id)
-                stored.lingering[prefix] = None, len(self._starts)
-        elif kind == LEASES:
-            for row in rows:
-                if row[1] is None:
-                    stored.leases.pop(row[0], None)
-                else:
-                    stored.leases[row[0]] = row[1], row[2], self._began(row, 3)
-        elif kind == HISTORIES:
-            for row in rows:
-                if row[1] is None:
-                    stored.histories.pop(row[0], None)
-                    stored.events.pop(row[0], None)
-                else:
-                    stored.histories[row[0]] = row[1], self._unwatched(row)
-        else:
-            raise ValueError(f"unknown kind {kind}")
+    def _take_values(self, stored: _Stored, rows: list[Any], number: int) -> None:
+        for key, value, lease_id in rows:
+            if value is None:
+                stored.values.pop(key, None)
+                stored.homes.pop(key, None)
+            else:
+                stored.values[key] = value, lease_id
+                stored.homes[key] = number
+            stored.pieces.pop(key, None)
+
+    def _take_pieces(self, stored: _Stored, rows: list[Any], number: int) -> None:
+        for key, start, piece in rows:
+            _append(stored, key, start, piece)
+
+    def _take_queues(self, stored: _Stored, rows: list[Any], number: int) -> None:
+        for key, head, tail in rows:
+            if head < tail:
+                stored.bounds[key] = head, tail
+            else:
+                stored.bounds.pop(key, None)
+                stored.items.pop(key, None)
+
+    def _take_queued(self, stored: _Stored, rows: list[Any], number: int) -> None:
+        for key, position, item in rows:
+            stored.items.setdefault(key, {})[position] = item
+
+    def _take_events(self, stored: _Stored, rows: list[Any], number: int) -> None:
+        for prefix, *event in rows:
+            stored.events.setdefault(prefix, {})[event[0]] = tuple(event)
+
+    def _take_holds(self, stored: _Stored, rows: list[Any], number: int) -> None:
+        for row in rows:
+            prefix, linger_s, holders, job = row[:4]
+            if linger_s is None:
+                for table in (stored.lingering, stored.holds, stored.holders):
+                    table.pop(prefix, None)
+                continue
+            stored.lingering[prefix] = self._began(row, 4)
+            stored.holds[prefix] = linger_s, job
+            if holders is not None:
+                stored.holders[prefix] = set(holders)
+
+    def _take_holders(self, stored: _Stored, rows: list[Any], number: int) -> None:
+        for prefix, lease_id, holds in rows:
+            known = stored.holders.setdefault(prefix, set())
+            (known.add if holds else known.discard)(lease_id)
+            stored.lingering[prefix] = None, len(self._starts)
+
+    def _take_leases(self, stored: _Stored, rows: list[Any], number: int) -> None:
+        for row in rows:
+            if row[1] is None:
+                stored.leases.pop(row[0], None)
+            else:
+                stored.leases[row[0]] = row[1], row[2], self._began(row, 3)
+
+    def _take_histories(self, stored: _Stored, rows: list[Any], number: int) -> None:
+        for row in rows:
+            if row[1] is None:
+                stored.histories.pop(row[0], None)
+                stored.events.pop(row[0], None)
+            else:
+                stored.histories[row[0]] = row[1], self._unwatched(row)
+
+    _TAKE: ClassVar[Mapping[int, Callable[[Replay, _Stored, list[Any], int], None]]] = {
+        VALUES: _take_values,
+        PIECES: _take_pieces,
+        QUEUES: _take_queues,
+        ITEMS: _take_queued,
+        EVENTS: _take_events,
+        HOLDS: _take_holds,
+        HOLDERS: _take_holders,
+        LEASES: _take_leases,
+        HISTORIES: _take_histories,
+    }
+    """By the kind of a section of a namespace."""
 
     def _unwatched(self, row: tuple[Any, ...]) -> _Began:
         if self._aged:
