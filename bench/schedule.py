@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from bench.cases import Case
 from bench.model import Candidate, Cell, Measurement, Mode, Profile, Run, Subject
@@ -82,20 +82,22 @@ def _run_world(
                 _use(sessions, used, cells[position:])
             blocks = _blocks(subject, cell.case)
             block = dataclasses.replace(cell.case, samples=cell.case.samples // blocks)
-            for number in range(profile.rounds * blocks):
-                names = [name for name in cell.measurements if name in sessions]
-                for name in names if number % 2 == 0 else reversed(names):
-                    measurement = cell.measurements[name]
-                    if measurement.failure is not None:  # not offered
-                        continue
-                    progress(
-                        f"{subject.name}: {cell.case.label}, {world_size} ranks, {cell.mode}, {name}, {number + 1}"
-                    )
-                    failure = _run_once(sessions[name], block, measurement, budget_s)
-                    if failure is not None:  # ranks may be out of step: this session is over
-                        sessions.pop(name).close()
-                        _fail(cells[position:], name, failure)
+            for number, name in _turns(cell, sessions, profile.rounds * blocks):
+                progress(f"{subject.name}: {cell.case.label}, {world_size} ranks, {cell.mode}, {name}, {number + 1}")
+                failure = _run_once(sessions[name], block, cell.measurements[name], budget_s)
+                if failure is not None:  # ranks may be out of step: this session is over
+                    sessions.pop(name).close()
+                    _fail(cells[position:], name, failure)
     return cells
+
+
+def _turns(cell: Cell, sessions: Mapping[str, Session], rounds: int) -> Iterator[tuple[int, str]]:
+    """Who runs next, with the number of the round: all that are still there, forwards and backwards by turns."""
+    for number in range(rounds):
+        names = [name for name in cell.measurements if name in sessions]
+        for name in names if number % 2 == 0 else reversed(names):
+            if cell.measurements[name].failure is None:  # else it is not offered
+                yield number, name
 
 
 def _use(sessions: dict[str, Session], mode: Mode, cells: Sequence[Cell]) -> None:
