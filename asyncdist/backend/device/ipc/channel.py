@@ -31,15 +31,15 @@ from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.calls.call import Call
 from asyncdist.backend.device.ipc.operation import DONE, READ, TOLD, IpcOperation
 from asyncdist.backend.device.ipc.plan import is_small
-from asyncdist.backend.device.ipc.scratch import SMALL_SLOTS, IpcScratch
+from asyncdist.backend.device.ipc.scratch import SMALL_SLOTS, IpcScratch, open_scratch
 from asyncdist.backend.device.ipc.signals import Record, Signals
 from asyncdist.backend.device.path import OnEnd, Surroundings
 from asyncdist.backend.device.threads import Helpers, in_thread
 from asyncdist.cuda.interface import Event, Stream
-from asyncdist.errors import PeerLostError, RemoteProtocolError
+from asyncdist.errors import DistBackendError, DistError, PeerLostError, RemoteProtocolError
 from asyncdist.reduce_op import PremulSum, ReduceOp
 
-__all__ = ["MAX_EARLY", "IpcChannel"]
+__all__ = ["MAX_EARLY", "IpcChannel", "open_channel"]
 
 STREAMS: Final = 2
 """Operations of a tag alternate between them, so that one which waits for its caller's kernels holds up every other."""
@@ -362,3 +362,17 @@ class IpcChannel:
         if free is not None and not self._not_closed:
             self._free = None
             free()
+
+
+async def open_channel(around: Surroundings, tag: int, *, first: bool) -> IpcChannel | None:
+    """Make a channel, together with all ranks; None, on all of them, if some rank cannot open another's memory.
+
+    Raises DistError, as when a rank is gone. Cancelling frees our memory.
+    """
+    try:
+        scratch = await open_scratch(around, tag, first=first)
+        return None if scratch is None else IpcChannel(around, tag, scratch)
+    except DistError:
+        raise
+    except Exception as error:
+        raise DistBackendError(f"no device memory: {error}") from error

@@ -17,14 +17,13 @@ import numpy as np
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.calls.call import NO_BLOCKS, Call
 from asyncdist.backend.device.host_exchange import HostExchange
-from asyncdist.backend.device.ipc.channel import IpcChannel
-from asyncdist.backend.device.ipc.scratch import open_scratch
+from asyncdist.backend.device.ipc.channel import IpcChannel, open_channel
 from asyncdist.backend.device.messages import DeviceRecvWork, DeviceSendWork
 from asyncdist.backend.device.path import Surroundings
 from asyncdist.backend.device.tail import tail_of
 from asyncdist.backend.device.threads import Helpers
 from asyncdist.device_array import DeviceArray, DeviceFlat
-from asyncdist.errors import DistBackendError, DistError
+from asyncdist.errors import DistError
 from asyncdist.subgroup import derive_group_id
 from asyncdist.tasks import start_task
 
@@ -83,18 +82,12 @@ class IpcLine:
         channel.start(call, part, lambda _part, error: work.complete(error), array.nbytes & 0xFFFF_FFFF)
 
     async def _open(self) -> None:
-        failure: BaseException | None = None
+        failure: DistError | None = None
         try:
-            scratch = await open_scratch(self._around, _TAG, first=False)
-            if scratch is not None:
-                self._channel = IpcChannel(self._around, _TAG, scratch)
-            else:
-                self.broken = True
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            failure = error if isinstance(error, DistError) else DistBackendError(f"no memory for messages: {error}")
-            self.broken = True
+            self._channel = await open_channel(self._around, _TAG, first=False)
+        except DistError as error:
+            failure = error
+        self.broken = self._channel is None
         self._opening = None
         held, self._held = self._held, deque()
         for work, array in held:

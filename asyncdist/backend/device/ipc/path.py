@@ -18,16 +18,15 @@ import numpy as np
 from asyncdist import events
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.calls.call import Call
-from asyncdist.backend.device.ipc.channel import IpcChannel
+from asyncdist.backend.device.ipc.channel import IpcChannel, open_channel
 from asyncdist.backend.device.ipc.plan import PLANNED
-from asyncdist.backend.device.ipc.scratch import open_scratch
 from asyncdist.backend.device.path import DevicePath, OnEnd, Surroundings
 from asyncdist.backend.device.private_inputs import PrivateInputs
 from asyncdist.backend.device.staged.path import StagedPath
 from asyncdist.backend.device.threads import Helpers
 from asyncdist.cuda import Provider
 from asyncdist.cuda.interface import MAX_SOURCES
-from asyncdist.errors import DistBackendError, DistError
+from asyncdist.errors import DistError
 from asyncdist.plan.selection.selector import plan_id
 from asyncdist.reduce_op import CustomOp, PremulSum, ReduceOp, ReduceOpLike
 from asyncdist.tasks import start_task
@@ -135,17 +134,12 @@ class CudaIpcPath(DevicePath):
     # Opening.
 
     async def _open(self, number: int, tag: _Tag, first: bool) -> None:
-        error: BaseException | None = None
+        error: DistError | None = None
         try:
-            scratch = await open_scratch(self._around, number, first=first)
-            if scratch is not None:
-                tag.channel = IpcChannel(self._around, number, scratch)
-            else:
-                tag.staged = True
-        except asyncio.CancelledError:
-            raise
-        except Exception as failure:
-            error = failure if isinstance(failure, DistError) else DistBackendError(f"no device memory: {failure}")
+            tag.channel = await open_channel(self._around, number, first=first)
+            tag.staged = tag.channel is None
+        except DistError as failure:
+            error = failure
         tag.opening = None
         events.info("group %x tag %d: path %s", self._around.group_id, number, "staged" if tag.staged else "ipc")
         held, tag.held = tag.held, deque()
