@@ -24,7 +24,7 @@ from asyncdist.transport.connections.connection import Connection
 from asyncdist.transport.connections.dialer import Dialer
 from asyncdist.transport.connections.handshake import Handshake
 from asyncdist.transport.connections.shm import ShmConnection
-from asyncdist.transport.connections.tcp import StreamConnection
+from asyncdist.transport.connections.tcp import StreamConnection, limit_unsent
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.neighbors import lives_here, on_this_host
 from asyncdist.transport.protocol.hello import CHANNEL_SHARED_MEMORY, DialerHello, ListenerHello, Verdict
@@ -308,6 +308,7 @@ class Link:
             crowded = lives_here(context.identity.world_id, self.rank)
             context.neighbors.add(connection.poll, connection.catch_up, crowded=crowded)
         else:
+            limit_unsent(sock)
             context.keepalive.add(connection, sock, self.break_off)
         return connection
 

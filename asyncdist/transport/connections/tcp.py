@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from asyncdist.errors import ClosedError
 from asyncdist.transport.connections.connection import MAX_CALL_FRAMES, Connection
@@ -19,7 +20,11 @@ from asyncdist.transport.protocol.frame import MAX_CALL_BYTES
 from asyncdist.transport.protocol.kept_error import NO_GOODBYE
 from asyncdist.transport.protocol.peer import PeerCore
 
-__all__ = ["StreamConnection", "set_stream_options"]
+__all__ = ["UNSENT_BYTES", "StreamConnection", "limit_unsent", "set_stream_options"]
+
+UNSENT_BYTES: Final = 512 << 10
+"""What the kernel takes of a connection to another host beyond what it has sent. All that is written later waits behind
+it, such as small messages and what tells of a loss; 10 Gbit/s carry it in the 0.4 ms that a loop may be busy."""
 
 
 def set_stream_options(sock: socket.socket, keepalive_s: float) -> None:
@@ -28,6 +33,13 @@ def set_stream_options(sock: socket.socket, keepalive_s: float) -> None:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     set_keepalive(sock, keepalive_s)
+
+
+def limit_unsent(sock: socket.socket) -> None:
+    """Have the kernel take no more of a TCP connection than `UNSENT_BYTES` that it cannot send, where it can."""
+    option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+    if option is not None:
+        sock.setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES)
 
 
 class StreamConnection(Connection):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import fcntl
 import logging
 import random
 import socket
+import sys
 
 import pytest
 from mesh_world import World, eventually, received, world
@@ -14,8 +17,11 @@ from mesh_world import World, eventually, received, world
 from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.config import TransportConfig
-from asyncdist.transport.connections import dialer
-from asyncdist.transport.connections.tcp import set_stream_options
+from asyncdist.transport.connections import dialer, link
+from asyncdist.transport.connections.tcp import UNSENT_BYTES, set_stream_options
+
+SIOCOUTQNSD = 0x894B
+"""Asks Linux for the bytes of a TCP socket that were not sent."""
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
 
@@ -200,6 +206,29 @@ async def test_tcp_options() -> None:
         set_stream_options(sock, 30)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much is unsent")
+@pytest.mark.parametrize("far", [True, False])
+async def test_the_kernel_keeps_little_that_it_cannot_send_to_other_hosts(
+    monkeypatch: pytest.MonkeyPatch, far: bool
+) -> None:
+    sockets: list[socket.socket] = []
+    monkeypatch.setattr(link, "on_this_host", lambda sock: bool(sockets.append(sock)) or not far)
+    async with world(2, "tcp") as made:
+        one, two = made.ranks
+        two.receive(0)
+        one.send(1, b"meet")
+        await eventually(lambda: len(sockets) == 2)
+        for sock in sockets:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * UNSENT_BYTES)
+            with contextlib.suppress(BlockingIOError):
+                while True:  # nobody reads while the loop does not turn
+                    sock.send(bytes(UNSENT_BYTES // 8))
+            unsent = int.from_bytes(fcntl.ioctl(sock, SIOCOUTQNSD, bytes(4)), sys.byteorder)
+            assert (unsent <= 1.25 * UNSENT_BYTES) is far
+        for sock in sockets:
+            sock.shutdown(socket.SHUT_RDWR)
 
 
 async def test_closed_mesh_raises() -> None:
