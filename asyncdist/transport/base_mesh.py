@@ -233,7 +233,8 @@ class BaseMesh:
     async def _look_for_absent(self, absences: Callable[[], AsyncGenerator[int]]) -> None:
         """While receives wait for any source, dial those that are gone, as it seems: so we hear what became of them.
 
-        One that is there after all is connected from then on.
+        All of them, as a later receive may wait for one that none waits for now. One that is there after all is
+        connected from then on.
         """
         pause_s = LOOK_AFTER_S
         try:
@@ -247,7 +248,7 @@ class BaseMesh:
                         async for rank in absent:
                             if self._closing or not self._any_source.table:
                                 return
-                            if rank != self.rank and self._any_source.hopes_for(rank):
+                            if rank != self.rank:
                                 self.connect([rank])
         except NotImplementedError:
             self.absences = None

@@ -113,6 +113,45 @@ def test_receives_from_any_source_hear_who_was_killed(
 
 
 @punctual
+def test_a_receive_that_begins_after_the_kill_hears_of_it_while_another_waits_for_others(tmp_path: Any) -> None:
+    code = """
+    async def main():
+        group = await dist.init_process_group(timeout=60)
+        without, pair = dist.new_group([0, 1]), dist.new_group([0, 2])
+        mesh, noticed = group.world.mesh, asyncio.Event()
+        absences = mesh.absences
+
+        async def noticing():
+            async for rank in absences():
+                noticed.set()
+                yield rank
+
+        mesh.absences = noticing
+        if group.rank == 0:
+            waits = without.irecv(np.zeros(1), None)
+        await ready(group)
+        if group.rank == VICTIM:
+            strike()
+        if group.rank == 0:
+            await noticed.wait()
+
+            async def receive():
+                await pair.recv(np.zeros(1), None)
+
+            await told(receive())
+            await group.world.store.set("told", b"")
+            await waits
+        else:
+            await group.world.store.wait(["told"])
+            await without.isend(np.ones(1), 0)
+        await group.close()
+    dist.run(main())
+    """
+    found = survivors(code, tmp_path / "struck")
+    assert [line[:2] for line in found] == [["PeerLostError", 2]], found
+
+
+@punctual
 def test_who_dials_another_host_hears_who_was_killed_there(tmp_path: Any) -> None:
     code = """
     async def main():

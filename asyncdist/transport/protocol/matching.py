@@ -318,10 +318,6 @@ class AnySourceTable:
         """Forget `receive`; False if it was matched already."""
         return self.table.remove(receive)
 
-    def hopes_for(self, rank: int) -> bool:
-        """Whether any pending receive might come from `rank`."""
-        return any(rank in receive.ranks for receive in self.table)
-
     def fail_source(self, rank: int, error: BaseException) -> None:
         """`rank` is lost: fail each pending receive that might have come from it."""
         lost = [receive for receive in self.table if rank in receive.ranks]
