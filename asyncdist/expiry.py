@@ -37,6 +37,10 @@ moment, connections for the question alone would be too many; then only the conn
 ASKED_S: Final = 3600.0
 """How old an operation gets that is asked about: a loop that has nothing else to do may end some time."""
 
+LOOK_S: Final = 0.25
+"""How long after a look at all operations the next comes at the earliest, unless a deadline passes: each would be asked
+about at a moment of its own, and there may be thousands."""
+
 SILENT: Final = "no answer"
 NOT_HEARD_FROM: Final = "nothing came from there"
 """Why a member is missing that has not said why; the others' words are `world.ABSENCES`."""
@@ -152,7 +156,7 @@ class Expiry:
                 age_s = now_s - work.issued_s
                 work.ask_s = now_s + age_s if age_s < ASKED_S else math.inf
             tags.add(key[0])
-            upcoming_s = min(upcoming_s, work.deadline_s, work.ask_s)
+            upcoming_s = min(upcoming_s, work.deadline_s, max(work.ask_s, now_s + LOOK_S))
         if upcoming_s < math.inf:
             self._restart(upcoming_s)
 

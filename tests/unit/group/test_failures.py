@@ -226,6 +226,32 @@ async def test_whoever_waits_too_long_is_told_for_whom(progress: Any) -> None:
     await run_ranks(2, main, progress=progress)
 
 
+def test_operations_that_wait_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all of them when any of them is due to be asked about: that was a turn of a thousand looks for each."""
+    looks: list[int] = []
+    check = expiry.Expiry._check
+
+    def counted(self: expiry.Expiry) -> None:
+        looks.append(len(self._works))
+        check(self)
+
+    monkeypatch.setattr(expiry.Expiry, "_check", counted)
+
+    async def main(group: Group) -> None:
+        works = []
+        for tag in range(2):
+            for _ in range(50):
+                works.append(group.all_reduce(np.zeros(1), tag=tag) if group.rank == 0 else None)
+                await asyncio.sleep(0.003)
+        await asyncio.sleep(4)
+        group.abort()
+        for work in filter(None, works):
+            await outcome(work)
+
+    run_world(2, main)
+    assert len([looked for looked in looks if looked > 50]) <= 5 / expiry.LOOK_S
+
+
 def test_asyncio_timeout_ends_the_waiting_not_the_operation() -> None:
     async def main(group: Group) -> None:
         x = np.ones(1)
