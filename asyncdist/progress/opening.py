@@ -85,12 +85,9 @@ async def give_up(group: ProcessGroup, reason: str) -> None:
 
 
 def leave_at_exit(thread: CommunicationThread, group: ProcessGroup) -> None:
-    """Close `group` at the end of a program that does not; abort it if an exception ends the program."""
+    """Leave `group` at the end of a program that does not, as at the end of `async with group`."""
 
     async def leave(error: BaseException | None) -> None:
-        if error is not None:
-            await give_up(group, f"rank {group.world.rank} ended with {type(error).__name__}: {error}")
-        else:
-            await group.close()
+        await group.__aexit__(None if error is None else type(error), error, None)
 
     thread.at_exit[group] = leave

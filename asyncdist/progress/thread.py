@@ -229,7 +229,7 @@ def _forget() -> None:
 
 
 def _leave_at_exit() -> None:
-    """The program ends without having closed its worlds: leave them in order, or, after an exception, abort them."""
+    """The program ends without having closed its worlds: leave them, in order or with the exception that ends it."""
     thread = _current
     if thread is None or not thread.alive:
         return

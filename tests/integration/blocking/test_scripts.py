@@ -92,7 +92,7 @@ started_s = time.monotonic()
 try:
     dist.all_reduce(np.ones(3))
 except dist.GroupAbortedError as error:
-    assert "rank 1 ended with KeyError: 'mine'" in str(error), error
+    assert "rank 1 left with KeyError: 'mine'" in str(error), error
     say("heard", time.monotonic() - started_s)
 """
     first, second = finish(start_ranks(BLOCKING + code, 2))
@@ -101,6 +101,35 @@ except dist.GroupAbortedError as error:
     assert second.returncode == 1
     assert second.stderr.rstrip().endswith("KeyError: 'mine'")
     assert_within(2, float(first.stdout.split()[1]))
+
+
+def test_who_ends_because_a_peer_was_lost_ends_no_messages_of_the_survivors() -> None:
+    """As where it leaves a `with` block with that."""
+    code = """
+dist.init_process_group()
+dist.barrier()
+rank = dist.get_rank()
+if rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 2:
+    dist.all_reduce(np.ones(3))
+try:
+    dist.recv(np.zeros(1), 2)
+except dist.PeerLostError as error:
+    assert error.left, error
+x = np.full(3, rank)
+sent = dist.isend(x, 1 - rank)
+got = np.zeros(3, int)
+dist.recv(got, 1 - rank)
+sent.wait()
+assert (got == 1 - rank).all()
+say("done")
+"""
+    ranks = finish(start_ranks(BLOCKING + code, 4))
+    for survivor in ranks[:2]:
+        assert (survivor.stdout, survivor.stderr) == ("done\n", "")
+    assert ranks[2].returncode == 1
+    assert "rank 3" in ranks[2].stderr.splitlines()[-1]
 
 
 @punctual
