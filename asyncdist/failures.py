@@ -20,16 +20,24 @@ class Failures:
 
     def __init__(self) -> None:
         self._works: list[Work[Any]] = []
-        self._seen = False  # somebody has asked about one of those forgotten
+        self._seen = 0  # of those forgotten somebody has asked about, or will be told of
         self.abort_seen = False
 
     def keep(self, work: Work[Any]) -> None:
-        """A work has failed. One that somebody waits for need not be kept."""
-        if work._retrieved:
-            self._seen = True
-            return
+        """A work has failed. One that somebody waits for need not be kept: who does is told, perhaps after the end."""
+        if work._retrieved or work._waiters:
+            self._seen += 1
+        else:
+            self._add(work)
+
+    def untold(self, work: Work[Any]) -> None:
+        """All who waited for a work that has failed were cancelled in that very turn."""
+        self._seen -= 1
+        self._add(work)
+
+    def _add(self, work: Work[Any]) -> None:
         unasked = [failed for failed in self._works if not failed._retrieved]
-        self._seen |= len(unasked) < len(self._works)
+        self._seen += len(self._works) - len(unasked)
         self._works = [*unasked[-FAILED_KEPT + 1 :], work]
 
     def take_unasked(self, *, aborted: bool) -> BaseException | None:

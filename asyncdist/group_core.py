@@ -240,6 +240,10 @@ class GroupCore(Operations):
         """Keep a failed work until somebody asks about it, so that closing the group can raise it."""
         self._failures.keep(work)
 
+    def untold(self, work: Work[Any]) -> None:
+        """Keep one that somebody waited for after all: all who did were cancelled before they were told."""
+        self._failures.untold(work)
+
     def aborted_error(self, operation: str, cause: BaseException) -> GroupAbortedError:
         """What a call raises once the group was aborted because of `cause`."""
         self._failures.abort_seen = True

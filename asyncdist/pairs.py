@@ -53,6 +53,9 @@ class PairOwner(Protocol):
     def ask_origin(self, ranks: Collection[int]) -> None:
         """Messages wait for `ranks`: ask them whether they have made another group in place of this one."""
 
+    def untold(self, work: Work[object]) -> None:
+        """Keep one that somebody waited for after all: all who did were cancelled before they were told."""
+
     def remember_failure(self, work: Work[object]) -> None:
         """Keep a failed work until somebody asks about it."""
 
@@ -212,6 +215,10 @@ class Pairs:
         self._works.discard(work)
         if work._error is not None:
             self._owner.remember_failure(work)
+
+    def untold(self, work: PairWork) -> None:
+        """Nobody who waited for a Work was told that it has failed."""
+        self._owner.untold(work)
 
     def refuse_gpu_array(self, source: int, meta: bytes) -> None:
         """A receive that takes none has met the announcement of an array on a GPU: tell its sender."""

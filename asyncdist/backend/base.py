@@ -143,6 +143,9 @@ class WorkOwner(Protocol):
     def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
         """Global ranks an operation under way has not heard from."""
 
+    def untold(self, work: Work[Any]) -> None:
+        """Nobody who waited for this Work was told that it has failed."""
+
 
 class CollectiveWork(Work[Any]):
     """A collective under way. `number` is its sequence number among those of its `tag`, `value` its result to be."""
@@ -178,6 +181,10 @@ class CollectiveWork(Work[Any]):
     def waiting_for(self) -> tuple[int, ...]:
         """See Work."""
         return () if self._owner is None or self._done else self._owner.waiting_for(self.tag, self.number)
+
+    def _untold(self) -> None:
+        if self._owner is not None:
+            self._owner.untold(self)
 
     def finish(self) -> None:
         """It has ended well, and `value` is its result."""

@@ -32,6 +32,9 @@ class PairWorkOwner(Protocol):
     def ended(self, work: PairWork) -> None:
         """The Work has ended, well or not."""
 
+    def untold(self, work: PairWork) -> None:
+        """Nobody who waited for this Work was told that it has failed."""
+
     def refuse_gpu_array(self, source: int, meta: bytes) -> None:
         """A receive that takes none has met the announcement of an array on a GPU: tell its sender."""
 
@@ -104,6 +107,9 @@ class PairWork(Work[Any]):
             self._timer = None
         self.message.sink = OVER
         self._owner.ended(self)
+
+    def _untold(self) -> None:
+        self._owner.untold(self)
 
     def message_sent(self, token: object) -> None:
         """A send's buffer may be reused."""

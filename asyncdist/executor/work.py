@@ -184,7 +184,7 @@ class Work(Generic[T]):
                     if not self.done():  # since the waiter was made
                         self._abandoned()
                     elif not self._retrieved:
-                        self._unnoticed()
+                        (self._unnoticed if self._error is None else self._untold)()
                 raise
             if spinner is not None:
                 spinner.woken()
@@ -223,6 +223,10 @@ class Work(Generic[T]):
         except TimeoutError:
             if not self._has_ended():  # nor in the turn of the loop in which the time was up
                 raise self.late(timeout_s) from None
+        except asyncio.CancelledError:
+            if self._waiters == [waiter] and self._error is not None and not self._retrieved:
+                self._untold()
+            raise
         finally:
             self._waiters.remove(waiter)
         self.result()
@@ -259,7 +263,10 @@ class Work(Generic[T]):
         """The last waiter was cancelled; receives that may be withdrawn override this."""
 
     def _unnoticed(self) -> None:
-        """All waiters were cancelled before anybody was told that it had ended; such receives override this too."""
+        """All waiters were cancelled before anybody was told of its success; such receives override this too."""
+
+    def _untold(self) -> None:
+        """All waiters were cancelled before anybody was told of its failure; a group's own Works override this."""
 
     def _finish(self, result: T | None) -> None:
         self._result = result
@@ -270,8 +277,6 @@ class Work(Generic[T]):
     def _fail(self, error: BaseException) -> None:
         self._error = error
         error.__traceback__ = None  # the frames it came through hold arrays; it is raised as one of its own each time
-        if self._waiters:
-            self._retrieved = True  # they will be told, if perhaps after the group has closed
         self._end()
 
     def _end(self) -> None:

@@ -126,6 +126,8 @@ class ThreadWork(Work[T]):
             self._asked = True
             self._fail(self._withdrawn())
         elif inner._error is not None:
+            if self._waiters:
+                inner._retrieved = True  # they will be told, if perhaps after the group has closed
             self._fail(inner._error)
         else:
             self._finish(inner._result)

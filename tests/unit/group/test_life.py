@@ -29,6 +29,66 @@ def test_a_failed_work_nobody_asked_about_is_raised_at_the_end() -> None:
         run_world(2, main)
 
 
+@pytest.mark.parametrize("operation", ["irecv", "all_reduce"])
+@pytest.mark.parametrize("how", ["await", "wait"])
+@pytest.mark.parametrize("first", ["failed", "cancelled"])
+def test_a_failure_whose_waiters_were_cancelled_in_that_turn_is_raised_at_the_end(
+    operation: str, how: str, first: str
+) -> None:
+    async def main(group: Group) -> None:
+        work: Any = group.irecv(np.zeros(1), 0) if operation == "irecv" else group.all_reduce(np.zeros(1))
+
+        async def wait() -> None:
+            await (work if how == "await" else work.wait(timeout=60))
+
+        def fail() -> None:
+            if operation == "irecv":
+                work._expire(1.0)
+            else:
+                group.abort("enough")
+
+        waiting = [asyncio.ensure_future(wait()) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        if first == "failed":
+            fail()
+        for task in waiting:
+            task.cancel()
+        if first == "cancelled":
+            fail()
+        assert all(
+            isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*waiting, return_exceptions=True)
+        )
+        with pytest.raises(dist.DistError, match=operation):
+            await group.close()
+        await group.close()
+
+    async def rank(group: Group) -> None:
+        if group.rank:
+            await main(group)
+        else:
+            await asyncio.sleep(1)
+
+    run_world(2, rank)
+
+
+def test_a_failure_that_one_of_its_waiters_is_told_is_not_raised_at_the_end() -> None:
+    async def main(group: Group) -> None:
+        work: Any = group.irecv(np.zeros(1), group.rank)
+
+        async def wait() -> None:
+            await work
+
+        waiting = [asyncio.ensure_future(wait()) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        work._expire(1.0)
+        waiting[group.rank].cancel()
+        cancelled, told = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {type(cancelled), type(told)} == {asyncio.CancelledError, dist.CollectiveTimeoutError}
+        await group.close()
+
+    run_world(2, main)
+
+
 def test_a_failure_raised_at_the_end_keeps_no_arrays() -> None:
     """Those of who closed the group are free once it has dealt with the exception, without the garbage collector."""
 
