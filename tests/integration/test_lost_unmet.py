@@ -6,7 +6,9 @@ waited for, also when the connection to the store broke.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import sys
 import textwrap
 from typing import Any
@@ -20,6 +22,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 NAMED_S = 1.0
 """Within which a rank that is gone is named."""
 BUSY_S = 2.0
+SILENT_S = 30.0
+"""A host that answers nothing was dialed for a minute; one try takes 10 s, and whether it is gone is asked at 19 s."""
 
 RANK = """
 import contextlib, json, pathlib, socket
@@ -57,11 +61,11 @@ def elsewhere(group):
 """
 
 
-def survivors(code: str, struck: Any, size: int = 3, **environ: str) -> list[list[Any]]:
-    """What the survivors of rank 2 were told, and that within a second."""
+def survivors(code: str, struck: Any, within_s: float = NAMED_S, **environ: str) -> list[list[Any]]:
+    """What the survivors of rank 2 were told, and that within a second, or `within_s`."""
     with daemon() as store:
         where = {"ASYNCDIST_STORE": store, "STRUCK": str(struck), **environ}
-        ended = finish(start_ranks(RANK + textwrap.dedent(code), size, where))
+        ended = finish(start_ranks(RANK + textwrap.dedent(code), 3, where))
     found = []
     for rank in ended:
         if rank.rank != 2:
@@ -69,7 +73,7 @@ def survivors(code: str, struck: Any, size: int = 3, **environ: str) -> list[lis
             found += [json.loads(line) for line in rank.stdout.splitlines()]
     struck_s = float(struck.read_text())
     for at_s, *_ in found:
-        assert_within(NAMED_S, at_s - struck_s)
+        assert_within(within_s, at_s - struck_s)
     return [line[1:] for line in found]
 
 
@@ -167,6 +171,31 @@ def test_who_dials_another_host_hears_who_was_killed_there(tmp_path: Any) -> Non
     found = survivors(code, tmp_path / "struck", ASYNCDIST_TRANSPORT="tcp")
     assert [line[:2] for line in found] == [["PeerLostError", 2]] * 2
     assert all("its own to the store has ended" in text for *_, text in found)
+
+
+def test_whose_host_answers_no_more_is_dialed_no_longer_than_the_store_knows_it(tmp_path: Any) -> None:
+    """A listener whose queue is full answers nobody, as a host that is down."""
+    code = """
+    async def main():
+        group = await dist.init_process_group(timeout=60)
+        elsewhere(group)
+        if group.rank == VICTIM:
+            await group.world._rendezvous.publish(PeerAddress("host 2", (("127.0.0.1", int(os.environ["FULL"])),)))
+        await ready(group)
+        if group.rank == VICTIM:
+            strike()
+        await told(group.recv(np.zeros(1), VICTIM if group.rank else None))
+        await group.close()
+    dist.run(main())
+    """
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as clients:
+        for client in [clients.enter_context(socket.socket()) for _ in range(4)]:
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        where = {"ASYNCDIST_TRANSPORT": "tcp", "FULL": str(full.getsockname()[1])}
+        found = survivors(code, tmp_path / "struck", within_s=SILENT_S, **where)
+    assert [line[:2] for line in found] == [["PeerLostError", 2]] * 2, found
+    assert any("(the connection is not answered), and its own to the store has ended" in text for *_, text in found)
 
 
 @punctual

@@ -161,9 +161,12 @@ class Dialer:
             self._begin_round()
 
     @property
-    def refused(self) -> bool:
-        """Whether all that was tried last was refused: nobody listens there, unless somebody else refuses for it."""
-        return self._refused_rounds > 0
+    def unreached(self) -> bool:
+        """Whether no kernel took any connection that was tried last: nobody listens there, or the host is down.
+
+        Unless somebody else refuses for it, or it is cut off from this one only.
+        """
+        return self._rounds > 0 and not self._reached
 
     def pause(self) -> None:
         """Drop the attempt under way and start none until `resume`."""

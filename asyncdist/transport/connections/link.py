@@ -253,9 +253,10 @@ class Link:
             return
         if left:
             self._not_met(None)
-        elif left is False and (dialer is None or dialer.refused):  # it seems to be gone, and nobody listens there
-            where = "it listens nowhere" if dialer is None else "it takes no connections"
-            self._not_met(ConnectionRefusedError(f"{where}, and its own to the store has ended: it has been killed"))
+        elif left is False and (dialer is None or dialer.unreached):  # it seems to be gone, and nobody answers there
+            where = "it listens nowhere" if dialer is None else f"it takes no connections ({dialer.last_error})"
+            why = "it has been killed, or its host is down"
+            self._not_met(ConnectionRefusedError(f"{where}, and its own to the store has ended: {why}"))
 
     def dial_agreed(self, handshake: Handshake[DialerHello]) -> None:
         """The peer said OK, and this connection is the first: confirm it."""

@@ -110,6 +110,29 @@ def test_who_has_closed_the_parent_without_making_the_group_is_named(after_s: fl
     run_world(3, main)
 
 
+@pytest.mark.parametrize("ends", ["leaves", "goes on"])
+def test_who_never_makes_a_group_of_members_only_is_named(ends: str) -> None:
+    """Once it has left; else it is only late, and the time-out names it."""
+
+    async def main(group: Group) -> None:
+        if group.rank == 2:
+            await asyncio.sleep(5 if ends == "leaves" else 60)
+            return
+        made = dist.new_group(use_local_synchronization=True)
+        assert isinstance(made, Group)
+        error: Any = await outcome(made.all_reduce(np.ones(1), timeout=30))
+        if ends == "leaves":
+            assert isinstance(error, dist.PeerLostError)
+            assert (error.rank, error.left) == (2, True)
+            assert asyncio.get_running_loop().time() < 5 + NAMED_S
+        else:
+            assert isinstance(error, dist.CollectiveTimeoutError)
+            assert "missing: rank 2 (group not made there)" in str(error)
+            assert error.missing == (2,)
+
+    run_world(3, main)
+
+
 def test_who_made_another_group_is_found_also_when_it_is_needed_late() -> None:
     """What is first waited for there is another rank."""
 
