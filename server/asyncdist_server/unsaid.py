@@ -61,10 +61,14 @@ class Unsaid:
 
     def _make_room(self) -> None:
         enough = self._limit_bytes - self._limit_bytes // FREED_PART
+        most = self._at_most
         for worst in sorted(self._waiting, key=lambda speaker: self._waiting[speaker][0], reverse=True):
+            most -= self._waiting[worst][0]  # at least so much is left: others may wait for the same values
             self._cut_off(worst, "all clients together")
-            if self.count() <= enough:
-                return
+            if most <= enough:
+                most = self.count()
+                if most <= enough:
+                    return
 
     def _cut_off(self, speaker: Speaker, who: str) -> None:
         self.forget(speaker)

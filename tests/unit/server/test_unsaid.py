@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from asyncdist_server.unsaid import FREED_PART, Unsaid
 
 EACH = 4000
@@ -52,6 +54,32 @@ def test_all_may_have_so_much_and_beyond_it_who_has_most_is_cut_off() -> None:
     assert cut == LIMIT // FREED_PART // 100
     clients[4 + cut].holds(b"1", 1)
     assert sum(bool(client.reason) for client in clients) == cut  # there is room again
+
+
+def test_many_are_cut_off_without_counting_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    unsaid = Unsaid(EACH, LIMIT)
+    clients = [Client(unsaid) for _ in range(LIMIT // 100 + 1)]
+    counted: list[int] = []
+    count = Unsaid.count
+    monkeypatch.setattr(Unsaid, "count", lambda self: counted.append(count(self)) or counted[-1])
+    for number, client in enumerate(clients):
+        client.holds(b"%099d " % number, 100)
+    assert sum(bool(client.reason) for client in clients) == LIMIT // FREED_PART // 100 + 1
+    assert len(counted) == 2
+
+
+def test_values_of_who_is_cut_off_are_not_free_while_others_wait_for_them() -> None:
+    unsaid = Unsaid(EACH, LIMIT)
+    shared = [bytes(EACH // 4) for _ in range(3)]
+    heavy = [Client(unsaid) for _ in range(5)]
+    for client in heavy:
+        for value in shared:
+            client.holds(value, len(value))
+    light = [Client(unsaid) for _ in range(LIMIT // 100)]
+    for number, client in enumerate(light):
+        client.holds(b"%099d " % number, 100)
+    assert all(client.reason for client in heavy)
+    assert LIMIT - LIMIT // FREED_PART - EACH <= unsaid.count() <= LIMIT
 
 
 def test_a_value_that_many_wait_for_counts_once() -> None:
