@@ -162,10 +162,7 @@ class Dialer:
 
     @property
     def unreached(self) -> bool:
-        """Whether no kernel took any connection that was tried last: nobody listens there, or the host is down.
-
-        Unless somebody else refuses for it, or it is cut off from this one only.
-        """
+        """Whether no kernel took any connection tried last: nobody listens there, or the host is down or cut off."""
         return self._rounds > 0 and not self._reached
 
     def pause(self) -> None:
