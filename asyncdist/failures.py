@@ -32,8 +32,9 @@ class Failures:
 
     def untold(self, work: Work[Any]) -> None:
         """All who waited for a work that has failed were cancelled in that very turn."""
-        self._seen -= 1
-        self._add(work)
+        if work not in self._works:
+            self._seen -= 1
+            self._add(work)
 
     def _add(self, work: Work[Any]) -> None:
         unasked = [failed for failed in self._works if not failed._retrieved]

@@ -204,6 +204,15 @@ class ThreadWork(Work[T]):
             self._asked = True
             self._error = self._withdrawn()
 
+    def _untold(self) -> None:
+        with contextlib.suppress(ClosedError):
+            self._courier.thread.call(self._untold_there)
+
+    def _untold_there(self) -> None:
+        if self._inner is not None:
+            self._inner._retrieved = False
+            self._inner._untold()
+
     def _withdrawn(self) -> ClosedError:
         return ClosedError(f"{self.where}: was withdrawn")
 

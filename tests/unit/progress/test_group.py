@@ -262,6 +262,45 @@ async def test_a_failure_nobody_asked_about_is_raised_at_the_end_once() -> None:
         await run_ranks(2, main)
 
 
+@pytest.mark.parametrize("first", ["failed", "cancelled"])
+@pytest.mark.parametrize("heard", [False, True])
+async def test_a_failure_whose_waiters_were_cancelled_in_that_turn_is_raised_at_the_end(
+    first: str, heard: bool
+) -> None:
+    """`heard`: whether one of them is left."""
+
+    over = asyncio.Event()
+
+    async def main(group: Any) -> None:
+        if group.rank == 1:
+            await over.wait()
+            return
+        work = group.irecv(np.zeros(1), 1, timeout=0.05)
+
+        async def wait() -> None:
+            await work
+
+        waiting = [asyncio.ensure_future(wait()) for _ in range(2)]
+        await turns(3)
+        wait_without_loop(lambda: work._inner.done())
+        if first == "failed":
+            assert work._has_ended()
+        for task in waiting[heard:]:
+            task.cancel()
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(ends[1], asyncio.CancelledError)
+        if heard:
+            assert isinstance(ends[0], dist.CollectiveTimeoutError)
+        else:
+            with pytest.raises(dist.CollectiveTimeoutError, match="irecv"):
+                await group.close()
+        over.set()
+        await group.close()
+
+    with nothing_left():
+        await run_ranks(2, main)
+
+
 async def test_an_exception_in_the_block_is_the_one_raised_and_ends_the_others() -> None:
     async def main(group: Any) -> None:
         if group.rank == 0:
