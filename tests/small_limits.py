@@ -20,7 +20,7 @@ _LIMITS = {
     "RETURN_CREDIT_BYTES": (CREDIT // 4, (credit, reader)),
     "URGENT_CREDIT_BYTES": (CREDIT // 2, (output,)),
     "EAGER_BYTES": (EAGER, (outbound, inbound, offers, reader)),
-    "FRAGMENT_BYTES": (FRAGMENT, (output, pulls)),
+    "FRAGMENT_BYTES": (FRAGMENT, (output, pulls, reader)),
     "MAX_OFFERS": (OFFERS, (outbound, parking)),
     "MAX_EARLY_PULLS": (EARLY_PULLS, (pulls, offers)),
     "MAX_ASKS": (ASKS, (credit, asking)),

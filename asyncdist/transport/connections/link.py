@@ -24,7 +24,7 @@ from asyncdist.transport.connections.connection import Connection
 from asyncdist.transport.connections.dialer import Dialer
 from asyncdist.transport.connections.handshake import Handshake
 from asyncdist.transport.connections.shm import ShmConnection
-from asyncdist.transport.connections.tcp import StreamConnection, limit_unsent
+from asyncdist.transport.connections.tcp import StreamConnection, limit_unsent, send_unpaced
 from asyncdist.transport.context import MeshContext
 from asyncdist.transport.neighbors import lives_here, on_this_host
 from asyncdist.transport.protocol.hello import CHANNEL_SHARED_MEMORY, DialerHello, ListenerHello, Verdict
@@ -306,6 +306,7 @@ class Link:
         context = self._context
         connection = StreamConnection(context.loop, context.sockets, sock, self.core, self.label, self._ended)
         if on_this_host(sock):
+            send_unpaced(sock)
             crowded = lives_here(context.identity.world_id, self.rank)
             context.neighbors.add(connection.poll, connection.catch_up, crowded=crowded)
         else:

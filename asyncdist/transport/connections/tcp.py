@@ -8,6 +8,7 @@ straight into the receiver's array, and can be written to and waited for at once
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -20,7 +21,7 @@ from asyncdist.transport.protocol.frame import MAX_CALL_BYTES
 from asyncdist.transport.protocol.kept_error import NO_GOODBYE
 from asyncdist.transport.protocol.peer import PeerCore
 
-__all__ = ["UNSENT_BYTES", "StreamConnection", "limit_unsent", "set_stream_options"]
+__all__ = ["UNSENT_BYTES", "StreamConnection", "limit_unsent", "send_unpaced", "set_stream_options"]
 
 UNSENT_BYTES: Final = 512 << 10
 """What the kernel takes of a connection to another host beyond what it has sent. All that is written later waits behind
@@ -33,6 +34,18 @@ def set_stream_options(sock: socket.socket, keepalive_s: float) -> None:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     set_keepalive(sock, keepalive_s)
+
+
+def send_unpaced(sock: socket.socket) -> None:
+    """Have a TCP connection inside this host send at once.
+
+    Nothing gets lost there and no other traffic is in the way. BBR, which some systems use for all connections, waits
+    for timers between packets all the same. Reno does not, and everybody may have it.
+    """
+    option = getattr(socket, "TCP_CONGESTION", None)
+    if option is not None and sock.family != socket.AF_UNIX:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, option, b"reno")
 
 
 def limit_unsent(sock: socket.socket) -> None:

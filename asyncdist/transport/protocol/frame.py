@@ -115,7 +115,8 @@ FRAGMENT_BYTES: Final = 256 << 10
 """Largest piece of a message: what an urgent frame may have to wait behind."""
 
 MAX_READ_BYTES: Final = 64 << 10
-"""Payload lent to one read: larger reads measured slower, they fall out of the cache between kernel and user."""
+"""Payload lent to one read of a message of one fragment: what it acknowledges early lets the sender copy meanwhile. Of
+longer messages a fragment is read at once: there is always more to send, and what costs is the number of calls."""
 
 MAX_CALL_BYTES: Final = 1 << 20
 """Bytes handled in one callback in either direction, so that a loop with bulk traffic still turns each millisecond."""

@@ -18,6 +18,7 @@ from asyncdist.transport.protocol.frame import (
     EAGER_BYTES,
     FLAG_CREDIT_COLLECTIVE,
     FLAG_END,
+    FRAGMENT_BYTES,
     HEADER_BYTES,
     MAX_CONTROL_BYTES,
     MAX_META_BYTES,
@@ -90,7 +91,7 @@ class Reader:
         left = self._left_bytes
         if left:
             stream = self._stream
-            if left > self.max_read_bytes:
+            if left > self.max_read_bytes and (stream is None or stream.total <= FRAGMENT_BYTES):
                 left = self.max_read_bytes
             if stream is None or stream.view is None:
                 return self._scratch[:left]

@@ -231,6 +231,27 @@ async def test_the_kernel_keeps_little_that_it_cannot_send_to_other_hosts(
             sock.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system has no choice of congestion control")
+async def test_nothing_is_paced_inside_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    sockets: list[socket.socket] = []
+    on_this_host = link.on_this_host
+
+    def watch(sock: socket.socket) -> bool:
+        sockets.append(sock)
+        return on_this_host(sock)
+
+    monkeypatch.setattr(link, "on_this_host", watch)
+    for transport in ("tcp", "unix"):
+        async with world(2, transport) as made:
+            made.ranks[0].send(1, b"meet")
+            assert await received(made.ranks[1].receive(0)) == b"meet"
+            for sock in sockets:
+                if sock.family != socket.AF_UNIX:
+                    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"
+            assert len(sockets) == 2
+            sockets.clear()
+
+
 async def test_closed_mesh_raises() -> None:
     async with world(2) as made:
         one = made.ranks[0]
