@@ -50,6 +50,7 @@ class CommunicationThread:
         self._submitted: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._context = Context()  # a timer of ours would keep what is in a caller's for as long as it takes
         self._awake = False
+        self._stopping = False
         self._pid = os.getpid()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="asyncdist communication", daemon=True)
@@ -136,20 +137,22 @@ class CommunicationThread:
 
         Unless others have changed that.
         """
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.loop.call_soon_threadsafe(self._stop)
         if not self.is_current():
             self._thread.join(STOP_S)
         changed = abs(sys.getswitchinterval() - (self._switch_interval_s or 0.0)) < 1e-9
         if changed and self._previous_s is not None:
             sys.setswitchinterval(self._previous_s)
 
+    def _stop(self) -> None:
+        self._stopping = True
+        self.loop.stop()
+
     def _run(self) -> None:
         try:
-            stopped = False
-            while not stopped:
+            while not self._stopping:
                 try:
                     self.loop.run_forever()
-                    stopped = True
                 except (SystemExit, KeyboardInterrupt) as error:  # which a function of the user's raises
                     self._report(error)
         finally:

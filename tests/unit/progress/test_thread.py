@@ -101,6 +101,15 @@ def test_what_exits_in_the_thread_ends_neither_it_nor_what_comes_next(kind: type
         assert {type(context["exception"]) for context in reported} == {kind}
 
 
+def test_what_exits_while_the_thread_ends_does_not_keep_it() -> None:
+    with nothing_left():
+        thread = acquire()
+        thread.loop.set_exception_handler(lambda loop, context: None)
+        thread.submit(lambda: (release(thread), thread.loop.call_soon(sys.exit)))
+        thread._thread.join(LIMIT_S / 10)
+        assert not thread.alive
+
+
 def test_a_submission_that_is_interrupted_keeps_no_later_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C may come wherever the interpreter looks for it, as within asyncio's function here."""
     thread = acquire()
