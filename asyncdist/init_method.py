@@ -118,16 +118,21 @@ class StoreSource:
             if self.owned:
                 await self.store.close()
             if self.server is not None and self.hosting is not None and self.hosting.users == 1:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(FAILURE_LINGER_S):
-                        while self.server.connection_count:  # noqa: ASYNC110 - it changes in the server's thread
-                            await asyncio.sleep(_LINGER_POLL_S)
+                await _linger(self.server)
         finally:
             await self._stop_hosting()
 
     async def _stop_hosting(self) -> None:
         if self.hosting is not None:
             await uninterrupted(self.hosting.release())
+
+
+async def _linger(server: ThreadedServer) -> None:
+    """Wait until nobody is connected, at most FAILURE_LINGER_S."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(FAILURE_LINGER_S):
+            while server.connection_count:  # noqa: ASYNC110 - it changes in the server's thread
+                await asyncio.sleep(_LINGER_POLL_S)
 
 
 def parse_init_method(

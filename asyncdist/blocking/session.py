@@ -271,15 +271,19 @@ def open_session(name: str, opening: Callable[[], Any], wrap: Callable[[InnerGro
     async def there() -> None:
         opened.append(await opening())
 
+    def give_up_joining() -> None:
+        with contextlib.suppress(Exception, asyncio.CancelledError):
+            if thread.call(lambda: any(task.cancel() for task in tasks)):  # not before it has begun
+                reply.wait()
+
     try:
         thread.submit(lambda: tasks.append(thread.start_task(there(), where, lambda task: reply.run(task.result))))
         try:
             reply.wait()
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                with contextlib.suppress(Exception, asyncio.CancelledError):
-                    if thread.call(lambda: any(task.cancel() for task in tasks)):  # not before it has begun
-                        reply.wait()
+        except Exception:
+            raise
+        except BaseException:
+            give_up_joining()
             raise
     except BaseException:
         if opened:

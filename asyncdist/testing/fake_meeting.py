@@ -220,17 +220,22 @@ class _Server:
             while True:
                 kind, *fields = msgpack.unpackb(connection.recv_bytes())
                 with self._lock:
-                    if kind == "size":
-                        if self._meeting is None:
-                            self._meeting = LocalMeeting(fields[0], lambda: None, multi_rank_gpu=self._multi_rank_gpu)
-                    elif self._meeting is not None:
-                        if kind == "join":
-                            self._connections[fields[0]] = connection
-                            self._meeting.join(*fields)
-                        else:
-                            self._meeting.bring(*fields)
-                            self._hand_out(fields[0], fields[2])
-                        self._tell()
+                    self._take(connection, kind, fields)
+
+    def _take(self, connection: Connection[Any, Any], kind: str, fields: list[Any]) -> None:
+        if kind == "size":
+            if self._meeting is None:
+                self._meeting = LocalMeeting(fields[0], lambda: None, multi_rank_gpu=self._multi_rank_gpu)
+            return
+        if self._meeting is None:
+            return
+        if kind == "join":
+            self._connections[fields[0]] = connection
+            self._meeting.join(*fields)
+        else:
+            self._meeting.bring(*fields)
+            self._hand_out(fields[0], fields[2])
+        self._tell()
 
     def _hand_out(self, slot: str, expected: Sequence[int]) -> None:
         assert self._meeting is not None

@@ -244,16 +244,20 @@ class BaseMesh:
                 if not self._any_source.table:
                     return
                 with contextlib.suppress(DistError):
-                    async with contextlib.aclosing(absences()) as absent:
-                        async for rank in absent:
-                            if self._closing or not self._any_source.table:
-                                return
-                            if rank != self.rank:
-                                self.connect([rank])
+                    await self._dial_absent(absences)
         except NotImplementedError:
             self.absences = None
         finally:
             self._looks_for_absent = False
+
+    async def _dial_absent(self, absences: Callable[[], AsyncGenerator[int]]) -> None:
+        """Dial those that are gone, as long as somebody waits for any source."""
+        async with contextlib.aclosing(absences()) as absent:
+            async for rank in absent:
+                if self._closing or not self._any_source.table:
+                    return
+                if rank != self.rank:
+                    self.connect([rank])
 
     def _after_words(self, rank: int, then: Callable[[bool | None], None]) -> None:
         """Call `then` once we have heard what `rank`, which was not met, has left to say: at once if nobody asks.
