@@ -101,13 +101,6 @@ class ArrayMaker:
         return [self(count) for _ in range(self.group.size)]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for `condition`, looking at every turn of the loop."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - of what threads do there is no event
-            await asyncio.sleep(0.001)
-
-
 async def failure_of(awaitable: Awaitable[Any]) -> BaseException:
     """What awaiting raises."""
     try:

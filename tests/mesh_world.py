@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
+
+from waiting import PATIENCE_S
 
 from asyncdist.errors import PeerLostError
 from asyncdist.transport.addresses.address import PeerAddress
@@ -18,16 +19,6 @@ from asyncdist.transport.protocol.matching import Receive, SendOp
 
 WORLD_ID = b"a world of tests"
 SECRET = b"secret"
-PATIENCE_S = 60.0
-"""Far more than anything here takes; a test that waits this long has failed."""
-
-
-async def eventually(condition: Callable[[], object], what: str = "") -> None:
-    """Wait until `condition()` is true."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never came true: {what or condition}"
-        await asyncio.sleep(0.001)
 
 
 def open_fds() -> dict[int, str]:

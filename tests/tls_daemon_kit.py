@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,12 +28,6 @@ async def daemon(certificates: Certificates, **changes: Any) -> AsyncIterator[St
     settings = {"port": 0, "tls_cert": certificates.server.cert, "tls_key": certificates.server.key, **changes}
     async with serve(ServerConfig(**settings)) as server:
         yield server
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110  a socket noticed as closed sets no event
-            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import select
 import signal
 import subprocess
@@ -14,12 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import forked
+from daemon_kit import DEADLINE_S, Daemon
 from server_kit import SocketClient
 
 from asyncdist_server import messages as m
 
-DEADLINE_S = 60.0
 TESTS = Path(__file__).parent
 
 
@@ -79,31 +77,9 @@ class Jobs:
         self._errors.close()
 
 
-class Daemon:
-    """A daemon in a process of its own, on a port of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.process = forked.Popen(
-            [sys.executable, "-m", "asyncdist_server", "--port", "0", "--torch", *arguments],
-            env=clean_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], DEADLINE_S)
-        line = self.process.stdout.readline() if ready else ""
-        match = re.match(r"asyncdist-server ready on 127\.0\.0\.1:(\d+)", line)
-        if match is None:
-            self.process.kill()
-            raise AssertionError(f"no ready line but {line!r}, {self.process.communicate()}")
-        self.port = int(match[1])
-
-    def end(self, signal_number: int = signal.SIGTERM) -> str:
-        """Stop it; returns what it logged."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal_number)
-        return self.process.communicate(timeout=DEADLINE_S)[1]
+def torch_daemon() -> Daemon:
+    """A daemon that serves torch."""
+    return Daemon("--torch", env=clean_environment())
 
 
 def until_nothing_is_left(daemon: Daemon) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from group_kit import outcome
-from mesh_world import eventually
 from socket_world import run_ranks
+from waiting import eventually
 
 import asyncdist as dist
 

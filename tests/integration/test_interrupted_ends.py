@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from cancel_sweep import Cut, at_every_await, cancelling_at
 from group_kit import outcome
-from mesh_world import eventually
 from punctual import assert_within, punctual
 from socket_world import descriptors, socket_world, turns
+from waiting import eventually
 
 import asyncdist as dist
 import asyncdist_server

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from group_kit import Group, outcome
 from jobs import free_port
-from mesh_world import PATIENCE_S, Done, eventually
+from mesh_world import Done
 from punctual import assert_within, punctual
 from socket_world import socket_world, turns
+from waiting import PATIENCE_S, eventually
 
 import asyncdist as dist
 from asyncdist.attendance import WORDS_LIMIT_S

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from group_kit import outcome
 from jobs import finish, free_port, start_rank, start_ranks
-from mesh_world import PATIENCE_S, eventually
 from punctual import assert_within, punctual
+from waiting import PATIENCE_S, eventually
 
 import asyncdist as dist
 from asyncdist import rendezvous

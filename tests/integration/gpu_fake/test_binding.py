@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_fake_kit import GpuRank, equal, run_gpu, until
+from gpu_fake_kit import GpuRank, equal, run_gpu
+from waiting import eventually
 
 import asyncdist as dist
 from asyncdist.backend.device.choice import chosen_device
@@ -59,7 +60,7 @@ def test_bound_groups_open_their_communicators_before_the_first_operation() -> N
     async def main(at: GpuRank) -> None:
         group = dist.new_group(device_id=at.device)
         assert at.cuda.nccl is not None
-        await until(lambda: len(at.cuda.nccl.communicators) == 2)  # type: ignore[union-attr]
+        await eventually(lambda: len(at.cuda.nccl.communicators) == 2)  # type: ignore[union-attr]
         numbers = np.ones(2, np.float32)
         await dist.all_reduce(numbers, group=group)  # takes a place in the order of the tag
         x = at.array(np.ones(2, np.float32))

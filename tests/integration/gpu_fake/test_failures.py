@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, until
+from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu
 from punctual import assert_within, punctual
+from waiting import eventually
 
 import asyncdist as dist
 from asyncdist.errors import (
@@ -174,7 +175,7 @@ def test_a_lost_peer_ends_what_is_on_the_gpu(warm: bool) -> None:
         await dist.all_reduce(x, group=left)
         assert equal(x, [2, 2])
         assert at.cuda.nccl is not None
-        await until(lambda: all(one.state != "open" for one in old(at)) or not warm)
+        await eventually(lambda: all(one.state != "open" for one in old(at)) or not warm)
 
     def old(at: GpuRank) -> list[Any]:
         assert at.cuda.nccl is not None
@@ -212,7 +213,7 @@ def test_abort_while_communicators_open() -> None:
             at.group.abort("enough")
             error = await failure_of(work)
         else:
-            await until(lambda: at.group._aborted is not None)
+            await eventually(lambda: at.group._aborted is not None)
             error = await failure_of(async_call(lambda: dist.all_reduce(at.zeros(2), group=at.group)))
         assert isinstance(error, GroupAbortedError)
         assert "enough" in str(error)
@@ -338,7 +339,7 @@ def test_a_thread_that_nccl_keeps_does_not_keep_anybody(monkeypatch: pytest.Monk
         took_s.append(time.monotonic() - began)
         blocked.set()
         assert at.cuda.nccl is not None
-        await until(lambda: [one.state for one in at.cuda.nccl.communicators] == ["aborted"] * 2)  # type: ignore[union-attr]
+        await eventually(lambda: [one.state for one in at.cuda.nccl.communicators] == ["aborted"] * 2)  # type: ignore[union-attr]
 
     run_failing(2, main)
     assert_within(5, max(took_s))

@@ -8,7 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, until, values_of
+from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, values_of
+from waiting import eventually
 
 import asyncdist as dist
 from asyncdist.backend.device.staged import message as staged_message
@@ -201,7 +202,7 @@ def test_a_lost_peer_ends_messages(nccl: bool) -> None:
         if nccl:
             await work.enqueued()
         else:
-            await until(lambda: work.peer == 1 and bool(at.group.pairs._gpu_pairs._works))  # type: ignore[attr-defined,union-attr]
+            await eventually(lambda: work.peer == 1 and bool(at.group.pairs._gpu_pairs._works))  # type: ignore[attr-defined,union-attr]
         await at.world.store.set("waits", b"")
         error = await failure_of(work)
         assert isinstance(error, PeerLostError)

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, until
+from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu
 from punctual import assert_within, punctual
+from waiting import eventually
 
 import asyncdist as dist
 from asyncdist.backend.device.host_exchange import HostExchange
@@ -73,10 +74,10 @@ class Death:
 
     async def die(self, group: Any, work: Any) -> None:
         """The end of the victim."""
-        await until(self.happened.is_set)
+        await eventually(self.happened.is_set)
         group.abort("this rank is dead, and nobody hears it")
         assert isinstance(await failure_of(work), DistError)
-        await until(lambda: len(self.survivors) == SIZE - 1)
+        await eventually(lambda: len(self.survivors) == SIZE - 1)
 
     async def hear(self, work: Any, began_s: float) -> None:
         """What another is told, and when."""
@@ -146,7 +147,7 @@ def test_a_rank_dies(path: str, stage: str, victim: int, monkeypatch: pytest.Mon
                 death.strike()
             await death.die(group, work)
             return
-        await until(death.happened.is_set)
+        await eventually(death.happened.is_set)
         await death.hear(work, time.monotonic())
         if gate is not None:
             gate.open()
@@ -183,7 +184,7 @@ def test_a_rank_dies_over_its_first_message(
     async def main(at: GpuRank, group: Any, device: int) -> None:
         x = at.cuda.runtime.array(np.full(3000, at.rank, np.float32), device)
         if at.rank == 2:
-            await until(death.happened.is_set)
+            await eventually(death.happened.is_set)
             y = at.cuda.runtime.array(np.zeros(3000, np.float32), device)
             await dist.recv(y, 1 - victim, group)
             assert equal(y, np.full(3000, 1 - victim))

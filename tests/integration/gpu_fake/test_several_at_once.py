@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, until
+from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu
+from waiting import eventually
 
 import asyncdist as dist
 from asyncdist import events
@@ -98,7 +99,7 @@ def test_every_collective_is_compared(path: str, take: Any, monkeypatch: pytest.
         host = np.zeros(0, np.float32)
         works = [dist.all_reduce(empty if at.rank else host, group=group)]  # no message is sent for nothing
         works.append(dist.all_reduce(x, group=group))
-        await until(lambda: "aborted" in repr(group))
+        await eventually(lambda: "aborted" in repr(group))
         said = str(await failure_of(again(group)))
         assert "ranks differ" in said
         assert "GPUs" in said
@@ -260,7 +261,7 @@ def test_groups_leave_nothing_behind(path: str, take: Any) -> None:
             del x, group
             await dist.barrier()
             if number % 5 == 0 and at.rank == 0:
-                await until(lambda: threads_of_ours() <= 4)
+                await eventually(lambda: threads_of_ours() <= 4)
                 gc.collect()
                 counted.append(count(at))
             await dist.barrier()

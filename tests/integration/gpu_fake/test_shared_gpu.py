@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, until, values_of
+from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, values_of
+from waiting import eventually
 
 import asyncdist as dist
 from asyncdist.cuda import provider
@@ -196,12 +197,12 @@ def test_a_rank_that_does_not_come(path: str, warm: bool, how: str, monkeypatch:
         if warm:
             await dist.all_reduce(on_one(at, np.ones(3)))
         if at.rank == 2:
-            await until(lambda: len(issued) == 2)
+            await eventually(lambda: len(issued) == 2)
             if how == "killed":
                 at.world.kill(2)
             elif how == "aborted":
                 at.group.abort("enough")
-            await until(lambda: "aborted" in repr(at.group) or how != "late")
+            await eventually(lambda: "aborted" in repr(at.group) or how != "late")
             return
         timeout = 0.3 if how == "late" else None
         work = dist.all_reduce(on_one(at, np.ones(100_000)), timeout=timeout)

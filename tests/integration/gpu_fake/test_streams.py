@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, until
+from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu
 from punctual import assert_within, punctual
+from waiting import eventually
 
 import asyncdist as dist
 from asyncdist.backend.device.nccl import channel as nccl_channel
@@ -162,7 +163,7 @@ def test_arrays_live_until_the_gpu_is_through_with_them() -> None:
             gc.collect()
             return alive() is None
 
-        await until(is_gone)  # a thread that told of the end may have to end its turn first
+        await eventually(is_gone)  # a thread that told of the end may have to end its turn first
 
     run_gpu(2, main)
 

@@ -14,6 +14,7 @@ import pytest
 from jobs import free_port
 from punctual import assert_within, punctual
 from server_kit import SocketClient
+from waiting import eventually
 
 from asyncdist_server import ServerConfig, StoreServer, serve, serve_in_thread
 from asyncdist_server import messages as m
@@ -27,18 +28,6 @@ DEADLINE_S = 60.0
 
 def config(**changes: Any) -> ServerConfig:
     return ServerConfig(**{"port": 0, **changes})
-
-
-async def blocking(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run a blocking client's call while this loop serves."""
-    return await asyncio.to_thread(call, *arguments, **options)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what the daemon notices by itself, a closed socket for one."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110  a socket noticed as closed sets no event
-            await asyncio.sleep(0.001)
 
 
 def client_id(number: int) -> bytes:
@@ -58,8 +47,8 @@ async def test_two_clients_share_a_namespace_and_a_third_does_not() -> None:
                 assert b.ask(m.ADD, b"n", 1) == 2
                 assert c.ask(m.ADD, b"n", 1) == 1
 
-        await blocking(work)
-        await until(lambda: server.connection_count == 0)
+        await asyncio.to_thread(work)
+        await eventually(lambda: server.connection_count == 0)
 
 
 async def test_a_time_out_is_the_servers() -> None:
@@ -73,7 +62,7 @@ async def test_a_time_out_is_the_servers() -> None:
                 began = time.monotonic()
                 return client.reply(), time.monotonic() - began
 
-        reply, waited_s = await blocking(work)
+        reply, waited_s = await asyncio.to_thread(work)
         assert reply == (3, m.TIMEOUT, (b"x",))
         assert waited_s > 0.045
 
@@ -88,7 +77,7 @@ async def test_the_shortest_time_outs_are_kept_too() -> None:
                     client.send((m.GET, b"x", 1))
                     assert client.reply()[1] == m.TIMEOUT
 
-        await blocking(work)
+        await asyncio.to_thread(work)
 
 
 async def test_two_thousand_waiters_are_woken_by_one_set() -> None:
@@ -110,7 +99,7 @@ async def test_two_thousand_waiters_are_woken_by_one_set() -> None:
                 for client in clients:
                     client.close()
 
-        await blocking(work)
+        await asyncio.to_thread(work)
         assert server.engine.waiter_count == 0
 
 
@@ -127,12 +116,12 @@ async def test_values_of_the_largest_size_pass_both_ways() -> None:
                 assert client.reply()[1] == m.LIMIT
                 assert all(client.reply()[2] == value for _ in range(3))
 
-        await blocking(work)
+        await asyncio.to_thread(work)
 
 
 async def expect_closed(server: StoreServer, send: bytes, *, token: str | None = None) -> None:
     """Send bytes on a bare socket; the daemon closes that connection and a client that was there is served on."""
-    with await blocking(SocketClient, server.port, token, client_id=client_id(99)) as witness:
+    with await asyncio.to_thread(SocketClient, server.port, token, client_id=client_id(99)) as witness:
 
         def work() -> None:
             with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as bare:
@@ -143,8 +132,8 @@ async def expect_closed(server: StoreServer, send: bytes, *, token: str | None =
                 except ConnectionResetError:
                     pass
 
-        await blocking(work)
-        assert await blocking(witness.ask, m.PING) is None
+        await asyncio.to_thread(work)
+        assert await asyncio.to_thread(witness.ask, m.PING) is None
 
 
 @pytest.mark.parametrize(
@@ -181,7 +170,7 @@ async def test_a_broken_frame_is_named_to_its_client_and_costs_only_its_connecti
                 assert client.closed_by_daemon()
                 assert witness.ask(m.GET, b"k", 0) == b"v"
 
-        await blocking(work)
+        await asyncio.to_thread(work)
 
 
 async def test_half_a_frame_blocks_nobody_else_and_is_forgotten_with_its_connection() -> None:
@@ -194,8 +183,8 @@ async def test_half_a_frame_blocks_nobody_else_and_is_forgotten_with_its_connect
                     time.sleep(0.001)
                 assert other.ask(m.PING) is None
 
-        await blocking(work)
-        await until(lambda: server.connection_count == 0)
+        await asyncio.to_thread(work)
+        await eventually(lambda: server.connection_count == 0)
         assert server.inbound_bytes == 0
 
 
@@ -211,7 +200,7 @@ async def test_unfinished_frames_of_all_clients_are_bounded() -> None:
                 client.socket.sendall(bytes(64 * 1024))
                 assert client.reply()[:2] == (0, m.LIMIT)
 
-        await blocking(work)
+        await asyncio.to_thread(work)
 
 
 def send_for_ever(client: SocketClient, server: StoreServer) -> None:
@@ -231,8 +220,8 @@ async def test_a_client_that_never_reads_is_cut_off_with_bounded_memory() -> Non
                     send_for_ever(lazy, server)
                 assert other.ask(m.PING) is None
 
-        await blocking(work)
-        await until(lambda: server.connection_count == 0)
+        await asyncio.to_thread(work)
+        await eventually(lambda: server.connection_count == 0)
 
 
 async def test_a_slow_client_gets_everything() -> None:
@@ -248,7 +237,7 @@ async def test_a_slow_client_gets_everything() -> None:
                     assert client.reply() == (2 + number, m.OK, value)
                 assert client.reply()[1] == m.OK
 
-        await blocking(work)
+        await asyncio.to_thread(work)
 
 
 async def test_replies_to_blocked_requests_of_a_client_that_does_not_read_are_bounded() -> None:
@@ -267,7 +256,7 @@ async def test_replies_to_blocked_requests_of_a_client_that_does_not_read_are_bo
                     time.sleep(0.001)
                 assert server.connection_count == 1
 
-        await blocking(work)
+        await asyncio.to_thread(work)
 
 
 async def test_a_client_that_says_nothing_is_told_and_closed_in_time() -> None:
@@ -282,8 +271,8 @@ async def test_a_client_that_says_nothing_is_told_and_closed_in_time() -> None:
                 assert refused.value.refusal is Refusal.TIMEOUT
                 assert bare.recv(1) == b""
 
-        await blocking(work)
-        await until(lambda: server.connection_count == 0)
+        await asyncio.to_thread(work)
+        await eventually(lambda: server.connection_count == 0)
 
 
 async def test_a_proven_client_must_say_hello_in_time_too() -> None:
@@ -296,7 +285,7 @@ async def test_a_proven_client_must_say_hello_in_time_too() -> None:
                 go_on(bare, handshake)
                 assert bare.recv(1) == b""
 
-        await blocking(work)
+        await asyncio.to_thread(work)
 
 
 def go_on(bare: socket.socket, handshake: ClientHandshake) -> None:
@@ -332,8 +321,8 @@ async def test_tokens_that_differ_are_named_on_both_sides_at_once(
                 assert bare.recv(1) == b""
             return waited_s
 
-        waited_s = await blocking(work)
-        await until(lambda: server.connection_count == 0)
+        waited_s = await asyncio.to_thread(work)
+        await eventually(lambda: server.connection_count == 0)
     assert "token" in caplog.text
     assert_within(0.05, waited_s)
 
@@ -348,9 +337,9 @@ async def test_connections_at_the_limit_and_one_past_it() -> None:
                 if isinstance(refused.value, AuthenticationError):
                     assert refused.value.refusal is Refusal.TOO_MANY_CONNECTIONS
 
-        await blocking(work)
-        await until(lambda: server.connection_count == 0)
-        with await blocking(SocketClient, server.port, client_id=client_id(3)):
+        await asyncio.to_thread(work)
+        await eventually(lambda: server.connection_count == 0)
+        with await asyncio.to_thread(SocketClient, server.port, client_id=client_id(3)):
             pass
 
 
@@ -366,7 +355,7 @@ async def test_a_client_that_connects_anew_ends_its_old_connection() -> None:
                     assert old.closed_by_daemon()
                     assert new.ask(m.ADD, b"n", 1) == 1
 
-        await blocking(work)
+        await asyncio.to_thread(work)
 
 
 async def test_another_protocol_version_is_refused_by_name() -> None:
@@ -385,20 +374,20 @@ async def test_another_protocol_version_is_refused_by_name() -> None:
             with pytest.raises(HelloRefused, match="store protocol 2"):
                 LaterClient(server.port)
 
-        await blocking(work)
+        await asyncio.to_thread(work)
 
 
 async def test_stopping_sends_what_was_answered_and_ends_everyone() -> None:
     server = StoreServer(config(drain_timeout_s=0.3))
     await server.start()
     port = server.port
-    client = await blocking(SocketClient, port)
+    client = await asyncio.to_thread(SocketClient, port)
     silent = socket.create_connection(("127.0.0.1", port), DEADLINE_S)
     try:
-        await blocking(client.ask, m.SET, b"k", b"v")
+        await asyncio.to_thread(client.ask, m.SET, b"k", b"v")
         await server.stop()
-        assert await blocking(client.reply) == (0, m.STOPPING, "the daemon is stopping")
-        assert await blocking(client.closed_by_daemon)
+        assert await asyncio.to_thread(client.reply) == (0, m.STOPPING, "the daemon is stopping")
+        assert await asyncio.to_thread(client.closed_by_daemon)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), DEADLINE_S)
     finally:
@@ -412,7 +401,7 @@ async def test_who_comes_while_it_stops_is_not_refused_for_being_too_many() -> N
     await server.start()
     server._stopping = True
     with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as late:
-        while await blocking(late.recv, 1000):
+        while await asyncio.to_thread(late.recv, 1000):
             pass
     await server.stop()
     assert not server.engine.counters.refused
@@ -420,8 +409,8 @@ async def test_who_comes_while_it_stops_is_not_refused_for_being_too_many() -> N
 
 async def test_localhost_is_served_on_all_its_addresses_with_one_port() -> None:
     async with serve(config(host="localhost")) as server:
-        with await blocking(SocketClient, server.port) as client:
-            assert await blocking(client.ask, m.PING) is None
+        with await asyncio.to_thread(SocketClient, server.port) as client:
+            assert await asyncio.to_thread(client.ask, m.PING) is None
 
 
 async def test_a_taken_port_is_an_error_and_leaves_nothing() -> None:

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_kit import SocketClient
 from torch_wire_kit import SocketTorchClient
+from waiting import eventually
 
 from asyncdist_server import ServerConfig, StoreServer, group_commit, serve
 from asyncdist_server import messages as m
@@ -64,12 +65,6 @@ async def samples(address: str) -> dict[tuple[str, tuple[str, ...]], float]:
             values = tuple(value for _, value in sorted(sample.labels.items()))
             found[sample.name.removeprefix(PREFIX), values] = sample.value
     return found
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110  a socket noticed as closed sets no event
-            await asyncio.sleep(0.001)
 
 
 async def test_a_daemon_is_ready_from_its_start_to_its_stop() -> None:
@@ -150,7 +145,7 @@ async def test_requests_connections_and_contents_are_counted() -> None:
         assert found["memory_bytes", ("events",)] > 0
         assert found["process_resident_memory_bytes", ()] > 1 << 20
         client.close()
-        await until(lambda: server.connection_count == 0)
+        await eventually(lambda: server.connection_count == 0)
         found = await samples(address)
         assert found["connections", ("native",)] == 0
         assert found["clients_away", ()] == 1
@@ -168,14 +163,14 @@ async def test_the_oldest_wait_for_a_key_is_told_but_no_watch() -> None:
             return client
 
         watcher = await asyncio.to_thread(watch)
-        await until(lambda: server.engine.waiter_count >= 1)
+        await eventually(lambda: server.engine.waiter_count >= 1)
         assert (await samples(address))["oldest_wait_seconds", ()] == 0
         waiter = await asyncio.to_thread(SocketClient, server.port, client_id=b"another-01234567")
         try:
             waiter.send((m.GET, b"never", None))
-            await until(lambda: server.engine.waiter_count >= 2)
+            await eventually(lambda: server.engine.waiter_count >= 2)
             began = asyncio.get_running_loop().time()
-            await until(lambda: asyncio.get_running_loop().time() > began + 0.02)
+            await eventually(lambda: asyncio.get_running_loop().time() > began + 0.02)
             assert 0.02 <= (await samples(address))["oldest_wait_seconds", ()] < DEADLINE_S
         finally:
             waiter.close()
@@ -227,7 +222,7 @@ async def test_refused_and_dropped_connections_are_counted_by_reason() -> None:
                 assert client.get(b"k") == b"v"
 
         await asyncio.to_thread(torch)
-        await until(lambda: server.connection_count == 0)
+        await eventually(lambda: server.connection_count == 0)
         found = await samples(address)
         assert found["connections_refused_total", ("not_a_store",)] == 1
         assert found["connections_refused_total", ("token_required",)] == 1
@@ -287,7 +282,7 @@ async def test_a_journal_that_is_stuck_is_told(
         coming = asyncio.ensure_future(asyncio.to_thread(SocketClient, server.port))
         try:
             await asyncio.to_thread(hangs.wait, DEADLINE_S)
-            await until(lambda: server.gate is not None and server.gate.stuck_s > 0)
+            await eventually(lambda: server.gate is not None and server.gate.stuck_s > 0)
             serves = durability != "durable"
             for path, expected in (("/readyz", 200 if serves else 503), ("/healthz", 200)):
                 status, body = await ask(address, path)
@@ -299,7 +294,7 @@ async def test_a_journal_that_is_stuck_is_told(
         finally:
             goes_on.set()
             (await coming).close()
-        await until(lambda: server.gate is not None and not server.gate.stuck_s)
+        await eventually(lambda: server.gate is not None and not server.gate.stuck_s)
         assert "journal_stuck_s" not in json.loads((await ask(address, "/healthz"))[1])
         assert await ask(address, "/readyz") == (200, '{"status": "ready"}')
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from server_kit import SocketClient
 from torch_wire_kit import SocketTorchClient
+from waiting import eventually
 
 from asyncdist_server import ServerConfig, StoreServer, serve
 from asyncdist_server import messages as m
@@ -38,12 +39,6 @@ async def daemon(memory_bytes: int = MEMORY_BYTES, **changes: Any) -> AsyncItera
         yield server
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110  sockets set no event
-            await asyncio.sleep(0.001)
-
-
 def client(server: StoreServer, number: int) -> SocketClient:
     return SocketClient(server.port, client_id=b"client-%09d" % number)
 
@@ -63,16 +58,16 @@ async def test_they_wait_for_each_other_and_all_get_it(tmp_path: Path, blocked: 
                 stack.callback(reader.close)
                 reader.send((m.GET, b"k", None))
             if blocked:
-                await until(lambda: server.engine.waiter_count == READERS)
+                await eventually(lambda: server.engine.waiter_count == READERS)
                 await asyncio.to_thread(writer.ask, m.SET, b"k", VALUE)
-            await until(lambda: bool(server.unsent.waiting))
+            await eventually(lambda: bool(server.unsent.waiting))
             assert server.unsent.count() <= ROOM
             assert await asyncio.to_thread(writer.ask, m.ADD, b"n", 1) == 1  # what is small goes on
             for reader in readers:
                 assert (await asyncio.to_thread(reader.reply))[2] == VALUE
                 assert server.unsent.count() <= ROOM
             assert await asyncio.to_thread(readers[-1].ask, m.ADD, b"n", 1) == 2
-            await until(lambda: not server.unsent.waiting)
+            await eventually(lambda: not server.unsent.waiting)
 
 
 async def test_torch_clients_too() -> None:
@@ -92,11 +87,11 @@ async def test_torch_clients_too() -> None:
             assert await asyncio.to_thread(readers[0].get, b"k") == VALUE
             for reader in readers:
                 reader.send(Query.GET, b"k")
-            await until(lambda: bool(server.unsent.waiting))
+            await eventually(lambda: bool(server.unsent.waiting))
             assert server.unsent.count() <= ROOM
             for reader in readers:
                 assert (await asyncio.to_thread(read, 8 + len(VALUE), reader))[8:] == VALUE
-            await until(lambda: not server.unsent.waiting)
+            await eventually(lambda: not server.unsent.waiting)
 
 
 async def test_many_small_answers_that_nobody_reads_are_bounded_and_cut_off() -> None:
@@ -123,7 +118,7 @@ async def test_many_small_answers_that_nobody_reads_are_bounded_and_cut_off() ->
                 while server.unsent.count() < len(silent) * HALF and not server.unsent.waiting:
                     ran = server.engine.counters.results[m.GET][m.OK]
                     silent[-1].send((m.GET, b"small", None))  # one at a time: together they would be a large answer
-                    await until(lambda ran=ran: server.engine.counters.results[m.GET][m.OK] > ran)  # type: ignore[misc]
+                    await eventually(lambda ran=ran: server.engine.counters.results[m.GET][m.OK] > ran)  # type: ignore[misc]
                     assert server.unsent.count() <= room(len(silent))
             assert await asyncio.to_thread(writer.ask, m.ADD, b"n", 1) == 1  # who reads goes on
             assert await asyncio.to_thread(writer.ask, m.GET, b"large", None) == VALUE  # once those are cut off
@@ -139,8 +134,8 @@ async def test_who_goes_away_makes_room() -> None:
             for number in range(1, 1 + READERS):
                 reader = stack.enter_context(await asyncio.to_thread(client, server, number))
                 reader.send((m.GET, b"k", None), (m.GOODBYE,))  # the daemon is to close, and may not yet
-            await until(lambda: bool(server.unsent.waiting))
-        await until(lambda: server.connection_count == 0)
+            await eventually(lambda: bool(server.unsent.waiting))
+        await eventually(lambda: server.connection_count == 0)
         assert not server.unsent.waiting
         assert server.unsent.count() == 0
 
@@ -156,8 +151,8 @@ async def test_what_is_to_be_said_later_is_bounded_for_all_together() -> None:
                 reader = stack.enter_context(await asyncio.to_thread(client, server, number))
                 waits = [(m.GET, b"%d %d" % (number, value), None) for value in range(values)]
                 reader.send(*waits, (m.GET, b"large", None))
-            await until(lambda: server.engine.waiter_count == clients * values)
-            await until(lambda: sum(found._paused for found in server._connections) == clients)
+            await eventually(lambda: server.engine.waiter_count == clients * values)
+            await eventually(lambda: sum(found._paused for found in server._connections) == clients)
             for number in range(clients * values):
                 key = b"%d %d" % (1 + number % clients, number // clients)
                 await asyncio.to_thread(writer.ask, m.SET, key, bytes(each))
@@ -177,7 +172,7 @@ async def test_many_large_answers_to_one_client_are_made_as_it_reads_them() -> N
             reader = stack.enter_context(await asyncio.to_thread(client, server, 1))
             gets = READERS // 2
             reader.send(*[(m.GET, b"k", None)] * gets)
-            await until(lambda: server.engine.waiter_count == gets)
+            await eventually(lambda: server.engine.waiter_count == gets)
             await asyncio.to_thread(writer.ask, m.SET, b"k", VALUE)
             for _ in range(gets):
                 assert (await asyncio.to_thread(reader.reply))[2] == VALUE

@@ -7,12 +7,12 @@ import random
 import select
 import socket
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from server_kit import SocketClient
 from torch_wire_kit import VALIDATE, SocketTorchClient, number, query
+from waiting import eventually
 
 from asyncdist_server import ServerConfig, serve
 from asyncdist_server import messages as m
@@ -25,18 +25,6 @@ DEADLINE_S = 60.0
 
 def config(**changes: Any) -> ServerConfig:
     return ServerConfig(**{"port": 0, "torch": True, **changes})
-
-
-async def blocking(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run a blocking client's call while this loop serves."""
-    return await asyncio.to_thread(call, *arguments, **options)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what the daemon notices by itself, a closed socket for one."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110  a socket noticed as closed sets no event
-            await asyncio.sleep(0.001)
 
 
 def closed_by_daemon(sock: socket.socket) -> bool:
@@ -68,7 +56,7 @@ async def test_both_protocols_on_one_port_and_native_clients_may_only_read() -> 
                         assert (code, "may only read" in text) == (m.INVALID, True)
                 assert torch.get(b"/k") == b"torch"
 
-        await blocking(work)
+        await asyncio.to_thread(work)
 
 
 async def test_keys_go_with_the_last_torch_client_whoever_reads() -> None:
@@ -84,7 +72,7 @@ async def test_keys_go_with_the_last_torch_client_whoever_reads() -> None:
                 with SocketTorchClient(server.port) as torch:
                     assert torch.get(b"/0//cpu//0/0") == b""
 
-        await blocking(work)
+        await asyncio.to_thread(work)
 
 
 async def test_keys_linger() -> None:
@@ -96,9 +84,9 @@ async def test_keys_linger() -> None:
                     torch.send(Query.ADD, b"/n", 1)
                     assert torch.read(8) in (number(1), number(2))
 
-        await blocking(work)
+        await asyncio.to_thread(work)
         assert server.engine.statistics()["keys"] == 1
-        await until(lambda: server.engine.statistics()["keys"] == 0)
+        await eventually(lambda: server.engine.statistics()["keys"] == 0)
 
 
 async def test_more_ports_have_keys_of_their_own() -> None:
@@ -114,8 +102,8 @@ async def test_more_ports_have_keys_of_their_own() -> None:
             for client in clients:
                 client.close()
 
-        await blocking(work)
-        await until(lambda: server.engine.statistics()["namespaces"] == 0)
+        await asyncio.to_thread(work)
+        await eventually(lambda: server.engine.statistics()["namespaces"] == 0)
 
 
 async def test_only_the_ports_that_are_for_torch_serve_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +117,7 @@ async def test_only_the_ports_that_are_for_torch_serve_it(caplog: pytest.LogCapt
             with SocketTorchClient(server.torch_ports[0]) as torch:
                 assert torch.get(b"/k") == b""
 
-        await blocking(work)
+        await asyncio.to_thread(work)
     assert "served with --torch" in caplog.text
 
 
@@ -151,11 +139,11 @@ def test_the_configuration_is_checked() -> None:
 
 async def test_a_blocked_client_hears_at_once_that_the_daemon_stops() -> None:
     async with serve(config()) as server:
-        torch = await blocking(SocketTorchClient, server.port)
+        torch = await asyncio.to_thread(SocketTorchClient, server.port)
         torch.send(Query.WAIT, [b"/k"])
-        await until(lambda: server.engine.waiter_count == 1)
+        await eventually(lambda: server.engine.waiter_count == 1)
         await server.stop()
-        assert await blocking(closed_by_daemon, torch.socket)
+        assert await asyncio.to_thread(closed_by_daemon, torch.socket)
         torch.close()
 
 
@@ -169,8 +157,8 @@ async def test_the_largest_value_and_one_byte_more() -> None:
                 torch.socket.sendall(b"\x01" + struct.pack("<Q", 1) + b"k" + struct.pack("<Q", (1 << 20) + 1))
                 assert closed_by_daemon(torch.socket)
 
-        await blocking(work)
-        await until(lambda: server.connection_count == 0 and server.inbound_bytes == 0)
+        await asyncio.to_thread(work)
+        await eventually(lambda: server.connection_count == 0 and server.inbound_bytes == 0)
 
 
 async def test_a_silent_client_is_closed_and_a_validated_one_may_idle() -> None:
@@ -183,7 +171,7 @@ async def test_a_silent_client_is_closed_and_a_validated_one_may_idle() -> None:
                     assert closed_by_daemon(sock)
                 assert idle.get(b"/k") == b""
 
-        await blocking(work)
+        await asyncio.to_thread(work)
 
 
 async def test_a_client_is_heard_again_after_a_long_turn() -> None:
@@ -195,7 +183,7 @@ async def test_a_client_is_heard_again_after_a_long_turn() -> None:
                     torch.socket.sendall(query(Query.GETNUMKEYS) * 3000)
                     assert torch.read(8 * 3000) == number(0) * 3000
 
-        await blocking(work)
+        await asyncio.to_thread(work)
 
 
 async def test_clients_that_do_not_read_are_cut_off() -> None:
@@ -210,7 +198,7 @@ async def test_clients_that_do_not_read_are_cut_off() -> None:
                 while server.connection_count == 2:
                     assert len(other.get(b"/k")) == 1 << 20
 
-        await blocking(work)
+        await asyncio.to_thread(work)
 
 
 async def test_garbage_costs_only_its_own_connection() -> None:
@@ -227,8 +215,8 @@ async def test_garbage_costs_only_its_own_connection() -> None:
                         sock.sendall(start + bytes([generator.randrange(20)]) + generator.randbytes(200))
                 assert witness.get(b"/w") == b"1"
 
-        await blocking(work)
-        await until(lambda: server.connection_count == 0 and server.inbound_bytes == 0)
+        await asyncio.to_thread(work)
+        await eventually(lambda: server.connection_count == 0 and server.inbound_bytes == 0)
         assert set(server.engine.statistics().values()) == {0}
 
 
@@ -260,4 +248,4 @@ async def test_an_item_that_its_client_did_not_read_goes_to_another(size: int, r
                 other.send(Query.QUEUE_LEN, b"/q")
                 return struct.unpack("<q", other.read(8))[0]
 
-        assert await blocking(work) == (0 if reads.startswith("all") else 1)
+        assert await asyncio.to_thread(work) == (0 if reads.startswith("all") else 1)

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from jobs import free_port
 from store_proxy import cutting_proxy
-from tls_daemon_kit import DEADLINE_S, TLSSocketClient, answer_to, connection, daemon, given_up, refused, until
+from tls_daemon_kit import DEADLINE_S, TLSSocketClient, answer_to, connection, daemon, given_up, refused
 from tls_kit import OPENSSL, WHY_NOT, Certificates, make_certificates
+from waiting import eventually
 
 from asyncdist.store import TCPStore, TLSConfig
 from asyncdist_server import ServerConfig, serve
@@ -101,7 +102,7 @@ async def test_the_wrong_authority_is_noticed_on_both_sides(
     async with daemon(certificates) as server:
         told = await refused(server.port, TLSConfig(ca_file=certificates.other_ca))
         assert "certificate of the other side is refused: unable to get local issuer certificate" in told
-        await until(lambda: "TLS failed: tlsv1 alert unknown ca" in caplog.text)
+        await eventually(lambda: "TLS failed: tlsv1 alert unknown ca" in caplog.text)
         assert server.connection_count == 0
 
 
@@ -134,7 +135,7 @@ async def test_clients_need_a_certificate_where_the_daemon_says_so(
     async with daemon(certificates, tls_ca=certificates.ca) as server:
         assert "TLS failed: " in await refused(server.port, context)
         said = "peer did not return a certificate" if which == "none" else "unable to get local issuer certificate"
-        await until(lambda: said in caplog.text)
+        await eventually(lambda: said in caplog.text)
         assert not server.engine.statistics()["keys"]
 
 
@@ -149,7 +150,7 @@ async def test_the_token_is_needed_inside_too(certificates: Certificates) -> Non
 async def test_a_client_without_tls_is_told(certificates: Certificates, caplog: pytest.LogCaptureFixture) -> None:
     async with daemon(certificates) as server:
         assert "the server requires TLS" in await refused(server.port, None)
-        await until(lambda: "tls required" in caplog.text)
+        await eventually(lambda: "tls required" in caplog.text)
 
 
 async def test_a_client_with_tls_is_told_by_a_daemon_without(
@@ -157,7 +158,7 @@ async def test_a_client_with_tls_is_told_by_a_daemon_without(
 ) -> None:
     async with serve(ServerConfig(port=0)) as server:
         assert "the server has none" in await refused(server.port, certificates.client_config())
-        await until(lambda: "the client came with TLS" in caplog.text)
+        await eventually(lambda: "the client came with TLS" in caplog.text)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ async def test_goodbye_gets_its_answer_and_the_last_reply_is_not_lost(certificat
             issued = [store.add("n", 1) for _ in range(50)]
             await store.close()
             assert [await reply for reply in issued] == list(range(50 * number + 1, 50 * number + 51))
-        await until(lambda: not server.connection_count and not server._ending)
+        await eventually(lambda: not server.connection_count and not server._ending)
 
 
 async def test_a_protocol_error_is_named_inside_tls(certificates: Certificates) -> None:

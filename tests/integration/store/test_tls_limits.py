@@ -10,8 +10,9 @@ import ssl
 import pytest
 from fuzz_frames import HandshakeFrames
 from store_proxy import cutting_proxy
-from tls_daemon_kit import DEADLINE_S, TLSSocketClient, answer_to, connection, daemon, given_up, until
+from tls_daemon_kit import DEADLINE_S, TLSSocketClient, answer_to, connection, daemon, given_up
 from tls_kit import OPENSSL, WHY_NOT, Certificates, make_certificates
+from waiting import eventually
 
 from asyncdist.store import TCPStore
 from asyncdist_server import messages as m
@@ -30,7 +31,7 @@ async def test_who_dawdles_in_the_tls_handshake_is_cut_off_in_time(certificates:
     async with daemon(certificates, handshake_timeout_s=0.1) as server:
         for beginning in (b"", b"\x16\x03\x01\x02\x00\x01"):
             assert await answer_to(server.port, beginning) in (b"", refusal_message(Refusal.TIMEOUT))
-        await until(lambda: server.connection_count == 0)
+        await eventually(lambda: server.connection_count == 0)
 
 
 async def test_connections_in_the_tls_handshake_count_as_half_open(
@@ -41,9 +42,9 @@ async def test_connections_in_the_tls_handshake_count_as_half_open(
         tls = certificates.client_config()
         async with connection(server.port), connection(server.port):
             async with connection(server.port):
-                await until(lambda: server.connection_count == 3)
+                await eventually(lambda: server.connection_count == 3)
                 assert "limit of connections" in await given_up(server.port, tls)
-            await until(lambda: server.connection_count == 2)
+            await eventually(lambda: server.connection_count == 2)
             async with TCPStore("127.0.0.1", server.port, tls=tls) as store:
                 assert await store.check([])
 
@@ -71,8 +72,8 @@ async def test_a_tls_handshake_may_have_64_kib_and_not_one_byte_more(
                         await reader.read()
                 assert "TLS failed" not in caplog.text
             else:
-                await until(lambda: "more than 65536 bytes" in caplog.text)
-        await until(lambda: server.connection_count == 0)
+                await eventually(lambda: "more than 65536 bytes" in caplog.text)
+        await eventually(lambda: server.connection_count == 0)
 
 
 @pytest.mark.parametrize("junk", [b"\x16" + b"\xff" * 3000, b"GET / HTTP/1.1\r\n\r\n", b"\x15\x03\x03\0\x02\x02\x28"])
@@ -109,7 +110,7 @@ async def test_spoiled_tls_costs_only_its_connection(certificates: Certificates,
         for _ in range(5):
             await asyncio.gather(*(attack() for _ in range(20)))
             assert await witness.check([])
-        await until(lambda: server.connection_count == 1)
+        await eventually(lambda: server.connection_count == 1)
 
 
 async def test_a_slow_client_gets_everything(certificates: Certificates) -> None:
@@ -143,7 +144,7 @@ async def test_a_client_that_never_reads_is_cut_off_with_bounded_memory(certific
 
     async with daemon(certificates, stall_timeout_s=0.3) as server:
         await asyncio.to_thread(work, server.port)
-        await until(lambda: server.connection_count == 0)
+        await eventually(lambda: server.connection_count == 0)
 
 
 async def test_a_changed_byte_inside_tls_ends_the_connection_and_nothing_is_run(certificates: Certificates) -> None:

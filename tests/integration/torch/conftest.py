@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from torch_kit import Daemon, Jobs
+from daemon_kit import Daemon
+from torch_kit import Jobs, torch_daemon
 
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
     """One daemon for all tests of a module, which are jobs one after the other."""
     pytest.importorskip("torch", reason="needs torch (extra `peers`)")
-    running = Daemon()
+    running = torch_daemon()
     yield running
-    log = running.end()
+    _, _, log = running.end()
     assert "Traceback" not in log, log
     assert running.process.returncode == 0
 

@@ -9,8 +9,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from daemon_kit import DEADLINE_S, Daemon
 from server_kit import SocketClient
-from torch_kit import DEADLINE_S, Daemon, Jobs, clean_environment, until_nothing_is_left
+from torch_kit import Jobs, clean_environment, torch_daemon, until_nothing_is_left
 from torch_wire_kit import SocketTorchClient
 
 from asyncdist_server import messages as m
@@ -34,7 +35,7 @@ def test_process_groups_one_after_the_other_on_one_daemon(
 
 
 def test_waiting_clients_hear_at_once_when_the_daemon_dies(jobs: Jobs) -> None:
-    daemon = Daemon()
+    daemon = torch_daemon()
     jobs.begin("hang", 2, daemon.port, "nope")
     with SocketClient(daemon.port) as native:
         while native.ask(m.WAITS, True)[0] < 2:

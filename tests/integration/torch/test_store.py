@@ -7,7 +7,8 @@ import threading
 from typing import Any
 
 import pytest
-from torch_kit import Daemon, until_nothing_is_left
+from daemon_kit import Daemon
+from torch_kit import until_nothing_is_left
 
 pytestmark = pytest.mark.peers
 

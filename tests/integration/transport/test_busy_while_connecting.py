@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from mesh_world import eventually, received, world
+from mesh_world import received, world
 from punctual import Late, punctual
+from waiting import eventually
 
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.config import LATE_S

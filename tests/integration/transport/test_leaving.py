@@ -14,8 +14,9 @@ import time
 import traceback
 
 import pytest
-from mesh_world import PATIENCE_S, Done, World, eventually, open_fds, received, world
+from mesh_world import Done, World, open_fds, received, world
 from punctual import assert_within, punctual
+from waiting import PATIENCE_S, eventually
 
 from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.addresses.address import PeerAddress

@@ -12,7 +12,8 @@ import socket
 import sys
 
 import pytest
-from mesh_world import World, eventually, received, world
+from mesh_world import World, received, world
+from waiting import eventually
 
 from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.addresses.address import PeerAddress

@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from mesh_world import World, eventually, received, world
+from mesh_world import World, received, world
 from punctual import Late, assert_within, punctual
+from waiting import eventually
 
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.connections import link

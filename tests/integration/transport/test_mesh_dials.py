@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import pytest
 from jobs import free_port
-from mesh_world import PATIENCE_S, Rank, World, eventually, received, world
+from mesh_world import Rank, World, received, world
 from punctual import assert_within, punctual
+from waiting import PATIENCE_S, eventually
 
 from asyncdist.errors import ConnectTimeoutError, PeerLostError
 from asyncdist.transport.addresses.address import PeerAddress

@@ -8,7 +8,8 @@ import logging
 import socket
 
 import pytest
-from mesh_world import Rank, World, eventually, received, world
+from mesh_world import Rank, World, received, world
+from waiting import eventually
 
 from asyncdist.errors import PeerLostError, RemoteProtocolError
 

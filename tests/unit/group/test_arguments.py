@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from group_kit import Group, outcome
+from group_kit import Group, assert_told_apart, outcome
 
 import asyncdist as dist
 from asyncdist.refusals import REFUSALS_KEPT
@@ -245,16 +245,7 @@ def test_different_shapes_end_the_group_everywhere() -> None:
 def test_different_calls_of_equal_size_are_told_apart(
     one: Callable[[Group], Any], other: Callable[[Group], Any]
 ) -> None:
-    async def main(group: Group) -> Any:
-        first = await outcome((one if group.rank == 0 else other)(group))
-        await asyncio.sleep(1)
-        with pytest.raises(dist.GroupAbortedError):
-            group.barrier()
-        return first
-
-    for seed in (None, 1, 2):
-        outcomes = run_world(2, main, seed=seed)
-        assert any(isinstance(first, dist.CollectiveMismatchError) for first in outcomes), outcomes
+    assert_told_apart(one, other)
 
 
 def test_factors_of_a_weighted_sum_may_differ() -> None:

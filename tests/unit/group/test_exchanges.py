@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from group_kit import Group, outcome
+from group_kit import Group, assert_told_apart, outcome
 
 import asyncdist as dist
 from asyncdist.plan.algorithms.registry import algorithms
@@ -229,16 +229,7 @@ def test_lengths_that_disagree_with_the_root_are_named(collective: str, root: in
     ],
 )
 def test_different_calls_are_told_apart(one: Callable[[Group], Any], other: Callable[[Group], Any]) -> None:
-    async def main(group: Group) -> Any:
-        first = await outcome((one if group.rank == 0 else other)(group))
-        await asyncio.sleep(1)
-        with pytest.raises(dist.GroupAbortedError):
-            group.barrier()
-        return first
-
-    for seed in (None, 1, 2):
-        outcomes = run_world(2, main, seed=seed)
-        assert any(isinstance(first, dist.CollectiveMismatchError) for first in outcomes), outcomes
+    assert_told_apart(one, other)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 7])

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from group_kit import Group, outcome
 from lane_kit import lane_of
-from mesh_world import eventually, open_fds
+from mesh_world import open_fds
 from socket_world import LIMIT_S, run_ranks
+from waiting import eventually
 
 import asyncdist as dist
 from asyncdist.backend.calls import call

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from device_paths_kit import PATIENCE_S, PathRank, everybody, run_ranks, values
+from waiting import eventually
 
 from asyncdist.backend.calls import call as calls
 from asyncdist.backend.calls import exchange as call_exchange
@@ -56,12 +57,6 @@ class Meeting:
     async def wait(self) -> None:
         async with asyncio.timeout(PATIENCE_S):
             await self._barrier.wait()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - of what threads do there is no event
-            await asyncio.sleep(0.001)
 
 
 async def failure_of(future: asyncio.Future[None]) -> BaseException:
@@ -190,7 +185,7 @@ def test_pieces_of_different_lengths(runtime: FakeRuntime, path: type[DevicePath
             assert isinstance(await failure_of(future), CollectiveMismatchError)
             found.append(1)
         else:
-            await until(lambda: found)  # dropped before, it might never be told
+            await eventually(lambda: found)  # dropped before, it might never be told
             rank.path.drop(0, 0)
         await check_sum(rank)
 
@@ -209,21 +204,21 @@ def test_a_rank_dies(runtime: FakeRuntime, path: type[DevicePath], count: int, w
         if warm:
             await check_sum(rank)
         if rank.rank == 2:
-            await until(lambda: begun == {0, 1})
+            await eventually(lambda: begun == {0, 1})
             await asyncio.sleep(0.02)
             rank.world.kill(2)
             rank.path.abort(DistBackendError("dead"))
             return
         future = rank.start(calls.all_reduce(rank.array(values(rank.rank, count)), ReduceOp.SUM))
         begun.add(rank.rank)
-        await until(lambda: 2 in rank.path.waiting_for(0, int(warm)) or future.done())
+        await eventually(lambda: 2 in rank.path.waiting_for(0, int(warm)) or future.done())
         error = await failure_of(future)
         assert isinstance(error, PeerLostError)
         assert error.rank == 2
         told.add(rank.rank)
-        await until(lambda: told == {0, 1})  # who leaves before is missed as well
+        await eventually(lambda: told == {0, 1})  # who leaves before is missed as well
         rank.path.abort(error)
-        await until(lambda: all(queue.idle for queue in list(runtime.scheduler.queues)))
+        await eventually(lambda: all(queue.idle for queue in list(runtime.scheduler.queues)))
 
     run_ranks(3, path, main, runtime)
 
@@ -294,7 +289,7 @@ def test_who_moves_nothing_does_not_run_ahead(runtime: FakeRuntime, path: type[D
     async def main(rank: PathRank) -> None:
         await check_sum(rank)
         if rank.rank == 0:
-            await until(lambda: checked)
+            await eventually(lambda: checked)
         empty = rank.array(np.zeros(0, np.float32))
         futures = [rank.start(calls.all_reduce(empty, ReduceOp.SUM)) for _ in range(1500)]
         if path is CudaIpcPath and rank.rank:
@@ -335,7 +330,7 @@ def test_who_writes_waits_for_readers_before_it_leaves(runtime: FakeRuntime) -> 
             await rank.run(calls.broadcast(x, 0, 0))
             asyncio.get_running_loop().call_soon(closed.append, 0)
             return
-        await until(lambda: closed)
+        await eventually(lambda: closed)
         await asyncio.sleep(0.02)
         await rank.run(calls.broadcast(x, 0, 1))
         np.testing.assert_array_equal(x._array, values(0, 50))
@@ -413,10 +408,10 @@ def test_an_abort_while_memory_is_made_leaves_none(runtime: FakeRuntime, monkeyp
 
     async def main(rank: PathRank) -> None:
         rank.start(calls.all_reduce(rank.array(values(rank.rank, 9)), ReduceOp.SUM))
-        await until(entered.is_set)
+        await eventually(entered.is_set)
         await rank.abort(DistBackendError("enough"))
         go_on.set()
-        await until(lambda: made and all(memory._block.freed for memory in made))
+        await eventually(lambda: made and all(memory._block.freed for memory in made))
 
     run_ranks(2, CudaIpcPath, main, runtime)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mesh_world import Done, Rank, eventually, open_fds, received, world
+from mesh_world import Done, Rank, open_fds, received, world
+from waiting import eventually
 
 from asyncdist.errors import PeerLostError
 from asyncdist.transport.connections.shm import ShmConnection

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from mesh_world import eventually
 from transport_pair import Pair as CorePair
 from transport_pair import Recorder, p2p, receive, send
+from waiting import eventually
 
 from asyncdist.errors import ClosedError, RemoteProtocolError
 from asyncdist.transport.connections import tcp

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from mesh_world import eventually, open_fds
+from mesh_world import open_fds
+from waiting import eventually
 
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.shared_memory import arrays as shared_arrays

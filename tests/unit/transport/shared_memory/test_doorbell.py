@@ -7,7 +7,8 @@ import os
 from collections.abc import AsyncIterator
 
 import pytest
-from mesh_world import eventually, open_fds
+from mesh_world import open_fds
+from waiting import eventually
 
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.shared_memory import doorbell as doorbell_module
