@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from asyncdist_server.auth import (
     new_token,
     store_context,
 )
+from asyncdist_server.loopback import is_loopback
 
 if TYPE_CHECKING:
     from asyncdist.store.base import Store
@@ -79,7 +79,7 @@ async def find_or_host(config: LaunchConfig, say: Callable[[str], None] = lambda
         return StorePlace(config.store, found, None, config.tls)
     endpoint = config.endpoint or Endpoint("127.0.0.1", 0)
     tls = config.tls
-    if tls is not None and _is_loopback(await _bind_address(endpoint, config.nnodes)):
+    if tls is not None and _only_here(await _bind_address(endpoint, config.nnodes)):
         tls = None  # the launchers' own store, and what is said never leaves the machine
     if config.node_rank in (None, 0) or config.nnodes == 1:
         hosted = await _host_if_ours(endpoint, token, tls, config.nnodes)
@@ -97,7 +97,7 @@ async def _host_if_ours(
     from asyncdist.store.hosting import serve_off_loop
 
     address = await _bind_address(endpoint, nnodes)
-    if token is None and not _is_loopback(address):
+    if token is None and not _only_here(address):
         if not _is_local(address):
             return None
         raise LaunchError(
@@ -212,15 +212,16 @@ async def _bind_address(endpoint: Endpoint, nnodes: int) -> str:
     addresses = sorted((str(entry[4][0]) for entry in found), key=lambda address: ":" in address)
     address = addresses[0]
     is_name = endpoint.host not in (*addresses, "localhost")
-    if nnodes > 1 and is_name and _is_loopback(address):
+    if nnodes > 1 and is_name and is_loopback(address):
         # Debian gives a machine's own name 127.0.1.1 in /etc/hosts, others ::1; the other nodes resolve it to a real
         # address, of either family.
         return ""
     return address
 
 
-def _is_loopback(address: str) -> bool:
-    return address != "" and ipaddress.ip_address(address.partition("%")[0]).is_loopback
+def _only_here(address: str) -> bool:
+    """Whether other machines cannot reach what listens on the address."""
+    return address != "" and is_loopback(address)
 
 
 def _is_local(address: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import math
 import ssl
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Final
 from asyncdist_server.auth import HANDSHAKE_TIMEOUT_S, check_token
 from asyncdist_server.busy_poll import MAX_BUSY_POLL_US
 from asyncdist_server.durability import MAX_JOURNALED_VALUE_BYTES, MEMORY, Durability
+from asyncdist_server.loopback import is_loopback
 from asyncdist_server.messages import FRAME_SLACK_BYTES, MAX_KEY_BYTES, Limits
 from asyncdist_server.tls import server_context
 from asyncdist_server.tokens import read_tokens
@@ -152,7 +152,7 @@ class ServerConfig:
         if self.token is not None or self.insecure_no_auth:
             return
         for address in addresses:
-            if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            if not is_loopback(address):
                 raise ConfigError(
                     f"refusing to listen on {address} without a token: everybody who can reach it could read and "
                     "change the store; set ASYNCDIST_TOKEN (`asyncdist token` makes one), listen on 127.0.0.1, or give "

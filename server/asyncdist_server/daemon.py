@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import logging
 import random
 import secrets
@@ -22,6 +21,7 @@ from asyncdist_server.connection import Connection
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.group_commit import GroupCommit
 from asyncdist_server.logs import EventLog
+from asyncdist_server.loopback import is_loopback
 from asyncdist_server.messages import INCARNATION_BYTES, Encoder
 from asyncdist_server.persistence import Persistence
 from asyncdist_server.status import describe
@@ -227,7 +227,7 @@ class StoreServer:
         if port not in self._torch_ports:
             option = "--torch" if self._tls is None else "--torch-port, as torch has no TLS"
             reason = f"it speaks torch's store protocol, which is served with {option}"
-        elif not (self.config.torch_insecure_no_auth or ipaddress.ip_address(host.partition("%")[0]).is_loopback):
+        elif not (self.config.torch_insecure_no_auth or is_loopback(host)):
             reason = (
                 "it speaks torch's store protocol, which has no authentication and is served beyond loopback with "
                 "--torch-insecure-no-auth only"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import accumulate
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Final, cast
 from asyncdist_server.client_socket import format_address
 from asyncdist_server.config import ConfigError
 from asyncdist_server.daemon import StoreServer
+from asyncdist_server.loopback import is_loopback
 from asyncdist_server.metrics import PREFIX, Metric, Samples, collect
 from asyncdist_server.status import not_served, stuck
 
@@ -197,13 +197,13 @@ def names_this_host(host: str, transport: asyncio.BaseTransport | None) -> bool:
     elsewhere is asked for by whatever name this host has there.
     """
     local = transport.get_extra_info("sockname") if transport is not None else None
-    if not local or not ipaddress.ip_address(local[0].partition("%")[0]).is_loopback:
+    if not local or not is_loopback(local[0]):
         return True
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     if name.lower() == "localhost":
         return True
     try:
-        return ipaddress.ip_address(name).is_loopback
+        return is_loopback(name)
     except ValueError:
         return False
 

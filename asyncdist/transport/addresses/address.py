@@ -18,8 +18,9 @@ from typing import Any, Final
 import msgpack
 
 from asyncdist.errors import DistNetworkError, RemoteProtocolError
-from asyncdist.transport.addresses.interfaces import is_local_ip, is_loopback_ip, list_interfaces, select_ips
+from asyncdist.transport.addresses.interfaces import is_local_ip, list_interfaces, select_ips
 from asyncdist.transport.addresses.socket_dir import directory_id
+from asyncdist_server.loopback import is_loopback
 
 __all__ = [
     "MAX_ADDRESS_BYTES",
@@ -59,7 +60,7 @@ class PeerAddress:
     @property
     def loopback(self) -> bool:
         """Whether only ranks on the same host can reach this rank."""
-        return all(is_loopback_ip(ip) for ip, _port in self.endpoints)
+        return all(is_loopback(ip) for ip, _port in self.endpoints)
 
     def to_bytes(self) -> bytes:
         """Encode for the store."""
@@ -101,14 +102,14 @@ class LocalAddress:
     @property
     def loopback(self) -> bool:
         """Whether no other host can reach these addresses."""
-        return all(is_loopback_ip(ip) for ip in self.ips)
+        return all(is_loopback(ip) for ip in self.ips)
 
 
 def _checked_endpoint(value: Any) -> Endpoint:
     ip, port = value
     if not isinstance(ip, str) or type(port) is not int or not 0 < port < 65536:
         raise ValueError("endpoint")
-    is_loopback_ip(ip)  # raises ValueError unless it is an IP address: names are never resolved on a peer's word
+    is_loopback(ip)  # raises ValueError unless it is an IP address: names are never resolved on a peer's word
     return ip, port
 
 
@@ -165,9 +166,9 @@ async def local_address(store_host: str | None, store_port: int, environ: Mappin
             return LocalAddress(("127.0.0.1",))
         return LocalAddress((_route_source(await _resolve(master, 9)),))
     source = _route_source(await _resolve(store_host, store_port))
-    if is_loopback_ip(source) and master:
+    if is_loopback(source) and master:
         ip = (await _resolve(master, 9))[1][0]
-        if not is_loopback_ip(ip) and is_local_ip(ip):
+        if not is_loopback(ip) and is_local_ip(ip):
             source = ip
     return LocalAddress((source,))
 

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["Interface", "is_local_ip", "is_loopback_ip", "list_interfaces", "select_ips"]
+from asyncdist_server.loopback import is_loopback
+
+__all__ = ["Interface", "is_local_ip", "list_interfaces", "select_ips"]
 
 _IFF_UP: Final = 0x1
 _FAMILY_OFFSET: Final = 1 if sys.platform == "darwin" else 0
@@ -106,19 +108,12 @@ def select_ips(spec: str, interfaces: Sequence[Interface]) -> tuple[str, ...]:
     if included:
         chosen = [i for item in included for i in interfaces if matches(i.name, item)]
     else:
-        chosen = [i for i in interfaces if not is_loopback_ip(i.ip)]
+        chosen = [i for i in interfaces if not is_loopback(i.ip)]
     ips = tuple(dict.fromkeys(i.ip for i in chosen if i.name not in banned))
     if not ips:
         there = ", ".join(f"{i.name} ({i.ip})" for i in interfaces) or "none"
         raise ValueError(f"no network interface matches {spec!r}; interfaces that are up: {there}")
     return ips
-
-
-def is_loopback_ip(ip: str) -> bool:
-    """Whether `ip` (text) can only be reached from its own host."""
-    address = ipaddress.ip_address(ip.partition("%")[0])
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
 
 
 def is_local_ip(ip: str) -> bool:

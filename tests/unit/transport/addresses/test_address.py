@@ -20,7 +20,7 @@ from asyncdist.transport.addresses.address import (
     host_id,
     local_address,
 )
-from asyncdist.transport.addresses.interfaces import Interface, is_local_ip, is_loopback_ip, list_interfaces, select_ips
+from asyncdist.transport.addresses.interfaces import Interface, is_local_ip, list_interfaces, select_ips
 
 INTERFACES = [
     Interface("lo", "127.0.0.1"),
@@ -61,12 +61,6 @@ def test_listed_interfaces_are_ours() -> None:
     assert {interface.name for interface in interfaces} <= {name for _index, name in socket.if_nameindex()}
     assert all(is_local_ip(interface.ip) for interface in interfaces)
     assert not is_local_ip("192.0.2.213")
-
-
-@pytest.mark.parametrize("ip", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"])
-def test_loopback(ip: str) -> None:
-    assert is_loopback_ip(ip)
-    assert not is_loopback_ip("10.0.0.1")
 
 
 async def test_named_interface_wins() -> None:
