@@ -13,7 +13,7 @@ from contextvars import ContextVar
 
 from asyncdist.group import ProcessGroup
 
-__all__ = ["current_world", "default_group", "has_default_group", "register_world", "worlds_here"]
+__all__ = ["current_world", "default_group", "has_default_group", "register_world"]
 
 _current: ContextVar[ProcessGroup | None] = ContextVar("asyncdist_group", default=None)
 # A group refers to its loop, so strong references here would keep both for ever. While it is open, its sockets, which
@@ -27,7 +27,7 @@ def register_world(group: ProcessGroup) -> None:
     _current.set(group)
 
 
-def worlds_here() -> list[ProcessGroup]:
+def _worlds_here() -> list[ProcessGroup]:
     """World groups open on the running event loop; none without one."""
     try:
         loop = asyncio.get_running_loop()
@@ -45,7 +45,7 @@ def current_world() -> ProcessGroup | None:
 
 def has_default_group() -> bool:
     """Whether a call without `group=` would find one."""
-    return current_world() is not None or len(worlds_here()) == 1
+    return current_world() is not None or len(_worlds_here()) == 1
 
 
 def default_group() -> ProcessGroup:
@@ -53,7 +53,7 @@ def default_group() -> ProcessGroup:
     group = _current.get()
     if group is not None and not group.closed:
         return group
-    alive = worlds_here()
+    alive = _worlds_here()
     if len(alive) == 1:
         return alive[0]
     if alive:

@@ -9,24 +9,21 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 
-from asyncdist.arrays import Array, Flat, dtype_named, host_array, sendable_dtype
+from asyncdist.arrays import Flat, dtype_named, host_array, sendable_dtype
 from asyncdist.dlpack import CUDA_DEVICES, read_capsule
 
 __all__ = [
     "LEGACY_STREAM",
-    "AnyArray",
-    "AnyFlat",
     "DeviceArray",
     "DeviceFlat",
     "any_array",
     "device_array",
     "device_of",
     "flat_of",
-    "one_dimensional",
 ]
 
 LEGACY_STREAM: Final = 1
@@ -148,10 +145,6 @@ class DeviceFlat:
         """Nothing: `elements` is the caller's memory."""
 
 
-AnyArray: TypeAlias = Array | DeviceArray
-AnyFlat: TypeAlias = Flat | DeviceFlat
-
-
 def any_array(value: object, name: str = "tensor") -> Any:
     """A numpy array or a `DeviceArray` over the memory of `value`, wherever that is.
 
@@ -173,11 +166,6 @@ def flat_of(array: Any, *, writable: bool, name: str = "tensor") -> Any:
 def device_of(array: Any) -> int | None:
     """The number of the GPU that an array of `any_array` is on; None on the host."""
     return array.device if type(array) is DeviceArray else None
-
-
-def one_dimensional(array: Any) -> Any:
-    """`array`, of either kind and contiguous, as one dimension."""
-    return array.flat() if type(array) is DeviceArray else array.reshape(-1)
 
 
 def device_array(value: object, name: str = "tensor") -> DeviceArray | None:

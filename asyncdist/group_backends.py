@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from asyncdist.backend.device.pairs import DevicePairs
     from asyncdist.backend.device.questions import HostWatch
 
-__all__ = ["GroupBackends", "make_host_backend"]
+__all__ = ["GroupBackends"]
 
 OnEnd = Callable[[CollectiveWork, BaseException | None], None]
 
@@ -55,7 +55,7 @@ class GroupBackends(GroupBackend):
     ) -> None:
         super().__init__(world.mesh, group_id, ranks, ranks.index(world.rank))
         self.names = names
-        self.host: GroupBackend = make_host_backend(world, group_id, ranks, names, self)
+        self.host: GroupBackend = _make_host_backend(world, group_id, ranks, names, self)
         self.devices: DeviceBackend | None = None
         self._host_watch: HostWatch | None = None
         self._world = world
@@ -204,7 +204,7 @@ class _ControlBackend(AioBackend):
             super().start(call, work, on_end)
 
 
-def make_host_backend(
+def _make_host_backend(
     world: World, group_id: int, ranks: tuple[int, ...], names: Backends, backends: GroupBackends
 ) -> GroupBackend:
     """The backend for the host arrays of a group that this rank is a member of."""

@@ -12,7 +12,7 @@ from bench.gpu import Gpu
 from bench.machine import package_version
 from bench.nccl_figures import IPC_BYTES, TORCH_BYTES, Figures
 
-__all__ = ["Row", "beside_tables", "document", "nccl_table", "rows", "versions"]
+__all__ = ["Row", "document", "nccl_table", "rows", "versions"]
 
 OVERHEAD_S: Final = 30e-6
 STALL_S: Final = 1e-3
@@ -56,7 +56,7 @@ def nccl_table(seconds: Mapping[int, float], ranks: int) -> str:
     return "\n".join(lines)
 
 
-def beside_tables(figures: Figures) -> list[str]:
+def _beside_tables(figures: Figures) -> list[str]:
     """Lines: one rank's all_reduce beside each neighbor, with which it took turns."""
     return _beside(figures.beside)
 
@@ -79,7 +79,7 @@ def document(figures: Figures, command: str) -> str:
     parts += ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in figures.about.items()), ""]
     parts += ["## What was promised", "", "| measure | at least | measured | |", "| --- | --- | --- | --- |"]
     parts += [f"| {row.name} | {row.promise} | {row.value} | {row.verdict} |" for row in rows(figures)]
-    parts += ["", "## One rank: all_reduce, microseconds (median)", "", *beside_tables(figures)]
+    parts += ["", "## One rank: all_reduce, microseconds (median)", "", *_beside_tables(figures)]
     parts += ["`bare` is cupy's own NCCL call followed by an event that is waited for.", ""]
     if figures.stall_s is not None:
         idle = f"The loop's lateness with nothing under way is {figures.idle_s * 1e3:.2f} ms (p99)."

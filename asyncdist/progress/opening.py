@@ -18,7 +18,7 @@ from asyncdist.progress.group import ThreadedGroup
 from asyncdist.progress.thread import CommunicationThread, acquire, release
 from asyncdist.progress.work import Courier
 
-__all__ = ["leave_at_exit", "open_there", "refuse_virtual_time"]
+__all__ = ["leave_at_exit", "open_there"]
 
 FOREVER_S: Final = 1e9
 """When a timer is due that keeps a group alive for as long as its event loop, as sockets that it watches do others."""
@@ -30,7 +30,7 @@ async def open_there(open_world: Callable[[], Awaitable[ProcessGroup]]) -> Threa
     Raises what it raises. Cancelling leaves nothing open.
     """
     loop = asyncio.get_running_loop()
-    refuse_virtual_time(loop)
+    _refuse_virtual_time(loop)
     thread = acquire()
     opened: list[ProcessGroup] = []
 
@@ -53,7 +53,7 @@ async def open_there(open_world: Callable[[], Awaitable[ProcessGroup]]) -> Threa
     return group
 
 
-def refuse_virtual_time(loop: asyncio.AbstractEventLoop) -> None:
+def _refuse_virtual_time(loop: asyncio.AbstractEventLoop) -> None:
     """Raise ValueError if time is simulated on `loop`: a thread takes no virtual time."""
     if getattr(loop, "virtual_time", False):
         raise ValueError('progress="thread" needs real time: under virtual time there are no threads')

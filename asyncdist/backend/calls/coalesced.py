@@ -25,7 +25,6 @@ __all__ = [
     "flats_of",
     "reduce_scatter_tensor_coalesced",
     "same_dtype_arrays",
-    "split_detail",
 ]
 
 
@@ -34,7 +33,7 @@ def all_reduce_coalesced(tensors: object, op: ReduceOpLike) -> Call:
     arrays = same_dtype_arrays(tensors, "tensors")
     reduction.validate(op, arrays[0].dtype)
     if device_of(arrays[0]) is not None:
-        return coalesced([call.all_reduce(array, op) for array in arrays], split_detail(arrays), tensors)
+        return coalesced([call.all_reduce(array, op) for array in arrays], _split_detail(arrays), tensors)
     whole = _in_place(arrays, writable=True)
     return _vector("all_reduce", arrays, (whole,), tensors, op=op, finishes=True)
 
@@ -43,7 +42,7 @@ def broadcast_coalesced(tensors: object, root: int, rank: int) -> Call:
     """Any shapes; in place on every rank but the root, which only reads."""
     arrays = same_dtype_arrays(tensors, "tensors")
     if device_of(arrays[0]) is not None:
-        return coalesced([call.broadcast(array, root, rank) for array in arrays], split_detail(arrays), tensors)
+        return coalesced([call.broadcast(array, root, rank) for array in arrays], _split_detail(arrays), tensors)
     return _vector("broadcast", arrays, (_in_place(arrays, writable=rank != root),), tensors, root=root)
 
 
@@ -54,7 +53,7 @@ def all_gather_coalesced(output_tensor_lists: object, input_tensor_list: object,
     rows = [arrays_like(one, f"output_tensor_lists[{rank}]", arrays) for rank, one in enumerate(lists)]
     if device_of(arrays[0]) is not None:
         members = [call.all_gather([row[index] for row in rows], array, 0, size) for index, array in enumerate(arrays)]
-        return coalesced(members, split_detail(arrays), output_tensor_lists)
+        return coalesced(members, _split_detail(arrays), output_tensor_lists)
     outputs: list[Flat] = []
     for rank, row in enumerate(rows):
         outputs += flats_of(row, f"output_tensor_lists[{rank}]", writable=True)
@@ -70,7 +69,7 @@ def all_gather_into_tensor_coalesced(output_tensors: object, input_tensors: obje
     if device_of(arrays[0]) is not None:
         pairs = zip(targets, arrays, strict=True)
         members = [call.all_gather_into_tensor(target, array, size) for target, array in pairs]
-        return coalesced(members, split_detail(arrays), output_tensors)
+        return coalesced(members, _split_detail(arrays), output_tensors)
     outputs = flats_of(targets, "output_tensors", writable=True)
     places = by_rank(outputs, arrays, size)
     whole = Packed(room_for(places), [places], outputs)
@@ -85,7 +84,7 @@ def reduce_scatter_tensor_coalesced(outputs: object, inputs: object, op: ReduceO
     if device_of(arrays[0]) is not None:
         pairs = zip(arrays, wholes, strict=True)
         members = [call.reduce_scatter_tensor(array, whole, op, size) for array, whole in pairs]
-        return coalesced(members, split_detail(arrays), outputs)
+        return coalesced(members, _split_detail(arrays), outputs)
     sources = flats_of(wholes, "inputs", writable=False)
     source = Packed(packed(by_rank(sources, arrays, size)))
     targets = flats_of(arrays, "outputs", writable=True)
@@ -133,7 +132,7 @@ def by_rank(flats: Sequence[Flat], like: Sequence[Array], size: int) -> list[Arr
     ]
 
 
-def split_detail(arrays: Sequence[Array]) -> str:
+def _split_detail(arrays: Sequence[Array]) -> str:
     """How the arrays divide the whole, for the fingerprint."""
     return "+".join(str(array.size) for array in arrays)
 
@@ -179,7 +178,7 @@ def _count(arrays: Sequence[Array]) -> int:
 
 
 def _vector(collective: str, arrays: Sequence[Array], outputs: Sequence[Flat], result: Any, **rest: Any) -> Call:
-    detail = split_detail(arrays)
+    detail = _split_detail(arrays)
     return Call(collective, arrays[0].dtype, _count(arrays), NO_BLOCKS, outputs, result, detail=detail, **rest)
 
 
@@ -192,5 +191,5 @@ def _blocks(
     **rest: Any,
 ) -> Call:
     """Blocks of the elements of `arrays` together."""
-    detail = split_detail(arrays)
+    detail = _split_detail(arrays)
     return Call(collective, arrays[0].dtype, _count(arrays), inputs, outputs, result, detail=detail, **rest)

@@ -29,7 +29,6 @@ __all__ = [
     "broadcast_array",
     "broadcast_object_list",
     "decode_object",
-    "encode_object",
     "gather_array",
     "gather_object",
     "scatter_array",
@@ -129,7 +128,7 @@ def scatter_array(arrays: object, root: int, terms: Terms) -> ItemCall:
 def all_gather_object(object_list: object, value: object, terms: Terms) -> ItemCall:
     """`object_list` holds one place per rank; the result is that list, filled."""
     target = _places(object_list, "object_list", terms.size)
-    return _call("all_gather", "objects", [encode_object(value, terms)], 0, terms, partial(_fill, target, terms))
+    return _call("all_gather", "objects", [_encode_object(value, terms)], 0, terms, partial(_fill, target, terms))
 
 
 def gather_object(value: object, object_gather_list: object, root: int, terms: Terms) -> ItemCall:
@@ -137,7 +136,7 @@ def gather_object(value: object, object_gather_list: object, root: int, terms: T
     finish: Finish = _nothing
     if given_at_root(object_gather_list, "object_gather_list", "destination", here=terms.rank == root):
         finish = partial(_fill, _places(object_gather_list, "object_gather_list", terms.size), terms)
-    return _call("gather", "objects", [encode_object(value, terms)], root, terms, finish)
+    return _call("gather", "objects", [_encode_object(value, terms)], root, terms, finish)
 
 
 def broadcast_object_list(object_list: object, root: int, terms: Terms) -> ItemCall:
@@ -145,7 +144,7 @@ def broadcast_object_list(object_list: object, root: int, terms: Terms) -> ItemC
     target = _places(object_list, "object_list")
     detail = f"{len(target)} objects"
     if terms.rank == root:
-        return _call("broadcast", detail, [encode_object(target, terms)], root, terms, lambda _items: target)
+        return _call("broadcast", detail, [_encode_object(target, terms)], root, terms, lambda _items: target)
     finish = partial(_fill_from_one, target, len(target), terms.ranks[root], terms)
     return _call("broadcast", detail, (), root, terms, finish)
 
@@ -162,11 +161,12 @@ def scatter_object_list(output_list: object, input_list: object, root: int, term
     if terms.rank == root:
         if input_list is None:
             raise ValueError("scatter_object_input_list must be given on the source rank")
-        items = [encode_object(value, terms) for value in _list_of(input_list, "scatter_object_input_list", terms.size)]
+        values = _list_of(input_list, "scatter_object_input_list", terms.size)
+        items = [_encode_object(value, terms) for value in values]
     return _call("scatter", "objects", items, root, terms, partial(_fill_first, target, terms.ranks[root], terms))
 
 
-def encode_object(value: object, terms: Terms) -> Item:
+def _encode_object(value: object, terms: Terms) -> Item:
     """An object as an item. Raises as `objects.encode`, and ValueError for one that is too large."""
     terms.check()
     octets = encode(value, allow_pickle=terms.allow_pickle)

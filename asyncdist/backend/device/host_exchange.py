@@ -20,7 +20,7 @@ from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.subgroup import derive_group_id
 from asyncdist.transport.base_mesh import BaseMesh
 
-__all__ = ["MAX_MESSAGE_BYTES", "HostExchange", "run_call"]
+__all__ = ["MAX_MESSAGE_BYTES", "HostExchange"]
 
 MAX_MESSAGE_BYTES: Final = 1 << 16
 """Largest message of a rank: some identifiers and memory handles, so that no peer makes us allocate more."""
@@ -70,12 +70,12 @@ class HostExchange:
         if len(message) > MAX_MESSAGE_BYTES:
             raise ValueError(f"a message of {len(message)} bytes, at most {MAX_MESSAGE_BYTES} are exchanged")
         call = all_gather_array(np.frombuffer(message, np.uint8), self._terms)
-        arrays = await run_call(self.host_backend(name), call, tag, number)
+        arrays = await _run_call(self.host_backend(name), call, tag, number)
         return [array.tobytes() for array in arrays]
 
     async def barrier(self, name: str, tag: int, number: int) -> None:
         """Done once every rank has called it. Raises as `all_gather`."""
-        await run_call(self.host_backend(name), barrier(), tag, number)
+        await _run_call(self.host_backend(name), barrier(), tag, number)
 
     def waiting_for(self, name: str, tag: int, number: int) -> tuple[int, ...]:
         """Global ranks that an exchange under way has not heard from."""
@@ -93,7 +93,7 @@ class HostExchange:
             backend.close()
 
 
-async def run_call(backend: AioBackend, call: Call, tag: int, number: int) -> Any:
+async def _run_call(backend: AioBackend, call: Call, tag: int, number: int) -> Any:
     """Carry out one host collective and return its result. Cancelling forgets it here."""
     loop = backend.loop
     ended: asyncio.Future[None] = loop.create_future()

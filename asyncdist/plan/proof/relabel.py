@@ -32,7 +32,7 @@ from asyncdist.plan.steps import (
     Step,
 )
 
-__all__ = ["Relabelling", "bases_shift", "block_layout", "may_rotate", "rotated_problem"]
+__all__ = ["Relabelling", "bases_shift", "may_rotate", "rotated_problem"]
 
 _ROTATING: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
@@ -40,7 +40,7 @@ ELSEWHERE: Final = -1
 """Where a slice goes that is not one slice after renaming, since it crosses the end of the vector."""
 
 
-def block_layout(problem: Problem, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _block_layout(problem: Problem, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Lengths of the blocks that INPUT and OUTPUT of `rank` have, one per rank; empty where there are none."""
     collective = problem.collective
     if collective == "all_to_all":
@@ -86,7 +86,7 @@ class Relabelling:
         self._rank = rank
         self._shift = shift
         # all_reduce's blocks are the algorithm's own affair: where they have one length it may rotate them or not
-        self._layouts = [_Rotated(counts, shift) if counts else None for counts in block_layout(problem, rank)]
+        self._layouts = [_Rotated(counts, shift) if counts else None for counts in _block_layout(problem, rank)]
 
     def maps(self, plan: Plan, other: Plan) -> bool:
         """Whether `other` is `plan` renamed: the same steps, waits and slots, with peers and blocks rotated."""
