@@ -118,7 +118,7 @@ class GroupOpening:
         self._method = method
         self._store = store
         self._timeout_s = timeout_s
-        self._group_name = group_name
+        self._name = group_name or "default"
         self._backend = backend
         self._progress = progress
         self._allow_pickle = allow_pickle
@@ -152,7 +152,7 @@ class GroupOpening:
             )
 
     async def _open(self) -> ProcessGroup:
-        name = self._group_name or "default"
+        name = self._name
         current = context.current_world()
         if current is not None and current.name == name and not current.world.forked:
             raise ValueError(f"group {name!r} is initialized already: destroy it first, or give another group_name=")
@@ -164,7 +164,6 @@ class GroupOpening:
         return await self._open_here()
 
     async def _open_here(self) -> ProcessGroup:
-        name = self._group_name or "default"
         deadline = Deadline.after(self._timeout_s, asyncio.get_running_loop().time())
         if self._store is not None:
             source = StoreSource(self._store, owned=False)
@@ -174,7 +173,7 @@ class GroupOpening:
             return await open_world(
                 source,
                 self._method,
-                name,
+                self._name,
                 self._timeout_s,
                 deadline,
                 backend=self._backend,
