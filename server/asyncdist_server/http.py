@@ -47,12 +47,35 @@ async def serve_http(server: StoreServer) -> AsyncIterator[str]:
     """
     try:
         from aiohttp import web
-        from prometheus_client import generate_latest
+
+        application = _application(server)
     except ImportError as error:
         raise ConfigError(MISSING) from error
+    config = server.config
+    runner = web.AppRunner(application, access_log=None, logger=_logger(server))
+    await runner.setup()
+    try:
+        assert runner.server is not None
+        protocols = _Bounded(runner.server)
+        try:
+            listener = await asyncio.get_running_loop().create_server(protocols, config.http_host, config.http_port)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"cannot serve HTTP on {config.http_host} port {config.http_port}: {error}"
+            ) from error
+        try:
+            yield format_address(listener.sockets[0].getsockname())
+        finally:
+            listener.close()
+    finally:
+        await runner.cleanup()
+
+
+def _application(server: StoreServer) -> web.Application:
+    from aiohttp import web
+    from prometheus_client import generate_latest
 
     registry, process = _registry(server), _process_registry()
-    config = server.config
 
     async def healthz(request: web.Request) -> web.Response:
         """200 while the loop serves: an answer at all is the news, the numbers are for people."""
@@ -87,23 +110,7 @@ async def serve_http(server: StoreServer) -> AsyncIterator[str]:
     application = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[this_host_only])
     for path, handler in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
         application.router.add_get(path, handler)
-    runner = web.AppRunner(application, access_log=None, logger=_logger(server))
-    await runner.setup()
-    try:
-        assert runner.server is not None
-        protocols = _Bounded(runner.server)
-        try:
-            listener = await asyncio.get_running_loop().create_server(protocols, config.http_host, config.http_port)
-        except OSError as error:
-            raise OSError(
-                error.errno, f"cannot serve HTTP on {config.http_host} port {config.http_port}: {error}"
-            ) from error
-        try:
-            yield format_address(listener.sockets[0].getsockname())
-        finally:
-            listener.close()
-    finally:
-        await runner.cleanup()
+    return application
 
 
 def _logger(server: StoreServer) -> logging.Logger:
