@@ -37,6 +37,12 @@ class DaemonProcess:
         os.unlink(path)
         self._down_since = 0.0
 
+    @property
+    def pid(self) -> int:
+        """The process that it is at the moment."""
+        assert self._process is not None
+        return self._process.pid
+
     async def spawn(self, failpoint: str = "") -> None:
         """Start a process, perhaps one that dies at a failpoint, without waiting until it is ready."""
         self.doomed = bool(failpoint)

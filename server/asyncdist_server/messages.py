@@ -82,6 +82,7 @@ import msgpack
 
 from asyncdist_server.codes import *  # noqa: F403  # they are part of this contract
 from asyncdist_server.codes import OK, REFUSED
+from asyncdist_server.frame_elements import more_elements_than
 
 PROTOCOL_VERSION: Final = 1
 
@@ -105,6 +106,9 @@ MAX_FRAME_BYTES: Final = MAX_VALUE_BYTES + FRAME_SLACK_BYTES
 MAX_ITEMS: Final = 32_768
 """Most requests in a frame and keys in a request. msgpack allocates arrays from their headers, up to 1,024 nested:
 1,024 headers x this x 8 bytes = 256 MiB is the most that a hostile frame can ask for, for a moment."""
+MAX_ELEMENTS: Final = 512 * 1024
+"""Most elements in a frame that the daemon reads, arrays among them: one of a byte or two becomes an object of up to
+72, so that a frame of the longest kind took gigabytes. Several requests with the most keys have room."""
 MAX_IN_FLIGHT: Final = 65_536
 """Most requests of one client without a reply it is known to have (default). Bounds remembered replies."""
 MAX_NAMESPACE_BYTES: Final = 255
@@ -340,6 +344,8 @@ def decode_welcome(payload: bytes | memoryview) -> Welcome:
 def _decode(payload: bytes | memoryview, max_items: int | None = None, text: bool = False) -> tuple[Any, ...]:
     """Return the one msgpack array in `payload`, arrays as tuples; `text` admits text and maps of the server."""
     size = len(payload)
+    if max_items is not None and size > MAX_ELEMENTS and more_elements_than(MAX_ELEMENTS, payload):
+        raise ProtocolError(f"more than {MAX_ELEMENTS} elements in a frame")
     try:
         message = msgpack.unpackb(
             payload,

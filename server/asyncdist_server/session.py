@@ -21,6 +21,7 @@ from typing import Any, Final
 from asyncdist_server.auth import AuthenticationError, Refusal, ServerHandshake, parse_store_context, refusal_message
 from asyncdist_server.clients import value_bytes
 from asyncdist_server.engine import Client, Reply, Request, StoreEngine
+from asyncdist_server.frame_elements import held_bytes
 from asyncdist_server.messages import (
     FRAME_TARGET_BYTES,
     LIMIT,
@@ -162,7 +163,7 @@ class Session:
 
     @property
     def buffered(self) -> int:
-        """Bytes received and not yet run, with what it takes to hold them."""
+        """Bytes received and not yet run, with what it takes to hold them: those of a frame, once it is decoded."""
         unrun = self._reader.buffered + (self._frame_bytes if self._index < len(self._requests) else 0)
         return unrun + sum(map(len, self._frames)) + VIEW_BYTES * len(self._frames) if self._frames else unrun
 
@@ -302,14 +303,14 @@ class Session:
         request = self._request
         replies = self._replies
         budget = TURN_REQUESTS
+        frame: memoryview | None = None
         while budget > 0 and self.reply_bytes < TURN_BYTES:
             index, requests = self._index, self._requests
             if index >= len(requests):
                 if index == 2:
                     self.operation = requests[1][1]
                     self.ran += 1
-                    self._requests = ()
-                    self._index = 0
+                    self._requests, self._index = (), 0
                 elif index:
                     self._frame_ran(requests, index - 1)
                 if not self._frames:
@@ -318,8 +319,7 @@ class Session:
                 self._frame_bytes = len(frame)
                 requests = self._requests = decode_requests(frame, self._engine.limits.items)
                 self._engine.acknowledge(client, requests[0])
-                index = 1
-            first = index
+                index = self._index = 1
             end = len(requests) if len(requests) - index < budget else index + budget
             while index < end and self.reply_bytes < TURN_BYTES:
                 reply = request(client, requests[index], now)
@@ -334,16 +334,17 @@ class Session:
                     if client.leaving:
                         self._stop("")
                         return
+            budget -= index - self._index
             self._index = index
-            budget -= index - first
+        if frame is not None and self._index < len(self._requests):
+            self._frame_bytes += held_bytes(self._requests)  # the rest of it is run in a later turn
 
     def _frame_ran(self, requests: tuple[Any, ...], count: int) -> None:
         """Keep nothing of a frame while the client is idle, but one request that stands for all.
 
         Fractions of the multiples of the golden ratio spread evenly over frames, also where all are alike.
         """
-        self._requests = ()
-        self._index = 0
+        self._requests, self._index = (), 0
         if count:
             self.ran += count
             self.operation = requests[1 + (self.ran * GOLDEN >> 32) % count][1]
@@ -379,8 +380,7 @@ class Session:
         self.error = reason
         self._reader = FrameReader(self._engine.limits.frame_bytes)  # the old one may hold most of a frame
         self._frames.clear()
-        self._requests = ()
-        self._index = 0
+        self._requests, self._index = (), 0
 
     def _encode(self, replies: list[Reply]) -> list[bytes]:
         """Return the replies as frames: one, unless they hold more than a frame should."""

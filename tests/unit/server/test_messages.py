@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncdist_server import messages
+from asyncdist_server.frame_elements import more_elements_than
 from asyncdist_server.messages import (
     Encoder,
     FrameReader,
@@ -30,6 +31,61 @@ CLIENT = bytes(range(16))
 def payload(frame: bytes) -> memoryview:
     (only,) = FrameReader().feed(frame)
     return only
+
+
+FIRST = [
+    b"\xcd\1\1",
+    b"\xce\1\1\1\1",
+    b"\xca\1\1\1\1",
+    b"\xcb" + bytes(8),
+    b"\xd1\1\1",
+    b"\xcf" + bytes(8),
+    b"\xd3" + bytes(8),
+]
+ELEMENTS = [
+    *FIRST,
+    b"\1",
+    b"\xff",
+    b"\xc0",
+    b"\xcc\xff",
+    b"\xc4\2ab",
+    b"\xc5\0\3abc",
+    b"\xc6\0\0\0\1a",
+    b"\x90",
+    b"\xdc\0\0",
+]
+
+
+@pytest.mark.parametrize("past", [0, 1])
+@pytest.mark.parametrize("element", ELEMENTS, ids=bytes.hex)
+def test_a_frame_has_so_many_elements(element: bytes, past: int) -> None:
+    """A small frame of them takes no gigabytes."""
+    per_array = 1000
+    arrays, rest = divmod(messages.MAX_ELEMENTS - 2 + past, per_array + 1)
+    inner = b"\xdc" + per_array.to_bytes(2, "big") + element * per_array
+    filler = bytes(messages.MAX_ELEMENTS)  # a value, and so one element: a frame of fewer bytes is not looked at
+    body = b"\0" + b"\xc6" + len(filler).to_bytes(4, "big") + filler + inner * arrays + b"\xc0" * (rest - 1)
+    frame = b"\xdc" + (2 + arrays + rest - 1).to_bytes(2, "big") + body
+    if past:
+        with pytest.raises(ProtocolError, match="more than 524288 elements"):
+            decode_requests(frame)
+    else:
+        assert len(decode_requests(frame)) == 1 + arrays + rest
+
+
+@given(
+    st.recursive(st.none() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary(), st.lists), st.integers(0, 50)
+)
+def test_elements_are_counted(message: object, limit: int) -> None:
+    def count(element: object) -> int:
+        return 1 + sum(map(count, element)) if isinstance(element, list) else 1
+
+    assert more_elements_than(limit, msgpack.packb(message)) == (count(message) > limit)
+
+
+@given(st.binary(max_size=200), st.integers(0, 300))
+def test_any_bytes_have_a_number_of_elements(payload: bytes, limit: int) -> None:
+    assert more_elements_than(limit, payload) <= (len(payload) > limit)
 
 
 @given(st.lists(st.binary(min_size=1, max_size=300), max_size=20), st.data())
