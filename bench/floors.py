@@ -22,6 +22,8 @@ from bench.verify import Array, bytes_of
 HEADER = struct.Struct("<QQII")
 READ_BYTES = 64 << 10
 """The most one read asks for; larger reads measured slower on loopback (the socket buffer leaves the cache)."""
+LONG_READ_BYTES = 256 << 10
+"""The same for messages longer than this: what counts is how many calls there are."""
 READS_PER_CALLBACK = 16
 MESSAGE_TAGS = 1 << 62
 """Tags of messages start here, those of collectives at 0."""
@@ -36,6 +38,8 @@ class Link:
         sock.setblocking(False)
         if sock.family == socket.AF_INET:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if hasattr(socket, "TCP_CONGESTION"):  # BBR would wait for timers
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
         self._sock = sock
         self._loop = loop
         self._posted: dict[int, tuple[memoryview, asyncio.Future[None]]] = {}
@@ -109,8 +113,8 @@ class Link:
         """Read once, into the array when a large message is under way; whether another read may find more."""
         target = self._target
         if target is not None:
-            offset = self._received
-            count = self._sock.recv_into(target[offset : offset + READ_BYTES])
+            offset, most = self._received, LONG_READ_BYTES if len(target) > LONG_READ_BYTES else READ_BYTES
+            count = self._sock.recv_into(target[offset : offset + most])
             self._received = offset + count
             if self._received == len(target):
                 assert self._done is not None
