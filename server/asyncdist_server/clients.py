@@ -15,6 +15,10 @@ Reply = tuple[int, int, Any]
 
 REPLY_BYTES: Final = 320
 """What a remembered reply costs besides a value in it: the tuple, its id, its place in a list (measured)."""
+TURN_WORK_BYTES: Final = 8 * 1024 * 1024
+"""A turn of a client ends when its requests have copied so much: it takes about as long as many small ones."""
+KEY_WORK_BYTES: Final = 256
+"""As how many bytes copied a key counts that is looked at, as it takes about as long."""
 
 
 class Client:
@@ -51,6 +55,7 @@ class Client:
         "taken",
         "unsent",
         "unsent_bytes",
+        "work_bytes",
     )
 
     def __init__(
@@ -75,6 +80,7 @@ class Client:
         self.name = ""  # these three are for people
         self.rank: int | None = None
         self.address = ""
+        self.work_bytes = 0  # what its requests took that may take long; whoever gives turns sets it back
         self.blocked: dict[int, Waiter] = {}
         # Replies to mutations: not yet in a frame (None: this client never retries), and by the frame they went in.
         self.unsent: list[Reply] | None = None if client_id is None else []

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from asyncdist_server.clients import Client, Reply
+from asyncdist_server.clients import KEY_WORK_BYTES, Client, Reply
 from asyncdist_server.membership import Job, find_job
 from asyncdist_server.messages import (
     COMPACTED,
@@ -249,6 +249,7 @@ def _waits(state: StoreState, client: Client, request: Request, now: float) -> R
     if not everywhere:
         count = sum(len(each.blocked) for each in state.clients if each.namespace is client.namespace)
         waiters = (waiter for waiter in waiters if waiter.client.namespace is client.namespace)
+    client.work_bytes += KEY_WORK_BYTES * (state.waiter_count + len(state.clients))
     rows: list[Any] = [count]
     for waiter in itertools.islice(waiters, min(count, MAX_WAITS)):
         who = waiter.client

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from asyncdist_server.clients import Client, Reply
+from asyncdist_server.clients import KEY_WORK_BYTES, Client, Reply
 from asyncdist_server.messages import (
     ADD,
     APPEND,
@@ -82,6 +82,7 @@ def _add(state: StoreState, client: Client, request: Request, now: float) -> Rep
     if type(key) is not bytes or type(amount) is not int:
         raise malformed(request)
     stored = client.namespace.values.get(key, b"0")
+    client.work_bytes += len(stored)
     number = parse_number(stored)
     if number is None:
         return request_id, INVALID, f"add to a value that is not a number: {stored[:40]!r}"
@@ -108,7 +109,7 @@ def parse_number(text: bytes) -> int | None:
 
 def _check(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
     request_id, _, keys = request
-    _require_keys(request, keys)
+    _require_keys(client, request, keys)
     if refused := state.refuse_keys(client, keys):
         return request_id, LIMIT, refused
     return request_id, OK, first_missing(client.namespace, WAIT, keys) is None
@@ -116,7 +117,7 @@ def _check(state: StoreState, client: Client, request: Request, now: float) -> R
 
 def _wait(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
     request_id, _, keys, _ = request
-    _require_keys(request, keys)
+    _require_keys(client, request, keys)
     position = first_missing(client.namespace, WAIT, keys)
     if position is not None:
         return _block(state, client, request, keys, position, now)
@@ -155,13 +156,14 @@ def _append(state: StoreState, client: Client, request: Request, now: float) -> 
     elif len(old) + len(value) > state.limits.value_bytes:
         refused = f"the value would have {len(old) + len(value)} bytes, allowed are {state.limits.value_bytes}"
     else:
+        client.work_bytes += len(old)
         refused = state.put(client.namespace, key, old + value, keep_lease=True, kept=len(old))
     return (request_id, LIMIT, refused) if refused else (request_id, OK, None)
 
 
 def _multi_get(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
     request_id, _, keys, _ = request
-    _require_keys(request, keys)
+    _require_keys(client, request, keys)
     position = first_missing(client.namespace, MULTI_GET, keys)
     if position is not None:
         return _block(state, client, request, keys, position, now)
@@ -170,7 +172,7 @@ def _multi_get(state: StoreState, client: Client, request: Request, now: float) 
 
 def _multi_set(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
     request_id, _, keys, values = request
-    _require_keys(request, keys)
+    _require_keys(client, request, keys)
     if type(values) is not tuple or len(values) != len(keys) or not all(type(value) is bytes for value in values):
         raise malformed(request)
     namespace = client.namespace
@@ -205,6 +207,7 @@ def _list_keys(state: StoreState, client: Client, request: Request, now: float) 
     request_id, _, prefix = request
     if type(prefix) is not bytes:
         raise malformed(request)
+    client.work_bytes += KEY_WORK_BYTES * len(client.namespace.values)
     keys = [key for key in client.namespace.values if key.startswith(prefix)]
     size = sum(map(len, keys)) + 5 * len(keys)
     if size > state.reply_bytes:
@@ -272,9 +275,10 @@ def _goodbye(state: StoreState, client: Client, request: Request, now: float) ->
     return request[0], OK, None
 
 
-def _require_keys(request: Request, keys: object) -> None:
+def _require_keys(client: Client, request: Request, keys: object) -> None:
     if type(keys) is not tuple or not all(type(key) is bytes for key in keys):
         raise malformed(request)
+    client.work_bytes += KEY_WORK_BYTES * len(keys)
 
 
 def _block(

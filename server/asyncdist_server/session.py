@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from asyncdist_server.auth import AuthenticationError, Refusal, ServerHandshake, parse_store_context, refusal_message
-from asyncdist_server.clients import value_bytes
+from asyncdist_server.clients import TURN_WORK_BYTES, value_bytes
 from asyncdist_server.engine import Client, Reply, Request, StoreEngine
 from asyncdist_server.frame_elements import held_bytes
 from asyncdist_server.messages import (
@@ -302,9 +302,9 @@ class Session:
     def _run(self, client: Client, now: float) -> None:
         request = self._request
         replies = self._replies
-        budget = TURN_REQUESTS
+        budget, client.work_bytes = TURN_REQUESTS, 0
         frame: memoryview | None = None
-        while budget > 0 and self.reply_bytes < TURN_BYTES:
+        while budget > 0 and self.reply_bytes < TURN_BYTES and client.work_bytes < TURN_WORK_BYTES:
             index, requests = self._index, self._requests
             if index >= len(requests):
                 if index == 2:
@@ -321,7 +321,7 @@ class Session:
                 self._engine.acknowledge(client, requests[0])
                 index = self._index = 1
             end = len(requests) if len(requests) - index < budget else index + budget
-            while index < end and self.reply_bytes < TURN_BYTES:
+            while index < end and self.reply_bytes < TURN_BYTES and client.work_bytes < TURN_WORK_BYTES:
                 reply = request(client, requests[index], now)
                 index += 1
                 if reply is not None:
