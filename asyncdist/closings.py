@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
+from typing import Final
 
 from asyncdist.backend.point_to_point import ANY_SOURCE
 from asyncdist.expiry import MAX_PROBE_DIALS
@@ -17,6 +19,9 @@ from asyncdist.group_order import ASK_S
 from asyncdist.world import World
 
 __all__ = ["Closings"]
+
+MAX_ANY_DIALS: Final = 32
+"""Other members up to which a receive from any source connects to all, to ask them: each may wait for any."""
 
 
 class Closings:
@@ -54,9 +59,7 @@ class Closings:
 
     def ask(self, ranks: Iterable[int]) -> None:
         """Have `ranks` say when they have closed the group, unless they were asked before."""
-        unasked = set(ranks) - self._asked
-        message = ["closed", self._group_id, self._parent_id, True]
-        self._asked.update(self._world.tell(tuple(unasked), message, dial=len(self._others) + 1 <= MAX_PROBE_DIALS))
+        self._ask(set(ranks), dial=len(self._others) < MAX_PROBE_DIALS)
 
     def stop(self) -> None:
         """Ask nobody any more."""
@@ -68,7 +71,15 @@ class Closings:
         self._timer = None
         ranks = self._waited_for()
         if ANY_SOURCE in ranks:
-            ranks = set(self._others)
+            ranks.remove(ANY_SOURCE)
             self._asked.add(ANY_SOURCE)
+            if len(self._others) <= MAX_ANY_DIALS:
+                ranks |= self._others
+            else:
+                self._ask(self._others, dial=False)
         self._asking(ranks - self._asked)
         self.ask(ranks)
+
+    def _ask(self, ranks: AbstractSet[int], *, dial: bool) -> None:
+        message = ["closed", self._group_id, self._parent_id, True]
+        self._asked.update(self._world.tell(tuple(ranks - self._asked), message, dial=dial))

@@ -180,8 +180,8 @@ class Rendezvous:
 
     async def _hear_who_hosts(self, on_hosted: Callable[[], None]) -> None:
         with contextlib.suppress(DistError):
-            leader = _unpack(await self._store.get(self._key("info/0"), timeout=None))
-            if leader["options"].get("rank 0 hosts") is True:
+            options = _unpack(await self._store.get(self._key("info/0"), timeout=None)).get("options")
+            if isinstance(options, dict) and options.get("rank 0 hosts") is True:
                 on_hosted()
 
     async def _hold(self) -> None:

@@ -13,7 +13,8 @@ from group_kit import Group, outcome
 from socket_world import run_ranks
 
 import asyncdist as dist
-from asyncdist.closings import Closings
+from asyncdist.backend.point_to_point import ANY_SOURCE
+from asyncdist.closings import MAX_ANY_DIALS, Closings
 from asyncdist.expiry import MAX_PROBE_DIALS
 from asyncdist.group_order import ASK_S
 from asyncdist.testing import DeadlockError, run_world
@@ -170,6 +171,25 @@ def test_in_so_large_groups_only_the_connected_are_asked(past: int) -> None:
     closings = Closings(world, 1, 2, tuple(range(MAX_PROBE_DIALS + past)), set, lambda _: None)
     closings.ask([1])
     assert told == [not past]
+
+
+@pytest.mark.parametrize("past", [0, 1])
+def test_who_waits_for_any_source_of_a_large_group_asks_those_that_are_connected(past: int) -> None:
+    told: list[tuple[set[int], bool]] = []
+
+    def tell(ranks: tuple[int, ...], message: list[Any], *, dial: bool) -> list[int]:
+        told.append((set(ranks), dial))
+        return []
+
+    async def main() -> None:
+        world: Any = SimpleNamespace(rank=0, tell=tell, loop=asyncio.get_running_loop())
+        members = tuple(range(1 + MAX_ANY_DIALS + past))
+        Closings(world, 1, 2, members, lambda: {3, ANY_SOURCE}, lambda _: None).watch(3)
+        await asyncio.sleep(ASK_S + 0.1)
+        others = set(members) - {0}
+        assert told == ([(others, False), ({3}, True)] if past else [(others, True)])
+
+    asyncio.run(main())
 
 
 def test_of_the_group_of_all_ranks_nobody_is_asked() -> None:
