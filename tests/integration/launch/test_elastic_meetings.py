@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ import forked
 import pytest
 from launching import DEADLINE_S, clean_environment, until, write_script
 
+from asyncdist import blocking
 from asyncdist_server import serve_in_thread
 
 PATIENT = "--rdzv-conf=last_call_timeout=0.3,keep_alive_interval=100"
@@ -69,16 +71,18 @@ class Job:
         self._stack = stack
         self._folder = folder
         self._script = write_script(folder, WORKER)
-        self._store = stack.enter_context(serve_in_thread()).address
+        server = stack.enter_context(serve_in_thread())
+        self._store = server.address
+        self._client = stack.enter_context(blocking.TCPStore("127.0.0.1", server.port, namespace="asyncdist-launch"))
         self.died = folder / "died"
 
     def start(self, nnodes: str = "1:3") -> Launcher:
         return self._start("-m", "asyncdist", nnodes=nnodes)
 
-    def start_dying(self, place: str, nth: int = 1, later_s: float = 0.0, nnodes: str = "1:3") -> Launcher:
+    def start_dying(self, place: str, nth: int = 1, later_s: float = 0.0) -> Launcher:
         """One that is killed when it calls `module:class:method` for the nth time, or so much later."""
         when = (place, str(nth), str(later_s), str(self.died))
-        return self._start("-c", textwrap.dedent(LAUNCHER), *when, nnodes=nnodes)
+        return self._start("-c", textwrap.dedent(LAUNCHER), *when, nnodes="1:3")
 
     def _start(self, *program: str, nnodes: str) -> Launcher:
         options = [
@@ -95,6 +99,10 @@ class Job:
         self._stack.enter_context(process)
         self._stack.callback(process.kill)
         return process
+
+    def members(self) -> int:
+        """How many have joined: they are in a round, or wait for one."""
+        return len(self._client.list_keys("job/job/members/"))
 
     def rounds(self, *launchers: Launcher) -> set[int]:
         """The numbers of the rounds in which these launchers, and no others, had their workers up."""
@@ -179,11 +187,18 @@ def test_a_launcher_that_is_killed_before_it_joins_disturbs_nobody(job: Job) -> 
 
 
 def test_who_waits_for_more_nodes_is_told_who_was_killed(job: Job) -> None:
-    first = job.start("3:4")
-    victim = job.start_dying("asyncdist.store.tcp_store:TCPStore:join", later_s=0.3, nnodes="3:4")
-    told = f":{victim.pid} was lost while the nodes met"
+    first, victim = job.start("3:4"), job.start("3:4")
+    until(lambda: job.members() == 2, "both to join")
+    victim.kill()
     assert first.stderr is not None
-    until(lambda: told in first.stderr.readline().decode(), "the first to say so")  # type: ignore[union-attr]
+    os.set_blocking(first.stderr.fileno(), False)
+    said = bytearray()
+
+    def told() -> bool:
+        said.extend(first.stderr.read() or b"")  # type: ignore[union-attr]
+        return b":%d was lost while the nodes met" % victim.pid in said
+
+    until(told, "the first to say so")
     others = [job.start("3:4") for _ in range(2)]
     until(lambda: bool(job.rounds(first, *others)), "three to work")
     job.ended(first, *others)
