@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -49,6 +50,12 @@ def wide(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float64) if array.dtype.itemsize <= 2 and array.dtype.kind not in "biu" else array
 
 
+@lru_cache(256)
+def numbers(low: int, high: int, count: int, *seed: int) -> np.ndarray:
+    """Random whole numbers: every rank asks for those of all, to know what must come of them."""
+    return np.random.default_rng(seed).integers(low, high, count).astype(np.int8)
+
+
 @dataclass(frozen=True)
 class Case:
     """One collective to run; `counts` is one length per rank, of which collectives on vectors use the first."""
@@ -64,14 +71,16 @@ class Case:
         """Small whole numbers of a place: sums and products of up to nine are exact in every dtype, in any order."""
         low = 0 if self.dtype.kind in "bu" or self.dtype.itemsize == 1 else -2
         high = 2 if self.dtype.itemsize == 1 else 3
-        numbers = np.random.default_rng([self.salt, *place]).integers(low, high, count)
-        return numbers.astype(self.dtype)
+        return numbers(low, high, count, self.salt, *place).astype(self.dtype)
 
     def vector(self, rank: int) -> np.ndarray:
         return self.values(rank, count=self.counts[0])
 
+    def block(self, rank: int, index: int) -> np.ndarray:
+        return self.values(rank, index, count=self.counts[index])
+
     def blocks(self, rank: int) -> list[np.ndarray]:
-        return [self.values(rank, index, count=count) for index, count in enumerate(self.counts)]
+        return [self.block(rank, index) for index in range(len(self.counts))]
 
     def reduced(self, arrays: list[np.ndarray]) -> np.ndarray:
         """What numpy makes of all ranks' arrays."""
@@ -128,8 +137,8 @@ async def barrier(group: Group, case: Case) -> None:
 
 async def all_gather(group: Group, case: Case) -> None:
     found = [case.empty(count) for count in case.counts]
-    await group.all_gather(found, case.blocks(group.rank)[group.rank])
-    assert all(same(one, case.blocks(rank)[rank]) for rank, one in enumerate(found))
+    await group.all_gather(found, case.block(group.rank, group.rank))
+    assert all(same(one, case.block(rank, rank)) for rank, one in enumerate(found))
     whole = case.empty(case.size * case.counts[0])
     await group.all_gather_into_tensor(whole, case.vector(group.rank))
     assert same(whole, np.concatenate([case.vector(rank) for rank in range(case.size)]))
@@ -138,7 +147,7 @@ async def all_gather(group: Group, case: Case) -> None:
 async def reduce_scatter(group: Group, case: Case) -> None:
     out = case.empty(case.counts[group.rank])
     await group.reduce_scatter(out, case.blocks(group.rank), Op[case.op])
-    assert same(out, case.reduced([case.blocks(rank)[group.rank] for rank in range(case.size)]), case.op)
+    assert same(out, case.reduced([case.block(rank, group.rank) for rank in range(case.size)]), case.op)
     count = case.counts[0]
     wholes = [case.values(rank, 99, count=count * case.size) for rank in range(case.size)]
     await group.reduce_scatter_tensor(part := case.empty(count), wholes[group.rank], Op[case.op])
@@ -148,7 +157,7 @@ async def reduce_scatter(group: Group, case: Case) -> None:
 
 async def gather(group: Group, case: Case, uneven: bool = False) -> None:
     places = [case.empty(count if uneven else case.counts[0]) for count in case.counts]
-    given = [case.blocks(rank)[rank] if uneven else case.vector(rank) for rank in range(case.size)]
+    given = [case.block(rank, rank) if uneven else case.vector(rank) for rank in range(case.size)]
     here = group.rank == case.root
     await group.gather(given[group.rank], places if here else None, case.root, uneven=uneven)
     assert not here or all(same(one, expected) for one, expected in zip(places, given, strict=True))
