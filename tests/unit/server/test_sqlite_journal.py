@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import itertools
 import os
 import resource
@@ -11,7 +13,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,14 @@ def opened(path: Path, connect: Callable[[Path], Any] = connect) -> tuple[Sqlite
 
 def written(path: Path, count: int = 5, close: bool = True) -> None:
     """Leave a journal with `count` rows, in its write-ahead log unless it is closed as a daemon ends in order."""
+    shutil.copytree(made(count, close), path, dirs_exist_ok=True)
+
+
+@functools.cache
+def made(count: int, close: bool) -> Path:
+    """One to copy: to make it takes a process of its own, as one that is not closed is left by nothing but its end."""
+    path = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, path)
     program = (
         "import sys, os; from pathlib import Path\n"
         "from test_sqlite_journal import batch, opened\n"
@@ -56,7 +67,27 @@ def written(path: Path, count: int = 5, close: bool = True) -> None:
         "os._exit(0)"
     )
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    subprocess.run([sys.executable, "-c", program, str(path)], check=True, env={"PYTHONPATH": paths}, timeout=20)
+    command = [sys.executable, "-c", program, str(path / "data")]
+    subprocess.run(command, check=True, env={"PYTHONPATH": paths}, timeout=20)
+    return path / "data"
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is abandoned stays open for as long as the process lives: these tests would leave hundreds of files so."""
+    abandoned: list[tuple[Any, DataDirectory]] = []
+    abandon = SqliteJournal.abandon
+
+    def noted(journal: SqliteJournal) -> None:
+        abandoned.append((journal._connection, journal._directory))
+        abandon(journal)
+
+    monkeypatch.setattr(SqliteJournal, "abandon", noted)
+    yield
+    for connection, directory in abandoned:
+        if connection is not None:
+            connection.close()
+        directory.close()
 
 
 def values(rows: Rows) -> list[bytes]:
@@ -353,6 +384,9 @@ class Faulty:
                 self.failed = True
                 raise self._error
         return self._real.execute(statement, *parameters)
+
+    def close(self) -> None:
+        self._real.close()
 
 
 def sqlite_error(name: str) -> sqlite3.OperationalError:
