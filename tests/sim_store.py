@@ -27,6 +27,7 @@ from asyncdist.errors import QueueEmptyError
 from asyncdist.store import TCPStore
 from asyncdist.testing.loop import DeadlockError
 from asyncdist.testing.network import SimulatedNetwork, run_simulated
+from asyncdist_server.clients import Client
 from asyncdist_server.messages import Limits
 
 __all__ = ["Outcome", "run_store_scenario"]
@@ -74,9 +75,20 @@ class StoreWorld(Strikes):
         self.daemon = SimulatedDaemon(network, scenario)
         self.clients: list[SimulatedClient] = []
         self.faults: Counter[str] = Counter()
+        self.took = asyncio.Event()
 
     async def run(self) -> None:
         """From the daemon's start to its end."""
+        note_taken = Client.note_taken
+
+        def noted(client: Client, request_id: int, key: bytes) -> None:
+            note_taken(client, request_id, key)
+            self.took.set()
+
+        with mock.patch.object(Client, "note_taken", noted):
+            await self._run()
+
+    async def _run(self) -> None:
         await self.daemon.start()
         for index in range(self.scenario.clients):
             self.add_client(index)

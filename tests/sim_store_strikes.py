@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from typing import Final
@@ -19,6 +20,9 @@ __all__ = ["Strikes"]
 TAKER_S: Final = 20.0
 """How long somebody is looked for who is about to pop an item."""
 
+RESTORED_S: Final = 1.0
+"""Between two looks for such that a daemon knows from before its start."""
+
 
 class Strikes:
     """The faults of one run; a base of the world that they strike."""
@@ -29,6 +33,8 @@ class Strikes:
     daemon: SimulatedDaemon
     clients: list[SimulatedClient]
     faults: Counter[str]
+    took: asyncio.Event
+    """Set when the daemon notes that a client takes an item."""
 
     def add_client(self, index: int) -> None:
         """Start one more client."""
@@ -104,6 +110,10 @@ class Strikes:
                             self.daemon.end(host_too=False)
                             await self.daemon.start()
                         return True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RESTORED_S):
+                    await self.took.wait()
+            self.took.clear()
             await asyncio.sleep(self.dice.random() * 0.004)
         return False
 

@@ -24,7 +24,7 @@ from asyncdist.group import ProcessGroup
 from asyncdist.transport.in_memory.network import MemoryNetwork
 from asyncdist.world import World
 
-SEEDS = 150
+SEEDS = 100
 """Unless the environment says otherwise: some seconds."""
 BLOCK = 50
 """Seeds in one test: few tests even for thousands of seeds; a failure names its seed in the message."""
