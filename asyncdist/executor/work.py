@@ -183,8 +183,10 @@ class Work(Generic[T]):
                 if not waiters and isinstance(error, asyncio.CancelledError):
                     if not self.done():  # since the waiter was made
                         self._abandoned()
+                    elif not self._retrieved and self._error is None:
+                        self._unnoticed()
                     elif not self._retrieved:
-                        (self._unnoticed if self._error is None else self._untold)()
+                        self._untold()
                 raise
             if spinner is not None:
                 spinner.woken()

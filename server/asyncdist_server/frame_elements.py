@@ -19,18 +19,11 @@ ARRAY_BYTES: Final = 24
 _BIN_LENGTHS: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4}
 """How many bytes the length of a byte string has, behind its first one."""
 
-
-def _head_bytes(first: int) -> int:
-    """Return how many bytes an element that begins with `first` has before the next one, but for byte strings.
-
-    Text, maps and extensions are not decoded; it does not matter where they end.
-    """
-    numbers = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
-    arrays = {0xDC: 3, 0xDD: 5}
-    return (numbers | arrays).get(first, 1)
-
-
-_HEADS: Final = [0 if first in _BIN_LENGTHS else _head_bytes(first) for first in range(256)]
+_NUMBERS: Final = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
+_ARRAYS: Final = {0xDC: 3, 0xDD: 5}
+_HEADS: Final = [0 if first in _BIN_LENGTHS else (_NUMBERS | _ARRAYS).get(first, 1) for first in range(256)]
+"""How many bytes an element that begins with that one has before the next, but for byte strings. Text, maps and
+extensions are not decoded; it does not matter where they end."""
 
 
 def more_elements_than(limit: int, payload: bytes | memoryview) -> bool:
