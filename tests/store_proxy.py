@@ -29,11 +29,17 @@ class CuttingProxy:
         """Carry one connection until one side ends it or the plan does."""
         self.connections += 1
         to_server, to_client = self._plan(self.connections)
+        opening = asyncio.ensure_future(asyncio.open_connection("127.0.0.1", self._target_port))
         try:
-            other_reader, other_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+            other_reader, other_writer = await asyncio.shield(opening)
         except OSError:
             writer.transport.abort()
             return
+        except asyncio.CancelledError:  # asyncio may leave the socket open where opening itself is cancelled
+            with contextlib.suppress(OSError):
+                _, late = await opening
+                late.transport.abort()
+            raise
         pumps = [
             asyncio.ensure_future(self._pump(reader, other_writer, to_server, may_spoil=True)),
             asyncio.ensure_future(self._pump(other_reader, writer, to_client)),

@@ -163,9 +163,12 @@ class Program:
         self.pending = waiting.counts()
         self._ready = ready = tuple(compress(range(len(steps)), map(not_, self.pending)))
         self.peer_ranks = peers(steps)
-        receives = {index: step.target.length for index in ready if isinstance(step := steps[index], Recv | RecvReduce)}
+        of_messages = (
+            () if plan.outstanding_items else ready
+        )  # those of shared memory may be a hundred thousand, and wait for items
+        receives = {i: step.target.length for i in of_messages if isinstance(step := steps[i], Recv | RecvReduce)}
         self._longest = max(receives.values(), default=0)
-        self._receives_first = (*receives, *(index for index in ready if index not in receives))
+        self._receives_first = (*receives, *(index for index in ready if index not in receives)) if receives else ready
 
     def first_steps(self, itemsize: int) -> tuple[int, ...]:
         """The steps that wait for none, in the order in which to begin, for elements of `itemsize` bytes.
