@@ -40,6 +40,10 @@ CHUNKS_MAX: Final = 128
 """Chunks in the largest blocks, which get larger chunks instead: each is a step with its message, a third of a kB in
 the plan, and a pipeline of 128 is already within a percent or two of the wire."""
 
+SHARE_CHUNKS_MAX: Final = 8
+"""Chunks of each rank's share of an all_reduce between hosts: enough to use the link all the time. More were slower
+there than predicted, the longer the vector the more."""
+
 VECTOR_CHUNKS_MAX: Final = 512
 """Chunks in the largest vectors, likewise: a rank has up to four steps with each, and a plan of two thousand steps is
 made in two or three milliseconds. With many ranks it costs nothing, as every chunk goes through so many hands."""
@@ -254,6 +258,8 @@ def chunk_sizes(problem: Problem, itemsize: int, tuning: Tuning = DEFAULT_TUNING
     else:
         block_bytes = max(problem.counts) * itemsize
     least = max(-(-block_bytes // CHUNKS_MAX), -(-problem.total * itemsize // VECTOR_CHUNKS_MAX))
+    if problem.collective == "all_reduce" and problem.world > problem.ranks_per_host:
+        least = max(least, min(-(-block_bytes // SHARE_CHUNKS_MAX), CHUNK_MAX_BYTES))
     size, sizes = _least_chunk(problem, tuning), []
     while size <= CHUNK_MAX_BYTES:
         if size >= least:

@@ -190,6 +190,15 @@ def test_chunks_are_smaller_on_slow_links_between_hosts(gigabits, least):
     assert candidates(problem, 1, tuning, algorithm="ring")[0].chunk_bytes == least
 
 
+def test_what_ranks_pass_on_between_hosts_is_cut_into_few_chunks():
+    slow = Tuning(replace(ASYNCIO, between=Link(alpha_s=60e-6, beta_s=40e-9)))
+    for tuning in (slow, Tuning(ASYNCIO)):
+        assert chunk_sizes(Problem.of("all_reduce", 4, 16 * MIB), 1, tuning)[0] == 512 * KIB
+        assert chunk_sizes(Problem.of("all_reduce", 4, 64 * MIB), 1, tuning)[0] == selector.CHUNK_MAX_BYTES
+    assert chunk_sizes(Problem.of("broadcast", 4, 16 * MIB), 1, Tuning(ASYNCIO))[0] == selector.CHUNK_MIN_BYTES
+    assert chunk_sizes(Problem.of("all_reduce", 4, 16 * MIB, 0, 4), 1)[0] == selector.CHUNK_MIN_BYTES
+
+
 def test_chunks_of_a_vector_at_the_most_there_are_and_one_past():
     largest = selector.VECTOR_CHUNKS_MAX * selector.CHUNK_MAX_BYTES
     assert chunk_sizes(Problem.of("all_reduce", 8, largest), 1) == (selector.CHUNK_MAX_BYTES,)
