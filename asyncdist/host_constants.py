@@ -155,7 +155,7 @@ def _file_constants(environ: Mapping[str, str], transport: str) -> Constants | N
             known = ", ".join(read_file(Path(named))["transports"])
             raise ValueError(
                 f"ASYNCDIST_TUNING={named!r} has no constants for transport {transport!r}, only for {known}: "
-                f"set ASYNCDIST_TRANSPORT, or add them by asyncdist tune"
+                "set ASYNCDIST_TRANSPORT, or add them by asyncdist tune"
             )
         return constants
     path = default_path(environ)
