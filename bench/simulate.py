@@ -83,7 +83,7 @@ def predicted(world: int, nbytes: int, environment: dict[str, str]) -> Predictio
     """Return what the selector chooses in a world on this host, and what the simulator says of it."""
     tuning = _tuning(world, environment)
     problem = Problem.of("all_reduce", world, -(-nbytes // ITEMSIZE), 0, tuning.ranks_per_host)
-    algorithm, chunk_bytes = choose(problem, ITEMSIZE, tuning)
+    algorithm, chunk_bytes, _ = choose(problem, ITEMSIZE, tuning)
     chunk_length = max(1, chunk_bytes // ITEMSIZE)
     return Prediction(algorithm, simulate(problem, algorithm, ITEMSIZE, tuning.constants, chunk_length))
 

@@ -20,7 +20,7 @@ from asyncdist.host_constants import default_path, own_tuning, stored_constants
 from asyncdist.plan.algorithms.registry import ALGORITHMS
 from asyncdist.plan.cost.constants import BUILT_IN
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, Problem
-from asyncdist.plan.records import USUAL_LANE_BYTES
+from asyncdist.plan.records import NO_LANE, USUAL_LANE
 from asyncdist.plan.selection.selector import candidates, parse_overrides, usable
 from asyncdist.plan.selection.shared_chunks import MAX_SHARED_RANKS
 from asyncdist.plan.selection.tuning import MAX_CORES, Tuning
@@ -160,7 +160,7 @@ def _explained(
     per_host = tuning.ranks_per_host
     problem = Problem.of_bytes(collective, world, nbytes, itemsize, root, ranks_per_host=per_host)
     ordered = op == "ordered"
-    found = candidates(problem, itemsize, tuning, ordered=ordered, lane_bytes=USUAL_LANE_BYTES if shared else 0)
+    found = candidates(problem, itemsize, tuning, ordered=ordered, memory=USUAL_LANE if shared else NO_LANE)
     if not found:
         raise ValueError(f"{collective} reduces nothing: there is no order to keep")
     named = tuning.override(collective)

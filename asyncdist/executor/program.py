@@ -151,12 +151,14 @@ class Program:
         "peer_ranks",
         "pending",
         "plan",
+        "single_copy",
     )
 
     def __init__(self, plan: Plan) -> None:
         steps = plan.steps
         waiting = Waiting(steps)
         self.plan = plan
+        self.single_copy = plan.single_copy
         self.items = items(steps) if plan.outstanding_items else 0
         self.needs: Needs = needs(steps) if plan.outstanding_items else {}
         self.instructions = Instructions(steps, waiting, lendable(plan) if self.items else ())

@@ -9,7 +9,9 @@ Work on memory (copies, reductions) is cut into slices of at most `SLICE_BYTES` 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -22,11 +24,15 @@ from asyncdist.executor.scratch import ScratchPool
 from asyncdist.executor.shared_part import SharedPart, different
 from asyncdist.transport.protocol.matching import Receive, SendOp
 from asyncdist.transport.protocol.peer import PeerCore
+from asyncdist.transport.shared_memory.process_memory import RemoteBytes
 
 __all__ = ["SLICE_BYTES", "Execution", "Kernel", "mismatch", "run_sliced"]
 
 SLICE_BYTES: Final = 1 << 20
 """Bytes of one uninterrupted copy or reduction: about 0.3 ms, so that no callback holds the loop for a millisecond."""
+
+READ_BYTES: Final = 512 << 10
+"""What is read of another process's memory at a time to be reduced: it is still in this core's cache then."""
 
 START_STEPS: Final = 64
 """Steps that are started in one turn of the loop, of those that wait for none: some microseconds each."""
@@ -73,10 +79,12 @@ class Execution:
     """
 
     __slots__ = (
+        "_budget",
         "_buffers",
         "_fingerprint",
         "_itemsize",
         "_kernel",
+        "_line",
         "_loop",
         "_peers",
         "_pending",
@@ -115,6 +123,8 @@ class Execution:
         self._remaining = len(program.pending)
         self._waiting: set[int] = set()
         self._staging: dict[int, Array] = {}
+        self._budget = SLICE_BYTES
+        self._line: deque[Callable[[], None]] = deque()  # work on memory, one slice in a turn of the loop
         self._stopped = False
         self._shared: SharedPart | None = None
 
@@ -152,8 +162,12 @@ class Execution:
     def _advance(self, ready: list[int]) -> None:
         """Start the steps of `ready`, and those that become ready by steps that are done at once."""
         pending, instructions = self._pending, self._program.instructions
+        single_copy = self._program.single_copy
+        self._budget = SLICE_BYTES
         try:
-            for index in ready:  # grows while it is walked: steps start in the order in which they became ready
+            # It grows while it is walked. Steps start in the order in which they became ready; but what is lent, which
+            # costs nothing and the others may wait for, before all else.
+            for place, index in enumerate(ready, 1):
                 if self._stopped:
                     return
                 step = instructions[index]
@@ -162,7 +176,10 @@ class Execution:
                     for successor in step.successors:
                         pending[successor] -= 1
                         if not pending[successor]:
-                            ready.append(successor)
+                            if single_copy and step.kind == PUBLISH == instructions[successor].kind:
+                                ready.insert(place, successor)
+                            else:
+                                ready.append(successor)
         except Exception as error:  # a peer that is gone already refuses messages at once; or memory is short
             if isinstance(error, DistError):
                 error.__traceback__ = None  # the group may keep it, and the frames it came through hold arrays
@@ -229,8 +246,12 @@ class Execution:
         return self._combine(index, RECV_REDUCE, self._staging[index].view(target.dtype), target, step.left)
 
     def _combine(self, index: int, kind: int, source: Array, target: Array, left: bool) -> bool:
-        """Do the work on memory of a step: at once if it is small (True), else in slices (False)."""
-        if target.nbytes <= SLICE_BYTES:
+        """Do the work on memory of a step: at once if it is small (True), else in slices (False).
+
+        What one call of `_advance` does at once is bounded as well: what is more waits in line.
+        """
+        if target.nbytes <= (SLICE_BYTES if kind == RECV_REDUCE else self._budget):
+            self._budget -= target.nbytes
             self._apply(kind, source, target, left)
             if kind == RECV_REDUCE:
                 self._pool.give(self._staging.pop(index))
@@ -249,9 +270,14 @@ class Execution:
                 if kind == RECV_REDUCE:
                     self._pool.give(self._staging.pop(index))
                 self._complete(index)
+            self._line.popleft()
+            if self._line:
+                self._loop.call_soon(self._line[0])
 
         # Even the first slice waits for the loop's next turn: `finish` must not run inside `_advance`.
-        self._loop.call_soon(run_sliced, self._loop, target.size, self._itemsize, apply_slice, finish)
+        self._line.append(partial(run_sliced, self._loop, target.size, self._itemsize, apply_slice, finish))
+        if len(self._line) == 1:
+            self._loop.call_soon(self._line[0])
         return False
 
     def _apply(self, kind: int, source: Array, target: Array, left: bool) -> None:
@@ -271,14 +297,37 @@ class Execution:
         """The bytes that a step publishes."""
         return self._buffers[step.buffer].octets(step.start, step.stop)
 
-    def take(self, step: Instruction, item: memoryview) -> None:
-        """Copy or reduce a part of a published item into the step's target. Raises CollectiveMismatchError."""
+    def take(self, step: Instruction, item: memoryview | RemoteBytes) -> None:
+        """Copy or reduce a part of a published item into the step's target.
+
+        Raises CollectiveMismatchError, Unreadable.
+        """
         itemsize = self._itemsize
         if len(item) < step.source_stop * itemsize:
             raise different(self.rank_of(step.peer))
         target = self._buffers[step.buffer].elements(step.start, step.stop)
+        if isinstance(item, RemoteBytes):
+            self._read(step, item, target)
+            return
         source = np.frombuffer(item, target.dtype, step.stop - step.start, step.source_start * itemsize)
         self._apply(COPY if step.kind == FETCH else REDUCE, source, target, step.left)
+
+    def _read(self, step: Instruction, item: RemoteBytes, target: Array) -> None:
+        """The same of memory that only the kernel can read."""
+        begin, itemsize = step.source_start * self._itemsize, self._itemsize
+        if step.kind == FETCH:
+            item.read(begin, target)
+            return
+        length = max(1, READ_BYTES // itemsize)
+        staging = self._pool.take(min(length, target.size) * itemsize)
+        try:
+            for start in range(0, target.size, length):
+                part = target[start : start + length]
+                source = staging[: part.nbytes].view(part.dtype)
+                item.read(begin + start * itemsize, source)
+                self._apply(REDUCE, source, part, step.left)
+        finally:
+            self._pool.give(staging)
 
     def hold(self) -> None:
         """Do not end before `release`: something of our arrays was lent."""

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from asyncdist.transport.shared_memory.doorbell import Ringer
 __all__ = ["Express", "Payloads", "SharedLane"]
 
 T = TypeVar("T")
+Lend: TypeAlias = Callable[[memoryview, bool], tuple[int, int] | None]
 
 EXPRESS_NEWS: Final = 16
 """Express operations after which those who wait for us are looked after: a fourth of how far they can be ahead."""
@@ -94,11 +95,12 @@ class SharedLane:
         ranks: Sequence[int],
         ringers: Sequence[Ringer | None],
         on_fault: Callable[[int, Exception], None],
-        lend: Callable[[memoryview], tuple[int, int] | None] = lambda payload: None,
+        lend: Lend = lambda payload, single_copy: None,
     ) -> None:
         self.core = core
         self.lend = lend
-        """Segment and offset of a payload that all members can read where it is, else None."""
+        """Segment and offset of a payload that all members can read where it is, else None; with `single_copy` also in
+        this process's own memory."""
         self.moved = 0
         self.changed = False
         self.pumping = False

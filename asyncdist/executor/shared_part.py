@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.executor.program import PUBLISH, Instruction, Program
 from asyncdist.transport.lanes.lane import Differs, LaneFault, LaneOperation
+from asyncdist.transport.shared_memory.process_memory import RemoteBytes, Unreadable
 
 if TYPE_CHECKING:
     from asyncdist.executor.shared_lane import SharedLane
@@ -34,8 +35,8 @@ class SharedExecution(Protocol):
     def payload(self, step: Instruction) -> memoryview:
         """The bytes that a step publishes."""
 
-    def take(self, step: Instruction, item: memoryview) -> None:
-        """Copy or reduce a part of a published item into the step's target."""
+    def take(self, step: Instruction, item: memoryview | RemoteBytes) -> None:
+        """Copy or reduce a part of a published item into the step's target. Raises Unreadable."""
 
     def step_done(self, index: int) -> None:
         """A step that was issued, and was not done then, is. It may issue others."""
@@ -63,6 +64,7 @@ class SharedPart:
         "_lent",
         "_program",
         "_publishes",
+        "_single_copy",
         "fingerprint",
         "operation",
         "over",
@@ -73,6 +75,7 @@ class SharedPart:
     ) -> None:
         self._lane = lane
         self._program = program
+        self._single_copy = program is not None and program.single_copy
         self._execution = execution
         self.fingerprint = fingerprint
         self.operation: LaneOperation | None = None
@@ -182,7 +185,7 @@ class SharedPart:
         assert execution is not None
         payload = execution.payload(step)
         if step.left and len(payload) >= LEND_BYTES:
-            place = self._lane.lend(payload)
+            place = self._lane.lend(payload, self._single_copy)
             if place is not None:
                 return self._lend(operation, *place, len(payload))
         if not self._lane.core.publish(operation, payload):
@@ -214,7 +217,13 @@ class SharedPart:
         item = core.item(operation, step.peer, step.source)
         if item is None:
             return False
-        execution.take(step, item)
+        try:
+            execution.take(step, item)
+        except Unreadable as error:
+            core.borrowed = False
+            if error.gone or not core.intact(operation, step.peer, step.source):
+                return False
+            raise LaneFault(step.peer, str(error)) from None
         if core.borrowed:
             core.borrowed = False
             if not core.intact(operation, step.peer, step.source):

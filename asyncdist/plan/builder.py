@@ -47,13 +47,23 @@ class PlanBuilder:
     `after` adds steps to wait for that the slices do not imply (None is ignored).
     """
 
-    def __init__(self, collective: str, algorithm: str, rank: int, world: int, window_size: int = WINDOW) -> None:
+    def __init__(
+        self,
+        collective: str,
+        algorithm: str,
+        rank: int,
+        world: int,
+        window_size: int = WINDOW,
+        *,
+        single_copy: bool = False,
+    ) -> None:
         self.collective = collective
         self.algorithm = algorithm
         self.rank = rank
         self.world = world
         self.window_size = window_size
         self.scratch_count = 0
+        self._single_copy = single_copy
         self._steps: list[Step] = []
         self._accesses = (Accesses(), Accesses(), Accesses())
         self._sent: dict[int, int] = {}
@@ -67,7 +77,8 @@ class PlanBuilder:
     @classmethod
     def of(cls, problem: Problem, algorithm: str, rank: int) -> PlanBuilder:
         """Begin `rank`'s plan that solves `problem`."""
-        return cls(problem.collective, algorithm, rank, problem.world, problem.window_size)
+        single_copy = problem.single_copy
+        return cls(problem.collective, algorithm, rank, problem.world, problem.window_size, single_copy=single_copy)
 
     def window(self) -> Window:
         """A window for one pipeline of chunks."""
@@ -284,6 +295,7 @@ class PlanBuilder:
             block_aligned,
             ordered,
             int(self._shares),
+            self._single_copy,
         )
 
     def _add(self, step: Step) -> int:

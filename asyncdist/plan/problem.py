@@ -79,6 +79,8 @@ class Problem(NamedTuple):
     ranks_per_host: int = 1
     window_size: int = WINDOW
     """Chunks that a rank is ready to receive at a time, of one pipeline."""
+    single_copy: bool = False
+    """Whether what is published is read where it lies, if that may be (`plan.lending`), instead of copied."""
 
     @classmethod
     def of(

@@ -6,12 +6,26 @@ is to have in one go. That suits small collectives: nothing overlaps, and the lo
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
-__all__ = ["PAYLOAD_SHARE", "TAKEN_BYTES", "USUAL_LANE_BYTES", "by_records"]
+__all__ = ["NO_LANE", "PAYLOAD_SHARE", "SINGLE_COPY_BYTES", "TAKEN_BYTES", "USUAL_LANE", "LaneMemory", "by_records"]
 
-USUAL_LANE_BYTES: Final = 8 << 20
-"""Memory for a rank's items in a group's first lane, and what is reckoned with where there is no lane to ask."""
+
+class LaneMemory(NamedTuple):
+    """What every member of a lane has for the items it puts out."""
+
+    nbytes: int = 0
+    """Memory for copies of them; 0 without a lane."""
+    single_copy: bool = False
+    """Whether all members can read each other's memory, so that long items need no copy."""
+
+
+NO_LANE: Final = LaneMemory()
+USUAL_LANE: Final = LaneMemory(8 << 20)
+"""That of a group's first lane, and what is reckoned with where there is no lane to ask."""
+
+SINGLE_COPY_BYTES: Final = 128 << 10
+"""Shortest item that is read where it lies in another process: copying a shorter one in and out costs less."""
 
 PAYLOAD_SHARE: Final = 8
 """A payload is at most this part of the lane's memory for items: of its memory for payloads a fourth, so that four
@@ -21,15 +35,12 @@ TAKEN_BYTES: Final = 4 << 20
 """Bytes that one member copies and reduces at a time: the better part of a millisecond."""
 
 
-def by_records(collective: str, algorithm: str, world: int, nbytes: float, lane_bytes: float) -> bool:
-    """Whether a collective goes that way; `nbytes` are those of a member's payload.
-
-    `lane_bytes` is every member's memory for items; 0 without a lane.
-    """
-    if algorithm != _ALGORITHMS.get(collective) or not lane_bytes:
+def by_records(collective: str, algorithm: str, world: int, nbytes: float, memory: LaneMemory) -> bool:
+    """Whether a collective goes that way; `nbytes` are those of a member's payload."""
+    if algorithm != _ALGORITHMS.get(collective) or not memory.nbytes:
         return False
     taken = nbytes * world if collective in _OF_ALL else nbytes
-    return nbytes <= lane_bytes / PAYLOAD_SHARE and taken <= TAKEN_BYTES
+    return nbytes <= memory.nbytes / PAYLOAD_SHARE and taken <= TAKEN_BYTES
 
 
 _ALGORITHMS: Final = {

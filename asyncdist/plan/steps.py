@@ -190,3 +190,5 @@ class Plan:
     outstanding_items: int = 0
     """With memory for so many items of each rank the plans come to their end, however much more there is: a rank puts
     out an item only when all but this many less one of its earlier ones have been fetched. 0 if there are no items."""
+    single_copy: bool = False
+    """As of `Problem`."""

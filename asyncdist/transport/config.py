@@ -59,6 +59,7 @@ class TransportConfig:
     spin_us: float = DEFAULT_SPIN_US
     shared_bytes: int = DEFAULT_SHARED_BYTES
     arrays_bytes: int | None = None
+    single_copy: bool = True
     keepalive_s: float = DEFAULT_KEEPALIVE_S
     local_ranks: int = 1
 
@@ -96,9 +97,17 @@ class TransportConfig:
             spin_us=spin_us_from_environ(environ),
             shared_bytes=_bytes_from_environ(environ, "ASYNCDIST_SHM_BYTES", DEFAULT_SHARED_BYTES),
             arrays_bytes=_bytes_from_environ(environ, "ASYNCDIST_EMPTY_BYTES", None),
+            single_copy=_single_copy(environ),
             keepalive_s=keepalive_from_environ(environ),
             local_ranks=_local_ranks(environ),
         )
+
+
+def _single_copy(environ: Mapping[str, str]) -> bool:
+    word = environ.get("ASYNCDIST_SINGLE_COPY", "").strip().lower() or "auto"
+    if word not in ("auto", "off"):
+        raise ValueError(f"ASYNCDIST_SINGLE_COPY={word!r}: use auto or off")
+    return word == "auto"
 
 
 def _local_ranks(environ: Mapping[str, str]) -> int:

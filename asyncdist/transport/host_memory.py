@@ -13,6 +13,7 @@ from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.protocol.loans import Loans
 from asyncdist.transport.shared_memory.arrays import SharedArrays
 from asyncdist.transport.shared_memory.doorbell import Doorbell, Ringer
+from asyncdist.transport.shared_memory.process_memory import OwnMemory
 from asyncdist.transport.shared_memory.ring import half_bytes
 from asyncdist.transport.shared_memory.segment import PAGE_BYTES, AttachedSegment, Segment
 
@@ -66,6 +67,7 @@ class HostMemory:
         "crowded",
         "fds",
         "lanes",
+        "own",
         "ranks_here",
         "segments",
     )
@@ -76,6 +78,8 @@ class HostMemory:
         fds: SocketSet,
         limit_bytes: int = DEFAULT_SHARED_BYTES,
         arrays_bytes: int | None = None,
+        *,
+        single_copy: bool = False,
     ) -> None:
         self._loop = loop
         self._doorbell: Doorbell | None = None
@@ -85,6 +89,8 @@ class HostMemory:
         self._left_listeners: dict[Callable[[int, PeerLostError], None], None] = {}
         self.fds = fds
         self.arrays = SharedArrays(loop, fds, self._number, self._arena_gone, arrays_bytes)
+        self.own = OwnMemory() if single_copy else None
+        """What of our process others may read, None: nothing, and we read nothing of theirs."""
         self.segments: dict[int, Segment] = {}
         self.lanes: dict[Closable, None] = {}
         """What writes into segments of ours."""

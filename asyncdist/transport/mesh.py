@@ -65,7 +65,13 @@ class Mesh(BaseMesh):
             config,
             sockets,
             host_id(config.socket_dir),
-            HostMemory(loop, sockets, config.shared_bytes, config.arrays_bytes if config.shares_memory else 0),
+            HostMemory(
+                loop,
+                sockets,
+                config.shared_bytes,
+                config.arrays_bytes if config.shares_memory else 0,
+                single_copy=config.single_copy,
+            ),
             Neighbors(),
             KeepaliveWatch(loop, config.keepalive_s),
         )

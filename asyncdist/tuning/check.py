@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from asyncdist.plan.algorithms.registry import needs_lane
 from asyncdist.plan.cost.constants import Constants
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.records import USUAL_LANE_BYTES
+from asyncdist.plan.records import NO_LANE, USUAL_LANE
 from asyncdist.plan.selection.selector import candidates
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.tuning.exercises import ITEMSIZE
@@ -71,7 +71,7 @@ def judge(trials: Sequence[Trial], constants: Constants) -> list[Choice]:
     for (collective, world, nbytes), tried in cells.items():
         problem = Problem.of_bytes(collective, world, nbytes, ITEMSIZE, ranks_per_host=world)
         shared = any(needs_lane(collective, name) for name in tried)
-        found = candidates(problem, ITEMSIZE, Tuning(constants, world), lane_bytes=USUAL_LANE_BYTES if shared else 0)
+        found = candidates(problem, ITEMSIZE, Tuning(constants, world), memory=USUAL_LANE if shared else NO_LANE)
         judged = tuple(Judged(tried[one.algorithm], one.seconds) for one in found if one.algorithm in tried)
         choices.append(Choice(judged, min(judged, key=attrgetter("trial.seconds"))))
     return choices

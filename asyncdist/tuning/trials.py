@@ -74,7 +74,7 @@ async def _try_all(
     names: Sequence[str],
 ) -> list[Trial]:
     problem = Problem.of_bytes(collective, group.size, nbytes, ITEMSIZE, ranks_per_host=tuning.ranks_per_host)
-    found = candidates(problem, ITEMSIZE, tuning, lane_bytes=backend.lane_bytes(0))
+    found = candidates(problem, ITEMSIZE, tuning, memory=backend.lane_memory(0))
     found = [one for one in found if not names or one.algorithm in names]
     exercise = Exercise(group, collective, nbytes)
     taken: dict[str, list[float]] = {one.algorithm: [] for one in found}

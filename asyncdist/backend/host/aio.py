@@ -23,6 +23,7 @@ from asyncdist.executor.scratch import ScratchPool
 from asyncdist.plan.algorithms.items import one_by_one
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import Problem
+from asyncdist.plan.records import NO_LANE, LaneMemory
 from asyncdist.plan.selection.selector import plan_for, plan_id, usable
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING, Tuning
 from asyncdist.plan.steps import Plan
@@ -92,8 +93,8 @@ class AioBackend(GroupBackend):
         self._overrides = dict(tuning.overrides)
         self.running: dict[tuple[int, int], Running] = {}
         """Operations under way, by tag and sequence number."""
-        self._recipes: dict[tuple[object, int], Recipe] = {}
-        self._recipes_by: dict[Tuning, dict[tuple[object, int], Recipe]] = {tuning: self._recipes}
+        self._recipes: dict[tuple[object, LaneMemory], Recipe] = {}
+        self._recipes_by: dict[Tuning, dict[tuple[object, LaneMemory], Recipe]] = {tuning: self._recipes}
         self._lanes = Lanes(self, mesh) if lanes and 2 <= len(ranks) <= MAX_LANE_RANKS else None
 
     def start(
@@ -117,9 +118,9 @@ class AioBackend(GroupBackend):
         place: TagLane,
     ) -> None:
         """Begin `call` now, by messages or through the lane of its tag."""
-        recipe = self._recipes.get((call.recipe_key, place.lane_bytes))
+        recipe = self._recipes.get((call.recipe_key, place.memory))
         if recipe is None or not recipe.met:
-            recipe = self.recipe_for(call, place.lane_bytes)
+            recipe = self.recipe_for(call, place.memory)
         lane = place.lane
         if recipe.express is not None and lane is not None:
             if place.number == work.number:
@@ -144,14 +145,14 @@ class AioBackend(GroupBackend):
         operation.begin()
         lane.flush()
 
-    def recipe_for(self, call: Call, lane_bytes: int = 0) -> Recipe:
+    def recipe_for(self, call: Call, memory: LaneMemory = NO_LANE) -> Recipe:
         """What all calls like this one share; connections to the peers it names have been asked for.
 
-        `lane_bytes` is the memory each rank has for items in the lane of the call's tag; 0 where there is none.
+        `memory` is what each rank has for items in the lane of the call's tag.
         """
-        recipe = self._recipes.get((call.recipe_key, lane_bytes))
+        recipe = self._recipes.get((call.recipe_key, memory))
         if recipe is None:
-            recipe = self._cook(call, lane_bytes)
+            recipe = self._cook(call, memory)
         if not recipe.met:
             self._meet(recipe)
         return recipe
@@ -175,9 +176,9 @@ class AioBackend(GroupBackend):
         self._overrides = dict(tuning.overrides)
         self._recipes = self._recipes_by.setdefault(tuning, {})
 
-    def lane_bytes(self, tag: int) -> int:
-        """Memory that each rank has for items in the lane of a tag; 0 where there is none, or not yet."""
-        return 0 if self._lanes is None else self._lanes.lane_bytes(tag)
+    def lane_memory(self, tag: int) -> LaneMemory:
+        """What each rank has for items in the lane of a tag; nothing where there is none, or not yet."""
+        return NO_LANE if self._lanes is None else self._lanes.lane_memory(tag)
 
     def knows(self, operation: object, work: CollectiveWork) -> bool:
         """Whether `operation` has been neither dropped nor aborted."""
@@ -223,15 +224,15 @@ class AioBackend(GroupBackend):
             operation.stop()
         self.close()
 
-    def _plan(self, call: Call, lane_bytes: int) -> Plan:
+    def _plan(self, call: Call, memory: LaneMemory) -> Plan:
         world = len(self.ranks)
         if call.algorithm is not None:
             problem = Problem.of(call.collective, world, call.counts, call.root)
             return build(problem, call.algorithm, self.rank, max(1, problem.total))
         ordered = isinstance(call.op, CustomOp) and not call.op.commutative
         algorithm = self._overrides.get(call.collective)
-        lane_bytes = lane_bytes if type(call) is Call else 0
-        if algorithm is not None and not usable(call.collective, algorithm, ordered=ordered, shared=lane_bytes > 0):
+        memory = memory if type(call) is Call else NO_LANE
+        if algorithm is not None and not usable(call.collective, algorithm, ordered=ordered, shared=memory.nbytes > 0):
             algorithm = None
         plan = plan_for(
             call.collective,
@@ -243,15 +244,15 @@ class AioBackend(GroupBackend):
             algorithm=algorithm,
             tuning=self._tuning,
             ordered=ordered,
-            lane_bytes=lane_bytes,
+            memory=memory,
             in_records=in_records(call),
         )
-        trace_choice(call, plan, self._tuning, ordered=ordered, lane_bytes=lane_bytes)
+        trace_choice(call, plan, self._tuning, ordered=ordered, memory=memory)
         return plan
 
-    def _cook(self, call: Call, lane_bytes: int) -> Recipe:
+    def _cook(self, call: Call, memory: LaneMemory) -> Recipe:
         """Plan and compile; the oldest recipe makes room."""
-        plan = self._plan(call, lane_bytes)
+        plan = self._plan(call, memory)
         if type(call) is ItemCall:
             plan = one_by_one(plan)
         op = ReduceOp.PREMUL_SUM if isinstance(call.op, PremulSum) else call.op  # factors may differ between ranks
@@ -260,9 +261,9 @@ class AioBackend(GroupBackend):
         kernel = None if call.op is None else reduction.kernel(call.op, call.dtype)
         if len(self._recipes) >= RECIPES_KEPT:
             del self._recipes[next(iter(self._recipes))]
-        express = express_of(call, plan, self.rank, lane_bytes, fingerprint, kernel)
+        express = express_of(call, plan, self.rank, memory, fingerprint, kernel)
         recipe = Recipe(Program(plan), fingerprint, kernel, express)
-        self._recipes[call.recipe_key, lane_bytes] = recipe
+        self._recipes[call.recipe_key, memory] = recipe
         return recipe
 
     def _meet(self, recipe: Recipe) -> None:

@@ -6,6 +6,7 @@ from asyncdist import events
 from asyncdist.backend.calls.call import Call
 from asyncdist.backend.host.express import in_records
 from asyncdist.plan.problem import Problem
+from asyncdist.plan.records import NO_LANE, LaneMemory
 from asyncdist.plan.selection.selector import candidates
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.plan.steps import Plan
@@ -13,7 +14,7 @@ from asyncdist.plan.steps import Plan
 __all__ = ["trace_choice"]
 
 
-def trace_choice(call: Call, plan: Plan, tuning: Tuning, *, ordered: bool, lane_bytes: int = 0) -> None:
+def trace_choice(call: Call, plan: Plan, tuning: Tuning, *, ordered: bool, memory: LaneMemory = NO_LANE) -> None:
     """Emit `tune.candidate` for each algorithm, the best first, and `tune.chosen`; nothing unless somebody listens.
 
     What was chosen is not the best where an override or the call itself names an algorithm.
@@ -23,7 +24,12 @@ def trace_choice(call: Call, plan: Plan, tuning: Tuning, *, ordered: bool, lane_
     shape = {"collective": call.collective, "world": plan.world, "bytes": call.nbytes}
     problem = Problem.of(call.collective, plan.world, call.counts, call.root, tuning.ranks_per_host)
     for one in candidates(
-        problem, call.dtype.itemsize, tuning, ordered=ordered, lane_bytes=lane_bytes, in_records=in_records(call)
+        problem,
+        call.dtype.itemsize,
+        tuning,
+        ordered=ordered,
+        memory=memory,
+        in_records=in_records(call),
     ):
         events.emit(
             "tune",

@@ -19,7 +19,7 @@ from asyncdist.backend.calls.call import Call
 from asyncdist.executor import reduction
 from asyncdist.executor.reduction import Kernel
 from asyncdist.executor.shared_lane import Payloads, SharedLane
-from asyncdist.plan.records import by_records
+from asyncdist.plan.records import LaneMemory, by_records
 from asyncdist.plan.steps import Plan
 from asyncdist.reduce_op import ReduceOp
 
@@ -69,14 +69,14 @@ def in_records(call: Call) -> bool:
 
 
 def express_of(
-    call: Call, plan: Plan, rank: int, lane_bytes: int, fingerprint: int, kernel: Kernel | None
+    call: Call, plan: Plan, rank: int, memory: LaneMemory, fingerprint: int, kernel: Kernel | None
 ) -> ExpressKind | None:
     """How calls like this one are carried out here, if they are: all ranks answer that alike."""
     collective, world, root = call.collective, plan.world, call.root
     if not in_records(call):
         return None
     nbytes = call.nbytes * world if isinstance(call.counts, int) and collective in _BLOCKS_FOR_ALL else call.nbytes
-    if not by_records(collective, plan.algorithm, world, nbytes, lane_bytes):
+    if not by_records(collective, plan.algorithm, world, nbytes, memory):
         return None
     if not nbytes and collective != "barrier":
         return None

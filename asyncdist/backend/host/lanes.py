@@ -3,8 +3,8 @@
 At the first collective of tag 0, and at the second of any other, the members exchange three small messages with
 everyone, as ordinary collectives: a tag that is used once, such as the number of a request, is not worth it. The first
 message makes all connections, the second says who can (it shares memory with all the others, and has some left), and
-which segment of its own the others shall map, the third who has mapped all of them. All can, or none does. What is
-issued meanwhile waits.
+which segment of its own the others shall map, the third who has mapped all of them, and can read the others' memory
+besides (see `process_memory`). All can, or none does. What is issued meanwhile waits.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from asyncdist.backend.calls.call import Call
 from asyncdist.backend.host.lane_loans import borrow, lend_to
 from asyncdist.errors import PeerLostError, RemoteProtocolError
 from asyncdist.executor.shared_lane import SharedLane
+from asyncdist.plan.records import NO_LANE, LaneMemory
 from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES, SKIPPED, Lane
 from asyncdist.transport.lanes.layout import item_bytes, pool_bytes
 from asyncdist.transport.shared_memory.doorbell import Ringer
@@ -49,17 +50,17 @@ _GREETING, _OFFER, _MAPPED = RESERVED
 class TagLane:
     """One tag's lane, or that there is none."""
 
-    __slots__ = ("held", "lane", "lane_bytes", "mapped", "number", "pool_bytes", "segment")
+    __slots__ = ("held", "lane", "mapped", "memory", "number", "offered", "segment")
 
     def __init__(self) -> None:
         self.lane: SharedLane | None = None
-        self.lane_bytes = 0
-        """Memory that every member has for its items in the lane; 0 without one. All know it."""
+        self.memory = NO_LANE
+        """What every member has for its items in the lane. All know it."""
         self.number = 0
         self.held: deque[tuple[Call, CollectiveWork, OnEnd]] = deque()
         self.segment = 0
         self.mapped: SharedLane | None = None  # the lane to be, if all others can make theirs
-        self.pool_bytes = 0
+        self.offered = 0  # bytes of its pools
 
     def take_place(self, number: int) -> None:
         """Operation `number` comes next in the lane; those before it that never started here are skipped."""
@@ -109,9 +110,9 @@ class Lanes:
         """The lane of tag `number`, if it has one."""
         return self._tags.get(number, WITHOUT_LANE).lane
 
-    def lane_bytes(self, number: int) -> int:
-        """Memory that every member has for its items in the lane of tag `number`; 0 where there is none."""
-        return self._tags.get(number, WITHOUT_LANE).lane_bytes
+    def lane_memory(self, number: int) -> LaneMemory:
+        """What every member has for its items in the lane of tag `number`."""
+        return self._tags.get(number, WITHOUT_LANE).memory
 
     def holds(self, tag: int, sequence: int) -> bool:
         """Whether that operation waits for a decision."""
@@ -139,7 +140,7 @@ class Lanes:
                 tag.lane.close()
                 self._memory.lanes.pop(tag.lane, None)
                 self._memory.doorbell.remove(tag.lane.poll)
-                tag.lane, tag.lane_bytes = None, 0
+                tag.lane, tag.memory = None, NO_LANE
             self._free(tag)
 
     # -- agreeing
@@ -191,7 +192,12 @@ class Lanes:
         problem = self._map(state, [int(number) for _, number in gathered])
         if problem:
             events.info("group %x tag %d: no shared memory: %s", backend.group_id, tag, problem)
-        self._exchange(tag, _MAPPED, np.array([not problem], np.uint64), self._mapped)
+        reads = not problem and all(
+            (connection := memory.connections.get(rank)) is not None and connection.loans.reads
+            for rank in backend.ranks
+            if rank != self._mesh.rank
+        )
+        self._exchange(tag, _MAPPED, np.array([not problem, reads], np.uint64), self._mapped)
 
     def _map(self, state: TagLane, numbers: Sequence[int]) -> str:
         """Make our side of a lane of the members' segments; why not, if that cannot be. Raises RemoteProtocolError."""
@@ -218,7 +224,7 @@ class Lanes:
                 raise
             views.append(view)
             ringers.append(connection.ringer)
-        state.pool_bytes = min(item_bytes(len(view)) for view in views)
+        state.offered = min(item_bytes(len(view)) for view in views)
         core = Lane(backend.rank, views, partial(borrow, memory, backend.ranks))
         lend = partial(lend_to, memory, [rank for rank in backend.ranks if rank != self._mesh.rank])
         state.mapped = SharedLane(backend.loop, core, backend.ranks, ringers, self._mesh.break_pair, lend)
@@ -226,14 +232,14 @@ class Lanes:
 
     def _mapped(self, tag: int, gathered: np.ndarray[tuple[int, int], np.dtype[np.uint64]]) -> None:
         state, memory = self._tags[tag], self._memory
-        if not gathered.all():
+        if not gathered[:, 0].all():
             state.mapped = None
             self._free(state)
             self._decided(tag)
             return
         assert memory is not None
         assert state.mapped is not None
-        state.lane, state.lane_bytes = state.mapped, state.pool_bytes
+        state.lane, state.memory = state.mapped, LaneMemory(state.offered, bool(gathered[:, 1].all()))
         memory.doorbell.add(state.lane.poll, state.lane.look)
         memory.lanes[state.lane] = None
         for rank in self._backend.ranks:

@@ -40,6 +40,9 @@ __all__ = ["all_reduce", "all_reduce_direct", "reduce", "reduce_direct", "reduce
 LOOKAHEAD: Final = 2
 """Chunks of input put out before the first result: while one is reduced here, the next is copied there."""
 
+SINGLE_COPY_LOOKAHEAD: Final = 16
+"""The same where what is put out is read where it lies, and takes no memory: nobody waits for who is a little late."""
+
 RESULTS: Final = LOOKAHEAD + 1
 """Results of reduce that a rank holds: that of a chunk is put out after the input LOOKAHEAD chunks further on. With one
 fewer, folding that chunk would wait for a place which is free only after others have folded it."""
@@ -97,13 +100,14 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     """Everyone reduces its slice and publishes the result, chunk after chunk."""
     builder = PlanBuilder.of(problem, "shared", rank)
     world = problem.world
-    slices = Slices(partition(problem.total, world), chunk_length, LOOKAHEAD)
-    for chunk in builder.rounds(slices.chunks + LOOKAHEAD, slices.alike):
+    lookahead = SINGLE_COPY_LOOKAHEAD if problem.single_copy else LOOKAHEAD
+    slices = Slices(partition(problem.total, world), chunk_length, lookahead)
+    for chunk in builder.rounds(slices.chunks + lookahead, slices.alike):
         if chunk < slices.chunks:
             _publish_inputs(builder, slices, Buffer.OUTPUT, rank, chunk)
-        if chunk < LOOKAHEAD:
+        if chunk < lookahead:
             continue
-        done = chunk - LOOKAHEAD
+        done = chunk - lookahead
         own = slices.piece(Buffer.OUTPUT, rank, done)
         if own.length and world > 1:
             for distance in range(1, world):

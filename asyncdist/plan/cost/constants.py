@@ -42,6 +42,10 @@ class Link:
     beta_s: float
 
 
+READ_S: Final = 1 / 18e9
+"""The kernel copies page by page."""
+
+
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
     """What it costs to publish items in memory that all ranks of a host share, and to fetch them."""
@@ -58,6 +62,8 @@ class SharedMemory:
     """CPU time per byte reduced where it lies."""
     begin_s: float = 0.0
     """CPU time to begin and to end a collective that moves items, however many."""
+    read_s: float = READ_S
+    """CPU time per byte of a long item read where it lies in its rank's memory, so that it is not copied in and out."""
 
 
 SHARED_MEMORY: Final = SharedMemory(

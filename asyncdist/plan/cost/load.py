@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from asyncdist.plan.records import USUAL_LANE_BYTES
+from asyncdist.plan.records import USUAL_LANE, LaneMemory
 
 __all__ = [
     "AT_HOME",
@@ -62,7 +62,7 @@ class Shape(NamedTuple):
     """Longest chunk of the algorithms that cut."""
     ranks_per_host: int = 1
     root: int = 0
-    lane_bytes: float = USUAL_LANE_BYTES
+    memory: LaneMemory = USUAL_LANE
     """What each rank has for the items of shared memory."""
 
     @property

@@ -26,7 +26,7 @@ from asyncdist.plan.cost.constants import Constants
 from asyncdist.plan.cost.load import Hop, Load, Shape, Work
 from asyncdist.plan.cost.shared import SHARED_FORMULAS, SharedFormula, shared_seconds
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, Problem
-from asyncdist.plan.records import USUAL_LANE_BYTES
+from asyncdist.plan.records import USUAL_LANE, LaneMemory
 
 __all__ = ["FORMULAS", "Formula", "Prediction", "predict", "seconds_by", "shape_of"]
 
@@ -114,6 +114,8 @@ class Prediction(NamedTuple):
     """Or published, by the rank that sends most."""
     scratch_bytes: int = 0
     """Temporary memory of the rank that needs most, beyond a window of chunks."""
+    single_copy: bool = False
+    """As of `Problem`."""
 
 
 def predict(
@@ -122,15 +124,15 @@ def predict(
     itemsize: int,
     chunk_bytes: int,
     constants: Constants,
-    lane_bytes: int = USUAL_LANE_BYTES,
+    memory: LaneMemory = USUAL_LANE,
 ) -> Prediction:
-    """Predict one algorithm; `lane_bytes` is for those through shared memory; 0: none goes through records.
+    """Predict one algorithm; `memory` is for those through shared memory; without any none goes through records.
 
     Raises KeyError without a formula.
     """
     shared = SHARED_FORMULAS.get(problem.collective, _NONE).get(algorithm)
     if shared is not None:
-        return _predict_shared(shared, problem, algorithm, itemsize, chunk_bytes, constants, lane_bytes)
+        return _predict_shared(shared, problem, algorithm, itemsize, chunk_bytes, constants, memory)
     formula = FORMULAS[problem.collective][algorithm]
     if problem.world == 1:
         return Prediction(algorithm, chunk_bytes, 0.0, 0, 0)
@@ -140,7 +142,9 @@ def predict(
     return Prediction(algorithm, chunk_bytes, seconds, rounds, round(load.busiest.sent), round(load.scratch))
 
 
-def seconds_by(problem: Problem, algorithm: str, itemsize: int, chunk_bytes: int) -> Callable[[Constants], float]:
+def seconds_by(
+    problem: Problem, algorithm: str, itemsize: int, chunk_bytes: int, memory: LaneMemory = USUAL_LANE
+) -> Callable[[Constants], float]:
     """What `predict` says of the seconds, as a function of the constants: all else is worked out once.
 
     Raises KeyError without a formula.
@@ -150,8 +154,8 @@ def seconds_by(problem: Problem, algorithm: str, itemsize: int, chunk_bytes: int
         return lambda constants: 0.0
     shape = shape_of(problem, itemsize, chunk_bytes)
     if shared is not None:
-        items = shared(shape._replace(lane_bytes=USUAL_LANE_BYTES))
-        return lambda constants: shared_seconds(items, problem.world, constants)
+        items = shared(shape._replace(memory=memory))
+        return lambda constants: shared_seconds(items, problem.world, constants, single_copy=memory.single_copy)
     load = FORMULAS[problem.collective][algorithm](shape)
     return lambda constants: _seconds(load, problem, constants)
 
@@ -163,13 +167,14 @@ def _predict_shared(
     itemsize: int,
     chunk_bytes: int,
     constants: Constants,
-    lane_bytes: int,
+    memory: LaneMemory,
 ) -> Prediction:
     if problem.world == 1:
         return Prediction(algorithm, chunk_bytes, 0.0, 0, 0)
-    load = formula(shape_of(problem, itemsize, chunk_bytes)._replace(lane_bytes=lane_bytes))
-    seconds = shared_seconds(load, problem.world, constants)
-    return Prediction(algorithm, chunk_bytes, seconds, load.rounds, round(load.published), round(load.scratch))
+    load = formula(shape_of(problem, itemsize, chunk_bytes)._replace(memory=memory))
+    seconds = shared_seconds(load, problem.world, constants, single_copy=memory.single_copy)
+    rounds, published, scratch = load.rounds, round(load.published), round(load.scratch)
+    return Prediction(algorithm, chunk_bytes, seconds, rounds, published, scratch, memory.single_copy)
 
 
 @lru_cache(maxsize=SHAPES_KEPT)

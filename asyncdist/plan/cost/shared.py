@@ -12,9 +12,15 @@ from typing import Final, NamedTuple, TypeAlias
 
 from asyncdist.plan.cost.constants import Constants
 from asyncdist.plan.cost.load import Shape
-from asyncdist.plan.records import by_records
+from asyncdist.plan.records import SINGLE_COPY_BYTES, by_records
 
 __all__ = ["SHARED_FORMULAS", "SharedFormula", "SharedLoad", "Toil", "shared_seconds"]
+
+CACHED_BYTES: Final = 32 << 20
+"""Where all ranks together copy more, what is put out has left the caches when it is read: a usual last level."""
+
+OF_MEMORY: Final = 1.5
+"""How many times as long copies take then."""
 
 
 class Toil(NamedTuple):
@@ -27,6 +33,9 @@ class Toil(NamedTuple):
     """Bytes reduced."""
     operands: float = 0.0
     """Looked at in records, of operations that need no items."""
+    lent: float = 0.0
+    """Of the bytes copied, those of items that the others can read where they lie, if the kernel lets them: then these
+    are not copied, and all that is taken of other ranks' items is read."""
 
     def plus(self, other: Toil, times: float = 1) -> Toil:
         """Return the sum of this and `times` times `other`."""
@@ -35,12 +44,17 @@ class Toil(NamedTuple):
             self.copied + times * other.copied,
             self.worked + times * other.worked,
             self.operands + times * other.operands,
+            self.lent + times * other.lent,
         )
 
-    def seconds(self, constants: Constants) -> float:
-        """Return what one processor takes."""
+    def seconds(self, constants: Constants, copies: float = 1.0, *, single_copy: bool = False) -> float:
+        """Return what one processor takes, where a copy takes `copies` times as long as within the caches."""
         shared = constants.shared
-        moved_s = self.copied * shared.copy_s + self.worked * shared.reduce_s
+        if single_copy:
+            moved_s = (self.copied - self.lent + self.worked) * shared.read_s
+        else:
+            moved_s = self.copied * copies * shared.copy_s
+        moved_s += self.worked * shared.reduce_s
         return self.steps * shared.step_s + self.operands * shared.operand_s + moved_s
 
 
@@ -59,25 +73,36 @@ class SharedLoad(NamedTuple):
     """Temporary memory of the rank that needs most."""
     by_records: bool = False
     """Whether it moves no items, so that there is no plan to begin and to end."""
+    lent_item: float = 0.0
+    """Bytes of the longest items that the others may read where they lie; 0: of none."""
 
 
 SharedFormula: TypeAlias = Callable[[Shape], SharedLoad]
 
 
-def shared_seconds(load: SharedLoad, world: int, constants: Constants) -> float:
-    """Predict a load's time on one host, which has `constants.cores` for all `world` ranks."""
+def shared_seconds(load: SharedLoad, world: int, constants: Constants, *, single_copy: bool = False) -> float:
+    """Predict a load's time on one host, which has `constants.cores` for all `world` ranks.
+
+    `single_copy`: whether they can read each other's memory.
+    """
+    single_copy &= load.lent_item >= SINGLE_COPY_BYTES
+    copies = OF_MEMORY if load.everyone.copied > CACHED_BYTES else 1.0
     waits_s = constants.begun_s(world) + load.rounds * constants.shared.wake_s * constants.crowding(world)
     begin_s = 0.0 if load.by_records else constants.shared.begin_s
-    path_s = waits_s + begin_s + load.path.seconds(constants)
+    path_s = waits_s + begin_s + load.path.seconds(constants, copies, single_copy=single_copy)
     if not 0 < constants.cores < world:
         return path_s
-    return max(path_s, waits_s + (begin_s * world + load.everyone.seconds(constants)) / constants.cores)
+    return max(
+        path_s,
+        waits_s
+        + (begin_s * world + load.everyone.seconds(constants, copies, single_copy=single_copy)) / constants.cores,
+    )
 
 
 def _direct_all_reduce(shape: Shape) -> SharedLoad:
     """Everyone publishes all and folds all; ranks with several below them fold those apart."""
     world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
-    if by_records("all_reduce", "shared_direct", world, total, shape.lane_bytes):
+    if by_records("all_reduce", "shared_direct", world, total, shape.memory):
         return _in_records(shape, total, worked=total * (world - 1))
     first = Toil(pieces * world, total, total * (world - 1))
     later = first.plus(Toil(0, total))
@@ -88,11 +113,12 @@ def _direct_all_reduce(shape: Shape) -> SharedLoad:
 
 def _direct_reduce(shape: Shape) -> SharedLoad:
     """Everyone publishes all, the root folds it."""
-    if by_records("reduce", "shared_direct", shape.world, shape.total, shape.lane_bytes):
+    if by_records("reduce", "shared_direct", shape.world, shape.total, shape.memory):
         return _to_root(shape, shape.total, worked=shape.total * (shape.world - 1))
     world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
-    root, other = Toil(pieces * (world - 1), total, total * (world - 1)), Toil(pieces, total)
-    return SharedLoad(1, root.plus(other, 1 / pieces), root.plus(other, world - 1), total)
+    root, other = Toil(pieces * (world - 1), total, total * (world - 1)), Toil(pieces, total, lent=total)
+    path, everyone = root.plus(other, 1 / pieces), root.plus(other, world - 1)
+    return SharedLoad(1, path, everyone, total, lent_item=total / pieces)
 
 
 def _direct_scan(shape: Shape) -> SharedLoad:
@@ -117,73 +143,77 @@ def _direct_exscan(shape: Shape) -> SharedLoad:
 def _sliced_all_reduce(shape: Shape) -> SharedLoad:
     """Everyone publishes the others' slices, folds its own, publishes the result and copies the others'."""
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
-    work = Toil(pieces * (3 * others + 1), block * (2 * others + 1), block * others)
-    return SharedLoad(2, work, Toil(0).plus(work, shape.world), block * shape.world)
+    work = Toil(pieces * (3 * others + 1), block * (2 * others + 1), block * others, lent=block * (others + 1))
+    everyone = Toil(0).plus(work, shape.world)
+    return SharedLoad(2, work, everyone, block * shape.world, lent_item=block / pieces)
 
 
 def _sliced_reduce(shape: Shape) -> SharedLoad:
     """The same, but that only the root copies results."""
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
-    root = Toil(pieces * 3 * others, block * (2 * others + 1), block * others)
-    other = Toil(pieces * (2 * others + 1), block * (others + 2), block * others)
-    return SharedLoad(2, root, root.plus(other, others), block * shape.world, 3 * block / pieces)
+    root = Toil(pieces * 3 * others, block * (2 * others + 1), block * others, lent=block * others)
+    other = Toil(pieces * (2 * others + 1), block * (others + 2), block * others, lent=block * others)
+    item = block / pieces
+    return SharedLoad(2, root, root.plus(other, others), block * shape.world, 3 * item, lent_item=item)
 
 
 def _reduce_scatter(shape: Shape) -> SharedLoad:
     """Everyone publishes the others' blocks and folds its own."""
-    if by_records("reduce_scatter", "shared", shape.world, shape.total, shape.lane_bytes):
+    if by_records("reduce_scatter", "shared", shape.world, shape.total, shape.memory):
         return _in_records(shape, shape.total, worked=shape.block * (shape.world - 1))
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
     given = shape.full(others)
-    work = Toil(pieces * (given + others), block * (given + 1), block * others)
-    return SharedLoad(1, work, Toil(0).plus(work, shape.full(shape.world)), block * given)
+    work = Toil(pieces * (given + others), block * (given + 1), block * others, lent=block * given)
+    return SharedLoad(1, work, Toil(0).plus(work, shape.full(shape.world)), block * given, lent_item=block / pieces)
 
 
 def _broadcast(shape: Shape) -> SharedLoad:
     """The root publishes chunks, which the others copy while it publishes more; the last one remains."""
-    if by_records("broadcast", "shared", shape.world, shape.total, shape.lane_bytes):
+    if by_records("broadcast", "shared", shape.world, shape.total, shape.memory):
         return _from_root(shape, shape.total, shape.total)
-    work, pieces = Toil(shape.pieces(shape.total), shape.total), shape.pieces(shape.total)
-    return SharedLoad(1, work.plus(work, 1 / pieces), Toil(0).plus(work, shape.world), shape.total)
+    pieces = shape.pieces(shape.total)
+    root, other = Toil(pieces, shape.total, lent=shape.total), Toil(pieces, shape.total)
+    path, everyone = other.plus(root, 1 / pieces), root.plus(other, shape.world - 1)
+    return SharedLoad(1, path, everyone, shape.total, lent_item=shape.total / pieces)
 
 
 def _all_gather(shape: Shape) -> SharedLoad:
     """Everyone publishes its block, and copies all of them, its own included."""
-    if by_records("all_gather", "shared", shape.world, shape.block, shape.lane_bytes):
+    if by_records("all_gather", "shared", shape.world, shape.block, shape.memory):
         return _in_records(shape, shape.block, copied=shape.block * shape.world)
     block, pieces, blocks = shape.block, shape.pieces(shape.block), shape.full(shape.world)
-    work = Toil(pieces * blocks, block * (blocks + 1))
-    return SharedLoad(1, work, Toil(0).plus(work, shape.world), block)
+    work = Toil(pieces * blocks, block * (blocks + 1), lent=block)
+    return SharedLoad(1, work, Toil(0).plus(work, shape.world), block, lent_item=block / pieces)
 
 
 def _gather(shape: Shape) -> SharedLoad:
     """Everyone publishes its block, the root copies all."""
-    if by_records("gather", "shared", shape.world, shape.block, shape.lane_bytes):
+    if by_records("gather", "shared", shape.world, shape.block, shape.memory):
         return _to_root(shape, shape.block, copied=shape.block * shape.world)
-    return _blocks_of_root(shape)
-
-
-def _blocks_of_root(shape: Shape) -> SharedLoad:
     block, pieces = shape.block, shape.pieces(shape.block)
-    one = Toil(pieces, block)
-    root = Toil(0, block).plus(one, shape.world - 1)
-    return SharedLoad(1, root.plus(one, 1 / pieces), root.plus(one, shape.world - 1), block)
+    one = Toil(pieces, block, lent=block)
+    root = Toil(0, block).plus(Toil(pieces, block), shape.world - 1)
+    path, everyone = root.plus(one, 1 / pieces), root.plus(one, shape.world - 1)
+    return SharedLoad(1, path, everyone, block, lent_item=block / pieces)
 
 
 def _scatter(shape: Shape) -> SharedLoad:
     """The same the other way round."""
-    if by_records("scatter", "shared", shape.world, shape.total, shape.lane_bytes):
+    if by_records("scatter", "shared", shape.world, shape.total, shape.memory):
         return _from_root(shape, shape.total, shape.block)
-    return _blocks_of_root(shape)._replace(published=shape.block * (shape.world - 1))
+    block, pieces, others = shape.block, shape.pieces(shape.block), shape.world - 1
+    one = Toil(pieces, block)
+    root = Toil(0, block).plus(Toil(pieces, block, lent=block), others)
+    return SharedLoad(1, root.plus(one, 1 / pieces), root.plus(one, others), block * others, lent_item=block / pieces)
 
 
 def _all_to_all(shape: Shape) -> SharedLoad:
     """Everyone publishes the others' blocks and copies those for it; its own it copies once."""
-    if by_records("all_to_all", "shared", shape.world, shape.total, shape.lane_bytes):
+    if by_records("all_to_all", "shared", shape.world, shape.total, shape.memory):
         return _in_records(shape, shape.total, copied=shape.total)
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
-    work = Toil(pieces * 2 * others, block * (2 * others + 1))
-    return SharedLoad(1, work, Toil(0).plus(work, shape.world), block * others)
+    work = Toil(pieces * 2 * others, block * (2 * others + 1), lent=block * others)
+    return SharedLoad(1, work, Toil(0).plus(work, shape.world), block * others, lent_item=block / pieces)
 
 
 def _barrier(shape: Shape) -> SharedLoad:

@@ -1,8 +1,8 @@
 """Which algorithm, cut into which chunks, and which plan: a pure function of what all ranks know, so all choose alike.
 
 The choice is the least predicted time (`plan.cost`) over all algorithms of the collective and a few sizes of chunk,
-among those whose temporary memory is bounded. Sizes are bytes. `lane_bytes` is the memory that each rank of the group
-has for items in its lane, if it has one: then algorithms through shared memory are candidates too.
+among those whose temporary memory is bounded. Sizes are bytes. `memory` is what each rank of the group has for items in
+its lane, if it has one: then algorithms through shared memory are candidates too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 from asyncdist.plan.algorithms.registry import algorithms, build, needs_lane, ordered_algorithms
 from asyncdist.plan.cost.prediction import FORMULAS, Prediction, predict
 from asyncdist.plan.problem import COLLECTIVES, EXCHANGES, Problem
-from asyncdist.plan.records import USUAL_LANE_BYTES
+from asyncdist.plan.records import NO_LANE, USUAL_LANE, LaneMemory
 from asyncdist.plan.selection.shared_chunks import shared_chunk_sizes
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING, Tuning
 from asyncdist.plan.steps import Plan
@@ -118,7 +118,7 @@ def plan_for(
     *,
     tuning: Tuning = DEFAULT_TUNING,
     ordered: bool = False,
-    lane_bytes: int = 0,
+    memory: LaneMemory = NO_LANE,
     in_records: bool = True,
 ) -> Plan:
     """Return `rank`'s plan, from the cache where possible (give `count` as int or tuple: a list costs a conversion).
@@ -131,7 +131,7 @@ def plan_for(
     """
     if not isinstance(count, int | tuple):
         count = tuple(count)
-    return _plan(collective, rank, world, count, itemsize, root, algorithm, tuning, ordered, lane_bytes, in_records)
+    return _plan(collective, rank, world, count, itemsize, root, algorithm, tuning, ordered, memory, in_records)
 
 
 @lru_cache(maxsize=PLAN_CACHE_PLANS)
@@ -145,16 +145,16 @@ def _plan(
     algorithm: str | None,
     tuning: Tuning,
     ordered: bool,
-    lane_bytes: int,
+    memory: LaneMemory,
     in_records: bool,
 ) -> Plan:
     if itemsize < 1:
         raise ValueError(f"an element has at least one byte, got {itemsize}")
     problem = Problem.of(collective, world, count, root, tuning.ranks_per_host)
-    name, chunk = choose(
-        problem, itemsize, tuning, ordered=ordered, algorithm=algorithm, lane_bytes=lane_bytes, in_records=in_records
+    name, chunk, single_copy = choose(
+        problem, itemsize, tuning, ordered=ordered, algorithm=algorithm, memory=memory, in_records=in_records
     )
-    problem = problem._replace(window_size=window_size(problem, chunk, tuning))
+    problem = problem._replace(window_size=window_size(problem, chunk, tuning), single_copy=single_copy)
     return build(problem, name, rank, max(1, chunk // itemsize))
 
 
@@ -178,25 +178,28 @@ def choose(
     *,
     ordered: bool = False,
     algorithm: str | None = None,
-    lane_bytes: int = 0,
+    memory: LaneMemory = NO_LANE,
     in_records: bool = True,
-) -> tuple[str, int]:
-    """Name the algorithm and the bytes of a chunk for elements of `itemsize` bytes; arguments as for `plan_for`."""
+) -> tuple[str, int, bool]:
+    """Name the algorithm, the bytes of a chunk for elements of `itemsize` bytes, and whether it takes a single copy.
+
+    Arguments as for `plan_for`.
+    """
     named = algorithm or tuning.override(problem.collective)
-    if named and not algorithm and not usable(problem.collective, named, ordered=ordered, shared=lane_bytes > 0):
+    if named and not algorithm and not usable(problem.collective, named, ordered=ordered, shared=memory.nbytes > 0):
         named = None
-    if named and needs_lane(problem.collective, named) and not lane_bytes:
+    if named and needs_lane(problem.collective, named) and not memory.nbytes:
         raise ValueError(f"{problem.collective}:{named} needs memory that all ranks share")
-    if named and named not in algorithms(problem.collective, shared=lane_bytes > 0):
-        return named, CHUNK_MAX_BYTES  # `build` says what is wrong with it
+    if named and named not in algorithms(problem.collective, shared=memory.nbytes > 0):
+        return named, CHUNK_MAX_BYTES, False  # `build` says what is wrong with it
     if problem.private:  # lengths are this rank's own: they must not sway what all have to do alike
-        return named or algorithms(problem.collective)[0], CHUNK_MAX_BYTES
+        return named or algorithms(problem.collective)[0], CHUNK_MAX_BYTES, False
     found = candidates(
-        problem, itemsize, tuning, ordered=ordered, algorithm=named, lane_bytes=lane_bytes, in_records=in_records
+        problem, itemsize, tuning, ordered=ordered, algorithm=named, memory=memory, in_records=in_records
     )
     if not found:
         raise ValueError(f"{problem.collective} has no algorithm that reduces in rank order")
-    return found[0].algorithm, found[0].chunk_bytes
+    return found[0].algorithm, found[0].chunk_bytes, found[0].single_copy
 
 
 def candidates(
@@ -206,7 +209,7 @@ def candidates(
     *,
     ordered: bool = False,
     algorithm: str | None = None,
-    lane_bytes: int = 0,
+    memory: LaneMemory = NO_LANE,
     in_records: bool = True,
 ) -> list[Prediction]:
     """Return every algorithm (or only the one named) at its best chunk size, the one to choose first.
@@ -216,23 +219,31 @@ def candidates(
     records of a lane (`plan.records`), as all do but uneven gathers and reductions by PREMUL_SUM and operations of the
     user's own.
     """
-    names = (algorithm,) if algorithm else algorithms(problem.collective, shared=lane_bytes > 0)
+    names = (algorithm,) if algorithm else algorithms(problem.collective, shared=memory.nbytes > 0)
     if ordered and not algorithm:
-        names = ordered_algorithms(problem.collective, shared=lane_bytes > 0)
+        names = ordered_algorithms(problem.collective, shared=memory.nbytes > 0)
     sizes, nbytes = chunk_sizes(problem, itemsize, tuning), problem.total * itemsize
-    room_bytes = lane_bytes or USUAL_LANE_BYTES
-    records_bytes = room_bytes if in_records and not ordered else 0
+    room = memory if memory.nbytes else USUAL_LANE
+    for_records = room if in_records and not ordered else room._replace(nbytes=0)
     found = []
     for name in names:
         if needs_lane(problem.collective, name):
-            own_sizes = shared_chunk_sizes(problem, name, itemsize, room_bytes)
+            ways = [for_records._replace(single_copy=False)]
+            ways += [for_records] if room.single_copy and name == "shared" else []
+            own_sizes = {
+                way: shared_chunk_sizes(problem, name, itemsize, room.nbytes, single_copy=way.single_copy)
+                for way in ways
+            }
         elif name in FORMULAS[problem.collective]:
-            own_sizes = sizes
+            own_sizes = {NO_LANE: sizes}
         else:
             continue
-        last = 1 if (problem.collective, name) in UNCUT else _first_of_all(own_sizes, nbytes)
-        costs = tuning.constants
-        predictions = (predict(problem, name, itemsize, size, costs, records_bytes) for size in own_sizes[:last])
+        uncut = (problem.collective, name) in UNCUT
+        predictions = (
+            predict(problem, name, itemsize, size, tuning.constants, way)
+            for way, ways_sizes in own_sizes.items()
+            for size in ways_sizes[: 1 if uncut else _first_of_all(ways_sizes, nbytes)]
+        )
         found.append(min(predictions, key=attrgetter("seconds")))
     found.sort(key=lambda one: (one.scratch_bytes > SCRATCH_MAX_BYTES, one.seconds))
     if not found:  # nothing is reduced, so there is no order

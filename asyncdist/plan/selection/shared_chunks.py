@@ -11,6 +11,7 @@ from typing import Final
 
 from asyncdist.plan.algorithms.shared_reduce import LOOKAHEAD
 from asyncdist.plan.problem import Problem
+from asyncdist.plan.records import SINGLE_COPY_BYTES
 
 __all__ = ["MAX_SHARED_RANKS", "largest_item_bytes", "shared_chunk_sizes"]
 
@@ -19,6 +20,9 @@ CHUNK_MIN_BYTES: Final = 32 << 10
 
 CHUNK_MAX_BYTES: Final = 512 << 10
 """Several of these stay in a processor's second-level cache, between the rank that writes and those that read."""
+
+LENT_CHUNK_MAX_BYTES: Final = 2 << 20
+"""What is read where it lies is in nobody's cache, and each read costs what copying some kilobytes does."""
 
 ITEMS_MAX: Final = 4096
 """Items of a rank in one operation, whose chunks are longer where there would be more: each is a step in the plan, and
@@ -46,17 +50,22 @@ _ALIGNMENT: Final = 64
 """Items begin at cache lines."""
 
 
-def shared_chunk_sizes(problem: Problem, algorithm: str, itemsize: int, lane_bytes: int) -> tuple[int, ...]:
-    """Return the sizes of chunk that are worth a look: powers of two within the limits, more for the largest blocks."""
-    limit = largest_item_bytes(lane_bytes, LEAST_ITEMS)
+def shared_chunk_sizes(
+    problem: Problem, algorithm: str, itemsize: int, memory_bytes: int, *, single_copy: bool = False
+) -> tuple[int, ...]:
+    """Return the sizes of chunk that are worth a look: powers of two within the limits, more for the largest blocks.
+
+    Any item may have to be copied after all: its array may lie where the kernel reads nothing for others.
+    """
+    limit = largest_item_bytes(memory_bytes, LEAST_ITEMS)
     sliced = algorithm == "shared" and problem.collective in _SLICED
-    room = lane_bytes // ((LOOKAHEAD + 1) * (problem.world if sliced else 1))
-    most = min(max(CHUNK_MIN_BYTES, room), limit)
+    room = memory_bytes // ((LOOKAHEAD + 1) * (problem.world if sliced else 1))
+    most = limit if single_copy else min(max(CHUNK_MIN_BYTES, room), limit)
     gathers = problem.collective in ("all_gather", "gather")
     published = max(problem.counts) if gathers else problem.total
     least = min(-(-published * itemsize // ITEMS_MAX), limit)
-    size, sizes = CHUNK_MIN_BYTES, []
-    while size <= CHUNK_MAX_BYTES:
+    size, sizes = SINGLE_COPY_BYTES if single_copy else CHUNK_MIN_BYTES, []
+    while size <= (LENT_CHUNK_MAX_BYTES if single_copy else CHUNK_MAX_BYTES):
         if least <= size <= most:
             sizes.append(size)
         size *= 2

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import socket
+import struct
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -31,6 +32,9 @@ __all__ = ["MAX_PEER_SEGMENTS", "ShmConnection"]
 
 MAX_PEER_SEGMENTS: Final = 4096
 """Segments of one peer that may be mapped here without having been taken: arrays that live in shared memory."""
+
+_CREDENTIALS: Final = struct.Struct("3i")
+"""struct ucred: process, user and group."""
 
 
 class ShmConnection(Connection):
@@ -79,7 +83,7 @@ class ShmConnection(Connection):
         self._reader: RingReader | None = None
         self._writer: RingWriter | None = None
         self.ringer: Ringer | None = None
-        self.loans = Loans(self, self._memory.arrays)
+        self.loans = Loans(self, self._memory.arrays, self._memory.own)
         self._copying = False
         self._blocked = False
         self._hung_up = -1  # else where its stream ends
@@ -128,6 +132,15 @@ class ShmConnection(Connection):
             raise ClosedError("this connection is closed here (closed, aborted, or forked)")
         segment = self._memory.arrays.segment(number)
         send_parcel(self._sock, ARENA, number, segment.size, (segment.fd,))
+
+    @property
+    def peer_process(self) -> int:
+        """The process of the peer, as the kernel numbers it for us. Raises OSError."""
+        if self._sock is None:
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        found = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        process: int = _CREDENTIALS.unpack(found)[0]
+        return process
 
     def tell(self, frame: bytes) -> None:
         """Send a frame in line with messages."""
@@ -208,6 +221,7 @@ class ShmConnection(Connection):
         self._memory.doorbell.add(self._poll)
         self._memory.joined(self._core.peer_rank, self, crowded=pairing.peer_is_here)
         self._core.open(self._write, self._arm, self.loans)
+        self.loans.open()
         if self._leaving and self._sock is not None:
             self._say_goodbye()
         self._loop.call_soon(self._poll)  # what came before we could be rung for it

@@ -54,6 +54,7 @@ from asyncdist.transport.lanes.layout import (
 )
 from asyncdist.transport.lanes.order import LaneOrder
 from asyncdist.transport.shared_memory.fence import order
+from asyncdist.transport.shared_memory.process_memory import RemoteBytes
 
 __all__ = ["ItemLane"]
 
@@ -135,7 +136,7 @@ class ItemLane(LaneOrder):
                 return published - first if published > first else 0
         return end - first
 
-    def item(self, operation: LaneOperation, member: int, item: int) -> memoryview | None:
+    def item(self, operation: LaneOperation, member: int, item: int) -> memoryview | RemoteBytes | None:
         """Item number `item` of `member` in `operation`, which is available; None if that member has given it up.
 
         To be read before `consumed` is called.
@@ -236,7 +237,7 @@ class ItemLane(LaneOrder):
             self._queue.popleft()
             self._skip_given_up()
 
-    def _lent_item(self, member: int, segment: int, offset: int, length: int) -> memoryview | None:
+    def _lent_item(self, member: int, segment: int, offset: int, length: int) -> memoryview | RemoteBytes | None:
         raise NotImplementedError
 
     def _consume(self, peer: Member, upto: int) -> None:

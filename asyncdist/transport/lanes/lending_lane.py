@@ -23,10 +23,11 @@ from asyncdist.transport.lanes.layout import (
     LaneOperation,
 )
 from asyncdist.transport.shared_memory.fence import order
+from asyncdist.transport.shared_memory.process_memory import RemoteBytes
 
 __all__ = ["Borrow", "LendingLane"]
 
-Borrow: TypeAlias = Callable[[int, int, int, int], memoryview | None]
+Borrow: TypeAlias = Callable[[int, int, int, int], memoryview | RemoteBytes | None]
 """borrow(member, segment, offset, length): memory of a member; None if it is gone. Raises LaneFault."""
 
 
@@ -97,7 +98,7 @@ class LendingLane(ItemLane):
                 DESCRIPTOR.pack_into(self._own, at, number, 0, ABSENT, 0)
         order()  # before anything is written to what was lent
 
-    def _lent_item(self, member: int, segment: int, offset: int, length: int) -> memoryview | None:
+    def _lent_item(self, member: int, segment: int, offset: int, length: int) -> memoryview | RemoteBytes | None:
         if self._borrow is None:
             raise LaneFault(member, f"an item lies in segment {segment}")
         self.borrowed = True

@@ -41,8 +41,11 @@ The match key is the 24 bytes as they travel: they are a dict key at both ends a
 | RETURNED | receiver | message_id: the message that was lent is copied; FRAGMENT with flag END follows | none |
 | MAPPED | receiver | length: number of a segment that the sender may lend from now on | none |
 | UNMAP | sender | length: number of a segment of which nothing will be lent any more | none |
+| MEMORY | sender | key: address (u64) of a token in its process, and the token (16 bytes) | none |
 
-The last four only where memory is shared: a payload that lies in a segment need not travel, its receiver copies it.
+The last five only where memory is shared: a payload that its receiver can read where it lies need not travel. It lies
+in a segment, or in the sender's process (see `process_memory`), for which PROCESS stands in LENT and MAPPED. RETURNED
+with flag ABORT: it could not be read, and travels after all.
 
 ABORT has LATE where only the time of that send was over, not its group.
 
@@ -95,8 +98,10 @@ __all__ = [
     "pack_header",
     "pack_key",
     "pack_lent",
+    "pack_memory",
     "unpack_key",
     "unpack_place",
+    "unpack_token",
 ]
 
 HEADER: Final = struct.Struct("<BBHI24sQII")
@@ -185,6 +190,7 @@ class Kind:
     RETURNED: Final = 12
     MAPPED: Final = 13
     UNMAP: Final = 14
+    MEMORY: Final = 15
 
 
 class Key(NamedTuple):
@@ -202,6 +208,7 @@ _PREFIX: Final = struct.Struct("<QII")
 _SUFFIX: Final = struct.Struct("<IB3x")
 _FRAGMENT: Final = struct.Struct("<BBHIQ16xQII")
 _PLACE: Final = struct.Struct("<QQ8x")
+_TOKEN: Final = struct.Struct("<Q16s")
 
 
 def pack_key(group: int, tag: int, sequence: int, slot: int, channel: int) -> bytes:
@@ -264,3 +271,14 @@ def unpack_place(key: bytes) -> tuple[int, int]:
     """Return the segment and the offset that a LENT names."""
     segment, offset = _PLACE.unpack(key)
     return segment, offset
+
+
+def pack_memory(address: int, token: bytes) -> bytes:
+    """Return the frame that lets the peer read our memory, in which `token` lies at `address`."""
+    return pack_header(Kind.MEMORY, key=_TOKEN.pack(address, token))
+
+
+def unpack_token(key: bytes) -> tuple[int, bytes]:
+    """Return what a MEMORY names."""
+    address, token = _TOKEN.unpack(key)
+    return address, token

@@ -27,7 +27,7 @@ from asyncdist.transport.protocol.loans import Loans
 from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, ReceiveTable, given_up
 from asyncdist.transport.protocol.outbound import Outbound
 from asyncdist.transport.protocol.parking import Parking
-from asyncdist.transport.protocol.pulls import COPIED, COPYING, Pulls, Stream
+from asyncdist.transport.protocol.pulls import COPIED, COPYING, NOT_LENT, Pulls, Stream
 
 __all__ = ["Inbound"]
 
@@ -263,11 +263,12 @@ class Inbound:
         if stream.view is None:  # it was discarded, and will be aborted
             return
 
-        def copied() -> None:
-            stream.lent = COPIED
-            self._out.queue.push_control(pack_header(Kind.RETURNED, message_id=message_id))
+        def returned(copied: bool) -> None:
+            stream.lent = COPIED if copied else NOT_LENT
+            flags = 0 if copied else FLAG_ABORT
+            self._out.queue.push_control(pack_header(Kind.RETURNED, flags=flags, message_id=message_id))
 
-        loans.copy(stream, source, copied)
+        loans.copy(stream, source, returned)
 
     def _end_lent(self, stream: Stream, length: int, message_id: int) -> None:
         if stream.lent != COPIED or length:

@@ -1,7 +1,8 @@
 """Loans: which segments of arrays two ranks have agreed to read in each other's memory, and the copies under way.
 
 A segment is offered once, when something in it could first have been lent, and lent from once the peer has said that it
-has mapped it: until then, and if it cannot, payloads travel.
+has mapped it: until then, and if it cannot, payloads travel. So is the memory of this process, where the kernel lets
+the peer read it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ import numpy as np
 from asyncdist import events
 from asyncdist.arrays import Array
 from asyncdist.errors import ClosedError, RemoteProtocolError
-from asyncdist.transport.protocol.frame import LEND_BYTES, Kind, pack_header
+from asyncdist.transport.protocol.frame import LEND_BYTES, Kind, pack_header, pack_memory, unpack_token
 from asyncdist.transport.protocol.pulls import Stream
 from asyncdist.transport.shared_memory.arrays import SharedArrays, address_of
 from asyncdist.transport.shared_memory.parcel import Parcel, close_all
+from asyncdist.transport.shared_memory.process_memory import (
+    PROCESS,
+    OwnMemory,
+    ProcessMemory,
+    RemoteBytes,
+    Token,
+    Unreadable,
+)
 from asyncdist.transport.shared_memory.segment import AttachedSegment
 
-__all__ = ["COPY_BYTES", "MAX_BORROWED", "Borrowing", "Loans"]
+__all__ = ["COPY_BYTES", "MAX_BORROWED", "Borrowing", "Loans", "place_of"]
 
 MAX_BORROWED: Final = 4096
 """Segments one peer may have us map for its arrays. Beyond some sixty it takes them ever larger."""
@@ -44,16 +53,24 @@ class Segmented(Protocol):
     def forsake(self, number: int) -> None:
         """The peer has no segment of that number any more, and may have passed it for something else than arrays."""
 
+    @property
+    def peer_process(self) -> int:
+        """The process of the peer, as the kernel numbers it for us. Raises OSError."""
+
 
 class Borrowing:
-    """A lent message on its way from `source` into the place of `stream`; `done` is called with the last byte."""
+    """A lent message on its way from `source` into the place of `stream`.
+
+    `done(copied)` is called with the last byte, or as soon as it turns out that it cannot be read.
+    """
 
     __slots__ = ("_copied", "_done", "_source", "_target", "stream")
 
-    def __init__(self, stream: Stream, source: memoryview, done: Callable[[], None]) -> None:
+    def __init__(self, stream: Stream, source: memoryview | RemoteBytes, done: Callable[[bool], None]) -> None:
         assert stream.view is not None
         self.stream = stream
-        self._source: Array = np.frombuffer(source, np.uint8)
+        self._source: Array | RemoteBytes
+        self._source = source if isinstance(source, RemoteBytes) else np.frombuffer(source, np.uint8)
         self._target: Array = np.frombuffer(stream.view, np.uint8)
         self._copied = 0
         self._done = done
@@ -64,36 +81,52 @@ class Borrowing:
         stop = min(start + nbytes, self.stream.total)
         if self.stream.view is None or start == stop:
             return 0
-        self._target[start:stop] = self._source[start:stop]
+        target, source = self._target[start:stop], self._source
+        if isinstance(source, RemoteBytes):
+            try:
+                source.read(start, target)
+            except Unreadable as error:
+                events.info("a message lent by a peer travels after all: %s", error)
+                self._done(False)
+                return 0
+        else:
+            target[:] = source[start:stop]
         self._copied = stop
         if stop == self.stream.total:
-            self._done()
+            self._done(True)
         return stop - start
 
 
 class Loans:
-    """One connection's side: what we lend and what we borrow."""
+    """One connection's side: what we lend and what we borrow; without `own` only of segments."""
 
-    __slots__ = ("_arrays", "_borrowed", "_connection", "_copies", "_lent")
+    __slots__ = ("_arrays", "_borrowed", "_connection", "_copies", "_lent", "_own", "_process")
 
-    def __init__(self, connection: Segmented, arrays: SharedArrays) -> None:
+    def __init__(self, connection: Segmented, arrays: SharedArrays, own: OwnMemory | None = None) -> None:
         self._connection = connection
         self._arrays = arrays
+        self._own = own
         self._lent: dict[int, bool] = {}  # by segment offered, whether the peer has mapped it
         self._borrowed: dict[int, AttachedSegment] = {}
+        self._process: ProcessMemory | None = None
         self._copies: deque[Borrowing] = deque()
 
     # Lending
 
     def lend(self, payload: memoryview) -> tuple[int, int] | None:
         """Segment and offset of a payload that the peer can read in our memory, else None."""
-        if len(payload) < LEND_BYTES or not len(self._arrays):
+        if len(payload) < LEND_BYTES:
             return None
-        found = self._arrays.find(address_of(payload), len(payload))
-        return found if found is not None and self.maps(found[0]) else None
+        return place_of(payload, self._arrays, self._own, self.maps)
+
+    def open(self) -> None:
+        """Let the peer read our memory. To be called before there are messages: whoever has ours knows what we know."""
+        if self._own is not None:
+            self._lent[PROCESS] = False
+            self._connection.tell(pack_memory(*self._own.token))
 
     def maps(self, number: int) -> bool:
-        """Whether the peer has mapped our segment `number`; if not, it is asked to."""
+        """Whether the peer has mapped our segment `number`, or reads our process's memory; if not, it is asked to."""
         mapped = self._lent.get(number)
         if mapped is None:
             self._lent[number] = False
@@ -108,12 +141,21 @@ class Loans:
         if number in self._lent:  # else it is gone meanwhile
             self._lent[number] = True
 
+    def refused(self) -> None:
+        """The peer could not read what it was told it could, so our process's memory is lent to it no more."""
+        self._lent[PROCESS] = False
+
     def gone(self, number: int) -> None:
         """We have no segment of that number any more."""
         if self._lent.pop(number, None) is not None:
             self._connection.tell(pack_header(Kind.UNMAP, length=number))
 
     # Borrowing
+
+    @property
+    def reads(self) -> bool:
+        """Whether we can read the memory of the peer's process; known before its first message is here."""
+        return self._process is not None
 
     def attach(self, parcel: Parcel) -> None:
         """The peer has offered a segment: map it, or leave it. Raises RemoteProtocolError."""
@@ -130,14 +172,27 @@ class Loans:
             return
         self._connection.tell(pack_header(Kind.MAPPED, length=number))
 
+    def on_memory(self, key: bytes) -> None:
+        """MEMORY: the peer lets us read its process's memory. So we do, if we can."""
+        if self._own is None:
+            return
+        try:
+            self._process = ProcessMemory(self._connection.peer_process, Token(*unpack_token(key)))
+        except OSError as error:
+            events.info("large messages of a peer are copied twice, as its memory cannot be read: %s", error)
+            return
+        self._connection.tell(pack_header(Kind.MAPPED, length=PROCESS))
+
     def on_unmap(self, number: int) -> None:
         """UNMAP: the segment goes with the last view of it. It may never have been mapped, or not be read yet."""
         if number not in self._borrowed:
             self._connection.forsake(number)
         self._borrowed.pop(number, None)
 
-    def borrow(self, number: int, offset: int, length: int) -> memoryview:
+    def borrow(self, number: int, offset: int, length: int) -> memoryview | RemoteBytes:
         """Memory of the peer. Raises RemoteProtocolError if it has not offered that."""
+        if number == PROCESS and self._process is not None:
+            return RemoteBytes(self._process, offset, length)
         segment = self._borrowed.get(number)
         if segment is None:
             raise RemoteProtocolError(f"a peer lent of segment {number}, which is not mapped here")
@@ -145,8 +200,8 @@ class Loans:
             raise RemoteProtocolError(f"a peer lent {length} bytes at {offset} of a segment of {segment.size}")
         return segment.view[offset : offset + length]
 
-    def copy(self, stream: Stream, source: memoryview, done: Callable[[], None]) -> None:
-        """Have a lent message copied by and by; `done` is called once it is, unless nobody wants it by then."""
+    def copy(self, stream: Stream, source: memoryview | RemoteBytes, done: Callable[[bool], None]) -> None:
+        """Have a lent message copied by and by; `done(copied)` is called then, unless nobody wants it by then."""
         self._copies.append(Borrowing(stream, source, done))
 
     @property
@@ -170,3 +225,16 @@ class Loans:
         self._copies.clear()
         self._borrowed.clear()
         self._lent.clear()
+
+
+def place_of(
+    payload: memoryview, arrays: SharedArrays, own: OwnMemory | None, maps: Callable[[int], bool]
+) -> tuple[int, int] | None:
+    """Segment and offset of a payload that others can read, else None; `maps(segment)`: whether they have it."""
+    address = address_of(payload)
+    found = arrays.find(address, len(payload))
+    if found is not None and maps(found[0]):
+        return found
+    if own is not None and maps(PROCESS) and own.lendable(address, len(payload)):
+        return PROCESS, address
+    return None

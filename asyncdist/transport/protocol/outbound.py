@@ -268,13 +268,19 @@ class Outbound:
         else:
             self.queue.push_lent(pack_lent(message_id, *place, len(op.payload), op.fingerprint), op)
 
-    def on_returned(self, message_id: int) -> None:
-        """RETURNED: a lent message was copied. Those stopped meanwhile have had their end."""
+    def on_returned(self, message_id: int, *, copied: bool) -> None:
+        """RETURNED: a lent message was copied, or could not be. Those stopped meanwhile have had their end."""
         op = self.queue.streaming.get(message_id)
         if op is None:
             return
         if not self.queue.end_lent(op):
             raise RemoteProtocolError(f"rank {self._peer_rank} returned message {message_id}, which was not lent")
+        if not copied:
+            if self.loans is not None:
+                self.loans.refused()
+            op._id = message_id
+            self.queue.push_stream(op)
+            return
         self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_END))
         self._complete(op)
 

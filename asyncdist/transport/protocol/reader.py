@@ -16,6 +16,7 @@ from asyncdist.transport.protocol.credit import RETURN_CREDIT_BYTES
 from asyncdist.transport.protocol.frame import (
     COLLECTIVE,
     EAGER_BYTES,
+    FLAG_ABORT,
     FLAG_CREDIT_COLLECTIVE,
     FLAG_END,
     FRAGMENT_BYTES,
@@ -233,13 +234,15 @@ class Reader:
         elif kind == Kind.GOODBYE:
             self.left = True
             self._out.peer_left()
-        elif (loans := self._inbound.loans) is not None and kind in (Kind.RETURNED, Kind.MAPPED, Kind.UNMAP):
+        elif (loans := self._inbound.loans) is not None and Kind.RETURNED <= kind <= Kind.MEMORY:
             if kind == Kind.RETURNED:
-                self._out.on_returned(message_id)
+                self._out.on_returned(message_id, copied=not flags & FLAG_ABORT)
             elif kind == Kind.MAPPED:
                 loans.on_mapped(length)
-            else:
+            elif kind == Kind.UNMAP:
                 loans.on_unmap(length)
+            else:
+                loans.on_memory(key)
         else:
             raise RemoteProtocolError(f"rank {self._peer_rank} sent a frame of unknown kind {kind}")
 
