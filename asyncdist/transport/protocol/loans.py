@@ -37,6 +37,9 @@ __all__ = ["COPY_BYTES", "MAX_BORROWED", "Borrowing", "Loans", "place_of"]
 MAX_BORROWED: Final = 4096
 """Segments one peer may have us map for its arrays. Beyond some sixty it takes them ever larger."""
 
+READ_BYTES: Final = 4 << 20
+"""Shortest payload that the peer reads in our process: of a shorter one it copies parts out while we copy others in."""
+
 COPY_BYTES: Final = 2 << 20
 """Bytes copied in one turn of the loop: some 0.2 ms."""
 
@@ -117,7 +120,7 @@ class Loans:
         """Segment and offset of a payload that the peer can read in our memory, else None."""
         if len(payload) < LEND_BYTES:
             return None
-        return place_of(payload, self._arrays, self._own, self.maps)
+        return place_of(payload, self._arrays, self._own if len(payload) >= READ_BYTES else None, self.maps)
 
     def open(self) -> None:
         """Let the peer read our memory. To be called before there are messages: whoever has ours knows what we know."""
