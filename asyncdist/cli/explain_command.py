@@ -12,7 +12,14 @@ import numpy as np
 
 from asyncdist.arrays import sendable_dtype
 from asyncdist.cli.collective_name import CollectiveName
-from asyncdist.cli.explain_tables import Explained, candidate_table, described, memory_note, size_table
+from asyncdist.cli.explain_tables import (
+    Explained,
+    candidate_table,
+    described,
+    memory_note,
+    single_copy_note,
+    size_table,
+)
 from asyncdist.cli.named_constants import named_constants, transport_here
 from asyncdist.cli.sizes import BYTES, show_bytes
 from asyncdist.cli.table_console import table_console
@@ -24,7 +31,7 @@ from asyncdist.plan.records import NO_LANE, USUAL_LANE
 from asyncdist.plan.selection.selector import candidates, parse_overrides, usable
 from asyncdist.plan.selection.shared_chunks import MAX_SHARED_RANKS
 from asyncdist.plan.selection.tuning import MAX_CORES, Tuning
-from asyncdist.transport.config import TRANSPORTS
+from asyncdist.transport.config import TRANSPORTS, single_copy_from_environ
 
 __all__ = ["explain_command"]
 
@@ -126,7 +133,7 @@ def explain_command(
     tables = size_table(collective, world, every) if len(every) > 1 else candidate_table(collective, world, every[0])
     console.print(tables)
     notes = [_override_note(collective, every[0], tuning)]
-    notes += [memory_note(collective, every[0])] if len(every) == 1 else []
+    notes += [memory_note(collective, every[0]), single_copy_note(every[0])] if len(every) == 1 else []
     for note in filter(None, notes):
         console.print(note, highlight=False)
     for line in (*described(tuning.constants, world, tuning.ranks_per_host, shared=shared), f"constants: {origin}"):
@@ -160,7 +167,8 @@ def _explained(
     per_host = tuning.ranks_per_host
     problem = Problem.of_bytes(collective, world, nbytes, itemsize, root, ranks_per_host=per_host)
     ordered = op == "ordered"
-    found = candidates(problem, itemsize, tuning, ordered=ordered, memory=USUAL_LANE if shared else NO_LANE)
+    memory = USUAL_LANE._replace(single_copy=single_copy_from_environ(os.environ)) if shared else NO_LANE
+    found = candidates(problem, itemsize, tuning, ordered=ordered, memory=memory)
     if not found:
         raise ValueError(f"{collective} reduces nothing: there is no order to keep")
     named = tuning.override(collective)

@@ -13,7 +13,7 @@ from asyncdist.plan.cost.constants import Constants
 from asyncdist.plan.cost.prediction import Prediction
 from asyncdist.plan.selection.selector import SCRATCH_MAX_BYTES
 
-__all__ = ["Explained", "bus_factor", "candidate_table", "described", "memory_note", "size_table"]
+__all__ = ["Explained", "bus_factor", "candidate_table", "described", "memory_note", "single_copy_note", "size_table"]
 
 LEAST_RATE: Final = 1e-3
 """Below this many GB/s it is latency that counts, and digits say nothing."""
@@ -92,6 +92,12 @@ def memory_note(collective: str, one: Explained) -> str | None:
     )
 
 
+def single_copy_note(one: Explained) -> str | None:
+    """Say which algorithms copy nothing into shared memory."""
+    names = ", ".join(each.algorithm for each in one.found if each.single_copy)
+    return f"{names}: what a rank puts out is read where it lies, if the system lets ranks do so" if names else None
+
+
 def described(constants: Constants, world: int, ranks: int, *, shared: bool) -> list[str]:
     """Lines that say what messages, hosts and memory cost, as far as that counts for hosts of `ranks` ranks."""
     inside = (
@@ -113,7 +119,7 @@ def described(constants: Constants, world: int, ranks: int, *, shared: bool) -> 
         lines.append(
             f"shared memory {show_seconds(memory.begin_s)} to begin, {show_seconds(memory.wake_s)} to wake up, "
             f"{show_seconds(memory.step_s)} per step, copies {1e-9 / memory.copy_s:.3g} GB/s, "
-            f"reduction {1e-9 / memory.reduce_s:.3g} GB/s"
+            f"reduction {1e-9 / memory.reduce_s:.3g} GB/s, single copy {1e-9 / memory.read_s:.3g} GB/s"
         )
     return lines
 

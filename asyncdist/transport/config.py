@@ -20,6 +20,7 @@ __all__ = [
     "SILENT_TIMEOUT_S",
     "TRANSPORTS",
     "TransportConfig",
+    "single_copy_from_environ",
 ]
 
 T = TypeVar("T")
@@ -97,13 +98,14 @@ class TransportConfig:
             spin_us=spin_us_from_environ(environ),
             shared_bytes=_bytes_from_environ(environ, "ASYNCDIST_SHM_BYTES", DEFAULT_SHARED_BYTES),
             arrays_bytes=_bytes_from_environ(environ, "ASYNCDIST_EMPTY_BYTES", None),
-            single_copy=_single_copy(environ),
+            single_copy=single_copy_from_environ(environ),
             keepalive_s=keepalive_from_environ(environ),
             local_ranks=_local_ranks(environ),
         )
 
 
-def _single_copy(environ: Mapping[str, str]) -> bool:
+def single_copy_from_environ(environ: Mapping[str, str]) -> bool:
+    """Read ASYNCDIST_SINGLE_COPY: whether ranks of a host may read each other's memory. Raises ValueError."""
     word = environ.get("ASYNCDIST_SINGLE_COPY", "").strip().lower() or "auto"
     if word not in ("auto", "off"):
         raise ValueError(f"ASYNCDIST_SINGLE_COPY={word!r}: use auto or off")

@@ -71,7 +71,8 @@ def judge(trials: Sequence[Trial], constants: Constants) -> list[Choice]:
     for (collective, world, nbytes), tried in cells.items():
         problem = Problem.of_bytes(collective, world, nbytes, ITEMSIZE, ranks_per_host=world)
         shared = any(needs_lane(collective, name) for name in tried)
-        found = candidates(problem, ITEMSIZE, Tuning(constants, world), memory=USUAL_LANE if shared else NO_LANE)
+        memory = USUAL_LANE._replace(single_copy=any(one.single_copy for one in tried.values())) if shared else NO_LANE
+        found = candidates(problem, ITEMSIZE, Tuning(constants, world), memory=memory)
         judged = tuple(Judged(tried[one.algorithm], one.seconds) for one in found if one.algorithm in tried)
         choices.append(Choice(judged, min(judged, key=attrgetter("trial.seconds"))))
     return choices

@@ -17,13 +17,14 @@ import numpy as np
 from asyncdist.plan.cost.constants import Constants
 from asyncdist.plan.cost.prediction import seconds_by
 from asyncdist.plan.problem import Problem
+from asyncdist.plan.records import USUAL_LANE
 from asyncdist.tuning.exercises import ITEMSIZE
 from asyncdist.tuning.trials import Trial
 
 __all__ = ["fitted"]
 
 OF_MESSAGES: Final = ("alpha_s", "beta_s", "gamma_s", "overhead_s", "copy_s", "turn_s")
-OF_SHARED_MEMORY: Final = ("wake_s", "step_s", "operand_s", "copy_s", "reduce_s", "begin_s")
+OF_SHARED_MEMORY: Final = ("wake_s", "step_s", "operand_s", "copy_s", "reduce_s", "begin_s", "read_s")
 
 ROUNDS: Final = 12
 """Of Gauss and Newton; after so many nothing moves any more, or jumps between two sides of a maximum."""
@@ -79,7 +80,8 @@ def fitted(trials: Sequence[Trial], start: Constants, cores: int) -> Constants:
 
 def _predicted(trial: Trial) -> Callable[[Constants], float]:
     problem = Problem.of_bytes(trial.collective, trial.world, trial.nbytes, ITEMSIZE, ranks_per_host=trial.world)
-    return seconds_by(problem, trial.algorithm, ITEMSIZE, trial.chunk_bytes)
+    memory = USUAL_LANE._replace(single_copy=trial.single_copy)
+    return seconds_by(problem, trial.algorithm, ITEMSIZE, trial.chunk_bytes, memory)
 
 
 def _moved(start: Constants, names: Sequence[str], by: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Constants:

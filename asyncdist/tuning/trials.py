@@ -45,6 +45,8 @@ class Trial(NamedTuple):
     seconds: float
     """Median, over the samples, of the slowest rank's time."""
     samples: int
+    single_copy: bool = False
+    """As of `Problem`."""
 
 
 async def try_all(
@@ -95,9 +97,10 @@ async def _try_all(
             and statistics.median(taken[one.algorithm]) < HOPELESS * best_s
         ]
     return [
-        Trial(collective, group.size, nbytes, one.algorithm, one.chunk_bytes, statistics.median(times_s), len(times_s))
+        Trial(collective, group.size, nbytes, one.algorithm, one.chunk_bytes, middle_s, len(times_s), one.single_copy)
         for one in found
         for times_s in [taken[one.algorithm]]
+        for middle_s in [statistics.median(times_s)]
     ]
 
 

@@ -42,7 +42,7 @@ class Link:
     beta_s: float
 
 
-READ_S: Final = 1 / 18e9
+READ_S: Final = 1 / 20e9
 """The kernel copies page by page."""
 
 

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple, TypeAlias
 from asyncdist.plan.cost import blocks, grids, trees, vectors
 from asyncdist.plan.cost.constants import Constants
 from asyncdist.plan.cost.load import Hop, Load, Shape, Work
-from asyncdist.plan.cost.shared import SHARED_FORMULAS, SharedFormula, shared_seconds
+from asyncdist.plan.cost.shared import SHARED_FORMULAS, SharedFormula, shared_seconds, slowness_of
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, Problem
 from asyncdist.plan.records import USUAL_LANE, LaneMemory
 
@@ -155,7 +155,8 @@ def seconds_by(
     shape = shape_of(problem, itemsize, chunk_bytes)
     if shared is not None:
         items = shared(shape._replace(memory=memory))
-        return lambda constants: shared_seconds(items, problem.world, constants, single_copy=memory.single_copy)
+        slowness, single_copy = slowness_of(problem, itemsize), memory.single_copy
+        return lambda constants: shared_seconds(items, problem.world, constants, slowness, single_copy=single_copy)
     load = FORMULAS[problem.collective][algorithm](shape)
     return lambda constants: _seconds(load, problem, constants)
 
@@ -172,9 +173,10 @@ def _predict_shared(
     if problem.world == 1:
         return Prediction(algorithm, chunk_bytes, 0.0, 0, 0)
     load = formula(shape_of(problem, itemsize, chunk_bytes)._replace(memory=memory))
-    seconds = shared_seconds(load, problem.world, constants, single_copy=memory.single_copy)
+    slowness, single_copy = slowness_of(problem, itemsize), memory.single_copy
+    seconds = shared_seconds(load, problem.world, constants, slowness, single_copy=single_copy)
     rounds, published, scratch = load.rounds, round(load.published), round(load.scratch)
-    return Prediction(algorithm, chunk_bytes, seconds, rounds, published, scratch, memory.single_copy)
+    return Prediction(algorithm, chunk_bytes, seconds, rounds, published, scratch, single_copy)
 
 
 @lru_cache(maxsize=SHAPES_KEPT)

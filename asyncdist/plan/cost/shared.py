@@ -12,15 +12,20 @@ from typing import Final, NamedTuple, TypeAlias
 
 from asyncdist.plan.cost.constants import Constants
 from asyncdist.plan.cost.load import Shape
+from asyncdist.plan.problem import Problem
 from asyncdist.plan.records import SINGLE_COPY_BYTES, by_records
 
-__all__ = ["SHARED_FORMULAS", "SharedFormula", "SharedLoad", "Toil", "shared_seconds"]
+__all__ = ["RETURNED_S", "SHARED_FORMULAS", "SharedFormula", "SharedLoad", "Toil", "shared_seconds", "slowness_of"]
 
 CACHED_BYTES: Final = 32 << 20
-"""Where all ranks together copy more, what is put out has left the caches when it is read: a usual last level."""
+"""Of all ranks' arrays: a usual last level of a host's caches."""
 
-OF_MEMORY: Final = 1.5
-"""How many times as long copies take then."""
+OF_MEMORY: Final = 1.4
+"""How many times as long copies and reductions take beyond them."""
+
+RETURNED_S: Final = 40e-6
+"""From the moment the last of what a rank has lent was read until it goes on: it sleeps then, as nothing is left to do,
+and all ranks end when the last one does."""
 
 
 class Toil(NamedTuple):
@@ -36,6 +41,8 @@ class Toil(NamedTuple):
     lent: float = 0.0
     """Of the bytes copied, those of items that the others can read where they lie, if the kernel lets them: then these
     are not copied, and all that is taken of other ranks' items is read."""
+    local: float = 0.0
+    """Of the bytes copied, those within the arrays of the rank."""
 
     def plus(self, other: Toil, times: float = 1) -> Toil:
         """Return the sum of this and `times` times `other`."""
@@ -45,16 +52,16 @@ class Toil(NamedTuple):
             self.worked + times * other.worked,
             self.operands + times * other.operands,
             self.lent + times * other.lent,
+            self.local + times * other.local,
         )
 
-    def seconds(self, constants: Constants, copies: float = 1.0, *, single_copy: bool = False) -> float:
-        """Return what one processor takes, where a copy takes `copies` times as long as within the caches."""
+    def seconds(self, constants: Constants, slowness: float = 1.0, *, single_copy: bool = False) -> float:
+        """Return what one processor takes; `slowness` is as `slowness_of` says."""
         shared = constants.shared
+        moved_s = slowness * (self.copied * shared.copy_s + self.worked * shared.reduce_s)
         if single_copy:
-            moved_s = (self.copied - self.lent + self.worked) * shared.read_s
-        else:
-            moved_s = self.copied * copies * shared.copy_s
-        moved_s += self.worked * shared.reduce_s
+            taken = self.copied - self.lent - self.local + self.worked
+            moved_s = slowness * self.local * shared.copy_s + taken * shared.read_s + self.worked * shared.reduce_s
         return self.steps * shared.step_s + self.operands * shared.operand_s + moved_s
 
 
@@ -80,22 +87,33 @@ class SharedLoad(NamedTuple):
 SharedFormula: TypeAlias = Callable[[Shape], SharedLoad]
 
 
-def shared_seconds(load: SharedLoad, world: int, constants: Constants, *, single_copy: bool = False) -> float:
+def slowness_of(problem: Problem, itemsize: int) -> float:
+    """How many times as long copies and reductions take as within the caches, where the ranks' arrays exceed those.
+
+    What is read of another process is in the cache when it is reduced.
+    """
+    ranks = 1 if problem.collective in ("gather", "scatter") else problem.world
+    return OF_MEMORY if ranks * problem.total * itemsize >= CACHED_BYTES else 1.0
+
+
+def shared_seconds(
+    load: SharedLoad, world: int, constants: Constants, slowness: float = 1.0, *, single_copy: bool = False
+) -> float:
     """Predict a load's time on one host, which has `constants.cores` for all `world` ranks.
 
-    `single_copy`: whether they can read each other's memory.
+    `slowness` is as `slowness_of` says, `single_copy` whether the ranks can read each other's memory.
     """
     single_copy &= load.lent_item >= SINGLE_COPY_BYTES
-    copies = OF_MEMORY if load.everyone.copied > CACHED_BYTES else 1.0
     waits_s = constants.begun_s(world) + load.rounds * constants.shared.wake_s * constants.crowding(world)
+    waits_s += RETURNED_S if single_copy else 0.0
     begin_s = 0.0 if load.by_records else constants.shared.begin_s
-    path_s = waits_s + begin_s + load.path.seconds(constants, copies, single_copy=single_copy)
+    path_s = waits_s + begin_s + load.path.seconds(constants, slowness, single_copy=single_copy)
     if not 0 < constants.cores < world:
         return path_s
     return max(
         path_s,
         waits_s
-        + (begin_s * world + load.everyone.seconds(constants, copies, single_copy=single_copy)) / constants.cores,
+        + (begin_s * world + load.everyone.seconds(constants, slowness, single_copy=single_copy)) / constants.cores,
     )
 
 
@@ -116,7 +134,8 @@ def _direct_reduce(shape: Shape) -> SharedLoad:
     if by_records("reduce", "shared_direct", shape.world, shape.total, shape.memory):
         return _to_root(shape, shape.total, worked=shape.total * (shape.world - 1))
     world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
-    root, other = Toil(pieces * (world - 1), total, total * (world - 1)), Toil(pieces, total, lent=total)
+    root = Toil(pieces * (world - 1), total, total * (world - 1), local=total)
+    other = Toil(pieces, total, lent=total)
     path, everyone = root.plus(other, 1 / pieces), root.plus(other, world - 1)
     return SharedLoad(1, path, everyone, total, lent_item=total / pieces)
 
@@ -151,8 +170,8 @@ def _sliced_all_reduce(shape: Shape) -> SharedLoad:
 def _sliced_reduce(shape: Shape) -> SharedLoad:
     """The same, but that only the root copies results."""
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
-    root = Toil(pieces * 3 * others, block * (2 * others + 1), block * others, lent=block * others)
-    other = Toil(pieces * (2 * others + 1), block * (others + 2), block * others, lent=block * others)
+    root = Toil(pieces * 3 * others, block * (2 * others + 1), block * others, lent=block * others, local=block)
+    other = Toil(pieces * (2 * others + 1), block * (others + 2), block * others, lent=block * others, local=block)
     item = block / pieces
     return SharedLoad(2, root, root.plus(other, others), block * shape.world, 3 * item, lent_item=item)
 
@@ -163,7 +182,7 @@ def _reduce_scatter(shape: Shape) -> SharedLoad:
         return _in_records(shape, shape.total, worked=shape.block * (shape.world - 1))
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
     given = shape.full(others)
-    work = Toil(pieces * (given + others), block * (given + 1), block * others, lent=block * given)
+    work = Toil(pieces * (given + others), block * (given + 1), block * others, lent=block * given, local=block)
     return SharedLoad(1, work, Toil(0).plus(work, shape.full(shape.world)), block * given, lent_item=block / pieces)
 
 
@@ -182,7 +201,7 @@ def _all_gather(shape: Shape) -> SharedLoad:
     if by_records("all_gather", "shared", shape.world, shape.block, shape.memory):
         return _in_records(shape, shape.block, copied=shape.block * shape.world)
     block, pieces, blocks = shape.block, shape.pieces(shape.block), shape.full(shape.world)
-    work = Toil(pieces * blocks, block * (blocks + 1), lent=block)
+    work = Toil(pieces * blocks, block * (blocks + 1), lent=block, local=block)
     return SharedLoad(1, work, Toil(0).plus(work, shape.world), block, lent_item=block / pieces)
 
 
@@ -192,7 +211,7 @@ def _gather(shape: Shape) -> SharedLoad:
         return _to_root(shape, shape.block, copied=shape.block * shape.world)
     block, pieces = shape.block, shape.pieces(shape.block)
     one = Toil(pieces, block, lent=block)
-    root = Toil(0, block).plus(Toil(pieces, block), shape.world - 1)
+    root = Toil(0, block, local=block).plus(Toil(pieces, block), shape.world - 1)
     path, everyone = root.plus(one, 1 / pieces), root.plus(one, shape.world - 1)
     return SharedLoad(1, path, everyone, block, lent_item=block / pieces)
 
@@ -203,7 +222,7 @@ def _scatter(shape: Shape) -> SharedLoad:
         return _from_root(shape, shape.total, shape.block)
     block, pieces, others = shape.block, shape.pieces(shape.block), shape.world - 1
     one = Toil(pieces, block)
-    root = Toil(0, block).plus(Toil(pieces, block, lent=block), others)
+    root = Toil(0, block, local=block).plus(Toil(pieces, block, lent=block), others)
     return SharedLoad(1, root.plus(one, 1 / pieces), root.plus(one, others), block * others, lent_item=block / pieces)
 
 
@@ -212,7 +231,7 @@ def _all_to_all(shape: Shape) -> SharedLoad:
     if by_records("all_to_all", "shared", shape.world, shape.total, shape.memory):
         return _in_records(shape, shape.total, copied=shape.total)
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
-    work = Toil(pieces * 2 * others, block * (2 * others + 1), lent=block * others)
+    work = Toil(pieces * 2 * others, block * (2 * others + 1), lent=block * others, local=block)
     return SharedLoad(1, work, Toil(0).plus(work, shape.world), block * others, lent_item=block / pieces)
 
 

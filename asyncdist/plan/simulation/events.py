@@ -26,6 +26,8 @@ from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 from asyncdist.plan.cost.constants import COPY_SHARE, Constants
+from asyncdist.plan.cost.shared import RETURNED_S
+from asyncdist.plan.records import SINGLE_COPY_BYTES
 from asyncdist.plan.steps import Copy, Fetch, FetchReduce, Plan, Publish, Recv, RecvReduce, Reduce, Send, Step
 
 __all__ = ["Feeds", "Hosts", "feeds_of", "run"]
@@ -66,6 +68,8 @@ class Hosts(NamedTuple):
 
     constants: Constants
     ranks_per_host: int
+    slowness: float = 1.0
+    """Of copies and reductions in shared memory, as `slowness_of` says."""
 
 
 def feeds_of(plans: Sequence[Plan]) -> Feeds:
@@ -117,11 +121,14 @@ class _Cost(NamedTuple):
 class _Costs:
     """Costs of steps, worked out once for all that are alike."""
 
-    def __init__(self, constants: Constants, itemsize: int, ranks_per_host: int, *, shared: bool) -> None:
+    def __init__(self, hosts: Hosts, itemsize: int, *, shared: bool, single_copy: bool) -> None:
+        constants = hosts.constants
         self._constants = constants
-        self._crowding = constants.crowding(ranks_per_host)
+        self._crowding = constants.crowding(hosts.ranks_per_host)
+        self._slowness = hosts.slowness if shared else 1.0
         self._itemsize = itemsize
         self._known: dict[tuple[type[Step], int, bool], _Cost] = {}
+        self._single_copy = single_copy
         self.overhead_fs = round(constants.overhead_s * TICKS)
         self._wake_fs = round(constants.shared.wake_s * self._crowding * TICKS)
         self._reduce_s = constants.shared.reduce_s if shared else constants.gamma_s
@@ -139,11 +146,15 @@ class _Costs:
     def _cost(self, step: Step, nbytes: int, remote: bool) -> _Cost:
         constants = self._constants
         reduces = isinstance(step, Reduce | FetchReduce | RecvReduce)
-        work_fs = round(nbytes * (self._reduce_s if reduces else self._copy_s) * TICKS)
+        work_fs = round(nbytes * self._slowness * (self._reduce_s if reduces else self._copy_s) * TICKS)
         if isinstance(step, Copy | Reduce):
             return _Cost(LOCAL, work_fs, 0, 0, 0)
         if isinstance(step, SHARED):
             kind = PUBLISHES if isinstance(step, Publish) else FETCHES
+            if self._single_copy and nbytes >= SINGLE_COPY_BYTES:
+                read_s = constants.shared.read_s + (self._reduce_s if reduces else 0.0)
+                work_s = 0.0 if isinstance(step, Publish) else read_s
+                work_fs = round(nbytes * work_s * TICKS)
             return _Cost(kind, round(constants.shared.step_s * TICKS) + work_fs, 0, 0, self._wake_fs)
         beta_s, latency_s = constants.beta_s, constants.latency_s * self._crowding
         if remote and constants.between is not None:
@@ -160,7 +171,9 @@ class _Simulation:
     def __init__(self, plans: Sequence[Plan], feeds: Feeds, itemsize: int, hosts: Hosts) -> None:
         constants = hosts.constants
         shared = any(isinstance(step, SHARED) for plan in plans for step in plan.steps)
-        costs = _Costs(constants, itemsize, hosts.ranks_per_host, shared=shared)
+        self._single_copy = single_copy = any(plan.single_copy for plan in plans)
+        costs = _Costs(hosts, itemsize, shared=shared, single_copy=single_copy)
+        self._returned_fs = round(RETURNED_S * TICKS) if single_copy else 0
         self._feeds = feeds
         self._overhead_fs = costs.overhead_fs
         self._events: list[tuple[int, int]] = []
@@ -217,7 +230,7 @@ class _Simulation:
                         self._start(follower, time_fs)
         if self._remaining:
             raise ValueError(f"{self._remaining} steps wait for each other")
-        return self._finish_fs / TICKS
+        return (self._finish_fs + self._returned_fs) / TICKS
 
     def _load(self, plans: Sequence[Plan], hosts: Hosts, costs: _Costs) -> None:
         per_host, remote_links = hosts.ranks_per_host, hosts.constants.between is not None
@@ -265,7 +278,10 @@ class _Simulation:
                 self._receive(number, time_fs, time_fs)
             return
         cpu_fs = self._cpu_fs[number]
-        start_fs = self._work(self._threads[number], time_fs, cpu_fs)
+        if kind == PUBLISHES and self._single_copy:  # goes before all that the rank could do meanwhile
+            start_fs = time_fs
+        else:
+            start_fs = self._work(self._threads[number], time_fs, cpu_fs)
         if kind in ALONE:
             for fetch in self._feeds[number]:
                 heappush(self._events, (start_fs + cpu_fs, fetch * PHASES + ARRIVAL))

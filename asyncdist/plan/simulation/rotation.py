@@ -16,6 +16,7 @@ from typing import NamedTuple
 from asyncdist.plan.algorithms import ring_2d
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.cost.constants import Constants
+from asyncdist.plan.cost.shared import slowness_of
 from asyncdist.plan.problem import VECTOR_COLLECTIVES, Problem
 from asyncdist.plan.simulation.events import Feeds, Hosts, run
 from asyncdist.plan.steps import Plan, Recv, RecvReduce, Send, Symmetry
@@ -70,7 +71,12 @@ def rotated(
     """
     first = problem.world // rotation.period // 3 * rotation.period
     plans = [build(problem, algorithm, rank, chunk_length) for rank in range(first, first + rotation.period)]
-    return run(plans, _feeds(plans, rotation), itemsize, Hosts(constants, problem.ranks_per_host))
+    return run(
+        plans,
+        _feeds(plans, rotation),
+        itemsize,
+        Hosts(constants, problem.ranks_per_host, slowness_of(problem, itemsize)),
+    )
 
 
 def _feeds(plans: Sequence[Plan], rotation: Rotation) -> Feeds:

@@ -18,6 +18,7 @@ from typing import Final
 
 from asyncdist.plan.algorithms.registry import algorithms, build, needs_lane
 from asyncdist.plan.cost.constants import Constants
+from asyncdist.plan.cost.shared import slowness_of
 from asyncdist.plan.problem import VECTOR_COLLECTIVES, Problem
 from asyncdist.plan.simulation.events import Hosts, feeds_of, run
 from asyncdist.plan.simulation.growth import grow, law_of
@@ -108,7 +109,9 @@ def _exact(problem: Problem, algorithm: str, itemsize: int, constants: Constants
 
 def _events(problem: Problem, algorithm: str, itemsize: int, constants: Constants, chunk_length: int) -> float:
     plans = [build(problem, algorithm, rank, chunk_length) for rank in range(problem.world)]
-    return run(plans, feeds_of(plans), itemsize, Hosts(constants, problem.ranks_per_host))
+    return run(
+        plans, feeds_of(plans), itemsize, Hosts(constants, problem.ranks_per_host, slowness_of(problem, itemsize))
+    )
 
 
 def _evened(problem: Problem) -> Problem:

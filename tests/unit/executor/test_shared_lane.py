@@ -295,7 +295,7 @@ def test_what_is_lent_counts_in_a_turn_as_well(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(shared_part, "LEND_COST_BYTES", TURN_BYTES // 4)
     ranks, _ = make(2)
     lane = ranks[0].lane
-    lane.lend = lambda payload: (7, 0)
+    lane.lend = lambda payload, single_copy: (7, 0)
     part = broadcast(ranks[0], 4 << 20, 0, 7).start().part
     seen = []
     for _ in range(3):
@@ -418,7 +418,7 @@ def test_needs_of_another_shape_than_what_is_there() -> None:
     """Who reads past what a member publishes waits for what will be said about that, and disturbs nobody."""
     ranks, _ = make(2)
     needs: Needs = {1: {5: 1}}
-    program: Any = type("P", (), {"items": 0, "needs": needs, "instructions": (), "ready": ()})()
+    program: Any = type("P", (), {"items": 0, "needs": needs, "instructions": (), "ready": (), "single_copy": False})()
     execution: Any = Execution.__new__(Execution)
     part = ranks[0].lane.add(1, program, execution)
     ranks[0].lane.flush()

@@ -14,7 +14,7 @@ from socket_world import LIMIT_S, run_ranks
 
 import asyncdist as dist
 from asyncdist.backend.host.aio import AioBackend
-from asyncdist.plan.records import PAYLOAD_SHARE, USUAL_LANE_BYTES
+from asyncdist.plan.records import PAYLOAD_SHARE, USUAL_LANE
 from asyncdist.reduce_op import ReduceOp
 from asyncdist.transport.lanes.layout import EXPRESS_BYTES, RECORDS
 from asyncdist.transport.shared_memory import doorbell
@@ -28,7 +28,7 @@ def no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doorbell, "RECHECK_S", 10 * LIMIT_S)
 
 
-LARGEST = USUAL_LANE_BYTES // PAYLOAD_SHARE
+LARGEST = USUAL_LANE.nbytes // PAYLOAD_SHARE
 LENGTHS = (1, EXPRESS_BYTES // 24, EXPRESS_BYTES // 24 + 1, LARGEST // 24)
 """Elements of a block, of 8 bytes: three blocks fit a record, or just do not, or fit a payload."""
 
@@ -37,7 +37,7 @@ def express(group: Group, collective: str) -> list[bool]:
     """Of all kinds of one collective so far, in order: whether they went by records."""
     backend = group._backend
     assert isinstance(backend, AioBackend)
-    recipes = [recipe for (key, lane), recipe in backend._recipes.items() if key[0] == collective and lane]
+    recipes = [recipe for (key, lane), recipe in backend._recipes.items() if key[0] == collective and lane.nbytes]
     return [recipe.express is not None for recipe in recipes]
 
 

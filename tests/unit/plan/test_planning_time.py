@@ -15,7 +15,7 @@ import pytest
 from asyncdist.executor.program import Program
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, Problem
-from asyncdist.plan.records import USUAL_LANE_BYTES
+from asyncdist.plan.records import NO_LANE, USUAL_LANE, LaneMemory
 from asyncdist.plan.selection.selector import VECTOR_CHUNKS_MAX, choose
 from asyncdist.plan.steps import Plan
 
@@ -52,13 +52,13 @@ def calls_of(work: Callable[..., object], *arguments: object) -> int:
     return calls
 
 
-def planned(collective: str, world: int, nbytes: int, lane_bytes: int) -> Plan:
+def planned(collective: str, world: int, nbytes: int, memory: LaneMemory) -> Plan:
     """What the first call of a shape does, for a vector of `nbytes` in all."""
     count = nbytes // 4
     if collective in BLOCK_COLLECTIVES or collective in EXCHANGES:
         count = max(1, count // world)
     problem = Problem.of(collective, world, count)
-    algorithm, chunk_bytes = choose(problem, 4, lane_bytes=lane_bytes)
+    algorithm, chunk_bytes, _ = choose(problem, 4, memory=memory)
     plan = build(problem, algorithm, world // 2, max(1, chunk_bytes // 4))
     Program(plan)
     return plan
@@ -68,25 +68,25 @@ def planned(collective: str, world: int, nbytes: int, lane_bytes: int) -> Plan:
 @pytest.mark.parametrize("world", WORLDS)
 def test_small_plans_are_made_in_less_than_half_a_millisecond_or_so(collective: str, world: int) -> None:
     for nbytes in (4, 64 * KIB, MIB):
-        assert calls_of(planned, collective, world, nbytes, 0) <= SMALL_CALLS
+        assert calls_of(planned, collective, world, nbytes, NO_LANE) <= SMALL_CALLS
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("nbytes", [16 * MIB, 256 * MIB, 4 * GIB])
 def test_plans_of_messages_have_so_many_steps_at_most(collective: str, world: int, nbytes: int) -> None:
-    assert calls_of(planned, collective, world, nbytes, 0) <= LARGE_CALLS
-    assert len(planned(collective, world, nbytes, 0).steps) <= STEPS_MAX
+    assert calls_of(planned, collective, world, nbytes, NO_LANE) <= LARGE_CALLS
+    assert len(planned(collective, world, nbytes, NO_LANE).steps) <= STEPS_MAX
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_plans_through_shared_memory_are_made_alike_however_long(collective: str, world: int) -> None:
     """A hundred times the steps are no more work."""
-    small = calls_of(planned, collective, world, 32 * MIB, USUAL_LANE_BYTES)
-    large = calls_of(planned, collective, world, 4 * GIB, USUAL_LANE_BYTES)
+    small = calls_of(planned, collective, world, 32 * MIB, USUAL_LANE)
+    large = calls_of(planned, collective, world, 4 * GIB, USUAL_LANE)
     assert large <= min(1.25 * small, SHARED_CALLS)
-    assert len(planned(collective, world, 4 * GIB, USUAL_LANE_BYTES).steps) > 4000
+    assert len(planned(collective, world, 4 * GIB, USUAL_LANE).steps) > 4000
 
 
 def test_they_are_counted() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.plan.records import PAYLOAD_SHARE, TAKEN_BYTES, USUAL_LANE_BYTES, by_records
+from asyncdist.plan.records import NO_LANE, PAYLOAD_SHARE, TAKEN_BYTES, USUAL_LANE, LaneMemory, by_records
 from asyncdist.transport.lanes.layout import LANE_HEAD_BYTES, SLOTS, item_bytes, pool_bytes, wide_bytes
 from asyncdist.transport.shared_memory.segment import PAGE_BYTES
 
-LARGEST = USUAL_LANE_BYTES // PAYLOAD_SHARE
+LARGEST = USUAL_LANE.nbytes // PAYLOAD_SHARE
 SUITED = {
     "all_gather": "shared",
     "all_reduce": "shared_direct",
@@ -24,11 +24,11 @@ SUITED = {
 
 @pytest.mark.parametrize(("collective", "algorithm"), SUITED.items())
 def test_a_payload_is_at_most_a_share_of_the_lane(collective, algorithm):
-    for lane in (USUAL_LANE_BYTES, 2 << 20):
-        largest = lane // PAYLOAD_SHARE
+    for lane in (USUAL_LANE, LaneMemory(2 << 20)):
+        largest = lane.nbytes // PAYLOAD_SHARE
         assert by_records(collective, algorithm, 2, largest, lane)
         assert not by_records(collective, algorithm, 2, largest + 1, lane)
-    assert not by_records(collective, algorithm, 2, 0, 0), "without a lane there is nothing"
+    assert not by_records(collective, algorithm, 2, 0, NO_LANE), "without a lane there is nothing"
 
 
 def test_two_lengths_of_slots_have_room_for_all_that_goes_so():
@@ -42,8 +42,8 @@ def test_two_lengths_of_slots_have_room_for_all_that_goes_so():
 def test_what_one_member_takes_is_bounded(collective, algorithm):
     world = 2 * TAKEN_BYTES // LARGEST
     takes_all = collective in ("all_gather", "all_reduce", "gather", "reduce")
-    assert by_records(collective, algorithm, world, LARGEST // 2, USUAL_LANE_BYTES)
-    assert by_records(collective, algorithm, world, LARGEST // 2 + 1, USUAL_LANE_BYTES) is not takes_all
+    assert by_records(collective, algorithm, world, LARGEST // 2, USUAL_LANE)
+    assert by_records(collective, algorithm, world, LARGEST // 2 + 1, USUAL_LANE) is not takes_all
 
 
 @pytest.mark.parametrize(
@@ -51,4 +51,4 @@ def test_what_one_member_takes_is_bounded(collective, algorithm):
     [("all_reduce", "shared"), ("all_gather", "ring"), ("reduce", "shared"), ("scan", "shared_direct")],
 )
 def test_no_others_do(collective, algorithm):
-    assert not by_records(collective, algorithm, 2, 4, USUAL_LANE_BYTES)
+    assert not by_records(collective, algorithm, 2, 4, USUAL_LANE)

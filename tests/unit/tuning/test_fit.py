@@ -9,7 +9,7 @@ import pytest
 
 from asyncdist.plan.cost.constants import ASYNCIO, SharedMemory
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.records import USUAL_LANE_BYTES
+from asyncdist.plan.records import NO_LANE, USUAL_LANE
 from asyncdist.plan.selection.selector import candidates
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.tuning.check import judge, summary
@@ -42,7 +42,7 @@ OTHER = replace(
 """One with other strengths: messages are fast, and shared memory is slow."""
 
 
-def trials_of(constants, noise=0.0, lane_bytes=USUAL_LANE_BYTES, sizes=(1 << 10, 16 << 10, 256 << 10, 4 << 20)):
+def trials_of(constants, noise=0.0, memory=USUAL_LANE, sizes=(1 << 10, 16 << 10, 256 << 10, 4 << 20)):
     """What trials would say on a machine of these constants."""
     dice = random.Random(1)
     found = []
@@ -50,7 +50,7 @@ def trials_of(constants, noise=0.0, lane_bytes=USUAL_LANE_BYTES, sizes=(1 << 10,
         for world in (2, 4):
             for nbytes in sizes:
                 problem = Problem.of_bytes(collective, world, nbytes, ITEMSIZE, ranks_per_host=world)
-                for one in candidates(problem, ITEMSIZE, Tuning(constants, world), lane_bytes=lane_bytes):
+                for one in candidates(problem, ITEMSIZE, Tuning(constants, world), memory=memory):
                     seconds = one.seconds * dice.lognormvariate(0, noise)
                     found.append(Trial(collective, world, nbytes, one.algorithm, one.chunk_bytes, seconds, 9))
     return found
@@ -78,7 +78,7 @@ def test_choices_are_better_with_fitted_constants_than_without():
 
 
 def test_what_no_trial_tells_stays_as_it_was():
-    found = fitted(trials_of(TRUTH, lane_bytes=0), ASYNCIO, CORES)
+    found = fitted(trials_of(TRUTH, memory=NO_LANE), ASYNCIO, CORES)
     assert found.alpha_s == pytest.approx(TRUTH.alpha_s, rel=0.3)
     for name in ("wake_s", "step_s", "operand_s", "copy_s", "reduce_s", "begin_s"):
         assert getattr(found.shared, name) == pytest.approx(getattr(ASYNCIO.shared, name))

@@ -12,7 +12,7 @@ from asyncdist.plan.cost.constants import ASYNCIO, SHARED_MEMORY, Constants, Sha
 from asyncdist.plan.cost.prediction import predict, shape_of
 from asyncdist.plan.cost.shared import SHARED_FORMULAS
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, REDUCTIONS, Problem
-from asyncdist.plan.records import PAYLOAD_SHARE, USUAL_LANE_BYTES
+from asyncdist.plan.records import PAYLOAD_SHARE, USUAL_LANE, LaneMemory
 from asyncdist.plan.selection.selector import candidates, choose, parse_overrides, plan_for, usable
 from asyncdist.plan.selection.shared_chunks import shared_chunk_sizes
 from asyncdist.plan.selection.tuning import Tuning, constants_from_terms, constants_to_terms
@@ -21,8 +21,8 @@ from asyncdist.plan.steps import Copy, Fetch, FetchReduce, Publish, Reduce
 
 KIB = 1 << 10
 MIB = 1 << 20
-LANE = USUAL_LANE_BYTES
-WITHOUT_RECORDS = 1
+LANE = USUAL_LANE
+WITHOUT_RECORDS = LaneMemory(1)
 """Memory of a lane so small that everything goes by items."""
 SHARED = [(collective, name) for collective, table in SHARED_ALGORITHMS.items() for name in table]
 
@@ -77,13 +77,13 @@ def test_formulas_by_hand(collective, algorithm, world, microseconds):
     ],
 )
 def test_those_in_records_need_no_steps(collective, algorithm, microseconds):
-    predicted = predict(problem_of(collective, 4, 1_000_000), algorithm, 1, 10**7, ROUND, 8_000_000)
+    predicted = predict(problem_of(collective, 4, 1_000_000), algorithm, 1, 10**7, ROUND, LaneMemory(8_000_000))
     assert predicted.seconds == pytest.approx(microseconds * 1e-6)
     assert predicted.rounds == 1
 
 
 def test_vectors_in_records_at_the_limit_and_one_past():
-    largest = LANE // PAYLOAD_SHARE
+    largest = LANE.nbytes // PAYLOAD_SHARE
     at, past = (predict(problem_of("all_reduce", 2, largest + more), "shared_direct", 1, MIB, ROUND) for more in (0, 1))
     moved_s = 2 * largest * 1e-9
     assert at.seconds == pytest.approx(100e-6 + 10e-6 + 2e-6 + moved_s)
@@ -176,7 +176,7 @@ def test_formulas_and_simulation_agree(collective, algorithm, monkeypatch):
         for world in (2, 3, 4, 8):
             for nbytes in (0,) if collective == "barrier" else (4 * KIB, 64 * KIB, MIB, 16 * MIB):
                 problem = problem_of(collective, world, nbytes)
-                chunk = shared_chunk_sizes(problem, algorithm, 1, LANE)[-1]
+                chunk = shared_chunk_sizes(problem, algorithm, 1, LANE.nbytes)[-1]
                 predicted_s = predict(problem, algorithm, 1, chunk, constants).seconds
                 simulated_s = simulate(problem, algorithm, 1, constants, chunk)
                 ratios.append(predicted_s / simulated_s)
@@ -206,7 +206,7 @@ def one_host(world, cores=2):
 
 
 def chosen(collective, world, nbytes, **how):
-    return choose(problem_of(collective, world, nbytes), 1, one_host(world), lane_bytes=LANE, **how)[0]
+    return choose(problem_of(collective, world, nbytes), 1, one_host(world), memory=LANE, **how)[0]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_what_moves_items_is_chosen_for_that_however_small(collective):
         for nbytes in (256 * KIB, MIB):
             problem = problem_of(collective, world, nbytes)
             tuning = one_host(world, cores=0)
-            found = candidates(problem, 1, tuning, lane_bytes=LANE, in_records=False)
+            found = candidates(problem, 1, tuning, memory=LANE, in_records=False)
             simulated = [simulate(problem, one.algorithm, 1, tuning.constants, one.chunk_bytes) for one in found]
             assert simulated[0] < 1.5 * min(simulated), (problem, found[0])
             assert found[0].seconds > 0.6 * simulated[0]
@@ -254,7 +254,7 @@ def test_the_order_of_ranks_is_kept_where_that_is_asked(collective):
     for world in (2, 3, 8):
         for nbytes in (64, MIB):
             problem = problem_of(collective, world, nbytes)
-            name, chunk = choose(problem, 1, one_host(world), ordered=True, lane_bytes=LANE)
+            name, chunk, _ = choose(problem, 1, one_host(world), ordered=True, memory=LANE)
             assert all(build(problem, name, rank, chunk).ordered for rank in range(world))
 
 
@@ -266,18 +266,18 @@ def test_overrides_may_name_them_and_count_where_there_is_a_lane():
         parse_overrides("all_to_all_uneven:shared")
     tuning = replace(one_host(4), overrides=(("all_reduce", "shared"),))
     problem = problem_of("all_reduce", 4, 64 * KIB)
-    assert choose(problem, 1, tuning, lane_bytes=LANE)[0] == "shared"
+    assert choose(problem, 1, tuning, memory=LANE)[0] == "shared"
     assert not needs_lane("all_reduce", choose(problem, 1, tuning)[0])
-    assert choose(problem, 1, tuning, ordered=True, lane_bytes=LANE)[0] == "shared_direct"
+    assert choose(problem, 1, tuning, ordered=True, memory=LANE)[0] == "shared_direct"
     assert not usable("all_reduce", "shared", ordered=False, shared=False)
     assert not usable("all_reduce", "shared", ordered=True, shared=True)
     assert usable("all_reduce", "ring", ordered=False, shared=False)
     ring = replace(one_host(4), overrides=(("all_reduce", "ring"),))
-    assert choose(problem, 1, ring, lane_bytes=LANE)[0] == "ring"
+    assert choose(problem, 1, ring, memory=LANE)[0] == "ring"
 
 
 def test_one_that_is_named_needs_a_lane():
-    assert plan_for("all_reduce", 1, 4, 100, 4, algorithm="shared", lane_bytes=LANE).algorithm == "shared"
+    assert plan_for("all_reduce", 1, 4, 100, 4, algorithm="shared", memory=LANE).algorithm == "shared"
     with pytest.raises(ValueError, match="all_reduce:shared needs memory that all ranks share"):
         plan_for("all_reduce", 1, 4, 100, 4, algorithm="shared")
 
@@ -285,19 +285,18 @@ def test_one_that_is_named_needs_a_lane():
 def test_plans_are_cached_by_the_memory_of_the_lane():
     """All ranks have to cut alike, so the length of chunks depends on what they have agreed on."""
     large, small = (
-        plan_for("all_reduce", 0, 16, 4 * MIB, 4, algorithm="shared", lane_bytes=room) for room in (LANE, 2 * MIB)
+        plan_for("all_reduce", 0, 16, 4 * MIB, 4, algorithm="shared", memory=room)
+        for room in (LANE, LaneMemory(2 * MIB))
     )
-    assert plan_for("all_reduce", 0, 16, 4 * MIB, 4, algorithm="shared", lane_bytes=LANE) is large
+    assert plan_for("all_reduce", 0, 16, 4 * MIB, 4, algorithm="shared", memory=LANE) is large
     longest = [
         max(step.source.length for step in plan.steps if isinstance(step, Publish)) * 4 for plan in (large, small)
     ]
-    assert 16 * longest[1] <= 2 * MIB < 3 * 16 * longest[0] <= LANE
+    assert 16 * longest[1] <= 2 * MIB < 3 * 16 * longest[0] <= LANE.nbytes
 
 
 def test_candidates_say_what_is_published():
-    found = {
-        one.algorithm: one for one in candidates(problem_of("all_reduce", 4, MIB), 1, one_host(4), lane_bytes=LANE)
-    }
+    found = {one.algorithm: one for one in candidates(problem_of("all_reduce", 4, MIB), 1, one_host(4), memory=LANE)}
     assert found["shared"].sent_bytes == found["shared_direct"].sent_bytes == MIB
     assert found["shared"].rounds == 2
     assert "ring" in found

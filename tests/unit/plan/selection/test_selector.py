@@ -13,6 +13,7 @@ from asyncdist.plan.algorithms.registry import ordered_algorithms
 from asyncdist.plan.cost.constants import ASYNCIO, ASYNCIO_LOOPBACK, ASYNCIO_TCP, Link
 from asyncdist.plan.cost.prediction import predict
 from asyncdist.plan.problem import COLLECTIVES, PRIVATE_COLLECTIVES, Problem
+from asyncdist.plan.records import LaneMemory
 from asyncdist.plan.selection import selector
 from asyncdist.plan.selection.selector import (
     algorithms,
@@ -228,16 +229,16 @@ def test_one_prediction_is_made_of_those_that_cut_nothing_and_of_no_others(colle
 def test_larger_chunks_than_all_there_is_would_change_nothing(nbytes, monkeypatch):
     for collective in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"):
         problem = Problem.of(collective, 4, nbytes if collective in ("all_reduce", "broadcast") else nbytes // 4)
-        found = candidates(problem, 1, one_host(4), lane_bytes=8 * MIB)
+        found = candidates(problem, 1, one_host(4), memory=LaneMemory(8 * MIB))
         with monkeypatch.context() as patch:
             patch.setattr(selector, "_first_of_all", lambda sizes, nbytes: len(sizes))
-            assert candidates(problem, 1, one_host(4), lane_bytes=8 * MIB) == found
+            assert candidates(problem, 1, one_host(4), memory=LaneMemory(8 * MIB)) == found
 
 
 def test_the_chunk_is_the_best_of_those():
     problem = Problem.of("all_reduce", 16, 8 * MIB)
     tuning = Tuning(ASYNCIO_TCP)
-    name, chunk = choose(problem, 1, tuning, algorithm="ring")
+    name, chunk, _ = choose(problem, 1, tuning, algorithm="ring")
     times = {size: predict(problem, "ring", 1, size, tuning.constants).seconds for size in chunk_sizes(problem, 1)}
     assert name == "ring"
     assert times[chunk] == min(times.values())

@@ -64,7 +64,7 @@ def test_links_that_nobody_described_are_those_of_a_host():
 def test_plans_are_made_with_it():
     tuning = tuning_of(10e-3)
     problem = Problem.of("all_gather", 4, 4 << 20)
-    _, chunk_bytes = choose(problem, 4, tuning, algorithm="ring")
+    _, chunk_bytes, _ = choose(problem, 4, tuning, algorithm="ring")
     plan = plan_for("all_gather", 0, 4, 4 << 20, 4, algorithm="ring", tuning=tuning)
     wide = problem._replace(window_size=window_size(problem, chunk_bytes, tuning))
     assert wide.window_size > WINDOW
