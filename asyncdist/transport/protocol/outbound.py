@@ -275,14 +275,13 @@ class Outbound:
             return
         if not self.queue.end_lent(op):
             raise RemoteProtocolError(f"rank {self._peer_rank} returned message {message_id}, which was not lent")
-        if not copied:
-            if self.loans is not None:
-                self.loans.refused()
+        if copied:
+            self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_END))
+            self._complete(op)
+        elif self.loans is not None:
+            self.loans.refused()
             op._id = message_id
             self.queue.push_stream(op)
-            return
-        self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_END))
-        self._complete(op)
 
     def _stop(self, op: SendOp, push: Callable[[bytes], None], flags: int = FLAG_ABORT) -> None:
         """End a stream before its time, unless its last fragment is begun."""
