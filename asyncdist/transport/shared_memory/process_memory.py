@@ -4,8 +4,8 @@ What ranks of one host exchange is otherwise copied into shared memory and out o
 read another's memory if it might debug it: both belong to one user, and nothing protects either (`man 2 ptrace`,
 kernel.yama.ptrace_scope). Whether it does is tried on the `Token` of the other.
 
-A token is random bytes of a process. Every read reads it as well, in the same call, which takes all it reads from one
-process: had that ended and its number been given to another, or had it called `exec`, no token would be there.
+A token is random bytes that lie in a process. Every read reads it as well, in the same call, which takes all it reads
+from one process: had that ended and its number been given to another, or had it called `exec`, no token would be there.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PROCESS: Final = (1 << 48) - 1
 
 TOKEN_BYTES: Final = 16
 
-_ALLOWED: Final = (errno.EPERM, errno.ENOSYS, errno.ENOMEM)
-"""Why a process that is there may not be read, or cannot."""
+_THERE: Final = (errno.EPERM, errno.ENOSYS, errno.ENOMEM)
+"""Why a process may not be read, or cannot, that is there nevertheless."""
 
 
 class Token(NamedTuple):
@@ -45,45 +45,53 @@ class Unreadable(Exception):
         self.gone = gone
 
 
+class _Span(ctypes.Structure):
+    """struct iovec."""
+
+    _fields_ = (("address", ctypes.c_size_t), ("nbytes", ctypes.c_size_t))
+
+
 class ProcessMemory:
     """The memory of the process `pid` that `token` is of. For one thread.
 
     Raises OSError if we may not read it, or it is another process than the one that the token is of.
     """
 
-    __slots__ = ("_check", "_here", "_octets", "_pid", "_places", "_there")
+    __slots__ = ("_check", "_here", "_octets", "_pid", "_source", "_target", "_there")
 
     def __init__(self, pid: int, token: Token) -> None:
         self._pid = pid
         self._octets = token.octets
         self._check = check = ctypes.create_string_buffer(TOKEN_BYTES)
-        # struct iovec: what is read and the token, here; the same two, there.
-        self._places = (ctypes.c_size_t * 8)(
-            0, 0, ctypes.addressof(check), TOKEN_BYTES, 0, 0, token.address, TOKEN_BYTES
-        )
-        self._here = ctypes.addressof(self._places)
-        self._there = self._here + ctypes.sizeof(self._places) // 2
+        self._here = (_Span * 2)(_Span(), _Span(ctypes.addressof(check), TOKEN_BYTES))
+        self._there = (_Span * 2)(_Span(), _Span(token.address, TOKEN_BYTES))
+        self._target, self._source = self._here[0], self._there[0]
         code = self._read(0, 0, 0)
         if code:
             raise OSError(code, os.strerror(code))
 
     def read(self, address: int, target: int, nbytes: int) -> None:
-        """Copy `nbytes` from `address` there to `target` here. Raises Unreadable; `target` may be written then."""
+        """Copy `nbytes`, up to 1 GiB, from `address` there to `target` here.
+
+        Raises Unreadable; `target` may be written then.
+        """
         code = self._read(address, target, nbytes)
         if code:
             still = self._read(0, 0, 0)
-            gone = bool(still) and still not in _ALLOWED
+            gone = bool(still) and still not in _THERE
             text = f"{nbytes} bytes at {address:#x} of process {self._pid} cannot be read: {os.strerror(code)}"
             raise Unreadable(text, gone=gone)
 
     def _read(self, address: int, target: int, nbytes: int) -> int:
         """0, or the number of the error."""
-        places = self._places
-        places[0], places[1], places[4], places[5] = target, nbytes, address, nbytes
+        self._source.address, self._source.nbytes = address, nbytes
+        self._target.address, self._target.nbytes = target, nbytes
         found: int = _readv(self._pid, self._here, 2, self._there, 2, 0)
-        if found == nbytes + TOKEN_BYTES:
-            return 0 if self._check.raw == self._octets else errno.ESRCH
-        return ctypes.get_errno() if found < 0 else errno.EFAULT
+        if found < 0:
+            return ctypes.get_errno()
+        if found < nbytes + TOKEN_BYTES:
+            return errno.EFAULT
+        return 0 if self._check.raw == self._octets else errno.ESRCH
 
 
 class RemoteBytes:
@@ -105,36 +113,24 @@ class RemoteBytes:
 
 
 class OwnMemory:
-    """What we let others read. For one thread."""
+    """What we let others read, as long as this is there. For one thread."""
 
-    __slots__ = ("_ends", "_found", "_here", "_there", "token")
+    __slots__ = ("_ends", "_found", "_here", "_octets", "token")
 
     def __init__(self) -> None:
-        self.token = _own_token()
+        self._octets = octets = ctypes.create_string_buffer(secrets.token_bytes(TOKEN_BYTES), TOKEN_BYTES)
+        self.token = Token(ctypes.addressof(octets), octets.raw)
         self._found = found = ctypes.create_string_buffer(2)
-        self._ends = (ctypes.c_size_t * 6)(ctypes.addressof(found), len(found), 0, 1, 0, 1)
-        self._here = ctypes.addressof(self._ends)
-        self._there = self._here + ctypes.sizeof(self._ends) // 3
+        self._here = (_Span * 1)(_Span(ctypes.addressof(found), 2))
+        self._ends = (_Span * 2)(_Span(0, 1), _Span(0, 1))
 
     def lendable(self, address: int, nbytes: int) -> bool:
         """Whether others could read that, going by its ends: memory of a device, which is mapped whole, nobody can."""
-        self._ends[2], self._ends[4] = address, address + nbytes - 1
-        return _readv(os.getpid(), self._here, 1, self._there, 2, 0) == len(self._found)
+        self._ends[0].address, self._ends[1].address = address, address + nbytes - 1
+        return _readv(os.getpid(), self._here, 1, self._ends, 2, 0) == 2
 
 
-def _own_token() -> Token:
-    pid = os.getpid()
-    if pid not in _tokens:  # a forked child is another process
-        _tokens.clear()
-        _tokens[pid] = ctypes.create_string_buffer(secrets.token_bytes(TOKEN_BYTES), TOKEN_BYTES)
-    token = _tokens[pid]
-    return Token(ctypes.addressof(token), token.raw)
-
-
-_tokens: Final[dict[int, ctypes.Array[ctypes.c_char]]] = {}
-
-
-def _missing(*_arguments: int) -> int:
+def _missing(*_arguments: object) -> int:
     ctypes.set_errno(errno.ENOSYS)
     return -1
 

@@ -1,0 +1,313 @@
+"""Reading another process's memory: of the one that was meant, what is there, and into nothing but the target."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import forked
+import numpy as np
+import pytest
+
+from asyncdist.transport.shared_memory import process_memory
+from asyncdist.transport.shared_memory.process_memory import (
+    TOKEN_BYTES,
+    OwnMemory,
+    ProcessMemory,
+    RemoteBytes,
+    Token,
+    Unreadable,
+)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
+PAGE = mmap.PAGESIZE
+DATA = bytes(range(256)) * 16
+NOBODY = 65_534
+
+CHILD = """
+import ctypes, os, sys
+from asyncdist.transport.shared_memory.process_memory import OwnMemory
+own = OwnMemory()
+data = ctypes.create_string_buffer(bytes(range(256)) * 16, 4096)
+print(own.token.address, own.token.octets.hex(), ctypes.addressof(data), flush=True)
+if sys.stdin.readline() == "exec\\n":
+    os.execv("/bin/sh", ["sh", "-c", "echo another; read wait"])
+"""
+
+
+class Child:
+    """A process that says where its token is, and DATA."""
+
+    def __init__(self) -> None:
+        self.process = forked.Popen(
+            [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        address, octets, data = self.process.stdout.readline().split()
+        self.token = Token(int(address), bytes.fromhex(octets))
+        self.data = int(data)
+
+    @property
+    def memory(self) -> ProcessMemory:
+        return ProcessMemory(self.process.pid, self.token)
+
+    def exec(self) -> None:
+        """Have it run another program."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("exec\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "another\n"
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    made = Child()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def own() -> OwnMemory:
+    return OwnMemory()
+
+
+@pytest.fixture
+def memory(own: OwnMemory) -> ProcessMemory:
+    return ProcessMemory(os.getpid(), own.token)
+
+
+class Target:
+    """`nbytes` to read into, between others that must stay as they are."""
+
+    def __init__(self, nbytes: int = len(DATA)) -> None:
+        self._around = np.full(nbytes + 2 * PAGE, 0xAA, np.uint8)
+        self.array = self._around[PAGE : PAGE + nbytes]
+
+    def check(self) -> None:
+        assert (self._around[:PAGE] == 0xAA).all()
+        assert (self._around[PAGE + self.array.size :] == 0xAA).all()
+
+
+def read(memory: ProcessMemory, address: int, nbytes: int = len(DATA)) -> bytes:
+    target = Target(nbytes)
+    try:
+        RemoteBytes(memory, address, nbytes).read(0, target.array)
+    finally:
+        target.check()
+    return target.array.tobytes()
+
+
+def unreadable(memory: ProcessMemory, address: int, nbytes: int = len(DATA)) -> bool:
+    """It must be; returns whether the process is gone."""
+    with pytest.raises(Unreadable, match="cannot be read") as caught:
+        read(memory, address, nbytes)
+    return caught.value.gone
+
+
+def address_of(data: Any) -> int:
+    address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def test_our_own(memory: ProcessMemory) -> None:
+    assert read(memory, address_of(DATA)) == DATA
+
+
+def test_another_process(child: Child) -> None:
+    memory = child.memory
+    assert read(memory, child.data) == DATA
+    assert read(memory, child.data + 5, 7) == DATA[5:12]
+    lent = RemoteBytes(memory, child.data, len(DATA))
+    assert len(lent) == len(DATA)
+    target = Target(100)
+    lent.read(200, target.array)
+    target.check()
+    assert target.array.tobytes() == DATA[200:300]
+
+
+def test_an_array_of_larger_elements(memory: ProcessMemory) -> None:
+    source, target = np.arange(1000.0), np.zeros(10)
+    RemoteBytes(memory, address_of(source), source.nbytes).read(80, target)
+    assert (target == source[10:20]).all()
+
+
+def test_nothing(memory: ProcessMemory) -> None:
+    assert read(memory, address_of(DATA), 0) == b""
+    assert read(memory, 0, 0) == b""
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_a_process_that_has_ended(child: Child, waited: bool) -> None:
+    memory = child.memory
+    child.process.kill()
+    os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
+    if waited:
+        child.process.wait()
+    assert unreadable(memory, child.data)
+    with pytest.raises(ProcessLookupError):
+        child.memory  # noqa: B018
+
+
+def test_a_process_that_runs_another_program(child: Child) -> None:
+    memory = child.memory
+    child.exec()
+    assert unreadable(memory, child.data)
+    with pytest.raises(OSError, match=os.strerror(errno.EFAULT)):
+        child.memory  # noqa: B018
+
+
+def test_another_process_than_the_one_that_is_meant(own: OwnMemory, child: Child) -> None:
+    with pytest.raises(ProcessLookupError):
+        ProcessMemory(os.getpid(), Token(own.token.address, child.token.octets))
+    with pytest.raises(OSError, match=os.strerror(errno.EFAULT)):
+        ProcessMemory(os.getpid(), Token(0, own.token.octets))
+    with pytest.raises(ProcessLookupError):
+        ProcessMemory(0, own.token)  # one that is in no namespace of ours
+
+
+def test_a_process_that_becomes_another(own: OwnMemory, memory: ProcessMemory) -> None:
+    """As where its number was given to another: what it holds may be read, and is not taken."""
+    ctypes.memset(own.token.address, 0, TOKEN_BYTES)
+    assert unreadable(memory, address_of(DATA))
+
+
+def test_everyone_has_a_token_of_its_own(own: OwnMemory, child: Child) -> None:
+    tokens = {own.token.octets, OwnMemory().token.octets, child.token.octets}
+    assert [len(token) for token in tokens] == [TOKEN_BYTES] * 3
+
+
+def test_a_forked_child_has_another() -> None:
+    fork = "import os; from asyncdist.transport.shared_memory.process_memory import OwnMemory; own = OwnMemory()\n"
+    fork += "child = os.fork(); own = own if child else OwnMemory(); child and os.waitpid(child, 0)\n"
+    fork += "print(own.token.octets.hex(), flush=True)"
+    process = forked.Popen([sys.executable, "-c", fork], stdout=subprocess.PIPE, text=True)
+    tokens = process.communicate()[0].split()
+    assert len(set(tokens)) == len(tokens) == 2
+
+
+class Mapping:
+    """Three pages, of which the middle one can be protected; `source` begins in the first and ends in the last."""
+
+    def __init__(self) -> None:
+        self._map = mmap.mmap(-1, 3 * PAGE)
+        self.address = address_of(self._map)
+        self.source = self.address + 10
+        self.nbytes = 3 * PAGE - 20
+        self._map[10 : self.nbytes + 10] = os.urandom(self.nbytes)
+        self.content = self._map[10 : self.nbytes + 10]
+
+    def protect(self, page: int, protection: int) -> None:
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(self.address + page * PAGE), PAGE, protection) == 0
+
+
+@pytest.mark.parametrize("page", [0, 1, 2])
+def test_a_page_that_cannot_be_read(own: OwnMemory, memory: ProcessMemory, page: int) -> None:
+    mapping = Mapping()
+    mapping.protect(page, 0)
+    assert not unreadable(memory, mapping.source, mapping.nbytes)
+    assert own.lendable(mapping.source, mapping.nbytes) is (page == 1)
+    mapping.protect(page, mmap.PROT_READ)
+    assert read(memory, mapping.source, mapping.nbytes) == mapping.content
+    assert own.lendable(mapping.source, mapping.nbytes)
+
+
+def test_memory_that_the_kernel_reads_for_nobody(own: OwnMemory, memory: ProcessMemory) -> None:
+    """As a device's: we can read it, others cannot."""
+    with open("/proc/self/maps") as maps:
+        found = [line for line in maps if "[vvar]" in line]
+    if not found:
+        pytest.skip("this kernel maps no [vvar]")
+    address = int(found[0].partition("-")[0], 16)
+    assert not unreadable(memory, address, 8)
+    assert not own.lendable(address, 8)
+
+
+HOSTILE = [0, 1, PAGE - 1, 1 << 47, (1 << 63) - 1, 1 << 63, (1 << 64) - PAGE, (1 << 64) - 1, 1 << 64, (1 << 70) + 5, -1]
+
+
+@pytest.mark.parametrize("address", HOSTILE)
+@pytest.mark.parametrize("nbytes", [1, 16, 4096])
+def test_addresses_of_a_hostile_peer(own: OwnMemory, memory: ProcessMemory, address: int, nbytes: int) -> None:
+    assert not unreadable(memory, address, nbytes)
+    assert not own.lendable(address, nbytes)
+    with pytest.raises(OSError, match=os.strerror(errno.EFAULT)):
+        ProcessMemory(os.getpid(), Token(address, own.token.octets))
+
+
+@pytest.mark.parametrize("nbytes", [1 << 31, (1 << 63) - 1, 1 << 63, (1 << 64) - 16, (1 << 64) - 1])
+def test_lengths_of_a_hostile_peer(memory: ProcessMemory, nbytes: int) -> None:
+    """More than is there. Nothing is written, as nothing can be read."""
+    target = Target()
+    with pytest.raises(Unreadable):
+        memory.read(0, address_of(target.array), nbytes)
+    lent = RemoteBytes(memory, address_of(DATA), nbytes)
+    lent.read(0, target.array)
+    target.check()
+    assert target.array.tobytes() == DATA
+
+
+def as_nobody(code: str, *arguments: object) -> str:
+    """What a program of another user prints."""
+    start = "import os, sys; from asyncdist.transport.shared_memory.process_memory import *\n"
+    start += f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+    process = forked.Popen(
+        [sys.executable, "-c", start + code, *map(str, arguments)], stdout=subprocess.PIPE, text=True
+    )
+    return process.communicate()[0].strip()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user")
+def test_a_process_of_another_user(own: OwnMemory) -> None:
+    attempt = """
+try:
+    ProcessMemory(int(sys.argv[1]), Token(int(sys.argv[2]), bytes.fromhex(sys.argv[3])))
+    print("read")
+except OSError as error:
+    print(type(error).__name__, error.errno)
+"""
+    told = as_nobody(attempt, os.getpid(), own.token.address, own.token.octets.hex())
+    assert told == f"PermissionError {errno.EPERM}"
+
+
+def refused(code: int) -> Callable[..., int]:
+    def readv(*_arguments: object) -> int:
+        ctypes.set_errno(code)
+        return -1
+
+    return readv
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.ENOMEM])
+def test_what_is_refused_is_there_nevertheless(
+    memory: ProcessMemory, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(process_memory, "_readv", refused(code))
+    assert not unreadable(memory, address_of(DATA))
+
+
+def test_a_system_without_the_call(own: OwnMemory, memory: ProcessMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_memory, "_readv", process_memory._missing)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSYS)):
+        ProcessMemory(os.getpid(), own.token)
+    assert not own.lendable(address_of(DATA), len(DATA))
+    assert not unreadable(memory, address_of(DATA))
+
+
+@pytest.mark.parametrize("error", [OSError, AttributeError, TypeError])
+def test_a_library_without_the_call(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    def load(*_arguments: object, **_options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    assert process_memory._find() is process_memory._missing
