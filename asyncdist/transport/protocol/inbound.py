@@ -27,7 +27,7 @@ from asyncdist.transport.protocol.loans import Loans
 from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, ReceiveTable, given_up
 from asyncdist.transport.protocol.outbound import Outbound
 from asyncdist.transport.protocol.parking import Parking
-from asyncdist.transport.protocol.pulls import COPIED, COPYING, NOT_LENT, Pulls, Stream
+from asyncdist.transport.protocol.pulls import COPIED, COPYING, NOT_COPIED, Pulls, Stream
 
 __all__ = ["Inbound"]
 
@@ -264,7 +264,7 @@ class Inbound:
             return
 
         def returned(copied: bool) -> None:
-            stream.lent = COPIED if copied else NOT_LENT
+            stream.lent = COPIED if copied else NOT_COPIED
             flags = 0 if copied else FLAG_ABORT
             self._out.queue.push_control(pack_header(Kind.RETURNED, flags=flags, message_id=message_id))
 

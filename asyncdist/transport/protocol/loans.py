@@ -32,13 +32,16 @@ from asyncdist.transport.shared_memory.process_memory import (
 )
 from asyncdist.transport.shared_memory.segment import AttachedSegment
 
-__all__ = ["COPY_BYTES", "MAX_BORROWED", "Borrowing", "Loans", "place_of"]
+__all__ = ["COPY_BYTES", "MAX_ADDRESS", "MAX_BORROWED", "READ_BYTES", "Borrowing", "Loans", "place_of"]
 
 MAX_BORROWED: Final = 4096
 """Segments one peer may have us map for its arrays. Beyond some sixty it takes them ever larger."""
 
 READ_BYTES: Final = 4 << 20
 """Shortest payload that the peer reads in our process: of a shorter one it copies parts out while we copy others in."""
+
+MAX_ADDRESS: Final = 1 << 63
+"""Nothing of a process lies beyond, on any system; sums of an address and a length below it never wrap."""
 
 COPY_BYTES: Final = 2 << 20
 """Bytes copied in one turn of the loop: some 0.2 ms."""
@@ -123,7 +126,7 @@ class Loans:
         return place_of(payload, self._arrays, self._own if len(payload) >= READ_BYTES else None, self.maps)
 
     def open(self) -> None:
-        """Let the peer read our memory. To be called before there are messages: whoever has ours knows what we know."""
+        """Let the peer read our memory. Called as the connection opens: messages posted from then on come behind."""
         if self._own is not None:
             self._lent[PROCESS] = False
             self._connection.tell(pack_memory(*self._own.token))
@@ -157,7 +160,7 @@ class Loans:
 
     @property
     def reads(self) -> bool:
-        """Whether we can read the memory of the peer's process; known before its first message is here."""
+        """Whether we can read its process's memory; known once a message is here that found the connection open."""
         return self._process is not None
 
     def attach(self, parcel: Parcel) -> None:
@@ -176,7 +179,9 @@ class Loans:
         self._connection.tell(pack_header(Kind.MAPPED, length=number))
 
     def on_memory(self, key: bytes) -> None:
-        """MEMORY: the peer lets us read its process's memory. So we do, if we can."""
+        """MEMORY: the peer lets us read its process's memory. So we do, if we can. Raises RemoteProtocolError."""
+        if self._process is not None:
+            raise RemoteProtocolError("a peer let us read its memory twice")
         if self._own is None:
             return
         try:
@@ -195,6 +200,8 @@ class Loans:
     def borrow(self, number: int, offset: int, length: int) -> memoryview | RemoteBytes:
         """Memory of the peer. Raises RemoteProtocolError if it has not offered that."""
         if number == PROCESS and self._process is not None:
+            if offset + length > MAX_ADDRESS:
+                raise RemoteProtocolError(f"a peer lent {length} bytes at {offset:#x} of its process")
             return RemoteBytes(self._process, offset, length)
         segment = self._borrowed.get(number)
         if segment is None:
@@ -228,6 +235,7 @@ class Loans:
         self._copies.clear()
         self._borrowed.clear()
         self._lent.clear()
+        self._process = None
 
 
 def place_of(

@@ -278,8 +278,7 @@ class Outbound:
         if copied:
             self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_END))
             self._complete(op)
-        elif self.loans is not None:
-            self.loans.refused()
+        else:
             op._id = message_id
             self.queue.push_stream(op)
 

@@ -14,11 +14,12 @@ from asyncdist.transport.protocol.frame import EARLY_ID, FRAGMENT_BYTES, MAX_EAR
 from asyncdist.transport.protocol.matching import Receive
 from asyncdist.transport.protocol.output import OutputQueue
 
-__all__ = ["COPIED", "COPYING", "NOT_LENT", "Pulls", "Stream"]
+__all__ = ["COPIED", "COPYING", "NOT_COPIED", "NOT_LENT", "Pulls", "Stream"]
 
 NOT_LENT: Final = 0
 COPYING: Final = 1
 COPIED: Final = 2
+NOT_COPIED: Final = 3  # it could not be read, and travels
 """Where a message stands that its sender may have lent."""
 
 _LAST_EARLY_ID: Final = 2 * EARLY_ID - 1
@@ -108,7 +109,8 @@ class Pulls:
 
     def advance(self, stream: Stream, offset: int, length: int, message_id: int) -> None:
         """A fragment came: check that it is the next, and forget the stream with its last."""
-        if offset != stream.offset or offset + length > stream.total or length > FRAGMENT_BYTES or stream.lent:
+        lent = stream.lent in (COPYING, COPIED)
+        if offset != stream.offset or offset + length > stream.total or length > FRAGMENT_BYTES or lent:
             raise RemoteProtocolError(
                 f"rank {self._peer_rank} sent bytes {offset} to {offset + length} of message {message_id}, "
                 f"expected those from {stream.offset} of {stream.total}"

@@ -236,7 +236,10 @@ class Reader:
             self._out.peer_left()
         elif (loans := self._inbound.loans) is not None and Kind.RETURNED <= kind <= Kind.MEMORY:
             if kind == Kind.RETURNED:
-                self._out.on_returned(message_id, copied=not flags & FLAG_ABORT)
+                copied = not flags & FLAG_ABORT
+                if not copied:
+                    loans.refused()
+                self._out.on_returned(message_id, copied=copied)
             elif kind == Kind.MAPPED:
                 loans.on_mapped(length)
             elif kind == Kind.UNMAP:

@@ -7,12 +7,11 @@ import random
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
+from lending_pair import FDS, LARGE, LendingPair, post
 from transport_pair import Pair, Recorder, collective, p2p, receive, send
 
 from asyncdist.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError, RemoteProtocolError
-from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.protocol.frame import (
     FLAG_END,
     LEND_BYTES,
@@ -21,90 +20,12 @@ from asyncdist.transport.protocol.frame import (
     pack_header,
     pack_lent,
 )
-from asyncdist.transport.protocol.loans import COPY_BYTES, MAX_BORROWED, Loans
-from asyncdist.transport.protocol.peer import PeerCore
-from asyncdist.transport.shared_memory.arrays import ARENA_BYTES, SharedArrays
+from asyncdist.transport.protocol.loans import MAX_BORROWED
+from asyncdist.transport.shared_memory.arrays import ARENA_BYTES
 from asyncdist.transport.shared_memory.parcel import ARENA, Parcel
 from asyncdist.transport.shared_memory.segment import Segment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
-FDS = SocketSet(lambda: None)
-LARGE = 2 * COPY_BYTES + 1000
-
-
-class FakeLoop:
-    def call_soon_threadsafe(self, callback: Any) -> None:
-        callback()
-
-
-class Side:
-    """One end: its arrays, and what a ShmConnection does for its loans."""
-
-    def __init__(self, core: PeerCore) -> None:
-        self.core = core
-        self.other: Side
-        self.deaf = False
-        self.forsaken: list[int] = []
-        loop: Any = FakeLoop()
-        numbers = iter(range(1, 1 << 30))
-        self.arrays = SharedArrays(loop, FDS, lambda: next(numbers), lambda number: self.loans.gone(number))
-        self.loans = Loans(self, self.arrays)
-
-    def offer(self, number: int) -> None:
-        segment = self.arrays.segment(number)
-        fds = () if self.other.deaf else (os.dup(segment.fd),)
-        self.other.loans.attach(Parcel(ARENA, number, segment.size, fds))
-
-    def tell(self, frame: bytes) -> None:
-        self.core.send_frame(frame)
-
-    def forsake(self, number: int) -> None:
-        self.forsaken.append(number)
-
-    def array(self, nbytes: int) -> memoryview:
-        made = self.arrays.empty((nbytes,), np.dtype(np.uint8))
-        assert made is not None
-        made[...] = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
-        return memoryview(made)
-
-
-class LendingPair(Pair):
-    """Two cores whose arrays the other can map."""
-
-    def __init__(self, rng: random.Random | None = None) -> None:
-        super().__init__(rng, opened=False)
-        self.sides = Side(self.a), Side(self.b)
-        self.sides[0].other, self.sides[1].other = self.sides[1], self.sides[0]
-        for wire, side in zip((self.ab, self.ba), self.sides, strict=True):
-            wire.source.open(wire._write, wire._arm, side.loans)
-
-    def copy(self) -> bool:
-        """One turn of copying on both sides."""
-        busy = False
-        for side in self.sides:
-            if side.loans.copying:
-                busy = True
-                side.loans.advance()
-                side.core.kick()
-        return busy
-
-    def run(self) -> None:
-        for _ in range(1000):
-            super().run()
-            if not self.copy():
-                return
-        raise AssertionError("copying never ends")
-
-    def mapped(self, array: memoryview) -> None:
-        """Have the peer of `a` map where `array` is."""
-        assert self.sides[0].loans.lend(array) is None
-        self.run()
-        assert self.sides[0].loans.lend(array) is not None
-
-    def close(self) -> None:
-        for side in self.sides:
-            side.loans.close()
-            side.arrays.close()
 
 
 @pytest.fixture
@@ -112,10 +33,6 @@ def pair() -> Any:
     made = LendingPair()
     yield made
     made.close()
-
-
-def post(core: PeerCore, sink: Recorder, key: bytes, data: memoryview, token: Any = None, meta: bytes = b"") -> None:
-    send(core, sink, key, data, token, meta)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("key", [p2p(1), collective(1)])
@@ -405,7 +322,7 @@ class TestHostile:
         assert pair.sides[1].loans.lend(data) is None
 
     def test_over_a_stream_there_is_nothing_to_lend(self) -> None:
-        for kind in (Kind.LENT, Kind.RETURNED, Kind.MAPPED, Kind.UNMAP):
+        for kind in (Kind.LENT, Kind.RETURNED, Kind.MAPPED, Kind.UNMAP, Kind.MEMORY):
             plain = Pair()
             view = plain.b.get_buffer()
             frame = pack_header(kind)
