@@ -6,7 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from asyncdist.transport.protocol import asking, credit, inbound, offers, outbound, output, parking, pulls, reader
+from asyncdist.transport.protocol import (
+    asking,
+    credit,
+    inbound,
+    loans,
+    offers,
+    outbound,
+    output,
+    parking,
+    pulls,
+    reader,
+)
 
 CREDIT = 8192
 EAGER = 512
@@ -14,6 +25,7 @@ OFFERS = 4
 EARLY_PULLS = 2
 ASKS = 8
 FRAGMENT = 700
+LEND = 1000
 
 _LIMITS = {
     "CREDIT_BYTES": (CREDIT, (credit, parking)),
@@ -29,6 +41,9 @@ _LIMITS = {
     "DIRECT_BYTES": (64, (reader,)),
     "JOIN_BYTES": (128, (outbound, output)),
     "MAX_BUFFERS": (5, (output,)),
+    "LEND_BYTES": (LEND, (loans,)),
+    "READ_BYTES": (LEND, (loans,)),
+    "COPY_BYTES": (1024, (loans,)),
 }
 
 

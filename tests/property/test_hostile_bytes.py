@@ -4,25 +4,55 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lending_pair import LendingPair
 from small_limits import CREDIT, EAGER, EARLY_PULLS, OFFERS, small_limits
 from transport_pair import Pair, Recorder, collective, p2p, receive, send
 
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.transport.protocol.frame import EARLY_ID, Kind, pack_fragment, pack_header, pack_key
+from asyncdist.transport.protocol.frame import (
+    EARLY_ID,
+    FLAG_ABORT,
+    FLAG_END,
+    Kind,
+    pack_fragment,
+    pack_header,
+    pack_key,
+    pack_lent,
+    pack_memory,
+)
+from asyncdist.transport.shared_memory.process_memory import PROCESS, OwnMemory
 
+OWN = OwnMemory()
+READABLE = np.zeros(4000, np.uint8)
 KEYS = st.sampled_from([p2p(0), p2p(1), collective(0), collective(1), pack_key(9, 0, 0, 0, 0), b"\xff" * 24])
 LENGTHS = st.one_of(st.sampled_from([0, 1, 10, EAGER, EAGER + 1, 3000, 1 << 48, (1 << 64) - 1]), st.integers(0, 4000))
 IDS = st.sampled_from([0, 1, 2, 3, EARLY_ID, EARLY_ID + 1, EARLY_ID + 2, (1 << 32) - 1])
+
+ADDRESSES = st.sampled_from([*[READABLE.ctypes.data] * 4, 0, 1 << 63, (1 << 64) - 1000])
+AGREED = pack_memory(*OWN.token) + pack_header(Kind.MAPPED, length=PROCESS)
+LOANS = st.one_of(
+    st.builds(pack_lent, st.just(EARLY_ID), st.just(PROCESS), ADDRESSES, st.sampled_from([3000, 3000, 3000, 10])),
+    st.builds(pack_header, st.just(Kind.RETURNED), flags=st.sampled_from([0, FLAG_ABORT]), message_id=st.just(2)),
+    st.builds(pack_header, st.sampled_from([Kind.PULL, Kind.DISCARD]), message_id=st.sampled_from([1, 2, 2])),
+    st.builds(pack_header, st.sampled_from([Kind.MAPPED, Kind.UNMAP]), length=st.just(PROCESS)),
+    st.builds(pack_fragment, st.just(EARLY_ID), st.just(0), st.just(0), flags=st.sampled_from([FLAG_END, FLAG_ABORT])),
+    st.just(pack_fragment(EARLY_ID, 0, 700) + bytes(700)),
+    st.just(pack_memory(*OWN.token)),
+)
+"""What is said of messages that are lent, between two who have agreed to lend."""
 
 
 @st.composite
 def frames(draw: st.DrawFn) -> bytes:
     """Frames that make sense one by one, if not together."""
-    kind = draw(st.integers(0, 12))
+    kind = draw(st.integers(0, Kind.MEMORY + 1))
     length = draw(LENGTHS)
     meta = draw(st.sampled_from([b"", b"", b"meta"]))
     payload = b"x" * min(length, 4000) if kind in (Kind.DATA, Kind.FRAGMENT, Kind.CONTROL) else b""
@@ -47,10 +77,12 @@ def feed(pair: Pair, data: bytes, rng: random.Random) -> None:
     while view:
         buffer = pair.b.get_buffer()
         assert len(buffer)
-        count = min(len(buffer), len(view), rng.choice((1, 30, 48, 1000, 100_000)))
+        count = min(len(buffer), len(view), rng.choice((1, 30, 48, 48, 1000, 100_000)))
         buffer[:count] = view[:count]
         view = view[count:]
         pair.b.buffer_updated(count)
+        while isinstance(pair, LendingPair) and rng.random() < 0.9 and pair.copy():
+            pass
 
 
 def check_bounds(pair: Pair) -> None:
@@ -61,22 +93,36 @@ def check_bounds(pair: Pair) -> None:
     assert held["streams_in"] <= 20
 
 
+def read(pair: Pair, data: bytes, seed: int) -> None:
+    """Let `b`, in the midst of what it does, read `data`."""
+    sink = Recorder()
+    send(pair.b, sink, p2p(0), bytes(EAGER + 1), "offered")
+    send(pair.b, sink, collective(1), bytes(3000), "collective")
+    receive(pair.b, sink, p2p(0), None, "p2p")
+    receive(pair.b, sink, collective(0), 10, "small")
+    receive(pair.b, sink, collective(1), 3000, "large")
+    with contextlib.suppress(RemoteProtocolError):
+        feed(pair, data, random.Random(seed))
+    check_bounds(pair)
+    pair.b.fail(RuntimeError("over"))
+    assert len(sink.order) == 5
+
+
 @settings(max_examples=300)
 @given(data=st.one_of(st.binary(max_size=300), st.lists(frames(), max_size=30).map(b"".join)), seed=st.integers())
 def test_anything_is_understood_or_refused(data: bytes, seed: int) -> None:
     with small_limits():
-        pair = Pair()
-        sink = Recorder()
-        send(pair.b, sink, p2p(0), bytes(EAGER + 1), "offered")
-        send(pair.b, sink, collective(1), bytes(3000), "collective")
-        receive(pair.b, sink, p2p(0), None, "p2p")
-        receive(pair.b, sink, collective(0), 10, "small")
-        receive(pair.b, sink, collective(1), 3000, "large")
-        with contextlib.suppress(RemoteProtocolError):
-            feed(pair, data, random.Random(seed))
-        check_bounds(pair)
-        pair.b.fail(RuntimeError("over"))
-        assert len(sink.order) == 5
+        read(Pair(), data, seed)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
+@settings(max_examples=300)
+@given(data=st.lists(st.one_of(LOANS, LOANS, frames()), max_size=10).map(b"".join), seed=st.integers())
+def test_any_loan_is_understood_or_refused(data: bytes, seed: int) -> None:
+    with small_limits():
+        pair = LendingPair(reading=(1,))
+        read(pair, AGREED + data, seed)
+        pair.close()
 
 
 @settings(max_examples=60)
