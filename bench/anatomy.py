@@ -32,13 +32,14 @@ RANKS: Final = (2, 4)
 SPINNING, SLEEPING = TRANSPORTS["shm"].name, ASYNCDIST_DOORBELL.name
 BESIDE: Final = "beside another process"
 LARGE: Final = 64 << 20
-COPIED: Final = "copied"
-ADDED: Final = "added to another array"
+READ: Final = "read as another process's by process_vm_readv"
+READ_AND_ADDED: Final = "read like that and added to an array, 512 KiB at a time"
 WAYS: Final = {
-    COPIED: parts.copying,
-    ADDED: parts.adding,
+    "copied": parts.copying,
+    "added to another array": parts.adding,
     "copied in and out of 256 KiB in the cache": parts.copying_twice,
-    "read as another process's by process_vm_readv": parts.reading_a_process,
+    READ: parts.reading_a_process,
+    READ_AND_ADDED: parts.reading_and_adding,
 }
 PARTS_HEADER: Final = ("part", "min", "p50", "p99")
 SUMS_HEADER: Final = ("all_reduce", "parts", "sum", "measured p50")
@@ -105,7 +106,7 @@ def sums(parts_s: Mapping[str, float]) -> list[Row]:
     word, hand_over = parts_s["a word seen by the other core"], parts_s["the core given to another process"]
     woken = parts_s["woken by an eventfd, on another core"]
     told = two["finish"] + two["await"]
-    copies, additions = ({ranks: parts_s[_pass(ranks, what)] for ranks in RANKS} for what in (COPIED, ADDED))
+    reads, additions = ({ranks: parts_s[_pass(ranks, what)] for ranks in RANKS} for what in (READ, READ_AND_ADDED))
     return [
         Row(4, 2, SPINNING, "call, word, finish, await", two["call"] + word + told),
         Row(
@@ -122,8 +123,8 @@ def sums(parts_s: Mapping[str, float]) -> list[Row]:
             "call, finish and await of the two ranks of a core, two hand-overs, a word",
             2 * (four["call"] + four["finish"] + four["await"]) + 2 * hand_over + word,
         ),
-        Row(LARGE, 2, SPINNING, "1 1/2 copies, 1/2 addition, at 2 processes", 1.5 * copies[2] + additions[2] / 2),
-        Row(LARGE, 4, SPINNING, "1 3/4 copies, 3/4 addition, at 4 processes", 1.75 * copies[4] + 0.75 * additions[4]),
+        Row(LARGE, 2, SPINNING, "half of it read and added, half read, by 2 at once", (additions[2] + reads[2]) / 2),
+        Row(LARGE, 4, SPINNING, "3/4 of it read and added, 3/4 read, by 4 at once", 0.75 * (additions[4] + reads[4])),
     ]
 
 

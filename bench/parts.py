@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import mmap
 import multiprocessing
 import os
@@ -23,6 +22,7 @@ import numpy as np
 import uvloop
 
 import asyncdist as dist
+from asyncdist.transport.shared_memory.process_memory import OwnMemory, ProcessMemory
 
 WARMUP: Final = 200
 WORD: Final = struct.Struct("<Q")
@@ -32,6 +32,7 @@ TIMEOUT_S: Final = 60.0
 PASSES: Final = 10
 
 CHUNK_BYTES: Final = 256 << 10
+READ_BYTES: Final = 512 << 10
 
 Samples = list[float]
 Array: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float32]]
@@ -117,22 +118,35 @@ def copying_twice(nbytes: int) -> Pass:
 
 
 def reading_a_process(nbytes: int) -> Pass:
-    """By process_vm_readv, as from another process. Raises OSError where the system does not let us."""
+    """As from another process, without a copy of its own. Raises OSError where the system does not let us."""
     source, target = _two_arrays(nbytes)
-    readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    readv.restype = ctypes.c_ssize_t
-    readv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
-    places = (ctypes.c_size_t * 4)()
+    own = _own_process()
+    length = READ_BYTES // source.itemsize
 
     def once() -> None:
-        for start in range(0, nbytes, CHUNK_BYTES):
-            length = min(CHUNK_BYTES, nbytes - start)
-            places[:] = [target.ctypes.data + start, length, source.ctypes.data + start, length]
-            here, there = ctypes.addressof(places), ctypes.addressof(places) + 2 * ctypes.sizeof(ctypes.c_size_t)
-            if readv(os.getpid(), here, 1, there, 1, 0) != length:
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "process_vm_readv")
+        for start in range(0, source.size, length):
+            own.read(source[start:].ctypes.data, target[start:].ctypes.data, target[start : start + length].nbytes)
 
     return once
+
+
+def reading_and_adding(nbytes: int) -> Pass:
+    """The same into a buffer that stays in the cache, and from there added to an array."""
+    source, target = _two_arrays(nbytes)
+    own = _own_process()
+    room = np.ones(READ_BYTES // 4, np.float32)
+
+    def once() -> None:
+        for start in range(0, source.size, room.size):
+            part = target[start : start + room.size]
+            own.read(source[start:].ctypes.data, room.ctypes.data, part.nbytes)
+            np.add(part, room[: part.size], out=part)
+
+    return once
+
+
+def _own_process() -> ProcessMemory:
+    return ProcessMemory(os.getpid(), OwnMemory().token)
 
 
 def _two_arrays(nbytes: int) -> tuple[Array, Array]:
