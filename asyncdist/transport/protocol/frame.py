@@ -41,11 +41,11 @@ The match key is the 24 bytes as they travel: they are a dict key at both ends a
 | RETURNED | receiver | message_id: the message that was lent is copied; FRAGMENT with flag END follows | none |
 | MAPPED | receiver | length: number of a segment that the sender may lend from now on | none |
 | UNMAP | sender | length: number of a segment of which nothing will be lent any more | none |
-| MEMORY | sender | key: address (u64) of a token in its process, and the token (16 bytes) | none |
+| MEMORY | sender | once; key: address (u64) of a token in its process, and the token (16 bytes) | none |
 
 The last five only where memory is shared: a payload that its receiver can read where it lies need not travel. It lies
 in a segment, or in the sender's process (see `process_memory`), for which PROCESS stands in LENT and MAPPED. RETURNED
-with flag ABORT: it could not be read, and travels after all.
+with flag ABORT: it could not be read, travels after all, and is not lent again.
 
 ABORT has LATE where only the time of that send was over, not its group.
 
