@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -268,8 +267,7 @@ class SharedLane:
     def close(self) -> None:
         """Touch the memory no more, and have nobody take what is still lent. Idempotent."""
         if not self.closed:
-            with suppress(LaneFault):
-                self.core.revoke_all()
+            self.core.revoke_all()
         self.closed = True
         if self._again is not None:
             self._again.cancel()
@@ -277,6 +275,11 @@ class SharedLane:
         self._unbegun.clear()
         self._express.clear()
         self._payloads.clear()
+
+    def __del__(self) -> None:
+        """A world that nobody closed goes, and with it the arrays that were lent: the others live on, and may look."""
+        if not self.closed:
+            self.core.revoke_all()
 
     def _go_on(self) -> None:
         self._again = None

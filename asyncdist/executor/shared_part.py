@@ -183,15 +183,17 @@ class SharedPart:
     def _publish(self, operation: LaneOperation, step: Instruction) -> bool:
         execution = self._execution
         assert execution is not None
-        payload = execution.payload(step)
-        if step.left and len(payload) >= LEND_BYTES:
-            place = self._lane.lend(payload, self._single_copy)
-            if place is not None:
-                return self._lend(operation, *place, len(payload))
-        if not self._lane.core.publish(operation, payload):
+        lane, payload = self._lane, execution.payload(step)
+        place = lane.lend(payload, self._single_copy) if step.left and len(payload) >= LEND_BYTES else None
+        if place is None:
+            if not lane.core.publish(operation, payload):
+                return False
+            lane.moved += len(payload)
+            lane.changed = True
+        elif not self._lend(operation, *place, len(payload)):
             return False
-        self._lane.moved += len(payload)
-        self._lane.changed = True
+        if self._lent and operation.published == operation.item_count and lane.core.returned(operation):
+            lane.soon()
         return True
 
     def _lend(self, operation: LaneOperation, segment: int, offset: int, length: int) -> bool:
@@ -206,8 +208,6 @@ class SharedPart:
         if not self._lent:
             self._lent = True
             execution.hold()
-        if operation.published == operation.item_count and lane.core.returned(operation):
-            lane.soon()
         return True
 
     def _fetch(self, operation: LaneOperation, step: Instruction) -> bool:

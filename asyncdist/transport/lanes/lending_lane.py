@@ -9,6 +9,7 @@ takes what was copied for nothing if the descriptor is another.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 from asyncdist.transport.lanes.item_lane import ItemLane
@@ -91,7 +92,8 @@ class LendingLane(ItemLane):
                 self._revoke(operation)
 
     def _revoke(self, operation: LaneOperation) -> None:
-        self._free()
+        with suppress(LaneFault):  # what one member says of itself is no reason to leave the others what is lent
+            self._free()
         for number in range(max(operation.first, self._consumed_seen), operation.lent):
             at = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR_BYTES
             if DESCRIPTOR.unpack_from(self._own, at)[3]:

@@ -5,7 +5,9 @@ and every kind of trouble told to whom it concerns.
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +23,7 @@ from asyncdist.executor.shared_part import TURN_BYTES, SharedPart
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import Problem
 from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES, SKIPPED, Lane
-from asyncdist.transport.lanes.layout import RECORDS, Needs
+from asyncdist.transport.lanes.layout import ABSENT, DESCRIPTOR, DESCRIPTOR_BYTES, DESCRIPTORS_AT, RECORDS, Needs
 
 POOL_BYTES = 1 << 20
 CHUNK_LENGTH = (256 << 10) // 8
@@ -303,6 +305,50 @@ def test_what_is_lent_counts_in_a_turn_as_well(monkeypatch: pytest.MonkeyPatch) 
         seen.append(part.operation.published)
         ranks[0].loop.run_one()
     assert seen == [4, 8, 12]
+
+
+def lends_first(ranks: list[Rank]) -> Execution:
+    """A root that has lent the first of its two items, and put out a copy of the second."""
+    root = broadcast(ranks[0], 2 * CHUNK_LENGTH, 0, 7)
+    array = root.buffers[1].view(np.uint8).data
+    places: list[tuple[int, int] | None] = [(7, 0), None]
+    ranks[0].lane.lend = lambda payload, single_copy: places.pop(0)
+    ranks[1].lane.core._borrow = lambda member, segment, offset, length: array[offset : offset + length]
+    return root.start()
+
+
+def test_who_has_lent_hears_that_all_is_read_also_where_its_last_item_was_a_copy() -> None:
+    ranks, _ = make(2)
+    root = lends_first(ranks)
+    settle(ranks)
+    assert not root.done
+    reader = broadcast(ranks[1], 2 * CHUNK_LENGTH, 0, 0).start()
+    settle(ranks)
+    assert reader.done
+    assert (reader.buffers[1] == 7).all()
+    assert root.done
+
+
+def test_what_is_lent_is_revoked_before_a_world_that_nobody_closed_is_garbage() -> None:
+    ranks, segments = make(2)
+    root = lends_first(ranks)
+    gone = weakref.ref(ranks[0].lane)
+    places = segments[0][DESCRIPTORS_AT : DESCRIPTORS_AT + 2 * DESCRIPTOR_BYTES]
+    assert [size == ABSENT for _, _, size, _ in DESCRIPTOR.iter_unpack(places)] == [False, False]
+    del ranks, root
+    gc.collect()
+    assert gone() is None
+    assert [size == ABSENT for _, _, size, _ in DESCRIPTOR.iter_unpack(places)] == [True, False]
+
+
+def test_a_forked_child_revokes_nothing_of_its_parent() -> None:
+    ranks, segments = make(2)
+    root = lends_first(ranks)
+    places = segments[0][DESCRIPTORS_AT : DESCRIPTORS_AT + DESCRIPTOR_BYTES]
+    ranks[0].lane.closed = True  # as HostMemory.forked does
+    del ranks, root
+    gc.collect()
+    assert DESCRIPTOR.unpack(places)[2] != ABSENT
 
 
 def test_a_step_done_outside_of_a_turn_is_told_to_the_others() -> None:

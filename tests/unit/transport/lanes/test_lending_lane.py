@@ -7,7 +7,7 @@ import random
 import pytest
 
 from asyncdist.transport.lanes.lane import Lane
-from asyncdist.transport.lanes.layout import DESCRIPTORS, LANE_HEAD_BYTES, LaneFault, LaneOperation
+from asyncdist.transport.lanes.layout import CONSUMED, DESCRIPTORS, LANE_HEAD_BYTES, LaneFault, LaneOperation
 
 POOL_BYTES = 4096
 ARRAYS = 7
@@ -108,6 +108,17 @@ def test_closing_revokes_all_that_is_lent() -> None:
     assert two.intact(theirs, 0, 0)  # read in time
     assert two.item(others, 0, 0) == b"kept"
     assert two.item(others, 0, 1) is None
+
+
+def test_a_member_that_says_what_cannot_be_keeps_nothing_lent_to_the_others() -> None:
+    world = World(3)
+    one, two, three = world.lanes
+    mine, theirs, _ = begin(one, 1), begin(two, 0, 0), begin(three, 0, 0)
+    assert one.lend(mine, ARRAYS, 0, 5)
+    assert two.available(theirs, 0) == 1
+    world.segments[2].cast("Q")[CONSUMED] = 1 << 60
+    one.revoke_all()
+    assert not two.intact(theirs, 0, 0)
 
 
 def test_as_many_items_as_descriptors() -> None:
