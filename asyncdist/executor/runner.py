@@ -150,6 +150,7 @@ class Execution:
         for staging in self._staging.values():
             self._pool.give(staging)
         self._staging.clear()
+        self._line.clear()
 
     def waiting_for(self) -> tuple[int, ...]:
         """Group ranks whose messages have not come; failing those, the ranks that have not taken ours."""
@@ -270,9 +271,10 @@ class Execution:
                 if kind == RECV_REDUCE:
                     self._pool.give(self._staging.pop(index))
                 self._complete(index)
-            self._line.popleft()
-            if self._line:
-                self._loop.call_soon(self._line[0])
+            if self._line:  # else all is forgotten
+                self._line.popleft()
+                if self._line:
+                    self._loop.call_soon(self._line[0])
 
         # Even the first slice waits for the loop's next turn: `finish` must not run inside `_advance`.
         self._line.append(partial(run_sliced, self._loop, target.size, self._itemsize, apply_slice, finish))
