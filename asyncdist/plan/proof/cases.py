@@ -15,7 +15,8 @@ others, if their plans are its own, renamed; in worlds above 64 the five roots d
 ones.
 
 Algorithms through shared memory are in addition proven with six chunks of every slice, for five roots: in worlds up to
-12, and in every sixteenth one of the larger.
+12, and in every sixteenth one of the larger. What they do otherwise with a single copy is proven there too, up to 64,
+with more chunks: in worlds up to 12 so many that some are left out of the plan (`plan.repeated`).
 
 The five roots are the first, the second, one a third on, the middle and the last. Uneven counts of worlds above 64
 leave most ranks without an element, so that a ring of p ranks takes p steps and not p * p; even ones give each some.
@@ -27,11 +28,13 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Final, TypeAlias
 
 from asyncdist.plan.algorithms.registry import needs_lane
+from asyncdist.plan.algorithms.shared_reduce import SINGLE_COPY_LOOKAHEAD
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, PRIVATE_COLLECTIVES, ROOTED, VECTOR_COLLECTIVES, Problem
 from asyncdist.plan.proof.relabel import rotated_problem
 
 __all__ = [
     "BY_HOST",
+    "SINGLE_COPIES",
     "THOROUGH",
     "Family",
     "chunk_length_of",
@@ -76,6 +79,9 @@ LONG_SLICE: Final = 21
 LONG_SLICES: Final = 16
 """Of larger worlds every how manieth is proven with those."""
 
+SINGLE_COPIES: Final = (("all_reduce", "shared"),)
+"""Collectives and algorithms whose plans are others where what is published is read where it lies: further ahead."""
+
 TREES_BY_HOST: Final = ("binary_tree", "double_tree")
 """Algorithms whose plans depend on the ranks per host, but not on how a vector is cut for them."""
 
@@ -95,6 +101,9 @@ def families(collective: str, algorithm: str, world: int, *, thorough: bool | No
     if needs_lane(collective, algorithm) and collective != "barrier" and (thorough or world % LONG_SLICES == 1):
         blocks = collective in BLOCK_COLLECTIVES or collective == "all_to_all"
         cases.append((LONG_SLICE if blocks else LONG_SLICE * world + 5, False))
+        if (collective, algorithm) in SINGLE_COPIES and world <= BOTH_COUNTS:
+            chunks = 4 * SINGLE_COPY_LOOKAHEAD if thorough else SINGLE_COPY_LOOKAHEAD + 2
+            yield (Problem.of(collective, world, CHUNK_LENGTH * chunks * world - 1)._replace(single_copy=True),)
     for number, (counts, every_root) in enumerate(cases):
         roots: Collection[int] = (0,)
         if collective in ROOTED:

@@ -9,9 +9,10 @@ from asyncdist.cli.prove_command import parse_worlds, prove_command
 from asyncdist.plan.algorithms.host_trees import _Hosts
 from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, build
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.proof.cases import BY_HOST, THOROUGH, families
+from asyncdist.plan.proof.cases import BY_HOST, SINGLE_COPIES, THOROUGH, families
 from asyncdist.plan.proof.prove import MAX_STEPS, prove
 from asyncdist.plan.proof.verify import PlanError
+from asyncdist.plan.repeated import RepeatedSteps
 from asyncdist.plan.steps import Plan
 
 EVERY_COUNT = 9
@@ -45,6 +46,22 @@ def test_every_root_is_proven_in_worlds_up_to_128(collective):
     for world in (1, THOROUGH, THOROUGH + 1, 128):
         assert {problem.root for problem in problems(collective, "linear", world)} == set(range(world))
     assert {problem.root for problem in problems(collective, "linear", 129)} == {0, 1, 43, 64, 128}
+
+
+def test_plans_that_are_others_with_a_single_copy_are_proven_so_too():
+    for collective, algorithm in EVERY:
+        problem = Problem.of(
+            collective, 4, (3,) * 8 if collective == "all_to_all_uneven" else 0 if collective == "barrier" else 400
+        )
+        other = problem._replace(single_copy=True)
+        differs = any(
+            build(problem, algorithm, rank, 4).steps != build(other, algorithm, rank, 4).steps for rank in range(4)
+        )
+        proven = [one for one in problems(collective, algorithm, 4) if one.single_copy]
+        assert differs == ((collective, algorithm) in SINGLE_COPIES) == bool(proven), (collective, algorithm)
+        for one in proven:
+            assert isinstance(build(one, algorithm, 0, 4).steps, RepeatedSteps)
+            assert build(one._replace(single_copy=False), algorithm, 0, 4).steps != build(one, algorithm, 0, 4).steps
 
 
 def test_only_algorithms_known_for_it_look_at_the_ranks_per_host():
