@@ -40,7 +40,7 @@ MAX_BORROWED: Final = 4096
 READ_BYTES: Final = 4 << 20
 """Shortest payload that the peer reads in our process: of a shorter one it copies parts out while we copy others in."""
 
-MAX_ADDRESS: Final = 1 << 63
+MAX_ADDRESS: Final = (1 << 63) - 1
 """Nothing of a process lies beyond, on any system; sums of an address and a length below it never wrap."""
 
 COPY_BYTES: Final = 2 << 20
