@@ -14,16 +14,16 @@ from asyncdist.transport.shared_memory.process_memory import RemoteBytes, Unread
 if TYPE_CHECKING:
     from asyncdist.executor.shared_lane import SharedLane
 
-__all__ = ["TURN_BYTES", "SharedExecution", "SharedPart", "different"]
+__all__ = ["LENT_NEWS", "TURN_BYTES", "SharedExecution", "SharedPart", "different"]
 
 LEND_BYTES: Final = 64 << 10
 """Shortest item that is lent where its memory is shared: copying a shorter one costs less than having it back."""
 
 LENT_NEWS: Final = 16
-"""Lent items after which the others are told, the first at once: more than a hundred go out in one turn."""
+"""Lent items after which the others are told, the first at once: so many go out in one turn."""
 
-LEND_COST_BYTES: Final = 8 << 10
-"""What lending an item counts as in a turn: in the microseconds that it takes, so much could be copied."""
+LEND_COST_BYTES: Final = 64 << 10
+"""What lending an item counts as in a turn: in the time that it takes, with a system call, so much could be copied."""
 
 TURN_BYTES: Final = 1 << 20
 """Bytes copied and reduced in one turn of the loop: some 0.2 ms, so that no callback holds it for a millisecond."""

@@ -19,7 +19,7 @@ from asyncdist.errors import CollectiveMismatchError, PeerLostError
 from asyncdist.executor import shared_part
 from asyncdist.executor.program import Instruction, Program
 from asyncdist.executor.shared_lane import SharedLane
-from asyncdist.executor.shared_part import TURN_BYTES, SharedPart
+from asyncdist.executor.shared_part import LENT_NEWS, TURN_BYTES, SharedPart
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import Problem
 from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES, SKIPPED, Lane
@@ -305,6 +305,16 @@ def test_what_is_lent_counts_in_a_turn_as_well(monkeypatch: pytest.MonkeyPatch) 
         seen.append(part.operation.published)
         ranks[0].loop.run_one()
     assert seen == [4, 8, 12]
+
+
+def test_no_turn_lends_more_than_the_others_are_told_at_once() -> None:
+    """A system call for each, and a look at every peer: a hundred would hold the loop for milliseconds."""
+    ranks, _ = make(2)
+    lane = ranks[0].lane
+    lane.lend = lambda payload, single_copy: (7, 0)
+    part = broadcast(ranks[0], 100 * CHUNK_LENGTH, 0, 7).start().part
+    assert part.operation is not None
+    assert part.operation.published == LENT_NEWS
 
 
 def lends_first(ranks: list[Rank]) -> Execution:
