@@ -53,7 +53,7 @@ FROM_ANY = ("fan_in", "fan_in")
 SILENCE = ("silence",)
 """A receive with a time-out of what nobody sends."""
 BYTES = (0, 0, 8, 64, 1000, 4 << 10, 8 << 10, 32 << 10, 64 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10)
-LARGE_BYTES = (1 << 20, 3 << 20, 4 << 20)
+LARGE_BYTES = (1 << 20, 3 << 20, 4 << 20, 12 << 20)
 LARGE_SHARE = 0.04
 
 FAULTS = ("kill", "kill", "leave", "raise", "abort", "stop")
@@ -164,6 +164,7 @@ def program(seed: int) -> Program:
         ("ASYNCDIST_SPIN_US", ("0", "20", "300")),
         ("ASYNCDIST_SHM_BYTES", ("2000000", "8000000")),
         ("ASYNCDIST_EMPTY_BYTES", ("0", "65536", "1000000")),
+        ("ASYNCDIST_SINGLE_COPY", ("off", "auto")),
         ("ASYNCDIST_CHECK", ("full",)),
         ("ASYNCDIST_TUNING", ("off",)),
     ):
