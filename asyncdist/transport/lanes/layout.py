@@ -19,6 +19,7 @@ __all__ = [
     "FINISHED",
     "ISSUED",
     "LANE_HEAD_BYTES",
+    "LENGTH_WORD",
     "MAX_LANE_ITEMS",
     "MAX_LANE_RANKS",
     "PUBLISHED",
@@ -28,6 +29,7 @@ __all__ = [
     "RECORD_STRIDE",
     "RECORD_WORDS",
     "ROOM",
+    "SEGMENT_WORD",
     "SKEW_BYTES",
     "SKIPPED",
     "SLOTS",
@@ -67,6 +69,7 @@ WORDS_BYTES: Final = 64 * (4 + MAX_LANE_RANKS)
 RECORD: Final = struct.Struct("<QQQQ")
 DESCRIPTOR: Final = struct.Struct("<QQQQ")
 DESCRIPTOR_BYTES: Final = DESCRIPTOR.size
+LENGTH_WORD, SEGMENT_WORD = 2, 3
 RECORDS_AT: Final = WORDS_BYTES
 RECORD_STRIDE: Final = 64 + EXPRESS_BYTES
 RECORD_WORDS: Final = RECORD_STRIDE // 8

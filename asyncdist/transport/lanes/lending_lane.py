@@ -19,7 +19,9 @@ from asyncdist.transport.lanes.layout import (
     DESCRIPTOR_BYTES,
     DESCRIPTORS,
     DESCRIPTORS_AT,
+    LENGTH_WORD,
     ROOM,
+    SEGMENT_WORD,
     LaneFault,
     LaneOperation,
 )
@@ -96,8 +98,10 @@ class LendingLane(ItemLane):
             self._free()
         for number in range(max(operation.first, self._consumed_seen), operation.lent):
             at = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR_BYTES
-            if DESCRIPTOR.unpack_from(self._own, at)[3]:
-                DESCRIPTOR.pack_into(self._own, at, number, 0, ABSENT, 0)
+            words = self._own[at : at + DESCRIPTOR_BYTES].cast("Q")
+            if words[SEGMENT_WORD]:
+                # This word alone, as others may be looking: with no segment, it would be an item of the pool.
+                words[LENGTH_WORD] = ABSENT
         order()  # before anything is written to what was lent
 
     def _lent_item(self, member: int, segment: int, offset: int, length: int) -> memoryview | RemoteBytes | None:

@@ -7,7 +7,16 @@ import random
 import pytest
 
 from asyncdist.transport.lanes.lane import Lane
-from asyncdist.transport.lanes.layout import CONSUMED, DESCRIPTORS, LANE_HEAD_BYTES, LaneFault, LaneOperation
+from asyncdist.transport.lanes.layout import (
+    ABSENT,
+    CONSUMED,
+    DESCRIPTOR_BYTES,
+    DESCRIPTORS,
+    DESCRIPTORS_AT,
+    LANE_HEAD_BYTES,
+    LaneFault,
+    LaneOperation,
+)
 
 POOL_BYTES = 4096
 ARRAYS = 7
@@ -91,6 +100,18 @@ def test_what_is_given_up_is_revoked_before_its_memory_changes() -> None:
     assert two.item(theirs, 0, 1) == b"kept"
     assert two.available(theirs, 0) == 3
     assert two.item(theirs, 0, 2) is None
+
+
+def test_what_is_revoked_changes_in_one_word() -> None:
+    """Others read the descriptor meanwhile: any mixture of its words is what was lent, or that it is not."""
+    world = World(2)
+    one, _ = world.lanes
+    mine = begin(one, 1)
+    assert one.lend(mine, ARRAYS, 10, 5)
+    words = world.segments[0][DESCRIPTORS_AT : DESCRIPTORS_AT + DESCRIPTOR_BYTES].cast("Q")
+    assert words.tolist() == [0, 10, 5, ARRAYS]
+    one.end(mine)
+    assert words.tolist() == [0, 10, ABSENT, ARRAYS]
 
 
 def test_closing_revokes_all_that_is_lent() -> None:
