@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 
-from asyncdist.arrays import Array
 from asyncdist.errors import CollectiveMismatchError, PeerLostError
+from asyncdist.executor.express import Express, ExpressKind, Payloads
 from asyncdist.executor.program import Program
 from asyncdist.executor.shared_part import TURN_BYTES, SharedExecution, SharedPart, different
 from asyncdist.transport.lanes.lane import Differs, Lane
 from asyncdist.transport.lanes.layout import EXPRESS_BYTES, RECORDS, LaneFault
 from asyncdist.transport.shared_memory.doorbell import Ringer
 
-__all__ = ["Express", "Payloads", "SharedLane"]
+__all__ = ["SharedLane"]
 
 T = TypeVar("T")
 Lend: TypeAlias = Callable[[memoryview, bool], tuple[int, int] | None]
@@ -30,54 +30,6 @@ EXPRESS_NEWS: Final = 16
 """Express operations after which those who wait for us are looked after: a fourth of how far they can be ahead."""
 EXPRESS_KINDS: Final = 32
 """Kinds of express operations whose payloads are kept as arrays."""
-
-
-class ExpressKind(Protocol):
-    """What operations of one kind have in common."""
-
-    fingerprint: int
-    dtype: np.dtype[Any]
-    nbytes: int
-    """How long the payload of each member is that has one."""
-    gives: bool
-    """Whether we have."""
-    needed: tuple[int, ...] | None
-    """Members whose payload we take; None: all, as they take ours."""
-
-
-class Payloads(NamedTuple):
-    """Payloads of one place in the lane, as arrays over its memory."""
-
-    own: Array
-    operands: list[Array]
-    """Of the members whose we take, in that order."""
-
-
-class Express(Protocol):
-    """An operation that travels in the records of its lane."""
-
-    number: int
-    payloads: Payloads
-    """Set as it begins."""
-
-    @property
-    def kind(self) -> ExpressKind:
-        """What it has in common with others."""
-
-    def wakes(self, *, last: bool) -> Iterable[int]:
-        """Members that may go on now that we have begun, where not all take from all; `last` if all have begun."""
-
-    def put(self, target: Array) -> None:
-        """Put out its payload."""
-
-    def take(self) -> None:
-        """All payloads that it takes are there."""
-
-    def done(self) -> None:
-        """Report success. It may issue others."""
-
-    def fail(self, error: BaseException) -> None:
-        """The operation cannot go on."""
 
 
 class SharedLane:
@@ -171,11 +123,18 @@ class SharedLane:
             self._unbegun[self._unbegun.index(operation)] = place
 
     def not_begun(self, number: int) -> tuple[int, ...]:
-        """Members that have not begun operation `number`; those that keep us from beginning it, if it is -1."""
+        """Members that have not begun operation `number`, or not put out their results; of -1, those that keep us from
+        beginning it.
+        """
         if self.closed:
             return ()
         try:
-            return tuple(self.core.behind(number) if number >= 0 else self.core.least_finished())
+            if number < 0:
+                return tuple(self.core.least_finished())
+            behind = self.core.behind(number)
+            if not behind and any(operation.number == number and operation.kind.folds for operation in self._express):
+                behind = self.core.without_results(number)
+            return tuple(behind)
         except LaneFault as error:
             return (error.member,)
 
@@ -350,7 +309,7 @@ class SharedLane:
             operation = express[0]
             number, kind = operation.number, operation.kind
             try:
-                if not core.express_ready(number, kind.fingerprint, kind.needed):
+                if not (self._results(operation) if kind.folds else self._ready(operation)):
                     break
                 operation.take()
             except LaneFault as error:
@@ -374,6 +333,25 @@ class SharedLane:
                 self.soon()
                 break
         return done
+
+    def _ready(self, operation: Express) -> bool:
+        kind = operation.kind
+        return self.core.express_ready(operation.number, kind.fingerprint, kind.needed)
+
+    def _results(self, operation: Express) -> bool:
+        """Whether all results are there. Puts ours out once all payloads are."""
+        core, number = self.core, operation.number
+        if operation.folded:
+            return not core.without_results(number)
+        if not self._ready(operation):
+            return False
+        operation.fold()
+        operation.folded = True
+        if not core.express_results(number):
+            return False
+        for ringer in self._others:  # as who begins last does
+            ringer.knock()
+        return True
 
     def _retire(self, end: Callable[[T], None], what: T) -> None:
         try:

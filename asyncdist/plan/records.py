@@ -37,24 +37,26 @@ TAKEN_BYTES: Final = 4 << 20
 
 def by_records(collective: str, algorithm: str, world: int, nbytes: float, memory: LaneMemory) -> bool:
     """Whether a collective goes that way; `nbytes` are those of a member's payload."""
-    if algorithm != _ALGORITHMS.get(collective) or not memory.nbytes:
+    if (collective, algorithm) not in _TAKEN or not memory.nbytes:
         return False
-    taken = nbytes * world if collective in _OF_ALL else nbytes
+    taken = nbytes * world if _TAKEN[collective, algorithm] == _ALL else nbytes
     return nbytes <= memory.nbytes / PAYLOAD_SHARE and taken <= TAKEN_BYTES
 
 
-_ALGORITHMS: Final = {
-    "all_gather": "shared",
-    "all_reduce": "shared_direct",
-    "all_to_all": "shared",
-    "barrier": "shared",
-    "broadcast": "shared",
-    "gather": "shared",
-    "reduce": "shared_direct",
-    "reduce_scatter": "shared",
-    "scatter": "shared",
-}
-"""By collective, the algorithm that does by items what records do."""
+_ONE, _ALL = range(2)
 
-_OF_ALL: Final = ("all_gather", "all_reduce", "gather", "reduce")
-"""Collectives of which somebody takes the whole payload of every member."""
+_TAKEN: Final = {
+    ("all_gather", "shared"): _ALL,
+    ("all_reduce", "shared"): _ONE,
+    ("all_reduce", "shared_direct"): _ALL,
+    ("all_to_all", "shared"): _ONE,
+    ("barrier", "shared"): _ONE,
+    ("broadcast", "shared"): _ONE,
+    ("gather", "shared"): _ALL,
+    ("reduce", "shared_direct"): _ALL,
+    ("reduce_scatter", "shared"): _ONE,
+    ("scatter", "shared"): _ONE,
+}
+"""By collective and algorithm that records can do: whether somebody takes as much as every member's whole payload, or
+about as much as one of them.
+"""

@@ -17,8 +17,9 @@ from asyncdist.arrays import Array, Flat
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.calls.call import Call
 from asyncdist.executor import reduction
+from asyncdist.executor.express import Payloads
 from asyncdist.executor.reduction import Kernel
-from asyncdist.executor.shared_lane import Payloads, SharedLane
+from asyncdist.executor.shared_lane import SharedLane
 from asyncdist.plan.records import LaneMemory, by_records
 from asyncdist.plan.steps import Plan
 from asyncdist.reduce_op import ReduceOp
@@ -55,6 +56,8 @@ class ExpressKind:
     """Whether this rank does."""
     needed: tuple[int, ...] | None
     """Whose payload this rank takes; None: everybody's, as everybody takes its own."""
+    folds: bool = False
+    """Whether every rank first reduces a part of all vectors and puts out the result, for the others to take."""
     averages: bool = False
     spares: tuple[Array, Array] | None = None
     """For one element: numpy needs three times as long to reduce it in place as from one array into another."""
@@ -85,6 +88,8 @@ def express_of(
         fingerprint, call.dtype, nbytes, rank, _TAKE[collective], kernel or _no_kernel, gives=nbytes > 0, needed=None
     )
     kind.averages = call.op is ReduceOp.AVG
+    if collective == "all_reduce" and plan.algorithm == "shared":
+        kind.folds, kind.take = True, _take_results
     if nbytes == call.dtype.itemsize:
         kind.spares = np.empty(1, call.dtype), np.empty(1, call.dtype)
     if collective in _FROM_ROOT:
@@ -101,7 +106,7 @@ def express_of(
 class ExpressOperation:
     """One call under way. `on_end(work, error)` is called once, unless the backend forgets the operation first."""
 
-    __slots__ = ("_backend", "_call", "_lane", "_on_end", "_work", "kind", "number", "payloads")
+    __slots__ = ("_backend", "_call", "_lane", "_on_end", "_work", "folded", "kind", "number", "payloads")
 
     def __init__(
         self,
@@ -118,6 +123,7 @@ class ExpressOperation:
         self._work = work
         self._on_end = on_end
         self.kind = kind
+        self.folded = False
         self.number = -1
         self.payloads = NO_PAYLOADS
 
@@ -138,6 +144,13 @@ class ExpressOperation:
             elements = piece.elements
             target[start : start + elements.size] = elements
             start += elements.size
+
+    def fold(self) -> None:
+        """All payloads are there: reduce our part, and put it out where nobody takes our operand of it any more."""
+        kind, out = self.kind, self._call.outputs[0].elements
+        part = _part(out, len(self.payloads.operands), kind.rank)
+        _fold(self.payloads.operands, part.start, out[part], kind.kernel)
+        self.payloads.own[part] = out[part]
 
     def take(self) -> None:
         """All payloads that this rank takes are there: take what it is to have."""
@@ -189,6 +202,19 @@ def _all_reduce(call: Call, operands: list[Array], kind: ExpressKind) -> None:
             kernel(total, operands[index], target)
             total = target
         kernel(total, operands[-1], out)
+
+
+def _take_results(call: Call, operands: list[Array], kind: ExpressKind) -> None:
+    out = call.outputs[0].elements
+    for rank, operand in enumerate(operands):
+        if rank != kind.rank:
+            part = _part(out, len(operands), rank)
+            out[part] = operand[part]
+
+
+def _part(out: Array, world: int, rank: int) -> slice:
+    """The elements that a rank reduces for all."""
+    return slice(out.size * rank // world, out.size * (rank + 1) // world)
 
 
 def _reduce_scatter(call: Call, operands: list[Array], kind: ExpressKind) -> None:

@@ -106,6 +106,8 @@ def shared_seconds(
     single_copy &= load.lent_item >= SINGLE_COPY_BYTES
     waits_s = constants.begun_s(world) + load.rounds * constants.shared.wake_s * constants.crowding(world)
     waits_s += RETURNED_S if single_copy else 0.0
+    if load.by_records:  # who has to wait for others to fold may have to wait for those that share its core to look
+        waits_s += (load.rounds - 1) * constants.begun_s(world) * min(1.0, constants.crowding(world) - 1)
     begin_s = 0.0 if load.by_records else constants.shared.begin_s
     path_s = waits_s + begin_s + load.path.seconds(constants, slowness, single_copy=single_copy)
     if not 0 < constants.cores < world:
@@ -161,6 +163,10 @@ def _direct_exscan(shape: Shape) -> SharedLoad:
 
 def _sliced_all_reduce(shape: Shape) -> SharedLoad:
     """Everyone publishes the others' slices, folds its own, publishes the result and copies the others'."""
+    if by_records("all_reduce", "shared", shape.world, shape.total, shape.memory):
+        share = shape.block * (shape.world - 1)
+        work = Toil(2, shape.total + shape.block + share, share, 2 * shape.world)
+        return SharedLoad(2, work, Toil(0).plus(work, shape.world), shape.total, by_records=True)
     others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
     work = Toil(pieces * (3 * others + 1), block * (2 * others + 1), block * others, lent=block * (others + 1))
     everyone = Toil(0).plus(work, shape.world)

@@ -8,8 +8,8 @@ which items of the others it needs no more.
 | --- | --- |
 | words, each on a cache line | issued: operations begun; published: items put out; finished: operations of which it
 will look at nothing again; wanting: what it waits for; consumed[m]: items of member m that it needs no more |
-| records, a ring of RECORDS | of an operation: its number, its fingerprint, its first item, how many items it has; and
-the payload of one that needs no items, if it is short |
+| records, a ring of RECORDS | of an operation: its number, its fingerprint, its first item, how many items it has; of
+one that needs no items whether results are there (see Lane), and its payload, if it is short |
 | slots | longer payloads (see Lane) |
 | descriptors, a ring of DESCRIPTORS | of an item: its number, where it lies, its length, and in which segment: 0 is
 the pool, others are of arrays (see LendingLane) |

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from asyncdist.transport.lanes.layout import (
     CONSUMED,
+    DESCRIPTORS_AT,
     EXPRESS_AT,
     EXPRESS_BYTES,
     FINISHED,
@@ -20,6 +21,7 @@ from asyncdist.transport.lanes.layout import (
     RECORD_WORDS,
     RECORDS,
     RECORDS_AT,
+    RESULTS,
     SKIPPED,
     SLOTS,
     TURN,
@@ -40,16 +42,18 @@ class Lane(LendingLane):
 
     A payload of EXPRESS_BYTES lies in the record itself. A wide one lies in one of SLOTS slots beside the records, one
     that is too long for that in one of half as many, twice as long, in the same memory; the operation's number says in
-    which. It stays there until all members have finished the operation.
+    which. It stays there until all members have finished the operation; results that the others are to take as well
+    come to lie where nobody takes the payload any more.
     """
 
-    __slots__ = ("_slots", "_wide_bytes", "_wide_number")
+    __slots__ = ("_own_records", "_slots", "_wide_bytes", "_wide_number")
 
     def __init__(self, rank: int, segments: Sequence[memoryview], borrow: Borrow | None = None) -> None:
         super().__init__(rank, segments, borrow)
         self._wide_bytes = min(wide_bytes(len(segment)) for segment in segments)
         self._slots = 0  # of the last wide operation, whose number is
         self._wide_number = -1
+        self._own_records = self._own[RECORDS_AT:DESCRIPTORS_AT].cast("Q")
 
     def express_turn(self, length: int) -> int:
         """The number of the next operation, whose payload (`length` bytes of every member that has one) we may put out.
@@ -124,6 +128,22 @@ class Lane(LendingLane):
                     return False
                 raise Differs(index)
         return True
+
+    def express_results(self, number: int) -> bool:
+        """Our results of operation `number` are in place of our payload; whether those of all members are. Fences."""
+        if not ORDERED:
+            order()  # the results before we say so
+        self._own_records[number % RECORDS * RECORD_WORDS + RESULTS] = number + 1
+        fence()  # our word before the others': of all who look, the last sees everyone
+        return not self.without_results(number)
+
+    def without_results(self, number: int) -> list[int]:
+        """Members whose results of operation `number` are not there; those of the others can be read then."""
+        at = number % RECORDS * RECORD_WORDS + RESULTS
+        missing = [index for index, peer in self._others if peer.record_words[at] != number + 1]
+        if not ORDERED:
+            order()  # the words before the results
+        return missing
 
     def express_payload(self, number: int, member: int, length: int) -> memoryview:
         """The payload of `member` in operation `number`, which is ready."""

@@ -28,6 +28,7 @@ __all__ = [
     "RECORDS_AT",
     "RECORD_STRIDE",
     "RECORD_WORDS",
+    "RESULTS",
     "ROOM",
     "SEGMENT_WORD",
     "SKEW_BYTES",
@@ -73,6 +74,8 @@ LENGTH_WORD, SEGMENT_WORD = 2, 3
 RECORDS_AT: Final = WORDS_BYTES
 RECORD_STRIDE: Final = 64 + EXPRESS_BYTES
 RECORD_WORDS: Final = RECORD_STRIDE // 8
+RESULTS: Final = 4
+"""Word of a record, behind RECORD: its number + 1 once results have taken the place of a part of its payload."""
 EXPRESS_AT: Final = 64
 """Where a record's payload begins in it: on a cache line of its own."""
 DESCRIPTORS_AT: Final = RECORDS_AT + RECORDS * RECORD_STRIDE

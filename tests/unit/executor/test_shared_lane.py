@@ -504,6 +504,7 @@ async def test_it_runs_on_a_real_loop_too() -> None:
 class Giving:
     fingerprint, dtype, nbytes = 1, np.dtype(np.uint8), 1
     gives = True
+    folds = False
     needed: tuple[int, ...] = ()
 
 
@@ -518,6 +519,7 @@ class Small:
         self.kind: Any = Giving if rank.index else Taking
         self.number = -1
         self.payloads: Any = None
+        self.folded = False
         self.over = False
         rank.lane.add_express(self)
 
@@ -526,6 +528,9 @@ class Small:
 
     def put(self, target: np.ndarray[Any, Any]) -> None:
         target[...] = 7
+
+    def fold(self) -> None:
+        raise AssertionError("nothing is folded here")
 
     def take(self) -> None:
         assert all(operand[0] == 7 for operand in self.payloads.operands)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from differential import choose
 from group_kit import Group
 from lane_kit import lane_of
 from socket_world import LIMIT_S, run_ranks
@@ -158,6 +159,55 @@ async def test_all_forms_are_right(collective: str, length: int) -> None:
         kinds = express(group, collective)
         assert kinds
         assert all(kinds)
+
+    await run_ranks(WORLD, main)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("world", [2, 5])
+async def test_vectors_are_reduced_in_parts_of_which_each_rank_has_one(world: int, length: int) -> None:
+    """Also where a rank has no element, the first or the last, and where several are in flight."""
+
+    async def main(group: Group) -> None:
+        choose(group, "all_reduce", "shared", 1)
+        await reduced(group, length)
+        strided = np.zeros((length, 2))[:, 0]
+        for number in range(3):
+            strided[:] = vector(group, length, number)
+            await group.all_reduce(strided)
+            assert (strided == sum(of_rank(rank, length, number) for rank in range(group.size))).all()
+        if group.rank == 1:
+            await asyncio.sleep(0.05)
+        works = [group.all_reduce(vector(group, length, number)) for number in range(2 * RECORDS)]
+        for number, work in enumerate(works):
+            wanted = sum(of_rank(rank, length, number) for rank in range(group.size))
+            assert (await work == wanted).all()
+        kinds = [recipe.express for recipe in group._backend._recipes.values() if recipe.express is not None]  # type: ignore[attr-defined]
+        assert any(kind.folds for kind in kinds)
+
+    await run_ranks(world, main)
+
+
+async def test_who_has_not_put_out_its_result_is_waited_for() -> None:
+    """It has begun, and is busy; the others say whom they wait for, and go on once its result is there."""
+
+    async def main(group: Group) -> None:
+        choose(group, "all_reduce", "shared", 1)
+        await group.all_reduce(vector(group, 9))
+        lane = lane_of(group)
+        assert lane is not None
+        folded = asyncio.Event()
+        if group.rank == 2:
+            results = lane._results
+            lane._results = lambda operation: folded.is_set() and results(operation)  # type: ignore[method-assign]
+        work = group.all_reduce(vector(group, 9))
+        await asyncio.sleep(0.05)
+        assert not work.done()
+        if group.rank != 2:
+            assert lane.not_begun(lane._express[0].number) == (2,)
+        folded.set()
+        lane.soon()
+        assert (await work == sum(of_rank(rank, 9) for rank in range(group.size))).all()
 
     await run_ranks(WORLD, main)
 

@@ -215,3 +215,19 @@ def test_a_member_that_writes_anything_is_a_fault_and_never_more(seed: int) -> N
             faults.append(error.member)
     assert faults
     assert set(faults) == {1}
+
+
+def test_results_take_the_place_of_payloads_that_nobody_takes_any_more() -> None:
+    lanes, _ = make(3)
+    one, two, three = lanes
+    for number in range(2 * RECORDS):
+        for lane in lanes:
+            assert express(lane, 1, b"ab") == number
+        assert one.without_results(number) == [1, 2]
+        assert not one.express_results(number), "the others' are missing"
+        assert not three.express_results(number)
+        assert three.without_results(number) == [1]
+        assert two.express_results(number), "the last one sees all"
+        assert not one.without_results(number)
+        for lane in lanes:
+            lane.express_done(number)
