@@ -227,24 +227,22 @@ def candidates(
     for_records = room if in_records and not ordered else room._replace(nbytes=0)
     found = []
     for name in names:
+        ways: list[tuple[LaneMemory, Sequence[int]]] = []
         if needs_lane(problem.collective, name):
-            ways = [for_records._replace(single_copy=False)]
-            ways += [for_records] if room.single_copy and name == "shared" else []
-            own_sizes = {
-                way: shared_chunk_sizes(problem, name, itemsize, room.nbytes, single_copy=way.single_copy)
-                for way in ways
-            }
+            # "shared_direct" mostly overwrites at once what it puts out, which is copied then.
+            for single_copy in (False, True) if room.single_copy and name == "shared" else (False,):
+                own_sizes = shared_chunk_sizes(problem, name, itemsize, room.nbytes, single_copy=single_copy)
+                ways.append((for_records._replace(single_copy=single_copy), own_sizes))
         elif name in FORMULAS[problem.collective]:
-            own_sizes = {NO_LANE: sizes}
-        else:
-            continue
+            ways.append((NO_LANE, sizes))
         uncut = (problem.collective, name) in UNCUT
-        predictions = (
+        tried = [
             predict(problem, name, itemsize, size, tuning.constants, way)
-            for way, ways_sizes in own_sizes.items()
-            for size in ways_sizes[: 1 if uncut else _first_of_all(ways_sizes, nbytes)]
-        )
-        found.append(min(predictions, key=attrgetter("seconds")))
+            for way, way_sizes in ways
+            for size in way_sizes[: 1 if uncut else _first_of_all(way_sizes, nbytes)]
+        ]
+        if tried:
+            found.append(min(tried, key=attrgetter("seconds")))
     found.sort(key=lambda one: (one.scratch_bytes > SCRATCH_MAX_BYTES, one.seconds))
     if not found:  # nothing is reduced, so there is no order
         return []
