@@ -348,8 +348,8 @@ async def main():
         while True:
             if number == 3 and rank == victim:
                 after_s = random.random() * 0.04
-                threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
                 print(time.time() + after_s, flush=True)
+                threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
             x[:] = rank + number
             if KIND == "all_reduce":
                 await group.all_reduce(x)
@@ -585,20 +585,22 @@ async def main():
         for number in range(30):
             await group.barrier()
             x[:] = number
+            in_time, late = number % 3 == 0, number % 3 == 1
             if group.rank == 0:
+                limit_s = 30 if in_time else 0.0005 if late else random.random() * 0.01
                 try:
-                    await group.send(x, 1, number, timeout=random.random() * 0.01)
+                    await group.send(x, 1, number, timeout=limit_s)
                     ends["well"] += 1
-                except dist.DistError as error:
+                except dist.DistError:
                     ends["late"] += 1
                 x[:] = -1
             else:
-                await asyncio.sleep(random.random() * 0.005)
+                await asyncio.sleep(0.005 if late else random.random() * 0.005)
                 try:
-                    await group.recv(x, 0, number, timeout=0.05)
+                    await group.recv(x, 0, number, timeout=30 if in_time else 0.05)
                     assert (x == number).all()
                     ends["well"] += 1
-                except dist.DistError as error:
+                except dist.DistError:
                     ends["late"] += 1
         print(json.dumps(ends))
         await group.barrier()
@@ -609,9 +611,10 @@ dist.run(main())
 def test_a_message_whose_sender_waits_no_longer_is_whole_or_never_comes() -> None:
     """Arrays of a send that timed out are altered at once."""
     sender, receiver = (json.loads(rank.stdout) for rank in run_ranks(PRELUDE + LATE, 2))
-    assert receiver["late"]
-    assert receiver["well"]
-    assert sender["well"] + sender["late"] == 30
+    for rank in (sender, receiver):
+        assert rank["well"] >= 10
+        assert rank["late"] >= 10
+        assert rank["well"] + rank["late"] == 30
 
 
 WAITING = """
