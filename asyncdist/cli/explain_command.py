@@ -167,7 +167,8 @@ def _explained(
     per_host = tuning.ranks_per_host
     problem = Problem.of_bytes(collective, world, nbytes, itemsize, root, ranks_per_host=per_host)
     ordered = op == "ordered"
-    memory = USUAL_LANE._replace(single_copy=single_copy_from_environ(os.environ)) if shared else NO_LANE
+    single_copy = single_copy_from_environ(os.environ) != "off"
+    memory = USUAL_LANE._replace(single_copy=single_copy) if shared else NO_LANE
     found = candidates(problem, itemsize, tuning, ordered=ordered, memory=memory)
     if not found:
         raise ValueError(f"{collective} reduces nothing: there is no order to keep")

@@ -18,6 +18,7 @@ __all__ = [
     "LATE_S",
     "MAX_HALF_OPEN",
     "SILENT_TIMEOUT_S",
+    "SINGLE_COPY",
     "TRANSPORTS",
     "TransportConfig",
     "single_copy_from_environ",
@@ -27,6 +28,8 @@ T = TypeVar("T")
 
 TRANSPORTS: Final = ("auto", "shm", "unix", "tcp")
 """Values of ASYNCDIST_TRANSPORT."""
+SINGLE_COPY: Final = ("auto", "permit", "off")
+"""Values of ASYNCDIST_SINGLE_COPY."""
 CONNECT_TIMEOUT_S: Final = 60.0
 """Longest a peer may be out of reach at first, address look-up and retries included. A listener exists before its
 address is published, so only a slow network or a dead peer needs more than milliseconds."""
@@ -60,7 +63,7 @@ class TransportConfig:
     spin_us: float = DEFAULT_SPIN_US
     shared_bytes: int = DEFAULT_SHARED_BYTES
     arrays_bytes: int | None = None
-    single_copy: bool = True
+    single_copy: str = "auto"
     keepalive_s: float = DEFAULT_KEEPALIVE_S
     local_ranks: int = 1
 
@@ -104,12 +107,12 @@ class TransportConfig:
         )
 
 
-def single_copy_from_environ(environ: Mapping[str, str]) -> bool:
-    """Read ASYNCDIST_SINGLE_COPY: whether ranks of a host may read each other's memory. Raises ValueError."""
+def single_copy_from_environ(environ: Mapping[str, str]) -> str:
+    """Read ASYNCDIST_SINGLE_COPY: whether ranks of a host read each other's memory. Raises ValueError."""
     word = environ.get("ASYNCDIST_SINGLE_COPY", "").strip().lower() or "auto"
-    if word not in ("auto", "off"):
-        raise ValueError(f"ASYNCDIST_SINGLE_COPY={word!r}: use auto or off")
-    return word == "auto"
+    if word not in SINGLE_COPY:
+        raise ValueError(f"ASYNCDIST_SINGLE_COPY={word!r}: use one of {', '.join(SINGLE_COPY)}")
+    return word
 
 
 def _local_ranks(environ: Mapping[str, str]) -> int:

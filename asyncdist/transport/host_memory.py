@@ -13,7 +13,7 @@ from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.protocol.loans import Loans
 from asyncdist.transport.shared_memory.arrays import SharedArrays
 from asyncdist.transport.shared_memory.doorbell import Doorbell, Ringer
-from asyncdist.transport.shared_memory.process_memory import OwnMemory
+from asyncdist.transport.shared_memory.process_memory import OwnMemory, permit_reading
 from asyncdist.transport.shared_memory.ring import half_bytes
 from asyncdist.transport.shared_memory.segment import PAGE_BYTES, AttachedSegment, Segment
 
@@ -79,7 +79,7 @@ class HostMemory:
         limit_bytes: int = DEFAULT_SHARED_BYTES,
         arrays_bytes: int | None = None,
         *,
-        single_copy: bool = False,
+        single_copy: str = "off",
     ) -> None:
         self._loop = loop
         self._doorbell: Doorbell | None = None
@@ -89,8 +89,10 @@ class HostMemory:
         self._left_listeners: dict[Callable[[int, PeerLostError], None], None] = {}
         self.fds = fds
         self.arrays = SharedArrays(loop, fds, self._number, self._arena_gone, arrays_bytes)
-        self.own = OwnMemory() if single_copy else None
+        self.own = None if single_copy == "off" else OwnMemory()
         """What of our process others may read, None: nothing, and we read nothing of theirs."""
+        if single_copy == "permit":
+            permit_reading()
         self.segments: dict[int, Segment] = {}
         self.lanes: dict[Closable, None] = {}
         """What writes into segments of ours."""

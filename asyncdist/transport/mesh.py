@@ -70,7 +70,7 @@ class Mesh(BaseMesh):
                 sockets,
                 config.shared_bytes,
                 config.arrays_bytes if config.shares_memory else 0,
-                single_copy=config.single_copy,
+                single_copy=config.single_copy if config.shares_memory else "off",
             ),
             Neighbors(),
             KeepaliveWatch(loop, config.keepalive_s),

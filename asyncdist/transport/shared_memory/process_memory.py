@@ -19,7 +19,18 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-__all__ = ["PROCESS", "TOKEN_BYTES", "OwnMemory", "ProcessMemory", "RemoteBytes", "Token", "Unreadable"]
+from asyncdist import events
+
+__all__ = [
+    "PROCESS",
+    "TOKEN_BYTES",
+    "OwnMemory",
+    "ProcessMemory",
+    "RemoteBytes",
+    "Token",
+    "Unreadable",
+    "permit_reading",
+]
 
 PROCESS: Final = (1 << 48) - 1
 """What stands for the memory of the lender's process where others name a segment. Offsets in it are addresses."""
@@ -28,6 +39,10 @@ TOKEN_BYTES: Final = 16
 
 _THERE: Final = (errno.EPERM, errno.ENOSYS, errno.ENOMEM)
 """Why a process may not be read, or cannot, that is there nevertheless."""
+
+
+_PR_SET_PTRACER: Final = 0x59616D61
+_PR_SET_PTRACER_ANY: Final = (1 << 8 * ctypes.sizeof(ctypes.c_ulong)) - 1
 
 
 class Token(NamedTuple):
@@ -130,20 +145,29 @@ class OwnMemory:
         return _readv(os.getpid(), self._here, 1, self._ends, 2, 0) == 2
 
 
+def permit_reading() -> None:
+    """Have the kernel let all processes of this user read this one where kernel.yama.ptrace_scope is 1.
+
+    They may debug it too, as they may where there is no Yama: nothing else changes (PR_SET_PTRACER in `man 2 prctl`).
+    """
+    if _prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0) and ctypes.get_errno() != errno.EINVAL:  # as without Yama
+        events.info("others cannot be permitted to read this process: %s", os.strerror(ctypes.get_errno()))
+
+
 def _missing(*_arguments: object) -> int:
     ctypes.set_errno(errno.ENOSYS)
     return -1
 
 
-def _find() -> Callable[..., int]:
+def _find(name: str, *arguments: type) -> Callable[..., int]:
     try:
-        readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
+        found: Any = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError, TypeError):  # no Linux
         return _missing
-    readv.restype = ctypes.c_ssize_t
-    void, count = ctypes.c_void_p, ctypes.c_ulong
-    readv.argtypes = [ctypes.c_int, void, count, void, count, count]
-    return readv
+    found.restype, found.argtypes = ctypes.c_ssize_t, arguments
+    call: Callable[..., int] = found
+    return call
 
 
-_readv: Final = _find()
+_prctl: Final = _find("prctl", ctypes.c_int, *4 * (ctypes.c_ulong,))
+_readv: Final = _find("process_vm_readv", ctypes.c_int, *2 * (ctypes.c_void_p, ctypes.c_ulong), ctypes.c_ulong)

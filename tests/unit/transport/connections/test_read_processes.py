@@ -54,7 +54,7 @@ async def test_a_long_message_may_be_the_first() -> None:
 
 
 async def test_where_it_is_off_they_travel() -> None:
-    async with world(2, "shm", single_copy=False) as made:
+    async with world(2, "shm", single_copy="off") as made:
         one, other = made.ranks
         ends = await meet(one, other)
         before = ends[0].bytes_sent

@@ -15,6 +15,7 @@ import forked
 import numpy as np
 import pytest
 
+from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.shared_memory import process_memory
 from asyncdist.transport.shared_memory.process_memory import (
     TOKEN_BYTES,
@@ -23,6 +24,7 @@ from asyncdist.transport.shared_memory.process_memory import (
     RemoteBytes,
     Token,
     Unreadable,
+    permit_reading,
 )
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
@@ -310,4 +312,40 @@ def test_a_library_without_the_call(monkeypatch: pytest.MonkeyPatch, error: type
         raise error
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    assert process_memory._find() is process_memory._missing
+    assert process_memory._find("process_vm_readv") is process_memory._missing
+
+
+def test_others_are_permitted_to_read_where_they_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel here has Yama, whose word this is; what it is asked for, and what becomes of its answers."""
+    asked: list[tuple[int, ...]] = []
+    said: list[str] = []
+    answers = [0, errno.EINVAL, errno.EPERM]
+
+    def prctl(*arguments: int) -> int:
+        asked.append(arguments)
+        ctypes.set_errno(answers[0])
+        return -1 if answers.pop(0) else 0
+
+    monkeypatch.setattr(process_memory, "_prctl", prctl)
+    monkeypatch.setattr(process_memory.events, "info", lambda text, *values: said.append(text % values))
+    permit_reading()
+    permit_reading()
+    assert not said, "granted, and not needed"
+    permit_reading()
+    assert said == ["others cannot be permitted to read this process: Operation not permitted"]
+    assert set(asked) == {(int.from_bytes(b"Yama", "big"), 2**64 - 1, 0, 0, 0)}
+
+
+def test_the_system_is_asked_without_harm() -> None:
+    permit_reading()
+    assert OwnMemory().lendable(ctypes.addressof(ctypes.create_string_buffer(8)), 8)
+
+
+@pytest.mark.parametrize(("text", "word"), [("", "auto"), (" OFF ", "off"), ("permit", "permit")])
+def test_the_environment_says_whether(text: str, word: str) -> None:
+    assert TransportConfig.from_environ({"ASYNCDIST_SINGLE_COPY": text}).single_copy == word
+
+
+def test_anything_else_is_refused() -> None:
+    with pytest.raises(ValueError, match="ASYNCDIST_SINGLE_COPY='yes': use one of auto, permit, off"):
+        TransportConfig.from_environ({"ASYNCDIST_SINGLE_COPY": "yes"})
