@@ -120,7 +120,7 @@ def copying_twice(nbytes: int) -> Pass:
 def reading_a_process(nbytes: int) -> Pass:
     """As from another process, without a copy of its own. Raises OSError where the system does not let us."""
     source, target = _two_arrays(nbytes)
-    own = _own_process()
+    own = _Own()
     length = READ_BYTES // source.itemsize
 
     def once() -> None:
@@ -133,7 +133,7 @@ def reading_a_process(nbytes: int) -> Pass:
 def reading_and_adding(nbytes: int) -> Pass:
     """The same into a buffer that stays in the cache, and from there added to an array."""
     source, target = _two_arrays(nbytes)
-    own = _own_process()
+    own = _Own()
     room = np.ones(READ_BYTES // 4, np.float32)
 
     def once() -> None:
@@ -145,8 +145,12 @@ def reading_and_adding(nbytes: int) -> Pass:
     return once
 
 
-def _own_process() -> ProcessMemory:
-    return ProcessMemory(os.getpid(), OwnMemory().token)
+class _Own:
+    """This process, as another would read it."""
+
+    def __init__(self) -> None:
+        self._memory = OwnMemory()  # whose token has to stay
+        self.read = ProcessMemory(os.getpid(), self._memory.token).read
 
 
 def _two_arrays(nbytes: int) -> tuple[Array, Array]:
