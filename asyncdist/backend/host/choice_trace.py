@@ -23,14 +23,8 @@ def trace_choice(call: Call, plan: Plan, tuning: Tuning, *, ordered: bool, memor
         return
     shape = {"collective": call.collective, "world": plan.world, "bytes": call.nbytes}
     problem = Problem.of(call.collective, plan.world, call.counts, call.root, tuning.ranks_per_host)
-    for one in candidates(
-        problem,
-        call.dtype.itemsize,
-        tuning,
-        ordered=ordered,
-        memory=memory,
-        in_records=in_records(call),
-    ):
+    itemsize, records = call.dtype.itemsize, in_records(call)
+    for one in candidates(problem, itemsize, tuning, ordered=ordered, memory=memory, in_records=records):
         events.emit(
             "tune",
             "candidate",

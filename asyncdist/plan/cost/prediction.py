@@ -155,7 +155,7 @@ def seconds_by(
     shape = shape_of(problem, itemsize, chunk_bytes)
     if shared is not None:
         items = shared(shape._replace(memory=memory))
-        slowness, single_copy = slowness_of(problem, itemsize), memory.single_copy
+        slowness, single_copy = slowness_of(problem, itemsize), items.lends(memory)
         return lambda constants: shared_seconds(items, problem.world, constants, slowness, single_copy=single_copy)
     load = FORMULAS[problem.collective][algorithm](shape)
     return lambda constants: _seconds(load, problem, constants)
@@ -173,7 +173,7 @@ def _predict_shared(
     if problem.world == 1:
         return Prediction(algorithm, chunk_bytes, 0.0, 0, 0)
     load = formula(shape_of(problem, itemsize, chunk_bytes)._replace(memory=memory))
-    slowness, single_copy = slowness_of(problem, itemsize), memory.single_copy
+    slowness, single_copy = slowness_of(problem, itemsize), load.lends(memory)
     seconds = shared_seconds(load, problem.world, constants, slowness, single_copy=single_copy)
     rounds, published, scratch = load.rounds, round(load.published), round(load.scratch)
     return Prediction(algorithm, chunk_bytes, seconds, rounds, published, scratch, single_copy)

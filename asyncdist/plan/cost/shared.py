@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 from asyncdist.plan.cost.constants import Constants
 from asyncdist.plan.cost.load import Shape
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.records import SINGLE_COPY_BYTES, by_records
+from asyncdist.plan.records import SINGLE_COPY_BYTES, LaneMemory, by_records
 
 __all__ = ["RETURNED_S", "SHARED_FORMULAS", "SharedFormula", "SharedLoad", "Toil", "shared_seconds", "slowness_of"]
 
@@ -83,6 +83,10 @@ class SharedLoad(NamedTuple):
     lent_item: float = 0.0
     """Bytes of the longest items that the others may read where they lie; 0: of none."""
 
+    def lends(self, memory: LaneMemory) -> bool:
+        """Whether they do: they can, and what they read is long enough."""
+        return memory.single_copy and self.lent_item >= SINGLE_COPY_BYTES
+
 
 SharedFormula: TypeAlias = Callable[[Shape], SharedLoad]
 
@@ -101,9 +105,8 @@ def shared_seconds(
 ) -> float:
     """Predict a load's time on one host, which has `constants.cores` for all `world` ranks.
 
-    `slowness` is as `slowness_of` says, `single_copy` whether the ranks can read each other's memory.
+    `slowness` is as `slowness_of` says, `single_copy` whether what is lent is read where it lies.
     """
-    single_copy &= load.lent_item >= SINGLE_COPY_BYTES
     waits_s = constants.begun_s(world) + load.rounds * constants.shared.wake_s * constants.crowding(world)
     waits_s += RETURNED_S if single_copy else 0.0
     if load.by_records:  # who has to wait for others to fold may have to wait for those that share its core to look
@@ -112,11 +115,8 @@ def shared_seconds(
     path_s = waits_s + begin_s + load.path.seconds(constants, slowness, single_copy=single_copy)
     if not 0 < constants.cores < world:
         return path_s
-    return max(
-        path_s,
-        waits_s
-        + (begin_s * world + load.everyone.seconds(constants, slowness, single_copy=single_copy)) / constants.cores,
-    )
+    everyone_s = begin_s * world + load.everyone.seconds(constants, slowness, single_copy=single_copy)
+    return max(path_s, waits_s + everyone_s / constants.cores)
 
 
 def _direct_all_reduce(shape: Shape) -> SharedLoad:

@@ -40,7 +40,6 @@ TOKEN_BYTES: Final = 16
 _THERE: Final = (errno.EPERM, errno.ENOSYS, errno.ENOMEM)
 """Why a process may not be read, or cannot, that is there nevertheless."""
 
-
 _PR_SET_PTRACER: Final = 0x59616D61
 _PR_SET_PTRACER_ANY: Final = (1 << 8 * ctypes.sizeof(ctypes.c_ulong)) - 1
 
