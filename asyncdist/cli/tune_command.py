@@ -182,7 +182,7 @@ def _show(path: Path) -> None:
     messages, memory = Table(title="messages", title_justify="left"), Table(title="shared memory", title_justify="left")
     for title in ("transport", "message", "overhead", "link GB/s", "copy GB/s", "reduction GB/s", "turn", "measured"):
         messages.add_column(title, no_wrap=True)
-    for title in ("transport", "wake-up", "item", "begin", "operand", "copy GB/s", "reduction GB/s"):
+    for title in ("transport", "wake-up", "item", "begin", "operand", "copy GB/s", "reduction GB/s", "read GB/s"):
         memory.add_column(title, no_wrap=True)
     links = Table(title="between hosts", title_justify="left")
     for title in ("transport", "message", "link GB/s", "measured"):
@@ -212,6 +212,7 @@ def _show(path: Path) -> None:
                 *map(show_seconds, (shared.wake_s, shared.step_s, shared.begin_s, shared.operand_s)),
                 f"{1e-9 / shared.copy_s:.3g}",
                 f"{1e-9 / shared.reduce_s:.3g}",
+                f"{1e-9 / shared.read_s:.3g}",
             )
     console.print(messages)
     for table in (memory, links):

@@ -30,14 +30,21 @@ class Cell(NamedTuple):
 
     collective: str
     nbytes: int
+    names: tuple[str, ...] = ()
+    """Algorithms that are tried, if there are such here; else all."""
 
 
-CELLS: Final = tuple(
-    Cell(collective, nbytes)
-    for nbytes in (1 << 10, 256 << 10, 4 << 20)
-    for collective in ("all_reduce", "all_gather", "broadcast", "all_to_all")
+CELLS: Final = (
+    *(
+        Cell(collective, nbytes)
+        for nbytes in (1 << 10, 256 << 10, 4 << 20)
+        for collective in ("all_reduce", "all_gather", "broadcast", "all_to_all")
+    ),
+    *(Cell(collective, 32 << 20, ("shared", "shared_direct")) for collective in ("all_reduce", "all_to_all")),
 )
-"""What is tried to find the constants: what waits, what fits a cache, and what is as good as large."""
+"""What is tried to find the constants: what waits, what fits a cache, what is as good as large, and, through shared
+memory, what fits no cache.
+"""
 
 
 class Found(NamedTuple):
@@ -106,5 +113,5 @@ async def _try(
     found: list[Trial] = []
     for number, cell in enumerate(cells):
         report(f"{cell.collective}, {group.size} ranks", number / len(cells))
-        found += await try_all(group, cell.collective, cell.nbytes, tuning, budget_s / len(cells))
+        found += await try_all(group, cell.collective, cell.nbytes, tuning, budget_s / len(cells), cell.names)
     return found

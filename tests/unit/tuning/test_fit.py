@@ -52,7 +52,8 @@ def trials_of(constants, noise=0.0, memory=USUAL_LANE, sizes=(1 << 10, 16 << 10,
                 problem = Problem.of_bytes(collective, world, nbytes, ITEMSIZE, ranks_per_host=world)
                 for one in candidates(problem, ITEMSIZE, Tuning(constants, world), memory=memory):
                     seconds = one.seconds * dice.lognormvariate(0, noise)
-                    found.append(Trial(collective, world, nbytes, one.algorithm, one.chunk_bytes, seconds, 9))
+                    how = one.algorithm, one.chunk_bytes, seconds, 9, one.single_copy
+                    found.append(Trial(collective, world, nbytes, *how))
     return found
 
 
@@ -65,6 +66,16 @@ def test_constants_are_found_again():
         assert getattr(found.shared, name) == pytest.approx(getattr(TRUTH.shared, name), rel=0.15), name
     for name in ("step_s", "reduce_s"):  # to begin and to end items is little beside the bytes of all that has items
         assert getattr(found.shared, name) == pytest.approx(getattr(TRUTH.shared, name), rel=0.5), name
+
+
+def test_what_reading_another_process_costs_is_found_in_what_fits_no_cache():
+    readable = USUAL_LANE._replace(single_copy=True)
+    for read_s in (1 / 3e9, 1 / 12e9):
+        truth = replace(TRUTH, shared=replace(TRUTH.shared, read_s=read_s))
+        trials = trials_of(truth, memory=readable) + trials_of(truth, memory=readable, sizes=(32 << 20,))
+        assert any(one.single_copy for one in trials)
+        found = fitted(trials, ASYNCIO, CORES)
+        assert found.shared.read_s == pytest.approx(read_s, rel=0.3)
 
 
 def test_choices_are_better_with_fitted_constants_than_without():
@@ -80,7 +91,7 @@ def test_choices_are_better_with_fitted_constants_than_without():
 def test_what_no_trial_tells_stays_as_it_was():
     found = fitted(trials_of(TRUTH, memory=NO_LANE), ASYNCIO, CORES)
     assert found.alpha_s == pytest.approx(TRUTH.alpha_s, rel=0.3)
-    for name in ("wake_s", "step_s", "operand_s", "copy_s", "reduce_s", "begin_s"):
+    for name in ("wake_s", "step_s", "operand_s", "copy_s", "reduce_s", "begin_s", "read_s"):
         assert getattr(found.shared, name) == pytest.approx(getattr(ASYNCIO.shared, name))
     assert found.between == ASYNCIO.between
     assert fitted([], ASYNCIO, CORES) is ASYNCIO
