@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from turns import Loop
 
 from asyncdist.executor.buffers import NO_BUFFER, FlatBuffer
 from asyncdist.executor.program import Program
@@ -14,21 +14,6 @@ from asyncdist.executor.runner import SLICE_BYTES, Execution
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.steps import Buffer, Slice
-
-
-class Loop:
-    """Keeps what is to be called in its next turn."""
-
-    def __init__(self) -> None:
-        self.soon: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-
-    def call_soon(self, callback: Callable[..., object], *arguments: object) -> None:
-        self.soon.append((callback, arguments))
-
-    def turn(self) -> None:
-        due, self.soon = self.soon, []
-        for callback, arguments in due:
-            callback(*arguments)
 
 
 class Steps(Execution):

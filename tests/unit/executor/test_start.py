@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from turns import Loop
 
 from asyncdist.executor.buffers import NO_BUFFER, FlatBuffer
 from asyncdist.executor.program import Program
@@ -16,21 +16,6 @@ from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.steps import Buffer, Slice
 from asyncdist.transport.protocol.frame import EAGER_BYTES
 from asyncdist.transport.protocol.matching import Receive, SendOp
-
-
-class Loop:
-    """Keeps what is to be called in its next turn."""
-
-    def __init__(self) -> None:
-        self.soon: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-
-    def call_soon(self, callback: Callable[..., object], *arguments: object) -> None:
-        self.soon.append((callback, arguments))
-
-    def turn(self) -> None:
-        due, self.soon = self.soon, []
-        for callback, arguments in due:
-            callback(*arguments)
 
 
 class Copies(Execution):
