@@ -332,6 +332,8 @@ class StoreEngine:
         while (timed := self._state.timers.take_due(now)) is not None:
             timed.fire(now)
             self._drop_unused(timed.namespace)
+        for namespace in self._state.leases.clear_ended():
+            self._drop_unused(namespace)
         self._state.expire(now)
         while self._away:
             client_id, (forget_at, _) = next(iter(self._away.items()))

@@ -7,6 +7,9 @@ job memberships it stands for. Prefixes it holds go `linger_s` after the last le
 
 from __future__ import annotations
 
+import bisect
+import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from asyncdist_server.codes import EVENT_DELETE, EVENT_EXPIRE
@@ -152,7 +155,7 @@ class Hold:
             self.namespace.changes.holder(self.prefix, lease.lease_id)
 
     def fire(self, now: float) -> None:
-        """Nobody took it up again: remove everything under the prefix."""
+        """Nobody took it up again: have `Leases.clear_ended` remove everything under the prefix."""
         state = self._state
         state.timers.end(self)
         del self.namespace.holds[self.prefix]
@@ -160,17 +163,18 @@ class Hold:
         state.memory_bytes -= HOLD_BYTES + len(self.prefix)
         if self.job is not None:
             self.job.end()
-        state.clear(self.namespace, lambda key: key.startswith(self.prefix))
+        state.leases.ended_prefixes.setdefault(self.namespace, []).append(self.prefix)
 
 
 class Leases:
     """The leases and holds of all namespaces of a store. A method that can be refused returns why, or an empty text."""
 
-    __slots__ = ("_state", "count")
+    __slots__ = ("_state", "count", "ended_prefixes")
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
         self.count = 0
+        self.ended_prefixes: dict[Namespace, list[bytes]] = {}  # whose keys are still there
 
     def grant(self, client: Client, lease_id: int, ttl_s: float, bound: bool, now: float) -> str:
         """Make a lease; one that is `bound` lives as long as the connection of `client`, and `ttl_s` beyond."""
@@ -260,6 +264,16 @@ class Leases:
         hold.changed_for(lease)
         return ""
 
+    def clear_ended(self) -> list[Namespace]:
+        """Remove everything under the prefixes that nobody took up again; returns the namespaces they were in.
+
+        One look at each namespace, however many prefixes end: hundreds of jobs may, at the same moment.
+        """
+        ended, self.ended_prefixes = self.ended_prefixes, {}
+        for namespace, prefixes in ended.items():
+            self._state.clear(namespace, begins_with_any(prefixes))
+        return list(ended)
+
     def end(self, lease: Lease, kind: int, now: float) -> None:
         """End `lease` and all that hangs on it; `kind` is what watchers are told of its keys."""
         state, namespace = self._state, lease.namespace
@@ -280,3 +294,19 @@ class Leases:
             state.remove(namespace, key, kind)
         for hold in list(lease.holds):
             hold.release(lease, now)
+
+
+def begins_with_any(prefixes: list[bytes]) -> Callable[[bytes], bool]:
+    """Return what says whether a key begins with one of `prefixes`, in a time that hardly grows with their number."""
+    shortest: list[bytes] = []  # without those that begin with another one, so that only the one before a key can fit
+    for prefix in sorted(prefixes):
+        if not shortest or not prefix.startswith(shortest[-1]):
+            shortest.append(prefix)
+    if len(shortest) == 1:
+        return operator.methodcaller("startswith", shortest[0])
+
+    def begins(key: bytes) -> bool:
+        place = bisect.bisect_right(shortest, key)
+        return place > 0 and key.startswith(shortest[place - 1])
+
+    return begins

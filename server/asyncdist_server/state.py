@@ -197,8 +197,8 @@ class StoreState:
 
     def clear(self, namespace: Namespace, belongs: Callable[[bytes], bool] | None = None) -> int:
         """Remove all keys and queues, or those for whose name `belongs` is true; returns how many. Wakes no readers."""
-        keys = [key for key in namespace.values if belongs is None or belongs(key)]
-        queues = [key for key in namespace.queues if belongs is None or belongs(key)]
+        keys = list(namespace.values if belongs is None else filter(belongs, namespace.values))
+        queues = list(namespace.queues if belongs is None else filter(belongs, namespace.queues))
         for key in keys:
             self.remove(namespace, key)
         for key in queues:

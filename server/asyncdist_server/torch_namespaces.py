@@ -15,6 +15,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from asyncdist_server.engine import StoreEngine
+from asyncdist_server.leases import begins_with_any
 from asyncdist_server.messages import QUEUE_LEN, SET
 from asyncdist_server.operations import parse_number
 from asyncdist_server.timers import in_whole_ms
@@ -97,12 +98,13 @@ class TorchNamespace:
                 del self._members[job]
                 self._namespaces.abandon(self, job, now)
 
-    def remove(self, job: bytes) -> None:
-        """Remove what the clients of `job` stored."""
-        if job:
-            self.engine.clear(self.name, lambda key: job_of(key) == job)
-        else:
+    def remove(self, jobs: set[bytes]) -> None:
+        """Remove what the clients of `jobs` stored, in one look at all keys."""
+        if b"" in jobs:
             self.engine.clear(self.name)
+        else:
+            begins = begins_with_any(list(jobs))  # for most keys, much sooner than what job they name
+            self.engine.clear(self.name, lambda key: begins(key) and job_of(key) in jobs)
 
     # ---- barriers
 
@@ -204,7 +206,7 @@ class TorchNamespaces:
         if self._linger_s > 0:
             self._abandoned[namespace, job] = now + self._linger_s
         else:
-            namespace.remove(job)
+            namespace.remove({job})
 
     def note_claim(self, session: TorchSession, now: float) -> None:
         """Note that an item is kept for `session`, from now on."""
@@ -223,12 +225,15 @@ class TorchNamespaces:
 
     def expire(self, now: float) -> None:
         """Remove what was abandoned long enough ago, and give items back that were not fetched."""
+        gone: dict[TorchNamespace, set[bytes]] = {}
         while self._abandoned:
             (namespace, job), due = next(iter(self._abandoned.items()))
             if due > now:
                 break
             del self._abandoned[namespace, job]
-            namespace.remove(job)
+            gone.setdefault(namespace, set()).add(job)
+        for namespace, jobs in gone.items():
+            namespace.remove(jobs)
         while self._claims:
             session, due = next(iter(self._claims.items()))
             if due > now:
