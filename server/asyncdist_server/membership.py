@@ -76,6 +76,7 @@ class Job:
     __slots__ = (
         "_settling",
         "_state",
+        "absent",
         "epoch",
         "leases",
         "least",
@@ -99,6 +100,7 @@ class Job:
         self.epoch = 0
         self.names_bytes = 0  # of `leases`, as a message has them
         self.ranks: dict[bytes, int] = {}  # of those members of the last round that live
+        self.absent: set[bytes] = set()  # those of them that do not wait: to look for one at each join takes long
         self.leases: dict[bytes, Lease] = {}  # of everyone who came and has not gone
         self.waiting: dict[bytes, Waiter] = {}  # for the next round, in the order they came
         self._settling: Settling | None = None
@@ -117,11 +119,13 @@ class Job:
         start = self.prefix + b"members/"
         hold = self.namespace.holds.get(self.prefix)
         holders = () if hold is None else hold.leases  # as every member's lease is one
+        ranks = {name: rank for rank, name in enumerate(names) if type(name) is bytes}
         for key in [key for key, lease in leased.items() if lease in holders and key.startswith(start)]:
             name = key[len(start) :]
             self._take_in(name, leased[key])
-            if name in names:
-                self.ranks[name] = names.index(name)
+            if name in ranks:
+                self.ranks[name] = ranks[name]
+                self.absent.add(name)
 
     # ---- what waiters need of the place they wait in
 
@@ -129,6 +133,7 @@ class Job:
         """Let a member wait for the next round."""
         assert type(waiter.argument) is bytes
         self.waiting[waiter.argument] = waiter
+        self.absent.discard(waiter.argument)
         waiter.waits_in = self
 
     def discard(self, waiter: Waiter) -> None:
@@ -136,6 +141,8 @@ class Job:
         assert type(waiter.argument) is bytes
         del self.waiting[waiter.argument]
         waiter.waits_in = None
+        if waiter.argument in self.ranks:
+            self.absent.add(waiter.argument)
         if len(self.waiting) < self.least or waiter.argument in self.ranks:
             self._stop_settling()
 
@@ -216,6 +223,7 @@ class Job:
         del self.leases[name]
         self.names_bytes -= len(name) + NAME_OVERHEAD_BYTES
         self.ranks.pop(name, None)
+        self.absent.discard(name)
         if name in self.waiting:
             waiter = self.waiting[name]
             outcome = (CANCELLED, "it left") if kind == EVENT_DELETE else (LEASE_LOST, "the lease has expired")
@@ -240,7 +248,7 @@ class Job:
     def advance(self, now: float) -> None:
         """Complete the round, or begin or stop waiting for more members, as things are now."""
         waiting = len(self.waiting)
-        if waiting < self.least or any(name not in self.waiting for name in self.ranks):
+        if waiting < self.least or self.absent:
             self._stop_settling()
         elif waiting >= self.most or not self.settle_s:
             self.complete()

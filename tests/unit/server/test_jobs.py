@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgpack
@@ -142,6 +142,32 @@ def test_more_members_than_there_is_room_for_wait(users: list[User]) -> None:
     a.leave()
     join(b, b"y", 1, 2, 1000)
     assert told(c) == (2, 1, [b"y", b"x"])
+
+
+def test_a_join_looks_at_no_other_member(users: list[User]) -> None:
+    """Else ten thousand that begin anew would look fifty million times, and the daemon do nothing else for seconds."""
+
+    class Unlisted(dict[bytes, int]):
+        def __iter__(self) -> Iterator[bytes]:
+            pytest.fail("it looks at every member of the last round")
+
+    for number, user in enumerate(users):
+        join(user, b"%d" % number, 1, 4, settle_ms=1000)
+    assert [told(user)[1] for user in users] == [0, 1, 2, 3]
+    job = users[0].client.namespace.jobs[b"j"]
+    job.ranks = Unlisted(job.ranks)
+    for number in (0, 1, 2):
+        assert join(users[number], b"%d" % number, 1, 4, settle_ms=1000) is None
+    pass_time(users, 2)
+    assert not users[0].late, "the last one has not come"
+    users[1].lose()
+    users[3].leave()
+    pass_time(users, 0.5)
+    assert not users[0].late, "one may come back"
+    pass_time(users, 0.5)
+    assert not users[0].late, "others may come"
+    pass_time(users, 1)
+    assert [told(users[number])[:2] for number in (0, 2)] == [(2, 0), (2, 1)]
 
 
 def test_contradictions_are_refused(users: list[User]) -> None:
