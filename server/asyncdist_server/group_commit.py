@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 from asyncdist_server.batch import CLEAN, GAPS, Batch, BatchMaker
 from asyncdist_server.changes import ChangeLog
 from asyncdist_server.counters import COMMIT_BOUNDS_BYTES, COMMIT_BOUNDS_S, Histogram
-from asyncdist_server.durability import Durability
+from asyncdist_server.durability import MAX_DELAY_MS, Durability
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.journal import Journal, JournalError
 from asyncdist_server.journal_thread import Outcome
@@ -33,6 +33,9 @@ LATE_S: Final = 0.05
 FIRST_AGE_S: Final = 1.0
 """After so long a daemon that came back with something to end notes for how long it has run, then whenever it has run
 twice as long as it noted: so at least half of each longer life counts, for few commits, whatever ends it."""
+LOST_REVISIONS: Final = MAX_DELAY_MS * 1000
+"""How many revisions are left out where some may be lost: one for each microsecond of the longest delay. A clock that
+was not set back leaves out as many by itself; else locks would give tokens that others were given before."""
 SLOW_COMMIT_S: Final = 1.0
 """A commit under way for so long is told: whoever asks the daemon for more than its status waits for it."""
 TIDY_BYTES: Final = 1024 * 1024
@@ -170,6 +173,7 @@ class GroupCommit:
                 gaps = self.durability.delay_s is not None and not replay.clean
                 if gaps:
                     replay.forget_histories()  # watchers may have seen what is gone
+                    replay.revision += LOST_REVISIONS
                 replay.restore(self._engine, self._changes, self._maker, self._loop.time())
             self._engine.incarnation = self.journal.incarnation
             if gaps:

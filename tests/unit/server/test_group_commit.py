@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from journal_kit import MemoryJournal
 from torch_wire_kit import VALIDATE, blob, query
+from waiting import eventually
 
+from asyncdist.errors import WatchCompactedError
 from asyncdist.store import TCPStore
 from asyncdist.store.store_observer import StoreObserver
 from asyncdist_server import group_commit
@@ -65,8 +67,9 @@ class SlowDisk:
 class World:
     """A daemon in this loop with a journal in memory and a disk that waits when told to."""
 
-    def __init__(self, durability: Durability) -> None:
+    def __init__(self, durability: Durability, rows: dict[int, bytes] | None = None) -> None:
         self.journal = MemoryJournal()
+        self.journal.rows.update(rows or {})
         self.disks: list[SlowDisk] = []
         config = ServerConfig(port=0, durability=durability, data_dir="/nowhere", torch=True)
         self.server = StoreServer(config, Persistence(durability, config.data_dir, self._new_journal, self._new_disk))
@@ -87,8 +90,8 @@ class World:
 
 
 @asynccontextmanager
-async def world(durability: Durability = DURABLE) -> AsyncIterator[World]:
-    made = World(durability)
+async def world(durability: Durability = DURABLE, rows: dict[int, bytes] | None = None) -> AsyncIterator[World]:
+    made = World(durability, rows)
     await made.server.start()
     try:
         yield made
@@ -221,6 +224,31 @@ async def test_relaxed_answers_at_once_and_commits_after_its_delay() -> None:
         await store.set("key", "value")
         await made.disk.came.wait()
         assert await store.get("key") == b"value"
+
+
+async def test_what_relaxed_has_lost_is_not_numbered_again_although_the_clock_was_set_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock_ns = 2 * 10**18
+    monkeypatch.setattr("time.time_ns", lambda: clock_ns)
+    relaxed = parse_durability("relaxed:1")
+    async with world(relaxed) as made, made.store() as store:
+        await store.set("key", "value")
+        await eventually(lambda: any(b"value" in row for row in made.journal.rows.values()))
+        made.disk.slow = True
+        rows = dict(made.journal.rows)
+        async with store.watch("") as watch:
+            async with store.lock("lock") as token:
+                await store.set("key", "lost")
+            lost = [(await anext(watch)).revision for _ in range(3)]
+    clock_ns //= 2
+    async with world(relaxed, rows) as made, made.store() as store, store.watch("") as watch:
+        assert await store.get("key") == b"value"
+        async with store.lock("lock") as again:
+            assert again > max(token, *lost)
+        assert (await anext(watch)).revision > max(lost)
+        with pytest.raises(WatchCompactedError):
+            await anext(store.watch("", from_revision=lost[0] + 1))
 
 
 async def test_a_confirmation_is_committed_soon_although_nobody_waits_for_it() -> None:
