@@ -81,7 +81,7 @@ class FileStore(RequestStore):
         self._reader = self._engine.open("", self._on_answer)
         self._last_id = 0
         self._queue: deque[Reply] = deque()  # issued and not yet begun, in call order
-        self._pops: list[Reply] = []  # waiting for an item
+        self._pops: dict[bytes, dict[Reply, None]] = {}  # waiting for an item, by queue, in the order they came
         self._waiting: dict[int, Reply] = {}  # waiting for keys, in the engine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.Handle | None = None
@@ -142,8 +142,8 @@ class FileStore(RequestStore):
         if self._waiting.pop(reply.request[0], None) is not None:
             self._last_id += 1
             self._engine.request(self._reader, (self._last_id, messages.CANCEL, reply.request[0]), 0.0)
-        elif reply in self._pops:
-            self._pops.remove(reply)
+        elif reply in self._pops.get(reply.request[2], ()):
+            self._forget_pop(reply)
         # one still in the queue is skipped when its turn comes
 
     def _give_back(self, reply: Reply) -> None:
@@ -204,7 +204,7 @@ class FileStore(RequestStore):
         return (
             not self._log.joined
             or any(reply.request[1] in messages.MUTATIONS for reply in self._queue)
-            or any(self._has_items(reply.request[2]) for reply in self._pops)
+            or any(map(self._has_items, self._pops))
         )
 
     def _join(self) -> None:
@@ -253,7 +253,7 @@ class FileStore(RequestStore):
             if reply.done():
                 continue
             if operation == messages.QUEUE_POP:
-                self._pops.append(reply)  # behind those that have waited longer
+                self._pops.setdefault(reply.request[2], {})[reply] = None  # behind those that have waited longer
             elif operation in messages.MUTATIONS:
                 record = reply.request[1:]
                 _, code, value = self._apply(record)
@@ -262,12 +262,13 @@ class FileStore(RequestStore):
                     records.append(record)
             else:
                 self._read(reply)
-        for reply in [reply for reply in self._pops if self._has_items(reply.request[2])]:
-            if self._has_items(reply.request[2]):  # an earlier one may have taken the last
-                record = (messages.QUEUE_POP, reply.request[2], 0)
+        for key in list(self._pops):
+            while key in self._pops and self._has_items(key):
+                reply = next(iter(self._pops[key]))
+                record = (messages.QUEUE_POP, key, 0)
                 records.append(record)
                 outcomes.append((reply, *self._apply(record)[1:]))
-                self._pops.remove(reply)
+                self._forget_pop(reply)
                 progress = True
         try:
             if records:
@@ -279,6 +280,13 @@ class FileStore(RequestStore):
         for reply, code, value in outcomes:
             settle(reply, code, value, repr(self))
         return progress
+
+    def _forget_pop(self, reply: Reply) -> None:
+        """Let one that waits for an item wait no longer."""
+        key = reply.request[2]
+        del self._pops[key][reply]
+        if not self._pops[key]:
+            del self._pops[key]
 
     def _has_items(self, key: bytes) -> bool:
         self._last_id += 1
@@ -299,8 +307,8 @@ class FileStore(RequestStore):
 
     def _expire(self, now: float) -> None:
         """End the pops that got nothing in time, and what could not begin because the lock was held all the time."""
-        for reply in [reply for reply in self._pops if reply.deadline <= now]:
-            self._pops.remove(reply)
+        for reply in [reply for pops in self._pops.values() for reply in pops if reply.deadline <= now]:
+            self._forget_pop(reply)
             settle(reply, messages.TIMEOUT, [reply.request[2]], repr(self))
         for reply in [reply for reply in self._queue if reply.deadline <= now and not reply.done()]:
             if reply.request[1] not in WAITING or now > reply.deadline + LOCK_GRACE_S:
@@ -318,7 +326,7 @@ class FileStore(RequestStore):
         self._leave_at_exit()
 
     def _everything(self) -> list[Reply]:
-        pending = [*self._queue, *self._pops, *self._waiting.values()]
+        pending = [*self._queue, *(reply for pops in self._pops.values() for reply in pops), *self._waiting.values()]
         self._queue.clear()
         self._pops.clear()
         self._waiting.clear()

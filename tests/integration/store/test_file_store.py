@@ -249,6 +249,32 @@ async def test_processes_share_counters_and_queues(path: Path) -> None:
     assert not path.exists()
 
 
+async def test_who_waits_for_an_item_costs_others_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tens of thousands did nothing but look at each other."""
+    asked: list[bytes] = []
+    has_items = FileStore._has_items
+
+    def counted(store: FileStore, key: bytes) -> bool:
+        asked.append(key)
+        return has_items(store, key)
+
+    monkeypatch.setattr(FileStore, "_has_items", counted)
+    async with FileStore(path) as store:
+        pops = [asyncio.ensure_future(store.queue_pop("q")) for _ in range(100)]
+        await store.set("k", "")  # behind them
+        asked.clear()
+        assert await store.get("k") == b""
+        assert 1 <= len(asked) < 20, "a few looks at the file, each with one question for the queue"
+        for pop in reversed(pops[1:99]):
+            pop.cancel()
+        await asyncio.gather(*pops[1:99], return_exceptions=True)
+        for item in ("first", "last", "left"):
+            await store.queue_push("q", item)
+        assert await pops[0] == b"first"
+        assert await pops[99] == b"last"
+        assert await store.queue_len("q") == 1
+
+
 async def test_forked_child_cannot_use_or_leave_it(path: Path) -> None:
     async with FileStore(path) as store:
         await store.set("k", "v")
