@@ -10,6 +10,7 @@ from typing import Final
 
 from asyncdist_server.auth import HANDSHAKE_TIMEOUT_S, check_token
 from asyncdist_server.busy_poll import MAX_BUSY_POLL_US
+from asyncdist_server.descriptors import connections_within, descriptor_limit
 from asyncdist_server.durability import MAX_JOURNALED_VALUE_BYTES, MEMORY, Durability
 from asyncdist_server.loopback import is_loopback
 from asyncdist_server.messages import FRAME_SLACK_BYTES, MAX_KEY_BYTES, Limits
@@ -146,6 +147,11 @@ class ServerConfig:
             return server_context(self.tls_cert, self.tls_key, self.tls_ca)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+    def within_descriptors(self) -> ServerConfig:
+        """Return these settings with no more connections than this process may have descriptors for."""
+        connections = connections_within(descriptor_limit(), self.limits.connections)
+        return dataclasses.replace(self, limits=self.limits._replace(connections=connections))
 
     def require_token_for(self, addresses: list[str]) -> None:
         """Raise `ConfigError` if one of the numeric `addresses` can be reached from elsewhere and there is no token."""

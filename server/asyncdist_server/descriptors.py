@@ -19,7 +19,8 @@ __all__ = [
 ]
 
 SPARE_DESCRIPTORS: Final = 128
-"""Those besides connections: listeners, the journal, the loop's own, 64 connections of HTTP, and some that just end."""
+"""Those besides connections: listeners, the journal, the loop's own, 64 connections of HTTP, and some that just end.
+In a process that does more than to host the store: what it needs besides."""
 
 
 def descriptor_limit() -> int | None:

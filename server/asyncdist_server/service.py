@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import signal
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from asyncdist_server.backups import BackupRequests
 from asyncdist_server.config import ConfigError, ServerConfig
 from asyncdist_server.daemon import StoreServer
-from asyncdist_server.descriptors import connections_within, descriptor_limit
+from asyncdist_server.descriptors import descriptor_limit
 from asyncdist_server.systemd import Notifier
 from asyncdist_server.version import version
 
@@ -27,9 +26,7 @@ async def run_until_signalled(config: ServerConfig) -> None:
     """
     loop = asyncio.get_running_loop()
     wanted = config.limits.connections
-    limits = config.limits._replace(connections=connections_within(descriptor_limit(), wanted))
-    config = dataclasses.replace(config, limits=limits)
-    server, stop, notifier = StoreServer(config), asyncio.Event(), Notifier(os.environ)
+    server, stop, notifier = StoreServer(config.within_descriptors()), asyncio.Event(), Notifier(os.environ)
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, _on_signal, server, stop, signal_number)
     for signal_number in (signal.SIGUSR1, signal.SIGUSR2):

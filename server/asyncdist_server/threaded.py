@@ -24,7 +24,7 @@ class ThreadedServer:
     """A running store; make it with `serve_in_thread`. Closing it twice is harmless; it is a context manager too."""
 
     def __init__(self, config: ServerConfig) -> None:
-        self._config = config
+        self._config = config.within_descriptors()  # else those who connect leave none to the rest of the process
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_event: asyncio.Event | None = None
         self._started = threading.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import signal
@@ -241,6 +242,30 @@ def test_out_of_descriptors_it_says_so_and_is_healthy(start: Callable[..., Daemo
         for client in clients:
             client.close()
     assert 'reason="too many connections"' in daemon.end()[2]
+
+
+def test_a_store_in_a_thread_leaves_descriptors_to_the_rest_of_its_process() -> None:
+    program = (
+        "import os\n"
+        "from asyncdist_server import serve_in_thread\n"
+        "with serve_in_thread() as server:\n"
+        "    print(server.port, flush=True)\n"
+        "    input()\n"
+        "    for _ in range(32):\n"
+        "        os.open(os.devnull, os.O_RDONLY)\n"
+    )
+    command = ["sh", "-c", 'ulimit -n 128 && exec "$@"', "sh", sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True, env=environment())
+    with process, contextlib.ExitStack() as clients:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        for number in range(64):
+            clients.enter_context(SocketClient(port, client_id=b"client-%09d" % number))
+        for _ in range(64):
+            with pytest.raises(AuthenticationError, match="reached its limit of connections"):
+                SocketClient(port)
+        _, errors = process.communicate("\n", timeout=DEADLINE_S)
+    assert process.returncode == 0, errors
 
 
 def test_it_loads_neither_numpy_nor_asyncdist_nor_http_unasked(start: Callable[..., Daemon]) -> None:
