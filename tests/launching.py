@@ -8,12 +8,20 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import forked
+
+ONE_AFTER_ANOTHER = """
+import runpy, sys
+
+for path in sys.argv[1:]:
+    sys.argv = [path]
+    runpy.run_path(path, run_name="__main__")
+"""
 
 DEADLINE_S = 120.0
 """A test that waits longer has failed; nothing here takes more than a few seconds, unless others have the cores."""
@@ -70,6 +78,15 @@ def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
     with running(*arguments, **changes) as process:
         stdout, stderr = process.communicate(timeout=DEADLINE_S)
     return subprocess.CompletedProcess(arguments, process.returncode, stdout.decode(), stderr.decode())
+
+
+def run_one_after_another(ranks: int, folder: Path, scripts: Sequence[Path]) -> subprocess.CompletedProcess[str]:
+    """Run scripts in one start of `ranks` processes, each in a world of its own: importing takes longer than they do.
+
+    `folder` is for a script that runs the others; the traceback of one that fails names its file.
+    """
+    driver = write_script(folder, ONE_AFTER_ANOTHER, "one_after_another.py")
+    return run("--nproc-per-node", str(ranks), driver, *map(str, scripts))
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

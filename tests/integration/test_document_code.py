@@ -15,7 +15,7 @@ from typing import Any
 import click
 import numpy as np
 import pytest
-from launching import run
+from launching import run_one_after_another
 
 import asyncdist as dist
 from asyncdist.cli import main as asyncdist_command
@@ -123,14 +123,17 @@ def test_tests_pass(code: str) -> None:
         names[name]()
 
 
-@pytest.mark.parametrize("code", of_kind("script"))
-def test_scripts_run_on_four_ranks(code: str, tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text(code if "import numpy" in code else PRELUDE + code)
-    done = run("--nproc-per-node", "4", str(script))
+def test_scripts_run_on_four_ranks(tmp_path: Path) -> None:
+    scripts = []
+    for block in of_kind("script"):
+        code = str(block.values[0])
+        scripts.append(tmp_path / f"{block.id}.py")
+        scripts[-1].write_text(code if "import numpy" in code else PRELUDE + code)
+    assert scripts
+    done = run_one_after_another(4, tmp_path, scripts)
     assert done.returncode == 0, done.stderr
-    if "received" in code:  # README's twenty lines
-        assert sorted(done.stdout.splitlines()) == [f"[rank 0] received ({10 * rank},)" for rank in (1, 2, 3)]
+    # README's twenty lines; no other script prints
+    assert sorted(done.stdout.splitlines()) == [f"[rank 0] received ({10 * rank},)" for rank in (1, 2, 3)]
 
 
 async def call_what_was_defined(names: dict[str, Any], group: dist.ProcessGroup) -> None:

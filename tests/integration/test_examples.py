@@ -1,4 +1,4 @@
-"""The examples and README's, as a reader would run them, and what they promise."""
+"""The examples, as a reader would run them, and what they promise; README's is in test_document_code.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from launching import run
+from launching import run, run_one_after_another
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -50,14 +50,6 @@ PRINTED = {
     "pipeline": ["[rank 3] pipeline: 8 pieces of 32 rows through 4 layers"],
 }
 """What the short examples print on four ranks, with asyncio and without."""
-
-ONE_AFTER_ANOTHER = """
-import runpy, sys
-
-for path in sys.argv[1:]:
-    sys.argv = [path]
-    runpy.run_path(path, run_name="__main__")
-"""
 
 
 def launch(ranks: int, script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -108,14 +100,12 @@ def test_the_demo_learns_and_all_ranks_agree() -> None:
     assert abs(float(summary[1]) - float(summary[2])) <= 0.003
 
 
-@pytest.mark.parametrize("variant", ["", "_blocking"])
-def test_the_short_examples_print_what_they_say(tmp_path: Path, variant: str) -> None:
-    """All in one start of four processes, each in a world of its own: saves the seconds that importing takes."""
-    driver = tmp_path / "one_after_another.py"
-    driver.write_text(ONE_AFTER_ANOTHER)
-    done = launch(4, driver, *(str(EXAMPLES / f"{name}{variant}.py") for name in PRINTED))
+def test_the_short_examples_print_what_they_say(tmp_path: Path) -> None:
+    """Each twice: with asyncio and without."""
+    scripts = [EXAMPLES / f"{name}{variant}.py" for variant in ("", "_blocking") for name in PRINTED]
+    done = run_one_after_another(4, tmp_path, scripts)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(done.stdout.splitlines()) == sorted(line for lines in PRINTED.values() for line in lines)
+    assert sorted(done.stdout.splitlines()) == sorted(2 * [line for lines in PRINTED.values() for line in lines])
 
 
 @pytest.mark.parametrize("name", PRINTED)
@@ -204,16 +194,6 @@ def test_the_demo_fails_where_it_must(tmp_path: Path, epochs: int, drift: float,
     done = launch(2, script)
     assert done.returncode == status, done.stdout + done.stderr
     assert re.search(printed, done.stdout), done.stdout
-
-
-def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
-    source = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert source is not None
-    script = tmp_path / "example.py"
-    script.write_text(source[1])
-    done = launch(4, script)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(re.findall(r"received \((\d+),\)", done.stdout)) == ["10", "20", "30"]
 
 
 @pytest.mark.parametrize("arrays", ["numpy", "fake"])
