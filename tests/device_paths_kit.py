@@ -19,9 +19,16 @@ from asyncdist.backend.device.path import DevicePath, Member, Surroundings
 from asyncdist.backend.device.streams import EventPool, arrays_of_call, ready_after
 from asyncdist.testing import run_world
 from asyncdist.testing.fake_cuda import FakeRuntime
+from asyncdist.testing.fake_queues import Queue
 
 PATIENCE_S = 60.0
 """Far more than anything here takes; a test that waits this long has failed."""
+
+PATIENT_TURNS = 20
+"""Of the loop, in which ranks hear of each other all that they can."""
+
+CHANGE_TURNS = 30
+"""In which one stream is slow, on average: others notice, and a test of many operations has many such streams."""
 
 
 class PathRank:
@@ -84,6 +91,8 @@ class PathRank:
         work = CollectiveWork(self.loop, call.collective, call.nbytes, tag, self.skip(tag), call.result)
 
         def on_end(_work: CollectiveWork, error: BaseException | None) -> None:
+            if ended.cancelled():  # the test has failed
+                return
             assert not ended.done(), "an operation ends once"
             if error is None:
                 ended.set_result(None)
@@ -139,20 +148,44 @@ def run_ranks(
 
 
 class Driver:
-    """Runs what is queued on a fake GPU in mode "manual": a few steps of any streams at each turn of the loop."""
+    """Runs what is queued on a fake GPU in mode "manual": a few steps of any streams at each turn of the loop.
+
+    One stream is slow: it is served only when nothing else has moved for PATIENT_TURNS, so that all ranks get as far as
+    they can without it. Now and then it is another, unless the test says which.
+    """
 
     def __init__(self, runtime: FakeRuntime, seed: int) -> None:
         self._runtime = runtime
         self._random = random.Random(seed)
+        self._slow: Queue | None = None
+        self._is_kept = False
+        self._idle_turns = 0
         self._stopped = False
         asyncio.get_running_loop().call_soon(self._turn)
 
+    def keep_slow(self, stream: Any) -> None:
+        """Let this stream be the slow one from now on."""
+        self._slow, self._is_kept = stream.queue, True
+
     def _turn(self) -> None:
-        if not self._stopped:
-            for _ in range(self._random.randrange(3)):
-                self._random.shuffle(self._runtime.scheduler.queues)
-                self._runtime.step()
-            asyncio.get_running_loop().call_soon(self._turn)
+        if self._stopped:
+            return
+        busy = [queue for queue in self._runtime.scheduler.queues if queue.steps]
+        if busy and not self._is_kept and not self._random.randrange(CHANGE_TURNS):
+            self._slow = self._random.choice(busy)
+        self._idle_turns += 1
+        for _ in range(self._random.randrange(3)):
+            self._step()
+        asyncio.get_running_loop().call_soon(self._turn)
+
+    def _step(self) -> None:
+        queues = self._runtime.scheduler.queues
+        self._random.shuffle(queues)
+        queues.sort(key=lambda queue: queue is self._slow)
+        others = any(queue.steps and queue.steps[0].ready() for queue in queues if queue is not self._slow)
+        if others or self._idle_turns > PATIENT_TURNS:
+            self._runtime.step()
+            self._idle_turns = 0
 
     def stop(self) -> None:
         self._stopped = True

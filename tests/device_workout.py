@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
-from device_paths_kit import PathRank, everybody, values
+from device_paths_kit import PATIENCE_S, PathRank, everybody, values
 from differential import REDUCTIONS, wide
 
 from asyncdist.backend.calls import call as calls
 from asyncdist.backend.calls import coalesced as call_coalesced
 from asyncdist.backend.calls import exchange as call_exchange
+from asyncdist.backend.calls.call import Call
 from asyncdist.reduce_op import ReduceOp
 
-Check = Callable[[PathRank, int, Any, str], Awaitable[None]]
+Check = Callable[[PathRank, int, Any, str], Coroutine[Any, Any, None]]
 
 
 def reduced(op: str, arrays: Any, dtype: Any) -> np.ndarray:
@@ -162,3 +164,37 @@ CHECKS: tuple[Check, ...] = (
     coalesced,
     in_place,
 )
+
+
+class _Part:
+    """A rank, for one of several checks that run at once; `issued` is its next operation."""
+
+    def __init__(self, rank: PathRank) -> None:
+        self.rank, self.size, self.array = rank.rank, rank.size, rank.array
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        self.issued: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self, call: Call) -> None:
+        self.issued.set_result(call)
+        await self.ended
+
+
+async def at_once(rank: PathRank, checks: Sequence[Check], count: int, dtype: Any, op: str) -> None:
+    """Run the first operations of all checks, then the second ones, and so on: in one order on all ranks."""
+    parts: Any = [_Part(rank) for _ in checks]
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+        tasks = [group.create_task(check(part, count, dtype, op)) for check, part in zip(checks, parts, strict=True)]
+        while True:
+            for part, task in zip(parts, tasks, strict=True):
+                await asyncio.wait([part.issued, task], return_when=asyncio.FIRST_COMPLETED)
+            issued = [part for part in parts if part.issued.done()]
+            if not issued:
+                return
+            await asyncio.gather(*(rank.start(part.issued.result()) for part in issued))
+            for part in issued:
+                ended = part.ended
+                part.begin_round()
+                ended.set_result(None)

@@ -7,7 +7,8 @@ The protocol between ranks, and why nothing can hang on the device:
    recorded. (Waiting on the device for another process' event would save a look at it, but such a wait never ends when
    that process is killed, and one that comes before the event is recorded waits for nothing.)
 2. A rank writes a slot again only when all others have said that they are through with what was there: READ of that
-   chunk within one operation, DONE of the operation between two. They say so when their own event has ended.
+   chunk within one operation, DONE of the operation between two. They say so when their own event has ended. And when
+   it is through itself: others may be before it is, and its next operation is on another stream, which does not wait.
 3. Every rank says DONE of every operation once, to all others: at its end, or when it was dropped, here or elsewhere,
    and nothing of it runs on its device any more. Signals carry the operation's fingerprint, so that ranks that run
    different ones hear of it.
@@ -81,7 +82,7 @@ class IpcChannel:
         self._held: deque[tuple[Call, CollectiveWork, OnEnd, int]] = deque()
         self._operations: dict[int, IpcOperation] = {}
         self._last = -1  # the newest operation that has begun here
-        self._reading: dict[int, set[int]] = {}  # by operation, who has not said DONE; us, while it ends after a drop
+        self._reading: dict[int, set[int]] = {}  # by operation, who has not said DONE, us among them
         self._early: list[tuple[int, Record]] = []
         self._dropped: deque[int] = deque(maxlen=DROPS_KEPT)
         self._lost: dict[int, BaseException] = {}
@@ -115,8 +116,6 @@ class IpcChannel:
         if operation is not None:
             operation.stop()
         self._say_done(sequence, operation, 0 if operation is None else operation.fingerprint)
-        self.pump_after(sequence)
-        self._admit()
 
     def waiting_for(self, sequence: int) -> tuple[int, ...]:
         """Group ranks that an operation waits for."""
@@ -142,7 +141,7 @@ class IpcChannel:
         self._signals.tell(members, record)
 
     def reading(self, sequence: int) -> set[int]:
-        """Who may still read what we wrote for an operation of before."""
+        """Who may still use our slots for an operation of before."""
         return self._reading.get(sequence, set())
 
     def is_to_write_before(self, sequence: int) -> bool:
@@ -178,14 +177,12 @@ class IpcChannel:
         del self._operations[operation.sequence]
         self._around.events.give(operation.call.ready)
         self._say_done(operation.sequence, None, operation.fingerprint)
-        self._around.loop.call_soon(self._admit)
 
     def gave_up(self, operation: IpcOperation) -> None:
         """It has failed here."""
         self._operations.pop(operation.sequence, None)
         self._dropped.append(operation.sequence)
         self._say_done(operation.sequence, operation, operation.fingerprint)
-        self._around.loop.call_soon(self.pump_after, operation.sequence)
 
     def _admit(self) -> None:
         while self._held and len(self._operations) < SMALL_SLOTS and len(self._reading) < AHEAD and not self.closed:
@@ -197,9 +194,7 @@ class IpcChannel:
             sequence = operation.sequence
             self._operations[sequence] = operation
             self._last = sequence
-            reading = set(self._others) - self._lost.keys()
-            if reading:
-                self._reading[sequence] = reading
+            self._reading[sequence] = set(range(self.size)) - self._lost.keys()
             early, self._early = self._early, []
             for member, record in early:
                 if record.sequence > sequence:
@@ -235,19 +230,18 @@ class IpcChannel:
 
     def _say_done(self, sequence: int, operation: IpcOperation | None, fingerprint: int) -> None:
         """Once nothing of the operation is on the device any more, which is now unless it was dropped under way."""
-        event = self._event_behind(operation)
-        if operation is None or event is None:
-            self._signals.tell(self._others, Record(DONE, sequence=sequence, fingerprint=fingerprint))
-            return
-        # The next operation has another stream: what this one still writes there must not come after what that writes.
-        self._reading.setdefault(sequence, set()).add(self.rank)
 
-        def over(_error: BaseException | None) -> None:
+        def over(_error: BaseException | None = None) -> None:
             self._signals.tell(self._others, Record(DONE, sequence=sequence, fingerprint=fingerprint))
             self._is_through(self.rank, sequence)
-            self._go_on()
+            self._around.loop.call_soon(self._go_on)
 
-        self.watch(operation.stream, event, over, operation.call)
+        event = self._event_behind(operation)
+        if operation is None or event is None:
+            over()
+        else:
+            self.watch(operation.stream, event, over, operation.call)
+            self._around.loop.call_soon(self._go_on)  # it writes nothing more: what is to write behind it may have room
 
     def _event_behind(self, operation: IpcOperation | None) -> Event | None:
         """Recorded behind all of an operation; None if nothing of it is on the device, or that is broken."""

@@ -1,12 +1,14 @@
-"""Slots of shared device memory, in calls with members that not every rank writes for.
+"""Slots of shared device memory: none is written again while somebody reads it, at whatever pace GPUs and ranks work.
 
-No function makes such calls so far; the channel must not depend on that.
+Also in calls with members that not every rank writes for. No function makes such calls so far; the channel must not
+depend on that.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,11 @@ from device_paths_kit import Driver, PathRank, run_ranks
 
 from asyncdist.backend.calls import call as calls
 from asyncdist.backend.calls.members import coalesced
+from asyncdist.backend.device import cuda_events
 from asyncdist.backend.device.ipc import scratch as ipc_scratch
+from asyncdist.backend.device.ipc.channel import STREAMS
 from asyncdist.backend.device.ipc.path import CudaIpcPath
+from asyncdist.backend.device.ipc.scratch import SMALL_SLOTS
 from asyncdist.reduce_op import ReduceOp
 from asyncdist.testing.fake_cuda import FakeRuntime
 
@@ -31,6 +36,7 @@ COUNT = 100
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc_scratch, "SMALL_BYTES", 1 << 9)
     monkeypatch.setattr(ipc_scratch, "LARGE_BYTES", 1 << 12)
+    monkeypatch.setattr(cuda_events, "POLL_S", math.inf)  # no thread waits: what happens is the test's choice alone
 
 
 @pytest.fixture
@@ -101,16 +107,54 @@ def test_a_slot_is_not_written_again_before_its_last_content_was_read(runtime: F
     run_ranks(4, CudaIpcPath, main, runtime)
 
 
+@pytest.mark.parametrize("slow_stream", range(STREAMS))
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_a_rank_is_the_last_to_read_its_own_slot(slow_rank: int, slow_stream: int) -> None:
+    """All others are through with an operation; the next one here has another stream, which does not wait."""
+
+    async def main(rank: PathRank, driver: Driver) -> None:
+        await rank.run(calls.all_reduce(rank.array(np.ones(4, np.float32)), ReduceOp.SUM))
+        if rank.rank == slow_rank:
+            driver.keep_slow(rank.path._tags[0].channel._streams[slow_stream])
+        works, sums, rows = [], [big(rank) for _ in range(4)], []
+        for x in sums:
+            rows.append([rank.array(np.zeros(5000, np.float32)) for _ in range(rank.size)])
+            works.append(rank.start(calls.all_reduce(x, ReduceOp.SUM)))
+            own = rank.array(np.full(5000, 100 + rank.rank, np.float32))
+            works.append(rank.start(calls.all_gather(rows[-1], own, rank.rank, rank.size)))
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*works)
+        for x, row in zip(sums, rows, strict=True):
+            np.testing.assert_array_equal(x._array, rank.size)
+            for giver, given in enumerate(row):
+                np.testing.assert_array_equal(given._array, 100 + giver)
+
+    run_at_any_pace(2, main)
+
+
+def test_a_root_is_the_last_to_write_its_own_slot() -> None:
+    """Nobody waits for what the root writes, so the others may be through before it has begun to reduce."""
+    count = SMALL_SLOTS + STREAMS  # more than there are slots
+
+    async def main(rank: PathRank, driver: Driver) -> None:
+        await rank.run(calls.all_reduce(rank.array(np.ones(4, np.float32)), ReduceOp.SUM))
+        if rank.rank == 0:
+            driver.keep_slow(rank.path._tags[0].channel._streams[1])
+        arrays = [rank.array(np.full(COUNT, 1 + number, np.float32)) for number in range(count)]
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*(rank.start(calls.reduce(x, 0, ReduceOp.SUM, rank.rank)) for x in arrays))
+        for number, x in enumerate(arrays):
+            np.testing.assert_array_equal(x._array, (1 + number) * (rank.size if rank.rank == 0 else 1))
+
+    run_at_any_pace(2, main)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_any_order_of_givers(seed: int) -> None:
     """Several such operations under way at once, among ordinary ones, at any pace of the device."""
-    size, runtime = 2 + seed % 3, FakeRuntime(mode="manual")
+    size = 2 + seed % 3
 
-    drivers: list[Driver] = []
-
-    async def main(rank: PathRank) -> None:
-        if not drivers:
-            drivers.append(Driver(runtime, seed))
+    async def main(rank: PathRank, _driver: Driver) -> None:
         generator = np.random.default_rng(seed)
         orders = [[int(one) for one in generator.integers(0, size, generator.integers(1, 9))] for _ in range(6)]
         gatherings = [Gathering(rank, givers) for givers in orders]
@@ -124,9 +168,22 @@ def test_any_order_of_givers(seed: int) -> None:
             gathering.check()
             np.testing.assert_array_equal(x._array, size)
 
+    run_at_any_pace(size, main, seed)
+
+
+def run_at_any_pace(size: int, main: Callable[[PathRank, Driver], Awaitable[None]], seed: int = 0) -> None:
+    """Run `main` on `size` ranks, on a GPU that a Driver runs."""
+    runtime = FakeRuntime(mode="manual")
+    drivers: list[Driver] = []
+
+    async def driven(rank: PathRank) -> None:
+        if not drivers:
+            drivers.append(Driver(runtime, seed))
+        await main(rank, drivers[0])
+
     try:
         loop_factory = (asyncio.new_event_loop, uvloop.new_event_loop)[seed % 2]
-        run_ranks(size, CudaIpcPath, main, runtime, loop_factory=loop_factory)
+        run_ranks(size, CudaIpcPath, driven, runtime, loop_factory=loop_factory)
     finally:
         for one in drivers:
             one.stop()
