@@ -140,12 +140,16 @@ def check_events(runtime: Runtime) -> None:
 
 
 def check_waiting_streams(runtime: Runtime) -> None:
-    """Work queued after `wait_event` sees what was queued before the event, on other devices too."""
+    """Work queued after `wait_event` sees what was queued before the event, on other devices too.
+
+    It does so where the event is recorded again meanwhile, elsewhere.
+    """
     last = runtime.device_count() - 1
     nbytes = 1 << 24
     with (
         runtime.new_stream(0) as one,
         runtime.new_stream(last) as two,
+        runtime.new_stream(0) as three,
         runtime.new_event(0) as event,
         runtime.allocate(nbytes, 0) as source,
         runtime.allocate(nbytes, last) as target,
@@ -155,6 +159,7 @@ def check_waiting_streams(runtime: Runtime) -> None:
                 runtime.fill(source.pointer, nbytes, byte, one)
             event.record(one)
             two.wait_event(event)
+            event.record(three)
             runtime.copy(target.pointer, source.pointer, nbytes, two)
             last_bytes = download(runtime, target.pointer + nbytes - 64, 64, np.dtype(np.uint8), two)
             assert set(last_bytes) == {round_ + 29}

@@ -231,13 +231,14 @@ class FakeStream(Stream):
 
 
 class FakeEvent(Event):
-    """Counts how often it was recorded and how many of those happened."""
+    """Stands for what was on a stream when it was recorded last; who waits for it goes on waiting for that."""
 
     def __init__(self, scheduler: Scheduler, device: int) -> None:
         self._scheduler = scheduler
         self.device = device
         self.handle = id(self)
-        self.recorded = self._happened = 0
+        self.recording = _Recording()
+        self.recording.run()  # one that was never recorded is done
         self._closed = False
 
     def record(self, stream: Stream) -> None:
@@ -248,20 +249,18 @@ class FakeEvent(Event):
             raise DistBackendError(
                 f"invalid resource handle: an event of device {self.device}, a stream of device {stream.device}"
             )
-        self.recorded = number = self.recorded + 1
-        self._scheduler.submit(stream.queue, Step(body=lambda: self._happen(number)))
+        self.recording = _Recording()
+        self._scheduler.submit(stream.queue, self.recording)
 
     def done(self) -> bool:
         self.check_open()
         self._scheduler.check()
-        return self.reached(self.recorded)
+        return self.recording.happened
 
     def synchronize(self) -> None:
         self.check_open()
-        self._scheduler.wait(lambda: self.reached(self.recorded), "synchronizing an event")
-
-    def reached(self, number: int) -> bool:
-        return self._happened >= number
+        recording = self.recording
+        self._scheduler.wait(lambda: recording.happened, "synchronizing an event")
 
     def check_open(self) -> None:
         if self._closed:
@@ -271,18 +270,21 @@ class FakeEvent(Event):
         """See Event. What waits for it goes on waiting."""
         self._closed = True
 
-    def _happen(self, number: int) -> None:
-        self._happened = max(self._happened, number)
+
+class _Recording(Step):
+    happened = False
+
+    def run(self) -> None:
+        self.happened = True
 
 
 class _Waiting(Step):
     def __init__(self, event: FakeEvent) -> None:
         super().__init__()
-        self._event = event
-        self._number = event.recorded
+        self._recording = event.recording
 
     def ready(self) -> bool:
-        return self._event.reached(self._number)
+        return self._recording.happened
 
 
 class Gate(Step):

@@ -141,6 +141,24 @@ def test_what_others_hold_back_comes_later() -> None:
         assert list(array.get()) == [2, 2, 2, 2]
 
 
+def test_waiting_is_for_what_was_recorded_before() -> None:
+    """CUDA takes down what an event stands for when a stream is told to wait; recording it again changes nothing."""
+    with fake_cuda(1) as cuda:
+        runtime = cuda.runtime
+        one, two, three, event = *(runtime.new_stream(0) for _ in range(3)), runtime.new_event(0)
+        array = runtime.array(np.zeros(4, np.uint8))
+        gate = runtime.hold(one)
+        runtime.fill(array.data.ptr, 4, 1, one)
+        event.record(one)
+        two.wait_event(event)
+        runtime.fill(array.data.ptr, 4, 2, two)
+        event.record(three)
+        assert event.done()
+        assert list(array.get()) == [0, 0, 0, 0]
+        gate.open()
+        assert list(array.get()) == [2, 2, 2, 2]
+
+
 def test_arrays_say_where_they_are() -> None:
     with fake_cuda(2) as cuda:
         runtime = cuda.runtime
