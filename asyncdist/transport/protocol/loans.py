@@ -148,7 +148,7 @@ class Loans:
             self._lent[number] = True
 
     def refused(self) -> None:
-        """The peer could not read what it was told it could, so our process's memory is lent to it no more."""
+        """The peer could not read what is lent to it, so our process's memory is lent to it no more."""
         self._lent[PROCESS] = False
 
     def gone(self, number: int) -> None:

@@ -268,11 +268,11 @@ class Outbound:
         else:
             self.queue.push_lent(pack_lent(message_id, *place, len(op.payload), op.fingerprint), op)
 
-    def on_returned(self, message_id: int, *, copied: bool) -> None:
-        """RETURNED: a lent message was copied, or could not be. Those stopped meanwhile have had their end."""
+    def on_returned(self, message_id: int, *, copied: bool) -> bool:
+        """RETURNED: a lent message was copied, or could not be. False: stopped meanwhile, it has had its end."""
         op = self.queue.streaming.get(message_id)
         if op is None:
-            return
+            return False
         if not self.queue.end_lent(op):
             raise RemoteProtocolError(f"rank {self._peer_rank} returned message {message_id}, which was not lent")
         if copied:
@@ -281,6 +281,7 @@ class Outbound:
         else:
             op._id = message_id
             self.queue.push_stream(op)
+        return True
 
     def _stop(self, op: SendOp, push: Callable[[bytes], None], flags: int = FLAG_ABORT) -> None:
         """End a stream before its time, unless its last fragment is begun."""

@@ -237,9 +237,8 @@ class Reader:
         elif (loans := self._inbound.loans) is not None and Kind.RETURNED <= kind <= Kind.MEMORY:
             if kind == Kind.RETURNED:
                 copied = not flags & FLAG_ABORT
-                if not copied:
+                if self._out.on_returned(message_id, copied=copied) and not copied:
                     loans.refused()
-                self._out.on_returned(message_id, copied=copied)
             elif kind == Kind.MAPPED:
                 loans.on_mapped(length)
             elif kind == Kind.UNMAP:
