@@ -37,8 +37,9 @@ PROCESS: Final = (1 << 48) - 1
 
 TOKEN_BYTES: Final = 16
 
-_THERE: Final = (errno.EPERM, errno.ENOSYS, errno.ENOMEM)
-"""Why a process may not be read, or cannot, that is there nevertheless."""
+_GONE: Final = (errno.ESRCH, errno.EFAULT)
+"""What is said of a token whose process is not there, or is another. All else may come of one that is: a filter of
+system calls says what it was made to say."""
 
 _PR_SET_PTRACER: Final = 0x59616D61
 _PR_SET_PTRACER_ANY: Final = (1 << 8 * ctypes.sizeof(ctypes.c_ulong)) - 1
@@ -91,8 +92,7 @@ class ProcessMemory:
         """
         code = self._read(address, target, nbytes)
         if code:
-            still = self._read(0, 0, 0)
-            gone = bool(still) and still not in _THERE
+            gone = self._read(0, 0, 0) in _GONE
             text = f"{nbytes} bytes at {address:#x} of process {self._pid} cannot be read: {os.strerror(code)}"
             raise Unreadable(text, gone=gone)
 

@@ -290,7 +290,7 @@ def refused(code: int) -> Callable[..., int]:
     return readv
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.ENOMEM])
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.ENOMEM, errno.EACCES])
 def test_what_is_refused_is_there_nevertheless(
     memory: ProcessMemory, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
