@@ -284,7 +284,7 @@ class StoreServer:
         # Loops may fire a little early; the time that was asked for is what has come.
         now = max(asyncio.get_running_loop().time(), self._timer_at)
         self.engine.expire(now, now - self._timer_at)
-        self.torch.expire(now)
+        self.torch.expire(now, now - self._timer_at)
         self.settle()
 
 

@@ -15,7 +15,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from asyncdist_server.engine import StoreEngine
-from asyncdist_server.leases import begins_with_any
+from asyncdist_server.leases import STALL_S, begins_with_any
 from asyncdist_server.messages import QUEUE_LEN, SET
 from asyncdist_server.operations import parse_number
 from asyncdist_server.timers import in_whole_ms
@@ -223,8 +223,14 @@ class TorchNamespaces:
         soonest = [next(iter(table.values())) for table in (self._abandoned, self._claims) if table]
         return in_whole_ms(min(soonest))
 
-    def expire(self, now: float) -> None:
-        """Remove what was abandoned long enough ago, and give items back that were not fetched."""
+    def expire(self, now: float, late_s: float = 0.0) -> None:
+        """Remove what was abandoned long enough ago, and give items back that were not fetched.
+
+        `late_s` is as of `StoreEngine.expire`: the pop of an item, or a job's next client, may have come unheard.
+        """
+        if late_s > STALL_S:
+            self._abandoned = {job: max(due, now + min(late_s, self._linger_s)) for job, due in self._abandoned.items()}
+            self._claims = {session: max(due, now + min(late_s, CLAIM_S)) for session, due in self._claims.items()}
         gone: dict[TorchNamespace, set[bytes]] = {}
         while self._abandoned:
             (namespace, job), due = next(iter(self._abandoned.items()))

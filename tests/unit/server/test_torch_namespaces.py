@@ -60,6 +60,18 @@ def test_who_comes_within_the_linger_time_finds_it() -> None:
     assert world.client().ask(Query.GETNUMKEYS) == number(0)
 
 
+def test_a_daemon_that_was_stopped_hears_first_who_came_within_the_linger_time() -> None:
+    world = World(linger_s=10.0)
+    client = world.client()
+    client.ask(Query.SET, b"/k", b"1")
+    client.leave()
+    for now in (300.0, 600.0):
+        world.namespaces.expire(now, 200.0)
+        assert world.namespaces.next_deadline() == now + 10.0
+    world.now = 600.0
+    assert world.client().ask(Query.GET, b"/k") == blob(b"1")
+
+
 def test_ports_have_keys_of_their_own() -> None:
     world = World()
     here, there = world.client(1), world.client(2)

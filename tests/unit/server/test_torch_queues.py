@@ -6,6 +6,7 @@ import pytest
 from engine_books import problems
 from torch_wire_kit import CANCELED, WAITED, World, blob, number, query
 
+from asyncdist_server.leases import STALL_S
 from asyncdist_server.torch_namespaces import CLAIM_S
 from asyncdist_server.torch_wire import Query
 
@@ -119,6 +120,25 @@ def test_an_item_that_is_not_fetched_goes_to_the_next(how: str) -> None:
     assert second.heard() == WAITED
     assert second.ask(Query.QUEUE_POP, b"/q") == number(1) + blob(b"1")
     assert world.namespaces.next_deadline() is None
+
+
+def test_a_daemon_that_was_stopped_hears_first_who_fetches_its_item() -> None:
+    """Else a blocking pop ends with an error, for a queue that has the item."""
+    world = World()
+    first, second, pusher = (world.client() for _ in range(3))
+    for client in (first, second):
+        client.ask(Query.WAIT, [b"/q"])
+    pusher.ask(Query.QUEUE_PUSH, b"/q", b"1")
+    assert first.heard() == WAITED
+    world.now = 30.0
+    world.namespaces.expire(world.now, world.now - CLAIM_S)
+    assert second.heard() == b""
+    assert first.ask(Query.QUEUE_POP, b"/q") == number(1) + blob(b"1")
+    pusher.ask(Query.QUEUE_PUSH, b"/q", b"2")
+    assert second.heard() == WAITED
+    world.namespaces.expire(60.0, STALL_S + 0.1)
+    world.namespaces.expire(60.0 + STALL_S + 0.1)
+    assert first.ask(Query.QUEUE_POP, b"/q") == number(1) + blob(b"2"), "its time was over"
 
 
 def test_two_items_wake_two_clients() -> None:
