@@ -43,11 +43,13 @@ REPLY_BYTES: Final = 256 * 1024
 class Recorder:
     """The histories of all namespaces, and who waits for more of them."""
 
-    __slots__ = ("_histories", "_state")
+    __slots__ = ("_histories", "_state", "filled")
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
         self._histories: dict[History, None] = {}
+        self.filled: dict[History, None] = {}
+        """Those with events: a full store that refuses a thousand requests must not look through all each time."""
 
     def cost(self, prefix: bytes) -> int:
         """Return what it costs to begin a history."""
@@ -79,6 +81,7 @@ class Recorder:
         if namespace.changes is not None:
             namespace.changes.history(history.prefix)
         del self._histories[history]
+        self.filled.pop(history, None)
         namespace.prefix_lengths[length] -= 1
         if not namespace.prefix_lengths[length]:
             del namespace.prefix_lengths[length]
@@ -110,7 +113,8 @@ class Recorder:
     def make_room(self, needed_bytes: int) -> None:
         """Forget events worth `needed_bytes`: what happened is worth less than what happens."""
         limit = self._state.memory_bytes - needed_bytes
-        for history in self._histories:
+        while self.filled and self._state.memory_bytes > limit:
+            history = next(iter(self.filled))
             while history.events and self._state.memory_bytes > limit:
                 history.drop_oldest()
 
@@ -171,6 +175,8 @@ class History:
     def append(self, event: Event) -> None:
         """Remember `event`, and forget the oldest ones where the bounds say so."""
         size = EVENT_BYTES + len(event[2]) + len(event[3])
+        if not self.events:
+            self._state.recorder.filled[self] = None
         self.events.append(event)
         self.bytes += size
         self._state.record_bytes(size)
@@ -180,6 +186,8 @@ class History:
     def drop_oldest(self) -> None:
         """Forget one event; watchers that have not read it will be told that something is missing."""
         revision, _, key, value = self.events.popleft()
+        if not self.events:
+            del self._state.recorder.filled[self]
         size = EVENT_BYTES + len(key) + len(value)
         self.floor = revision
         self._changed()

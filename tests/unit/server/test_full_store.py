@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 from engine_model import StoreModel
 
 from asyncdist_server import messages as m
 from asyncdist_server.clients import Reply
 from asyncdist_server.config import limits_for
 from asyncdist_server.engine import StoreEngine
+from asyncdist_server.history import History
 
 MEMORY_BYTES = 9_000
 
@@ -48,3 +52,33 @@ def test_a_lock_is_passed_on_even_if_the_store_is_full() -> None:
     assert engine.request(client, (6, m.DELETE, b"lock"), 0.0) == (6, m.OK, True)
     assert [reply[:2] for reply in late] == [(3, m.OK)]
     assert engine.memory_bytes < MEMORY_BYTES
+
+
+def test_a_request_that_is_refused_looks_at_no_history_without_events() -> None:
+    """Where twenty thousand prefixes are watched, a thousand of them would take a second."""
+
+    class Unlisted(dict[History, None]):
+        def __iter__(self) -> Iterator[History]:
+            pytest.fail("it looks at every history")
+
+    engine = StoreEngine(b"i" * 16, limits_for(4_000, memory_bytes=3 * MEMORY_BYTES))
+    client, recorder = engine.open("job", lambda reply: None), engine.state.recorder
+    for number in range(1, 6):
+        assert engine.request(client, (number, m.WATCH, b"%d/" % number, None, 0), 0.0) is not None
+    for number in (6, 7):
+        set_one = (number, m.SET, b"%d/k" % (number - 5), bytes(2_000))
+        assert engine.request(client, set_one, 0.0) == (number, m.OK, None)
+    histories = client.namespace.histories
+    assert [len(histories[b"%d/" % number].events) for number in range(1, 6)] == [1, 1, 0, 0, 0]
+    recorder._histories = Unlisted(recorder._histories)
+    for number in range(8, 30):
+        reply = engine.request(client, (number, m.SET, b"filler %d" % number, bytes(4_000)), 0.0)
+    assert reply is not None
+    assert reply[1] == m.LIMIT
+    assert not any(history.events for history in histories.values()), "events are the first to go"
+    assert engine.request(client, (30, m.DELETE, b"1/k"), 0.0) == (30, m.OK, True)
+    assert [history.prefix for history in recorder.filled] == [b"1/"]
+    for now in (100.0, 1000.0):
+        engine.expire(now)
+    assert not histories
+    assert not recorder.filled
