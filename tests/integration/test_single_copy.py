@@ -157,14 +157,13 @@ PROTECTED = f"""
 keep_capabilities(0)
 {MINE} libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
 """
-ANOTHER_USER = """
-if os.environ["RANK"] != "1":
-    keep_capabilities(0)
-else:
+BESIDE_ROOT = f"""
+{MINE}
     libc.prctl(8, 1, 0, 0, 0)  # PR_SET_KEEPCAPS: the interpreter's files are still to be read
     os.setresuid(65534, 65534, 65534)
     keep_capabilities(1 << 2)  # CAP_DAC_READ_SEARCH
 """
+ANOTHER_USER = f"{BESIDE_ROOT}else: keep_capabilities(0)\n"
 PID_NAMESPACE = f"""
 {MINE}
     assert not libc.unshare(0x20000000)  # CLONE_NEWPID
@@ -175,15 +174,17 @@ PID_NAMESPACE = f"""
 """
 
 
-@pytest.mark.parametrize("own", [PROTECTED, ANOTHER_USER, PID_NAMESPACE], ids=["protected", "user", "pids"])
+@pytest.mark.parametrize(
+    "own", [PROTECTED, ANOTHER_USER, BESIDE_ROOT, PID_NAMESPACE], ids=["protected", "user", "root", "pids"]
+)
 def test_ranks_that_may_not_be_read_are_sent_copies_and_one_line_says_so(own: str) -> None:
     if own is not PROTECTED and os.geteuid():
         pytest.skip("root only")
     ended = run_ranks(PRELUDE + own + FEW, 3, {"ASYNCDIST_DEBUG": "INFO"})
     said = [sum("cannot be read" in line for line in rank.stderr.splitlines()) for rank in ended]
-    # Who is protected can read the others. Where users differ nobody can read the other; and the number of a process
-    # outside means nothing within a namespace.
-    assert said == {PROTECTED: [1, 0, 1], ANOTHER_USER: [1, 2, 1], PID_NAMESPACE: [0, 2, 0]}[own], ended[1].stderr
+    # Who is protected can read the others. Where users differ nobody reads the other, though root could; and the number
+    # of a process outside means nothing within a namespace.
+    assert said == {PROTECTED: [1, 0, 1], PID_NAMESPACE: [0, 2, 0]}.get(own, [1, 2, 1]), ended[1].stderr
     assert [rank.stdout for rank in ended] == ["0\n"] * 3
 
 

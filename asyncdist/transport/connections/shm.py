@@ -33,7 +33,7 @@ __all__ = ["MAX_PEER_SEGMENTS", "ShmConnection"]
 MAX_PEER_SEGMENTS: Final = 4096
 """Segments of one peer that may be mapped here without having been taken: arrays that live in shared memory."""
 
-_CREDENTIALS: Final = struct.Struct("3i")
+_CREDENTIALS: Final = struct.Struct("i2I")
 """struct ucred: process, user and group."""
 
 
@@ -135,11 +135,18 @@ class ShmConnection(Connection):
 
     @property
     def peer_process(self) -> int:
-        """The process of the peer, as the kernel numbers it for us. Raises OSError."""
+        """The process of the peer, as the kernel numbers it for us. Raises OSError, also where it is another user's.
+
+        It is the one that made the socket. Who may read processes of all users would else read of any that has come to
+        that number what the peer names: a token that the peer chose says nothing of whose it is.
+        """
         if self._sock is None:
             raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
         found = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        process: int = _CREDENTIALS.unpack(found)[0]
+        process: int
+        process, user, _group = _CREDENTIALS.unpack(found)
+        if user != os.geteuid():
+            raise PermissionError(errno.EPERM, f"process {process} belongs to another user")
         return process
 
     def tell(self, frame: bytes) -> None:

@@ -64,6 +64,16 @@ async def test_where_it_is_off_they_travel() -> None:
         assert not any(end.loans.reads for end in ends)
 
 
+async def test_processes_of_another_user_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may read those of all users would read what a rank names, in any process that has come to its number."""
+    monkeypatch.setattr(os, "geteuid", lambda: 12_345)
+    async with world(2, "shm") as made:
+        ends = await meet(*made.ranks)
+        with pytest.raises(PermissionError, match="another user"):
+            ends[0].peer_process  # noqa: B018
+        assert not any(end.loans.reads for end in ends)
+
+
 async def test_a_rank_that_goes_while_it_is_read() -> None:
     async with world(2, "shm") as made:
         one, other = made.ranks
