@@ -84,12 +84,16 @@ class BackupRequests:
     async def _answer(self) -> None:
         while True:
             self._again = False
-            requests = await asyncio.to_thread(_requests, self._backups)
-            answer = await self._back_up()
-            for request in requests:
-                problem = await asyncio.to_thread(_tell, request, answer)
-                if problem:
-                    self._server.events.error("backup_failed", reason=problem)
+            try:
+                requests = await asyncio.to_thread(_requests, self._backups)
+                answer = await self._back_up()
+                for request in requests:
+                    problem = await asyncio.to_thread(_tell, request, answer)
+                    if problem:
+                        self._server.events.error("backup_failed", reason=problem)
+            except (OSError, RuntimeError) as error:  # the process has no descriptor left, or no thread
+                reason = f"cannot look for requests in {self._backups}: {error}"
+                self._server.events.error("backup_failed", reason=reason)
             if not self._again:
                 return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import threading
@@ -45,6 +46,33 @@ async def test_a_slow_directory_does_not_keep_the_loop(
         requests.notice()
         await began.wait()
         goes_on.set()
+        await requests.close()
+    (made,) = (tmp_path / "backups").glob("*.sqlite")
+    assert json.loads((tmp_path / "backups" / "answer-1").read_text()) == {"path": str(made)}
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("can't start new thread")]
+)
+async def test_a_daemon_that_cannot_look_for_requests_says_so_and_serves_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """It ended with that error otherwise, when it was stopped days later."""
+
+    def fails(directory: Path) -> list[Path]:
+        raise error
+
+    config = ServerConfig(port=0, durability=parse_durability("durable"), data_dir=tmp_path)
+    async with asyncio.timeout(DEADLINE_S), serve(config) as server:
+        assert server.gate is not None
+        requests = BackupRequests(server, server.gate, tmp_path)
+        (tmp_path / "backups" / "request-1").touch()
+        with monkeypatch.context() as patch:
+            patch.setattr(backups, "_requests", fails)
+            requests.notice()
+            await requests.close()
+        assert f"cannot look for requests in {tmp_path}/backups: {error}" in caplog.text
+        requests.notice()
         await requests.close()
     (made,) = (tmp_path / "backups").glob("*.sqlite")
     assert json.loads((tmp_path / "backups" / "answer-1").read_text()) == {"path": str(made)}
