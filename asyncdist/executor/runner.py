@@ -22,14 +22,12 @@ from asyncdist.executor.buffers import Bound
 from asyncdist.executor.program import COPY, FETCH, PUBLISH, RECV, RECV_REDUCE, REDUCE, SEND, Instruction, Program
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.executor.shared_part import SharedPart, different
+from asyncdist.executor.sliced import SLICE_BYTES, run_sliced
 from asyncdist.transport.protocol.matching import Receive, SendOp
 from asyncdist.transport.protocol.peer import PeerCore
 from asyncdist.transport.shared_memory.process_memory import RemoteBytes
 
-__all__ = ["SLICE_BYTES", "Execution", "Kernel", "mismatch", "run_sliced"]
-
-SLICE_BYTES: Final = 1 << 20
-"""Bytes of one uninterrupted copy or reduction: about 0.3 ms, so that no callback holds the loop for a millisecond."""
+__all__ = ["Execution", "Kernel", "mismatch"]
 
 READ_BYTES: Final = 512 << 10
 """What is read of another process's memory at a time to be reduced: it is still in this core's cache then."""
@@ -38,37 +36,6 @@ START_STEPS: Final = 64
 """Steps that are started in one turn of the loop, of those that wait for none: some microseconds each."""
 
 Kernel = Callable[[Array, Array, Array], object]
-
-
-def run_sliced(
-    loop: asyncio.AbstractEventLoop,
-    total: int,
-    itemsize: int,
-    action: Callable[[int, int], object],
-    then: Callable[[], object],
-) -> None:
-    """Call `action(start, stop)` over `total` elements, at most SLICE_BYTES at a time, letting the loop run between.
-
-    `then` is called once all is done: within this call when one slice is enough.
-    """
-    _run_slice(loop, 0, total, max(1, SLICE_BYTES // itemsize), action, then)
-
-
-def _run_slice(
-    loop: asyncio.AbstractEventLoop,
-    start: int,
-    total: int,
-    step: int,
-    action: Callable[[int, int], object],
-    then: Callable[[], object],
-) -> None:
-    # No closure, as one that schedules itself refers to itself, and arrays would wait for the garbage collector.
-    stop = min(start + step, total)
-    action(start, stop)
-    if stop >= total:
-        then()
-    else:
-        loop.call_soon(_run_slice, loop, stop, total, step, action, then)
 
 
 class Execution:
@@ -299,24 +266,30 @@ class Execution:
         """The bytes that a step publishes."""
         return self._buffers[step.buffer].octets(step.start, step.stop)
 
-    def take(self, step: Instruction, item: memoryview | RemoteBytes) -> None:
-        """Copy or reduce a part of a published item into the step's target.
+    def take(self, step: Instruction, item: memoryview | RemoteBytes, begin: int, most: int) -> int:
+        """Copy or reduce a part of a published item into the step's target, from byte `begin` of that on.
+
+        Where more than `most` bytes are left, takes so many, and returns where to go on; 0 once all is taken.
 
         Raises CollectiveMismatchError, Unreadable.
         """
         itemsize = self._itemsize
         if len(item) < step.source_stop * itemsize:
             raise different(self.rank_of(step.peer))
-        target = self._buffers[step.buffer].elements(step.start, step.stop)
+        first = step.start + begin // itemsize
+        last = step.stop if (step.stop - first) * itemsize <= most else first + max(1, most // itemsize)
+        target = self._buffers[step.buffer].elements(first, last)
+        offset = step.source_start * itemsize + begin
         if isinstance(item, RemoteBytes):
-            self._read(step, item, target)
-            return
-        source = np.frombuffer(item, target.dtype, step.stop - step.start, step.source_start * itemsize)
-        self._apply(COPY if step.kind == FETCH else REDUCE, source, target, step.left)
+            self._read(step, item, offset, target)
+        else:
+            source = np.frombuffer(item, target.dtype, last - first, offset)
+            self._apply(COPY if step.kind == FETCH else REDUCE, source, target, step.left)
+        return 0 if last == step.stop else (last - step.start) * itemsize
 
-    def _read(self, step: Instruction, item: RemoteBytes, target: Array) -> None:
-        """The same of memory that only the kernel can read."""
-        begin, itemsize = step.source_start * self._itemsize, self._itemsize
+    def _read(self, step: Instruction, item: RemoteBytes, begin: int, target: Array) -> None:
+        """The same of memory that only the kernel can read, from byte `begin` of it on."""
+        itemsize = self._itemsize
         if step.kind == FETCH:
             item.read(begin, target)
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from asyncdist.errors import CollectiveMismatchError, PeerLostError
 from asyncdist.executor.express import Express, ExpressKind, Payloads
 from asyncdist.executor.program import Program
-from asyncdist.executor.shared_part import TURN_BYTES, SharedExecution, SharedPart, different
+from asyncdist.executor.shared_part import SLICE_BYTES, TURN_BYTES, TURN_S, SharedExecution, SharedPart, different
 from asyncdist.transport.lanes.lane import Differs, Lane
 from asyncdist.transport.lanes.layout import EXPRESS_BYTES, RECORDS, LaneFault
 from asyncdist.transport.shared_memory.doorbell import Ringer
@@ -53,6 +54,8 @@ class SharedLane:
         """Segment and offset of a payload that all members can read where it is, else None; with `single_copy` also in
         this process's own memory."""
         self.moved = 0
+        """Bytes copied and reduced in this turn of the loop."""
+        self._until = 0.0  # when it has lasted long enough
         self.changed = False
         self.pumping = False
         """Whether `flush` will follow: what is done outside of that has to ask for a turn of its own."""
@@ -75,7 +78,7 @@ class SharedLane:
         """Take the next place in the order, for an operation that runs here, or (without one) elsewhere or nowhere."""
         part = SharedPart(self, fingerprint, program, execution)
         self._unbegun.append(part)
-        self.moved = 0
+        self._turn()
         self.pumping = program is not None
         self._begin()
         if self._left:
@@ -149,6 +152,7 @@ class SharedLane:
             # That these have ended is news only to who is far ahead: the loop's next turn tells it.
             if not (self._unbegun or self._parts or (self.core.waiting and not done)):
                 return done
+        self._turn()
         self.pumping = True
         try:
             self.core.retire()
@@ -195,8 +199,8 @@ class SharedLane:
 
     def flush(self) -> None:
         """Ring for what has changed since the last time; go on in the loop's next turn if this one was full."""
+        core, full = self.core, self.full()
         self.pumping = False
-        core = self.core
         if self.changed:
             self.changed = core.news = False
             for ringer in self._others:
@@ -207,8 +211,14 @@ class SharedLane:
                 waiting = self._ringers[member]
                 if waiting is not None:
                     waiting.ring()
-        if self.moved >= TURN_BYTES:
+        if full:
             self.soon()
+
+    def full(self) -> bool:
+        """Whether this turn of the loop should end: all that is left to do waits for the next."""
+        if not self.pumping:  # only express operations have moved anything
+            return self.moved >= SLICE_BYTES
+        return self.moved >= TURN_BYTES or (self.moved > 0 and perf_counter() >= self._until)
 
     def ended(self, part: SharedPart) -> None:
         """An operation is over."""
@@ -239,6 +249,9 @@ class SharedLane:
         """A world that nobody closed goes, and with it the arrays that were lent: the others live on, and may look."""
         if not self.closed:
             self.core.revoke_all()
+
+    def _turn(self) -> None:
+        self.moved, self._until = 0, perf_counter() + TURN_S
 
     def _go_on(self) -> None:
         self._again = None
@@ -329,7 +342,7 @@ class SharedLane:
                 self.soon()
             self.moved += kind.nbytes * len(self._ranks)
             operation.done()
-            if self.moved >= TURN_BYTES:
+            if self.full():
                 self.soon()
                 break
         return done

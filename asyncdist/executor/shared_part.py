@@ -14,7 +14,7 @@ from asyncdist.transport.shared_memory.process_memory import RemoteBytes, Unread
 if TYPE_CHECKING:
     from asyncdist.executor.shared_lane import SharedLane
 
-__all__ = ["LENT_NEWS", "TURN_BYTES", "SharedExecution", "SharedPart", "different"]
+__all__ = ["LENT_NEWS", "SLICE_BYTES", "TURN_BYTES", "TURN_S", "SharedExecution", "SharedPart", "different"]
 
 LEND_BYTES: Final = 64 << 10
 """Shortest item that is lent where its memory is shared: copying a shorter one costs less than having it back."""
@@ -22,11 +22,21 @@ LEND_BYTES: Final = 64 << 10
 LENT_NEWS: Final = 16
 """Lent items after which the others are told, the first at once: so many go out in one turn."""
 
-LEND_COST_BYTES: Final = 64 << 10
-"""What lending an item counts as in a turn: in the time that it takes, with a system call, so much could be copied."""
+TURN_BYTES: Final = 4 << 20
+"""Bytes copied and reduced in one turn of the loop at most, on processors however fast."""
 
-TURN_BYTES: Final = 1 << 20
-"""Bytes copied and reduced in one turn of the loop: some 0.2 ms, so that no callback holds it for a millisecond."""
+LEND_COST_BYTES: Final = TURN_BYTES // LENT_NEWS
+"""What lending an item counts as in a turn: a system call, and a look at every peer."""
+
+TURN_S: Final = 0.4e-3
+"""After so long no other item is begun in a turn, so that no callback holds the loop for a millisecond. Turns that are
+shorter cost more: each finds the processor's caches full of data."""
+
+SLICE_BYTES: Final = 1 << 20
+"""A longer item is taken in parts, each of which takes a third of a millisecond."""
+
+TAKEN, PARTLY, NEVER = range(3)
+"""What has become of a fetch: done; to be gone on with in a later turn; its item was given up, as we shall hear."""
 
 
 class SharedExecution(Protocol):
@@ -35,8 +45,12 @@ class SharedExecution(Protocol):
     def payload(self, step: Instruction) -> memoryview:
         """The bytes that a step publishes."""
 
-    def take(self, step: Instruction, item: memoryview | RemoteBytes) -> None:
-        """Copy or reduce a part of a published item into the step's target. Raises Unreadable."""
+    def take(self, step: Instruction, item: memoryview | RemoteBytes, begin: int, most: int) -> int:
+        """Copy or reduce a part of a published item into the step's target, from byte `begin` of that on.
+
+        Where more than `most` bytes are left, takes so many, and returns where to go on; 0 once all is taken. Raises
+        Unreadable.
+        """
 
     def step_done(self, index: int) -> None:
         """A step that was issued, and was not done then, is. It may issue others."""
@@ -65,6 +79,7 @@ class SharedPart:
         "_program",
         "_publishes",
         "_single_copy",
+        "_taken",
         "fingerprint",
         "operation",
         "over",
@@ -83,13 +98,14 @@ class SharedPart:
         self._lent = False
         self._publishes: deque[int] = deque()
         self._fetches: dict[int, list[tuple[int, int]]] = {}  # by member, a heap of (item, step)
+        self._taken: dict[int, int] = {}  # by step, the bytes taken of an item of which there is more
 
     def issue(self, index: int, step: Instruction) -> bool:
         """Try a step; True if it is done, else `step_done` follows."""
         lane = self._lane
         if not lane.pumping:
             lane.soon()
-        operation = self.operation if lane.moved < TURN_BYTES else None
+        operation = None if lane.full() else self.operation
         try:
             if step.kind == PUBLISH:
                 if operation is not None and not self._publishes and self._publish(operation, step):
@@ -97,7 +113,9 @@ class SharedPart:
                 self._publishes.append(index)
                 return False
             if operation is not None and step.source < lane.core.available(operation, step.peer):
-                return self._fetch(operation, step)
+                found = self._fetch(operation, index, step)
+                if found != PARTLY:
+                    return found == TAKEN
         except LaneFault as error:
             lane.fault(error)
             return False
@@ -131,7 +149,7 @@ class SharedPart:
         available = lane.core.available
         done = False
         publishes = self._publishes
-        while publishes and not self.over and lane.moved < TURN_BYTES:
+        while publishes and not self.over and not lane.full():
             index = publishes[0]
             if not self._publish(operation, instructions[index]):
                 break
@@ -139,14 +157,17 @@ class SharedPart:
             done = True
             execution.step_done(index)
         for member, waiting in list(self._fetches.items()):
-            while waiting and not self.over and lane.moved < TURN_BYTES:
+            while waiting and not self.over and not lane.full():
                 item, index = waiting[0]
                 if item >= available(operation, member):
                     break
                 heappop(waiting)
                 done = True
-                if self._fetch(operation, instructions[index]):
+                found = self._fetch(operation, index, instructions[index])
+                if found == TAKEN:
                     execution.step_done(index)
+                elif found == PARTLY:
+                    heappush(waiting, (item, index))
         if (
             self._lent
             and not self.over
@@ -171,6 +192,7 @@ class SharedPart:
             self._execution = None
             self._publishes.clear()
             self._fetches.clear()
+            self._taken.clear()
             self._lane.ended(self)
 
     def slow_readers(self) -> set[int]:
@@ -210,27 +232,32 @@ class SharedPart:
             execution.hold()
         return True
 
-    def _fetch(self, operation: LaneOperation, step: Instruction) -> bool:
-        """Take an item that is there; False if its member has given the operation up, as we shall hear."""
-        execution, core = self._execution, self._lane.core
+    def _fetch(self, operation: LaneOperation, index: int, step: Instruction) -> int:
+        """Take what this turn has room for of an item that is there; says what has become of it."""
+        execution, core, lane = self._execution, self._lane.core, self._lane
         assert execution is not None
         item = core.item(operation, step.peer, step.source)
         if item is None:
-            return False
+            return NEVER
+        begin = self._taken.pop(index, 0) if self._taken else 0
         try:
-            execution.take(step, item)
+            end = execution.take(step, item, begin, SLICE_BYTES)
         except Unreadable as error:
             core.borrowed = False
             if error.gone or not core.intact(operation, step.peer, step.source):
-                return False
+                return NEVER
             raise LaneFault(step.peer, str(error)) from None
         if core.borrowed:
             core.borrowed = False
             if not core.intact(operation, step.peer, step.source):
-                return False  # given up, and its memory may have changed under our hands
+                return NEVER  # given up, and its memory may have changed under our hands
+        if end:
+            self._taken[index] = end
+            lane.moved += end - begin
+            return PARTLY
         core.consumed(operation, step.peer, step.source)
-        self._lane.moved += len(item)
-        return True
+        lane.moved += len(item) - begin
+        return TAKEN
 
 
 def different(rank: int) -> CollectiveMismatchError:

@@ -13,7 +13,7 @@ from asyncdist.backend.calls.items import ItemCall
 from asyncdist.backend.host.operation import Recipe
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.executor.items import Item, ItemExecution
-from asyncdist.executor.runner import run_sliced
+from asyncdist.executor.sliced import run_sliced
 from asyncdist.objects import OBJECT_META
 from asyncdist.transport.protocol.frame import key_prefix
 

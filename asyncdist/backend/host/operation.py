@@ -14,8 +14,9 @@ from asyncdist.backend.host.express import ExpressKind
 from asyncdist.executor import reduction
 from asyncdist.executor.buffers import NO_BUFFER, BlockBuffer, Bound, FlatBuffer, PieceBuffer
 from asyncdist.executor.program import Program
-from asyncdist.executor.runner import Execution, Kernel, run_sliced
+from asyncdist.executor.runner import Execution, Kernel
 from asyncdist.executor.shared_part import SharedPart
+from asyncdist.executor.sliced import run_sliced
 from asyncdist.reduce_op import PremulSum, ReduceOp
 from asyncdist.transport.protocol.frame import key_prefix
 

@@ -10,8 +10,9 @@ from turns import Loop
 
 from asyncdist.executor.buffers import NO_BUFFER, FlatBuffer
 from asyncdist.executor.program import Program
-from asyncdist.executor.runner import SLICE_BYTES, Execution
+from asyncdist.executor.runner import Execution
 from asyncdist.executor.scratch import ScratchPool
+from asyncdist.executor.sliced import SLICE_BYTES
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.steps import Buffer, Slice
 

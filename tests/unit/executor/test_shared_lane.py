@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from asyncdist.errors import CollectiveMismatchError, PeerLostError
-from asyncdist.executor import shared_part
+from asyncdist.executor import shared_lane, shared_part
 from asyncdist.executor.program import Instruction, Program
 from asyncdist.executor.shared_lane import SharedLane
-from asyncdist.executor.shared_part import LENT_NEWS, TURN_BYTES, SharedPart
+from asyncdist.executor.shared_part import LENT_NEWS, SLICE_BYTES, TURN_BYTES, SharedPart
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import Problem
 from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES, SKIPPED, Lane
@@ -158,13 +158,15 @@ class Execution:
     def payload(self, step: Instruction) -> memoryview:
         return self.buffers[step.buffer][step.start : step.stop].view(np.uint8).data
 
-    def take(self, step: Instruction, item: memoryview) -> None:
-        target = self.buffers[step.buffer][step.start : step.stop]
-        size = target.itemsize
-        if len(item) < step.source_stop * size:
+    def take(self, step: Instruction, item: memoryview, begin: int, most: int) -> int:
+        target = self.buffers[step.buffer][step.start : step.stop].view(np.uint8)
+        source = np.frombuffer(item, np.uint8)[step.source_start * 8 : step.source_stop * 8]
+        if len(source) < len(target):
             raise CollectiveMismatchError("another size", step.peer + 100)
-        source = np.frombuffer(item, target.dtype, step.stop - step.start, step.source_start * size)
-        target[...] = source if step.kind == 6 else target + source
+        end = min(begin + most // 8 * 8, len(target))
+        place, value = target[begin:end].view(np.int64), source[begin:end].view(np.int64)
+        place[...] = value if step.kind == 6 else place + value
+        return end if end < len(target) else 0
 
     def step_done(self, index: int) -> None:
         ready: list[int] = []
@@ -184,6 +186,12 @@ class Execution:
 
     def rank_of(self, member: int) -> int:
         return member + 100
+
+
+@pytest.fixture(autouse=True)
+def _fast_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns end by what is moved in them."""
+    monkeypatch.setattr(shared_lane, "TURN_S", 1e9)
 
 
 def make(size: int) -> tuple[list[Rank], list[memoryview]]:
@@ -291,6 +299,30 @@ def test_no_turn_moves_much_more_than_its_bytes() -> None:
     settle(ranks)
     assert all(work.done for work in works)
     assert all(rank.most <= TURN_BYTES + (256 << 10) for rank in ranks)
+
+
+def test_a_long_item_is_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read where it lies, an item may be as long as its array."""
+    monkeypatch.setattr(shared_lane, "TURN_S", 0.0)
+    ranks, _ = make(2)
+    count = (3 * SLICE_BYTES + 8) // 8
+    program = [Program(build(Problem.of("broadcast", 2, count), "shared", rank, count)) for rank in range(2)]
+    values = np.arange(1, count + 1), np.zeros(count, np.int64)
+    array = values[0].view(np.uint8).data
+    ranks[0].lane.lend = lambda payload, single_copy: (7, 0)
+    ranks[1].lane.core._borrow = lambda member, segment, offset, length: array[offset : offset + length]
+    nothing = np.zeros(0, np.int64)
+    root, other = (Execution(ranks[rank], program[rank], [nothing, values[rank], nothing]) for rank in range(2))
+    root.start()
+    other.start()
+    seen = [np.count_nonzero(values[1]) * 8 // SLICE_BYTES]
+    while not other.done:
+        ranks[1].loop.run_one()
+        seen.append(np.count_nonzero(values[1]) * 8 // SLICE_BYTES)
+    assert seen == [1, 2, 3, 3]
+    assert (values[1] == values[0]).all()
+    settle(ranks)
+    assert root.done
 
 
 def test_what_is_lent_counts_in_a_turn_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
