@@ -138,7 +138,7 @@ class Consistency:
                 self._conclude(key, text)
         elif asked and key in self._works:
             alike = own == text and self._is_private(key)
-            self._fail(key, _lengths_differ(sender) if alike else self._difference(own, sender, text))
+            self._fail(key, self._lengths_differ(sender) if alike else self._difference(own, sender, text))
 
     def tell(self, rank: int, tag: int, sequence: int) -> None:
         """An operation has timed out on `rank`: tell it what we run there, if anything, in case that is why."""
@@ -159,9 +159,15 @@ class Consistency:
             if len(reports) < len(self._ranks):  # honest ranks report once
                 reports.setdefault(terms, (sender, shown))
 
-    def stop(self) -> dict[Key, CollectiveMismatchError]:
-        """Ask nobody any more. Returns the differences that nobody has answered yet."""
-        found = {key: self._answered(key, inquiry.error, "") for key, inquiry in self._inquiries.items()}
+    def stop(self, *, told: bool = False) -> dict[Key, CollectiveMismatchError]:
+        """Ask nobody any more. Returns the differences that nobody has answered yet; where others have `told` of one,
+        those in lengths, which they know less of.
+        """
+        found = {
+            key: self._answered(key, inquiry.error, "")
+            for key, inquiry in self._inquiries.items()
+            if not told or self._is_private(key)
+        }
         for inquiry in self._inquiries.values():
             inquiry.timer.cancel()
         self._inquiries.clear()
@@ -189,6 +195,11 @@ class Consistency:
         if own == text:
             shown += ", but planned differently: is the release of asyncdist the same everywhere?"
         return CollectiveMismatchError(f"ranks differ in this place of the order: {shown}", peer)
+
+    def _lengths_differ(self, peer: int) -> CollectiveMismatchError:
+        """What all members are to read."""
+        text = f"rank {peer} expects another length of what rank {self._world.rank} sends to it"
+        return CollectiveMismatchError(text, peer)
 
     def _describe(self, key: Key) -> str | None:
         entry = self._find(key)
@@ -251,10 +262,6 @@ def describe_call(recipe: tuple[Any, ...], ranks: tuple[int, ...]) -> str:
     if detail and collective != "barrier":  # whose detail is its operation's name
         parts.append(f"of {detail}")
     return " ".join(parts)
-
-
-def _lengths_differ(peer: int) -> CollectiveMismatchError:
-    return CollectiveMismatchError(f"rank {peer} expects another length of what this rank sends to it", peer)
 
 
 def _spell(counts: int | tuple[int, ...]) -> str:

@@ -104,9 +104,7 @@ class ProcessGroup(GroupCore):
         self.world.tell_aborted(self.ranks, ["abort", self.group_id, kind, text, rank, list(missing)])
         if first:
             self._expiry.stop()
-            differences = self._consistency.stop()
-            if isinstance(error, CollectiveMismatchError):
-                differences.clear()  # who says so knows as much
+            differences = self._consistency.stop(told=isinstance(error, CollectiveMismatchError))
             self._backends.abort(error)
             works = dict(self._works)
             self._works.clear()
