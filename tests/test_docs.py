@@ -56,7 +56,9 @@ def test_every_algorithm_is_documented_for_its_collectives() -> None:
         algorithm = name or algorithm  # an empty cell repeats the one above
         documented |= {(collective, algorithm) for collective in re.findall(r"[a-z]+_?[a-z_]+", collectives)}
     every = {(name.removesuffix("_uneven"), algorithm) for name, table in ALGORITHMS.items() for algorithm in table}
-    every |= {(name, algorithm) for name, table in SHARED_ALGORITHMS.items() for algorithm in table}
+    every |= {
+        (name.removesuffix("_uneven"), algorithm) for name, table in SHARED_ALGORITHMS.items() for algorithm in table
+    }
     assert {pair for pair in documented if pair[0] in ALGORITHMS} == every
 
 

@@ -47,7 +47,10 @@ class CollectiveName(click.ParamType):  # type: ignore[type-arg]  # generic in n
             return word
         if word in PRIVATE_COLLECTIVES:
             first = algorithms(word)[0]
-            self.fail(f"{word} is not chosen by time, since no rank knows all lengths: it is {first}", param, ctx)
+            text = (
+                f"{word} is not chosen by time, since no rank knows all lengths: it is shared with a lane, else {first}"
+            )
+            self.fail(text, param, ctx)
         close = difflib.get_close_matches(word, [*self._known, *OTHER_NAMES], 1)
         meant = f"; did you mean {OTHER_NAMES.get(close[0], close[0])}?" if close else ""
         self.fail(f"there is no collective {value!r}{meant or '.'} There are: {', '.join(self._known)}", param, ctx)

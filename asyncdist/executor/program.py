@@ -14,7 +14,9 @@ from typing import Final, NamedTuple
 
 from asyncdist.executor.waiting import Waiting
 from asyncdist.plan.lending import lendable
+from asyncdist.plan.problem import PRIVATE_COLLECTIVES
 from asyncdist.plan.steps import (
+    ANYONE,
     Copy,
     Fetch,
     FetchReduce,
@@ -34,6 +36,7 @@ __all__ = [
     "COPY",
     "FETCH",
     "FETCH_REDUCE",
+    "PIECE_SUFFIX",
     "PUBLISH",
     "RECV",
     "RECV_REDUCE",
@@ -55,8 +58,11 @@ FETCH_REDUCE: Final = 7
 
 COLLECTIVE_CHANNEL: Final = 1
 
-LOCAL: Final = -1
+LOCAL: Final = ANYONE
 """No peer."""
+
+PIECE_SUFFIX: Final = key_suffix(0, COLLECTIVE_CHANNEL)
+"""Of a message in place of an item, of which there is one from each rank to each."""
 
 
 class Instruction(NamedTuple):
@@ -64,7 +70,7 @@ class Instruction(NamedTuple):
 
     kind: int
     peer: int
-    """Group rank of the other end; LOCAL for local steps."""
+    """Group rank of the other end; LOCAL for local steps, and items that several may read."""
     suffix: bytes
     """End of the message's key."""
     buffer: int
@@ -110,6 +116,7 @@ class Instructions(dict[int, Instruction]):
                 source_stop = source_start + step.target.length
                 left = isinstance(step, FetchReduce) and step.item_left
             case Publish():
+                peer = step.reader
                 left = index in self._lendable
         buffer, start, length = step.source if isinstance(step, Send | Publish) else step.target
         self[index] = made = Instruction(
@@ -138,7 +145,8 @@ class Program:
     """One rank's plan, ready to run.
 
     `pending` is how many steps each step waits for, `peer_ranks` every peer named, `items` how many items it puts out,
-    `needs` which of the others' it reads, how many times.
+    `needs` which of the others' it reads, how many times; `whole` whether each is a piece of a length that only its two
+    ends know.
     """
 
     __slots__ = (
@@ -152,6 +160,7 @@ class Program:
         "pending",
         "plan",
         "single_copy",
+        "whole",
     )
 
     def __init__(self, plan: Plan) -> None:
@@ -159,6 +168,7 @@ class Program:
         waiting = Waiting(steps)
         self.plan = plan
         self.single_copy = plan.single_copy
+        self.whole = plan.collective in PRIVATE_COLLECTIVES
         self.items = items(steps) if plan.outstanding_items else 0
         self.needs: Needs = needs(steps) if plan.outstanding_items else {}
         self.instructions = Instructions(steps, waiting, lendable(plan) if self.items else ())

@@ -14,23 +14,27 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
-
 from asyncdist.arrays import Array
 from asyncdist.errors import CollectiveMismatchError, DistError, GroupAbortedError
 from asyncdist.executor.buffers import Bound
-from asyncdist.executor.program import COPY, FETCH, PUBLISH, RECV, RECV_REDUCE, REDUCE, SEND, Instruction, Program
+from asyncdist.executor.item_steps import ItemSteps
+from asyncdist.executor.program import (
+    COPY,
+    PIECE_SUFFIX,
+    PUBLISH,
+    RECV,
+    RECV_REDUCE,
+    SEND,
+    Instruction,
+    Program,
+)
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.executor.shared_part import SharedPart, different
 from asyncdist.executor.sliced import SLICE_BYTES, run_sliced
 from asyncdist.transport.protocol.matching import Receive, SendOp
 from asyncdist.transport.protocol.peer import PeerCore
-from asyncdist.transport.shared_memory.process_memory import RemoteBytes
 
 __all__ = ["Execution", "Kernel", "mismatch"]
-
-READ_BYTES: Final = 512 << 10
-"""What is read of another process's memory at a time to be reduced: it is still in this core's cache then."""
 
 START_STEPS: Final = 64
 """Steps that are started in one turn of the loop, of those that wait for none: some microseconds each."""
@@ -38,7 +42,7 @@ START_STEPS: Final = 64
 Kernel = Callable[[Array, Array, Array], object]
 
 
-class Execution:
+class Execution(ItemSteps):
     """One rank's program on bound buffers.
 
     `peers` maps group ranks to connections. `ended(error)`, for subclasses to say, is called exactly once: None when
@@ -262,47 +266,24 @@ class Execution:
 
     # What shared memory asks and reports.
 
-    def payload(self, step: Instruction) -> memoryview:
-        """The bytes that a step publishes."""
-        return self._buffers[step.buffer].octets(step.start, step.stop)
+    def send(self, index: int, step: Instruction) -> bool:
+        """Send by message what a step publishes; True if it has gone."""
+        send = SendOp(self._prefix + PIECE_SUFFIX, self.payload(step), b"", self, index, self._fingerprint)
+        done: bool = self._peers[step.peer].post_send(send)  # type: ignore[union-attr]
+        return done
 
-    def take(self, step: Instruction, item: memoryview | RemoteBytes, begin: int, most: int) -> int:
-        """Copy or reduce a part of a published item into the step's target, from byte `begin` of that on.
+    def receive(self, index: int, step: Instruction, nbytes: int) -> bool:
+        """Receive an item of `nbytes` bytes that comes by message; True if it is here.
 
-        Where more than `most` bytes are left, takes so many, and returns where to go on; 0 once all is taken.
-
-        Raises CollectiveMismatchError, Unreadable.
+        Raises CollectiveMismatchError.
         """
-        itemsize = self._itemsize
-        if len(item) < step.source_stop * itemsize:
-            raise different(self.rank_of(step.peer))
-        first = step.start + begin // itemsize
-        last = step.stop if (step.stop - first) * itemsize <= most else first + max(1, most // itemsize)
-        target = self._buffers[step.buffer].elements(first, last)
-        offset = step.source_start * itemsize + begin
-        if isinstance(item, RemoteBytes):
-            self._read(step, item, offset, target)
-        else:
-            source = np.frombuffer(item, target.dtype, last - first, offset)
-            self._apply(COPY if step.kind == FETCH else REDUCE, source, target, step.left)
-        return 0 if last == step.stop else (last - step.start) * itemsize
-
-    def _read(self, step: Instruction, item: RemoteBytes, begin: int, target: Array) -> None:
-        """The same of memory that only the kernel can read, from byte `begin` of it on."""
-        itemsize = self._itemsize
-        if step.kind == FETCH:
-            item.read(begin, target)
-            return
-        length = max(1, READ_BYTES // itemsize)
-        staging = self._pool.take(min(length, target.size) * itemsize)
-        try:
-            for start in range(0, target.size, length):
-                part = target[start : start + length]
-                source = staging[: part.nbytes].view(part.dtype)
-                item.read(begin + start * itemsize, source)
-                self._apply(REDUCE, source, part, step.left)
-        finally:
-            self._pool.give(staging)
+        target = self._buffers[step.buffer].octets(step.start, step.stop)
+        self._check_length(step, len(target), nbytes)
+        receive = Receive(self._prefix + PIECE_SUFFIX, target, self, index)
+        done: bool = self._peers[step.peer].post_receive(receive)  # type: ignore[union-attr]
+        if done and receive.fingerprint != self._fingerprint:
+            raise mismatch(receive)
+        return done
 
     def hold(self) -> None:
         """Do not end before `release`: something of our arrays was lent."""
@@ -313,10 +294,6 @@ class Execution:
         if not self._stopped:
             self._remaining -= 1
             self._advance([])
-
-    def rank_of(self, member: int) -> int:
-        """The global rank of a group rank, for messages."""
-        raise NotImplementedError
 
     def step_done(self, index: int) -> None:
         """A step that was issued, and was not done then, is."""

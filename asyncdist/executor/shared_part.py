@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.executor.program import PUBLISH, Instruction, Program
 from asyncdist.transport.lanes.lane import Differs, LaneFault, LaneOperation
+from asyncdist.transport.lanes.layout import Travelling
 from asyncdist.transport.shared_memory.process_memory import RemoteBytes, Unreadable
 
 if TYPE_CHECKING:
@@ -35,8 +36,13 @@ shorter cost more: each finds the processor's caches full of data."""
 SLICE_BYTES: Final = 1 << 20
 """A longer item is taken in parts, each of which takes a third of a millisecond."""
 
-TAKEN, PARTLY, NEVER = range(3)
-"""What has become of a fetch: done; to be gone on with in a later turn; its item was given up, as we shall hear."""
+PIECE_BYTES: Final = 512 << 10
+"""A longer piece of an operation whose lengths its two ends alone know comes by message, if it has to be copied: it is
+cut then, so that one end copies in while the other copies out."""
+
+DONE, LATER, ELSEWHERE = range(3)
+"""What has become of a step: done; to be gone on with in a later turn; not for us to do any more, as its message, or
+news that its operation was given up, will follow."""
 
 
 class SharedExecution(Protocol):
@@ -54,6 +60,12 @@ class SharedExecution(Protocol):
 
     def step_done(self, index: int) -> None:
         """A step that was issued, and was not done then, is. It may issue others."""
+
+    def send(self, index: int, step: Instruction) -> bool:
+        """Send what a step publishes by message; if it has not gone at once, `index` completes later."""
+
+    def receive(self, index: int, step: Instruction, nbytes: int) -> bool:
+        """Receive an item of `nbytes` bytes, which comes by message, likewise. Raises CollectiveMismatchError."""
 
     def hold(self) -> None:
         """Do not end before `release`: something of its arrays was lent."""
@@ -108,14 +120,14 @@ class SharedPart:
         operation = None if lane.full() else self.operation
         try:
             if step.kind == PUBLISH:
-                if operation is not None and not self._publishes and self._publish(operation, step):
-                    return True
-                self._publishes.append(index)
-                return False
+                found = LATER if operation is None or self._publishes else self._publish(operation, index, step)
+                if found == LATER:
+                    self._publishes.append(index)
+                return found == DONE
             if operation is not None and step.source < lane.core.available(operation, step.peer):
                 found = self._fetch(operation, index, step)
-                if found != PARTLY:
-                    return found == TAKEN
+                if found != LATER:
+                    return found == DONE
         except LaneFault as error:
             lane.fault(error)
             return False
@@ -151,11 +163,13 @@ class SharedPart:
         publishes = self._publishes
         while publishes and not self.over and not lane.full():
             index = publishes[0]
-            if not self._publish(operation, instructions[index]):
+            found = self._publish(operation, index, instructions[index])
+            if found == LATER:
                 break
             publishes.popleft()
             done = True
-            execution.step_done(index)
+            if found == DONE:
+                execution.step_done(index)
         for member, waiting in list(self._fetches.items()):
             while waiting and not self.over and not lane.full():
                 item, index = waiting[0]
@@ -164,9 +178,9 @@ class SharedPart:
                 heappop(waiting)
                 done = True
                 found = self._fetch(operation, index, instructions[index])
-                if found == TAKEN:
+                if found == DONE:
                     execution.step_done(index)
-                elif found == PARTLY:
+                elif found == LATER:
                     heappush(waiting, (item, index))
         if (
             self._lent
@@ -202,21 +216,29 @@ class SharedPart:
             return set(core.least_finished())
         return set(core.slowest()) if self._publishes or self._lent else set()
 
-    def _publish(self, operation: LaneOperation, step: Instruction) -> bool:
-        execution = self._execution
+    def _publish(self, operation: LaneOperation, index: int, step: Instruction) -> int:
+        """Put out an item if it is its turn and there is room; says what has become of it."""
+        execution, program = self._execution, self._program
         assert execution is not None
+        assert program is not None
         lane, payload = self._lane, execution.payload(step)
-        place = lane.lend(payload, self._single_copy) if step.left and len(payload) >= LEND_BYTES else None
-        if place is None:
-            if not lane.core.publish(operation, payload):
-                return False
-            lane.moved += len(payload)
-            lane.changed = True
-        elif not self._lend(operation, *place, len(payload)):
-            return False
+        length, found = len(payload), DONE
+        place = lane.lend(payload, self._single_copy) if step.left and length >= LEND_BYTES else None
+        if place is not None:
+            if not self._lend(operation, *place, length):
+                return LATER
+        elif program.whole and length > PIECE_BYTES:
+            if not lane.core.travels(operation, length):
+                return LATER
+            found = DONE if execution.send(index, step) else ELSEWHERE
+        elif lane.core.publish(operation, payload):
+            lane.moved += length
+        else:
+            return LATER
+        lane.changed = True
         if self._lent and operation.published == operation.item_count and lane.core.returned(operation):
             lane.soon()
-        return True
+        return found
 
     def _lend(self, operation: LaneOperation, segment: int, offset: int, length: int) -> bool:
         lane, execution = self._lane, self._execution
@@ -224,7 +246,6 @@ class SharedPart:
         if not lane.core.lend(operation, segment, offset, length):
             return False
         lane.moved += LEND_COST_BYTES
-        lane.changed = True
         if operation.published % LENT_NEWS == 1:
             lane.tell()
         if not self._lent:
@@ -238,26 +259,37 @@ class SharedPart:
         assert execution is not None
         item = core.item(operation, step.peer, step.source)
         if item is None:
-            return NEVER
+            return ELSEWHERE
+        if isinstance(item, Travelling):
+            return self._receive(operation, index, step, item)
         begin = self._taken.pop(index, 0) if self._taken else 0
         try:
             end = execution.take(step, item, begin, SLICE_BYTES)
         except Unreadable as error:
             core.borrowed = False
             if error.gone or not core.intact(operation, step.peer, step.source):
-                return NEVER
+                return ELSEWHERE
             raise LaneFault(step.peer, str(error)) from None
         if core.borrowed:
             core.borrowed = False
             if not core.intact(operation, step.peer, step.source):
-                return NEVER  # given up, and its memory may have changed under our hands
+                return ELSEWHERE  # given up, and its memory may have changed under our hands
         if end:
             self._taken[index] = end
             lane.moved += end - begin
-            return PARTLY
+            return LATER
         core.consumed(operation, step.peer, step.source)
         lane.moved += len(item) - begin
-        return TAKEN
+        return DONE
+
+    def _receive(self, operation: LaneOperation, index: int, step: Instruction, item: Travelling) -> int:
+        execution, program = self._execution, self._program
+        assert execution is not None
+        if program is None or not program.whole:
+            raise LaneFault(step.peer, "an item comes by message, in an operation without messages")
+        found = DONE if execution.receive(index, step, item.nbytes) else ELSEWHERE
+        self._lane.core.consumed(operation, step.peer, step.source)
+        return found
 
 
 def different(rank: int) -> CollectiveMismatchError:

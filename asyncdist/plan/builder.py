@@ -13,6 +13,7 @@ from asyncdist.plan.accesses import Accesses
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.repeated import Gap, RepeatedSteps, later, repeats
 from asyncdist.plan.steps import (
+    ANYONE,
     Buffer,
     Copy,
     Fetch,
@@ -174,8 +175,10 @@ class PlanBuilder:
         wait = self._read(source) + self._write(target)
         return self._add(Copy(source, target, self._after(wait, ())))
 
-    def publish(self, source: Slice, *, shielded: bool = False) -> int | None:
-        """Put `source` out as this rank's next item; a slice without elements is no item. `shielded`: see Publish."""
+    def publish(self, source: Slice, *, shielded: bool = False, reader: int = ANYONE) -> int | None:
+        """Put `source` out as this rank's next item; a slice without elements is no item. `shielded`, `reader`: see
+        Publish.
+        """
         if not source.length:
             return None
         wait = self._read(source)
@@ -183,7 +186,7 @@ class PlanBuilder:
             wait += (self._last_published,)  # items are put out in order
         item, self._items = self._items, self._items + 1
         self._shares = True
-        self._last_published = self._add(Publish(source, item, self._after(wait, ()), shielded))
+        self._last_published = self._add(Publish(source, item, self._after(wait, ()), shielded, reader))
         return self._last_published
 
     def fetch(
@@ -204,12 +207,12 @@ class PlanBuilder:
         self._shares = True
         return self._add(FetchReduce(peer, item, offset, target, item_left, self._after(wait, ())))
 
-    def announce(self) -> int:
+    def announce(self, *, reader: int = ANYONE) -> int:
         """Put out an item without elements; unlike an empty `publish` it does count."""
         item, self._items = self._items, self._items + 1
         self._shares = True
         wait = (self._last_published,) if self._last_published is not None else ()
-        self._last_published = self._add(Publish(NOTHING, item, wait))
+        self._last_published = self._add(Publish(NOTHING, item, wait, reader=reader))
         return self._last_published
 
     def await_item(self, peer: int, item: int) -> int:

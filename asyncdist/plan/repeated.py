@@ -107,7 +107,7 @@ def later(before: Step, step: Step, rounds: int, length: int) -> Step:
     match before, step:
         case Publish(), Publish():
             item = step.item + rounds * (step.item - before.item)
-            return Publish(_moved(before.source, step.source, rounds), item, after, step.shielded)
+            return Publish(_moved(before.source, step.source, rounds), item, after, step.shielded, step.reader)
         case ((Fetch() | FetchReduce()), (Fetch() | FetchReduce())):
             item = step.item + rounds * (step.item - before.item)
             offset = step.offset + rounds * (step.offset - before.offset)

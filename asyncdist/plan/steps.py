@@ -16,9 +16,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 __all__ = [
+    "ANYONE",
     "Buffer",
     "Copy",
     "Fetch",
@@ -33,6 +34,10 @@ __all__ = [
     "Step",
     "Symmetry",
 ]
+
+
+ANYONE: Final = -1
+"""Instead of the one rank that reads an item."""
 
 
 class Buffer(enum.IntEnum):
@@ -122,12 +127,15 @@ class Publish:
 
     `shielded`: no later step here overwrites the slice, or, by what the plans of all ranks wait for, whoever reads the
     item has read it by then. So the others may read the slice itself instead of a copy.
+
+    `reader`: the only rank that fetches the item, if there is but one and the algorithm says so.
     """
 
     source: Slice
     item: int
     after: tuple[int, ...] = ()
     shielded: bool = False
+    reader: int = ANYONE
 
 
 @dataclass(slots=True, unsafe_hash=True)

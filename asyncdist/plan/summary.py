@@ -6,14 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 
 from asyncdist.plan.repeated import RepeatedSteps
-from asyncdist.plan.steps import Fetch, FetchReduce, Publish, Recv, RecvReduce, Send, Step
+from asyncdist.plan.steps import ANYONE, Fetch, FetchReduce, Publish, Recv, RecvReduce, Send, Step
 
 __all__ = ["items", "needs", "peers"]
 
 
 def peers(steps: Sequence[Step]) -> tuple[int, ...]:
     """Return every rank that is named, in order."""
-    return tuple(sorted({step.peer for step in _written(steps) if isinstance(step, _WITH_PEERS)}))
+    written = _written(steps)
+    readers = {step.reader for step in written if type(step) is Publish and step.reader != ANYONE}
+    return tuple(sorted(readers | {step.peer for step in written if isinstance(step, _WITH_PEERS)}))
 
 
 def items(steps: Sequence[Step]) -> int:

@@ -269,7 +269,7 @@ class AioBackend(GroupBackend):
     def _meet(self, recipe: Recipe) -> None:
         """Ask for connections to all peers together, so that their addresses are looked up in one request."""
         recipe.met = True
-        if recipe.shared:
+        if recipe.shared and not recipe.program.whole:
             return
         unknown = [rank for rank in recipe.program.peer_ranks if self.peers[rank] is None]
         if unknown:

@@ -29,6 +29,7 @@ from asyncdist.plan.algorithms import (
     ring_2d,
     scan,
     shared_move,
+    shared_pieces,
     shared_reduce,
 )
 from asyncdist.plan.problem import COLLECTIVES, Problem
@@ -115,11 +116,12 @@ SHARED_ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyTy
         "scatter": {"shared": shared_move.scatter},
         "all_to_all": {"shared": shared_move.all_to_all},
         "barrier": {"shared": shared_move.barrier},
+        "all_to_all_uneven": {"shared": shared_pieces.all_to_all},
+        "gather_uneven": {"shared": shared_pieces.gather},
+        "scatter_uneven": {"shared": shared_pieces.scatter},
     }
 )
-"""Those that publish and fetch; of collectives whose ranks know only their own lengths there are none."""
-
-_NONE: Final[Mapping[str, Algorithm]] = MappingProxyType({})
+"""Those that publish and fetch."""
 
 _ORDERED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -151,7 +153,7 @@ def algorithms(collective: str, *, shared: bool = False) -> tuple[str, ...]:
     if collective not in ALGORITHMS:
         raise ValueError(f"unknown collective {collective!r}; known: {', '.join(COLLECTIVES)}")
     names = tuple(ALGORITHMS[collective])
-    return names + tuple(SHARED_ALGORITHMS.get(collective, _NONE)) if shared else names
+    return names + tuple(SHARED_ALGORITHMS[collective]) if shared else names
 
 
 def ordered_algorithms(collective: str, *, shared: bool = False) -> tuple[str, ...]:
@@ -167,7 +169,7 @@ def ordered_algorithms(collective: str, *, shared: bool = False) -> tuple[str, .
 
 def needs_lane(collective: str, algorithm: str) -> bool:
     """Whether an algorithm publishes and fetches, for which all ranks of the group must share memory."""
-    return algorithm in SHARED_ALGORITHMS.get(collective, _NONE)
+    return algorithm in SHARED_ALGORITHMS[collective]
 
 
 def build(problem: Problem, algorithm: str, rank: int, chunk_length: int) -> Plan:

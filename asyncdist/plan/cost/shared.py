@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 from asyncdist.plan.cost.constants import Constants
 from asyncdist.plan.cost.load import Shape
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.records import SINGLE_COPY_BYTES, LaneMemory, by_records
+from asyncdist.plan.records import NO_LANE, SINGLE_COPY_BYTES, LaneMemory, by_records
 
 __all__ = ["RETURNED_S", "SHARED_FORMULAS", "SharedFormula", "SharedLoad", "Toil", "shared_seconds", "slowness_of"]
 
@@ -96,7 +96,7 @@ def slowness_of(problem: Problem, itemsize: int) -> float:
 
     What is read of another process is in the cache when it is reduced.
     """
-    ranks = 1 if problem.collective in ("gather", "scatter") else problem.world
+    ranks = problem.world if problem.collective.removesuffix("_uneven") not in ("gather", "scatter") else 1
     return OF_MEMORY if ranks * problem.total * itemsize >= CACHED_BYTES else 1.0
 
 
@@ -241,6 +241,24 @@ def _all_to_all(shape: Shape) -> SharedLoad:
     return SharedLoad(1, work, Toil(0).plus(work, shape.world), block * others, lent_item=block / pieces)
 
 
+def _uneven_gather(shape: Shape) -> SharedLoad:
+    """The same with pieces that are not cut."""
+    return _gather(_whole(shape))
+
+
+def _uneven_scatter(shape: Shape) -> SharedLoad:
+    return _scatter(_whole(shape))
+
+
+def _uneven_all_to_all(shape: Shape) -> SharedLoad:
+    return _all_to_all(_whole(shape))
+
+
+def _whole(shape: Shape) -> Shape:
+    """Of a collective whose pieces travel whole, none of them in records."""
+    return shape._replace(chunk=max(1.0, shape.block), memory=NO_LANE)
+
+
 def _barrier(shape: Shape) -> SharedLoad:
     """Everyone says that it is here, and waits for all."""
     return _in_records(shape, 0.0)
@@ -277,6 +295,9 @@ SHARED_FORMULAS: Final[Mapping[str, Mapping[str, SharedFormula]]] = MappingProxy
         "scatter": {"shared": _scatter},
         "all_to_all": {"shared": _all_to_all},
         "barrier": {"shared": _barrier},
+        "all_to_all_uneven": {"shared": _uneven_all_to_all},
+        "gather_uneven": {"shared": _uneven_gather},
+        "scatter_uneven": {"shared": _uneven_scatter},
     }
 )
 """By collective and algorithm, as `registry.SHARED_ALGORITHMS`."""

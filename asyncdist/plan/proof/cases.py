@@ -98,7 +98,8 @@ def families(collective: str, algorithm: str, world: int, *, thorough: bool | No
             yield (exchange_problems(lengths),)
         return
     cases = _counts(collective, world, thorough=thorough)
-    if needs_lane(collective, algorithm) and collective != "barrier" and (thorough or world % LONG_SLICES == 1):
+    cuts = collective != "barrier" and collective not in PRIVATE_COLLECTIVES
+    if needs_lane(collective, algorithm) and cuts and (thorough or world % LONG_SLICES == 1):
         blocks = collective in BLOCK_COLLECTIVES or collective == "all_to_all"
         cases.append((LONG_SLICE if blocks else LONG_SLICE * world + 5, False))
         if (collective, algorithm) in SINGLE_COPIES and world <= BOTH_COUNTS:

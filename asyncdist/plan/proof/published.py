@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 from asyncdist.plan.proof.symbols import PlanError
-from asyncdist.plan.steps import Fetch, FetchReduce, Plan, Publish
+from asyncdist.plan.steps import ANYONE, Fetch, FetchReduce, Plan, Publish
 
 __all__ = ["Published"]
 
@@ -41,6 +42,12 @@ class Published:
                     continue
                 found = fetches.pop((rank, published.item), [])
                 _check_covered(rank, published, [steps[fetch] for fetch in found])
+                readers = {bisect_right(bases, fetch) - 1 for fetch in found}
+                if published.reader not in (ANYONE, *readers) or (published.reader != ANYONE and len(readers) > 1):
+                    raise PlanError(
+                        f"item {published.item} of rank {rank} is for rank {published.reader}, and ranks "
+                        f"{sorted(readers)} fetch it"
+                    )
                 self.fetched[-1].append((number, found))
                 self.fetches[number] = found
                 self.source.update((fetch, number) for fetch in found)

@@ -57,6 +57,7 @@ UNCUT: Final = frozenset(
         ("all_to_all", "bruck"),
         ("all_to_all", "linear"),
         ("all_to_all", "pairwise"),
+        ("all_to_all_uneven", "shared"),
         ("barrier", "dissemination"),
         ("barrier", "linear"),
         ("barrier", "shared"),
@@ -64,11 +65,13 @@ UNCUT: Final = frozenset(
         ("exscan", "recursive_doubling"),
         ("gather", "binomial_tree"),
         ("gather", "linear"),
+        ("gather_uneven", "shared"),
         ("reduce", "linear"),
         ("reduce_scatter", "direct"),
         ("scan", "recursive_doubling"),
         ("scatter", "binomial_tree"),
         ("scatter", "linear"),
+        ("scatter_uneven", "shared"),
     }
 )
 """Those that cut nothing into chunks, so that one prediction is enough."""
@@ -193,7 +196,8 @@ def choose(
     if named and named not in algorithms(problem.collective, shared=memory.nbytes > 0):
         return named, CHUNK_MAX_BYTES, False  # `build` says what is wrong with it
     if problem.private:  # lengths are this rank's own: they must not sway what all have to do alike
-        return named or algorithms(problem.collective)[0], CHUNK_MAX_BYTES, False
+        name = named or ("shared" if memory.nbytes else algorithms(problem.collective)[0])
+        return name, CHUNK_MAX_BYTES, memory.single_copy and name == "shared"
     found = candidates(
         problem, itemsize, tuning, ordered=ordered, algorithm=named, memory=memory, in_records=in_records
     )

@@ -12,7 +12,7 @@ will look at nothing again; wanting: what it waits for; consumed[m]: items of me
 one that needs no items whether results are there (see Lane), and its payload, if it is short |
 | slots | longer payloads (see Lane) |
 | descriptors, a ring of DESCRIPTORS | of an item: its number, where it lies, its length, and in which segment: 0 is
-the pool, others are of arrays (see LendingLane) |
+the pool, others are of arrays (see LendingLane), TRAVELS says that the item comes by message |
 | the pool | the items' bytes, first in, first out |
 
 Operations put their items out in the order in which they were begun, each in the order of its plan. So a number names
@@ -46,10 +46,12 @@ from asyncdist.transport.lanes.layout import (
     RECORDS,
     RECORDS_AT,
     ROOM,
+    TRAVELS,
     LaneFault,
     LaneOperation,
     Member,
     Needs,
+    Travelling,
     wide_bytes,
 )
 from asyncdist.transport.lanes.order import LaneOrder
@@ -136,7 +138,14 @@ class ItemLane(LaneOrder):
                 return published - first if published > first else 0
         return end - first
 
-    def item(self, operation: LaneOperation, member: int, item: int) -> memoryview | RemoteBytes | None:
+    def travels(self, operation: LaneOperation, length: int) -> bool:
+        """Put out as the next item of `operation` that it comes by message; False as in `publish`."""
+        if not self._may_describe(operation):
+            return False
+        self._describe(operation, 0, length, TRAVELS)
+        return True
+
+    def item(self, operation: LaneOperation, member: int, item: int) -> memoryview | RemoteBytes | Travelling | None:
         """Item number `item` of `member` in `operation`, which is available; None if that member has given it up.
 
         To be read before `consumed` is called.
@@ -153,6 +162,8 @@ class ItemLane(LaneOrder):
             raise LaneFault(member, f"item {found} is described in place of {number}")
         if size == ABSENT:
             return None
+        if lent == TRAVELS:
+            return Travelling(size)
         if lent:
             return self._lent_item(member, lent, at, size)
         if size > len(pool) or at > len(pool) - size:
@@ -224,6 +235,19 @@ class ItemLane(LaneOrder):
             self._finish()
 
     # -- inside
+
+    def _may_describe(self, operation: LaneOperation) -> bool:
+        """Whether it is the turn of `operation`, and there is room to describe an item that is not in the pool."""
+        queue, number = self._queue, self._published
+        if not queue or queue[0] is not operation:
+            return False
+        if number - self._consumed_seen >= DESCRIPTORS:
+            self._want(ROOM)
+            self._free()
+            if number - self._consumed_seen >= DESCRIPTORS:
+                return False
+        self._content(ROOM)
+        return True
 
     def _describe(self, operation: LaneOperation, at: int, length: int, segment: int = 0) -> None:
         """Put out the next item of `operation`, the first of the queue: it is there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from asyncdist.errors import RemoteProtocolError
 
@@ -34,6 +34,7 @@ __all__ = [
     "SKEW_BYTES",
     "SKIPPED",
     "SLOTS",
+    "TRAVELS",
     "TURN",
     "WANTING",
     "WIDE_SHARE",
@@ -43,6 +44,7 @@ __all__ = [
     "LaneOperation",
     "Member",
     "Needs",
+    "Travelling",
     "item_bytes",
     "pool_bytes",
     "wide_bytes",
@@ -110,6 +112,16 @@ ROOM, TURN = 1, 2
 """Bits of `wanting`: for room in the pool, for the others to finish operations."""
 ABSENT: Final = (1 << 64) - 1
 """Length of an item that will never be: its operation was given up, and why, the members hear otherwise."""
+
+
+TRAVELS: Final = 1 << 48
+"""In place of a segment, that an item comes by message. Segments have lower numbers."""
+
+
+class Travelling(NamedTuple):
+    """An item that comes by message."""
+
+    nbytes: int
 
 
 class LaneFault(RemoteProtocolError):

@@ -48,16 +48,9 @@ class LendingLane(ItemLane):
 
     def lend(self, operation: LaneOperation, segment: int, offset: int, length: int) -> bool:
         """Put out the next item of `operation` where it is; False if there is no room yet, or it is not its turn."""
-        queue, number = self._queue, self._published
-        if not queue or queue[0] is not operation:
+        if not self._may_describe(operation):
             return False
-        if number - self._consumed_seen >= DESCRIPTORS:
-            self._want(ROOM)
-            self._free()
-            if number - self._consumed_seen >= DESCRIPTORS:
-                return False
-        self._content(ROOM)
-        operation.lent = number + 1
+        operation.lent = self._published + 1
         self._describe(operation, offset, length, segment)
         return True
 
@@ -99,7 +92,7 @@ class LendingLane(ItemLane):
         for number in range(max(operation.first, self._consumed_seen), operation.lent):
             at = DESCRIPTORS_AT + number % DESCRIPTORS * DESCRIPTOR_BYTES
             words = self._own[at : at + DESCRIPTOR_BYTES].cast("Q")
-            if words[SEGMENT_WORD]:
+            if words[SEGMENT_WORD]:  # or comes by message, for which nobody need ask any more
                 # This word alone, as others may be looking: with no segment, it would be an item of the pool.
                 words[LENGTH_WORD] = ABSENT
         order()  # before anything is written to what was lent

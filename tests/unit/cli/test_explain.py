@@ -125,7 +125,7 @@ def test_constants_come_from_the_host_or_a_file(explain, tmp_path):
         (["all_reduse", "--world", "4"], "did you mean all_reduce?"),
         (["bkast", "--world", "4"], "did you mean broadcast?"),
         (["everything", "--world", "4"], "There are: all_reduce, broadcast"),
-        (["gather_uneven", "--world", "4"], "no rank knows all lengths: it is linear"),
+        (["gather_uneven", "--world", "4"], "it is shared with a lane, else linear"),
         (["all_reduce", "--world", str(MAX_WORLD + 1)], "is not in the range"),
         (["all_reduce", "--world", "8", "--hosts", "3"], "8 ranks are not 3 hosts"),
         (["all_reduce", "--world", "8", "--hosts", "2", "--ranks-per-host", "2"], "8 ranks are not 2 hosts of 2"),

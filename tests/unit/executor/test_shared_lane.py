@@ -325,6 +325,19 @@ def test_a_long_item_is_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert root.done
 
 
+def test_an_item_that_comes_by_message_where_there_are_none_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only pieces do, whose operations have messages."""
+    monkeypatch.setattr(Lane, "publish", lambda core, operation, payload: core.travels(operation, len(payload)))
+    ranks, _ = make(2)
+    root, other = (broadcast(rank, 10, 0, 7) for rank in ranks)
+    root.start()
+    other.start()
+    settle(ranks)
+    ((rank, error),) = ranks[1].faults
+    assert rank == 100
+    assert "by message, in an operation without messages" in str(error)
+
+
 def test_what_is_lent_counts_in_a_turn_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_part, "LEND_COST_BYTES", TURN_BYTES // 4)
     ranks, _ = make(2)

@@ -12,13 +12,18 @@ from asyncdist.executor.program import Program
 from asyncdist.executor.waiting import Waiting
 from asyncdist.plan.algorithms.registry import SHARED_ALGORITHMS, build
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.problem import BLOCK_COLLECTIVES, Problem
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.proof.verify import PlanError, verify
 from asyncdist.plan.repeated import Gap, RepeatedSteps, repeats
 from asyncdist.plan.steps import Buffer, Copy, Fetch, Plan, Publish, Recv, Slice
 from asyncdist.plan.summary import items, needs, peers
 
-ALGORITHMS = [(collective, name) for collective, names in SHARED_ALGORITHMS.items() for name in names]
+ALGORITHMS = [
+    (collective, name)
+    for collective, names in SHARED_ALGORITHMS.items()
+    for name in names
+    if collective not in PRIVATE_COLLECTIVES  # in which nothing is cut
+]
 LARGE = 61
 """Elements of a part, in chunks of three: enough for every algorithm to repeat itself, with a shorter chunk behind."""
 

@@ -19,7 +19,7 @@ from asyncdist.plan.algorithms.registry import (
 )
 from asyncdist.plan.algorithms.slices import Slices
 from asyncdist.plan.builder import PlanBuilder
-from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, Problem
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.proof.verify import PlanError, verify, verify_rotated
 from asyncdist.plan.selection import shared_chunks
 from asyncdist.plan.selection.shared_chunks import MAX_SHARED_RANKS, largest_item_bytes, shared_chunk_sizes
@@ -27,7 +27,13 @@ from asyncdist.plan.steps import Buffer, Copy, Fetch, FetchReduce, Publish, Slic
 from asyncdist.transport.lanes.item_pool import ItemPool
 from asyncdist.transport.lanes.lane import MAX_LANE_RANKS
 
-SHARED = [(collective, name) for collective, table in SHARED_ALGORITHMS.items() for name in table]
+SHARED = [
+    (collective, name)
+    for collective, table in SHARED_ALGORITHMS.items()
+    for name in table
+    if collective not in PRIVATE_COLLECTIVES
+]
+"""Of those whose lengths all ranks know; for the others see test_shared_pieces."""
 KIB = 1 << 10
 MIB = 1 << 20
 
@@ -275,11 +281,12 @@ def test_plans_and_lanes_are_for_as_many_ranks():
 
 
 def test_which_there_are():
-    assert set(SHARED_ALGORITHMS) == {name for name in ALGORITHMS if "uneven" not in name}
-    for collective, algorithm in SHARED:
-        assert needs_lane(collective, algorithm)
-        assert algorithm not in algorithms(collective)
-        assert algorithm in algorithms(collective, shared=True)
+    assert set(SHARED_ALGORITHMS) == set(ALGORITHMS)
+    for collective, table in SHARED_ALGORITHMS.items():
+        for algorithm in table:
+            assert needs_lane(collective, algorithm)
+            assert algorithm not in algorithms(collective)
+            assert algorithm in algorithms(collective, shared=True)
     assert not any(needs_lane(name, algorithm) for name, table in ALGORITHMS.items() for algorithm in table)
 
 

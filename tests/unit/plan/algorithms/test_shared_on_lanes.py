@@ -14,7 +14,8 @@ from plan_interpreter import UNDEFINED, check_results, data
 
 from asyncdist.executor.program import Program
 from asyncdist.plan.algorithms.registry import SHARED_ALGORITHMS, build, ordered_algorithms
-from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, IN_PLACE, Problem
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, IN_PLACE, PRIVATE_COLLECTIVES, Problem
+from asyncdist.plan.proof.cases import exchange_problems, private_problems
 from asyncdist.plan.selection.shared_chunks import largest_item_bytes
 from asyncdist.plan.steps import Buffer, Copy, Fetch, FetchReduce, Publish, Reduce
 from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES, Lane
@@ -41,14 +42,17 @@ class Member:
         if operation is None:
             return False
         self.unbegun.popleft()
-        self.parts[number] = Part(self, self.world.problems[number], plan, operation)
+        self.parts[number] = Part(self, self.world.problems[number][self.rank], plan, operation)
         return True
 
     def move(self, rng):
-        """Take one step that is possible; whether there was one."""
+        """Take one step that is possible, or tell what others may wait for; whether there was any."""
         if self.unbegun and len(self.parts) < self.world.depth and self.begin():
             return True
         self.lane.retire()
+        if self.lane.news:
+            self.lane.news = False
+            return True
         for number in rng.sample(sorted(self.parts), len(self.parts)):
             part = self.parts[number]
             if not part.left:
@@ -108,15 +112,28 @@ class Part:
         self.memory[step.target.buffer][step.target.offset : step.target.end] = values
 
 
+def problems_of(collective, size, count, root, rng):
+    """Every rank's problem. Where a rank knows only its own lengths, these are drawn, none longer than a chunk."""
+
+    def lengths():
+        return [rng.choice((0, 1, CHUNK)) for _ in range(size)]
+
+    if collective == "all_to_all_uneven":
+        return exchange_problems([lengths() for _ in range(size)])
+    if collective in PRIVATE_COLLECTIVES:
+        return private_problems(collective, lengths(), root)
+    return (Problem.of(collective, size, count, root),) * size
+
+
 class World:
     """All members, and their operations."""
 
     def __init__(self, size, cases, rng, lane_bytes, depth):
         self.problems, self.plans = [], []
         for collective, algorithm, count, root in cases:
-            problem = Problem.of(collective, size, count, root)
-            self.problems.append(problem)
-            self.plans.append([build(problem, algorithm, rank, CHUNK) for rank in range(size)])
+            problems = problems_of(collective, size, count, root, rng)
+            self.problems.append(problems)
+            self.plans.append([build(problem, algorithm, rank, CHUNK) for rank, problem in enumerate(problems)])
         self.cases, self.rng, self.depth = cases, rng, depth
         self.results = [[None] * size for _ in cases]
         self.texts, self.numbers = [], {}
@@ -141,11 +158,11 @@ class World:
             if not any(member.move(self.rng) for member in self.rng.sample(self.members, len(self.members))):
                 left = [(member.rank, sorted(member.parts)) for member in self.members]
                 pytest.fail(f"nobody can move; under way: {left} of {self.cases}")
-        for (collective, algorithm, _, _), problem, results in zip(
+        for (collective, algorithm, _, _), problems, results in zip(
             self.cases, self.problems, self.results, strict=True
         ):
             ordered = algorithm in ordered_algorithms(collective, shared=True)
-            check_results([problem] * problem.world, results, ordered=ordered)
+            check_results(problems, results, ordered=ordered)
 
 
 def drawn(rng, size, operations):

@@ -9,7 +9,7 @@ from asyncdist.plan.algorithms.registry import SHARED_ALGORITHMS
 from asyncdist.plan.cost.constants import ASYNCIO, Constants, SharedMemory
 from asyncdist.plan.cost.prediction import predict
 from asyncdist.plan.cost.shared import RETURNED_S
-from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, Problem
+from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.records import SINGLE_COPY_BYTES, USUAL_LANE, LaneMemory
 from asyncdist.plan.selection.selector import candidates, choose, plan_for
 from asyncdist.plan.selection.shared_chunks import LEAST_ITEMS, largest_item_bytes, shared_chunk_sizes
@@ -29,7 +29,11 @@ ROUND = Constants(
 )
 """Figures to reckon with by hand: to be woken takes 100 us, a step 10, a kilobyte copied or reduced 1, read 2."""
 
-LENDING = [name for name, table in SHARED_ALGORITHMS.items() if "shared" in table and name != "barrier"]
+LENDING = [
+    name
+    for name, table in SHARED_ALGORITHMS.items()
+    if "shared" in table and name != "barrier" and name not in PRIVATE_COLLECTIVES
+]
 
 
 def problem_of(collective: str, world: int, nbytes: int) -> Problem:
