@@ -107,6 +107,33 @@ def test_a_slot_is_not_written_again_before_its_last_content_was_read(runtime: F
     run_ranks(4, CudaIpcPath, main, runtime)
 
 
+def test_what_a_dropped_operation_still_writes_comes_before_what_the_next_does(runtime: FakeRuntime) -> None:
+    """Rank 1 has refused it and reads nothing, but at rank 0 it is on a stream already."""
+
+    async def main(rank: PathRank) -> None:
+        await rank.run(calls.all_reduce(rank.array(np.ones(4, np.float32)), ReduceOp.SUM))
+        dropped, x = rank.array(np.zeros(2000, np.float32)), rank.array(np.full(2000, 1 + rank.rank, np.float32))
+        with runtime.use(runtime.new_stream(0)) as _:
+            gate = runtime.hold(runtime.current_stream(0))
+            if rank.rank == 0:
+                rank.start(calls.broadcast(dropped, 0, 0))
+                rank.path.drop(0, 1)
+            else:
+                rank.path.drop(0, rank.skip())
+                ended = rank.start(calls.broadcast(x, 0, 1))  # it reads what is there once the gate is open
+        if rank.rank == 0:
+            ended = rank.start(calls.broadcast(x, 0, 0))
+        for turn in range(200):  # in which they get as far as they can
+            if turn == 100 * (1 + rank.rank) - 1:
+                gate.open()
+            await asyncio.sleep(0)
+        async with asyncio.timeout(DEADLINE_S):
+            await ended
+        np.testing.assert_array_equal(x._array, 1)
+
+    run_ranks(2, CudaIpcPath, main, runtime)
+
+
 @pytest.mark.parametrize("slow_stream", range(STREAMS))
 @pytest.mark.parametrize("slow_rank", [0, 1])
 def test_a_rank_is_the_last_to_read_its_own_slot(slow_rank: int, slow_stream: int) -> None:
