@@ -120,6 +120,7 @@ class LeaseKeeper:
                 self._end(lease, "it was not granted")
             elif lease.id in self._leases and not bound:
                 lease._valid_until = asked_at + ttl_s
+                self._renew_at = min(self._renew_at, asked_at + ttl_s / KEEP_ALIVES)  # the answer may have taken longer
                 self._schedule()
 
         self._leases[lease.id] = lease
@@ -161,9 +162,13 @@ class LeaseKeeper:
         self._schedule()
 
     def connected(self) -> None:
-        """Ask which leases are still there, after a connection was made anew."""
-        if self._leases and self._asked is None:
-            self._renew()
+        """Ask which leases are still there, after a connection was made anew.
+
+        What was asked on the one before, and is asked again, does not say it of those that are younger.
+        """
+        if self._asked is not None:
+            self._asked.cancel()
+        self._renew()
 
     def close(self) -> None:
         """The store is closed: nothing is kept alive any more."""
@@ -209,7 +214,8 @@ class LeaseKeeper:
         self._renew_at = math.inf
 
         def answered(reply: asyncio.Future[Any]) -> None:
-            self._asked = None
+            if reply is self._asked:
+                self._asked = None
             if not reply.cancelled() and reply.exception() is None:
                 unknown = set(reply.result())
                 for lease in asked:
