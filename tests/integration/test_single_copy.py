@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 
@@ -189,11 +190,26 @@ def test_ranks_that_may_not_be_read_are_sent_copies_and_one_line_says_so(own: st
 
 
 NO_LONGER = """
+class Instruction(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint16), ("so", ctypes.c_uint8), ("not", ctypes.c_uint8), ("k", ctypes.c_uint32))
+
+class Filter(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_uint16), ("program", ctypes.POINTER(Instruction)))
+
+def deny(call, error):
+    # By seccomp: load the call's number; if it is this one, refuse it; allow it
+    steps = (0x20, 0, 0, 0), (0x15, 0, 1, call), (0x06, 0, 0, 0x50000 | error), (0x06, 0, 0, 0x7FFF0000)
+    program = (Instruction * 4)(*steps)
+    assert not libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    assert not libc.prctl(22, 2, ctypes.byref(Filter(4, program)), 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
 async def main():
     keep_capabilities(0)
     async with dist.init_process_group() as group:
         await works_with_all(group)
-        if group.rank == 1:
+        if DENIED and group.rank == 0:
+            deny({"x86_64": 310}.get(os.uname().machine, 270), DENIED)  # process_vm_readv
+        elif not DENIED and group.rank == 1:
             libc.prctl(4, 0, 0, 0, 0)  # as `os.setuid` does
         await group.barrier()
         before = reads
@@ -215,14 +231,20 @@ except dist.PeerLostError:
 """
 
 
-def test_messages_of_a_process_that_can_be_read_no_longer_travel() -> None:
-    ended = run_ranks(PRELUDE + "MESSAGES = True" + NO_LONGER, 2)
+DENIED = [0, errno.EPERM, errno.EACCES]
+"""How a filter of its own system calls refuses reading to rank 0; 0: none does, and rank 1 protects itself."""
+
+
+@pytest.mark.parametrize("denied", DENIED)
+def test_messages_of_a_process_that_can_be_read_no_longer_travel(denied: int) -> None:
+    ended = run_ranks(PRELUDE + f"MESSAGES, DENIED = True, {denied}" + NO_LONGER, 2)
     assert ended[0].stdout == "3\n"  # one try each: from then on copies come
-    assert int(ended[1].stdout) > 12
+    assert int(ended[1].stdout) == 0 if denied else int(ended[1].stdout) > 12  # who cannot read is not sure what can be
 
 
-def test_a_collective_that_reads_a_process_that_can_be_read_no_longer_says_so() -> None:
-    ended = run_ranks(PRELUDE + "MESSAGES = False" + NO_LONGER, 2)
+@pytest.mark.parametrize("denied", DENIED)
+def test_a_collective_that_reads_a_process_that_can_be_read_no_longer_says_so(denied: int) -> None:
+    ended = run_ranks(PRELUDE + f"MESSAGES, DENIED = False, {denied}" + NO_LONGER, 2)
     assert [rank.stdout for rank in ended] == ["1 True\n", "0 False\n"]
 
 
