@@ -106,7 +106,7 @@ class Borrowing:
 class Loans:
     """One connection's side: what we lend and what we borrow; without `own` only of segments."""
 
-    __slots__ = ("_arrays", "_borrowed", "_connection", "_copies", "_lent", "_own", "_process")
+    __slots__ = ("_arrays", "_borrowed", "_connection", "_copies", "_lent", "_own", "_process", "_told")
 
     def __init__(self, connection: Segmented, arrays: SharedArrays, own: OwnMemory | None = None) -> None:
         self._connection = connection
@@ -114,6 +114,7 @@ class Loans:
         self._own = own
         self._lent: dict[int, bool] = {}  # by segment offered, whether the peer has mapped it
         self._borrowed: dict[int, AttachedSegment] = {}
+        self._told = False  # where the memory of its process is
         self._process: ProcessMemory | None = None
         self._copies: deque[Borrowing] = deque()
 
@@ -180,8 +181,9 @@ class Loans:
 
     def on_memory(self, key: bytes) -> None:
         """MEMORY: the peer lets us read its process's memory. So we do, if we can. Raises RemoteProtocolError."""
-        if self._process is not None:
+        if self._told:
             raise RemoteProtocolError("a peer let us read its memory twice")
+        self._told = True
         if self._own is None:
             return
         try:

@@ -361,6 +361,15 @@ class TestHostile:
         with pytest.raises(RemoteProtocolError, match="twice"):
             self.feed(pair, pack_memory(*own.token))
 
+    @pytest.mark.parametrize("reading", [(), (1,)])
+    def test_nor_may_it_guess_until_there_is_something(self, reading: tuple[int, ...]) -> None:
+        pair = LendingPair(reading=reading)
+        pair.run()
+        self.feed(pair, pack_memory(0, bytes(16)))
+        with pytest.raises(RemoteProtocolError, match="twice"):
+            self.feed(pair, pack_memory(0, bytes(16)))
+        pair.close()
+
     @pytest.mark.parametrize("address", [0, 1, 1 << 47, MAX_ADDRESS, (1 << 64) - 1])
     def test_its_token_lies_anywhere(self, address: int) -> None:
         pair = LendingPair(reading=(1,))
