@@ -75,13 +75,13 @@ MPI = Candidate(
 XOSCAR = Candidate(
     "xoscar",
     "bench.driver:AdapterRank",
-    COLLECTIVES - {"reduce_scatter", "scatter"},
+    COLLECTIVES - {"all_to_all_uneven", "reduce_scatter", "scatter"},
     missing=missing_xoscar,
     environment=ONE_THREAD,
     options={"adapter": "bench.adapters.xoscar:Xoscar"},
     lacks={
         **dict.fromkeys(("reduce_scatter", "scatter"), "not usable: corrupts its heap"),
-        **dict.fromkeys(messages.OPERATIONS | bursts.OPERATIONS, "not offered"),
+        **dict.fromkeys({"all_to_all_uneven"} | messages.OPERATIONS | bursts.OPERATIONS, "not offered"),
     },
 )
 FLOOR_TCP = Candidate(

@@ -2,7 +2,8 @@
 
 ``nbytes`` of a case is what nccl-tests calls the size: the vector of all_reduce, broadcast and reduce; elsewhere all
 ranks' blocks together (the output of all_gather, the input of reduce_scatter, the buffers of one rank in all_to_all,
-the root's buffer of gather and scatter). Elements are float32, the root is rank 0.
+the root's buffer of gather and scatter). Elements are float32, the root is rank 0. In all_to_all_uneven every rank
+sends more to those further after it, from about half the average to half as much again, and receives likewise.
 
 Inputs are a pattern of small integers plus the number of the sample and the rank, so float32 rounds nothing and every
 result is known exactly: a reference times a factor, plus a constant that grows with the sample's number.
@@ -58,6 +59,7 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
         Operation("all_gather", _share, blocks=True),
         Operation("reduce_scatter", _share, blocks=True),
         Operation("all_to_all", _share, blocks=True),
+        Operation("all_to_all_uneven", _share, blocks=True),
         Operation("gather", _share, blocks=True),
         Operation("scatter", _share, blocks=True),
         Operation("barrier", _once),
@@ -106,6 +108,8 @@ class Buffers:
     fillings: list[_Filling] = field(default_factory=list)
     checks: list[_Check] = field(default_factory=list)
     scratch: Array = field(default_factory=lambda: np.empty(0, np.float32))
+    splits: tuple[list[int], list[int]] = ([], [])
+    """Of all_to_all_uneven: elements for each rank, and from each."""
 
     def blocks(self, array: Array) -> list[Array]:
         """Return the array's block of each rank, as views."""
@@ -147,6 +151,14 @@ def make_buffers(name: str, nbytes: int, rank: int, ranks: int, allocate: Alloca
         found.fillings = [_Filling(source, parts[0], rank)]
         if root or name == "all_gather":
             found.checks = [_Check(part, parts[0], 1, peer) for peer, part in enumerate(found.blocks(output))]
+    elif name == "all_to_all_uneven":
+        found.splits = _uneven(block, rank, ranks), [_uneven(block, peer, ranks)[rank] for peer in range(ranks)]
+        found.fillings = [_Filling(source, base, rank)]
+        own = np.split(output, np.cumsum(found.splits[1])[:-1])
+        for peer, part in enumerate(own):
+            start = sum(_uneven(block, peer, ranks)[:rank])
+            if part.size:
+                found.checks.append(_Check(part, base[start : start + part.size], 1, peer))
     elif name == "all_to_all":
         found.fillings = [_Filling(source, base, rank)]
         found.checks = [_Check(part, parts[rank], 1, peer) for peer, part in enumerate(found.blocks(output))]
@@ -156,3 +168,10 @@ def make_buffers(name: str, nbytes: int, rank: int, ranks: int, allocate: Alloca
             total = (parts[rank] if name == "reduce_scatter" else base) * np.float32(ranks)
             found.checks = [_Check(output, total, ranks, ranks_sum)]
     return found
+
+
+def _uneven(block: int, source: int, ranks: int) -> list[int]:
+    """Elements that ``source`` sends to each rank, ``block`` on average: the same lengths in every row and column."""
+    lengths = [block * (2 * distance + 1 + ranks) // (2 * ranks) for distance in range(ranks)]
+    lengths[-1] += block * ranks - sum(lengths)
+    return [lengths[(target - source) % ranks] for target in range(ranks)]

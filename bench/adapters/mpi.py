@@ -36,7 +36,7 @@ class Mpi(Adapter):
     def prepare(self, operation: str, buffers: Buffers) -> Start:
         comm, here = self._comm, self._mpi.IN_PLACE
         source, target = buffers.input, buffers.output
-        root = self.rank == 0
+        root, (sent, received) = self.rank == 0, buffers.splits
         starts: dict[str, Start] = {
             "all_reduce": lambda: comm.Allreduce(here, target),
             "broadcast": lambda: comm.Bcast(target, 0),
@@ -44,6 +44,7 @@ class Mpi(Adapter):
             "all_gather": lambda: comm.Allgather(source, target),
             "reduce_scatter": lambda: comm.Reduce_scatter_block(source, target),
             "all_to_all": lambda: comm.Alltoall(source, target),
+            "all_to_all_uneven": lambda: comm.Alltoallv((source, sent), (target, received)),
             "gather": lambda: comm.Gather(source, target if root else None, 0),
             "scatter": lambda: comm.Scatter(source if root else None, target, 0),
             "barrier": lambda: comm.Barrier(),

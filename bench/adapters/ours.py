@@ -58,6 +58,7 @@ class Asyncdist(Adapter):
             "all_gather": lambda: dist.all_gather_into_tensor(target, source),
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(target, source),
             "all_to_all": lambda: dist.all_to_all_single(target, source),
+            "all_to_all_uneven": lambda: dist.all_to_all_single(target, source, buffers.splits[1], buffers.splits[0]),
             "barrier": lambda: dist.barrier(),
         }
         return starts[operation]

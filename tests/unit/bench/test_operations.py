@@ -39,6 +39,13 @@ def carry_out(name: str, world: list[Buffers]) -> None:
             buffers.output[:] = np.split(total, ranks)[rank]
         elif name == "all_to_all":
             buffers.output[:] = np.concatenate([np.split(source, ranks)[rank] for source in inputs])
+        elif name == "all_to_all_uneven":
+            parts = [
+                np.split(source, np.cumsum(peer.splits[0])[:-1])[rank]
+                for source, peer in zip(inputs, world, strict=True)
+            ]
+            assert [part.size for part in parts] == buffers.splits[1]
+            buffers.output[:] = np.concatenate(parts)
         elif name == "scatter":
             buffers.output[:] = np.split(inputs[0], ranks)[rank]
 
