@@ -36,8 +36,9 @@ async def main():
             elif KIND == "broadcast":
                 await group.broadcast(x, victim)
                 assert (x == victim + number).all(), "altered"
-            elif KIND == "all_to_all":
-                await group.all_to_all_single(whole, np.repeat(x, group.size))
+            elif KIND in ("all_to_all", "pieces"):
+                splits = [count] * group.size if KIND == "pieces" else None
+                await group.all_to_all_single(whole, np.repeat(x, group.size), splits, splits)
                 assert (whole.reshape(group.size, -1) == np.arange(group.size)[:, None] + number).all(), "altered"
             else:
                 got = np.empty_like(x)
@@ -58,7 +59,7 @@ except dist.DistError:
 """
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "all_to_all", "ring"])
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "all_to_all", "pieces", "ring"])
 @punctual
 def test_a_rank_killed_while_others_read_from_it(kind: str) -> None:
     ended = finish(start_ranks(PRELUDE + f"KIND = {kind!r}" + DYING, 3))

@@ -3,7 +3,7 @@
 As in `calls.call`, each function checks the arguments for one rank, and raises TypeError and ValueError.
 
 In the uneven forms `Call.pieces` holds the arrays that travel, whole and even if they are empty. The plan counts each
-as one element, so that one plan serves all lengths; the transport compares those of the two ends of every message.
+as one element, so that one plan serves all lengths; who receives one compares its length with what is expected.
 """
 
 from __future__ import annotations
