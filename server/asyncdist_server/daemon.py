@@ -18,6 +18,7 @@ from asyncdist_server.busy_poll import BusyPoll, busy_poll
 from asyncdist_server.client_socket import format_address
 from asyncdist_server.config import BACKLOG, MAX_HALF_OPEN, ServerConfig
 from asyncdist_server.connection import Connection
+from asyncdist_server.descriptors import descriptor_limit, sockets_within
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.group_commit import GroupCommit
 from asyncdist_server.logs import EventLog
@@ -77,6 +78,7 @@ class StoreServer:
         self._connections: set[Connection] = set()
         self._half_open: set[Connection] = set()
         self._ending: set[Connection] = set()
+        self._most_sockets = sockets_within(descriptor_limit())
         self._listeners: list[asyncio.Server] = []
         self._addresses: list[tuple[str, int]] = []
         self._torch_ports: dict[int, None] = {}
@@ -246,7 +248,8 @@ class StoreServer:
         self._connections.discard(connection)
         self._half_open.discard(connection)
         self._ending.add(connection)
-        return len(self._ending) <= MAX_HALF_OPEN
+        ending = len(self._ending)
+        return ending <= MAX_HALF_OPEN and ending + len(self._connections) <= self._most_sockets
 
     def forget(self, connection: Connection) -> None:
         """Note that a connection is gone."""

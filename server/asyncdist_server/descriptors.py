@@ -16,11 +16,16 @@ __all__ = [
     "descriptor_limit",
     "open_standard_descriptors",
     "raise_descriptor_limit",
+    "sockets_within",
 ]
 
 SPARE_DESCRIPTORS: Final = 128
 """Those besides connections: listeners, the journal, the loop's own, 64 connections of HTTP, and some that just end.
 In a process that does more than to host the store: what it needs besides."""
+
+
+ENDING_DESCRIPTORS: Final = 32
+"""How many of them those may hold that just end, as they were refused and have not read why."""
 
 
 def descriptor_limit() -> int | None:
@@ -40,6 +45,16 @@ def connections_within(allowed: int | None, wanted: int) -> int:
     if allowed is None:
         return wanted
     return min(wanted, max(allowed - SPARE_DESCRIPTORS, allowed // 2))
+
+
+def sockets_within(allowed: int | None) -> int:
+    """Return how many sockets of clients to have, with those that just end, where so many descriptors are `allowed`.
+
+    Who is refused beyond that is not told why: else strangers who read nothing would hold all that are left.
+    """
+    if allowed is None:
+        return sys.maxsize
+    return connections_within(allowed, sys.maxsize) + min(ENDING_DESCRIPTORS, allowed // 8)
 
 
 def raise_descriptor_limit() -> None:

@@ -244,6 +244,19 @@ def test_out_of_descriptors_it_says_so_and_is_healthy(start: Callable[..., Daemo
     assert 'reason="too many connections"' in daemon.end()[2]
 
 
+def test_strangers_who_do_not_read_that_they_are_refused_keep_no_descriptors(start: Callable[..., Daemon]) -> None:
+    daemon = start("--http-port", "0", descriptors=256)
+    with contextlib.ExitStack() as held:
+        for number in range(128):
+            held.enter_context(SocketClient(daemon.port, client_id=b"client-%09d" % number))
+        strangers = [held.enter_context(socket.create_connection(("127.0.0.1", daemon.port))) for _ in range(300)]
+        for stranger in strangers:
+            with contextlib.suppress(ConnectionError):
+                stranger.recv(1)  # refused by now, and still there: it may read on
+        with urllib.request.urlopen(f"http://127.0.0.1:{daemon.http_port}/readyz", timeout=DEADLINE_S) as answer:
+            assert answer.status == 200
+
+
 def test_a_store_in_a_thread_leaves_descriptors_to_the_rest_of_its_process() -> None:
     program = (
         "import os\n"
