@@ -287,7 +287,8 @@ _ADVICE: Final[dict[str, str]] = {
     "SQLITE_NOTADB": _RESTORE,
     "SQLITE_BUSY": "another program has it open",
     "SQLITE_READONLY": "make it writable for this user, then start the daemon again",
-    "SQLITE_CANTOPEN": "make it readable and writable for this user, then start the daemon again",
+    "SQLITE_CANTOPEN": "make it readable and writable for this user, with an inode left on its disk (`df -i`), then "
+    "start the daemon again",
 }
 
 

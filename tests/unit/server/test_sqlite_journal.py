@@ -401,6 +401,7 @@ def sqlite_error(name: str) -> sqlite3.OperationalError:
         (sqlite_error("SQLITE_FULL"), "make room on the disk"),
         (sqlite_error("SQLITE_IOERR_FSYNC"), "look at the disk and the system's log"),
         (sqlite_error("SQLITE_READONLY"), "make it writable"),
+        (sqlite_error("SQLITE_CANTOPEN"), "with an inode left on its disk"),
         (OSError(5, "Input/output error"), "look at the disk"),
     ],
 )
