@@ -204,3 +204,43 @@ def test_what_was_altered_while_it_was_read_is_no_result(kind: str, tmp_path: Pa
     count = 600_000 if kind == "send" else 200_000
     ended = run_ranks(PRELUDE + f"KIND, COUNT = {kind!r}, {count}" + ALTERED, 2, {"STEPS": str(steps)}, 20.0)
     assert [rank.stdout for rank in ended] == ["0\n", "0\n"]
+
+
+USED_AGAIN = """
+def limit_s():
+    return random.choice((0.2, random.random() * 0.008))
+
+async def main():
+    async with dist.init_process_group() as group:
+        await works_with_all(group)
+        rank, size, arrays, ends = group.rank, group.size, [], {"well": 0, "late": 0}
+
+        async def end(work, array, expected):
+            try:
+                await work
+                assert (array == expected).all()
+                ends["well"] += 1
+            except dist.CollectiveTimeoutError:
+                ends["late"] += 1
+            array[:] = -1
+            arrays.append(array)
+
+        for number in range(1, 21):  # tags whose messages nobody else meets
+            await group.barrier()
+            x, got = np.full(2_000_000, rank + number), np.zeros(2_000_000, np.int64)
+            sent = group.isend(x, (rank + 1) % size, number, timeout=limit_s())
+            received = group.irecv(got, (rank - 1) % size, number, timeout=limit_s())
+            await asyncio.gather(end(sent, x, rank + number), end(received, got, (rank - 1) % size + number))
+        await works_with_all(group)
+        assert all((array == -1).all() for array in arrays), "written late"
+        print(json.dumps([ends, reads]))
+dist.run(main())
+"""
+
+
+def test_arrays_are_used_again_as_soon_as_their_messages_are_over() -> None:
+    """Nothing is read or written late, whichever end has given up, or both."""
+    for rank in run_ranks(PRELUDE + USED_AGAIN, 3):
+        ends, reads = json.loads(rank.stdout)
+        assert ends["late"] >= 5
+        assert reads > 10
