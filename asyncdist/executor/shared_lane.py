@@ -17,7 +17,7 @@ import numpy as np
 from asyncdist.errors import CollectiveMismatchError, PeerLostError
 from asyncdist.executor.express import Express, ExpressKind, Payloads
 from asyncdist.executor.program import Program
-from asyncdist.executor.shared_part import SLICE_BYTES, TURN_BYTES, TURN_S, SharedExecution, SharedPart, different
+from asyncdist.executor.shared_part import TURN_BYTES, TURN_S, SharedExecution, SharedPart, different
 from asyncdist.transport.lanes.lane import Differs, Lane
 from asyncdist.transport.lanes.layout import EXPRESS_BYTES, RECORDS, LaneFault
 from asyncdist.transport.shared_memory.doorbell import Ringer
@@ -29,6 +29,8 @@ Lend: TypeAlias = Callable[[memoryview, bool], tuple[int, int] | None]
 
 EXPRESS_NEWS: Final = 16
 """Express operations after which those who wait for us are looked after: a fourth of how far they can be ahead."""
+EXPRESS_TURN_BYTES: Final = 1 << 20
+"""Bytes of express operations after which a turn of the loop ends: they do not look at the clock."""
 EXPRESS_KINDS: Final = 32
 """Kinds of express operations whose payloads are kept as arrays."""
 
@@ -216,8 +218,8 @@ class SharedLane:
 
     def full(self) -> bool:
         """Whether this turn of the loop should end: all that is left to do waits for the next."""
-        if not self.pumping:  # only express operations have moved anything
-            return self.moved >= SLICE_BYTES
+        if not self.pumping:
+            return self.moved >= EXPRESS_TURN_BYTES
         return self.moved >= TURN_BYTES or (self.moved > 0 and perf_counter() >= self._until)
 
     def ended(self, part: SharedPart) -> None:

@@ -15,7 +15,7 @@ from asyncdist.transport.shared_memory.process_memory import RemoteBytes, Unread
 if TYPE_CHECKING:
     from asyncdist.executor.shared_lane import SharedLane
 
-__all__ = ["LENT_NEWS", "SLICE_BYTES", "TURN_BYTES", "TURN_S", "SharedExecution", "SharedPart", "different"]
+__all__ = ["LENT_NEWS", "PART_BYTES", "TURN_BYTES", "TURN_S", "SharedExecution", "SharedPart", "different"]
 
 LEND_BYTES: Final = 64 << 10
 """Shortest item that is lent where its memory is shared: copying a shorter one costs less than having it back."""
@@ -33,7 +33,7 @@ TURN_S: Final = 0.4e-3
 """After so long no other item is begun in a turn, so that no callback holds the loop for a millisecond. Turns that are
 shorter cost more: each finds the processor's caches full of data."""
 
-SLICE_BYTES: Final = 1 << 20
+PART_BYTES: Final = 1 << 20
 """A longer item is taken in parts, each of which takes a third of a millisecond."""
 
 PIECE_BYTES: Final = 512 << 10
@@ -231,11 +231,12 @@ class SharedPart:
             if not lane.core.travels(operation, length):
                 return LATER
             found = DONE if execution.send(index, step) else ELSEWHERE
+            lane.changed = True
         elif lane.core.publish(operation, payload):
             lane.moved += length
+            lane.changed = True
         else:
             return LATER
-        lane.changed = True
         if self._lent and operation.published == operation.item_count and lane.core.returned(operation):
             lane.soon()
         return found
@@ -246,6 +247,7 @@ class SharedPart:
         if not lane.core.lend(operation, segment, offset, length):
             return False
         lane.moved += LEND_COST_BYTES
+        lane.changed = True
         if operation.published % LENT_NEWS == 1:
             lane.tell()
         if not self._lent:
@@ -264,7 +266,7 @@ class SharedPart:
             return self._receive(operation, index, step, item)
         begin = self._taken.pop(index, 0) if self._taken else 0
         try:
-            end = execution.take(step, item, begin, SLICE_BYTES)
+            end = execution.take(step, item, begin, PART_BYTES)
         except Unreadable as error:
             core.borrowed = False
             if error.gone or not core.intact(operation, step.peer, step.source):

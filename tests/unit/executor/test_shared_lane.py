@@ -19,7 +19,7 @@ from asyncdist.errors import CollectiveMismatchError, PeerLostError
 from asyncdist.executor import shared_lane, shared_part
 from asyncdist.executor.program import Instruction, Program
 from asyncdist.executor.shared_lane import SharedLane
-from asyncdist.executor.shared_part import LENT_NEWS, SLICE_BYTES, TURN_BYTES, SharedPart
+from asyncdist.executor.shared_part import LENT_NEWS, PART_BYTES, TURN_BYTES, SharedPart
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import Problem
 from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES, SKIPPED, Lane
@@ -305,7 +305,7 @@ def test_a_long_item_is_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read where it lies, an item may be as long as its array."""
     monkeypatch.setattr(shared_lane, "TURN_S", 0.0)
     ranks, _ = make(2)
-    count = (3 * SLICE_BYTES + 8) // 8
+    count = (3 * PART_BYTES + 8) // 8
     program = [Program(build(Problem.of("broadcast", 2, count), "shared", rank, count)) for rank in range(2)]
     values = np.arange(1, count + 1), np.zeros(count, np.int64)
     array = values[0].view(np.uint8).data
@@ -315,10 +315,10 @@ def test_a_long_item_is_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     root, other = (Execution(ranks[rank], program[rank], [nothing, values[rank], nothing]) for rank in range(2))
     root.start()
     other.start()
-    seen = [np.count_nonzero(values[1]) * 8 // SLICE_BYTES]
+    seen = [np.count_nonzero(values[1]) * 8 // PART_BYTES]
     while not other.done:
         ranks[1].loop.run_one()
-        seen.append(np.count_nonzero(values[1]) * 8 // SLICE_BYTES)
+        seen.append(np.count_nonzero(values[1]) * 8 // PART_BYTES)
     assert seen == [1, 2, 3, 3]
     assert (values[1] == values[0]).all()
     settle(ranks)
