@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
-from bench import bursts, messages
+from bench import bursts, messages, object_calls
 from bench.missing import missing_asyncdist, missing_module, missing_mpi, missing_torch, missing_xoscar
 from bench.model import Candidate
 from bench.operations import COLLECTIVES
 
-ALL: Final = COLLECTIVES | messages.OPERATIONS | bursts.OPERATIONS
+ALL: Final = COLLECTIVES | messages.OPERATIONS | bursts.OPERATIONS | set(object_calls.OPERATIONS)
 PAIR: Final = frozenset({"ping_pong", "one_way"})
 FLOOR: Final = PAIR | {"all_reduce", "barrier"}
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
@@ -81,7 +81,7 @@ XOSCAR = Candidate(
     options={"adapter": "bench.adapters.xoscar:Xoscar"},
     lacks={
         **dict.fromkeys(("reduce_scatter", "scatter"), "not usable: corrupts its heap"),
-        **dict.fromkeys({"all_to_all_uneven"} | messages.OPERATIONS | bursts.OPERATIONS, "not offered"),
+        **dict.fromkeys(ALL - COLLECTIVES | {"all_to_all_uneven"}, "not offered"),
     },
 )
 FLOOR_TCP = Candidate(

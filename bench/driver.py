@@ -1,7 +1,7 @@
 """The measuring loop that every library is timed by: an untimed barrier, then one operation.
 
 `AdapterRank` is the process's side: it makes the adapter its candidate names and runs a case's operation through it.
-Messages are in `bench.messages`, many operations at once in `bench.bursts`.
+Messages are in `bench.messages`, many operations at once in `bench.bursts`, objects in `bench.object_calls`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import time
 from typing import Any
 
-from bench import bursts, messages
+from bench import bursts, messages, object_calls
 from bench.adapters.base import Adapter, Start
 from bench.cases import Case, Rank, RankContext, Record
 from bench.operations import Buffers, make_buffers
@@ -47,6 +47,8 @@ class AdapterRank(Rank):
             return await messages.measure(self._adapter, case, self._context.rank)
         if case.operation in bursts.OPERATIONS:
             return await bursts.measure(self._adapter, case, self._context)
+        if case.operation in object_calls.OPERATIONS:
+            return await object_calls.measure(self._adapter, case, self._context)
         return await self._collective(case)
 
     def _buffers(self, operation: str, nbytes: int) -> Buffers:

@@ -13,6 +13,7 @@ from bench import (
     durable,
     loop_stall,
     many_connections,
+    objects,
     overlap,
     p2p,
     rendezvous,
@@ -31,6 +32,7 @@ SUBJECTS: Mapping[str, Subject] = {
         p2p.SUBJECT,
         all_reduce.SUBJECT,
         collectives.SUBJECT,
+        objects.SUBJECT,
         concurrency.SUBJECT,
         loop_stall.SUBJECT,
         store.SUBJECT,
@@ -43,7 +45,7 @@ SUBJECTS: Mapping[str, Subject] = {
     )
 }
 FLOORS = "floors"
-ANY_RANKS = frozenset({"all_reduce", "collectives", "concurrency", "stall"})
+ANY_RANKS = frozenset({"all_reduce", "collectives", "concurrency", "objects", "stall"})
 """Subjects whose number of ranks may be chosen."""
 TRANSPORT_NAMES = ("shm", "unix", "tcp")
 

@@ -72,6 +72,12 @@ class Adapter:
         """Post a receive into what `message` made; a handle for `wait`."""
         raise NotImplementedError
 
+    def objects(self, operation: str) -> Callable[[Any], Any]:
+        """Return the function that carries out ``operation`` on this rank's object (to scatter: on the root's list, and
+        on anything elsewhere) and returns the list of objects it gets, or an awaitable of it.
+        """
+        raise NotImplementedError
+
     def issue(self, array: Any) -> Any:
         """Start an all_reduce of what `message` made without waiting; a handle for `wait`."""
         raise NotImplementedError

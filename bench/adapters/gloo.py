@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from bench.adapters.base import Adapter, Start
+from bench.object_calls import OPERATIONS as OBJECTS
 from bench.operations import Buffers
 from bench.verify import Array
 
@@ -64,6 +65,32 @@ class Gloo(Adapter):
 
     def receive(self, array: Any, peer: int) -> Any:
         return self._dist.irecv(array, peer)
+
+    def objects(self, operation: str) -> Callable[[Any], Any]:
+        dist, size, root = self._dist, self.size, self.rank == 0
+
+        def all_gather(own: Any) -> list[Any]:
+            found: list[Any] = [None] * size
+            dist.all_gather_object(found, own)
+            return found
+
+        def broadcast(own: Any) -> list[Any]:
+            found = [own if root else None]
+            dist.broadcast_object_list(found, 0)
+            return found
+
+        def gather(own: Any) -> list[Any]:
+            found: list[Any] = [None] * size if root else []
+            dist.gather_object(own, found if root else None, 0)
+            return found
+
+        def scatter(given: Any) -> list[Any]:
+            found: list[Any] = [None]
+            dist.scatter_object_list(found, given if root else None, 0)
+            return found
+
+        functions = (all_gather, broadcast, gather, scatter)
+        return dict(zip(OBJECTS, functions, strict=True))[operation]
 
     def issue(self, array: Any) -> Any:
         return self._dist.all_reduce(array, async_op=True)

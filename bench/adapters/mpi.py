@@ -58,6 +58,16 @@ class Mpi(Adapter):
     def receive(self, array: Any, peer: int) -> Any:
         return self._comm.Irecv(array, peer)
 
+    def objects(self, operation: str) -> Callable[[Any], Any]:
+        comm, root = self._comm, self.rank == 0
+        functions: dict[str, Callable[[Any], Any]] = {
+            "all_gather_object": comm.allgather,
+            "broadcast_object": lambda own: [comm.bcast(own if root else None, 0)],
+            "gather_object": lambda own: comm.gather(own, 0) or [],
+            "scatter_object": lambda given: [comm.scatter(given if root else None, 0)],
+        }
+        return functions[operation]
+
     def issue(self, array: Any) -> Any:
         return self._comm.Iallreduce(self._mpi.IN_PLACE, array)
 

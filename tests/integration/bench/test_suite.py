@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the pac
 
 from click.testing import CliRunner  # noqa: E402
 
-from bench import collectives, concurrency, loop_stall, p2p, stress  # noqa: E402
+from bench import collectives, concurrency, loop_stall, objects, p2p, stress  # noqa: E402
 from bench.__main__ import main  # noqa: E402
 from bench.candidates import (  # noqa: E402
     ASYNCDIST_DOORBELL,
@@ -65,6 +65,7 @@ def test_messages_and_bursts() -> None:
     shm = TRANSPORTS["shm"]
     assert_right(run_subject(with_candidates(p2p.SUBJECT, shm, MEMCPY), TINY))
     assert_right(run_subject(with_candidates(concurrency.SUBJECT, shm), TINY, ranks=[2]))
+    assert_right(run_subject(with_candidates(objects.SUBJECT, shm), TINY, ranks=[2]))
 
 
 def test_loop_and_memory_are_watched() -> None:
