@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,26 +9,18 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from launching import run
 
 from asyncdist.cli import main
 from asyncdist.cli.tune_command import _link
 from asyncdist.host_constants import own_tuning, read_file, save_constants, stored_constants
 from asyncdist.plan.cost.constants import ASYNCIO, ASYNCIO_LOOPBACK, Link
 
-LIMIT_S = 120
-
 
 def launch(path: Path, *, ranks: int = 2, transport: str = "tcp") -> subprocess.CompletedProcess[str]:
     """Run it as a launched world."""
-    command = [sys.executable, "-m", "asyncdist", "run", "--nproc-per-node", str(ranks), "-m", "asyncdist", "tune"]
-    return subprocess.run(
-        [*command, "--links", "--seconds", "0.3", "--output", str(path)],
-        env={**os.environ, "ASYNCDIST_TRANSPORT": transport, "ASYNCDIST_TUNING": "off"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    command = ["--nproc-per-node", str(ranks), "-m", "asyncdist", "tune", "--links", "--seconds", "0.3"]
+    return run(*command, "--output", str(path), ASYNCDIST_TRANSPORT=transport, ASYNCDIST_TUNING="off")
 
 
 def test_the_link_is_kept_beside_what_the_file_says(tmp_path):

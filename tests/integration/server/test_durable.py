@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from journal_kit import Daemon, daemon
 
@@ -223,12 +225,10 @@ async def test_a_durable_store_is_the_same_incarnation_after_a_restart(running: 
 
 async def command(*arguments: str) -> str:
     """What `asyncdist-server` with these arguments prints; it must succeed."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "asyncdist_server", *arguments, stdout=asyncio.subprocess.PIPE
-    )
-    said, _ = await process.communicate()
+    process = forked.Popen([sys.executable, "-m", "asyncdist_server", *arguments], stdout=subprocess.PIPE, text=True)
+    said, _ = await asyncio.to_thread(process.communicate)
     assert process.returncode == 0
-    return said.decode().strip()
+    return said.strip()
 
 
 async def test_a_restored_backup_is_another_store(running: Daemon) -> None:
