@@ -1,9 +1,9 @@
 """Python processes that are forked from one that has imported asyncdist: they start in a hundredth of the time.
 
-`forked.Popen` is `subprocess.Popen` for `python -c CODE` and `python -m MODULE`. What it starts is a child of this
-process, with an environment, a directory, cores and standard streams of its own, to be waited for and killed as any.
-Where a start itself is tested (importing, launching, spawning), start an interpreter, as this does where there is no
-Linux.
+`forked.Popen` is `subprocess.Popen` for `python -c CODE` and `python -m MODULE`; `forked.run` waits for its end. What
+it starts is a child of this process, with an environment, a directory, cores and standard streams of its own, to be
+waited for and killed as any. Where a start itself is tested (importing, launching, spawning), start an interpreter, as
+this does where there is no Linux.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, AnyStr, Final
 
-__all__ = ["Popen"]
+__all__ = ["Popen", "run"]
 
 REQUEST_BYTES: Final = 1 << 17
 """Of arguments and environment, at most."""
@@ -106,6 +106,19 @@ class Popen(subprocess.Popen[AnyStr]):
                 self._child_created = True
             finally:
                 self._close_pipe_fds(*(given[name] for name in PIPES))  # type: ignore[attr-defined]
+
+
+def run(
+    command: Sequence[str], timeout_s: float, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What became of `command`, as `subprocess.run` with captured text; TimeoutExpired after `timeout_s`."""
+    with Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def _serve(control: socket.socket) -> list[str]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from journal_kit import daemon
 
@@ -63,7 +64,7 @@ def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
         running.stop()
         path = tmp_path / "data" / "journal.sqlite"
         path.write_bytes(b"\0" * path.stat().st_size)
-        found = subprocess.run(running.command(), capture_output=True, text=True, timeout=60)
+        found = forked.run(running.command(), 60)
         assert found.returncode == 1
         assert f"{path}" in found.stderr
         assert "restore a backup" in found.stderr
@@ -73,20 +74,14 @@ def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with daemon(tmp_path / "file" / "data") as running:
-        found = subprocess.run(running.command(), capture_output=True, text=True, timeout=60)
+        found = forked.run(running.command(), 60)
         assert found.returncode == 1
         assert "cannot use the data directory" in found.stderr
 
 
 def test_looking_at_a_directory_without_a_journal_makes_none(tmp_path: Path) -> None:
     for command in ("verify", "backup"):
-        found = subprocess.run(
-            [sys.executable, "-m", "asyncdist_server", command, "--data-dir", str(tmp_path)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
+        found = forked.run([sys.executable, "-m", "asyncdist_server", command, "--data-dir", str(tmp_path)], 60)
         assert found.returncode == 1
         assert f"there is no journal in {tmp_path}" in found.stderr
         assert not list(tmp_path.iterdir())

@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 from daemon_kit import DEADLINE_S, Daemon, environment
 from punctual import assert_within, punctual
@@ -27,14 +28,7 @@ from asyncdist_server.version import version
 
 def run_daemon(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Start a daemon that must refuse to run."""
-    return subprocess.run(
-        [sys.executable, "-m", "asyncdist_server", *arguments],
-        env=env or environment(),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    return forked.run([sys.executable, "-m", "asyncdist_server", *arguments], DEADLINE_S, env or environment())
 
 
 @punctual
@@ -165,7 +159,7 @@ def test_listening_beyond_loopback_is_allowed_with_a_token_or_on_demand() -> Non
         (["--insecure-no-auth"], environment()),
         ([], environment(ASYNCDIST_TOKEN=new_token())),
     ):
-        process = subprocess.Popen(
+        process = forked.Popen(
             [sys.executable, "-m", "asyncdist_server", "--host", "0.0.0.0", "--port", "0", *arguments],
             env=env,
             stdout=subprocess.PIPE,
@@ -303,7 +297,9 @@ def test_it_loads_neither_numpy_nor_asyncdist_nor_http_unasked(start: Callable[.
 
 def test_without_aiohttp_the_http_port_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "aiohttp.py").write_text("raise ImportError('not here')\n")
-    refused = run_daemon("--port", "0", "--http-port", "0", env=environment(PYTHONPATH=str(tmp_path)))
+    command = [sys.executable, "-m", "asyncdist_server", "--port", "0", "--http-port", "0"]
+    env = environment(PYTHONPATH=str(tmp_path))
+    refused = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert refused.returncode == 1
     assert "asyncdist[server]" in refused.stderr
     assert "Traceback" not in refused.stderr

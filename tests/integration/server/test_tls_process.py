@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import forked
 import pytest
 from launching import clean_environment
 from tls_kit import OPENSSL, WHY_NOT, Certificates, Identity, make_certificates
@@ -33,7 +34,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 def daemon(identity: Identity, *arguments: object, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A daemon process that is ready, and its port."""
     options = ("--port", port, "--tls-cert", identity.cert, "--tls-key", identity.key, *arguments)
-    with subprocess.Popen(
+    with forked.Popen(
         [sys.executable, "-m", "asyncdist_server", *map(str, options)],
         env=clean_environment(ASYNCDIST_TOKEN=TOKEN),
         stdout=subprocess.PIPE,
@@ -114,14 +115,8 @@ def test_wrong_files_are_one_clear_line(certificates: Certificates, tmp_path: Pa
         (("--tls-cert", own.cert, "--tls-key", own.key, "--torch"), "--torch-port"),
         (("--tls-cert", tmp_path / "nothing"), "does not exist"),
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "asyncdist_server", "--port", "0", *map(str, arguments)],
-            env=clean_environment(),
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
+        command = [sys.executable, "-m", "asyncdist_server", "--port", "0", *map(str, arguments)]
+        done = forked.run(command, DEADLINE_S, clean_environment())
         assert done.returncode != 0
         assert words in done.stderr
         assert "Traceback" not in done.stderr

@@ -1,6 +1,6 @@
 """FileStore keeps the store's contract, looks after its file, and never holds the event loop for a lock."""
 
-# ruff: noqa: ASYNC220, ASYNC222, ASYNC240 -- the small files and processes of a test may block it
+# ruff: noqa: ASYNC222, ASYNC240 -- the small files and processes of a test may block it
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from asyncdist.errors import ClosedError, DistStoreError, StoreTimeoutError
@@ -78,7 +79,7 @@ JOIN_AND_WAIT = (
 
 
 async def test_file_of_a_killed_process_is_stale(path: Path) -> None:
-    with subprocess.Popen(
+    with forked.Popen(
         [sys.executable, "-c", JOIN_AND_WAIT, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
         assert other.stdout is not None
@@ -237,15 +238,14 @@ asyncio.run(main())
 async def test_processes_share_counters_and_queues(path: Path) -> None:
     async with FileStore(path) as store:
         others = [
-            await asyncio.create_subprocess_exec(sys.executable, "-c", ADD_AND_PUSH, str(path), str(index))
-            for index in range(3)
+            forked.Popen([sys.executable, "-c", ADD_AND_PUSH, str(path), str(index)], text=True) for index in range(3)
         ]
         items = [await store.queue_pop("q", timeout=60) for _ in range(150)]
         assert len(set(items)) == 150
         assert await store.add("n", 0) == 150
         assert path.exists()
         await store.set("leave", "")
-        assert [await other.wait() for other in others] == [0, 0, 0]
+        assert [await asyncio.to_thread(other.wait, 60) for other in others] == [0, 0, 0]
     assert not path.exists()
 
 
