@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -42,12 +43,18 @@ def express(group: Group, collective: str) -> list[bool]:
     return [recipe.express is not None for recipe in recipes]
 
 
+@functools.cache
+def pattern(length: int) -> np.ndarray:
+    """What the vectors of all ranks have in common: every rank works out what those of all others are."""
+    return np.arange(length) * 7 % 101
+
+
 def vector(group: Group, length: int, salt: int = 0) -> np.ndarray:
-    return np.arange(length) * 7 % 101 + 1000.0 * group.rank + salt
+    return of_rank(group.rank, length, salt)
 
 
 def of_rank(rank: int, length: int, salt: int = 0) -> np.ndarray:
-    return np.arange(length) * 7 % 101 + 1000.0 * rank + salt
+    return pattern(length) + (1000.0 * rank + salt)
 
 
 async def gathered(group: Group, length: int) -> None:
