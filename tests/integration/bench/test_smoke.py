@@ -69,12 +69,6 @@ def test_subject_runs_and_verifies(name: str) -> None:
     assert_measured(run_subject(subject, SMOKE))
 
 
-def test_torchs_client_is_measured_on_our_daemon() -> None:
-    if why := torch_store.missing():
-        pytest.skip(why)
-    assert_measured(run_subject(torch_store.SUBJECT, SMOKE))
-
-
 def test_one_client_is_measured_on_both_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose ranks are borrowed has none of its own, ends with its own server only, and both give right answers."""
     if why := torch_store.missing():
