@@ -152,3 +152,12 @@ signal.pause()
         assert is_alive(server)
         owner.kill()
     until(lambda: not is_alive(server), "the end of what forks")
+
+
+def test_run_waits_for_the_end_and_no_longer_than_it_may() -> None:
+    done = forked.run([sys.executable, "-c", "import sys; print('said'); sys.exit('an error')"], LIMIT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "said\n", "an error\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        done.check_returncode()
+    with pytest.raises(subprocess.TimeoutExpired):
+        forked.run([sys.executable, "-c", "import time; time.sleep(1000)"], 0.1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from click.testing import CliRunner
 from launching import DEADLINE_S, clean_environment, run, running, write_script
@@ -228,8 +228,6 @@ def test_a_weak_token_is_refused() -> None:
 
 def test_the_command_line_has_help_and_version() -> None:
     for arguments, expected in ((["--help"], "run"), (["run", "--help"], "--nproc-per-node"), (["--version"], "0.1.0")):
-        done = subprocess.run(
-            [sys.executable, "-m", "asyncdist", *arguments], capture_output=True, text=True, env=clean_environment()
-        )
+        done = forked.run([sys.executable, "-m", "asyncdist", *arguments], DEADLINE_S, clean_environment())
         assert done.returncode == 0
         assert expected in done.stdout

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import forked
 import pytest
 from jobs import free_port
 from launching import DEADLINE_S, is_alive, pids_in, run, running, until, write_script
@@ -249,7 +250,7 @@ def test_a_job_id_can_be_used_again_whatever_became_of_the_last_run(tmp_path: Pa
         two = ["--nnodes=2", "--rdzv-id=job", script]
         with nodes(two, **store) as (waiting,):
             seen = ["store", f"--store={server.address}", "--namespace=asyncdist-launch", "wait", "launch/job/0/node/0"]
-            subprocess.run([sys.executable, "-m", "asyncdist", *seen], check=True, timeout=DEADLINE_S)
+            forked.run([sys.executable, "-m", "asyncdist", *seen], DEADLINE_S).check_returncode()
             waiting.send_signal(signal.SIGINT)
             returncode, _, stderr = outcome(waiting)
             said = [f"waiting for 2 nodes, store at {server.address}", "SIGINT: no worker is running"]
