@@ -231,7 +231,7 @@ class DevicePairs:
         if not in_order:
             for shared in self._shared.values():
                 shared.end(DistBackendError("the group's messages were aborted"))
-        self._staged.close()
+        self._staged.close(dropped=not in_order)
 
     async def close(self) -> None:
         """Give everything back, bounded; nothing is under way."""

@@ -6,15 +6,17 @@ A chunk travels while the next is copied. Each transfer is a task of its own, wh
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Final
 
 from asyncdist.backend.device.messages import DeviceRecvWork, DeviceSendWork
 from asyncdist.backend.device.path import Surroundings
+from asyncdist.backend.device.staged.stages import Stages
 from asyncdist.backend.device.tail import tail_of
-from asyncdist.backend.device.threads import Helpers, in_thread
-from asyncdist.cuda import Pinned, Runtime, Stream
+from asyncdist.backend.device.threads import Helpers
+from asyncdist.cuda import Pinned, Stream
 from asyncdist.errors import DistBackendError, DistError
 from asyncdist.tasks import start_task
 from asyncdist.transport.protocol.frame import pack_key
@@ -29,9 +31,6 @@ TRANSFERS: Final = 2
 """Messages to, or from, one rank whose data is under way at once: one is copied while the other travels. Both ends take
 them in the order of the answers, so that neither waits for one that the other has not begun."""
 
-STAGES_KEPT: Final = 8
-"""Buffers kept for later messages: 32 MiB of page-locked memory at most."""
-
 _CHANNEL: Final = 0
 
 AnyWork = DeviceSendWork | DeviceRecvWork
@@ -44,15 +43,11 @@ class StagedMessages:
     def __init__(self, around: Surroundings, group_id: int, helpers: Helpers) -> None:
         self._around = around
         self._id = group_id
-        self._helpers = helpers
-        self._free: list[Pinned] = []
-        self._device = 0
-        """A GPU that is used here: other ones must not be touched."""
+        self._stages = Stages(around.loop, around.runtime, helpers, STAGE_BYTES)
         self._streams: dict[tuple[int, bool], Stream] = {}
         self._turns: dict[tuple[int, bool], asyncio.Semaphore] = {}
         self._tasks: dict[AnyWork, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        self._closed = False
 
     def send(self, work: DeviceSendWork) -> None:
         """Send the data of a message that was answered."""
@@ -88,59 +83,70 @@ class StagedMessages:
             self._around.events.give(work.ready)
 
     async def _send(self, work: DeviceSendWork) -> None:
-        array, runtime = work.array, self._around.runtime
+        array, stages = work.array, self._stages
         stream = self._stream(array.device, sending=True)
         for event in work.ready:
             stream.wait_event(event)
-        leaving: list[tuple[asyncio.Future[None], Pinned]] = []
+        leaving: deque[tuple[asyncio.Future[None], Pinned]] = deque()
+        taken: list[Pinned] = []
         try:
             for index, start in enumerate(range(0, array.nbytes, STAGE_BYTES)):
                 nbytes = min(STAGE_BYTES, array.nbytes - start)
-                buffer = await self._buffer() if len(leaving) < 2 else await self._left(leaving)
-                runtime.copy(buffer.pointer, array.pointer + start, nbytes, stream)
-                await self._reached(stream, (work, buffer))
+                if len(taken) < 2:
+                    taken.append(await stages.take())
+                    buffer = taken[-1]
+                else:
+                    buffer = await _oldest(leaving)
+                await self._copy(buffer.pointer, array.pointer + start, nbytes, stream, work, buffer)
                 leaving.append((self._post(work.peer, work.number, index, buffer, nbytes), buffer))
             while leaving:
-                self._give(await self._left(leaving))
-        except BaseException:
-            # The transport and the GPU may still use these; both are through with them before the group is.
-            del leaving
-            raise
+                await _oldest(leaving)
+        finally:
+            for buffer in taken:
+                stages.drop(buffer)
 
     async def _receive(self, work: DeviceRecvWork, number: int, nbytes: int, source: int) -> None:
-        runtime, array = self._around.runtime, work.array
+        array, stages = work.array, self._stages
         stream = self._stream(array.device, sending=False)
         for event in work.ready:
             stream.wait_event(event)
-        copied: list[tuple[asyncio.Future[None], Pinned]] = []
-        for index, start in enumerate(range(0, nbytes, STAGE_BYTES)):
-            size = min(STAGE_BYTES, nbytes - start)
-            buffer = await self._buffer() if len(copied) < 2 else await self._left(copied)
-            await self._fetch(source, number, index, buffer, size)
-            runtime.copy(array.pointer + start, buffer.pointer, size, stream)
-            copied.append((self._reached(stream, (work, buffer)), buffer))
-        if copied:
-            tail_of(work).queued((self._around.events.recorded(stream),))
-        while copied:
-            self._give(await self._left(copied))
+        copied: deque[tuple[asyncio.Future[None], Pinned]] = deque()
+        taken: list[Pinned] = []
+        try:
+            for index, start in enumerate(range(0, nbytes, STAGE_BYTES)):
+                size = min(STAGE_BYTES, nbytes - start)
+                if len(taken) < 2:
+                    taken.append(await stages.take())
+                    buffer = taken[-1]
+                else:
+                    buffer = await _oldest(copied)
+                await self._fetch(source, number, index, buffer, size)
+                copied.append((self._copy(array.pointer + start, buffer.pointer, size, stream, work, buffer), buffer))
+            if copied:
+                tail_of(work).queued((self._around.events.recorded(stream),))
+            while copied:
+                await _oldest(copied)
+        finally:
+            for buffer in taken:
+                stages.drop(buffer)
 
-    @staticmethod
-    async def _left(under_way: list[tuple[asyncio.Future[None], Pinned]]) -> Pinned:
-        """The buffer of the oldest once it is free."""
-        future, buffer = under_way[0]
-        await future
-        del under_way[0]
-        return buffer
+    def _copy(
+        self, target: int, source: int, nbytes: int, stream: Stream, work: AnyWork, buffer: Pinned
+    ) -> asyncio.Future[None]:
+        """Queue a copy to or from a buffer; done once the GPU has come so far.
 
-    def _reached(self, stream: Stream, keep_alive: object) -> asyncio.Future[None]:
-        """Done once the GPU has done what is queued on `stream` so far."""
+        If it fails, nobody says when the GPU is through with the buffer, which is held until the stream's end then.
+        """
         around = self._around
+        self._stages.hold(buffer)
+        around.runtime.copy(target, source, nbytes, stream)
+        event = around.events.recorded(stream)
         reached: asyncio.Future[None] = around.loop.create_future()
         reached.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # perhaps nobody asks
-        event = around.events.recorded(stream)
 
         def ended(error: BaseException | None) -> None:
             around.events.give((event,))
+            self._stages.drop(buffer)
             if reached.done():
                 return
             if error is None:
@@ -148,56 +154,49 @@ class StagedMessages:
             else:
                 reached.set_exception(error)
 
-        around.completions.add(stream, (event,), ended, keep_alive)
+        around.completions.add(stream, (event,), ended, (work, buffer))
         return reached
 
     def _post(self, peer: int, number: int, index: int, buffer: Pinned, nbytes: int) -> asyncio.Future[None]:
-        sink = _Sink(self._around.loop)
-        payload = buffer.array.data[:nbytes]
+        sink = _Sink(self._around.loop, self._stages, buffer)
         key = pack_key(self._id, 1 + index, number, 0, _CHANNEL)
-        if self._around.mesh.post_send(peer, SendOp(key, payload, b"", sink, None)):
-            sink.message_sent(None)
+        op = SendOp(key, buffer.array.data[:nbytes], b"", sink, None)
+        try:
+            if self._around.mesh.post_send(peer, op):
+                sink.message_sent(None)
+        except DistError as error:
+            sink.message_failed(None, error)
         return sink.ended
 
-    async def _fetch(self, source: int, number: int, index: int, buffer: Pinned, nbytes: int) -> None:
-        sink = _Sink(self._around.loop)
+    def _fetch(self, source: int, number: int, index: int, buffer: Pinned, nbytes: int) -> asyncio.Future[None]:
+        sink = _Sink(self._around.loop, self._stages, buffer)
         key = pack_key(self._id, 1 + index, number, 0, _CHANNEL)
         receive = Receive(key, buffer.array.data[:nbytes], sink, None)
-        if not self._around.mesh.post_receive(source, receive):
-            await sink.ended
-
-    async def _buffer(self) -> Pinned:
-        if self._free:
-            return self._free.pop()
-        return await in_thread(
-            self._around.loop, _allocate, self._around.runtime, self._device, on=(self._around.runtime, self._device)
-        )
-
-    def _give(self, buffer: Pinned) -> None:
-        if self._closed or len(self._free) >= STAGES_KEPT:
-            self._helpers.start(_end, self._around.runtime, self._device, [], [buffer])
-        else:
-            self._free.append(buffer)
+        try:
+            if self._around.mesh.post_receive(source, receive):
+                sink.message_received(None, receive)
+        except DistError as error:
+            sink.message_failed(None, error)
+        return sink.ended
 
     def _stream(self, device: int, *, sending: bool) -> Stream:
-        self._device = device
+        self._stages.device = device
         stream = self._streams.get((device, sending))
         if stream is None:
             stream = self._streams[device, sending] = self._around.runtime.new_stream(device)
         return stream
 
-    def close(self) -> None:
-        """End what is under way, and give buffers back once the GPU is through with them. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+    def close(self, *, dropped: bool) -> None:
+        """End what is under way, and free buffers once the GPU is through with them.
+
+        `dropped`: the transport has dropped the group of `group_id`, and uses none of them. Idempotent.
+        """
         for task in list(self._tasks.values()):
             task.cancel()
-        kept = [self._around.completions.drop(stream) for stream in self._streams.values()]
         streams = list(self._streams.values())
-        self._helpers.start(_end, self._around.runtime, self._device, streams, self._free, keep_alive=kept)
         self._streams.clear()
-        self._free = []
+        kept = [self._around.completions.drop(stream) for stream in streams]
+        self._stages.close(streams, kept, dropped=dropped)
 
     async def wait_closed(self) -> None:
         """Wait for the tasks that were cancelled."""
@@ -205,31 +204,26 @@ class StagedMessages:
             await asyncio.wait(set(self._ending))
 
 
-def _allocate(runtime: Runtime, device: int) -> Pinned:
-    """In a thread of its own, whose current device would be the first: CUDA would open a context there as well."""
-    runtime.set_device(device)
-    return runtime.pinned(STAGE_BYTES)
-
-
-def _end(runtime: Runtime, device: int, streams: list[Stream], buffers: list[Pinned]) -> None:
-    """In a thread of its own, as `_allocate`."""
-    runtime.set_device(device)
-    for stream in streams:
-        stream.synchronize()
-        stream.close()
-    for buffer in buffers:
-        buffer.close()
+async def _oldest(under_way: deque[tuple[asyncio.Future[None], Pinned]]) -> Pinned:
+    """The buffer of the oldest, once that has ended."""
+    future, buffer = under_way.popleft()
+    await future
+    return buffer
 
 
 class _Sink:
-    """Turns the end of one message into a future's."""
+    """Turns the end of one message into a future's; until then it holds its buffer, whoever waits."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, stages: Stages, buffer: Pinned) -> None:
+        stages.hold(buffer, posted=True)
+        self._stages = stages
+        self._buffer = buffer
         self.ended: asyncio.Future[None] = loop.create_future()
         self.ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # perhaps nobody asks
 
     def message_sent(self, token: Any) -> None:
-        """The chunk's buffer is free."""
+        """The chunk has left."""
+        self._stages.told(self._buffer)
         if not self.ended.done():
             self.ended.set_result(None)
 
@@ -239,6 +233,7 @@ class _Sink:
 
     def message_failed(self, token: Any, error: BaseException) -> None:
         """The other end is gone."""
+        self._stages.told(self._buffer)
         if not self.ended.done():
             self.ended.set_exception(error)
 
