@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import struct
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from asyncdist import events
 from asyncdist.backend.device.ipc.plan import ALIGN_BYTES, Place
@@ -19,6 +19,7 @@ from asyncdist.backend.device.path import Surroundings
 from asyncdist.backend.device.threads import in_thread
 from asyncdist.cuda.interface import Memory, Runtime
 from asyncdist.errors import DistBackendError
+from asyncdist.tasks import start_task
 
 __all__ = ["LARGE_BYTES", "LARGE_SLOTS", "SMALL_BYTES", "SMALL_SLOTS", "IpcScratch", "large_slot", "open_scratch"]
 
@@ -95,6 +96,7 @@ async def open_scratch(around: Surroundings, tag: int, *, first: bool) -> IpcScr
         making.add_done_callback(lambda made: _free_late(loop, made, on))
         raise
     opened: list[int] = []
+    working: asyncio.Future[Any] | None = None
     try:
         offer = _OFFER.pack(large_bytes, handle)
         offers = [
@@ -103,7 +105,8 @@ async def open_scratch(around: Surroundings, tag: int, *, first: bool) -> IpcScr
         agreed_bytes = min(nbytes for nbytes, _ in offers)
         if agreed_bytes and own is not None:
             handles = [handle for _, handle in offers]
-            problem = await in_thread(loop, _open_blocks, around, own, handles, opened, on=on)
+            working = in_thread(loop, _open_blocks, around, own, handles, opened, on=on)
+            problem = await asyncio.shield(working)
         able = await around.exchange.all_gather(
             _EXCHANGE, tag, _OPENED, b"\0" if problem or not agreed_bytes else b"\1"
         )
@@ -111,12 +114,14 @@ async def open_scratch(around: Surroundings, tag: int, *, first: bool) -> IpcScr
             events.info("group %x tag %d: no CUDA IPC: %s", around.group_id, tag, problem)
         if own is not None and all(message == b"\1" for message in able):
             return IpcScratch(runtime, own, around.rank, opened, agreed_bytes // ALIGN_BYTES * ALIGN_BYTES)
+        working = in_thread(loop, _close_opened, around, opened, on=on)
+        await asyncio.shield(working)
+        await around.exchange.barrier(_EXCHANGE, tag, _OPENED + 1)  # nobody has ours open any more
     except BaseException:
-        await asyncio.shield(in_thread(loop, _undo, around, own, opened, on=on))
+        undoing = _undo_after(working, around, own, opened)
+        await asyncio.shield(start_task(loop, undoing, name="close memory of others"))
         raise
-    await in_thread(loop, _close_opened, around, opened, on=on)
-    await around.exchange.barrier(_EXCHANGE, tag, _OPENED + 1)  # nobody has ours open any more
-    await in_thread(loop, _undo, around, own, [], on=on)
+    await in_thread(loop, _undo, around, own, opened, on=on)
     return None
 
 
@@ -163,14 +168,25 @@ def _open_blocks(around: Surroundings, own: Memory, handles: Sequence[bytes], op
     return ""
 
 
-def _close_opened(around: Surroundings, opened: Sequence[int]) -> None:
-    for rank, pointer in enumerate(opened):
-        if rank != around.rank:
+def _close_opened(around: Surroundings, opened: list[int]) -> None:
+    """Close all others' blocks, and empty `opened`."""
+    while opened:
+        pointer = opened.pop()
+        if len(opened) != around.rank:
             with contextlib.suppress(DistBackendError):
                 around.runtime.ipc_close(pointer)
 
 
-def _undo(around: Surroundings, own: Memory | None, opened: Sequence[int]) -> None:
+async def _undo_after(
+    working: asyncio.Future[Any] | None, around: Surroundings, own: Memory | None, opened: list[int]
+) -> None:
+    """Close all blocks, once the thread that opens or closes them is through: it goes on when we are cancelled."""
+    if working is not None:
+        await asyncio.wait([working])
+    await in_thread(around.loop, _undo, around, own, opened, on=(around.runtime, around.device))
+
+
+def _undo(around: Surroundings, own: Memory | None, opened: list[int]) -> None:
     _close_opened(around, opened)
     if own is not None:
         own.close()

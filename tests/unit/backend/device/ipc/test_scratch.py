@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from device_paths_kit import PathRank, run_ranks
+from waiting import eventually
 
 from asyncdist.backend.calls import call as calls
+from asyncdist.backend.device.host_exchange import HostExchange
 from asyncdist.backend.device.ipc import scratch as ipc_scratch
 from asyncdist.backend.device.ipc.path import CudaIpcPath
-from asyncdist.backend.device.ipc.scratch import LARGE_SLOTS, SMALL_SLOTS, large_slot
+from asyncdist.backend.device.ipc.scratch import LARGE_SLOTS, SMALL_SLOTS, large_slot, open_scratch
+from asyncdist.backend.device.staged.path import StagedPath
 from asyncdist.cuda.interface import Memory
-from asyncdist.errors import DistBackendError
+from asyncdist.errors import DistBackendError, PeerLostError
 from asyncdist.reduce_op import ReduceOp
 from asyncdist.testing.fake_cuda import FakeRuntime
 
@@ -90,3 +95,66 @@ def test_no_memory_at_all_goes_through_the_host(runtime: FakeRuntime, monkeypatc
     monkeypatch.setattr(runtime, "memory_size", lambda device: 80 << 30)
     refuse(runtime, monkeypatch, SMALL_SLOTS * SMALL, times=1000)
     assert slots(runtime, monkeypatch, 2) == [[0]] * 2
+
+
+def test_cancelling_while_memory_is_opened_leaves_none_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime(mode="threads")
+    ipc_open, ipc_close = runtime.ipc_open, runtime.ipc_close
+    entered, go_on, is_open = threading.Event(), threading.Event(), list[int]()
+
+    def slowly(handle: bytes, device: int) -> int:
+        entered.set()
+        assert go_on.wait(60)
+        is_open.append(ipc_open(handle, device))
+        return is_open[-1]
+
+    def closed(pointer: int) -> None:
+        is_open.remove(pointer)
+        ipc_close(pointer)
+
+    monkeypatch.setattr(runtime, "ipc_open", slowly)
+    monkeypatch.setattr(runtime, "ipc_close", closed)
+
+    async def main(rank: PathRank) -> None:
+        opening = asyncio.ensure_future(open_scratch(rank.around, 0, first=True))
+        await eventually(entered.is_set if rank.rank == 0 else go_on.is_set)
+        opening.cancel()
+        await asyncio.sleep(0.05)
+        go_on.set()  # rank 1 has its memory still
+        await asyncio.wait([opening])
+        await eventually(lambda: not is_open)
+
+    run_ranks(2, StagedPath, main, runtime)
+    assert not is_open
+    runtime.close()
+
+
+def test_who_cannot_share_memory_frees_it_though_others_leave(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is gone before it has said that it has nobody's memory open any more."""
+    made: list[Memory] = []
+    allocate, barrier = runtime.allocate, HostExchange.barrier
+
+    def remembered(nbytes: int, device: int) -> Memory:
+        made.append(allocate(nbytes, device))
+        return made[-1]
+
+    def refuse_to_open(handle: bytes, device: int) -> int:
+        raise DistBackendError("not here")
+
+    async def leaving(self: HostExchange, name: str, *arguments: int) -> None:
+        if name == "ipc":
+            raise PeerLostError("rank 0 is gone", 0)
+        await barrier(self, name, *arguments)
+
+    monkeypatch.setattr(runtime, "allocate", remembered)
+    monkeypatch.setattr(runtime, "ipc_open", refuse_to_open)
+    monkeypatch.setattr(HostExchange, "barrier", leaving)
+
+    async def main(rank: PathRank) -> None:
+        with pytest.raises(PeerLostError):
+            await rank.run(calls.all_reduce(rank.array(np.ones(9, np.float32)), ReduceOp.SUM))
+        await eventually(lambda: made and all(memory._block.freed for memory in made))  # type: ignore[attr-defined]
+
+    run_ranks(2, CudaIpcPath, main, runtime)
