@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from asyncdist.errors import CollectiveMismatchError, PeerLostError
 from asyncdist.executor.express import Express, ExpressKind, Payloads
 from asyncdist.executor.program import Program
-from asyncdist.executor.shared_part import TURN_BYTES, TURN_S, SharedExecution, SharedPart, different
+from asyncdist.executor.shared_part import TURN_BYTES, SharedExecution, SharedPart, different
 from asyncdist.transport.lanes.lane import Differs, Lane
 from asyncdist.transport.lanes.layout import EXPRESS_BYTES, RECORDS, LaneFault
 from asyncdist.transport.shared_memory.doorbell import Ringer
@@ -29,8 +28,6 @@ Lend: TypeAlias = Callable[[memoryview, bool], tuple[int, int] | None]
 
 EXPRESS_NEWS: Final = 16
 """Express operations after which those who wait for us are looked after: a fourth of how far they can be ahead."""
-EXPRESS_TURN_BYTES: Final = 1 << 20
-"""Bytes of express operations after which a turn of the loop ends: they do not look at the clock."""
 EXPRESS_KINDS: Final = 32
 """Kinds of express operations whose payloads are kept as arrays."""
 
@@ -57,7 +54,6 @@ class SharedLane:
         this process's own memory."""
         self.moved = 0
         """Bytes copied and reduced in this turn of the loop."""
-        self._until = 0.0  # when it has lasted long enough
         self.changed = False
         self.pumping = False
         """Whether `flush` will follow: what is done outside of that has to ask for a turn of its own."""
@@ -80,7 +76,7 @@ class SharedLane:
         """Take the next place in the order, for an operation that runs here, or (without one) elsewhere or nowhere."""
         part = SharedPart(self, fingerprint, program, execution)
         self._unbegun.append(part)
-        self._turn()
+        self.moved = 0
         self.pumping = program is not None
         self._begin()
         if self._left:
@@ -154,7 +150,6 @@ class SharedLane:
             # That these have ended is news only to who is far ahead: the loop's next turn tells it.
             if not (self._unbegun or self._parts or (self.core.waiting and not done)):
                 return done
-        self._turn()
         self.pumping = True
         try:
             self.core.retire()
@@ -201,8 +196,8 @@ class SharedLane:
 
     def flush(self) -> None:
         """Ring for what has changed since the last time; go on in the loop's next turn if this one was full."""
-        core, full = self.core, self.full()
         self.pumping = False
+        core = self.core
         if self.changed:
             self.changed = core.news = False
             for ringer in self._others:
@@ -213,14 +208,8 @@ class SharedLane:
                 waiting = self._ringers[member]
                 if waiting is not None:
                     waiting.ring()
-        if full:
+        if self.moved >= TURN_BYTES:
             self.soon()
-
-    def full(self) -> bool:
-        """Whether this turn of the loop should end: all that is left to do waits for the next."""
-        if not self.pumping:
-            return self.moved >= EXPRESS_TURN_BYTES
-        return self.moved >= TURN_BYTES or (self.moved > 0 and perf_counter() >= self._until)
 
     def ended(self, part: SharedPart) -> None:
         """An operation is over."""
@@ -251,9 +240,6 @@ class SharedLane:
         """A world that nobody closed goes, and with it the arrays that were lent: the others live on, and may look."""
         if not self.closed:
             self.core.revoke_all()
-
-    def _turn(self) -> None:
-        self.moved, self._until = 0, perf_counter() + TURN_S
 
     def _go_on(self) -> None:
         self._again = None
@@ -344,7 +330,7 @@ class SharedLane:
                 self.soon()
             self.moved += kind.nbytes * len(self._ranks)
             operation.done()
-            if self.full():
+            if self.moved >= TURN_BYTES:
                 self.soon()
                 break
         return done

@@ -15,7 +15,7 @@ from asyncdist.transport.shared_memory.process_memory import RemoteBytes, Unread
 if TYPE_CHECKING:
     from asyncdist.executor.shared_lane import SharedLane
 
-__all__ = ["LENT_NEWS", "PART_BYTES", "TURN_BYTES", "TURN_S", "SharedExecution", "SharedPart", "different"]
+__all__ = ["LENT_NEWS", "PART_BYTES", "TURN_BYTES", "SharedExecution", "SharedPart", "different"]
 
 LEND_BYTES: Final = 64 << 10
 """Shortest item that is lent where its memory is shared: copying a shorter one costs less than having it back."""
@@ -23,18 +23,16 @@ LEND_BYTES: Final = 64 << 10
 LENT_NEWS: Final = 16
 """Lent items after which the others are told, the first at once: so many go out in one turn."""
 
-TURN_BYTES: Final = 4 << 20
-"""Bytes copied and reduced in one turn of the loop at most, on processors however fast."""
+LEND_COST_BYTES: Final = 64 << 10
+"""What lending an item counts as in a turn: in the time that it takes, with a system call, so much could be copied."""
 
-LEND_COST_BYTES: Final = TURN_BYTES // LENT_NEWS
-"""What lending an item counts as in a turn: a system call, and a look at every peer."""
+TURN_BYTES: Final = 1 << 20
+"""Bytes copied and reduced in one turn of the loop after which nothing else is begun: some 0.2 ms, so that no callback
+holds it for a millisecond."""
 
-TURN_S: Final = 0.4e-3
-"""After so long no other item is begun in a turn, so that no callback holds the loop for a millisecond. Turns that are
-shorter cost more: each finds the processor's caches full of data."""
-
-PART_BYTES: Final = 1 << 20
-"""A longer item is taken in parts, each of which takes a third of a millisecond."""
+PART_BYTES: Final = 2 << 20
+"""A longer item is taken in parts, one in a turn. Shorter parts cost more: after each Python finds the processor's
+caches full of data."""
 
 PIECE_BYTES: Final = 512 << 10
 """A longer piece of an operation whose lengths its two ends alone know comes by message, if it has to be copied: it is
@@ -117,7 +115,7 @@ class SharedPart:
         lane = self._lane
         if not lane.pumping:
             lane.soon()
-        operation = None if lane.full() else self.operation
+        operation = self.operation if lane.moved < TURN_BYTES else None
         try:
             if step.kind == PUBLISH:
                 found = LATER if operation is None or self._publishes else self._publish(operation, index, step)
@@ -161,7 +159,7 @@ class SharedPart:
         available = lane.core.available
         done = False
         publishes = self._publishes
-        while publishes and not self.over and not lane.full():
+        while publishes and not self.over and lane.moved < TURN_BYTES:
             index = publishes[0]
             found = self._publish(operation, index, instructions[index])
             if found == LATER:
@@ -171,7 +169,7 @@ class SharedPart:
             if found == DONE:
                 execution.step_done(index)
         for member, waiting in list(self._fetches.items()):
-            while waiting and not self.over and not lane.full():
+            while waiting and not self.over and lane.moved < TURN_BYTES:
                 item, index = waiting[0]
                 if item >= available(operation, member):
                     break

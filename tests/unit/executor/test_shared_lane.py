@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from asyncdist.errors import CollectiveMismatchError, PeerLostError
-from asyncdist.executor import shared_lane, shared_part
+from asyncdist.executor import shared_part
 from asyncdist.executor.program import Instruction, Program
 from asyncdist.executor.shared_lane import SharedLane
 from asyncdist.executor.shared_part import LENT_NEWS, PART_BYTES, TURN_BYTES, SharedPart
@@ -188,12 +188,6 @@ class Execution:
         return member + 100
 
 
-@pytest.fixture(autouse=True)
-def _fast_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns end by what is moved in them."""
-    monkeypatch.setattr(shared_lane, "TURN_S", 1e9)
-
-
 def make(size: int) -> tuple[list[Rank], list[memoryview]]:
     segments = [memoryview(bytearray(LANE_HEAD_BYTES + POOL_BYTES)) for _ in range(size)]
     ranks: list[Rank] = []
@@ -301,9 +295,8 @@ def test_no_turn_moves_much_more_than_its_bytes() -> None:
     assert all(rank.most <= TURN_BYTES + (256 << 10) for rank in ranks)
 
 
-def test_a_long_item_is_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_item_is_taken_in_turns() -> None:
     """Read where it lies, an item may be as long as its array."""
-    monkeypatch.setattr(shared_lane, "TURN_S", 0.0)
     ranks, _ = make(2)
     count = (3 * PART_BYTES + 8) // 8
     program = [Program(build(Problem.of("broadcast", 2, count), "shared", rank, count)) for rank in range(2)]
