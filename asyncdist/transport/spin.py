@@ -2,11 +2,14 @@
 
 Being woken costs a rank 10 to 20 microseconds, most of an exchange between two that share a host. So whoever awaits a
 work looks first, for at most ASYNCDIST_SPIN_US (20), and only while that can pay: there are not many more ranks on the
-host than cores, none of them lives in this process, and looking has helped lately.
+host than cores, none of them lives in this process, and looking has helped lately. Where two ranks answer each other at
+once, it looks longer (see `spinning.CATCH`): as long as a wait takes in which both have to be woken, which on slow
+virtual machines is several times as long as on others.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -19,12 +22,16 @@ from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
 from asyncdist.transport.shared_memory.doorbell import Doorbell
 
-__all__ = ["ALONE_S", "RANKS_PER_CORE", "Spinner"]
+__all__ = ["ALONE_S", "FARTHEST", "RANKS_PER_CORE", "Spinner"]
 
 RANKS_PER_CORE: Final = 4
 """Ranks per core up to which one looks. Where cores are shared, one gives the core away before each look, so that the
 rank one waits for runs on it: cheaper than sleeping, which costs both a wake-up, and through sockets a turn of the
 loop."""
+NEAR: Final = 1.25
+"""A wait hardly longer than the shortest that ended asleep may have been two wake-ups and nothing else."""
+FARTHEST: Final = 15
+"""How much longer than the limit a look may take at most, where wake-ups take long."""
 ALONE_S: Final = 5e-6
 """How long one looks before one gives the core away all the same, where every rank could have one of its own: the
 system may have put two on one, and then whoever looks keeps the other from answering. It moves one of them when it sees
@@ -44,6 +51,7 @@ class Spinner:
         "_cores",
         "_fit",
         "_last_turn_s",
+        "_least_s",
         "_limit_s",
         "_local_ranks",
         "_memory",
@@ -54,6 +62,7 @@ class Spinner:
         "_skip",
         "_skipped",
         "_thread",
+        "_window_s",
     )
 
     def __init__(self, memory: HostMemory, neighbors: Neighbors, limit_us: float, local_ranks: int = 1) -> None:
@@ -69,6 +78,10 @@ class Spinner:
         self._skip = 0
         self._skipped = 0
         self._catch = False
+        self._least_s = math.inf  # of waits that ended asleep
+        self._window_s = (
+            CATCH * self._limit_s
+        )  # how long a wait or a look may have taken for the next look to take as long
         self._bell: Doorbell | None = None  # once somebody shares memory with us
         self._began_s = 0.0
         self._last_turn_s = 0.0
@@ -86,7 +99,7 @@ class Spinner:
             return False
         self._skipped = 0
         self._began_s = began_s = perf_counter()
-        until_s = began_s + (CATCH * self._limit_s if self._catch else self._limit_s)
+        until_s = began_s + (self._window_s if self._catch else self._limit_s)
         self._catch = False
         poll = self._poller()
         if not self._shared_cores:
@@ -134,7 +147,13 @@ class Spinner:
 
     def woken(self) -> None:
         """The work of the last look came when we had given up: was that worth waiting for?"""
-        if self._began_s and perf_counter() - self._began_s < CATCH * self._limit_s:
+        if not self._began_s:
+            return
+        elapsed_s, limit_s = perf_counter() - self._began_s, self._limit_s
+        if elapsed_s < self._least_s:
+            self._least_s = elapsed_s
+            self._window_s = max(CATCH * limit_s, min(NEAR * elapsed_s, FARTHEST * limit_s))
+        if elapsed_s < self._window_s:
             self._catch = True
 
     def _worth_it(self) -> bool:

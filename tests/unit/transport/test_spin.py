@@ -22,7 +22,7 @@ from asyncdist.transport import spin
 from asyncdist.transport.base_mesh import BURST, BaseMesh
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
-from asyncdist.transport.spin import ALONE_S, RANKS_PER_CORE, Spinner
+from asyncdist.transport.spin import ALONE_S, FARTHEST, RANKS_PER_CORE, Spinner
 
 CORES = 4
 LIMIT_US = 20.0
@@ -249,6 +249,38 @@ def test_whoever_is_woken_soon_looks_longer_the_next_time(monkeypatch: pytest.Mo
     world.now_s += CATCH * LIMIT_US * 1e-6
     world.spinner.woken()
     assert not world.look(50), "that was too long after"
+
+
+def wait_asleep(world: World, us: float) -> None:
+    """A wait that ends so long after its look began, when that had been given up."""
+    began_s = world.now_s
+    assert not world.look()
+    world.now_s = began_s + us * 1e-6
+    world.spinner.woken()
+
+
+def test_where_being_woken_takes_long_two_that_answer_each_other_meet_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow virtual machine an exchange in which both are woken takes 250 us, and 30 if both look."""
+    world = World(monkeypatch)
+    wait_asleep(world, 250)
+    assert world.look(130), "the other has to be woken still"
+    assert world.look(130)
+    assert world.look(30), "both look"
+    assert world.look(30)
+    assert world.look(5)
+    assert not world.look(30), "until they need it no more"
+
+
+def test_what_takes_longer_than_being_woken_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    wait_asleep(world, 2 * FARTHEST * LIMIT_US)
+    assert not world.look(30), "nor does a first wait that is long say that wake-ups are"
+    wait_asleep(world, 60)
+    assert world.look(30), "this one was hardly more than that"
+    world = World(monkeypatch)
+    wait_asleep(world, 60)
+    wait_asleep(world, 250)
+    assert not world.look(30), "where they are short, that was something else"
 
 
 def test_a_task_that_is_always_served_lets_the_loop_turn_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
