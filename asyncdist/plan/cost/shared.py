@@ -96,7 +96,7 @@ def slowness_of(problem: Problem, itemsize: int) -> float:
 
     What is read of another process is in the cache when it is reduced.
     """
-    ranks = problem.world if problem.collective.removesuffix("_uneven") not in ("gather", "scatter") else 1
+    ranks = 1 if problem.collective.removesuffix("_uneven") in ("gather", "scatter") else problem.world
     return OF_MEMORY if ranks * problem.total * itemsize >= CACHED_BYTES else 1.0
 
 
@@ -242,15 +242,17 @@ def _all_to_all(shape: Shape) -> SharedLoad:
 
 
 def _uneven_gather(shape: Shape) -> SharedLoad:
-    """The same with pieces that are not cut."""
+    """As `_gather`, of pieces that are not cut."""
     return _gather(_whole(shape))
 
 
 def _uneven_scatter(shape: Shape) -> SharedLoad:
+    """As `_scatter`, likewise."""
     return _scatter(_whole(shape))
 
 
 def _uneven_all_to_all(shape: Shape) -> SharedLoad:
+    """As `_all_to_all`, likewise."""
     return _all_to_all(_whole(shape))
 
 

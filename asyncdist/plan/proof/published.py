@@ -42,12 +42,8 @@ class Published:
                     continue
                 found = fetches.pop((rank, published.item), [])
                 _check_covered(rank, published, [steps[fetch] for fetch in found])
-                readers = {bisect_right(bases, fetch) - 1 for fetch in found}
-                if published.reader not in (ANYONE, *readers) or (published.reader != ANYONE and len(readers) > 1):
-                    raise PlanError(
-                        f"item {published.item} of rank {rank} is for rank {published.reader}, and ranks "
-                        f"{sorted(readers)} fetch it"
-                    )
+                if published.reader != ANYONE:
+                    _check_reader(rank, published, {bisect_right(bases, fetch) - 1 for fetch in found})
                 self.fetched[-1].append((number, found))
                 self.fetches[number] = found
                 self.source.update((fetch, number) for fetch in found)
@@ -67,6 +63,14 @@ class Published:
                 if item >= memory:
                     for fetch in items[item - memory][1]:
                         yield publish, fetch
+
+
+def _check_reader(rank: int, published: Publish, readers: set[int]) -> None:
+    """Whether the one rank that an item is said to be for fetches it, and no other."""
+    if readers != {published.reader}:
+        raise PlanError(
+            f"item {published.item} of rank {rank} is for rank {published.reader}, and ranks {sorted(readers)} fetch it"
+        )
 
 
 def _check_covered(rank: int, published: Publish, fetches: Sequence[Fetch | FetchReduce]) -> None:
