@@ -236,11 +236,6 @@ class SharedLane:
         self._express.clear()
         self._payloads.clear()
 
-    def __del__(self) -> None:
-        """A world that nobody closed goes, and with it the arrays that were lent: the others live on, and may look."""
-        if not self.closed:
-            self.core.revoke_all()
-
     def _go_on(self) -> None:
         self._again = None
         self.poll()

@@ -81,11 +81,11 @@ class SocketSet:
         closed = {fd for fd in (sock.detach() for sock in self._sockets) if fd >= 0} | self._descriptors
         for fd in closed:
             os.close(fd)
-        if self._loop is not None and self._thread == threading.get_ident():
-            forget_closed(self._loop, closed)
         self._sockets.clear()
         self._descriptors.clear()
         self._on_fork()
+        if self._loop is not None and self._thread == threading.get_ident():
+            forget_closed(self._loop, closed)  # last, as readers go with it: theirs would act on the parent's memory
 
 
 def _close_all_in_child() -> None:

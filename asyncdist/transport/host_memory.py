@@ -35,6 +35,9 @@ class Closable(Protocol):
 
     closed: bool
 
+    def close(self) -> None:
+        """Touch it no more, and have nobody take what is still lent. Idempotent."""
+
 
 class Sharing(Protocol):
     """A connection through which memory is shared."""
@@ -107,7 +110,7 @@ class HostMemory:
     def doorbell(self) -> Doorbell:
         """The doorbell, made at the first use. Raises OSError without descriptors or memory."""
         if self._doorbell is None:
-            self._doorbell = Doorbell(self._loop, self.fds)
+            self._doorbell = Doorbell(self._loop, self.fds, self._unheard)
         return self._doorbell
 
     def joined(self, rank: int, connection: Sharing, *, crowded: bool) -> None:
@@ -193,6 +196,14 @@ class HostMemory:
     def _arena_gone(self, number: int) -> None:
         for connection in list(self.connections.values()):
             connection.loans.gone(number)
+
+    def _unheard(self) -> None:
+        """The loop has ended, or we have: nobody moves lanes on any more, so nobody is to take what is lent in them.
+
+        The memory is the program's again, although the group was never closed.
+        """
+        for lane in list(self.lanes):
+            lane.close()
 
     def forked(self) -> None:
         """In a forked child: what the parent shares must neither be written nor waited for here."""

@@ -244,3 +244,53 @@ def test_arrays_are_used_again_as_soon_as_their_messages_are_over() -> None:
         ends, reads = json.loads(rank.stdout)
         assert ends["late"] >= 5
         assert reads > 10
+
+
+LOOP_ENDED = """
+import mmap, uvloop
+
+STEPS = mmap.mmap(os.open(os.environ["STEPS"], os.O_RDWR), 4096)
+
+async def main():
+    group = await dist.init_process_group()
+    await works_with_all(group)
+    x = np.empty(200_000, np.int64) if SINGLE_COPY else group.empty(200_000, np.int64)
+    x[:] = group.rank + 1
+    await group.broadcast(x, 0)  # all have mapped it then
+    await group.barrier()
+    if group.rank == 0:
+        work = group.broadcast(x, 0)
+        assert not work.done()
+        return work, x
+    while not STEPS[0]:
+        await asyncio.sleep(0)
+    work = group.broadcast(x, 0)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    STEPS[0] = 2
+    try:
+        await work
+        print(x[0])
+    except dist.PeerLostError as error:
+        print("lost", error.rank)
+
+loop = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}[LOOP]()
+kept = loop.run_until_complete(main())
+loop.close()
+if kept is not None:
+    kept[1][:] = -666
+    STEPS[0] = 1
+    while STEPS[0] == 1:
+        time.sleep(0.001)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("loop", "single_copy"), [("asyncio", True), ("uvloop", False)])
+def test_what_a_loop_that_ended_had_lent_is_nobodys_result(loop: str, single_copy: bool, tmp_path: Path) -> None:
+    """Nobody closed its group, and what was lent is kept by a work that will never be done."""
+    steps = tmp_path / "steps"
+    steps.write_bytes(bytes(4096))
+    code = PRELUDE + f"LOOP, SINGLE_COPY = {loop!r}, {single_copy}" + LOOP_ENDED
+    ended = run_ranks(code, 2, {"STEPS": str(steps)})
+    assert ended[1].stdout == "lost 0\n"

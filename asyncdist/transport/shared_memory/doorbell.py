@@ -26,12 +26,13 @@ _ASLEEP: Final = 0
 class Doorbell:
     """Ours: what peers ring. Pollers are called, in turn, whenever there may be something to see.
 
-    A poller takes what is there, returns whether there was anything, and must not raise.
+    A poller takes what is there, returns whether there was anything, and must not raise. `on_end` is called when nobody
+    hears it any more: this is closed, or the loop is without that, or both are garbage; then perhaps in another thread.
     """
 
     __slots__ = ("_fds", "_handle", "_lookers", "_loop", "_pollers", "_words", "awake", "eventfd", "page", "rings")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, fds: SocketSet) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, fds: SocketSet, on_end: Callable[[], None]) -> None:
         self._loop = loop
         self._fds = fds
         self.rings = 0
@@ -47,7 +48,7 @@ class Doorbell:
             raise
         self._words = self.page.view.cast("Q")
         self._words[_ASLEEP] = 1
-        loop.add_reader(self.eventfd, self._rung)
+        loop.add_reader(self.eventfd, _Heard(self._rung, on_end))
         self._handle = loop.call_later(RECHECK_S, self._recheck)
 
     def add(self, poller: Callable[[], bool], look: Callable[[], bool] | None = None) -> None:
@@ -123,6 +124,22 @@ class Doorbell:
     def _recheck(self) -> None:
         self._handle = self._loop.call_later(RECHECK_S, self._recheck)
         self.poll()
+
+
+class _Heard:
+    """What a loop calls when it hears the doorbell. Only that keeps it: it goes when the bell is heard no more."""
+
+    __slots__ = ("_on_end", "_rung")
+
+    def __init__(self, rung: Callable[[], None], on_end: Callable[[], None]) -> None:
+        self._rung = rung
+        self._on_end = on_end
+
+    def __call__(self) -> None:
+        self._rung()
+
+    def __del__(self) -> None:
+        self._on_end()
 
 
 class Ringer:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
-from collections.abc import AsyncIterator
+import warnings
+import weakref
+from collections.abc import AsyncIterator, Callable
 
 import pytest
+import uvloop
 from mesh_world import open_fds
 from waiting import eventually
 
@@ -22,7 +26,7 @@ class Bell:
 
     def __init__(self) -> None:
         self.fds = SocketSet(lambda: None)
-        self.doorbell = Doorbell(asyncio.get_running_loop(), self.fds)
+        self.doorbell = Doorbell(asyncio.get_running_loop(), self.fds, lambda: None)
         page = AttachedSegment(os.dup(self.doorbell.page.fd), self.doorbell.page.size)
         self.ringer = Ringer(self.fds, os.dup(self.doorbell.eventfd), page)
         self.looks = 0
@@ -53,8 +57,34 @@ async def test_without_an_eventfd_nothing_is_left_open(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "eventfd", refuse)
     for _ in range(3):
         with pytest.raises(OSError, match="Too many"):
-            Doorbell(asyncio.get_running_loop(), SocketSet(lambda: None))
+            Doorbell(asyncio.get_running_loop(), SocketSet(lambda: None), lambda: None)
     assert len(open_fds()) == before
+
+
+@pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("end", ["the loop is closed", "the doorbell is closed", "all is garbage"])
+def test_its_owner_is_told_when_nobody_hears_it_any_more(
+    end: str, factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    told: list[str] = []
+    loop = factory()
+    doorbell = Doorbell(loop, SocketSet(lambda: None), lambda: told.append(end))
+    gone = weakref.ref(loop)
+    assert not told
+    if end == "the loop is closed":
+        loop.close()
+    elif end == "the doorbell is closed":
+        doorbell.close()
+    else:
+        del loop, doorbell
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # of the loop that was not closed, rightly
+            gc.collect()
+        assert gone() is None
+    assert told == [end]
+    if end == "the doorbell is closed":
+        loop.close()
+    assert told == [end]
 
 
 async def test_a_sleeper_is_woken(bell: Bell) -> None:
