@@ -11,12 +11,17 @@ from pathlib import Path
 
 import forked
 import pytest
-from journal_kit import daemon
+from journal_kit import Daemon, daemon
 
 from asyncdist.errors import DistError
 from asyncdist.store import TCPStore
 
 FILE_BYTES = 200_000
+
+
+async def ended(running: Daemon) -> str:
+    """What a daemon said that ends by itself: a slow disk delays that and every answer before it, time-outs do not tell."""
+    return await asyncio.get_running_loop().run_in_executor(None, running.communicate)
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of other processes are set on Linux only")
@@ -27,21 +32,22 @@ async def test_a_full_disk_ends_the_daemon_and_loses_nothing_acknowledged(tmp_pa
         running.start()
         assert running.process is not None
         resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
-        store = TCPStore("127.0.0.1", running.port, namespace="job", timeout=0.5)
+        store = TCPStore("127.0.0.1", running.port, namespace="job")
 
         async def fill() -> None:
             for number in range(1000):
                 await store.set(f"key/{number}", b"x" * 2000)
                 acknowledged.append(number)
 
+        filling = asyncio.create_task(fill())
+        said = await ended(running)
+        await store.close()
         with pytest.raises(DistError):
-            await fill()
-        said = await asyncio.get_running_loop().run_in_executor(None, running.communicate)
+            await filling
         assert running.process.returncode == 1
         assert f"cannot write to {tmp_path}/data/journal.sqlite" in said
         assert "then start the daemon again" in said
         assert len(acknowledged) > 10
-        await store.close()
         running.start()
         async with TCPStore("127.0.0.1", running.port, namespace="job") as again:
             assert await again.check([f"key/{number}" for number in acknowledged])
@@ -91,11 +97,13 @@ async def test_a_data_directory_that_is_removed_ends_the_daemon(tmp_path: Path) 
     with daemon(tmp_path / "data") as running:
         running.start()
         assert running.process is not None
-        async with TCPStore("127.0.0.1", running.port, namespace="job", timeout=0.5) as store:
-            await store.set("key", "value")
-            shutil.rmtree(tmp_path / "data")
-            with pytest.raises(DistError):
-                await store.set("key", "lost")
-            said = await asyncio.get_running_loop().run_in_executor(None, running.communicate)
+        store = TCPStore("127.0.0.1", running.port, namespace="job")
+        await store.set("key", "value")
+        shutil.rmtree(tmp_path / "data")
+        losing = asyncio.ensure_future(store.set("key", "lost"))
+        said = await ended(running)
+        await store.close()
+        with pytest.raises(DistError):
+            await losing
         assert running.process.returncode == 1
         assert "was removed or replaced while the daemon used it" in said
