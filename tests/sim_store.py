@@ -34,8 +34,8 @@ __all__ = ["Outcome", "run_store_scenario"]
 
 END_S: Final = 250.0
 """How long after the last fault everything must have ended: a silent connection, a reconnect, a time-out."""
-GONE_S: Final = 135.0
-"""How long a client that vanished may seem to be there: keepalive takes two minutes."""
+GONE_S: Final = 70.0
+"""How long a client that vanished may seem to be there: keepalive takes 55 s."""
 LONGEST_TTL_S: Final = 20.0
 LINGER_S: Final = 125.0
 """How long a client that went away is remembered, and a history that nobody reads."""

@@ -7,10 +7,15 @@ from typing import Any, Final
 
 __all__ = ["format_address", "notice_lost_hosts"]
 
-KEEPALIVE_IDLE_S: Final = 60
+KEEPALIVE_IDLE_S: Final = 10
 KEEPALIVE_INTERVAL_S: Final = 15
-KEEPALIVE_PROBES: Final = 4
-"""A host that vanished is noticed after two minutes of silence: idle connections may live for days otherwise."""
+KEEPALIVE_PROBES: Final = 3
+"""A host that vanished is noticed after 55 s of silence, 45 s after it vanished at the earliest.
+
+Sooner than a client gives up that tries to connect for a minute: places that a vanished job has taken are free again
+for its restart. Later than a client notices that it is cut off, which takes it 40 s at most: the time of a lock that is
+bound to the connection begins with its holder before it does here.
+"""
 UNACKNOWLEDGED_MS: Final = 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_PROBES)
 """And as soon when something was sent to it, of which keepalive knows nothing: Linux would try for 15 minutes, in which
 what is bound to that connection would seem to be in use."""

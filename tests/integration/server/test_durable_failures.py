@@ -20,7 +20,7 @@ FILE_BYTES = 200_000
 
 
 async def ended(running: Daemon) -> str:
-    """What a daemon said that ends by itself: a slow disk delays that and every answer before it, time-outs do not tell."""
+    """What a daemon said that ends by itself. A slow disk delays that and every answer before it: no time-out tells."""
     return await asyncio.get_running_loop().run_in_executor(None, running.communicate)
 
 
