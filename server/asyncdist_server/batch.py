@@ -44,7 +44,6 @@ from asyncdist_server.changes import ChangeLog, NamespaceChanges, Reply
 from asyncdist_server.clients import value_bytes
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.journal_size import BATCH_BYTES, JournalSize
-from asyncdist_server.messages import MAX_KEY_BYTES
 from asyncdist_server.namespace import Namespace
 
 CLIENTS: Final = 1
@@ -353,7 +352,7 @@ def _cut(sections: list[Section]) -> list[list[Section]]:
 def _rough_weight(kind: int, rows: list[Any]) -> int:
     """Return quickly about how many bytes a section needs, or more."""
     if kind == VALUES:
-        return sum([len(value) + MAX_KEY_BYTES if value is not None else MAX_KEY_BYTES for _, value, _ in rows])
+        return sum([len(key) + 24 if value is None else len(key) + len(value) + 24 for key, value, _ in rows])
     if kind == REPLIES:
         return sum([value_bytes(reply[2]) + 100 for row in rows for reply in row[1]])
     return sum(map(_weight, rows))

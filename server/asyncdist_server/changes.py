@@ -68,6 +68,12 @@ class NamespaceChanges:
         if not self.touched:
             self._touch()
 
+    def many_keys(self, keys: list[bytes]) -> None:
+        """Note of `keys`, one at least, what `key` notes of each."""
+        self.keys.update(keys)
+        if not self.touched:
+            self._touch()
+
     def appended_to(self, key: bytes, start: int) -> None:
         """Note that the value of `key` goes on behind its first `start` bytes, which are as they were."""
         if key in self.keys or key not in self.homes:

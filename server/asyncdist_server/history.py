@@ -101,9 +101,20 @@ class Recorder:
             if namespace.changes is not None:
                 namespace.changes.event(prefix, event)
             if prefix in namespace.watchers:
-                answer = (event[0] + 1, [event])
-                for waiter in namespace.watchers.take_all(prefix):
-                    state.finish(waiter, (waiter.request_id, OK, answer))
+                history.tell(event)
+
+    def record_all(self, namespace: Namespace, kind: int, keys: list[bytes]) -> None:
+        """Do for `keys`, which have no values any more, what `record` does for each."""
+        first = self._state.revision + 1
+        self._state.revision += len(keys)
+        found: dict[History, list[Event]] = {}
+        for length in namespace.prefix_lengths:
+            for revision, key in enumerate(keys, first):
+                history = namespace.histories.get(key[:length])
+                if history is not None and len(history.prefix) == length:
+                    found.setdefault(history, []).append((revision, kind, key, b""))
+        for history, events in found.items():
+            history.extend(events)
 
     def spare(self, late_s: float, now: float) -> None:
         """End nothing for as long as the daemon did not run, up to the whole time: somebody may want to watch."""
@@ -182,6 +193,30 @@ class History:
         self._state.record_bytes(size)
         while len(self.events) > HISTORY_EVENTS or (self.bytes > HISTORY_BYTES and len(self.events) > 1):
             self.drop_oldest()
+
+    def extend(self, events: list[Event]) -> None:
+        """Remember `events`, or as many of the last of them as may be, and tell who waits for one."""
+        kept = events[-HISTORY_EVENTS:]
+        if len(kept) < len(events):
+            while self.events:
+                self.drop_oldest()
+            self.floor = kept[0][0] - 1
+            self._changed()
+        for event in kept:
+            self.append(event)
+        if self.namespace.changes is not None:
+            for event in self.events:
+                if event[0] >= kept[0][0]:
+                    self.namespace.changes.event(self.prefix, event)
+        if self.prefix in self.namespace.watchers:
+            self.tell(events[0])
+
+    def tell(self, event: Event) -> None:
+        """Answer who waits for more with `event`."""
+        state = self._state
+        answer = (event[0] + 1, [event])
+        for waiter in self.namespace.watchers.take_all(self.prefix):
+            state.finish(waiter, (waiter.request_id, OK, answer))
 
     def drop_oldest(self) -> None:
         """Forget one event; watchers that have not read it will be told that something is missing."""

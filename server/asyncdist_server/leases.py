@@ -245,6 +245,14 @@ class Leases:
                 namespace.changes.key(key)
             self._state.memory_bytes -= LEASED_KEY_BYTES
 
+    def detach_all(self, namespace: Namespace, keys: list[bytes]) -> None:
+        """Take those of `keys`, which are gone, from their leases."""
+        leased = namespace.leased
+        found = list(filter(leased.__contains__, keys))
+        for key in found:
+            del leased.pop(key).keys[key]
+        self._state.memory_bytes -= LEASED_KEY_BYTES * len(found)
+
     def hold(self, lease: Lease, prefix: bytes, linger_s: float) -> str:
         """Let `lease` hold `prefix`; the longest time to linger that was asked for counts."""
         namespace = lease.namespace
@@ -290,8 +298,7 @@ class Leases:
                 del namespace.bound[lease.owner]
         for job in list(lease.jobs):
             job.lose(lease, kind, now)
-        for key in list(lease.keys):
-            state.remove(namespace, key, kind)
+        state.remove_all(namespace, list(lease.keys), kind)
         for hold in list(lease.holds):
             hold.release(lease, now)
 

@@ -116,6 +116,12 @@ class Namespace:
             self.changes.key(key)
         return KEY_OVERHEAD_BYTES + len(key) + len(value)
 
+    def delete_values(self, keys: list[bytes]) -> int:
+        """Remove `keys`, which are all there; returns the bytes no longer charged."""
+        if self.changes is not None:
+            self.changes.many_keys(keys)
+        return sum(map(len, map(self.values.pop, keys))) + sum(map(len, keys)) + KEY_OVERHEAD_BYTES * len(keys)
+
     def clear_queue(self, key: bytes) -> int:
         """Remove a queue that exists; returns the bytes no longer charged."""
         queue = self.queues.pop(key)

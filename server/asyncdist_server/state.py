@@ -195,12 +195,24 @@ class StoreState:
             self.pass_lock_on(namespace, key)
         return True
 
+    def remove_all(self, namespace: Namespace, keys: list[bytes], kind: int = EVENT_DELETE) -> None:
+        """Do with `keys`, which are all there, what `remove` does with each: together, as they may be a great many."""
+        if not keys:
+            return
+        self.memory_bytes -= namespace.delete_values(keys)
+        if namespace.leased:
+            self.leases.detach_all(namespace, keys)
+        if namespace.histories:
+            self.recorder.record_all(namespace, kind, keys)
+        if namespace.lockers:
+            for key in filter(namespace.lockers.__contains__, keys):
+                self.pass_lock_on(namespace, key)
+
     def clear(self, namespace: Namespace, belongs: Callable[[bytes], bool] | None = None) -> int:
         """Remove all keys and queues, or those for whose name `belongs` is true; returns how many. Wakes no readers."""
         keys = list(namespace.values if belongs is None else filter(belongs, namespace.values))
         queues = list(namespace.queues if belongs is None else filter(belongs, namespace.queues))
-        for key in keys:
-            self.remove(namespace, key)
+        self.remove_all(namespace, keys)
         for key in queues:
             self.memory_bytes -= namespace.clear_queue(key)
         for client in self.every_client():
