@@ -20,7 +20,9 @@ from asyncdist.transport.protocol import (
 )
 
 CREDIT = 8192
-EAGER = 512
+EAGER = 600
+EARLY_PULL = 400
+GATHER = 300
 OFFERS = 4
 EARLY_PULLS = 2
 ASKS = 8
@@ -31,7 +33,9 @@ _LIMITS = {
     "CREDIT_BYTES": (CREDIT, (credit, parking)),
     "RETURN_CREDIT_BYTES": (CREDIT // 4, (credit, reader)),
     "URGENT_CREDIT_BYTES": (CREDIT // 2, (output,)),
-    "EAGER_BYTES": (EAGER, (outbound, inbound, offers, reader)),
+    "EAGER_BYTES": (EAGER, (outbound, inbound, reader)),
+    "EARLY_PULL_BYTES": (EARLY_PULL, (outbound, inbound, offers)),
+    "GATHER_BYTES": (GATHER, (reader,)),
     "FRAGMENT_BYTES": (FRAGMENT, (output, pulls, reader)),
     "MAX_OFFERS": (OFFERS, (outbound, parking)),
     "MAX_EARLY_PULLS": (EARLY_PULLS, (pulls, offers)),

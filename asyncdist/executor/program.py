@@ -28,9 +28,9 @@ from asyncdist.plan.steps import (
     Send,
     Step,
 )
-from asyncdist.plan.summary import items, needs, peers
+from asyncdist.plan.summary import Traffic, items, needs, peers, traffic
 from asyncdist.transport.lanes.lane import Needs
-from asyncdist.transport.protocol.frame import EAGER_BYTES, key_suffix
+from asyncdist.transport.protocol.frame import EARLY_PULL_BYTES, key_suffix
 
 __all__ = [
     "COPY",
@@ -81,6 +81,8 @@ class Instruction(NamedTuple):
     """Which buffer local steps read, or which item fetching ones, from `source_start` to `source_stop`."""
     source_start: int
     source_stop: int
+    together: int
+    """Elements of all the plan's messages that go that way between the two ranks."""
     left: bool
     """Whether the incoming or source operand goes left; of a published item, whether others may read it in place."""
     successors: tuple[int, ...]
@@ -93,20 +95,23 @@ class Instructions(dict[int, Instruction]):
     Messages are numbered `times` their slot `plus` an offset.
     """
 
-    def __init__(self, steps: Sequence[Step], waiting: Waiting, lendable: Container[int]) -> None:
+    def __init__(self, steps: Sequence[Step], waiting: Waiting, lendable: Container[int], traffic: Traffic) -> None:
         super().__init__()
         self.times, self.plus = 1, 0
         self._steps = steps
+        self._traffic = traffic
         self._waiting = waiting
         self._lendable = lendable
 
     def __missing__(self, index: int) -> Instruction:
         step = self._steps[index]
         peer, suffix, left = LOCAL, b"", False
-        source = source_start = source_stop = 0
+        source = source_start = source_stop = together = 0
         match step:
             case Send() | Recv() | RecvReduce():
                 peer, suffix = step.peer, key_suffix(step.slot * self.times + self.plus, COLLECTIVE_CHANNEL)
+                traffic = self._traffic.sent if isinstance(step, Send) else self._traffic.received
+                together = self.times * traffic[peer]
                 left = isinstance(step, RecvReduce) and step.incoming_left
             case Copy() | Reduce():
                 source, source_start, source_stop = int(step.source.buffer), step.source.offset, step.source.end
@@ -129,6 +134,7 @@ class Instructions(dict[int, Instruction]):
             source,
             source_start,
             source_stop,
+            together,
             left,
             self._waiting.for_step(index),
         )
@@ -136,7 +142,7 @@ class Instructions(dict[int, Instruction]):
 
     def renumbered(self, times: int, plus: int) -> Instructions:
         """The same with messages numbered apart."""
-        other = Instructions(self._steps, self._waiting, self._lendable)
+        other = Instructions(self._steps, self._waiting, self._lendable, self._traffic)
         other.times, other.plus = self.times * times, self.plus * times + plus
         return other
 
@@ -171,7 +177,7 @@ class Program:
         self.whole = plan.collective in PRIVATE_COLLECTIVES
         self.items = items(steps) if plan.outstanding_items else 0
         self.needs: Needs = needs(steps) if plan.outstanding_items else {}
-        self.instructions = Instructions(steps, waiting, lendable(plan) if self.items else ())
+        self.instructions = Instructions(steps, waiting, lendable(plan) if self.items else (), traffic(steps))
         self.pending = waiting.counts()
         self._ready = ready = tuple(compress(range(len(steps)), map(not_, self.pending)))
         self.peer_ranks = peers(steps)
@@ -188,7 +194,7 @@ class Program:
         A large message is asked for by its receiver. What asks must not wait behind a large message that this rank
         sends, or the two would travel one after the other. Small ones do not wait for receives to be posted.
         """
-        return self._ready if self._longest * itemsize <= EAGER_BYTES else self._receives_first
+        return self._ready if self._longest * itemsize <= EARLY_PULL_BYTES else self._receives_first
 
     def renumbered(self, times: int, plus: int) -> Program:
         """The same program with messages numbered apart, so that it can run `times` times in one operation."""

@@ -31,6 +31,7 @@ from asyncdist.executor.program import (
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.executor.shared_part import SharedPart, different
 from asyncdist.executor.sliced import SLICE_BYTES, run_sliced
+from asyncdist.transport.protocol.frame import CREDIT_BYTES
 from asyncdist.transport.protocol.matching import Receive, SendOp
 from asyncdist.transport.protocol.peer import PeerCore
 
@@ -38,6 +39,10 @@ __all__ = ["Execution", "Kernel", "mismatch"]
 
 START_STEPS: Final = 64
 """Steps that are started in one turn of the loop, of those that wait for none: some microseconds each."""
+
+BULK_BYTES: Final = CREDIT_BYTES // 2
+"""What an operation may send from one rank to another without being asked for it, but for its short messages. So two of
+them may be under way before credit is used up."""
 
 Kernel = Callable[[Array, Array, Array], object]
 
@@ -57,6 +62,7 @@ class Execution(ItemSteps):
         "_kernel",
         "_line",
         "_loop",
+        "_not_bulk",
         "_peers",
         "_pending",
         "_pool",
@@ -88,6 +94,7 @@ class Execution(ItemSteps):
         self._prefix = prefix
         self._fingerprint = fingerprint
         self._itemsize = itemsize
+        self._not_bulk = BULK_BYTES // itemsize
         self._kernel = kernel
         self._pool = pool
         self._pending = program.pending.copy()
@@ -175,21 +182,22 @@ class Execution(ItemSteps):
 
     def _issue(self, index: int, step: Instruction) -> bool:
         """Start a step; True if it is done already."""
-        kind, peer, suffix, buffer, start, stop, source, source_start, source_stop, left, _ = step
+        kind, peer, suffix, buffer, start, stop, source, source_start, source_stop, together, left, _ = step
+        bulk = together > self._not_bulk
         if kind == SEND:
             payload = self._buffers[buffer].octets(start, stop)
-            send = SendOp(self._prefix + suffix, payload, b"", self, index, self._fingerprint)
+            send = SendOp(self._prefix + suffix, payload, b"", self, index, self._fingerprint, bulk=bulk)
             done = self._peers[peer].post_send(send)  # type: ignore[union-attr]
         elif kind == RECV:
             target = self._buffers[buffer].octets(start, stop)
-            receive = Receive(self._prefix + suffix, target, self, index)
+            receive = Receive(self._prefix + suffix, target, self, index, bulk=bulk)
             done = self._peers[peer].post_receive(receive)  # type: ignore[union-attr]
             if done and receive.fingerprint != self._fingerprint:
                 raise mismatch(receive)
         elif kind == RECV_REDUCE:
             nbytes = (stop - start) * self._itemsize
             staging = self._staging[index] = self._pool.take(nbytes)
-            receive = Receive(self._prefix + suffix, staging.data, self, index)
+            receive = Receive(self._prefix + suffix, staging.data, self, index, bulk=bulk)
             done = self._peers[peer].post_receive(receive)  # type: ignore[union-attr]
             if done:
                 if receive.fingerprint != self._fingerprint:

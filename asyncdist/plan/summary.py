@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from asyncdist.plan.repeated import RepeatedSteps
 from asyncdist.plan.steps import ANYONE, Fetch, FetchReduce, Publish, Recv, RecvReduce, Send, Step
 
-__all__ = ["items", "needs", "peers"]
+__all__ = ["Traffic", "items", "needs", "peers", "traffic"]
 
 
 def peers(steps: Sequence[Step]) -> tuple[int, ...]:
@@ -16,6 +17,25 @@ def peers(steps: Sequence[Step]) -> tuple[int, ...]:
     written = _written(steps)
     readers = {step.reader for step in written if type(step) is Publish and step.reader != ANYONE}
     return tuple(sorted(readers | {step.peer for step in written if isinstance(step, _WITH_PEERS)}))
+
+
+class Traffic(NamedTuple):
+    """Elements of all messages, by the rank at the other end."""
+
+    received: Mapping[int, int]
+    sent: Mapping[int, int]
+
+
+def traffic(steps: Sequence[Step]) -> Traffic:
+    """Return how much is received from, and sent to, every rank in messages."""
+    received: Counter[int] = Counter()
+    sent: Counter[int] = Counter()
+    for step in _written(steps):  # messages are never among what is repeated
+        if isinstance(step, Send):
+            sent[step.peer] += step.source.length
+        elif isinstance(step, Recv | RecvReduce):
+            received[step.peer] += step.target.length
+    return Traffic(received, sent)
 
 
 def items(steps: Sequence[Step]) -> int:

@@ -26,11 +26,11 @@ from asyncdist.testing.transport_check_tools import (
     open_world,
     pattern,
 )
-from asyncdist.transport.protocol.frame import EAGER_BYTES, MAX_OFFERS, pack_key
+from asyncdist.transport.protocol.frame import EAGER_BYTES, MAX_CONTROL_BYTES, MAX_OFFERS, pack_key
 
 __all__ = ["MESH_CHECKS", "MeshCheck", "OpenMeshes"]
 
-SIZES: Final = (0, 1, EAGER_BYTES, EAGER_BYTES + 1, 5 << 20)
+SIZES: Final = (0, 1, 100_000, EAGER_BYTES, EAGER_BYTES + 1, 5 << 20)
 GROUP_BYTES: Final = pack_key(GROUP, 0, 0, 0, 0)[:8]
 
 
@@ -222,11 +222,11 @@ async def check_control_overtakes(open_meshes: OpenMeshes) -> None:
         received.future.add_done_callback(lambda _: two.events.append("bulk"))
         sent = one.send(1, bytes(64 << 20), 1, 1)
         one.mesh.send_control(1, b"stop")
-        one.mesh.send_control(1, bytes(EAGER_BYTES))
+        one.mesh.send_control(1, bytes(MAX_CONTROL_BYTES))
         await received.done()
         await sent.done()
         assert two.events == ["control", "control", "bulk"]
-        assert two.controls == [(0, b"stop"), (0, bytes(EAGER_BYTES))]
+        assert two.controls == [(0, b"stop"), (0, bytes(MAX_CONTROL_BYTES))]
 
 
 async def check_greeting(open_meshes: OpenMeshes) -> None:

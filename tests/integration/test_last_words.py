@@ -21,7 +21,7 @@ import asyncdist as dist
 from asyncdist.attendance import WORDS_LIMIT_S
 from asyncdist.store import HashStore
 from asyncdist.transport.addresses.address import PeerAddress
-from asyncdist.transport.protocol.frame import pack_key
+from asyncdist.transport.protocol.frame import EAGER_BYTES, pack_key
 from asyncdist.transport.protocol.matching import SendOp
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
@@ -82,7 +82,7 @@ async def test_who_comes_while_the_rank_is_leaving(transport: str, quick: Callab
     quick(transport)
     async with socket_world(3) as (holder, gone, late):
         gone.abort("the disk is full")
-        op = SendOp(pack_key(1, 0, 0, 0, 0), memoryview(bytes(200_000)), b"", Done(), None)
+        op = SendOp(pack_key(1, 0, 0, 0, 0), memoryview(bytes(EAGER_BYTES + 1)), b"", Done(), None)
         gone.world.mesh.post_send(0, op)  # as long as nobody receives it, rank 1 is leaving
         closing = asyncio.ensure_future(gone.close())
         await eventually(lambda: gone.world.mesh.closing)

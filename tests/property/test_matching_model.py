@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from small_limits import ASKS, CREDIT, EAGER, EARLY_PULLS, OFFERS, small_limits
+from small_limits import ASKS, CREDIT, EAGER, EARLY_PULL, EARLY_PULLS, OFFERS, small_limits
 from transport_pair import Recorder, Wire
 
 from asyncdist.errors import CollectiveMismatchError
@@ -24,7 +24,8 @@ from asyncdist.transport.protocol.peer import PeerCore
 
 TAGS = 3
 GROUPS = (1, 2)
-SIZES = st.sampled_from((0, 1, 100, EAGER - 1, EAGER, EAGER + 1, 3000))
+ALL_SIZES = (0, 1, 100, EARLY_PULL, EARLY_PULL + 1, EAGER, EAGER + 1, 3000)
+SIZES = st.sampled_from(ALL_SIZES)
 RANKS = st.integers(0, 2)
 
 
@@ -118,14 +119,15 @@ class World(RuleBasedStateMachine):
         for _ in range(count):
             self._send(source, (source + offset) % 3, pack_key(group, tag, 0, 0, 0), size, meta)
 
-    def _send(self, source: int, target: int, key: bytes, size: int, meta: bytes) -> None:
+    def _send(self, source: int, target: int, key: bytes, size: int, meta: bytes, *, bulk: bool = False) -> None:
         if (source, key[0]) in self.dropped_at:
             return
         self.counter += 1
         data = (self.counter.to_bytes(4, "little") * (size // 4 + 1))[:size]
         token = ("s", self.counter)
         self.messages.append(Message(source, target, key, data, meta, token))
-        if self.cores[source, target].post_send(SendOp(key, memoryview(data), meta, self.sinks[source], token)):
+        op = SendOp(key, memoryview(data), meta, self.sinks[source], token, bulk=bulk)
+        if self.cores[source, target].post_send(op):
             self.sinks[source].message_sent(token)
 
     @rule(
@@ -140,7 +142,7 @@ class World(RuleBasedStateMachine):
             source = None if offset == 0 else (rank + offset) % 3
             self._receive(rank, source, pack_key(group, tag, 0, 0, 0), None)
 
-    def _receive(self, rank: int, source: int | None, key: bytes, size: int | None) -> None:
+    def _receive(self, rank: int, source: int | None, key: bytes, size: int | None, *, bulk: bool = False) -> None:
         if (rank, key[0]) in self.dropped_at:
             return
         self.counter += 1
@@ -150,7 +152,7 @@ class World(RuleBasedStateMachine):
         if size is not None:
             sink.arrays[token] = bytearray(size)
             target = memoryview(sink.arrays[token])
-        receive = Receive(key, target, sink, token)
+        receive = Receive(key, target, sink, token, bulk=bulk)
         self.receives.append(Posted(rank, source, receive, token))
         try:
             if source is None:
@@ -172,17 +174,27 @@ class World(RuleBasedStateMachine):
         steps=st.integers(0, 3),
         group=st.sampled_from(GROUPS),
         meta=st.sampled_from((b"", b"meta")),
+        bulk=st.sampled_from(((False, False), (True, True), (False, True), (True, False))),
     )
     def collective(
-        self, source: int, offset: int, size: int, first: bool, wrong: int, steps: int, group: int, meta: bytes
+        self,
+        source: int,
+        offset: int,
+        size: int,
+        first: bool,
+        wrong: int,
+        steps: int,
+        group: int,
+        meta: bytes,
+        bulk: tuple[bool, bool],
     ) -> None:
         target = (source + offset) % 3
         slot = self.slots[source, target]
         self.slots[source, target] += 1
         key = pack_key(group, 0, 1, slot, 1)
         posts = [
-            lambda: self._send(source, target, key, size, meta),
-            lambda: self._receive(target, source, key, size + wrong),
+            lambda: self._send(source, target, key, size, meta, bulk=bulk[0]),
+            lambda: self._receive(target, source, key, size + wrong, bulk=bulk[1]),
         ]
         posts[first]()
         for wire in self.wires[:steps]:
@@ -221,7 +233,7 @@ class World(RuleBasedStateMachine):
 
     def run_long(self, rng: random.Random, steps: int) -> None:
         """Steps weighed differently by each seed."""
-        sizes = (0, 1, 100, EAGER - 1, EAGER, EAGER + 1, 3000)
+        sizes = ALL_SIZES
         counts = (1, 1, 2, 8)
         drop_at = rng.choice((-1, rng.randrange(steps)))
         any_share, send_share, delivery_share = rng.choice((0, 0.1, 0.5)), rng.choice((0.2, 0.5, 0.8)), rng.random()
@@ -243,7 +255,8 @@ class World(RuleBasedStateMachine):
                 wrong = rng.choice((0, 0, 0, 1))
                 first = rng.random() < 0.5
                 group, meta = rng.choice(GROUPS), rng.choice((b"", b"m"))
-                self.collective(source, offset, rng.choice(sizes), first, wrong, rng.randrange(4), group, meta)
+                bulk = rng.choice(((False, False), (True, True), (False, True), (True, False)))
+                self.collective(source, offset, rng.choice(sizes), first, wrong, rng.randrange(4), group, meta, bulk)
             elif action < 0.8:
                 self.withdraw(rng.randrange(1000))
             elif action < 0.9:

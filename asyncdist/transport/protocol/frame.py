@@ -65,6 +65,7 @@ __all__ = [
     "CREDIT_BYTES",
     "EAGER_BYTES",
     "EARLY_ID",
+    "EARLY_PULL_BYTES",
     "FLAG_ABORT",
     "FLAG_ASKED",
     "FLAG_CREDIT_COLLECTIVE",
@@ -113,11 +114,15 @@ POINT_TO_POINT: Final = 0
 COLLECTIVE: Final = 1
 CHANNELS: Final = 2
 
-EAGER_BYTES: Final = 64 << 10
-"""Largest message sent without asking: copying it once from scratch costs less than a round trip."""
-
 FRAGMENT_BYTES: Final = 256 << 10
 """Largest piece of a message: what an urgent frame may have to wait behind."""
+
+EAGER_BYTES: Final = FRAGMENT_BYTES
+"""Largest message sent without asking: copying it once more, should it come too early, costs less than a round trip."""
+
+EARLY_PULL_BYTES: Final = 64 << 10
+"""Largest message sent without asking by operations that move much, whose receivers pull what is longer when they post
+it. What comes too early is copied once more, and there credit would soon be used up."""
 
 MAX_READ_BYTES: Final = 64 << 10
 """Payload lent to one read of a message of one fragment: what it acknowledges early lets the sender copy meanwhile. Of

@@ -11,6 +11,7 @@ from asyncdist.transport.protocol.frame import (
     CHANNELS,
     EAGER_BYTES,
     EARLY_ID,
+    EARLY_PULL_BYTES,
     FLAG_ABORT,
     FLAG_ASKED,
     FLAG_END,
@@ -27,7 +28,7 @@ from asyncdist.transport.protocol.loans import Loans
 from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, ReceiveTable, given_up
 from asyncdist.transport.protocol.outbound import Outbound
 from asyncdist.transport.protocol.parking import Parking
-from asyncdist.transport.protocol.pulls import COPIED, COPYING, NOT_COPIED, Pulls, Stream
+from asyncdist.transport.protocol.pulls import COPIED, COPYING, NOT_COPIED, EarlyStream, Pulls, Stream
 
 __all__ = ["Inbound"]
 
@@ -93,7 +94,7 @@ class Inbound:
         else:
             self.entries[key] = receive
             target = receive.target
-            if key[20] and target is not None and len(target) > EAGER_BYTES:
+            if key[20] and target is not None and len(target) > (EARLY_PULL_BYTES if receive.bulk else EAGER_BYTES):
                 self.pulls.pull_early(receive, target)
                 self._out.kick()
         if self._asking.stalled:
@@ -154,13 +155,17 @@ class Inbound:
     # Messages
 
     def on_data(self, flags: int, meta: bytes, fingerprint: int, key: bytes, payload: memoryview) -> None:
-        """An eager message, whole."""
+        """An eager message, whole. What `payload` views may change afterwards."""
         self._admit(flags, key)
-        receive = self._match(key)
+        if not self._deliver(meta, fingerprint, key, payload):
+            self._keep(meta, fingerprint, key, bytes(payload))
+
+    def _deliver(self, meta: bytes, fingerprint: int, key: bytes, payload: memoryview) -> bool:
+        """Give a message that is here whole to the receive posted for it; False if there is none."""
+        receive, length = self._match(key), len(payload)
         if receive is None:
-            self._keep(meta, fingerprint, key, payload)
-            return
-        length = len(payload)
+            return False
+        self.pulls.cancel_early(receive)
         self.windows[key[20]].owe(length + len(meta) + MESSAGE_OVERHEAD_BYTES)
         view = self._target_or_fail(receive, length, meta)
         if view is not None:
@@ -169,38 +174,40 @@ class Inbound:
             receive.meta = meta
             receive.fingerprint = fingerprint
             receive.sink.message_received(receive.token, receive)
+        return True
 
     def on_early(self, meta: bytes, fingerprint: int, key: bytes, payload: memoryview) -> None:
         """An eager message, whole and without flags, for which no receive is posted."""
         self._check_key(key)
-        self._keep(meta, fingerprint, key, payload)
+        self._keep(meta, fingerprint, key, bytes(payload))
 
-    def _keep(self, meta: bytes, fingerprint: int, key: bytes, payload: memoryview) -> None:
+    def _keep(self, meta: bytes, fingerprint: int, key: bytes, payload: bytes | memoryview) -> None:
         if key in self._dropped:
             self.windows[key[20]].owe(len(payload) + len(meta) + MESSAGE_OVERHEAD_BYTES)
             self._dropped.discard(key, self.peer_rank, meta)
         else:
             self._parking.add_message(key, payload, meta, fingerprint)
 
-    def begin_data(self, flags: int, meta: bytes, fingerprint: int, key: bytes, length: int) -> Stream | None:
+    def begin_data(
+        self, flags: int, meta: bytes, fingerprint: int, key: bytes, length: int, *, fits: bool
+    ) -> Stream | None:
         """An eager message of which payload is still to come: where that goes.
 
-        None if no receive is there to take it: then it must be gathered whole first.
+        None if no receive is there to take it, and it `fits` where it can be gathered whole first.
         """
-        if key not in self.entries and key not in self.any_entries:
+        posted = key in self.entries or key in self.any_entries
+        if fits and not posted:
             return None
         self._admit(flags, key)
-        receive = self._match(key)
+        receive = self._match(key) if posted else None
         if receive is None:
-            return None
+            return EarlyStream(meta, fingerprint, key, length)
         self.windows[key[20]].owe(length + len(meta) + MESSAGE_OVERHEAD_BYTES)
+        self.pulls.cancel_early(receive)
         view = self._target_or_fail(receive, length, meta)
         receive.meta = meta
         receive.fingerprint = fingerprint
-        stream = Stream(receive, view, length)
-        if view is None:
-            stream.abandon()
-        return stream
+        return Stream(None if view is None else receive, view, length)
 
     def on_offer(self, flags: int, meta: bytes, fingerprint: int, key: bytes, length: int, message_id: int) -> None:
         """A message that waits to be pulled."""
@@ -278,11 +285,13 @@ class Inbound:
 
     def finish(self, stream: Stream) -> None:
         """The last byte of `stream` is in place."""
-        receive = stream.receive
+        receive, view = stream.receive, stream.view
         stream.abandon()
         if receive is not None:
             receive.nbytes = stream.total
             receive.sink.message_received(receive.token, receive)
+        elif isinstance(stream, EarlyStream) and view is not None and not self._deliver(*stream.envelope, view):
+            self._keep(*stream.envelope, view)
 
     # Matching
 

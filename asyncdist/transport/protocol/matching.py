@@ -70,10 +70,13 @@ class Receive:
 
     Without a target, `expects` and `view` spare the question: an eager message with exactly that meta and as long as
     `view` goes there at once, and `allocate` is not called. That is the usual message, so it is worth it.
+
+    `bulk` says that it belongs to an operation that moves much, as `SendOp.bulk` does; both ends should say the same.
     """
 
     __slots__ = (
         "_order",
+        "bulk",
         "expects",
         "fingerprint",
         "key",
@@ -95,9 +98,12 @@ class Receive:
         token: Any,
         expects: bytes = b"",
         view: memoryview | None = None,
+        *,
+        bulk: bool = False,
     ) -> None:
         self.key = key
         self.target = target
+        self.bulk = bulk
         self.expects = expects
         self.view = target if view is None else view
         self.sink = sink
@@ -113,15 +119,25 @@ class Receive:
 class SendOp:
     """A posted send: `payload` is a contiguous view of format 'B', `meta` at most MAX_META_BYTES.
 
-    An object is posted once. `payload` must not change until the send is complete.
+    An object is posted once. `payload` must not change until the send is complete. `bulk`: it belongs to an operation
+    that moves much, so that its receiver pulls it early if it exceeds EARLY_PULL_BYTES.
     """
 
-    __slots__ = ("_id", "_offset", "_settled", "fingerprint", "key", "meta", "payload", "sink", "token")
+    __slots__ = ("_id", "_offset", "_settled", "bulk", "fingerprint", "key", "meta", "payload", "sink", "token")
 
     def __init__(
-        self, key: bytes, payload: memoryview, meta: bytes, sink: Sink, token: Any, fingerprint: int = 0
+        self,
+        key: bytes,
+        payload: memoryview,
+        meta: bytes,
+        sink: Sink,
+        token: Any,
+        fingerprint: int = 0,
+        *,
+        bulk: bool = False,
     ) -> None:
         self.key = key
+        self.bulk = bulk
         self.payload = payload
         self.meta = meta
         self.sink = sink
@@ -155,7 +171,9 @@ class ParkedMessage:
 
     __slots__ = ("arrival", "fingerprint", "length", "message_id", "meta", "payload", "returned")
 
-    def __init__(self, payload: bytes | None, length: int, meta: bytes, fingerprint: int, message_id: int) -> None:
+    def __init__(
+        self, payload: bytes | memoryview | None, length: int, meta: bytes, fingerprint: int, message_id: int
+    ) -> None:
         self.payload = payload
         self.length = length
         self.meta = meta

@@ -6,7 +6,7 @@ from collections.abc import Container
 
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.protocol.credit import SendWindow
-from asyncdist.transport.protocol.frame import COLLECTIVE, EAGER_BYTES, EARLY_ID, MAX_EARLY_PULLS, describe_key
+from asyncdist.transport.protocol.frame import COLLECTIVE, EARLY_ID, EARLY_PULL_BYTES, MAX_EARLY_PULLS, describe_key
 from asyncdist.transport.protocol.matching import SendOp
 
 __all__ = ["EarlyPulls", "Offers"]
@@ -108,7 +108,7 @@ class EarlyPulls:
         """Raise RemoteProtocolError unless the peer may pull this."""
         if key in self._by_key or message_id in self._by_id or message_id in streaming:
             raise RemoteProtocolError(f"rank {self._peer_rank} pulled one message twice ({describe_key(key)})")
-        if key[20] != COLLECTIVE or length <= EAGER_BYTES:
+        if key[20] != COLLECTIVE or length <= EARLY_PULL_BYTES:
             raise RemoteProtocolError(f"rank {self._peer_rank} pulled early what it must not ({describe_key(key)})")
         if len(self._by_key) >= MAX_EARLY_PULLS:
             raise RemoteProtocolError(f"rank {self._peer_rank} has more than {MAX_EARLY_PULLS} early pulls")

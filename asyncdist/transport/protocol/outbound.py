@@ -11,6 +11,7 @@ from asyncdist.transport.protocol.frame import (
     COLLECTIVE,
     EAGER_BYTES,
     EARLY_ID,
+    EARLY_PULL_BYTES,
     FLAG_ABORT,
     FLAG_ASKED,
     FLAG_END,
@@ -83,11 +84,10 @@ class Outbound:
             key = op.key
             window = self.windows[key[20]]
             credit = window.credit - nbytes - len(meta) - MESSAGE_OVERHEAD_BYTES
-            if nbytes <= EAGER_BYTES and credit >= 0 and not window.stall and len(meta) <= MAX_META_BYTES:
+            most = EARLY_PULL_BYTES if op.bulk else EAGER_BYTES
+            if nbytes <= most and credit >= 0 and not window.stall and len(meta) <= MAX_META_BYTES:
                 window.credit = credit
-                head = _pack(_DATA, 0, len(meta), op.fingerprint, key, nbytes, 0, 0)
-                if meta:
-                    head += meta
+                head = _pack(_DATA, 0, len(meta), op.fingerprint, key, nbytes, 0, 0) + meta
                 if nbytes <= JOIN_BYTES:
                     frame = head + payload
                     sent = queue.writer((frame,))
@@ -141,7 +141,7 @@ class Outbound:
         nbytes = len(op.payload)
         charge = nbytes + len(op.meta) + MESSAGE_OVERHEAD_BYTES
         flags = FLAG_ASKED if asked else 0
-        if nbytes <= EAGER_BYTES and charge <= window.credit:
+        if charge <= window.credit and nbytes <= (EARLY_PULL_BYTES if op.bulk else EAGER_BYTES):
             window.credit -= charge
             head = _pack(_DATA, flags, len(op.meta), op.fingerprint, op.key, nbytes, 0, 0)
             self.queue.push_data(head + op.meta, op)

@@ -33,14 +33,14 @@ class Parking:
         self._offers: set[int] = set()
         self.queues: dict[bytes, deque[ParkedMessage]] = {}
 
-    def add_message(self, key: bytes, payload: memoryview, meta: bytes, fingerprint: int) -> None:
-        """Keep a copy of an eager message. Raises RemoteProtocolError beyond the peer's credit."""
+    def add_message(self, key: bytes, payload: bytes | memoryview, meta: bytes, fingerprint: int) -> None:
+        """Keep an eager message: `payload` itself. Raises RemoteProtocolError beyond the peer's credit."""
         length = len(payload)
         window = self._windows[key[20]]
         window.parked_bytes += length + len(meta) + MESSAGE_OVERHEAD_BYTES
         if window.parked_bytes > CREDIT_BYTES:
             raise RemoteProtocolError(f"rank {self._peer_rank} exceeds its credit of {CREDIT_BYTES} bytes")
-        self._add(key, ParkedMessage(bytes(payload), length, meta, fingerprint, 0))
+        self._add(key, ParkedMessage(payload, length, meta, fingerprint, 0))
 
     def add_offer(self, key: bytes, length: int, meta: bytes, fingerprint: int, message_id: int, asked: bool) -> None:
         """Keep an offer. Raises RemoteProtocolError beyond MAX_OFFERS, unless it was `asked` for."""

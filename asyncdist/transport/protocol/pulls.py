@@ -14,7 +14,7 @@ from asyncdist.transport.protocol.frame import EARLY_ID, FRAGMENT_BYTES, MAX_EAR
 from asyncdist.transport.protocol.matching import Receive
 from asyncdist.transport.protocol.output import OutputQueue
 
-__all__ = ["COPIED", "COPYING", "NOT_COPIED", "NOT_LENT", "Pulls", "Stream"]
+__all__ = ["COPIED", "COPYING", "NOT_COPIED", "NOT_LENT", "EarlyStream", "Pulls", "Stream"]
 
 NOT_LENT: Final = 0
 COPYING: Final = 1
@@ -34,8 +34,10 @@ class Stream:
 
     __slots__ = ("early_key", "lent", "offset", "receive", "total", "view")
 
-    def __init__(self, receive: Receive, view: memoryview | None, total: int, early_key: bytes | None = None) -> None:
-        self.receive: Receive | None = receive
+    def __init__(
+        self, receive: Receive | None, view: memoryview | None, total: int, early_key: bytes | None = None
+    ) -> None:
+        self.receive = receive
         self.view = view
         self.total = total
         self.offset = 0
@@ -50,6 +52,16 @@ class Stream:
     def belongs_to(self, group: bytes) -> bool:
         """Whether someone of `group` still wants it."""
         return self.receive is not None and self.receive.key.startswith(group)
+
+
+class EarlyStream(Stream):
+    """An eager message that no receive waits for, on its way into memory of its own."""
+
+    __slots__ = ("envelope",)
+
+    def __init__(self, meta: bytes, fingerprint: int, key: bytes, length: int) -> None:
+        super().__init__(None, memoryview(bytearray(length)), length)
+        self.envelope = meta, fingerprint, key
 
 
 class Pulls:

@@ -35,6 +35,9 @@ from asyncdist.transport.protocol.pulls import Stream
 
 __all__ = ["SCRATCH_BYTES", "Reader"]
 
+GATHER_BYTES: Final = 64 << 10
+"""Longest eager payload that may wait in scratch until it is whole, where no receive is posted for it."""
+
 SCRATCH_BYTES: Final = 68 << 10
 """Holds the largest frame that is handled whole (header, meta, 64 KiB) with room to spare."""
 
@@ -155,7 +158,7 @@ class Reader:
             body = head + meta_bytes
             if (
                 word & _KIND_AND_FLAGS == _DATA
-                and length <= EAGER_BYTES
+                and length <= GATHER_BYTES
                 and body + length <= end
                 and key not in any_entries
             ):
@@ -263,9 +266,10 @@ class Reader:
             meta = self._meta(meta_bytes, body)
             self._inbound.on_data(flags, meta, fingerprint, key, scratch[body:stop])
             return stop - start
-        if stop - end < DIRECT_BYTES:
+        fits = length <= GATHER_BYTES
+        if fits and stop - end < DIRECT_BYTES:
             return 0
-        stream = self._inbound.begin_data(flags, self._meta(meta_bytes, body), fingerprint, key, length)
+        stream = self._inbound.begin_data(flags, self._meta(meta_bytes, body), fingerprint, key, length, fits=fits)
         if stream is None:
             return 0
         self._begin_payload(stream, body, end, length)

@@ -22,7 +22,7 @@ from waiting import PATIENCE_S, eventually
 from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.mesh import Mesh
-from asyncdist.transport.protocol.frame import pack_key
+from asyncdist.transport.protocol.frame import EAGER_BYTES, pack_key
 from asyncdist.transport.protocol.matching import SendOp
 from asyncdist.transport.protocol.peer import PeerCore
 
@@ -112,7 +112,7 @@ async def test_a_goodbye_that_waited_for_what_is_then_dropped(transport: str) ->
     async with world(2, transport) as made:
         await connect(made)
         one, two = made.ranks
-        one.send(1, bytes(200_000))  # which nobody receives
+        one.send(1, bytes(EAGER_BYTES + 1))  # which nobody receives
         closing = asyncio.ensure_future(one.mesh.close(PATIENCE_S))
         await asyncio.sleep(0)
         one.mesh.drop_group(pack_key(1, 0, 0, 0, 0)[:8], ValueError("nobody wants it any more"))
@@ -127,7 +127,7 @@ async def test_dialing_a_rank_that_is_leaving() -> None:
         one, two, three = made.ranks
         one.mesh.connect([1])
         await eventually(lambda: one.mesh.statistics()["peers"] == {"open": 1})
-        two.send(0, bytes(200_000))  # as long as nobody receives it, rank 1 stays in the flush
+        two.send(0, bytes(EAGER_BYTES + 1))  # as long as nobody receives it, rank 1 stays in the flush
         closing = asyncio.ensure_future(two.mesh.close(PATIENCE_S))
         await asyncio.sleep(0)
         with pytest.raises(PeerLostError, match="rank 1 has left"):
@@ -135,7 +135,7 @@ async def test_dialing_a_rank_that_is_leaving() -> None:
         assert three.left == [1]
         assert not closing.done()
         started = time.monotonic()
-        assert await received(one.receive(1)) == bytes(200_000)
+        assert await received(one.receive(1)) == bytes(EAGER_BYTES + 1)
         await closing
         assert_within(PATIENCE_S / 2, time.monotonic() - started)  # else the refused rank held up the end
         await eventually(lambda: one.left == [1])
@@ -391,7 +391,7 @@ async def test_close_cancelled_at_every_step(posted: str) -> None:
             await connect(made)
         elif posted == "a message nobody receives":
             await connect(made)
-            one.send(1, bytes(200_000))
+            one.send(1, bytes(EAGER_BYTES + 1))
         else:
             one.send(1, b"x")
         going = await cancelled_after(steps, asyncio.ensure_future(one.mesh.close(PATIENCE_S)))

@@ -14,7 +14,7 @@ from asyncdist.executor.runner import START_STEPS, Execution
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.steps import Buffer, Slice
-from asyncdist.transport.protocol.frame import EAGER_BYTES
+from asyncdist.transport.protocol.frame import EARLY_PULL_BYTES
 from asyncdist.transport.protocol.matching import Receive, SendOp
 
 
@@ -96,13 +96,13 @@ class Exchange(Execution):
 
 @pytest.mark.parametrize("itemsize", [1, 8])
 def test_large_messages_are_asked_for_before_any_is_sent(itemsize: int) -> None:
-    exchange = Exchange(EAGER_BYTES + itemsize, itemsize)
+    exchange = Exchange(EARLY_PULL_BYTES + itemsize, itemsize)
     exchange.start()
     assert exchange.connection.posted == ["receive", "receive", "send", "send"]
 
 
 @pytest.mark.parametrize("itemsize", [1, 8])
 def test_messages_that_nobody_asks_for_are_sent_first(itemsize: int) -> None:
-    exchange = Exchange(EAGER_BYTES, itemsize)
+    exchange = Exchange(EARLY_PULL_BYTES, itemsize)
     exchange.start()
     assert exchange.connection.posted == ["send", "receive", "send", "receive"]

@@ -138,7 +138,7 @@ def test_a_receive_in_the_middle_of_its_message(nbytes: int) -> None:
 def test_messages_come_in_order_whatever_is_given_up(seed: int) -> None:
     rng = random.Random(seed)
     pair, out, into = Pair(rng), Recorder(), Recorder()
-    sizes = [rng.choice((0, 3, 4000, EAGER_BYTES, EAGER_BYTES + 1, CREDIT_BYTES)) for _ in range(60)]
+    sizes = [rng.choice((0, 3, 4000, 1 << 16, EAGER_BYTES + 1, CREDIT_BYTES)) for _ in range(60)]
     arrays = [bytearray(pattern(number, nbytes)[:nbytes]) for number, nbytes in enumerate(sizes)]
     sends: dict[int, SendOp] = {}
     receives: dict[int, Receive] = {}

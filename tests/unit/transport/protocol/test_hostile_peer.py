@@ -12,6 +12,7 @@ from asyncdist.transport.protocol.frame import (
     CREDIT_BYTES,
     EAGER_BYTES,
     EARLY_ID,
+    EARLY_PULL_BYTES,
     FLAG_ABORT,
     FLAG_ASKED,
     FRAGMENT_BYTES,
@@ -147,7 +148,7 @@ def test_a_pull_twice(victim: Victim) -> None:
     victim.refuses(pack_header(Kind.PULL, message_id=1), match="not on offer")
 
 
-def early(index: int, key: bytes | None = None, length: int = EAGER_BYTES + 1) -> bytes:
+def early(index: int, key: bytes | None = None, length: int = EARLY_PULL_BYTES + 1) -> bytes:
     return pack_header(Kind.PULL, key=key or collective(index), length=length, message_id=EARLY_ID + index)
 
 
@@ -159,7 +160,7 @@ def test_early_pull_limit(victim: Victim) -> None:
 
 def test_early_pulls_that_must_not_be() -> None:
     Victim().refuses(early(0, p2p(0)), match="must not")
-    Victim().refuses(early(0, length=EAGER_BYTES), match="must not")
+    Victim().refuses(early(0, length=EARLY_PULL_BYTES), match="must not")
     Victim().refuses(early(0), early(0), match="twice")
     Victim().refuses(early(0), early(1, collective(0)), match="twice")
 
