@@ -6,7 +6,7 @@ from collections import deque
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Final, Protocol
 
-from asyncdist.errors import CollectiveMismatchError
+from asyncdist.errors import CollectiveMismatchError, DistError
 from asyncdist.executor.program import PUBLISH, Instruction, Program
 from asyncdist.transport.lanes.lane import Differs, LaneFault, LaneOperation
 from asyncdist.transport.lanes.layout import Travelling
@@ -269,7 +269,7 @@ class SharedPart:
             core.borrowed = False
             if error.gone or not core.intact(operation, step.peer, step.source):
                 return ELSEWHERE
-            raise LaneFault(step.peer, str(error)) from None
+            raise DistError(f"of rank {execution.rank_of(step.peer)}, {error}") from None
         if core.borrowed:
             core.borrowed = False
             if not core.intact(operation, step.peer, step.source):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 
 import pytest
 from jobs import finish, run_ranks, start_ranks
@@ -205,13 +206,14 @@ def deny(call, error):
 
 async def main():
     keep_capabilities(0)
-    async with dist.init_process_group() as group:
+    async with dist.init_process_group() as world:
+        group = dist.new_group()
         await works_with_all(group)
         if DENIED and group.rank == 0:
             deny({"x86_64": 310}.get(os.uname().machine, 270), DENIED)  # process_vm_readv
         elif not DENIED and group.rank == 1:
             libc.prctl(4, 0, 0, 0, 0)  # as `os.setuid` does
-        await group.barrier()
+        await world.barrier()
         before = reads
         if MESSAGES:
             x = np.full(1_000_000, group.rank)
@@ -222,15 +224,14 @@ async def main():
         else:
             try:
                 await works_with_all(group)
-            except dist.PeerLostError as error:
-                print(error.rank, "cannot be read" in str(error))
-try:
-    dist.run(main())
-except dist.PeerLostError:
-    assert not MESSAGES
+            except dist.DistError as error:
+                print(f"{type(error).__name__}: {error}")
+            await works_with_all(dist.new_group())  # with copies
+dist.run(main())
 """
 
 
+UNREADABLE = r"\d+ bytes at 0x\w+ of process \d+ cannot be read: [A-Z][a-z ]+"
 DENIED = [0, errno.EPERM, errno.EACCES]
 """How a filter of its own system calls refuses reading to rank 0; 0: none does, and rank 1 protects itself."""
 
@@ -244,8 +245,43 @@ def test_messages_of_a_process_that_can_be_read_no_longer_travel(denied: int) ->
 
 @pytest.mark.parametrize("denied", DENIED)
 def test_a_collective_that_reads_a_process_that_can_be_read_no_longer_says_so(denied: int) -> None:
-    ended = run_ranks(PRELUDE + f"MESSAGES, DENIED = False, {denied}" + NO_LONGER, 2)
-    assert [rank.stdout for rank in ended] == ["1 True\n", "0 False\n"]
+    reader, lender = (rank.stdout for rank in run_ranks(PRELUDE + f"MESSAGES, DENIED = False, {denied}" + NO_LONGER, 2))
+    assert re.fullmatch(rf"DistError: group \S+, rank 0, all_reduce #5: of rank 1, {UNREADABLE}\n", reader)
+    assert re.fullmatch(rf"GroupAbortedError: .*: rank 0 failed in .*: of rank 1, {UNREADABLE}\n", lender)
+
+
+HOLE = """
+async def main():
+    async with dist.init_process_group() as world:
+        group, rank = dist.new_group(), world.rank
+        await works_with_all(group)
+        x = np.full(1 << 18, rank + 1, np.int64)
+        hole = ctypes.c_void_p((x.ctypes.data + x.nbytes // 2 & -4096) + 5 * 4096)
+        if rank == 0:
+            assert not libc.mprotect(hole, ctypes.c_size_t(4096), 0)  # PROT_NONE
+        try:
+            await group.broadcast(x, 0)
+        except dist.DistError as error:
+            print(f"{type(error).__name__}: {error}")
+        assert rank or not libc.mprotect(hole, ctypes.c_size_t(4096), 3)  # PROT_READ | PROT_WRITE
+        await works_with_all(world)
+        other = dist.new_group()
+        for _ in range(2):
+            x[:] = rank + 1
+            await other.broadcast(x, 0)
+            assert (x == 1).all()
+dist.run(main())
+"""
+
+
+def test_an_array_with_a_hole_ends_the_groups_collectives_and_no_more() -> None:
+    lender, *readers = (rank.stdout for rank in run_ranks(PRELUDE + HOLE, 3))
+    own, aborted = (
+        re.compile(text + rf": of rank 0, {UNREADABLE}\n") for text in ("DistError: .*", "GroupAbortedError: .*")
+    )
+    assert any(map(own.fullmatch, readers))
+    assert all(own.fullmatch(reader) or aborted.fullmatch(reader) for reader in readers)
+    assert not lender or aborted.fullmatch(lender), "all who read may have given up before it hears why"
 
 
 SECRET = """

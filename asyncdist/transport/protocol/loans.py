@@ -161,8 +161,11 @@ class Loans:
 
     @property
     def reads(self) -> bool:
-        """Whether we can read its process's memory; known once a message is here that found the connection open."""
-        return self._process is not None
+        """Whether we can read its process's memory, and could whenever we did.
+
+        Known once a message is here that found the connection open.
+        """
+        return self._process is not None and not self._process.failed
 
     def attach(self, parcel: Parcel) -> None:
         """The peer has offered a segment: map it, or leave it. Raises RemoteProtocolError."""

@@ -72,10 +72,12 @@ class ProcessMemory:
     Raises OSError if we may not read it, or it is another process than the one that the token is of.
     """
 
-    __slots__ = ("_check", "_here", "_octets", "_pid", "_source", "_target", "_there")
+    __slots__ = ("_check", "_here", "_octets", "_pid", "_source", "_target", "_there", "failed")
 
     def __init__(self, pid: int, token: Token) -> None:
         self._pid = pid
+        self.failed = False
+        """Whether something of it could not be read."""
         self._octets = token.octets
         self._check = check = ctypes.create_string_buffer(TOKEN_BYTES)
         self._here = (_Span * 2)(_Span(), _Span(ctypes.addressof(check), TOKEN_BYTES))
@@ -92,6 +94,7 @@ class ProcessMemory:
         """
         code = self._read(address, target, nbytes)
         if code:
+            self.failed = True
             gone = self._read(0, 0, 0) in _GONE
             text = f"{nbytes} bytes at {address:#x} of process {self._pid} cannot be read: {os.strerror(code)}"
             raise Unreadable(text, gone=gone)
