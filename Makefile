@@ -26,7 +26,8 @@ help:
 	@echo "make check      lint, formatting, types"
 	@echo "make bench      measure beside the neighbors that are installed"
 	@echo "make prove      verify every collective plan symbolically, and plant mistakes in them (MUTANTS=40000)"
-	@echo "make sim        run thousands of random programs on simulated worlds, daemons and networks (SEEDS=2000)"
+	@echo "make sim        run the tests with every combination of their parameters, and thousands of random programs on"
+	@echo "                simulated worlds, daemons and networks (SEEDS=2000)"
 	@echo "make soak       run random operations on ranks that are stopped at random (OPERATIONS=1000000), kill ranks"
 	@echo "                at random instants and ask the others (KILLS=200), run random programs on ranks"
 	@echo "                that are killed, stopped or leave (SECONDS=600), kill the store's"
@@ -40,14 +41,15 @@ help:
 demo: $(VENV)/.base
 	$(BIN)/asyncdist run --nproc-per-node 4 examples/train_digits.py --compare $(ARGS)
 
-# Three side by side on two cores, as most of them wait: they begin with those that start processes, and elsewhere. Those
-# that interrupt the main thread need it for themselves. pytest's 1 means that tests failed; after anything worse there
-# is nothing that retest could put right.
+# Three side by side on two cores, as most of them wait: they begin with those that start processes, and elsewhere. Of
+# tests with three parameters or more they run every pair of values, make sim every combination (tests/fewer_cases.py).
+# Those that interrupt the main thread need it for themselves. pytest's 1 means that tests failed; after anything worse
+# there is nothing that retest could put right.
 LAST_FAILED := .pytest_cache/v/cache/lastfailed
 test: $(VENV)/.dev
 ifeq ($(strip $(ARGS)),)
 	@rm -f $(LAST_FAILED) .pytest_cache/unsteady; worst=0; \
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal --ignore tests/unit/blocking tests || worst=$$?; \
+	ASYNCDIST_FEWER_CASES=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --ignore tests/unit/blocking tests || worst=$$?; \
 	$(BIN)/python -m pytest -q tests/unit/blocking || { code=$$?; worst=$$((code > worst ? code : worst)); }; \
 	[ $$worst -le 1 ] || rm -f $(LAST_FAILED); exit $$worst
 else
@@ -74,6 +76,7 @@ sim: $(VENV)/.dev
 	ASYNCDIST_MODEL_EXAMPLES=$(SEEDS) $(BIN)/python -m pytest -q tests/property/test_engine_model.py
 	$(BIN)/python tests/simulate_store.py --seeds $(SEEDS)
 	$(BIN)/python tests/simulate_store.py --seeds $(SEEDS) --mode durable
+	ASYNCDIST_EXAMPLES=20 $(BIN)/python -m pytest -q -n 3 --dist worksteal --ignore tests/unit/blocking tests
 
 soak: $(VENV)/.dev
 	ASYNCDIST_LARGE=1 $(BIN)/python -m pytest -q tests/integration/test_jobs.py -k beyond_four_gibibytes

@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 
+import fewer_cases
 import pytest
 import pytest_asyncio
 import uvloop
@@ -16,7 +17,8 @@ try:
 except ImportError:  # machines for tests/gpu need not have it
     pass
 else:
-    settings.register_profile("tests", deadline=None)  # a machine that does other things too may be late by any time
+    # a machine that does other things too may be late by any time
+    settings.register_profile("tests", deadline=None, max_examples=fewer_cases.examples(33))
     settings.load_profile("tests")
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -31,6 +33,15 @@ def pytest_asyncio_loop_factories(
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run every asynchronous test on asyncio and on uvloop."""
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what others of the same test stand for, where that is asked for."""
+    if os.environ.get(fewer_cases.VARIABLE):
+        left_out = fewer_cases.left_out(items)
+        config.hook.pytest_deselected(items=left_out)
+        gone = {*left_out}
+        items[:] = [item for item in items if item not in gone]
 
 
 def pytest_collection() -> None:

@@ -1,0 +1,77 @@
+"""Which cases of a test `make test` runs; `make sim` runs all, as pytest itself does.
+
+Of three parameters or more, those with every pair of values of any two: what goes wrong does so for a value, or for two
+together, and a third hardly ever has to be just right, too. So of loops, transports and sizes every loop is run with
+every transport, every transport with every size and every size with every loop, in fewer cases than the product has.
+
+Of a range of seeds, the first third: seeds are as good as one another. Of random examples of a property, `examples`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, Final
+
+__all__ = ["SEEDS", "VARIABLE", "covering", "examples", "left_out"]
+
+VARIABLE: Final = "ASYNCDIST_FEWER_CASES"
+"""Of the environment: set, and not to nothing, where fewer are enough."""
+
+SEEDS: Final = 1 / 3
+"""Of those that a test has, rounded up."""
+
+
+def examples(number: int) -> int:
+    """Return how many random examples of a property are tried: `number`, or ASYNCDIST_EXAMPLES times as many."""
+    return number * int(os.environ.get("ASYNCDIST_EXAMPLES", "1"))
+
+
+def covering(rows: Sequence[Sequence[Hashable]]) -> set[int]:
+    """Return the numbers of rows that have every pair of values of two columns between them that any row has."""
+    pairs = [set(itertools.combinations(enumerate(row), 2)) for row in rows]
+    missing = set().union(*pairs)
+    chosen: set[int] = set()
+    while missing:
+        best = max(range(len(rows)), key=lambda number: len(pairs[number] & missing))
+        missing -= pairs[best]
+        chosen.add(best)
+    return chosen
+
+
+def left_out(items: Iterable[Any]) -> list[Any]:
+    """Return those of pytest's `items` that need not be run beside the others."""
+    tests: dict[Hashable, list[Any]] = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec"):
+            tests[item.parent, item.originalname].append(item)
+    return [item for cases in tests.values() for item in _left_out(cases)]
+
+
+def _left_out(cases: Sequence[Any]) -> list[Any]:
+    kept = list(cases)
+    for mark in cases[0].iter_markers("parametrize"):
+        name, values = mark.args
+        if name == "seed" and isinstance(values, range):  # others were picked by somebody
+            first = values[: math.ceil(len(values) * SEEDS)]
+            kept = [case for case in kept if case.callspec.params[name] in first]
+    rows = [_values(case) for case in kept]
+    if len(rows[0]) > 2:
+        chosen = covering(rows)
+        kept = [case for number, case in enumerate(kept) if number in chosen]
+    gone = {id(case) for case in cases} - {id(case) for case in kept}
+    return [case for case in cases if id(case) in gone]
+
+
+def _values(case: Any) -> list[tuple[int, ...]]:
+    """Say which values a case has. Those that one decorator lists together are one: who wrote it means every line."""
+    single = dict(case.callspec.params)
+    values = []
+    for mark in case.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        values.append(tuple(id(single.pop(name)) for name in names))  # the same object in every case
+    return values + [(id(value),) for value in single.values()]
