@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fewer_cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,7 +59,7 @@ def defined(op: dist.ReduceOp, dtype: np.dtype[Any]) -> bool:
 reductions = st.tuples(dtypes, st.sampled_from(OPS)).filter(lambda pair: defined(pair[1], pair[0]))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(worlds, reductions, lengths, st.integers(0, 99), seeds)
 def test_reducing_collectives(
     size: int, pair: tuple[np.dtype[Any], dist.ReduceOp], length: int, salt: int, seed: int | None
@@ -86,7 +87,7 @@ def test_reducing_collectives(
     run_world(size, main, seed=seed)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(worlds, dtypes, lengths, st.integers(0, 99), seeds)
 def test_moving_collectives(size: int, dtype: np.dtype[Any], length: int, salt: int, seed: int | None) -> None:
     contributions = [values(dtype, length, rank, salt) for rank in range(size)]
@@ -117,7 +118,7 @@ def test_moving_collectives(size: int, dtype: np.dtype[Any], length: int, salt: 
     run_world(size, main, seed=seed)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(10))
 @given(st.integers(1, 5), st.data(), seeds)
 def test_uneven_reduce_scatter(size: int, data: st.DataObject, seed: int | None) -> None:
     sizes = data.draw(st.lists(st.sampled_from([0, 1, 5, 20_000]), min_size=size, max_size=size))

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from differential import DTYPES, RUNS, Case, Group, Tagged, choose, ops_of
+from fewer_cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +31,7 @@ seeds = st.one_of(st.none(), st.integers(0, 2**32))
 @pytest.mark.parametrize(
     ("collective", "algorithm"), [(name, one) for name, all_ in ALGORITHMS.items() for one in all_]
 )
-@settings(max_examples=12)
+@settings(max_examples=examples(6))
 @given(cases(), st.data(), seeds)
 def test_every_algorithm(collective: str, algorithm: str, case: Case, data: st.DataObject, seed: int | None) -> None:
     divisors = [count for count in range(1, case.size + 1) if case.size % count == 0]
@@ -47,7 +48,7 @@ def test_every_collective_is_run() -> None:
     assert RUNS.keys() == ALGORITHMS.keys()
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(10))
 @given(st.integers(2, 6), st.data(), seeds)
 def test_many_at_once_on_tags_and_groups(size: int, data: st.DataObject, seed: int | None) -> None:
     """Each rank has a task per tag and group, which go on at their own pace; what they run is drawn for each."""

@@ -20,7 +20,7 @@ from asyncdist_server import messages as m
 from asyncdist_server.config import limits_for
 from asyncdist_server.membership import JOB_LINGER_S
 
-EXAMPLES = int(os.environ.get("ASYNCDIST_MODEL_EXAMPLES", "120"))
+EXAMPLES = int(os.environ.get("ASYNCDIST_MODEL_EXAMPLES", "40"))
 
 KEYS = st.sampled_from([b"a", b"b", b"held/c"])
 VALUES = st.sampled_from([b"", b"1", b"22", b"x", b" -7y", b"9223372036854775807", b"v" * 40])

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fewer_cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +43,7 @@ def overrides(draw: st.DrawFn, *collectives: str) -> dict[str, str]:
     return {name: algorithm for name, algorithm in drawn.items() if algorithm is not None}
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(sizes, dtypes, st.data(), overrides("all_to_all", "all_to_all_uneven"), st.integers(0, 99), seeds)
 def test_exchanges(
     size: int, dtype: np.dtype[Any], data: st.DataObject, chosen: dict[str, str], salt: int, seed: int | None
@@ -78,7 +79,7 @@ def test_exchanges(
     run_world(size, main, seed=seed)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(sizes, dtypes, st.sampled_from(OPS), lengths, overrides("scan", "exscan"), st.integers(0, 99), seeds)
 def test_prefixes(
     size: int,
@@ -112,7 +113,7 @@ def test_prefixes(
     run_world(size, main, seed=seed)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(14))
 @given(sizes, dtypes, st.data(), overrides("all_gather"), st.integers(0, 99), seeds)
 def test_uneven_gathers(
     size: int, dtype: np.dtype[Any], data: st.DataObject, chosen: dict[str, str], salt: int, seed: int | None
@@ -141,7 +142,7 @@ def test_uneven_gathers(
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce", "reduce_scatter", "scan", "exscan"])
-@settings(max_examples=20)
+@settings(max_examples=examples(8))
 @given(sizes, lengths, st.data(), st.integers(0, 99), seeds)
 def test_rank_order(collective: str, size: int, length: int, data: st.DataObject, salt: int, seed: int | None) -> None:
     """Operations whose result is the lowest or the highest rank's operand."""

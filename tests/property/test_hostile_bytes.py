@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from fewer_cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lending_pair import LendingPair
@@ -108,7 +109,7 @@ def read(pair: Pair, data: bytes, seed: int) -> None:
     assert len(sink.order) == 5
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(data=st.one_of(st.binary(max_size=300), st.lists(frames(), max_size=30).map(b"".join)), seed=st.integers())
 def test_anything_is_understood_or_refused(data: bytes, seed: int) -> None:
     with small_limits():
@@ -116,7 +117,7 @@ def test_anything_is_understood_or_refused(data: bytes, seed: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(data=st.lists(st.one_of(LOANS, LOANS, frames()), max_size=10).map(b"".join), seed=st.integers())
 def test_any_loan_is_understood_or_refused(data: bytes, seed: int) -> None:
     with small_limits():
@@ -125,7 +126,7 @@ def test_any_loan_is_understood_or_refused(data: bytes, seed: int) -> None:
         pair.close()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(seed=st.integers(0, 1 << 32))
 def test_any_cutting_gives_the_same(seed: int) -> None:
     """One stream of every kind of message, read whole, byte by byte, and at random."""

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 from unittest import mock
 
+from fewer_cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from journal_kit import JournaledEngine, MemoryJournal, charged, contents
@@ -179,7 +180,7 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(27))
 @given(programs, st.sampled_from([0, 300, 1 << 20]))
 def test_a_journal_brings_back_what_the_store_held(program: list[tuple[str, int, Any]], slack: int) -> None:
     with (

@@ -11,6 +11,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
+from fewer_cases import examples
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -346,7 +347,9 @@ class World(RuleBasedStateMachine):
             assert not waiting or len(got) == len(sent), "a message and a receive of one key never met"
 
 
-World.TestCase.settings = settings(max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+World.TestCase.settings = settings(
+    max_examples=examples(20), stateful_step_count=40, suppress_health_check=list(HealthCheck)
+)
 TestWorld = World.TestCase
 
 

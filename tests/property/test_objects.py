@@ -8,6 +8,7 @@ import tracemalloc
 from typing import Any
 
 import numpy as np
+from fewer_cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,7 +55,7 @@ def spell(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(OBJECTS)
 def test_any_object_arrives_as_it_was(value: object) -> None:
     assert spell(decode(encode(value))) == spell(value)
@@ -70,14 +71,14 @@ def accepted(octets: bytearray) -> None:
         tracemalloc.stop()
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(67))
 @given(st.binary(max_size=200))
 def test_any_bytes_are_an_object_or_refused(octets: bytes) -> None:
     accepted(bytearray(octets))
     accepted(bytearray(b"\1" + bytes(7) + len(octets).to_bytes(8, "little") + octets))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(67))
 @given(OBJECTS, st.integers(0, 2**32))
 def test_damaged_objects_are_objects_or_refused(value: object, seed: int) -> None:
     rng = random.Random(seed)

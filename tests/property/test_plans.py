@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 
+from fewer_cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_interpreter import check_results, run
@@ -37,7 +38,7 @@ def cases(draw):
     return problems, algorithm, draw(st.integers(1, 9)), draw(st.integers(0, 2**32))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(33))
 @given(cases(), st.booleans())
 def test_plans_do_what_the_collective_says_in_any_order(case, buffered):
     problems, algorithm, chunk_length, seed = case
@@ -47,7 +48,7 @@ def test_plans_do_what_the_collective_says_in_any_order(case, buffered):
     check_results(problems, results, ordered=algorithm in ordered_algorithms(problems[0].collective, shared=True))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(33))
 @given(cases())
 def test_a_proof_by_rotation_is_a_proof_of_all_ranks(case):
     problems, algorithm, chunk_length, _ = case

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from fewer_cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_kit import MemoryClient, Reply
@@ -74,7 +75,7 @@ def test_any_bytes_at_any_stage(chunks: list[bytes], stage: str) -> None:
 
 
 @given(st.lists(FRAMES, min_size=1, max_size=5), st.integers(1, 500))
-@settings(max_examples=150)
+@settings(max_examples=examples(50))
 def test_any_messages_in_valid_frames(payloads: list[bytes], cut: int) -> None:
     engine = StoreEngine(b"i" * 16, Limits(memory_bytes=5000, waiters=3, in_flight=10))
     client = MemoryClient(engine)
@@ -98,7 +99,7 @@ ENDS = st.sampled_from([b"", b"\0\0\0\0", b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", 
     st.integers(0, 2),
     st.sampled_from([1, 3, TURN_REQUESTS]),
 )
-@settings(max_examples=100)
+@settings(max_examples=examples(33))
 def test_what_is_run_and_answered_does_not_depend_on_how_it_is_cut(
     frames: list[list[tuple[Any, ...]]], end: bytes, cuts: list[int], behind: int, turn_requests: int
 ) -> None:

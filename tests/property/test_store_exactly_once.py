@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fewer_cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,7 +106,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(50))
 @given(steps)
 def test_every_change_is_made_once(program: list[tuple[str, int]]) -> None:
     with line() as wire:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from fewer_cases import examples
 from history_kit import op
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -104,21 +105,21 @@ def test_a_late_read_does_not_keep_what_ended_unknown_before_it_from_being_seen(
     assert check_history(operations, RegisterModel()).linearizable
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(small(REGISTER_CALLS))
 def test_the_verdict_is_that_of_trying_all_orders(drawn: list[Any]) -> None:
     operations = drawn_history(drawn)
     assert check_history(operations, RegisterModel()).linearizable == by_trying_all(operations, RegisterModel())
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(small([call for call in REGISTER_CALLS if call[0] in ("set", "get")]))
 def test_what_is_inferred_of_what_is_only_set_changes_no_verdict(drawn: list[Any]) -> None:
     operations = drawn_history(drawn)
     assert check_history(operations, RegisterModel()).linearizable == by_trying_all(operations, RegisterModel())
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(small(QUEUE_CALLS))
 def test_what_is_inferred_of_a_queue_changes_no_verdict(drawn: list[Any]) -> None:
     operations = drawn_history(drawn)
