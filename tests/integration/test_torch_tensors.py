@@ -6,11 +6,12 @@ import sys
 from typing import Any
 
 import pytest
+from torch_later import Later
 
 import asyncdist as dist
 from asyncdist.testing import run_world
 
-torch: Any = pytest.importorskip("torch", reason="needs torch (extra `peers`)")
+torch: Any = Later("torch")
 
 pytestmark = pytest.mark.peers
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch_later import Later
 
 from asyncdist.launch.log_spec import LogSpec, Streams, parse_streams
 
-api: Any = pytest.importorskip("torch.distributed.elastic.multiprocessing.api", reason="needs torch (extra `peers`)")
+api: Any = Later("torch.distributed.elastic.multiprocessing.api")
 
 VALUES = ("0", "1", "2", "3", "0:1,1:2", "1:3", "0:0,1:1")
 FILTERS = (None, {0}, {1}, {0, 1}, {5})
