@@ -68,13 +68,16 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
 
 
 def test_the_gpu_tests_run(tmp_path: Path) -> None:
-    """One of every kind, in one process: to start and to collect takes as long as some of them."""
-    kinds = ("one_rank and uvloop and not dtypes", "two_ranks or lists", "killed and ipc", "host_array and staged")
+    """One of every kind, in one process: to start and to collect takes as long as some of them.
+
+    That NCCL takes two ranks is found out where parts of the proof end well (test_gpu_proof.py).
+    """
+    kinds = ("one_rank and uvloop and not dtypes", "lists", "killed and ipc", "host_array and staged")
     selection = " or ".join(f"({kind})" for kind in kinds)
     done = run(tmp_path, "-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/gpu", "-k", selection)
     assert done.returncode == 0, done.stdout
     assert "failed" not in done.stdout
-    for name in ("one_rank", "takes_two_ranks", "lists", "killed", "host_array"):
+    for name in ("one_rank", "lists", "killed", "host_array"):
         assert re.search(rf"{name}.* PASSED", done.stdout), done.stdout
 
 
