@@ -28,6 +28,8 @@ TORCH_PREFIX: Final = "torch/"
 CLAIM_S: Final = 1.0
 """How long a queue's item is kept for the client whose blocking pop it woke. The pop follows within a millisecond;
 a client that only wanted to know whether the queue has something must not keep the item from others."""
+MAX_JOBS: Final = 16
+"""Jobs that one connection may name. torchrun's agents name one; all are looked for among all keys when it ends."""
 
 _JOB_KEY: Final = re.compile(rb"/(?:torch\.rendezvous\.|asyncdist\.job\.)[^/]*/?")
 JOB_KEY_STARTS: Final = (b"/torch.rendezvous.", b"/asyncdist.job.")
@@ -89,14 +91,16 @@ class TorchNamespace:
         self._members.setdefault(job, set()).add(session)
         self._namespaces.keep(self, job)
 
-    def leave(self, session: TorchSession, job: bytes, now: float) -> None:
-        """Take `session` out again; what a job without clients stored is removed, after the linger time."""
-        members = self._members.get(job)
-        if members is not None and session in members:
+    def leave(self, session: TorchSession, jobs: tuple[bytes, ...], now: float) -> None:
+        """Take `session` out of all of its jobs; what one without clients stored is removed, after the linger time."""
+        abandoned = []
+        for job in jobs:
+            members = self._members[job]
             members.discard(session)
             if not members:
                 del self._members[job]
-                self._namespaces.abandon(self, job, now)
+                abandoned.append(job)
+        self._namespaces.abandon(self, abandoned, now)
 
     def remove(self, jobs: set[bytes]) -> None:
         """Remove what the clients of `jobs` stored, in one look at all keys."""
@@ -201,12 +205,12 @@ class TorchNamespaces:
         """Note that a job has a client."""
         self._abandoned.pop((namespace, job), None)
 
-    def abandon(self, namespace: TorchNamespace, job: bytes, now: float) -> None:
-        """Note that a job has no client any more."""
+    def abandon(self, namespace: TorchNamespace, jobs: list[bytes], now: float) -> None:
+        """Note that jobs have no client any more."""
         if self._linger_s > 0:
-            self._abandoned[namespace, job] = now + self._linger_s
-        else:
-            namespace.remove({job})
+            self._abandoned.update({(namespace, job): now + self._linger_s for job in jobs})
+        elif jobs:
+            namespace.remove(set(jobs))
 
     def note_claim(self, session: TorchSession, now: float) -> None:
         """Note that an item is kept for `session`, from now on."""

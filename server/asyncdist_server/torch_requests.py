@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
+from asyncdist_server.clients import KEY_WORK_BYTES
 from asyncdist_server.messages import (
     ADD,
     APPEND,
@@ -64,6 +65,7 @@ def _get(session: TorchSession, key: bytes) -> None:
 
 def _multi_get(session: TorchSession, keys: tuple[bytes, ...]) -> None:
     session.name_jobs(*keys)
+    session.client.work_bytes += KEY_WORK_BYTES * len(keys)
     values = [session.stored.values.get(key, b"") for key in keys]
     size = sum(map(len, values))
     if size > session.engine.limits.frame_bytes:
@@ -89,6 +91,7 @@ def _add(session: TorchSession, key: bytes, amount: int) -> None:
 
 def _check(session: TorchSession, keys: tuple[bytes, ...]) -> None:
     session.name_jobs(*keys)
+    session.client.work_bytes += KEY_WORK_BYTES * len(keys)
     session.say(b"\x00" if all(map(session.stored.present, keys)) else b"\x01")
 
 

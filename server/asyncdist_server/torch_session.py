@@ -14,16 +14,18 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from asyncdist_server.auth import Refusal
+from asyncdist_server.clients import TURN_WORK_BYTES
 from asyncdist_server.engine import Client, Reply
 from asyncdist_server.messages import CANCEL, GET, OK, QUEUE_POP, QUEUE_RETURN, WAIT, ProtocolError
 from asyncdist_server.namespace import Namespace
 from asyncdist_server.operations import parse_number
 from asyncdist_server.popped_items import PoppedItems
 from asyncdist_server.session import TURN_BYTES, TURN_REQUESTS
-from asyncdist_server.torch_namespaces import JOB_KEY_STARTS, Barrier, TorchNamespace, job_of
+from asyncdist_server.torch_namespaces import JOB_KEY_STARTS, MAX_JOBS, Barrier, TorchNamespace, job_of
 from asyncdist_server.torch_requests import REQUESTS
 from asyncdist_server.torch_wire import (
     MAX_VECTOR_KEYS,
+    SMALL_BYTES,
     STOP_WAITING,
     VALIDATE_MAGIC,
     WAIT_CANCELED,
@@ -34,10 +36,6 @@ from asyncdist_server.torch_wire import (
 )
 
 _QUEUE_POP: Final = int(Query.QUEUE_POP)
-MAX_JOBS: Final = 16
-"""Jobs that one connection may name. torchrun's agents name one; each is looked for among all keys when it ends."""
-SMALL_BYTES: Final = 4096
-"""A string below this is joined with its length: a copy costs less than one more piece to send."""
 
 
 class TorchSession:
@@ -130,7 +128,8 @@ class TorchSession:
         self.now = now
         left = TURN_REQUESTS
         if self._between:  # nearly always; nearly all requests are small, and come alone or in pairs
-            start, limits = 0, self.engine.limits
+            start, limits, client = 0, self.engine.limits, self.client
+            client.work_bytes = 0
             self._running = True
             try:
                 while (found := read_small(data, start, limits)) is not None:
@@ -138,7 +137,7 @@ class TorchSession:
                     self._run(request)
                     if start == len(data):
                         return
-                    left -= 1
+                    left = left - 1 if client.work_bytes < TURN_WORK_BYTES else 0
                     if not left or self.reply_bytes >= TURN_BYTES:
                         break
             except ProtocolError as error:
@@ -146,6 +145,8 @@ class TorchSession:
             finally:
                 self._running = False
             data = data[start:]
+        elif self.open:
+            self.client.work_bytes = 0
         if not self.closing:
             self._reader.feed(data)
             self._run_more(left)
@@ -153,6 +154,7 @@ class TorchSession:
     def resume(self, now: float) -> None:
         """Run more of the requests received, for one turn."""
         self.now = now
+        self.client.work_bytes = 0
         self._run_more(TURN_REQUESTS)
 
     def _run_more(self, left: int) -> None:
@@ -163,11 +165,11 @@ class TorchSession:
                 request = self._reader.next()
                 if request is None:
                     break
-                left -= 1
                 if self.open:
                     self._run(request)
                 else:
                     self._begin(request[1])
+                left = left - 1 if self.client.work_bytes < TURN_WORK_BYTES else 0
         except ProtocolError as error:
             self._stop(str(error))
         finally:
@@ -215,8 +217,7 @@ class TorchSession:
             self.ask(QUEUE_RETURN, key, item)
             self.namespace.offer(self, key, now)
         self.engine.close(self.client, now)
-        for job in (*self._jobs, b""):
-            self.namespace.leave(self, job, now)
+        self.namespace.leave(self, (*self._jobs, b""), now)
 
     # ---- what requests and the namespace call, the latter on behalf of another client
 
@@ -297,6 +298,7 @@ class TorchSession:
         """Answer once `world_size` clients wait in the barrier `key`."""
         self.name_jobs(key)
         stored = self.stored.values.get(key, b"0")
+        self.client.work_bytes += len(stored)
         if parse_number(stored) is None:
             raise ProtocolError(f"barrier on a value that is not a number: {stored[:40]!r}")
         barrier = self.namespace.arrive(self, key, world_size, self.now)
@@ -368,14 +370,12 @@ class TorchSession:
 
     def name_jobs(self, *keys: bytes) -> None:
         """Count this client among those of the jobs that `keys` name."""
-        for key in keys:
-            if key.startswith(JOB_KEY_STARTS):
-                job = job_of(key)
-                if job is not None and job not in self._jobs:
-                    if len(self._jobs) >= MAX_JOBS:
-                        raise ProtocolError(f"one connection names more than {MAX_JOBS} jobs")
-                    self._jobs.add(job)
-                    self.namespace.enter(self, job)
+        for job in filter(None, map(job_of, keys)):
+            if job not in self._jobs:
+                if len(self._jobs) >= MAX_JOBS:
+                    raise ProtocolError(f"one connection names more than {MAX_JOBS} jobs")
+                self._jobs.add(job)
+                self.namespace.enter(self, job)
 
     def say(self, data: bytes) -> None:
         """Send `data`."""

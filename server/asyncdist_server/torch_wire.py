@@ -33,6 +33,8 @@ FIRST_BYTE: Final = 0
 """The first byte of every torch client (the query VALIDATE). Native clients and HTTP begin with another."""
 MAX_VECTOR_KEYS: Final = 4 * MAX_ITEMS
 """Most keys in one request: 131,072, as many as torch's own server takes."""
+SMALL_BYTES: Final = 4096
+"""A string below this is joined with its length: a copy costs less than one more piece to send."""
 STOP_WAITING: Final = b"\x00"
 WAIT_CANCELED: Final = b"\x01"
 

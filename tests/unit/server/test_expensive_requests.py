@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from server_kit import MemoryClient
+from torch_wire_kit import World, query
 
 from asyncdist_server import messages as m
 from asyncdist_server.clients import KEY_WORK_BYTES, TURN_WORK_BYTES
 from asyncdist_server.engine import StoreEngine
+from asyncdist_server.torch_wire import Query
 
 COUNT = 50
 
@@ -53,3 +55,37 @@ def test_small_ones_share_a_turn(client: MemoryClient) -> None:
     client.ask((m.SET, b"k", b"1"))
     for request in ((m.APPEND, b"k", b"2"), (m.CHECK, [b"k"]), (m.LIST_KEYS, b""), (m.WAIT, [b"k"] * 10, None)):
         assert ran_in_a_turn(client, *request) == COUNT
+
+
+LARGE = -(-TURN_WORK_BYTES // 10)
+MANY = [b"k"] * 4096
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("value", "request_", "each_turn"),
+    [
+        (b"x" * LARGE, query(Query.APPEND, b"k", b""), 10),
+        (b"1" + b" " * LARGE, query(Query.BARRIER, b"k", COUNT + 1), 10),
+        (b"", query(Query.CHECK, MANY), 8),
+        (b"", query(Query.WAIT, MANY), 8),
+        (b"", query(Query.MULTI_GET, MANY), 8),
+    ],
+    ids=["append", "barrier", "check", "wait", "multi_get"],
+)
+def test_those_of_torch(value: bytes, request_: bytes, each_turn: int, whole: bool) -> None:
+    """Whether they come as a whole, or the first of them begins in what was received before."""
+    client = World().client()
+    client.ask(Query.SET, b"k", value)
+    session, data = client.session, request_ * COUNT
+    if not whole:
+        session.receive(data[:1], 0.0)
+        data = data[1:]
+    session.receive(data, 0.0)
+    turns = 1
+    while session.busy:
+        session.take_output()
+        session.resume(0.0)
+        turns += 1
+    assert not session.closing
+    assert turns == -(-COUNT // each_turn)

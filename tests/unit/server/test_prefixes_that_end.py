@@ -11,7 +11,7 @@ from torch_wire_kit import PORT, World
 from asyncdist_server import messages as m
 from asyncdist_server.leases import begins_with_any
 from asyncdist_server.state import StoreState
-from asyncdist_server.torch_namespaces import TORCH_PREFIX
+from asyncdist_server.torch_namespaces import MAX_JOBS, TORCH_PREFIX
 from asyncdist_server.torch_wire import Query
 
 JOBS = 20
@@ -74,6 +74,20 @@ def test_jobs_of_torch(looks: list[str]) -> None:
     assert len(looks) == 1
     left = world.engine.namespaces[f"{TORCH_PREFIX}{PORT}"].values
     assert sorted(left) == [b"/k", b"/torch.rendezvous.10", b"/torch.rendezvous.10.0/k"]
+
+
+def test_all_jobs_of_a_torch_client(looks: list[str]) -> None:
+    world = World()
+    bystander, agent = world.client(), world.client()
+    bystander.ask(Query.SET, b"/k", b"1")
+    for number in range(MAX_JOBS):
+        agent.ask(Query.SET, b"/asyncdist.job.%d/k" % number, b"1")
+    agent.leave()
+    assert len(looks) == 1
+    assert sorted(world.engine.namespaces[f"{TORCH_PREFIX}{PORT}"].values) == [b"/k"]
+    bystander.leave()
+    assert len(looks) == 2
+    assert not world.engine.namespaces
 
 
 def test_a_key_begins_with_one_of_several_prefixes_or_does_not() -> None:

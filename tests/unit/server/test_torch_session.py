@@ -9,7 +9,7 @@ from asyncdist_server import messages as m
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.messages import Limits
 from asyncdist_server.session import TURN_BYTES, TURN_REQUESTS
-from asyncdist_server.torch_session import MAX_JOBS
+from asyncdist_server.torch_namespaces import MAX_JOBS
 from asyncdist_server.torch_wire import MAX_VECTOR_KEYS, Query
 
 MISSING = blob(b"")
