@@ -1,7 +1,10 @@
-"""A client of the store's engine, whose clock the test turns."""
+"""A client of the store's engine, whose clock the test turns; and how much work something is."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from asyncdist_server import messages as m
@@ -54,3 +57,19 @@ def pass_time(users: list[User], seconds: float) -> None:
     for user in users:
         user.now += seconds
     users[0].engine.expire(users[0].now)
+
+
+def calls_during(run: Callable[[], object]) -> int:
+    """How many functions written in Python are called while `run` runs."""
+    count = 0
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count

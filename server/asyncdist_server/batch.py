@@ -44,6 +44,7 @@ from asyncdist_server.changes import ChangeLog, NamespaceChanges, Reply
 from asyncdist_server.clients import value_bytes
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.journal_size import BATCH_BYTES, JournalSize
+from asyncdist_server.names import Names
 from asyncdist_server.namespace import Namespace
 
 CLIENTS: Final = 1
@@ -362,6 +363,8 @@ def _weight(row: object) -> int:
     """Return about how many bytes a row of a section needs."""
     if type(row) is bytes or type(row) is str:
         return len(row) + 5
+    if type(row) is Names:
+        return len(row.encoded)
     if type(row) is tuple or type(row) is list:
         return sum(map(_weight, row)) + 5
     return 9

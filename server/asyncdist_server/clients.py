@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from asyncdist_server.changes import ChangeLog
 from asyncdist_server.messages import MAX_REQUEST_ID, Limits, ProtocolError
+from asyncdist_server.names import Names
 from asyncdist_server.namespace import Namespace
 from asyncdist_server.waiters import Waiter
 
@@ -244,6 +245,8 @@ def value_bytes(value: object) -> int:
     """Return how much data the value of a reply holds."""
     if type(value) is bytes or type(value) is str:
         return len(value)
+    if type(value) is Names:
+        return value.size_bytes
     if type(value) is list or type(value) is tuple:
         return sum(map(value_bytes, value))
     return 0

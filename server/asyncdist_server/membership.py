@@ -21,6 +21,7 @@ import msgpack
 
 from asyncdist_server.codes import CANCELLED, EVENT_DELETE, INVALID, JOIN, LEASE_LOST, LIMIT, OK
 from asyncdist_server.key_text import shown
+from asyncdist_server.names import Names
 
 if TYPE_CHECKING:
     from asyncdist_server.clients import Client, Reply
@@ -267,7 +268,7 @@ class Job:
         state = self._state
         old = sorted((name for name in self.waiting if name in self.ranks), key=self.ranks.__getitem__)
         new = [name for name in self.waiting if name not in self.ranks][: self.most - len(old)]
-        members = old + sorted(new, key=name_order)
+        members = Names(old + sorted(new, key=name_order))
         self.epoch += 1
         self.ranks = {name: rank for rank, name in enumerate(members)}
         # Even if the store is full: an epoch that is not among the keys would be given again after a restart.

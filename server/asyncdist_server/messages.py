@@ -83,6 +83,7 @@ import msgpack
 from asyncdist_server.codes import *  # noqa: F403  # they are part of this contract
 from asyncdist_server.codes import OK, REFUSED
 from asyncdist_server.frame_elements import more_elements_than
+from asyncdist_server.names import Names
 
 PROTOCOL_VERSION: Final = 1
 
@@ -217,7 +218,16 @@ class Encoder:
 
     def replies(self, replies: Sequence[tuple[int, int, Any]]) -> bytes:
         """Return `replies` (tuples of id, code, value) as one frame."""
+        if len(replies) == 1 and type(value := replies[0][2]) is tuple and Names in map(type, value):
+            return self._shared(*replies[0])
         return self.frame(replies)
+
+    def _shared(self, request_id: int, code: int, value: tuple[Any, ...]) -> bytes:
+        """Return one reply with names that are encoded already, and only copied; msgpack's heads of arrays by hand."""
+        pack = self._pack
+        parts = [each.encoded if type(each) is Names else pack(each) for each in value]
+        payload = b"".join((b"\x91\x93", pack(request_id), pack(code), bytes((0x90 + len(value),)), *parts))
+        return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
 
 
 class FrameReader:

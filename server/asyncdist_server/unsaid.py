@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final, Protocol
 
+from asyncdist_server.names import Names
+
 __all__ = ["FREED_PART", "Unsaid"]
 
 FREED_PART: Final = 8
@@ -92,6 +94,8 @@ def distinct_bytes(waiting: list[Replies]) -> int:
         value = left.pop()
         if type(value) is bytes:
             found[id(value)] = len(value)
+        elif type(value) is Names:
+            found[id(value)] = len(value.encoded)
         elif type(value) is tuple or type(value) is list:
             left += value
     return sum(found.values())

@@ -7,12 +7,14 @@ from typing import Any
 
 import msgpack
 import pytest
-from engine_user import User, pass_time
+from engine_user import User, calls_during, pass_time
+from journal_kit import JournaledEngine, MemoryJournal
 
 from asyncdist_server import messages as m
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.history import HISTORY_LINGER_S
 from asyncdist_server.membership import JOB_LINGER_S, MAX_NAMES_BYTES, NAME_OVERHEAD_BYTES, name_order
+from asyncdist_server.names import Names
 
 
 def join(user: User, name: bytes, least: int, most: int, settle_ms: int = 0) -> Any:
@@ -52,6 +54,39 @@ def test_the_names_of_a_jobs_members_have_so_many_bytes(past: int) -> None:
     assert join(users[8], b"", 8, 9)[1] == m.LIMIT
     users[7].leave()
     assert join(users[8], b"", 8, 9) is None
+
+
+def test_what_is_called_to_complete_a_round_grows_with_its_members_and_no_faster() -> None:
+    def calls(count: int) -> int:
+        store = JournaledEngine(MemoryJournal(), 0.0)
+        encoder = m.Encoder()
+        users = [User(store.engine, b"%d" % number, "job") for number in range(count)]
+        for number, user in enumerate(users):
+            user.ask(m.GRANT, number + 1, 1000, True)
+            if number < count - 1:
+                assert user.reply(m.JOIN, b"j", b"%d" % number, count, count, 0, number + 1, None) is None
+        store.commit()
+
+        def complete() -> None:
+            users[-1].reply(m.JOIN, b"j", b"%d" % (count - 1), count, count, 0, count, None)
+            for user in users:
+                encoder.replies(user.late)
+                store.engine.frames_sent(user.client, 1)
+            store.maker.take()
+
+        return calls_during(complete)
+
+    assert calls(400) < 5 * calls(100)
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 70_000])
+def test_names_that_are_encoded_already_are_sent_as_all_lists_are(count: int) -> None:
+    names = [b"node-%d" % number for number in range(count)]
+    for number in (1, 200, 2**62):
+        reply = number, m.OK, (number, 0, names, number)
+        shared = number, m.OK, (number, 0, Names(names), number)
+        assert m.Encoder().replies([shared]) == m.Encoder().replies([reply])
+        assert m.Encoder().replies([shared, shared]) == m.Encoder().replies([reply, reply])
 
 
 def test_a_round_fits_into_a_reply_of_a_daemon_with_small_ones() -> None:

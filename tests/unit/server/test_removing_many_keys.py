@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import FrameType
-
 import pytest
-from engine_user import User, pass_time
+from engine_user import User, calls_during, pass_time
 from journal_kit import JournaledEngine, MemoryJournal, charged, contents
 
 from asyncdist_server import messages as m
@@ -15,22 +11,6 @@ from asyncdist_server.history import HISTORY_EVENTS
 
 KEYS = 2 * HISTORY_EVENTS
 LEASE = 7
-
-
-def calls_during(run: Callable[[], object]) -> int:
-    """How many functions written in Python are called while `run` runs."""
-    count = 0
-
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def fill(user: User, leased: bool) -> None:
