@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 
 __all__ = [
     "checked_amount",
+    "checked_integer",
     "checked_key",
     "checked_keys",
     "checked_value",
@@ -89,8 +90,13 @@ def checked_values(count: int, values: Iterable[str | bytes]) -> tuple[bytes, ..
 
 def checked_amount(amount: int) -> int:
     """Return `amount`; TypeError unless it is an int (bool is none), ValueError beyond 64 bits."""
-    if isinstance(amount, bool) or not isinstance(amount, int):
-        raise TypeError(f"a store counter's amount must be int, not {type(amount).__name__}")
-    if not MIN_AMOUNT <= amount <= MAX_AMOUNT:
-        raise ValueError(f"a store counter's amount must fit 64 bits, got {amount}")
-    return amount
+    return checked_integer("a store counter's amount", amount)
+
+
+def checked_integer(what: str, number: int) -> int:
+    """Return `number` as a plain int; TypeError unless it is an int (bool is none), ValueError beyond 64 bits."""
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{what} must be int, not {type(number).__name__}")
+    if not MIN_AMOUNT <= number <= MAX_AMOUNT:
+        raise ValueError(f"{what} must fit 64 bits, got {number}")
+    return int(number)  # a member of an IntEnum is none for who reads the request

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import DistStoreError, StoreTimeoutError
-from asyncdist.store.arguments import checked_key, checked_value, decoded_key, encoded_key
+from asyncdist.store.arguments import checked_integer, checked_key, checked_value, decoded_key, encoded_key
 from asyncdist.store.lease import DEFAULT_GRACE_S, Lease, LeaseKeeper
 from asyncdist.store.lock import Lock
 from asyncdist.store.member import DEFAULT_SETTLE_S, Membership, default_name
+from asyncdist.store.reply import timeout_ms
 from asyncdist.store.request_store import RequestStore
 from asyncdist.store.watch import Watch
 from asyncdist_server import messages
@@ -69,12 +69,12 @@ class CoordinatingStore(RequestStore):
     def hold(self, prefix: str, lease: Lease, *, linger: Timeout = 0.0) -> asyncio.Future[None]:
         if not isinstance(lease, Lease):
             raise TypeError(f"a lease must be one that store.lease() gave, not {type(lease).__name__}")
-        linger_ms = math.ceil(seconds("linger", linger) * 1000)
+        linger_ms = timeout_ms(seconds("linger", linger))
         return self._request(messages.HOLD, (encoded_key(prefix), lease.id, linger_ms), self._timeout_s)
 
     def watch(self, prefix: str = "", from_revision: int | None = None) -> Watch:
-        if from_revision is not None and (isinstance(from_revision, bool) or not isinstance(from_revision, int)):
-            raise TypeError(f"a revision must be int or None, not {type(from_revision).__name__}")
+        if from_revision is not None:
+            from_revision = checked_integer("a revision", from_revision)
         return Watch(
             lambda arguments: self._request(messages.WATCH, arguments, None), checked_key(prefix), from_revision
         )
@@ -101,7 +101,7 @@ class CoordinatingStore(RequestStore):
         if not 0 < min <= most <= messages.MAX_MEMBERS:
             raise ValueError(f"a job has 1 to {messages.MAX_MEMBERS} members, not {min} to {most}")
         member_name = checked_key(default_name() if name is None else name)
-        member = Membership(self, checked_key(job), min, most, seconds("settle", settle), member_name)
+        member = Membership(self, checked_key(job), int(min), int(most), seconds("settle", settle), member_name)
         return member.enter(self, seconds("grace", grace) or 0.001, bound, timeout)
 
     def expel(self, job: str, member: str) -> Coroutine[Any, Any, None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import socket
@@ -16,6 +15,7 @@ from asyncdist.errors import DistError, LeaseLostError
 from asyncdist.store.arguments import decoded_key, encoded_key
 from asyncdist.store.lease import Lease
 from asyncdist.store.prefix_store import PrefixStore
+from asyncdist.store.reply import timeout_ms
 from asyncdist.store.watch import Watch
 from asyncdist_server import messages
 from asyncdist_server.key_text import shown
@@ -54,7 +54,7 @@ class Membership(AsyncIterator[MemberEvent]):
         self._ask = store.ask
         self._watch_from = store.watch
         self._default_timeout_s = store.timeout
-        self._arguments = (encoded_key(job), encoded_key(name), least, most, math.ceil(settle_s * 1000))
+        self._arguments = (encoded_key(job), encoded_key(name), least, most, timeout_ms(settle_s))
         self._prefix = f"job/{job}/members/"
         self._lease: Lease | None = None
         self._watch: Watch | None = None

@@ -202,6 +202,20 @@ async def locks_exclude_and_count_up(open_store: OpenStore) -> None:
         expect(len(tokens), 12)
 
 
+async def numbers_that_no_message_can_hold_disturb_nobody(open_store: OpenStore) -> None:
+    async with clients(open_store, 1) as (a,):
+        others = task(a.set("key", "value"))
+        expect_refused(ValueError, lambda: a.watch("", 2**64))
+        await others
+        async with await a.lease(1e300) as lease:
+            others = task(a.append("key", "s"))
+            await a.hold("held/", lease, linger=1e300)
+            await others
+            async with await a.join("job", 1, settle=1e300) as member:
+                expect(member.rank, 0)
+        expect(await a.get("key"), b"values")
+
+
 async def a_lock_passes_on_when_its_holder_goes(open_store: OpenStore) -> None:
     async with clients(open_store, 2) as (a, b):
         lock = a.lock("leader")

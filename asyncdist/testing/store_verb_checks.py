@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -42,6 +43,17 @@ async def add_counts(open_store: OpenStore) -> None:
         expect(await b.add("n", 0), -2)
         await a.set("n", "41")
         expect(await b.add("n", 1), 42)
+
+
+async def add_takes_any_int(open_store: OpenStore) -> None:
+    class Step(enum.IntEnum):
+        TWO = 2
+
+    async with clients(open_store, 1) as (a,):
+        expect(await a.add("n", Step.TWO), 2)
+        expect(await a.get("n"), b"2")
+        await expect_raises(ValueError, lambda: a.add("n", 2**63))
+        expect(await a.add("n", Step.TWO), 4)
 
 
 async def add_refuses_text(open_store: OpenStore) -> None:
