@@ -43,7 +43,7 @@ class ProcessGroup(GroupCore):
         self.pairs.peer_lost(rank, error)
         self._abort(error, "lost", str(error), rank)
 
-    def peer_left(self, rank: int) -> None:
+    def peer_left(self) -> None:
         """A member has left: of those that a message may come from any, it might have been the last."""
         self.pairs.fail_vain_receives()
 

@@ -289,7 +289,7 @@ class GroupCore(Operations):
         """A member is gone."""
         raise NotImplementedError
 
-    def peer_left(self, rank: int) -> None:
+    def peer_left(self) -> None:
         """A member has left."""
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ from asyncdist.causes import explain
 from asyncdist.closings import Closings
 from asyncdist.deadline import Timeout, timeout_seconds
 from asyncdist.device_array import DeviceArray, any_array
-from asyncdist.errors import ClosedError, DistError, GroupAbortedError
+from asyncdist.errors import DistError, GroupAbortedError
 from asyncdist.executor.work import Work
 from asyncdist.integers import as_int
 from asyncdist.objects import GPU_META
@@ -191,9 +191,9 @@ class Pairs:
         if self._aborted is None:
             self._aborted = error
             self._ask_nobody()
-            self.mesh.drop_group(self._key(0)[:8], error)
+            self.mesh.drop_group(self._key(0)[:8])
             if self._gpu_pairs is not None:
-                self._gpu_pairs.abort(error)
+                self._gpu_pairs.abort()
             for work in self.pending():
                 work._fail(explain(work.where, error))
 
@@ -203,7 +203,7 @@ class Pairs:
         Else it would take up memory, and its senders' credit, for as long as the world lasts.
         """
         discarded = partial(_discarded, self.mesh, self._group_id)
-        self.mesh.drop_group(self._key(0)[:8], ClosedError(self._owner.where("close")), discarded)
+        self.mesh.drop_group(self._key(0)[:8], discarded)
 
     def where(self, operation: str, peer: int) -> str:
         """The beginning of every message about an operation with global rank `peer`."""

@@ -168,7 +168,7 @@ class Rendezvous:
             if hearing is not None:
                 hearing.cancel()
         if ready is None:
-            ready = await self._give_up(deadline)
+            ready = await self._give_up()
         decision = _unpack(ready)
         if "failure" in decision:
             kind = ConnectTimeoutError if decision.get("late") is True else DistError
@@ -332,7 +332,7 @@ class Rendezvous:
         except (DistError, TimeoutError):
             return None  # the others will find out by their own time-out; the failure is raised here either way
 
-    async def _give_up(self, deadline: Deadline) -> bytes:
+    async def _give_up(self) -> bytes:
         """The time is over: name who is missing, tell everybody, unless the decision came meanwhile."""
         self._store.set_timeout(PUBLISH_LIMIT_S)
         try:

@@ -78,7 +78,7 @@ class GroupListener(Protocol):
     def peer_lost(self, rank: int, error: PeerLostError) -> None:
         """A member is gone."""
 
-    def peer_left(self, rank: int) -> None:
+    def peer_left(self) -> None:
         """A member has left the world in order."""
 
     def control(self, sender: int, message: list[Any]) -> None:
@@ -232,7 +232,7 @@ class World:
         events.info("rank %d: rank %d has left", self.rank, rank)
         for group in list(self.groups.values()):
             if rank in group.ranks:
-                group.peer_left(rank)
+                group.peer_left()
 
     def control_received(self, rank: int, payload: bytes) -> None:
         """A control message came. Raises RemoteProtocolError for anything malformed."""

@@ -41,13 +41,12 @@ class Gpu:
         self.device = device
         self.fake = isinstance(provider.runtime, FakeRuntime)
 
-    def array(self, values: Any, device: int | None = None) -> Any:
-        where = self.device if device is None else device
+    def array(self, values: Any) -> Any:
         if isinstance(self.runtime, FakeRuntime):
-            return self.runtime.array(values, where)
+            return self.runtime.array(values, self.device)
         import cupy
 
-        with cupy.cuda.Device(where):
+        with cupy.cuda.Device(self.device):
             return cupy.asarray(values)
 
     def full(self, count: int, value: float, dtype: Any = np.float32) -> Any:

@@ -145,7 +145,7 @@ class Pair:
     def drop_group(self, rank: int, group: bytes = GROUP_BYTES) -> None:
         self.dropped[rank].add(group)
         self.any_source[rank].drop_group(group)
-        (self.a, self.b)[rank].drop_group(group, RuntimeError("dropped"))
+        (self.a, self.b)[rank].drop_group(group)
 
 
 def send(core: PeerCore, sink: Recorder, key: bytes, data: bytes, token: Any = None, meta: bytes = b"") -> SendOp:

@@ -52,7 +52,7 @@ def root_of(
     name: str,
     default: int | None = None,
 ) -> int:
-    """As `_required`, for the root of a collective: the other ranks hear of a wrong one."""
+    """As `required_peer`, for the root of a collective: the other ranks hear of a wrong one."""
     try:
         if default is not None and rank is None and group_rank is None:
             return default

@@ -159,14 +159,12 @@ class PlanBuilder:
             yield piece, slot, wait
             self._received[peer] = slot + 1
 
-    def reduce(
-        self, source: Slice, target: Slice, *, source_left: bool, after: Iterable[int | None] = ()
-    ) -> int | None:
+    def reduce(self, source: Slice, target: Slice, *, source_left: bool) -> int | None:
         """Reduce `source` into `target`, here."""
         if not self._local(source, target):
             return None
         wait = self._read(source) + self._write(target)
-        return self._add(Reduce(source, target, source_left, self._after(wait, after)))
+        return self._add(Reduce(source, target, source_left, self._after(wait, ())))
 
     def copy(self, source: Slice, target: Slice) -> int | None:
         """Copy `source` to `target`, here."""

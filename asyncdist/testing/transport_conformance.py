@@ -201,7 +201,7 @@ async def check_drop_group(open_meshes: OpenMeshes) -> None:
             await asyncio.sleep(0)
         finished = [operation.calls for operation in operations]
         for rank in (two, one):
-            rank.mesh.drop_group(GROUP_BYTES, RuntimeError("dropped"))
+            rank.mesh.drop_group(GROUP_BYTES)
         images = [bytes(operation.data) for operation in operations]
         one.send(1, b"late", 4)
         barrier = two.send(0, b"x", 77)

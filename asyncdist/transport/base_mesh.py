@@ -186,7 +186,7 @@ class BaseMesh:
         """Whether `rank` is connected to us or is about to be: then its loss will be noticed here."""
         raise NotImplementedError
 
-    def drop_group(self, group: bytes, error: BaseException, discarded: Discarded | None = None) -> None:
+    def drop_group(self, group: bytes, discarded: Discarded | None = None) -> None:
         """Forget every operation of a group (8 bytes) or one operation (16 bytes), telling no sink.
 
         `discarded` hears of the group's messages that are thrown away, those that are still to come included.

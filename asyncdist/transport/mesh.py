@@ -143,21 +143,21 @@ class Mesh(BaseMesh):
         link = self._links.get(rank)
         return link is not None and link.state in (LinkState.CONNECTING, LinkState.OPEN)
 
-    def drop_group(self, group: bytes, error: BaseException, discarded: Discarded | None = None) -> None:
+    def drop_group(self, group: bytes, discarded: Discarded | None = None) -> None:
         """Forget every operation of the group with id `group` (8 bytes), telling no sink; late messages are drained.
 
         16 bytes (group, tag, sequence) name one operation of a group.
 
-        On return no array of the group is read or written any more. `error` says why, for those who ask later, and
-        `discarded` hears of the group's messages that are thrown away, those that are still to come included.
+        On return no array of the group is read or written any more. `discarded` hears of the group's messages that are
+        thrown away, those that are still to come included.
         """
         self._dropped.add(group, discarded)
         self._any_source.drop_group(group)
         for link in self._links.values():
-            link.core.drop_group(group, error)
+            link.core.drop_group(group)
         own = self.cores[self.rank] if self._loopback is not None else None
         if own is not None:
-            own.drop_group(group, error)
+            own.drop_group(group)
 
     # -- the end
 

@@ -369,12 +369,3 @@ def _read_rows(db: sqlite3.Connection, path: Path, row: RowReader) -> None:
 def checksum(number: int, contents: bytes) -> int:
     """Return the checksum of a row."""
     return zlib.crc32(contents, zlib.crc32(number.to_bytes(8, "big")))
-
-
-def statistics(path: Path) -> dict[str, Any]:
-    """Return how large the files of a journal are, for people."""
-    wal = path.with_name(f"{path.name}-wal")
-    return {
-        "journal_bytes": path.stat().st_size if path.exists() else 0,
-        "wal_bytes": wal.stat().st_size if wal.exists() else 0,
-    }

@@ -223,7 +223,7 @@ class World(RuleBasedStateMachine):
         self.any_source[rank].drop_group(group)
         for (owner, _), core in self.cores.items():
             if owner == rank:
-                core.drop_group(group, RuntimeError("dropped"))
+                core.drop_group(group)
         sink = self.sinks[rank]
         arrays = {
             p.token: bytes(sink.arrays[p.token])

@@ -216,9 +216,9 @@ class DevicePairs:
         for work in [work for work, peer in self._works.items() if peer == rank]:
             work.complete(error)
 
-    def abort(self, error: BaseException) -> None:
+    def abort(self) -> None:
         """The group's messages are aborted; their works have failed, or are about to."""
-        self._around.mesh.drop_group(key_prefix(self._id, 0, 0)[:8], error)
+        self._around.mesh.drop_group(key_prefix(self._id, 0, 0)[:8])
         self._end(in_order=False)
 
     def _end(self, *, in_order: bool) -> None:

@@ -16,7 +16,6 @@ from asyncdist.backend.host.item_operation import ItemOperation
 from asyncdist.backend.host.lanes import RESERVED, WITHOUT_LANE, Lanes, TagLane
 from asyncdist.backend.host.operation import Operation, Recipe
 from asyncdist.backend.host.stream_operation import StreamOperation
-from asyncdist.errors import CollectiveMismatchError
 from asyncdist.executor import reduction
 from asyncdist.executor.program import Program
 from asyncdist.executor.scratch import ScratchPool
@@ -62,8 +61,6 @@ _OPERATIONS: Final[dict[type[Call], Callable[..., Beginning]]] = {
     StreamCall: StreamOperation,
 }
 """What carries out a call of each kind."""
-
-_REFUSED: Final = CollectiveMismatchError("the operation was refused or has failed")
 
 
 class AioBackend(GroupBackend):
@@ -197,7 +194,7 @@ class AioBackend(GroupBackend):
 
     def drop(self, tag: int, sequence: int) -> None:
         """Forget one operation, or one never to come; its messages, those here already included, are drained."""
-        self._mesh.drop_group(key_prefix(self.group_id, tag, sequence), _REFUSED)
+        self._mesh.drop_group(key_prefix(self.group_id, tag, sequence))
         if self._lanes is not None:
             self._lanes.drop(tag, sequence)
         operation = self.running.pop((tag, sequence), None)
@@ -217,7 +214,7 @@ class AioBackend(GroupBackend):
 
     def abort(self, error: BaseException) -> None:
         """Forget every operation and refuse later messages."""
-        self._mesh.drop_group(key_prefix(self.group_id, 0, 0)[:8], error)
+        self._mesh.drop_group(key_prefix(self.group_id, 0, 0)[:8])
         operations = list(self.running.values())
         self.running.clear()
         for operation in operations:

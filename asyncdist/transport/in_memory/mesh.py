@@ -32,7 +32,7 @@ class _Peer:
 
 
 class MemoryMesh(BaseMesh):
-    """The methods are those of `Mesh`, and so is what they promise; `check_mesh` of asyncdist.testing tests both.
+    """The methods are those of `Mesh`, and so is what they promise; `MESH_CHECKS` of asyncdist.testing test both.
 
     Ranks wait for each other without limit: one that never calls `listen` is never found, but not lost either.
     """
@@ -107,12 +107,12 @@ class MemoryMesh(BaseMesh):
         peer = self._peers.get(rank)
         return peer is not None and not peer.ended and (peer.requested or peer.link is not None)
 
-    def drop_group(self, group: bytes, error: BaseException, discarded: Discarded | None = None) -> None:
+    def drop_group(self, group: bytes, discarded: Discarded | None = None) -> None:
         """See BaseMesh.drop_group."""
         self._dropped.add(group, discarded)
         self._any_source.drop_group(group)
         for peer in self._peers.values():
-            peer.core.drop_group(group, error)
+            peer.core.drop_group(group)
 
     # -- the end
 

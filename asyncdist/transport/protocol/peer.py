@@ -172,12 +172,11 @@ class PeerCore:
         """
         self._inbound.put_back(receive, payload)
 
-    def drop_group(self, group: bytes, error: BaseException) -> None:
+    def drop_group(self, group: bytes) -> None:
         """Forget everything of the group whose id's 8 bytes are `group`, telling no sink.
 
         When this returns no array of the group is read or written any more, except that a peer may still be copying
         from one that was lent to it: it will throw away what it copied. Late messages of the group are drained.
-        `error` is for the reader of a trace; the group's owner has told its users already.
         """
         self._inbound.drop_group(group)
         self._out.drop_group(group)

@@ -115,7 +115,7 @@ async def test_a_goodbye_that_waited_for_what_is_then_dropped(transport: str) ->
         one.send(1, bytes(EAGER_BYTES + 1))  # which nobody receives
         closing = asyncio.ensure_future(one.mesh.close(PATIENCE_S))
         await asyncio.sleep(0)
-        one.mesh.drop_group(pack_key(1, 0, 0, 0, 0)[:8], ValueError("nobody wants it any more"))
+        one.mesh.drop_group(pack_key(1, 0, 0, 0, 0)[:8])
         await closing
         await eventually(lambda: two.left == [0])
         assert not one.lost

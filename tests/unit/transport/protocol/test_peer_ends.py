@@ -246,7 +246,7 @@ def test_what_a_dropped_group_throws_away_is_told_of(nbytes: int, late: bool) ->
 
     def drop() -> None:
         pair.dropped[1].add(GROUP_BYTES, lambda source, meta: heard.append((source, meta)))
-        pair.b.drop_group(GROUP_BYTES, RuntimeError("dropped"))
+        pair.b.drop_group(GROUP_BYTES)
 
     if late:
         drop()
