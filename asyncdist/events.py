@@ -9,15 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
 from typing import Any, Final
 
-__all__ = ["SUBJECTS", "configure_logging", "emit", "info", "subscribe", "tracing", "unsubscribe", "warn"]
+__all__ = ["SUBJECTS", "configure_logging", "emit", "info", "tracing", "warn"]
 
 SUBJECTS: Final = ("init", "net", "store", "tune")
 
 _logger = logging.getLogger("asyncdist")
-_subscribers: list[Callable[[str, dict[str, Any]], None]] = []
 _traced: frozenset[str] = frozenset()
 
 
@@ -56,23 +54,11 @@ def warn(message: str, *args: object) -> None:
 
 
 def tracing(subject: str) -> bool:
-    """Whether anyone wants trace points of `subject`; ask before building their fields."""
-    return bool(_subscribers) or subject in _traced
+    """Whether trace points of `subject` are wanted; ask before building their fields."""
+    return subject in _traced
 
 
 def emit(subject: str, name: str, **fields: Any) -> None:
-    """Report one trace point to subscribers and, when traced, to the log."""
-    for subscriber in _subscribers:
-        subscriber(f"{subject}.{name}", fields)
+    """Write one trace point to the log, if its subject is traced."""
     if subject in _traced:
         _logger.debug("%s.%s %s", subject, name, " ".join(f"{key}={value}" for key, value in fields.items()))
-
-
-def subscribe(callback: Callable[[str, dict[str, Any]], None]) -> None:
-    """Call `callback(name, fields)` synchronously for every trace point from now on."""
-    _subscribers.append(callback)
-
-
-def unsubscribe(callback: Callable[[str, dict[str, Any]], None]) -> None:
-    """Stop calling `callback`."""
-    _subscribers.remove(callback)

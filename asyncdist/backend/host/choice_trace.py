@@ -15,7 +15,7 @@ __all__ = ["trace_choice"]
 
 
 def trace_choice(call: Call, plan: Plan, tuning: Tuning, *, ordered: bool, memory: LaneMemory = NO_LANE) -> None:
-    """Emit `tune.candidate` for each algorithm, the best first, and `tune.chosen`; nothing unless somebody listens.
+    """Emit `tune.candidate` for each algorithm, the best first, and `tune.chosen`; nothing unless they are traced.
 
     What was chosen is not the best where an override or the call itself names an algorithm.
     """

@@ -102,11 +102,11 @@ def test_simulated_worlds_depend_on_no_host():
     assert run_world(2, tuning_of) == [DEFAULT_TUNING, DEFAULT_TUNING]
 
 
-def test_candidates_are_traced_once_per_shape():
+def test_candidates_are_traced_once_per_shape(monkeypatch):
     seen = []
 
-    def note(name, fields):
-        if name.startswith("tune."):
+    def note(subject, name, **fields):
+        if subject == "tune":
             seen.append((name, fields))
 
     async def main(group):
@@ -115,15 +115,13 @@ def test_candidates_are_traced_once_per_shape():
             await group.all_reduce(array)
         return None
 
-    events.subscribe(note)
-    try:
-        run_world(2, main)
-    finally:
-        events.unsubscribe(note)
-    chosen = [fields for name, fields in seen if name == "tune.chosen"]
+    monkeypatch.setattr(events, "tracing", "tune".__eq__)
+    monkeypatch.setattr(events, "emit", note)
+    run_world(2, main)
+    chosen = [fields for name, fields in seen if name == "chosen"]
     assert sorted(fields["rank"] for fields in chosen) == [0, 1]
     first = seen[0][1]
-    assert seen[0][0] == "tune.candidate"
+    assert seen[0][0] == "candidate"
     assert first["algorithm"] == chosen[0]["algorithm"] == "recursive_doubling"
     assert (first["collective"], first["world"], first["bytes"]) == ("all_reduce", 2, 4000)
     assert first["gb_per_s"] == pytest.approx(4000 / first["predicted_us"] / 1e3, rel=0.05)
