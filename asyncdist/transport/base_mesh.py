@@ -160,6 +160,13 @@ class BaseMesh:
         """Send a control message, ahead of everything queued. Raises as `post_send`."""
         self.peer(rank).send_control(payload)
 
+    def broadcast_control(self, ranks: Iterable[int], payload: bytes) -> list[int]:
+        """Send a control message to those of `ranks` that are connected now; returns them."""
+        reached = [] if self._closing else [rank for rank in ranks if self.is_connected(rank)]
+        for rank in reached:
+            self.send_control(rank, payload)
+        return reached
+
     # -- what the connections are made of
 
     async def listen(self, ips: Sequence[str] = ("127.0.0.1",)) -> PeerAddress:
@@ -168,10 +175,6 @@ class BaseMesh:
 
     def peer(self, rank: int) -> PeerCore:
         """Return the core of `rank`, connecting to it if that has not begun. Raises ValueError and ClosedError."""
-        raise NotImplementedError
-
-    def broadcast_control(self, ranks: Iterable[int], payload: bytes) -> list[int]:
-        """Send a control message to those of `ranks` that are connected now; returns them."""
         raise NotImplementedError
 
     def break_pair(self, rank: int, cause: Exception) -> None:
@@ -259,7 +262,7 @@ class BaseMesh:
                 if rank != self.rank:
                     self.connect([rank])
 
-    def _after_words(self, rank: int, then: Callable[[bool | None], None]) -> None:
+    def link_not_met(self, rank: int, then: Callable[[bool | None], None]) -> None:
         """Call `then` once we have heard what `rank`, which was not met, has left to say: at once if nobody asks.
 
         It is told whether the rank left in order; None if that is not known, or if it seems to be there.

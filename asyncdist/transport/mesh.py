@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from asyncdist import events
@@ -115,15 +115,6 @@ class Mesh(BaseMesh):
         link.request()
         return link.core
 
-    def broadcast_control(self, ranks: Iterable[int], payload: bytes) -> list[int]:
-        """Send a control message to those of `ranks` that are connected now; returns them."""
-        reached = []
-        for rank in ranks:
-            if self.is_connected(rank) and not self._closing:
-                self._links[rank].core.send_control(payload)
-                reached.append(rank)
-        return reached
-
     def break_pair(self, rank: int, cause: Exception) -> None:
         """Give up on `rank`, as if its connection had broken: pending operations with it fail with PeerLostError."""
         self._check_rank(rank)
@@ -223,10 +214,6 @@ class Mesh(BaseMesh):
         self._unresolved.append(rank)
         if self._resolve_turn is None:
             self._resolve_turn = self._context.loop.call_soon(self._begin_resolving)
-
-    def link_not_met(self, rank: int, then: Callable[[bool | None], None]) -> None:
-        """Hear what the rank has left to say, then go on."""
-        self._after_words(rank, then)
 
     def link_open(self, rank: int) -> None:
         """Tell the owner."""

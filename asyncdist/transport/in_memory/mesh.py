@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar
 
 from asyncdist.errors import ClosedError, PeerLostError, RemoteProtocolError
@@ -77,15 +77,6 @@ class MemoryMesh(BaseMesh):
             else:
                 self._network.dial(self, rank)
         return peer.core
-
-    def broadcast_control(self, ranks: Iterable[int], payload: bytes) -> list[int]:
-        """See BaseMesh.broadcast_control."""
-        reached = []
-        for rank in ranks:
-            if self.is_connected(rank) and not self._closing:
-                self._peers[rank].core.send_control(payload)
-                reached.append(rank)
-        return reached
 
     def break_pair(self, rank: int, cause: Exception) -> None:
         """See BaseMesh.break_pair."""
@@ -177,7 +168,7 @@ class MemoryMesh(BaseMesh):
 
     def link_refused(self, rank: int, left: bool) -> None:
         """`rank` has ended before a connection was made."""
-        self._after_words(rank, lambda said_goodbye: self._not_met(rank, left or said_goodbye is True))
+        self.link_not_met(rank, lambda said_goodbye: self._not_met(rank, left or said_goodbye is True))
 
     def _not_met(self, rank: int, left: bool) -> None:
         if self._peers[rank].ended:
