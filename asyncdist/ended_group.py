@@ -31,15 +31,15 @@ class EndedGroup:
 
     def control(self, sender: int, message: list[Any]) -> None:
         """A control message of another member."""
-        kind = message[0]
-        if kind == "probe":
-            self.tell_issued(sender, *message[2:])
-        elif kind == "mismatch" and message[-1]:
-            self._world.tell((sender,), [*message[:4], CLOSED_SINCE, False], dial=False)
-        elif kind == "made":
-            self._order.heard(sender, *message[2:])
-        elif kind == "closed" and message[-1]:
-            self.tell_closed(sender)
+        match message:
+            case ["probe", _, tag, sequence]:
+                self.tell_issued(sender, tag, sequence)
+            case ["mismatch", group_id, tag, sequence, _, True]:
+                self._world.tell((sender,), ["mismatch", group_id, tag, sequence, CLOSED_SINCE, False], dial=False)
+            case ["made", _, *made]:
+                self._order.heard(sender, *made)
+            case ["closed", _, _, True]:
+                self.tell_closed(sender)
 
     def tell_issued(self, rank: int, tag: int, sequence: int) -> None:
         """Tell a member whether that collective was issued here; else it never will be."""

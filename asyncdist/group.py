@@ -48,33 +48,30 @@ class ProcessGroup(GroupCore):
         self.pairs.fail_vain_receives()
 
     def control(self, sender: int, message: list[Any]) -> None:
-        """A control message of another member."""
-        kind = message[0]
-        if kind == "abort":
-            _, _, kind, text, rank, missing = message
-            cause = abort_cause(kind, text, rank, missing, self.world.rank)
-            if isinstance(cause, PeerLostError) and not cause.left:
-                self.world.lost_elsewhere(cause.rank, cause)  # concerns all groups of that rank
-            self._abort(cause, kind, text, rank, missing)
-        elif kind == "refused":
-            self._refusals.heard(*message[2:])
-        elif kind == "probe":
-            tag, sequence = message[2:]
-            self._askers[sender] = tag
-            self._consistency.tell(sender, tag, sequence)
-            self._expiry.tell(sender, tag, sequence, self._sequences.get(tag, 0) > sequence)
-        elif kind == "mismatch":
-            self._consistency.heard(sender, *message[2:])
-        elif kind == "made":
-            self._order.heard(sender, *message[2:])
-        elif kind == "closed":
-            self._heard_closed(sender, *message[2:])
-        elif kind == "check":
-            self._consistency.reported(sender, *message[2:])
-        else:
-            tag, sequence, state = message[2:]
-            if not self._expiry.answered(sender, tag, sequence, state):
-                self._heard_late(sender, tag, sequence, state)
+        """A control message of another member: its kind, this group's id, and what `world` checks of that kind."""
+        match message:
+            case ["abort", _, kind, text, rank, missing]:
+                cause = abort_cause(kind, text, rank, missing, self.world.rank)
+                if isinstance(cause, PeerLostError) and not cause.left:
+                    self.world.lost_elsewhere(cause.rank, cause)  # concerns all groups of that rank
+                self._abort(cause, kind, text, rank, missing)
+            case ["refused", _, *refusal]:
+                self._refusals.heard(*refusal)
+            case ["probe", _, tag, sequence]:
+                self._askers[sender] = tag
+                self._consistency.tell(sender, tag, sequence)
+                self._expiry.tell(sender, tag, sequence, self._sequences.get(tag, 0) > sequence)
+            case ["status", _, tag, sequence, state]:
+                if not self._expiry.answered(sender, tag, sequence, state):
+                    self._heard_late(sender, tag, sequence, state)
+            case ["mismatch", _, *difference]:
+                self._consistency.heard(sender, *difference)
+            case ["check", _, *report]:
+                self._consistency.reported(sender, *report)
+            case ["made", _, *made]:
+                self._order.heard(sender, *made)
+            case ["closed", _, *closing]:
+                self._heard_closed(sender, *closing)
 
     def bind_device(self, device: int | None) -> None:
         """Open communicators for arrays on that GPU at once, if all ranks do; None does nothing."""
