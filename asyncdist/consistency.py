@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from asyncdist.backend.base import CollectiveWork, GroupBackend
+from asyncdist.backend.base import CollectiveWork, GroupBackend, WorkKey
 from asyncdist.caller import calling_frame
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, ROOTED
@@ -46,12 +46,9 @@ UNNAMED: Final = "something else that it does not name"
 COUNTS_SHOWN: Final = 8
 """Block lengths shown of uneven collectives."""
 
-Key = tuple[int, int]
-"""Tag and sequence number of an operation."""
-
 
 class _Issued(NamedTuple):
-    key: Key
+    key: WorkKey
     operation: str
     recipe: tuple[Any, ...]
     place: str
@@ -84,8 +81,8 @@ class Consistency:
         group_id: int,
         ranks: tuple[int, ...],
         backend: GroupBackend,
-        works: Mapping[Key, CollectiveWork],
-        fail: Callable[[Key, CollectiveMismatchError], None],
+        works: Mapping[WorkKey, CollectiveWork],
+        fail: Callable[[WorkKey, CollectiveMismatchError], None],
     ) -> None:
         self._world = world
         self._group_id = group_id
@@ -93,12 +90,12 @@ class Consistency:
         self._backend = backend
         self._works = works
         self._fail = fail
-        self._issued: deque[tuple[Key, str, tuple[Any, ...], str]] = deque(maxlen=ISSUED_KEPT)
-        self.issued: Callable[[tuple[Key, str, tuple[Any, ...], str]], None]
+        self._issued: deque[tuple[WorkKey, str, tuple[Any, ...], str]] = deque(maxlen=ISSUED_KEPT)
+        self.issued: Callable[[tuple[WorkKey, str, tuple[Any, ...], str]], None]
         """issued((key, operation, recipe key, "")): a collective has been issued here; it is about to start."""
         self.check_fully(world.options.get("check") == "full" and len(ranks) > 1)
-        self._inquiries: dict[Key, _Inquiry] = {}
-        self._reports: dict[Key, dict[str, tuple[int, str]]] = {}
+        self._inquiries: dict[WorkKey, _Inquiry] = {}
+        self._reports: dict[WorkKey, dict[str, tuple[int, str]]] = {}
 
     def check_fully(self, full: bool) -> None:
         """Whether to report all collectives from now on."""
@@ -106,7 +103,7 @@ class Consistency:
         # A plain tuple and no call of ours, where that is enough: this is on the way of all.
         self.issued = self._issue_and_report if full else self._issued.append
 
-    def _issue_and_report(self, issued: tuple[Key, str, tuple[Any, ...], str]) -> None:
+    def _issue_and_report(self, issued: tuple[WorkKey, str, tuple[Any, ...], str]) -> None:
         entry = _Issued(*issued[:-1], _calling_line())
         self._issued.append(entry)
         self._report(entry)
@@ -159,7 +156,7 @@ class Consistency:
             if len(reports) < len(self._ranks):  # honest ranks report once
                 reports.setdefault(terms, (sender, shown))
 
-    def stop(self, *, told: bool = False) -> dict[Key, CollectiveMismatchError]:
+    def stop(self, *, told: bool = False) -> dict[WorkKey, CollectiveMismatchError]:
         """Ask nobody any more. Returns the differences that nobody has answered yet; where others have `told` of one,
         those in lengths, which they know less of.
         """
@@ -174,13 +171,13 @@ class Consistency:
         self._reports.clear()
         return found
 
-    def _conclude(self, key: Key, text: str) -> None:
+    def _conclude(self, key: WorkKey, text: str) -> None:
         inquiry = self._inquiries.pop(key)
         inquiry.timer.cancel()
         if self._works.get(key) is inquiry.work:
             self._fail(key, self._answered(key, inquiry.error, text))
 
-    def _answered(self, key: Key, error: CollectiveMismatchError, text: str) -> CollectiveMismatchError:
+    def _answered(self, key: WorkKey, error: CollectiveMismatchError, text: str) -> CollectiveMismatchError:
         """What the other side of `error` runs is `text`; empty if it does not say."""
         assert error.peer is not None, "only errors that name the other side are asked about"
         own = self._describe(key)
@@ -201,7 +198,7 @@ class Consistency:
         text = f"rank {peer} expects another length of what rank {self._world.rank} sends to it"
         return CollectiveMismatchError(text, peer)
 
-    def _describe(self, key: Key) -> str | None:
+    def _describe(self, key: WorkKey) -> str | None:
         entry = self._find(key)
         if entry is None:
             return None
@@ -216,11 +213,11 @@ class Consistency:
         """What must be equal everywhere; that a rank says all_gather and another all_gather_into_tensor is fine."""
         return f"{entry.recipe[0]} {describe_call(entry.recipe, self._ranks)}"
 
-    def _is_private(self, key: Key) -> bool:
+    def _is_private(self, key: WorkKey) -> bool:
         entry = self._find(key)
         return entry is not None and entry.recipe[0] in PRIVATE_COLLECTIVES
 
-    def _find(self, key: Key) -> _Issued | None:
+    def _find(self, key: WorkKey) -> _Issued | None:
         return next((_Issued(*entry) for entry in reversed(self._issued) if entry[0] == key), None)
 
     # ASYNCDIST_CHECK=full.

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from asyncdist.backend.base import CollectiveWork
+from asyncdist.backend.base import CollectiveWork, WorkKey
 from asyncdist.errors import CollectiveTimeoutError
 from asyncdist.group_order import ASK_S
 from asyncdist.transport.config import LATE_S
@@ -45,9 +45,6 @@ SILENT: Final = "no answer"
 NOT_HEARD_FROM: Final = "nothing came from there"
 """Why a member is missing that has not said why; the others' words are `world.ABSENCES`."""
 
-Key = tuple[int, int]
-"""Tag and sequence number of an operation."""
-
 
 def timeout_error(work: CollectiveWork, rank: int, missing: Mapping[int, str]) -> CollectiveTimeoutError:
     """What the expiry of `work` on global rank `rank` means to all members; `missing` says why by global rank."""
@@ -75,7 +72,7 @@ class Expiry:
         world: World,
         group_id: int,
         ranks: tuple[int, ...],
-        works: Mapping[Key, CollectiveWork],
+        works: Mapping[WorkKey, CollectiveWork],
         expired: Callable[[CollectiveWork, dict[int, str]], None],
     ) -> None:
         self._world = world
@@ -86,7 +83,7 @@ class Expiry:
         self._expired = expired
         self._timer: asyncio.Handle | None = None
         self._due_s = math.inf  # not the timer's to say: uvloop makes a plain handle of one that is due at once
-        self._probes: dict[Key, _Probe] = {}
+        self._probes: dict[WorkKey, _Probe] = {}
 
     def watch(self, work: CollectiveWork, timeout_s: float | None) -> None:
         """Watch a work that has just been issued."""
@@ -164,23 +161,23 @@ class Expiry:
         waited_for = work.waiting_for()
         self._world.tell(waited_for, ["probe", self._group_id, *work.key], dial=len(waited_for) <= MAX_PROBE_DIALS)
 
-    def _probe(self, key: Key) -> None:
+    def _probe(self, key: WorkKey) -> None:
         message = ["probe", self._group_id, *key]
         monitors = self._works[key].operation == MONITORED_BARRIER and self._ranks[0] == self._world.rank
         asked = self._world.tell(self._ranks, message, dial=monitors or len(self._ranks) <= MAX_PROBE_DIALS)
         if key in self._works:
             self._probes[key] = _Probe(set(asked), {}, self._await_answers(key))
 
-    def _await_answers(self, key: Key) -> asyncio.TimerHandle:
+    def _await_answers(self, key: WorkKey) -> asyncio.TimerHandle:
         return self._loop.call_later(PROBE_S, self._no_more_answers, key, self._loop.time() + PROBE_S)
 
-    def _no_more_answers(self, key: Key, due_s: float) -> None:
+    def _no_more_answers(self, key: WorkKey, due_s: float) -> None:
         if self._loop.time() - due_s > LATE_S:  # answers may be here, unread
             self._probes[key] = self._probes[key]._replace(timer=self._await_answers(key))
         else:
             self._conclude(key)
 
-    def _conclude(self, key: Key) -> None:
+    def _conclude(self, key: WorkKey) -> None:
         probe = self._probes.pop(key)
         probe.timer.cancel()
         work: Any = self._works.get(key)

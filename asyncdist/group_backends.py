@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
-from asyncdist.backend.base import Backends, CollectiveWork, GroupBackend
+from asyncdist.backend.base import Backends, CollectiveWork, GroupBackend, OnEnd
 from asyncdist.backend.calls.call import Call
 from asyncdist.backend.calls.items import ItemCall
 from asyncdist.backend.host.aio import AioBackend
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from asyncdist.backend.device.questions import HostWatch
 
 __all__ = ["GroupBackends"]
-
-OnEnd = Callable[[CollectiveWork, BaseException | None], None]
 
 PATH_VARIABLE: Final = "ASYNCDIST_CUDA_PATH"
 """Asks for a path (see backend.device) whatever is the best one; the same on all ranks."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from threading import get_ident
 from typing import Any
 
-from asyncdist.backend.base import Backend, Backends, CollectiveWork
+from asyncdist.backend.base import Backend, Backends, CollectiveWork, WorkKey
 from asyncdist.backend.calls.call import Call
 from asyncdist.causes import FAILED, explain, failed_on, kind_of
 from asyncdist.consistency import Consistency
@@ -65,7 +65,7 @@ class GroupCore(Operations):
         self.pairs = Pairs(world, group_id, ranks, self, self._backends.gpu_pairs, parent and parent[0])
         self._overlap = OverlapWatch(self, world.loop)
         self._sequences: dict[int, int] = {}
-        self._works: dict[tuple[int, int], CollectiveWork] = {}
+        self._works: dict[WorkKey, CollectiveWork] = {}
         self._expiry = Expiry(world, group_id, ranks, self._works, self._expired)
         self._failures = Failures()
         self._consistency = Consistency(world, group_id, ranks, self._backends, self._works, self._differ)
@@ -195,7 +195,7 @@ class GroupCore(Operations):
         if error is not None:
             self._ended_badly(work, error)
 
-    def _differ(self, key: tuple[int, int], error: CollectiveMismatchError) -> None:
+    def _differ(self, key: WorkKey, error: CollectiveMismatchError) -> None:
         """Ranks run different collectives in that place."""
         work = self._works.get(key)
         if work is None:
@@ -227,7 +227,7 @@ class GroupCore(Operations):
         """Ask `rank` what it runs in a place of the order; a difference fails the operation. False if it is gone."""
         return self._expiry.ask(rank, tag, sequence)
 
-    def _fail_refused(self, key: tuple[int, int], error: CollectiveMismatchError) -> None:
+    def _fail_refused(self, key: WorkKey, error: CollectiveMismatchError) -> None:
         work = self._works.pop(key, None)
         if work is not None:
             self._fail(work, explain(work.where, error))

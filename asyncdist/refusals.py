@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from asyncdist.backend.base import CollectiveWork, GroupBackend
+from asyncdist.backend.base import CollectiveWork, GroupBackend, WorkKey
 from asyncdist.errors import CollectiveMismatchError
 from asyncdist.world import World
 
@@ -17,9 +17,6 @@ __all__ = ["REFUSALS_KEPT", "Refusals"]
 
 REFUSALS_KEPT: Final = 64
 """Refusals heard of before the operation is issued here: how far ahead another rank can be that fails at each call."""
-
-Key = tuple[int, int]
-"""Tag and sequence number of an operation."""
 
 
 class Refusals:
@@ -37,9 +34,9 @@ class Refusals:
         group_id: int,
         ranks: tuple[int, ...],
         backend: GroupBackend,
-        works: Mapping[Key, CollectiveWork],
+        works: Mapping[WorkKey, CollectiveWork],
         sequences: Mapping[int, int],
-        fail: Callable[[Key, CollectiveMismatchError], None],
+        fail: Callable[[WorkKey, CollectiveMismatchError], None],
         abort: Callable[[CollectiveMismatchError, str, str, int], None],
     ) -> None:
         self._world = world
@@ -50,7 +47,7 @@ class Refusals:
         self._sequences = sequences
         self._fail = fail
         self._abort = abort
-        self.early: dict[Key, CollectiveMismatchError] = {}
+        self.early: dict[WorkKey, CollectiveMismatchError] = {}
         """Heard of before the operation was issued here: who issues it takes it out."""
 
     def tell(self, tag: int, sequence: int, error: BaseException) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from asyncdist.backend.calls.call import Call
 from asyncdist.cuda import provider
@@ -14,7 +14,7 @@ from asyncdist.executor.work import Work
 if TYPE_CHECKING:
     from asyncdist.transport.base_mesh import BaseMesh
 
-__all__ = ["Backend", "Backends", "CollectiveWork", "GroupBackend", "parse_backend"]
+__all__ = ["Backend", "Backends", "CollectiveWork", "GroupBackend", "OnEnd", "WorkKey", "parse_backend"]
 
 
 class Backend(str):
@@ -134,6 +134,10 @@ def parse_backend(backend: str | None) -> Backends:
     return Backends(pairs.get("cpu"), pairs.get("cuda"))
 
 
+WorkKey: TypeAlias = tuple[int, int]
+"""Tag and sequence number of a collective: its place in the order of its group."""
+
+
 class WorkOwner(Protocol):
     """The group that issued a collective."""
 
@@ -168,7 +172,7 @@ class CollectiveWork(Work[Any]):
         Work.__init__(self, loop, operation, nbytes, number)
         self.tag = tag
         self.number = number
-        self.key = (tag, number)
+        self.key: WorkKey = (tag, number)
         self.value = value
         self.deadline_s: float | None = None
         self._owner = owner
@@ -195,6 +199,10 @@ class CollectiveWork(Work[Any]):
             self._end()
 
 
+OnEnd: TypeAlias = Callable[[CollectiveWork, BaseException | None], None]
+"""What is told of the end of a collective: its Work, and the error if it has failed."""
+
+
 class GroupBackend(ABC):
     """One way to carry out the collectives of one group.
 
@@ -209,12 +217,7 @@ class GroupBackend(ABC):
         self.rank = rank
 
     @abstractmethod
-    def start(
-        self,
-        call: Call,
-        work: CollectiveWork,
-        on_end: Callable[[CollectiveWork, BaseException | None], None],
-    ) -> None:
+    def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
         """Begin `call`; `on_end(work, None)` once results are in place, perhaps before this returns, or with an error.
 
         It is not called for operations forgotten by `drop` or `abort`.

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, ClassVar, Final, Protocol
 
-from asyncdist.backend.base import CollectiveWork, GroupBackend
+from asyncdist.backend.base import CollectiveWork, GroupBackend, OnEnd, WorkKey
 from asyncdist.backend.calls.call import Call
 from asyncdist.backend.calls.items import ItemCall
 from asyncdist.backend.calls.stream import StreamCall
@@ -88,18 +88,13 @@ class AioBackend(GroupBackend):
         self._mesh = mesh
         self._tuning = tuning
         self._overrides = dict(tuning.overrides)
-        self.running: dict[tuple[int, int], Running] = {}
+        self.running: dict[WorkKey, Running] = {}
         """Operations under way, by tag and sequence number."""
         self._recipes: dict[tuple[object, LaneMemory], Recipe] = {}
         self._recipes_by: dict[Tuning, dict[tuple[object, LaneMemory], Recipe]] = {tuning: self._recipes}
         self._lanes = Lanes(self, mesh) if lanes and 2 <= len(ranks) <= MAX_LANE_RANKS else None
 
-    def start(
-        self,
-        call: Call,
-        work: CollectiveWork,
-        on_end: Callable[[CollectiveWork, BaseException | None], None],
-    ) -> None:
+    def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
         """Begin `call`, once it is known whether its tag has a lane."""
         place: TagLane | None = WITHOUT_LANE
         if self._lanes is not None:
@@ -107,13 +102,7 @@ class AioBackend(GroupBackend):
         if place is not None:
             self.resume(call, work, on_end, place)
 
-    def resume(
-        self,
-        call: Call,
-        work: CollectiveWork,
-        on_end: Callable[[CollectiveWork, BaseException | None], None],
-        place: TagLane,
-    ) -> None:
+    def resume(self, call: Call, work: CollectiveWork, on_end: OnEnd, place: TagLane) -> None:
         """Begin `call` now, by messages or through the lane of its tag."""
         recipe = self._recipes.get((call.recipe_key, place.memory))
         if recipe is None or not recipe.met:

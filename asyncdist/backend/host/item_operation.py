@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from asyncdist.arrays import Array, decode_meta, describe, human_bytes
-from asyncdist.backend.base import CollectiveWork
+from asyncdist.backend.base import CollectiveWork, OnEnd
 from asyncdist.backend.calls.items import ItemCall
 from asyncdist.backend.host.operation import Recipe
 from asyncdist.errors import CollectiveMismatchError
@@ -34,7 +34,7 @@ class ItemOperation(ItemExecution):
         call: ItemCall,
         recipe: Recipe,
         work: CollectiveWork,
-        on_end: Callable[[CollectiveWork, BaseException | None], None],
+        on_end: OnEnd,
     ) -> None:
         self._backend = backend
         self._call = call

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from asyncdist import events
-from asyncdist.backend.base import CollectiveWork
+from asyncdist.backend.base import CollectiveWork, OnEnd
 from asyncdist.backend.calls import call as calls
 from asyncdist.backend.calls.call import Call
 from asyncdist.backend.host.lane_loans import borrow, lend_to
@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from asyncdist.backend.host.aio import AioBackend
     from asyncdist.transport.base_mesh import BaseMesh
 
-__all__ = ["RESERVED", "WITHOUT_LANE", "Lanes", "OnEnd", "TagLane"]
-
-OnEnd: TypeAlias = Callable[[CollectiveWork, BaseException | None], None]
+__all__ = ["RESERVED", "WITHOUT_LANE", "Lanes", "TagLane"]
 
 FIRST_LANE_BYTES: Final = 12 << 20
 """Payloads in a rank's first lane. Two thirds are for items: what its largest collectives have under way, several

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from asyncdist.arrays import Array
-from asyncdist.backend.base import CollectiveWork
+from asyncdist.backend.base import CollectiveWork, OnEnd
 from asyncdist.backend.calls.call import Call
 from asyncdist.backend.host.express import ExpressKind
 from asyncdist.executor import reduction
@@ -63,7 +63,7 @@ class Operation(Execution):
         call: Call,
         recipe: Recipe,
         work: CollectiveWork,
-        on_end: Callable[[CollectiveWork, BaseException | None], None],
+        on_end: OnEnd,
     ) -> None:
         self._backend = backend
         self._call = call

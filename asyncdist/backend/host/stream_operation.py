@@ -6,12 +6,11 @@ no receives, so its sources' messages stay where they are and those ranks stop a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from asyncdist.arrays import Array
-from asyncdist.backend.base import CollectiveWork
+from asyncdist.backend.base import CollectiveWork, OnEnd
 from asyncdist.backend.calls.stream import STREAM_WINDOW, Progress, StreamCall
 from asyncdist.backend.host.operation import Recipe
 from asyncdist.executor.buffers import NO_BUFFER, BlockBuffer, Bound, FlatBuffer
@@ -51,7 +50,7 @@ class StreamOperation:
         call: StreamCall,
         recipe: Recipe,
         work: CollectiveWork,
-        on_end: Callable[[CollectiveWork, BaseException | None], None],
+        on_end: OnEnd,
     ) -> None:
         assert call.progress is not None
         self.backend = backend
