@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
-from asyncdist.backend.base import Backends
+from asyncdist.backend.base import BackendNames
 from asyncdist.causes import CONSEQUENCES, abort_cause, aborted_by, explain, first_cause, named
 from asyncdist.ended_group import EndedGroup
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError
@@ -219,7 +219,7 @@ class ProcessGroup(GroupCore):
         ranks: Sequence[int],
         timeout_s: float | None,
         name: str | None,
-        backends: Backends | None = None,
+        backend_names: BackendNames | None = None,
         *,
         members_only: bool = False,
     ) -> ProcessGroup | None:
@@ -232,10 +232,15 @@ class ProcessGroup(GroupCore):
         made = None
         if self.world.rank in ranks:
             origin = None if members_only else (self._order, number)
-            backends = backends or self._backends.names
-            parent = (self.group_id, self.name)
             made = ProcessGroup(
-                self.world, group_id, tuple(ranks), timeout_s, name or label, backends, origin=origin, parent=parent
+                self.world,
+                group_id,
+                tuple(ranks),
+                timeout_s,
+                name or label,
+                backend_names or self._backends.names,
+                origin=origin,
+                parent=(self.group_id, self.name),
             )
         if not members_only:
             self._order.made(number, group_id, tuple(ranks))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
-from asyncdist.backend.base import Backends, CollectiveWork, GroupBackend, OnEnd
+from asyncdist.backend.base import BackendNames, CollectiveWork, GroupBackend, OnEnd
 from asyncdist.backend.calls.call import Call
 from asyncdist.backend.calls.items import ItemCall
 from asyncdist.backend.host.aio import AioBackend
@@ -47,7 +47,7 @@ class GroupBackends(GroupBackend):
         world: World,
         group_id: int,
         ranks: tuple[int, ...],
-        names: Backends,
+        names: BackendNames,
         owner: _Owner,
     ) -> None:
         super().__init__(world.mesh, group_id, ranks, ranks.index(world.rank))
@@ -202,7 +202,7 @@ class _ControlBackend(AioBackend):
 
 
 def _make_host_backend(
-    world: World, group_id: int, ranks: tuple[int, ...], names: Backends, backends: GroupBackends
+    world: World, group_id: int, ranks: tuple[int, ...], names: BackendNames, backends: GroupBackends
 ) -> GroupBackend:
     """The backend for the host arrays of a group that this rank is a member of."""
     rank = ranks.index(world.rank)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from threading import get_ident
 from typing import Any
 
-from asyncdist.backend.base import Backend, Backends, CollectiveWork, WorkKey
+from asyncdist.backend.base import Backend, BackendNames, CollectiveWork, WorkKey
 from asyncdist.backend.calls.call import Call
 from asyncdist.causes import FAILED, explain, failed_on, kind_of
 from asyncdist.consistency import Consistency
@@ -42,7 +42,7 @@ class GroupCore(Operations):
         ranks: tuple[int, ...],
         timeout_s: float | None,
         name: str,
-        backends: Backends,
+        backend_names: BackendNames,
         *,
         is_world: bool = False,
         origin: tuple[GroupOrder, int] | None = None,
@@ -60,7 +60,7 @@ class GroupCore(Operations):
         self.timeout_s = timeout_s
         self._loop = world.loop
         self._thread = get_ident()
-        self._backends = GroupBackends(world, group_id, ranks, backends, self)
+        self._backends = GroupBackends(world, group_id, ranks, backend_names, self)
         self._backend = self._backends.host  # asked without a detour: small operations count nanoseconds
         self.pairs = Pairs(world, group_id, ranks, self, self._backends.gpu_pairs, parent and parent[0])
         self._overlap = OverlapWatch(self, world.loop)

@@ -14,7 +14,7 @@ from asyncdist.executor.work import Work
 if TYPE_CHECKING:
     from asyncdist.transport.base_mesh import BaseMesh
 
-__all__ = ["Backend", "Backends", "CollectiveWork", "GroupBackend", "OnEnd", "WorkKey", "parse_backend"]
+__all__ = ["Backend", "BackendNames", "CollectiveWork", "GroupBackend", "OnEnd", "WorkKey", "parse_backend"]
 
 
 class Backend(str):
@@ -76,8 +76,8 @@ def _nccl_missing() -> str:
     return "" if found.nccl is not None else found.nccl_reason
 
 
-class Backends(NamedTuple):
-    """The backends of a group by the kind of array: `cpu` for those on the host, `cuda` for those on a GPU.
+class BackendNames(NamedTuple):
+    """Names of the backends of a group by the kind of array: `cpu` of that for the host's, `cuda` for a GPU's.
 
     `cpu` is None where host arrays are refused (objects, barriers and the group's own messages still go there).
     """
@@ -107,7 +107,7 @@ class Backends(NamedTuple):
         return ",".join(parts)
 
 
-def parse_backend(backend: str | None) -> Backends:
+def parse_backend(backend: str | None) -> BackendNames:
     """Return the backend of each kind of array.
 
     None is `aio` for host arrays, `nccl` for GPU arrays where it is available; `"aio"` (and `"gloo"`) is for both,
@@ -115,12 +115,12 @@ def parse_backend(backend: str | None) -> Backends:
     malformed text and for backends that are not there.
     """
     if backend is None:
-        return Backends(Backend(Backend.AIO), None)
+        return BackendNames(Backend(Backend.AIO), None)
     if not isinstance(backend, str) or ":" not in backend:
         named = Backend(backend)
         if named == Backend.NCCL:
-            return Backends(None, named)
-        return Backends(named, named if named == Backend.AIO else None)
+            return BackendNames(None, named)
+        return BackendNames(named, named if named == Backend.AIO else None)
     pairs: dict[str, Backend] = {}
     for pair in backend.split(","):
         device, colon, name = pair.strip().partition(":")
@@ -131,7 +131,7 @@ def parse_backend(backend: str | None) -> Backends:
         raise ValueError(f"backend {backend!r}: nccl has no form for host arrays")
     if pairs.get("cuda") not in (None, Backend.NCCL, Backend.AIO):
         raise ValueError(f"backend {backend!r}: GPU arrays are carried by nccl or aio")
-    return Backends(pairs.get("cpu"), pairs.get("cuda"))
+    return BackendNames(pairs.get("cpu"), pairs.get("cuda"))
 
 
 WorkKey: TypeAlias = tuple[int, int]
