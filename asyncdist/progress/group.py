@@ -1,7 +1,7 @@
 """ThreadedGroup: a group whose operations the communication thread carries out.
 
 The group itself, `inner`, lives there; this one stands for it on the caller's event loop. Operations that are checked
-and planned from their arguments alone (`_collective`) are checked here and handed over without waiting. All other
+and planned from their arguments alone (`ISSUED_HERE`) are checked here and handed over without waiting. All other
 methods, those of later versions among them, are called there, in the order of the calls here, and waited for: about as
 long as a system call takes, or until the thread is through with what it is doing, at most about a millisecond.
 """
@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from types import CodeType
 from typing import Any, Final, cast
 
 from asyncdist.backend.base import CollectiveWork
@@ -26,6 +25,11 @@ from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import ClosedError
 from asyncdist.executor.work import Work
 from asyncdist.group import ProcessGroup
+from asyncdist.operations.coalesced import Coalesced
+from asyncdist.operations.collectives import Collectives
+from asyncdist.operations.exchange import Exchanges
+from asyncdist.operations.multi_device import MultiDevice
+from asyncdist.operations.scans import Scans
 from asyncdist.overlap import OverlapWatch
 from asyncdist.pairs import Pairs, check_tag
 from asyncdist.progress.awaiting import ThreadStream, run_there
@@ -36,8 +40,8 @@ __all__ = ["ThreadedGroup"]
 
 KEPT: Final = frozenset({"where", "group_rank_of", "aborted_error"})
 """Methods that read nothing but what never changes: they run in the caller's thread."""
-ISSUING: Final = frozenset({"_collective", "_root", "rank", "size"})
-"""What a method may use of its group so as to run in the caller's thread: what ThreadedGroup has itself."""
+ISSUED_HERE: Final = (Collectives, Coalesced, Exchanges, MultiDevice, Scans)
+"""Operations that run in the caller's thread: of their group they use what ThreadedGroup has itself (see `Issuer`)."""
 
 
 class ThreadedGroup(ProcessGroup):
@@ -246,25 +250,12 @@ def _forwarding(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _names(code: CodeType) -> set[str]:
-    """Every global and attribute that `code` mentions, functions inside it included."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
-
-
-def runs_here(method: Callable[..., Any]) -> bool:
-    """Whether a method of ProcessGroup only checks its arguments and issues a collective."""
-    of_a_group = set(dir(ProcessGroup)) | set(ProcessGroup.__init__.__code__.co_names)
-    used = _names(method.__code__) & of_a_group
-    return "_collective" in used and used <= ISSUING | {method.__name__}
-
-
 def _generate() -> None:
     """Give ThreadedGroup a forwarding method for each public one of ProcessGroup's that does not run here."""
-    here = KEPT | set(vars(ThreadedGroup))
+    here = KEPT.union(vars(ThreadedGroup), *map(vars, ISSUED_HERE))
     for name in dir(ProcessGroup):
         method = inspect.getattr_static(ProcessGroup, name)
-        if not name.startswith("_") and name not in here and inspect.isfunction(method) and not runs_here(method):
+        if not name.startswith("_") and name not in here and inspect.isfunction(method):
             setattr(ThreadedGroup, name, _forwarding(name, method))
 
 
