@@ -19,9 +19,9 @@ from asyncdist.dlpack import CUDA_DEVICES, read_capsule
 __all__ = [
     "LEGACY_STREAM",
     "DeviceArray",
-    "DeviceFlat",
     "any_array",
     "device_array",
+    "device_flat",
     "device_of",
     "flat_of",
 ]
@@ -79,6 +79,11 @@ class DeviceArray:
         self.size = math.prod(shape)
 
     @property
+    def elements(self) -> DeviceArray:
+        """Itself, as a `Flat` has it for a host array."""
+        return self
+
+    @property
     def ndim(self) -> int:
         """Dimensions."""
         return len(self.shape)
@@ -122,27 +127,19 @@ class DeviceArray:
         return f"<DeviceArray {self.dtype.name}{list(self.shape)} on cuda:{self.device}>"
 
 
-class DeviceFlat:
+def device_flat(array: DeviceArray, *, writable: bool, name: str = "tensor") -> DeviceArray:
     """A GPU array as one contiguous run of elements: what `Flat` is for a host array.
 
-    `elements` is one-dimensional. Strided arrays are refused, as NCCL needs contiguous ones, so `write_back` has
-    nothing to do.
+    Strided arrays are refused, as NCCL needs contiguous ones. Raises ValueError for those, and for an array that must
+    be written and cannot be.
     """
-
-    __slots__ = ("elements",)
-
-    def __init__(self, array: DeviceArray, *, writable: bool, name: str = "tensor") -> None:
-        """Raises ValueError for an array that is not contiguous, or that must be written and cannot be."""
-        if writable and not array.writable:
-            raise ValueError(f"{name} is read-only and this operation writes into it")
-        if not array.contiguous:
-            raise ValueError(
-                f"{name} is not C-contiguous, which an array on a GPU must be: make a contiguous copy of it first"
-            )
-        self.elements = array.flat()
-
-    def write_back(self) -> None:
-        """Nothing: `elements` is the caller's memory."""
+    if writable and not array.writable:
+        raise ValueError(f"{name} is read-only and this operation writes into it")
+    if not array.contiguous:
+        raise ValueError(
+            f"{name} is not C-contiguous, which an array on a GPU must be: make a contiguous copy of it first"
+        )
+    return array if len(array.shape) == 1 else array.flat()
 
 
 def any_array(value: object, name: str = "tensor") -> Any:
@@ -157,10 +154,10 @@ def any_array(value: object, name: str = "tensor") -> Any:
 
 
 def flat_of(array: Any, *, writable: bool, name: str = "tensor") -> Any:
-    """`array`, of either kind, as one run of elements. Raises ValueError as `Flat` and `DeviceFlat` do."""
+    """`array`, of either kind, as one run of elements. Raises ValueError as `Flat` and `device_flat` do."""
     if type(array) is np.ndarray:
         return Flat(array, writable=writable, name=name)
-    return DeviceFlat(array, writable=writable, name=name)
+    return device_flat(array, writable=writable, name=name)
 
 
 def device_of(array: Any) -> int | None:
@@ -176,7 +173,17 @@ def device_array(value: object, name: str = "tensor") -> DeviceArray | None:
     """
     cupy = sys.modules.get("cupy")
     if cupy is not None and type(value) is getattr(cupy, "ndarray", None):  # it may be being imported
-        return _from_cupy(value, name)
+        # What its __cuda_array_interface__ says, in a fraction of the time; work on it is on cupy's current stream.
+        array: Any = value
+        memory, dtype = array.data, array.dtype
+        return DeviceArray(
+            memory.ptr,
+            array.shape,
+            dtype if dtype in _PLAIN else sendable_dtype(dtype, name),
+            memory.device_id,
+            contiguous=array.flags.c_contiguous,
+            owner=array,
+        )
     if isinstance(value, np.ndarray | np.generic):
         return None
     if isinstance(value, DeviceArray):
@@ -190,19 +197,6 @@ def device_array(value: object, name: str = "tensor") -> DeviceArray | None:
     if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] in CUDA_DEVICES:
         return _from_dlpack(value, name)
     return None
-
-
-def _from_cupy(value: Any, name: str) -> DeviceArray:
-    """What its `__cuda_array_interface__` says, in a fraction of the time; work on it is on cupy's current stream."""
-    memory, dtype = value.data, value.dtype
-    return DeviceArray(
-        memory.ptr,
-        value.shape,
-        dtype if dtype in _PLAIN else sendable_dtype(dtype, name),
-        memory.device_id,
-        contiguous=value.flags.c_contiguous,
-        owner=value,
-    )
 
 
 def _from_interface(value: Any, interface: dict[str, Any], name: str) -> DeviceArray:

@@ -64,12 +64,6 @@ class GroupBackends(GroupBackend):
             return str(self.names.cpu) if self.names.cpu is not None else self.names.describe()
         return self.names.describe() + self.devices.describe()
 
-    def of_call(self, call: Call) -> GroupBackend:
-        """What carries out a call on GPU arrays. Raises TypeError and ValueError where nothing can."""
-        devices = self.devices or self.on_gpus()
-        devices.check(call)
-        return devices
-
     def on_gpus(self) -> DeviceBackend:
         """The backend of GPU arrays. Raises TypeError where there is none."""
         if self.devices is None:
@@ -124,7 +118,9 @@ class GroupBackends(GroupBackend):
         if call.device is None:
             self.host.start(call, work, on_end)
         else:
-            self.of_call(call).start(call, work, on_end)
+            devices = self.on_gpus()
+            devices.check(call)
+            devices.start(call, work, on_end)
 
     # Both.
 

@@ -154,7 +154,10 @@ class GroupCore(Operations):
         try:
             timeout_s = self.timeout_s if timeout is INHERIT else timeout_seconds(timeout, self.timeout_s)
             call = prepare(*arguments)
-            backend = self._backend if call.device is None else self._backends.of_call(call)
+            backend = self._backend
+            if call.device is not None:
+                backend = devices = self._backends.devices or self._backends.on_gpus()
+                devices.check(call)
             self._overlap.issue(tag, operation)
         except Exception as error:  # wrong, as a rule; or a function of the user's fails, or a warning is an error
             self._refusals.tell(tag, sequence, error)

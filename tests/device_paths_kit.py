@@ -16,7 +16,7 @@ from asyncdist.backend.calls.call import Call
 from asyncdist.backend.device.cuda_events import Completions
 from asyncdist.backend.device.host_exchange import HostExchange
 from asyncdist.backend.device.path import DevicePath, Member, Surroundings
-from asyncdist.backend.device.streams import EventPool, arrays_of_call, ready_after
+from asyncdist.backend.device.streams import EventPool, ready_for
 from asyncdist.testing import run_world
 from asyncdist.testing.fake_cuda import FakeRuntime
 from asyncdist.testing.fake_queues import Queue
@@ -87,7 +87,7 @@ class PathRank:
     def start(self, call: Call, tag: int = 0) -> asyncio.Future[None]:
         """Issue `call`; a future of its end."""
         ended: asyncio.Future[None] = self.loop.create_future()
-        call.ready = ready_after(self.runtime, self.events, arrays_of_call(call))
+        call.ready = ready_for(self.runtime, self.events, call)
         work = CollectiveWork(self.loop, call.collective, call.nbytes, tag, self.skip(tag), call.result)
 
         def on_end(_work: CollectiveWork, error: BaseException | None) -> None:

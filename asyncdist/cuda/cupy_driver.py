@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import lru_cache
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from cupy.cuda import runtime
 
 from asyncdist.cuda.provider import DRIVER_LIBRARY
 from asyncdist.errors import DistBackendError
 
-__all__ = ["address_range", "call", "calling", "close_ipc", "device_uuid", "failed"]
-
-T = TypeVar("T")
+__all__ = ["address_range", "calling", "close_ipc", "device_uuid", "failed"]
 
 UUID_BYTES: Final = 16
 
@@ -23,7 +20,9 @@ UUID_BYTES: Final = 16
 class calling:
     """`with calling("cudaMalloc", device):` lets `device`, if not None, be this thread's current one in the block.
 
-    Whatever cupy raises there becomes DistBackendError that says what was being done.
+    Whatever cupy raises there becomes DistBackendError that says what was being done. What every operation on GPU
+    arrays calls several times looks by itself whether its device is the current one, as it is as a rule: that takes
+    less time, and microseconds count.
     """
 
     __slots__ = ("_before", "_device", "_what")
@@ -53,21 +52,6 @@ class calling:
         # CUDARuntimeError, CUDADriverError, NcclError, KeyError for codes that cupy does not know
         if isinstance(error, Exception) and not isinstance(error, DistBackendError):
             raise failed(self._what, error) from error
-
-
-def call(what: str, device: int, function: Callable[..., T], *arguments: Any) -> T:
-    """Return `function(*arguments)`, called as in `with calling(what, device)`.
-
-    Where `device` is current already, which it is as a rule, it takes less time: every operation on GPU arrays makes
-    several such calls, and microseconds count.
-    """
-    try:
-        if runtime.getDevice() == device:
-            return function(*arguments)
-    except Exception as error:
-        raise failed(what, error) from error
-    with calling(what, device):
-        return function(*arguments)
 
 
 def failed(what: str, error: BaseException) -> DistBackendError:

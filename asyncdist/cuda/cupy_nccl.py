@@ -27,7 +27,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from asyncdist.cuda.cupy_driver import call, calling
+from asyncdist.cuda.cupy_driver import calling, failed
 from asyncdist.cuda.interface import Stream
 from asyncdist.cuda.nccl_interface import Communicator, Nccl
 from asyncdist.cuda.nccl_types import NcclType, reduction, refusal
@@ -171,7 +171,14 @@ class _Communicator(Communicator):
         """NCCL launches on the thread's current device, which must be the communicator's."""
         if self._state != "open":
             self._check()
-        call(what, self.device, function, *arguments)
+        try:
+            if runtime.getDevice() == self.device:
+                function(*arguments)
+                return
+        except Exception as error:
+            raise failed(what, error) from error
+        with calling(what, self.device):
+            function(*arguments)
 
     def _check(self) -> None:
         if self._state != "open":

@@ -16,7 +16,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from asyncdist.cuda.cupy_driver import address_range, call, calling, close_ipc, device_uuid, failed
+from asyncdist.cuda.cupy_driver import address_range, calling, close_ipc, device_uuid, failed
 from asyncdist.cuda.interface import MAX_SOURCES, Event, Memory, Pinned, Runtime, Stream
 from asyncdist.cuda.kernels import OPTIONS, PACK_BYTES, reduce_source, scale_source
 from asyncdist.errors import DistBackendError
@@ -47,7 +47,14 @@ class _Stream(Stream):
         self._owned = owned
 
     def wait_event(self, event: Event) -> None:
-        call("cudaStreamWaitEvent", self.device, runtime.streamWaitEvent, self.handle, event.handle)
+        try:
+            if runtime.getDevice() == self.device:
+                runtime.streamWaitEvent(self.handle, event.handle)
+                return
+        except Exception as error:
+            raise failed("cudaStreamWaitEvent", error) from error
+        with calling("cudaStreamWaitEvent", self.device):
+            runtime.streamWaitEvent(self.handle, event.handle)
 
     def synchronize(self) -> None:
         with calling("cudaStreamSynchronize", self.device):
@@ -66,7 +73,14 @@ class _Event(Event):
         self.device = device
 
     def record(self, stream: Stream) -> None:
-        call("cudaEventRecord", self.device, runtime.eventRecord, self.handle, stream.handle)
+        try:
+            if runtime.getDevice() == self.device:
+                runtime.eventRecord(self.handle, stream.handle)
+                return
+        except Exception as error:
+            raise failed("cudaEventRecord", error) from error
+        with calling("cudaEventRecord", self.device):
+            runtime.eventRecord(self.handle, stream.handle)
 
     def done(self) -> bool:
         status = runtime.eventQuery(self.handle)  # for a device's failure it returns, rather than raises

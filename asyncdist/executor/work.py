@@ -7,7 +7,7 @@ cancelling one of them neither cancels the operation nor disturbs the others.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import Context, copy_context
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
@@ -32,6 +32,9 @@ class Listener(Protocol):
 
 class DeviceTail(Protocol):
     """The end of an operation on the GPU."""
+
+    def queued(self, events: Sequence[Any]) -> None:
+        """The operation is on the GPU's queues; `events` are recorded after it."""
 
     def wait(self, stream: Any) -> None:
         """See `Work.wait_stream`."""

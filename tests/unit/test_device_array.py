@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from asyncdist.arrays import Flat
-from asyncdist.device_array import DeviceArray, DeviceFlat, any_array, device_array, flat_of, is_contiguous
+from asyncdist.device_array import DeviceArray, any_array, device_array, flat_of, is_contiguous
 from asyncdist.dlpack import read_capsule
 
 
@@ -145,7 +145,7 @@ def test_strides() -> None:
 
 def test_flats_and_their_parts() -> None:
     flat = flat_of(seen(OnGpu()), writable=True)
-    assert type(flat) is DeviceFlat
+    assert type(flat) is DeviceArray
     assert flat.elements.shape == (6,)
     part = flat.elements[2:5]
     assert (part.pointer, part.size, part.device) == (0x1008, 3, 1)

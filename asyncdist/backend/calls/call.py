@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from asyncdist.arrays import Array, Flat, describe
-from asyncdist.device_array import DeviceArray, DeviceFlat, any_array, device_of, flat_of
+from asyncdist.device_array import DeviceArray, any_array, device_flat, device_of, flat_of
 from asyncdist.executor import reduction
 from asyncdist.reduce_op import ReduceOpLike
 
@@ -74,7 +74,7 @@ class Call:
     algorithm: str | None = None
     """The algorithm the operation needs, whatever is fastest for one of this size; blocks then move in one piece."""
     device: int | None = None
-    """The GPU that the arrays are on, which are `DeviceFlat`s and `DeviceArray`s then; None for host arrays."""
+    """The GPU that the arrays are on, which are `DeviceArray`s then; None for host arrays."""
     members: Sequence[Call] = ()
     """On a GPU, the calls that this one consists of, where it is several: they are carried out together. Where they are
     on different GPUs, they are a rank's shares in one collective of all GPUs of all ranks."""
@@ -105,7 +105,7 @@ def all_reduce(tensor: object, op: ReduceOpLike) -> Call:
     reduction.validate(op, dtype)
     if type(array) is np.ndarray:  # without a detour: small ones count nanoseconds
         return Call("all_reduce", dtype, array.size, NO_BLOCKS, (Flat(array, writable=True),), tensor, 0, op, True)
-    flats: Any = (DeviceFlat(array, writable=True),)
+    flats: Any = (device_flat(array, writable=True),)
     return Call("all_reduce", dtype, array.size, NO_BLOCKS, flats, tensor, 0, op, True, device=array.device)
 
 

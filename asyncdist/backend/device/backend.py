@@ -29,7 +29,7 @@ from asyncdist.backend.device.host_exchange import HostExchange
 from asyncdist.backend.device.path import DevicePath, Member, OnEnd, Surroundings
 from asyncdist.backend.device.paths import PATHS, choose_path, member_of, several_gpus_refusal
 from asyncdist.backend.device.questions import Questions
-from asyncdist.backend.device.streams import EventPool, arrays_of_call, devices_of_call, ready_after
+from asyncdist.backend.device.streams import EventPool, devices_of_call, ready_for
 from asyncdist.backend.device.tail import Tail
 from asyncdist.backend.device.threads import stay_on
 from asyncdist.cuda import Provider
@@ -98,6 +98,7 @@ class DeviceBackend(GroupBackend):
     ) -> None:
         super().__init__(mesh, group_id, ranks, rank)
         self.provider = provider
+        self._runtime = provider.runtime
         self._count = provider.runtime.device_count()
         self.device: int | None = None
         """The GPU of this rank, once an array has said it."""
@@ -134,7 +135,7 @@ class DeviceBackend(GroupBackend):
     def mark_ready(self, call: Call) -> None:
         """Have `call` wait for what is queued now; called, from any thread, where the caller's streams are current."""
         if not call.ready:
-            call.ready = ready_after(self.provider.runtime, self._events, arrays_of_call(call))
+            call.ready = ready_for(self._runtime, self._events, call)
 
     def check(self, call: Call) -> None:
         """Raise TypeError or ValueError for a call on GPU arrays that cannot be carried out."""
@@ -177,8 +178,9 @@ class DeviceBackend(GroupBackend):
         """Begin `call`, at once if the path is known."""
         if self.device is None and len(devices := devices_of_call(call)) == 1:
             self._use(devices[0])
-        self.mark_ready(call)
-        work.on_device = Tail(self.provider.runtime, work.operation, work.number)
+        if not call.ready:
+            call.ready = ready_for(self._runtime, self._events, call)
+        work.on_device = Tail(self._runtime, work.operation, work.number)
         work._spinner = self._spinner
         key = work.key
         self._under_way[key] = (self._loop.time(), on_end, work, call)

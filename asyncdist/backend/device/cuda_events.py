@@ -16,11 +16,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final, Protocol
 
 from asyncdist.cuda.interface import Event
 
-__all__ = ["LONGER_POLL_S", "POLL_S", "Completions"]
+__all__ = ["LONGER_POLL_S", "POLL_S", "Completions", "Entry", "Line"]
 
 POLL_S: Final = 100e-6
 """How long the loop looks at every turn before a thread waits: about twice what waking it from that thread costs."""
@@ -31,8 +31,15 @@ LONGER_POLL_S: Final = 1e-3
 Callback = Callable[[BaseException | None], object]
 
 
-class _Entry:
-    """One operation's end: its last events, whom to tell, and what must not be freed before."""
+class Entry(Protocol):
+    """One operation's end. It refers to what must not be freed before."""
+
+    events: Sequence[Event]
+    """Its last ones."""
+
+
+class _Told:
+    """An entry with a callback of its own."""
 
     __slots__ = ("callback", "events", "keep_alive")
 
@@ -41,24 +48,22 @@ class _Entry:
         self.callback = callback
         self.keep_alive = keep_alive
 
-    def done(self) -> bool:
-        for event in self.events:  # noqa: SIM110 - one, as a rule, and a generator costs more than asking it
-            if not event.done():
-                return False
-        return True
-
-    def synchronize(self) -> None:
-        for event in self.events:
-            event.synchronize()
+    def tell(self, error: BaseException | None) -> None:
+        self.callback(error)
 
 
-class _Line:
-    """The entries of one stream, oldest first."""
+class Line:
+    """The entries of one stream (or of several that are used together), oldest first; they end in that order.
 
-    __slots__ = ("entries", "looked_since_s", "poll_s", "waiter", "waiting")
+    `ended(entry, None)` is called on the loop once all events of an entry are done, or `ended(entry, error)` if asking
+    for them fails.
+    """
 
-    def __init__(self) -> None:
-        self.entries: deque[_Entry] = deque()
+    __slots__ = ("ended", "entries", "looked_since_s", "poll_s", "waiter", "waiting")
+
+    def __init__(self, ended: Callable[[Any, BaseException | None], object]) -> None:
+        self.ended = ended
+        self.entries: deque[Entry] = deque()
         self.looked_since_s = 0.0
         self.poll_s = POLL_S
         self.waiting = False
@@ -74,27 +79,32 @@ class Completions:
         """`set_device` is the runtime's: a waiting thread's device is the first otherwise, whoever's that is."""
         self._loop = loop
         self._set_device = set_device
-        self._lines: dict[object, _Line] = {}
+        self._lines: dict[object, Line] = {}
         self._looking = False
-        self._polled: set[_Line] = set()
+        self._polled: set[Line] = set()
 
-    def add(self, line: object, events: Sequence[Event], callback: Callback, keep_alive: object = None) -> None:
-        """Call `callback(None)` on the loop once all `events` are done, or `callback(error)` if asking for it fails.
+    def line(self, name: object, ended: Callable[[Any, BaseException | None], object]) -> Line:
+        """Make a line, for `watch` and, by its name, for `drop`."""
+        line = self._lines[name] = Line(ended)
+        return line
 
-        `line` names a stream (or several that are used together): entries of a line end in the order of adding.
-        `keep_alive` is referenced until then.
+    def add(self, name: object, events: Sequence[Event], callback: Callback, keep_alive: object = None) -> None:
+        """Add an entry to the line of that name, made if there is none, with a callback of its own.
+
+        `keep_alive` is referenced until it is called.
         """
-        found = self._lines.get(line)
-        if found is None:
-            found = self._lines[line] = _Line()
-        entries = found.entries
-        entries.append(_Entry(events, callback, keep_alive))
-        if found.waiting:
-            assert found.waiter is not None
-            found.waiter.add(entries[-1])
+        self.watch(self._lines.get(name) or self.line(name, _Told.tell), _Told(events, callback, keep_alive))
+
+    def watch(self, line: Line, entry: Entry) -> None:
+        """Add an entry to a line."""
+        entries = line.entries
+        entries.append(entry)
+        if line.waiting:
+            assert line.waiter is not None
+            line.waiter.add(entry)
         elif len(entries) == 1:
-            found.looked_since_s = time.perf_counter()
-            self._polled.add(found)
+            line.looked_since_s = time.perf_counter()
+            self._polled.add(line)
             if not self._looking:
                 self._looking = True
                 self._loop.call_soon(self._look)
@@ -113,13 +123,13 @@ class Completions:
         """Entries that have not ended."""
         return sum(len(line.entries) for line in self._lines.values())
 
-    def drop(self, line: object) -> list[object]:
-        """Forget a line, telling nobody; returns what it kept alive, to be kept until the GPU is through with it."""
-        found = self._lines.pop(line, None)
+    def drop(self, name: object) -> list[Entry]:
+        """Forget a line, telling nobody; returns its entries, to be kept until the GPU is through with them."""
+        found = self._lines.pop(name, None)
         if found is None:
             return []
         self._polled.discard(found)
-        kept: list[object] = [(entry.events, entry.keep_alive) for entry in found.entries]
+        kept = list(found.entries)
         found.entries.clear()
         if found.waiter is not None:
             found.waiter.stop()
@@ -130,7 +140,25 @@ class Completions:
     def look(self) -> None:
         """Look once at all that a thread does not wait for; calls back whoever's has ended."""
         for line in tuple(self._polled):
-            self._look_once(line)
+            entries = line.entries
+            ended = False
+            while entries and not line.waiting:
+                try:
+                    if not _is_done(entries[0]):
+                        break
+                except Exception as error:
+                    line.ended(entries.popleft(), error)
+                else:
+                    line.ended(entries.popleft(), None)
+                ended = True
+            if not entries:  # or a callback has dropped it
+                self._polled.discard(line)
+            else:
+                now_s = time.perf_counter()
+                if ended:
+                    line.looked_since_s = now_s
+                elif now_s - line.looked_since_s > line.poll_s:
+                    self._wait_for(line)
 
     def _look(self) -> None:
         self.look()
@@ -139,38 +167,20 @@ class Completions:
         else:
             self._looking = False
 
-    def _look_once(self, line: _Line) -> None:
-        entries = line.entries
-        ended = False
-        while entries and not line.waiting:
-            try:
-                if not entries[0].done():
-                    break
-            except Exception as error:
-                entries.popleft().callback(error)
-            else:
-                entries.popleft().callback(None)
-            ended = True
-        if not entries:  # or a callback has dropped it
-            self._polled.discard(line)
-            return
-        now_s = time.perf_counter()
-        if ended:
-            line.looked_since_s = now_s
-        elif now_s - line.looked_since_s > line.poll_s:
-            line.poll_s = POLL_S
-            self._polled.discard(line)
-            line.waiting = True
-            if line.waiter is None:
-                own = partial(self._set_device, entries[0].events[0].device)
-                line.waiter = _Waiter(self._loop, own, partial(self._waited, line))
-            for entry in entries:
-                line.waiter.add(entry)
-
     # Waiting in a thread.
 
+    def _wait_for(self, line: Line) -> None:
+        line.poll_s = POLL_S
+        self._polled.discard(line)
+        line.waiting = True
+        if line.waiter is None:
+            own = partial(self._set_device, line.entries[0].events[0].device)
+            line.waiter = _Waiter(self._loop, own, partial(self._waited, line))
+        for entry in line.entries:
+            line.waiter.add(entry)
+
     @staticmethod
-    def _waited(line: _Line, ended: Sequence[tuple[_Entry, BaseException | None]]) -> None:
+    def _waited(line: Line, ended: Sequence[tuple[Entry, BaseException | None]]) -> None:
         """On the loop: these have ended, in order."""
         if time.perf_counter() - line.looked_since_s < LONGER_POLL_S:
             line.poll_s = LONGER_POLL_S
@@ -178,7 +188,7 @@ class Completions:
             if not line.entries:
                 return  # it was dropped, by a callback perhaps
             line.entries.popleft()
-            entry.callback(error)
+            line.ended(entry, error)
         if not line.entries:
             line.waiting = False  # the next operation may be a short one
 
@@ -193,17 +203,17 @@ class _Waiter:
         self,
         loop: asyncio.AbstractEventLoop,
         set_device: Callable[[], object],
-        ended: Callable[[Sequence[tuple[_Entry, BaseException | None]]], None],
+        ended: Callable[[Sequence[tuple[Entry, BaseException | None]]], None],
     ) -> None:
         self._loop = loop
         self._set_device = set_device
         self._ended = ended
-        self._entries: deque[_Entry] = deque()
+        self._entries: deque[Entry] = deque()
         self._wake = threading.Event()
         self._stopped = False
         threading.Thread(target=self._run, name="asyncdist gpu waiter", daemon=True).start()
 
-    def add(self, entry: _Entry) -> None:
+    def add(self, entry: Entry) -> None:
         self._entries.append(entry)
         self._wake.set()
 
@@ -221,31 +231,43 @@ class _Waiter:
                 self._wake.clear()
                 continue
             ended = [self._wait_for(self._entries.popleft())]
-            while self._entries and _is_done(self._entries[0]):
+            while self._entries and _has_ended(self._entries[0]):
                 ended.append(self._wait_for(self._entries.popleft()))
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
                 self._loop.call_soon_threadsafe(self._ended, ended)
             del ended  # what they keep alive must not live until the next ones come
 
     @staticmethod
-    def _wait_for(entry: _Entry) -> tuple[_Entry, BaseException | None]:
+    def _wait_for(entry: Entry) -> tuple[Entry, BaseException | None]:
         try:
-            entry.synchronize()
+            _synchronize(entry)
         except Exception as error:
             return entry, error
         return entry, None
 
 
-def _keep(entries: Sequence[_Entry], set_device: Callable[[int], object]) -> None:
+def _keep(entries: Sequence[Entry], set_device: Callable[[int], object]) -> None:
     """In a thread: hold on to entries until the GPU is through with them."""
     with contextlib.suppress(Exception):  # of a broken GPU: it does nothing any more
         set_device(entries[0].events[0].device)
         for entry in entries:
-            entry.synchronize()
+            _synchronize(entry)
 
 
-def _is_done(entry: _Entry) -> bool:
+def _is_done(entry: Entry) -> bool:
+    for event in entry.events:  # noqa: SIM110 - one, as a rule, and a generator costs more than asking it
+        if not event.done():
+            return False
+    return True
+
+
+def _synchronize(entry: Entry) -> None:
+    for event in entry.events:
+        event.synchronize()
+
+
+def _has_ended(entry: Entry) -> bool:
     try:
-        return entry.done()
+        return _is_done(entry)
     except Exception:
         return True  # waiting for it says what is wrong

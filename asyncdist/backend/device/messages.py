@@ -19,7 +19,7 @@ from asyncdist.arrays import decode_meta, describe, encode_meta
 from asyncdist.backend.device.tail import Tail
 from asyncdist.backend.point_to_point import OVER, PairWork, PairWorkOwner, RecvWork
 from asyncdist.cuda import Event, Runtime
-from asyncdist.device_array import DeviceArray, DeviceFlat
+from asyncdist.device_array import DeviceArray, device_flat
 from asyncdist.errors import CollectiveMismatchError, DistError
 from asyncdist.objects import GPU_META
 from asyncdist.subgroup import derive_group_id
@@ -202,7 +202,7 @@ class DeviceSendWork(PairWork):
 class DeviceRecvWork(RecvWork):
     """A receive into a GPU array; its result is the source rank, as `number` numbers it."""
 
-    __slots__ = ("_announced", "_messages", "flat", "ready")
+    __slots__ = ("_announced", "_messages", "array", "ready")
 
     def __init__(
         self,
@@ -217,7 +217,8 @@ class DeviceRecvWork(RecvWork):
         withdrawable: bool,
         ready: tuple[Event, ...],
     ) -> None:
-        self.flat = DeviceFlat(array, writable=True)
+        self.array = device_flat(array, writable=True)
+        """Where the data goes, as one dimension."""
         super().__init__(loop, operation, _NOTHING, key, owner, peer, number, withdrawable)
         self.message.view = None  # always ask
         self.nbytes = array.nbytes
@@ -225,11 +226,6 @@ class DeviceRecvWork(RecvWork):
         self.on_device = Tail(messages.runtime, operation)
         self._messages = messages
         self._announced: Announcement | None = None
-
-    @property
-    def array(self) -> DeviceArray:
-        """Where the data goes, as one dimension."""
-        return self.flat.elements
 
     def allocate(self, token: object, source: int, nbytes: int, meta: bytes) -> memoryview:
         """Take an announcement that fits, and answer one that does not."""

@@ -40,7 +40,7 @@ from asyncdist.backend.device.streams import ready_after
 from asyncdist.backend.device.tail import tail_of
 from asyncdist.backend.device.threads import Helpers, in_thread, stay_on
 from asyncdist.backend.point_to_point import PairWorkOwner
-from asyncdist.device_array import DeviceArray, DeviceFlat
+from asyncdist.device_array import DeviceArray, device_flat
 from asyncdist.errors import CollectiveMismatchError, DistBackendError, DistError
 from asyncdist.tasks import start_task
 from asyncdist.transport.protocol.frame import key_prefix
@@ -79,7 +79,7 @@ class DevicePairs:
 
     def send(self, array: DeviceArray, key: bytes, owner: PairWorkOwner, peer: int) -> DeviceSendWork:
         """A send to global rank `peer`, to be posted. Raises ValueError for an array that is not contiguous."""
-        flat = DeviceFlat(array, writable=False).elements
+        flat = device_flat(array, writable=False)
         stay_on(self.runtime, array.device)
         announcement = self._announcement(array, peer)
         ready = ready_after(self.runtime, self._around.events, [array])
@@ -314,7 +314,7 @@ class _Line:
         channel = self._channel
         assert channel is not None
         self._count += 1
-        flat: Any = DeviceFlat(array, writable=False)
+        flat: Any = device_flat(array, writable=False)
         call = Call("broadcast", _BYTE, array.nbytes, NO_BLOCKS, (flat,), None, device=self._device, ready=work.ready)
         part = CollectiveWork(self._around.loop, work.operation, array.nbytes, 0, self._count, None)
         part.on_device = tail_of(work)

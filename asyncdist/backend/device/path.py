@@ -2,11 +2,11 @@
 
 The group's `DeviceBackend` finds out with the other ranks which path it takes, and hands the operations over in order.
 
-What a path is given in a `Call` on GPU arrays: `inputs` and `outputs` are `DeviceFlat`s, whose `elements` are
-one-dimensional `DeviceArray`s, all on `Call.device`; `pieces` hold such arrays too. `ready` are events, recorded on the
-caller's streams at the call: the first thing a path does on a stream of its own is to wait for them. A call with
-`members` is several in one (the coalesced and the multi-device forms): each member is a complete Call of its own, with
-arrays on its own `device`, and they are carried out together; the outer call's `inputs` and `outputs` are empty.
+What a path is given in a `Call` on GPU arrays: `inputs` and `outputs` are one-dimensional `DeviceArray`s, all
+on `Call.device`; `pieces` hold such arrays too. `ready` are events, recorded on the caller's streams at the call: the
+first thing a path does on a stream of its own is to wait for them. A call with `members` is several in one (the
+coalesced and the multi-device forms): each member is a complete Call of its own, with arrays on its own `device`, and
+they are carried out together; the outer call's `inputs` and `outputs` are empty.
 """
 
 from __future__ import annotations

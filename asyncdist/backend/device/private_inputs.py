@@ -12,7 +12,7 @@ from asyncdist.backend.device.path import OnEnd, Surroundings
 from asyncdist.backend.device.runs import clash
 from asyncdist.backend.device.threads import Helpers
 from asyncdist.cuda.interface import Memory, Stream
-from asyncdist.device_array import DeviceArray, DeviceFlat
+from asyncdist.device_array import DeviceArray
 
 __all__ = ["PrivateInputs"]
 
@@ -69,7 +69,7 @@ class PrivateInputs:
     def _copy(self, call: Call, stream: Stream, memory: list[Memory]) -> Call:
         if call.members:
             return replace(call, members=[self._copy(member, stream, memory) for member in call.members])
-        arrays: Sequence[Any] = [flat.elements for flat in call.inputs] if call.pieces is None else call.pieces[0]
+        arrays: Sequence[Any] = call.inputs if call.pieces is None else call.pieces[0]
         total = sum(_aligned(array.nbytes) for array in arrays)
         block = self._around.runtime.allocate(max(total, ALIGN_BYTES), self._around.device)
         memory.append(block)
@@ -79,9 +79,8 @@ class PrivateInputs:
             self._around.runtime.copy(at, array.pointer, array.nbytes, stream)
             copies.append(DeviceArray(at, (array.size,), array.dtype, self._around.device, owner=(array, block)))
             at += _aligned(array.nbytes)
-        flats: list[Any] = [DeviceFlat(copy, writable=False) for copy in copies]
         if call.pieces is None:
-            return replace(call, inputs=flats)
+            return replace(call, inputs=copies)
         return replace(call, pieces=(copies, call.pieces[1]))
 
 

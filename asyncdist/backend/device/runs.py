@@ -40,8 +40,8 @@ def _blocks(call: Call, side: int, size: int) -> tuple[Run, ...]:
         return tuple(_run(piece) for piece in call.pieces[side])
     flats: Sequence[Any] = call.outputs if side else call.inputs
     if len(flats) != 1 or (call.collective, side) not in _ONE_PER_RANK:
-        return tuple(_run(flat.elements) for flat in flats)
-    whole = _run(flats[0].elements)
+        return tuple(_run(flat) for flat in flats)
+    whole = _run(flats[0])
     counts = (call.counts,) * size if isinstance(call.counts, int) else call.counts
     found, start = [], 0
     for count in counts:

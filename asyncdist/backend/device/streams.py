@@ -10,7 +10,7 @@ from asyncdist.backend.calls.call import Call
 from asyncdist.cuda import Event, Runtime, Stream
 from asyncdist.device_array import LEGACY_STREAM, DeviceArray
 
-__all__ = ["EventPool", "arrays_of_call", "callers_stream", "devices_of_call", "ready_after"]
+__all__ = ["EventPool", "callers_stream", "devices_of_call", "ready_after", "ready_for"]
 
 
 class EventPool:
@@ -46,8 +46,6 @@ def ready_after(runtime: Runtime, pool: EventPool, arrays: Sequence[DeviceArray]
 
     These are the calling thread's current stream of each GPU, and those that the arrays' producers name.
     """
-    if len(arrays) == 1 and arrays[0].stream is None:  # without a detour: small operations count microseconds
-        return (pool.recorded(runtime.current_stream(arrays[0].device)),)
     streams: dict[tuple[int, int], Stream] = {}
     current: dict[int, Stream] = {}
     for array in arrays:
@@ -61,11 +59,23 @@ def ready_after(runtime: Runtime, pool: EventPool, arrays: Sequence[DeviceArray]
     return tuple(pool.recorded(stream) for stream in streams.values())
 
 
-def arrays_of_call(call: Call) -> list[DeviceArray]:
-    """All arrays of a call on GPU arrays, its members' too."""
-    found: list[Any] = [flat.elements for flat in (*call.inputs, *call.outputs)]
+def ready_for(runtime: Runtime, pool: EventPool, call: Call) -> tuple[Event, ...]:
+    """As `ready_after`, for all arrays of a call, its members' too."""
+    if not call.members:  # without a detour: small operations count microseconds
+        arrays: Any = (*call.inputs, *call.outputs)
+        for array in arrays:
+            if array.stream is not None:
+                break
+        else:
+            assert call.device is not None
+            return (pool.recorded(runtime.current_stream(call.device)),)
+    return ready_after(runtime, pool, _arrays_of(call))
+
+
+def _arrays_of(call: Call) -> list[DeviceArray]:
+    found: list[Any] = [*call.inputs, *call.outputs]
     for member in call.members:
-        found += arrays_of_call(member)
+        found += _arrays_of(member)
     return found
 
 

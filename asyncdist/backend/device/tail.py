@@ -23,13 +23,13 @@ class Tail:
         self._operation = operation
         self._number = number
         self._events: Sequence[Event] = ()
-        self._callbacks: list[Callable[[], object]] = []
+        self._callbacks: tuple[Callable[[], object], ...] = ()
 
     def queued(self, events: Sequence[Event]) -> None:
         """The operation is on the GPU's queues; `events` are recorded after it."""
         self._events = events
         if self._callbacks:
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks, self._callbacks = self._callbacks, ()
             for callback in callbacks:
                 callback()
 
@@ -38,7 +38,7 @@ class Tail:
         if self._events:
             callback()
         else:
-            self._callbacks.append(callback)
+            self._callbacks = (*self._callbacks, callback)
 
     def wait(self, stream: Any) -> None:
         """Let `stream` wait for the operation."""

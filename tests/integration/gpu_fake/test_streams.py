@@ -51,7 +51,7 @@ def test_operations_wait_for_what_was_queued_before_the_call() -> None:
 
 def test_without_waiting_the_result_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the test before this one can fail."""
-    monkeypatch.setattr("asyncdist.backend.device.backend.ready_after", lambda *_: ())
+    monkeypatch.setattr("asyncdist.backend.device.backend.ready_for", lambda *_: ())
 
     async def main(at: GpuRank) -> None:
         x = at.zeros(4)

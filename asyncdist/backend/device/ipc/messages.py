@@ -22,7 +22,7 @@ from asyncdist.backend.device.messages import DeviceRecvWork, DeviceSendWork
 from asyncdist.backend.device.path import Surroundings
 from asyncdist.backend.device.tail import tail_of
 from asyncdist.backend.device.threads import Helpers
-from asyncdist.device_array import DeviceArray, DeviceFlat
+from asyncdist.device_array import DeviceArray, device_flat
 from asyncdist.errors import DistError
 from asyncdist.subgroup import derive_group_id
 from asyncdist.tasks import start_task
@@ -74,7 +74,7 @@ class IpcLine:
     def _start(self, channel: IpcChannel, work: AnyWork, array: DeviceArray) -> None:
         if work.done():  # given up meanwhile, and with it the pair
             return
-        flat: Any = DeviceFlat(array.flat(), writable=False)
+        flat: Any = device_flat(array, writable=False)
         call = Call("broadcast", _BYTE, array.nbytes, NO_BLOCKS, (flat,), None, device=array.device, ready=work.ready)
         part = CollectiveWork(self._around.loop, work.operation, array.nbytes, _TAG, self._count, None)
         part.on_device = tail_of(work)

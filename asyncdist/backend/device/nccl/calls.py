@@ -8,14 +8,15 @@
 | reduce_scatter of a list | one reduce for each rank |
 | gather, scatter, all_to_all, all uneven forms | sends and receives; a rank's own part is copied |
 
-Everything of one call is launched together (`Nccl.group`). PREMUL_SUM is the library's where it offers that, else SUM
-of a multiplied copy; operations that NCCL does not have at all were refused at the call. Where an input shares memory
-with an output, other than as NCCL allows, a copy of it is sent.
+Where that is several operations they are launched together (`Nccl.group`). PREMUL_SUM is the library's where it offers
+that, else SUM of a multiplied copy; operations that NCCL does not have at all were refused at the call. Where an input
+shares memory with an output, other than as NCCL allows, a copy of it is sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -24,9 +25,10 @@ import numpy as np
 from asyncdist.backend.calls.call import Call
 from asyncdist.backend.device.runs import NOTHING, Run, input_blocks, output_blocks, overlap
 from asyncdist.cuda import Communicator, Nccl, Runtime, Stream
+from asyncdist.device_array import DeviceArray
 from asyncdist.reduce_op import PremulSum, ReduceOp
 
-__all__ = ["ISSUE", "Place", "talks_to"]
+__all__ = ["ISSUE", "Place", "alone", "talks_to"]
 
 _BYTES: Final = np.dtype(np.uint8)
 
@@ -64,35 +66,73 @@ def talks_to(call: Call, communicator: Communicator) -> frozenset[int]:
     return frozenset()
 
 
-def _all_reduce(call: Call, place: Place) -> Callable[[], None] | None:
-    elements: Any = call.outputs[0].elements
-    pointer, count = elements.pointer, elements.size
-    if not count:
-        return None
+def _all_reduce(call: Call, place: Place) -> None:
+    elements: Any = call.outputs[0]
     op: Any = call.op
-    if isinstance(op, PremulSum) and not place.nccl.native_premul_sum:
-        place.runtime.scale(call.dtype, pointer, pointer, op.factor, count, place.stream)
-        op = ReduceOp.SUM
-    return partial(place.communicator.all_reduce, pointer, pointer, count, call.dtype, op, place.stream)
+    pointer, count = elements.pointer, elements.size
+    if count:
+        place.communicator.all_reduce(pointer, pointer, count, call.dtype, op, place.stream)
 
 
-def _broadcast(call: Call, place: Place) -> Callable[[], None] | None:
-    elements: Any = call.outputs[0].elements
+def _broadcast(call: Call, place: Place) -> None:
+    elements: Any = call.outputs[0]
+    pointer, nbytes = elements.pointer, elements.nbytes
+    if nbytes:
+        place.communicator.broadcast(pointer, pointer, nbytes, _BYTES, call.root, place.stream)
+
+
+def _reduce(call: Call, place: Place) -> None:
+    source: Any = call.inputs[0]
+    op: Any = call.op
+    output: Any = call.outputs[0] if call.outputs else None
+    target = 0 if output is None else output.pointer
+    if source.size:
+        place.communicator.reduce(source.pointer, target, source.size, call.dtype, op, call.root, place.stream)
+
+
+def _all_gather_tensor(call: Call, place: Place) -> None:
+    source: Any = call.inputs[0]
+    target: Any = call.outputs[0]
+    pointer, nbytes = source.pointer, source.nbytes
+    if _apart_or_own(pointer, nbytes, target, place.communicator.rank * nbytes):
+        place.communicator.all_gather(pointer, target.pointer, nbytes, _BYTES, place.stream)
+    elif (part := _all_gather(call, place)) is not None:
+        part()
+
+
+def _reduce_scatter_tensor(call: Call, place: Place) -> None:
+    source: Any = call.inputs[0]
+    target: Any = call.outputs[0]
+    op: Any = call.op
+    pointer, count = target.pointer, target.size
+    if _apart_or_own(pointer, target.nbytes, source, place.communicator.rank * target.nbytes):
+        place.communicator.reduce_scatter(source.pointer, pointer, count, call.dtype, op, place.stream)
+    elif (part := _reduce_scatter(call, place)) is not None:
+        part()
+
+
+def _apart_or_own(pointer: int, nbytes: int, whole: Any, offset: int) -> bool:
+    """Whether a block is not empty and either apart from the array of all blocks or its own part of it."""
+    begin = whole.pointer
+    own = begin + offset
+    return bool(nbytes) and (pointer == own or pointer + nbytes <= begin or begin + whole.nbytes <= pointer)
+
+
+def _one_of_several(call: Call, place: Place) -> Callable[[], None] | None:
+    """An operation on whole arrays where it is not alone, or has a factor."""
+    op: Any = call.op
+    elements: Any = (call.inputs or call.outputs)[0]
     if not elements.size:
         return None
-    pointer, nbytes = elements.pointer, elements.nbytes
-    return partial(place.communicator.broadcast, pointer, pointer, nbytes, _BYTES, call.root, place.stream)
-
-
-def _reduce(call: Call, place: Place) -> Callable[[], None] | None:
-    source: Any = call.inputs[0].elements
-    if not source.size:
-        return None
-    output: Any = call.outputs[0].elements if call.outputs else None
-    target = 0 if output is None else output.pointer
-    pointer, op = _contribution(call, source, place)
-    count, root = source.size, call.root
-    return partial(place.communicator.reduce, pointer, target, count, call.dtype, op, root, place.stream)
+    if isinstance(op, PremulSum) and not place.nccl.native_premul_sum:
+        pointer = elements.pointer
+        target = place.scratch(elements.nbytes) if call.inputs else pointer  # this rank's contribution stays as it is
+        place.runtime.scale(call.dtype, target, pointer, op.factor, elements.size, place.stream)
+        call = replace(call, op=ReduceOp.SUM)
+        if call.inputs:
+            inputs: Any = (DeviceArray(target, (elements.size,), call.dtype, elements.device),)
+            call = replace(call, inputs=inputs)
+    return partial(_ALONE[call.collective], call, place)
 
 
 def _all_gather(call: Call, place: Place) -> Callable[[], None] | None:
@@ -113,7 +153,7 @@ def _all_gather(call: Call, place: Place) -> Callable[[], None] | None:
 
 def _reduce_scatter(call: Call, place: Place) -> Callable[[], None] | None:
     communicator, runtime = place.communicator, place.runtime
-    target: Any = call.outputs[0].elements
+    target: Any = call.outputs[0]
     blocks = input_blocks(call, communicator.size)
     if not any(block.nbytes for block in blocks):
         return None
@@ -188,16 +228,6 @@ def _exchange(place: Place, sent: Sequence[Run], received: Sequence[Run]) -> Non
             communicator.recv(received[peer].pointer, received[peer].nbytes, _BYTES, peer, stream)
 
 
-def _contribution(call: Call, source: Any, place: Place) -> tuple[int, ReduceOp | PremulSum]:
-    """What this rank puts in, which stays as it is, and the operation then."""
-    op: Any = call.op
-    if not isinstance(op, PremulSum) or place.nccl.native_premul_sum:
-        return source.pointer, op
-    copy = place.scratch(source.nbytes)
-    place.runtime.scale(call.dtype, copy, source.pointer, op.factor, source.size, place.stream)
-    return copy, ReduceOp.SUM
-
-
 def _in_a_row(blocks: Sequence[Run]) -> bool:
     """Whether blocks of one size follow each other in memory."""
     nbytes = blocks[0].nbytes
@@ -230,10 +260,29 @@ def _copied(block: Run, place: Place) -> Run:
     return _copies([block], place)[0]
 
 
-ISSUE: Final[dict[str, Callable[[Call, Place], Callable[[], None] | None]]] = {
+_ALONE: Final[dict[str, Callable[[Call, Place], None]]] = {
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
     "reduce": _reduce,
+    "all_gather": _all_gather_tensor,
+    "reduce_scatter": _reduce_scatter_tensor,
+}
+_OF_BLOCKS: Final = frozenset({"all_gather", "reduce_scatter"})
+
+
+def alone(call: Call) -> Callable[[Call, Place], None] | None:
+    """What queues `call` if that is one operation of NCCL's, which needs no group; else None."""
+    if call.members or type(call.op) is PremulSum:
+        return None
+    if call.collective in _OF_BLOCKS and (len(call.inputs) > 1 or len(call.outputs) > 1):
+        return None
+    return _ALONE.get(call.collective)
+
+
+ISSUE: Final[dict[str, Callable[[Call, Place], Callable[[], None] | None]]] = {
+    "all_reduce": _one_of_several,
+    "broadcast": _one_of_several,
+    "reduce": _one_of_several,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "gather": _move,

@@ -16,9 +16,8 @@ from typing import Final
 
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.calls.call import Call
-from asyncdist.backend.device.nccl.calls import ISSUE, Place, talks_to
+from asyncdist.backend.device.nccl.calls import ISSUE, Place, alone, talks_to
 from asyncdist.backend.device.path import OnEnd, Surroundings
-from asyncdist.backend.device.tail import tail_of
 from asyncdist.backend.device.threads import Helpers, in_thread
 from asyncdist.cuda import Communicator, Event, Memory, Nccl, Runtime, Stream
 from asyncdist.errors import DistBackendError
@@ -26,9 +25,6 @@ from asyncdist.reduce_op import PremulSum
 from asyncdist.tasks import start_task
 
 __all__ = ["MAX_LAUNCHED", "NcclChannel", "NcclOperation"]
-
-_SINGLE: Final = frozenset({"all_reduce", "broadcast", "reduce"})
-"""Collectives that are always one operation of NCCL's, which needs no group."""
 
 _NOTHING: Final[frozenset[object]] = frozenset()
 
@@ -52,16 +48,17 @@ _COMMUNICATOR: Final = "communicator"
 
 
 class NcclOperation:
-    """A call under way."""
+    """A call under way: an entry of `Completions`, once it is launched."""
 
-    __slots__ = ("call", "done", "launched", "on_end", "work")
+    __slots__ = ("call", "events", "launch", "launched", "on_end", "work")
 
     def __init__(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
         self.call = call
         self.work = work
         self.on_end = on_end
+        self.launch = alone(call)
         self.launched = False
-        self.done: Sequence[Event] = ()
+        self.events: Sequence[Event] = ()
 
 
 class NcclChannel:
@@ -87,6 +84,7 @@ class NcclChannel:
         self.operations: dict[int, NcclOperation] = {}
         """Under way, by sequence number, oldest first."""
         self._around = around
+        self._completions = around.completions
         self._events = around.events
         self._nccl = nccl
         self._retire = retire
@@ -103,6 +101,7 @@ class NcclChannel:
         self._communicators: tuple[Communicator, ...] = ()
         self._memory: list[Memory] = []
         self._left_behind: list[NcclOperation] = []
+        self._line = around.completions.line(self, self._complete)
         self._gone = False
 
     # Opening.
@@ -151,7 +150,8 @@ class NcclChannel:
         while self._queue and self._launching is None and self._launched < MAX_LAUNCHED and not self._gone:
             operation = self._queue.popleft()
             operation.launched = True
-            unprepared = self._unprepared(operation.call)
+            simple = operation.launch is not None and self._prepared
+            unprepared = _NOTHING if simple else self._unprepared(operation.call)
             if unprepared:  # connecting to a peer blocks until it does the same, and compiling takes part of a second
                 self._prepared |= unprepared
                 self._launch_ended.clear()
@@ -166,8 +166,6 @@ class NcclChannel:
 
     def _unprepared(self, call: Call) -> Set[object]:
         """What launching `call` needs for the first time, and may block for."""
-        if self._prepared and call.collective in _SINGLE and not call.members and not isinstance(call.op, PremulSum):
-            return _NOTHING
         needed: set[object] = {_COMMUNICATOR}
         for one in call.members or (call,):
             needed |= talks_to(one, self._communicators[0])
@@ -195,18 +193,20 @@ class NcclChannel:
 
     def _launch(self, operation: NcclOperation) -> None:
         """Queue everything on the GPU; in the loop's thread or one of its own."""
-        call, streams = operation.call, self._streams
-        for stream, scratch in zip(streams, self._scratches, strict=True):
+        call = operation.call
+        for scratch in self._scratches:
             scratch.used = 0
+        for stream in self._streams:
             for event in call.ready:
                 stream.wait_event(event)
-        if call.collective in _SINGLE and not call.members:
-            part = ISSUE[call.collective](call, self._places[0])
-            if part is not None:
-                part()
+        if operation.launch is not None:
+            operation.launch(call, self._places[0])
         else:
             self._launch_together(call.members or (call,))
-        operation.done = [self._events.recorded(stream) for stream in streams]
+        events: list[Event] = []
+        for stream in self._streams:  # a comprehension would be a function of its own
+            events.append(self._events.recorded(stream))  # noqa: PERF401
+        operation.events = events
 
     def _launch_together(self, calls: Sequence[Call]) -> None:
         issued = [ISSUE[call.collective](call, self._places[self._place_of(call)]) for call in calls]
@@ -223,13 +223,15 @@ class NcclChannel:
         if self._gone:
             return
         self._launched += 1
-        tail_of(operation.work).queued(operation.done)
-        self._around.completions.add(self, operation.done, partial(self._complete, operation), operation)
+        tail = operation.work.on_device
+        assert tail is not None, "every operation on GPU arrays has one"
+        tail.queued(operation.events)
+        self._completions.watch(self._line, operation)
 
     def _complete(self, operation: NcclOperation, error: BaseException | None) -> None:
         self._launched -= 1
         self._finish(operation, error)
-        self._events.give((*operation.done, *operation.call.ready))
+        self._events.give((*operation.events, *operation.call.ready))
         if self._queue:
             self._go_on()
 
@@ -276,7 +278,7 @@ class NcclChannel:
         if self._gone:
             return
         self._gone = True
-        kept = self._around.completions.drop(self), list(self.operations.values()), self._left_behind
+        kept = self._completions.drop(self), list(self.operations.values()), self._left_behind
         self.operations.clear()
         self._queue.clear()
         if self._launching is not None:

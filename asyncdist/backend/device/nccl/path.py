@@ -98,7 +98,8 @@ class NcclPath(DevicePath):
 
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
         """Queue it in the channel of its tag, making one if there is none."""
-        tag, devices = work.tag, devices_of_call(call)
+        tag = work.tag
+        devices = devices_of_call(call) if call.members else (call.device,)
         self._issued[tag] = work.number
         channels = self._channels.get(tag, ())
         channel = channels[0] if len(channels) == 1 else None
