@@ -18,7 +18,7 @@ from asyncdist.executor.express import Express, ExpressKind, Payloads
 from asyncdist.executor.program import Program
 from asyncdist.executor.shared_part import TURN_BYTES, SharedExecution, SharedPart, different
 from asyncdist.transport.lanes.lane import Differs, Lane
-from asyncdist.transport.lanes.layout import EXPRESS_BYTES, RECORDS, LaneFault
+from asyncdist.transport.lanes.layout import EXPRESS_BYTES, RECORDS, SKIPPED, LaneFault
 from asyncdist.transport.shared_memory.doorbell import Ringer
 
 __all__ = ["SharedLane"]
@@ -119,8 +119,8 @@ class SharedLane:
             if not self.closed:
                 self._retire(self.core.express_done, operation.number)
                 self.soon()
-        elif operation in self._unbegun:  # it takes its place all the same
-            place = SharedPart(self, operation.kind.fingerprint, None, None)
+        elif operation in self._unbegun:  # it takes its place all the same, in which nothing is to be found
+            place = SharedPart(self, SKIPPED, None, None)
             self._unbegun[self._unbegun.index(operation)] = place
 
     def not_begun(self, number: int) -> tuple[int, ...]:

@@ -77,3 +77,20 @@ def test_who_looks_again_and_again_tells_what_has_ended_before_it_sleeps() -> No
     hasty.look()
     hasty.look()
     assert all(one.over for one in given)
+
+
+def test_in_the_place_of_one_given_up_before_its_turn_nobody_finds_anything() -> None:
+    """What lies there is of the operation that had this place in the ring before."""
+    (root, hasty, slow), _ = make(3)
+    unbegun = [Small(hasty) for _ in range(RECORDS + 1)][-1]
+    hasty.lane.drop_express(unbegun)
+    taken = [[Small(rank) for _ in range(RECORDS)] for rank in (root, slow)][0]
+    for _ in range(3):
+        for rank in (root, hasty, slow):
+            rank.lane.poll()
+    assert all(one.over for one in taken)
+    last = Small(root)
+    Small(slow)
+    root.lane.poll()
+    assert hasty.lane.core.issued == RECORDS + 1
+    assert not last.over
