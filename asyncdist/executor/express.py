@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from asyncdist.arrays import Array
+from asyncdist.transport.lanes.lane import Needs
 
 __all__ = ["Express", "ExpressKind", "Payloads"]
 
@@ -18,13 +19,17 @@ class ExpressKind(Protocol):
     fingerprint: int
     dtype: np.dtype[Any]
     nbytes: int
-    """How long the payload of each member is that has one."""
+    """How long the payload of each member is that has one; 0 of `pieces`."""
     gives: bool
     """Whether we have."""
     needed: tuple[int, ...] | None
     """Members whose payload we take; None: all, as they take ours."""
     folds: bool
     """Whether every member first folds a part of all payloads and puts out the result, for the others to take."""
+    pieces: bool
+    """Whether payloads are pieces of lengths that only two ends know: then a member may put out items instead."""
+    needs: Needs
+    """Of `pieces`, which items we take then."""
 
 
 class Payloads(NamedTuple):
@@ -39,8 +44,10 @@ class Express(Protocol):
     """An operation that travels in the records of its lane."""
 
     number: int
+    nbytes: int
+    """`kind.nbytes`; of pieces, how long our payload is."""
     payloads: Payloads
-    """Set as it begins."""
+    """Set as it begins, but for pieces."""
     folded: bool
     """Whether our result is out."""
 
@@ -59,6 +66,9 @@ class Express(Protocol):
 
     def take(self) -> None:
         """All payloads, or results, that it takes are there."""
+
+    def by_items(self) -> None:
+        """A member puts out items: go on as `SharedLane.add_begun` has it."""
 
     def done(self) -> None:
         """Report success. It may issue others."""

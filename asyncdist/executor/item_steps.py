@@ -8,11 +8,10 @@ from typing import Final
 import numpy as np
 
 from asyncdist.arrays import Array
-from asyncdist.errors import CollectiveMismatchError
 from asyncdist.executor.buffers import Bound
 from asyncdist.executor.program import COPY, FETCH, REDUCE, Instruction, Program
 from asyncdist.executor.scratch import ScratchPool
-from asyncdist.executor.shared_part import different
+from asyncdist.executor.shared_part import another_length, different
 from asyncdist.transport.shared_memory.process_memory import RemoteBytes
 
 __all__ = ["ItemSteps"]
@@ -65,9 +64,7 @@ class ItemSteps:
 
     def _check_length(self, step: Instruction, expected: int, nbytes: int) -> None:
         if nbytes != expected:
-            rank = self.rank_of(step.peer)
-            text = f"rank {rank} sent {nbytes} bytes where {expected} are expected here"
-            raise CollectiveMismatchError(text, rank)
+            raise another_length(self.rank_of(step.peer), nbytes, expected)
 
     def _read(self, step: Instruction, item: RemoteBytes, begin: int, target: Array) -> None:
         """The same of memory that only the kernel can read, from byte `begin` of it on."""

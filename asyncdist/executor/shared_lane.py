@@ -17,7 +17,7 @@ from asyncdist.errors import CollectiveMismatchError, PeerLostError
 from asyncdist.executor.express import Express, ExpressKind, Payloads
 from asyncdist.executor.program import Program
 from asyncdist.executor.shared_part import TURN_BYTES, SharedExecution, SharedPart, different
-from asyncdist.transport.lanes.lane import Differs, Lane
+from asyncdist.transport.lanes.lane import BY_ITEMS, NO_NEEDS, READY, Differs, Lane
 from asyncdist.transport.lanes.layout import EXPRESS_BYTES, RECORDS, SKIPPED, LaneFault
 from asyncdist.transport.shared_memory.doorbell import Ringer
 
@@ -111,6 +111,15 @@ class SharedLane:
             return
         if self._express[0] is operation:
             self._advance_express()
+
+    def add_begun(self, operation: Express, program: Program, execution: SharedExecution) -> SharedPart:
+        """Have the first of the operations in records go on in steps; what it gives is in its payload."""
+        self._express.remove(operation)
+        kind = operation.kind
+        part = SharedPart(self, kind.fingerprint, program, execution, given=True)
+        part.operation = self.core.by_items(operation.number, kind.fingerprint, program.needs)
+        self._parts.append(part)
+        return part
 
     def drop_express(self, operation: Express) -> None:
         """Forget an operation."""
@@ -251,8 +260,8 @@ class SharedLane:
                 done = self.changed = True
                 continue
             program = part._program
-            needs = {} if program is None else {peer: items.copy() for peer, items in program.needs.items()}
-            operation = self.core.begin(part.fingerprint, 0 if program is None else program.items, needs)
+            items, needs = (0, NO_NEEDS) if program is None else (program.items, program.needs)
+            operation = self.core.begin(part.fingerprint, items, needs)
             if operation is None:
                 break
             unbegun.popleft()
@@ -265,11 +274,14 @@ class SharedLane:
         return done
 
     def _begin_express(self, operation: Express) -> bool:
-        kind, core = operation.kind, self.core
-        number = core.express_turn(kind.nbytes)
+        kind, core, nbytes = operation.kind, self.core, operation.nbytes
+        number = core.express_turn(nbytes)
         if number < 0:
             return False
-        if kind.nbytes:
+        if kind.pieces:
+            if nbytes:
+                operation.put(np.frombuffer(core.express_payload(number, core.rank, nbytes), np.uint8))
+        elif nbytes:
             try:
                 payloads = self._payloads[kind][number % RECORDS]
             except KeyError:
@@ -277,7 +289,7 @@ class SharedLane:
             operation.payloads = payloads
             if kind.gives:
                 operation.put(payloads.own)
-        core.express(number, kind.fingerprint, kind.nbytes)
+        core.express(number, kind.fingerprint, nbytes, kind.needs)
         operation.number = number
         self._express.append(operation)
         return True
@@ -331,8 +343,14 @@ class SharedLane:
         return done
 
     def _ready(self, operation: Express) -> bool:
-        kind = operation.kind
-        return self.core.express_ready(operation.number, kind.fingerprint, kind.needed)
+        kind, core = operation.kind, self.core
+        if not kind.pieces:
+            return core.express_ready(operation.number, kind.fingerprint, kind.needed)
+        found = core.express_pieces(operation.number, kind.fingerprint, kind.needs)
+        if found == BY_ITEMS:
+            operation.by_items()
+            self.soon()
+        return found == READY
 
     def _results(self, operation: Express) -> bool:
         """Whether all results are there. Puts ours out once all payloads are."""

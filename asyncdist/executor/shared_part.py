@@ -15,7 +15,7 @@ from asyncdist.transport.shared_memory.process_memory import RemoteBytes, Unread
 if TYPE_CHECKING:
     from asyncdist.executor.shared_lane import SharedLane
 
-__all__ = ["LENT_NEWS", "PART_BYTES", "TURN_BYTES", "SharedExecution", "SharedPart", "different"]
+__all__ = ["LENT_NEWS", "PART_BYTES", "TURN_BYTES", "SharedExecution", "SharedPart", "another_length", "different"]
 
 LEND_BYTES: Final = 64 << 10
 """Shortest item that is lent where its memory is shared: copying a shorter one costs less than having it back."""
@@ -79,11 +79,15 @@ class SharedExecution(Protocol):
 
 
 class SharedPart:
-    """One operation's share of a lane. Without an execution it only takes its place in the order."""
+    """One operation's share of a lane. Without an execution it only takes its place in the order.
+
+    `given`: whether all that its steps publish is in its record's payload already.
+    """
 
     __slots__ = (
         "_execution",
         "_fetches",
+        "_given",
         "_lane",
         "_lent",
         "_program",
@@ -96,12 +100,19 @@ class SharedPart:
     )
 
     def __init__(
-        self, lane: SharedLane, fingerprint: int, program: Program | None, execution: SharedExecution | None
+        self,
+        lane: SharedLane,
+        fingerprint: int,
+        program: Program | None,
+        execution: SharedExecution | None,
+        *,
+        given: bool = False,
     ) -> None:
         self._lane = lane
         self._program = program
         self._single_copy = program is not None and program.single_copy
         self._execution = execution
+        self._given = given
         self.fingerprint = fingerprint
         self.operation: LaneOperation | None = None
         self.over = execution is None
@@ -118,6 +129,8 @@ class SharedPart:
         operation = self.operation if lane.moved < TURN_BYTES else None
         try:
             if step.kind == PUBLISH:
+                if self._given:
+                    return True
                 found = LATER if operation is None or self._publishes else self._publish(operation, index, step)
                 if found == LATER:
                     self._publishes.append(index)
@@ -299,3 +312,8 @@ def different(rank: int) -> CollectiveMismatchError:
         "or algorithm",
         rank,
     )
+
+
+def another_length(rank: int, sent: int, expected: int) -> CollectiveMismatchError:
+    """Global rank `rank` has sent so many bytes, and others are expected here."""
+    return CollectiveMismatchError(f"rank {rank} sent {sent} bytes where {expected} are expected here", rank)

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-__all__ = ["NO_LANE", "PAYLOAD_SHARE", "SINGLE_COPY_BYTES", "TAKEN_BYTES", "USUAL_LANE", "LaneMemory", "by_records"]
+__all__ = [
+    "NO_LANE",
+    "PAYLOAD_SHARE",
+    "SINGLE_COPY_BYTES",
+    "TAKEN_BYTES",
+    "USUAL_LANE",
+    "LaneMemory",
+    "by_records",
+    "pieces_bytes",
+]
 
 
 class LaneMemory(NamedTuple):
@@ -33,6 +42,18 @@ operations can be under way."""
 
 TAKEN_BYTES: Final = 4 << 20
 """Bytes that one member copies and reduces at a time: the better part of a millisecond."""
+
+
+PIECES_BYTES: Final = 64 << 10
+"""Pieces of lengths that only their two ends know are at most so many bytes of a payload, in all: a longer one may be
+read where it lies, and of many long ones some can be taken while others are put out."""
+
+
+def pieces_bytes(world: int, memory: LaneMemory) -> int:
+    """Bytes up to which what a rank gives goes that way where each rank decides that alone, so that nobody takes more
+    than TAKEN_BYTES.
+    """
+    return min(PIECES_BYTES, TAKEN_BYTES // world, memory.nbytes // PAYLOAD_SHARE)
 
 
 def by_records(collective: str, algorithm: str, world: int, nbytes: float, memory: LaneMemory) -> bool:

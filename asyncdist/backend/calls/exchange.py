@@ -113,7 +113,10 @@ def _lengths(array: Array, splits: object, name: str, size: int) -> tuple[int, .
         raise TypeError(f"{name}_split_sizes must be a list of ints, not {type(splits).__name__}")
     if len(splits) != size:
         raise ValueError(f"{name}_split_sizes must hold one size per rank: {size}, but holds {len(splits)}")
-    sizes = [as_int(split, f"{name}_split_sizes[{index}] must be an int") for index, split in enumerate(splits)]
+    sizes = [
+        split if type(split) is int else as_int(split, f"{name}_split_sizes[{index}] must be an int")
+        for index, split in enumerate(splits)
+    ]
     if min(sizes) < 0:
         raise ValueError(f"{name}_split_sizes must not be negative: {sizes}")
     if sum(sizes) != rows:

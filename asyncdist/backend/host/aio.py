@@ -15,6 +15,7 @@ from asyncdist.backend.host.express import ExpressOperation, express_of, in_reco
 from asyncdist.backend.host.item_operation import ItemOperation
 from asyncdist.backend.host.lanes import RESERVED, WITHOUT_LANE, Lanes, TagLane
 from asyncdist.backend.host.operation import Operation, Recipe
+from asyncdist.backend.host.pieces import PiecesKind, PiecesOperation, pieces_of
 from asyncdist.backend.host.stream_operation import StreamOperation
 from asyncdist.executor import reduction
 from asyncdist.executor.program import Program
@@ -108,15 +109,21 @@ class AioBackend(GroupBackend):
         if recipe is None or not recipe.met:
             recipe = self.recipe_for(call, place.memory)
         lane = place.lane
-        if recipe.express is not None and lane is not None:
-            if place.number == work.number:
-                place.number += 1
+        kind = recipe.express
+        if kind is not None and lane is not None:
+            express: ExpressOperation | None
+            if isinstance(kind, PiecesKind):
+                express = PiecesOperation.of(self, lane, recipe, kind, call, work, on_end)
             else:
-                place.take_place(work.number)
-            express = ExpressOperation(self, lane, recipe.express, call, work, on_end)
-            self.running[work.key] = express
-            lane.add_express(express)
-            return
+                express = ExpressOperation(self, lane, kind, call, work, on_end)
+            if express is not None:
+                if place.number == work.number:
+                    place.number += 1
+                else:
+                    place.take_place(work.number)
+                self.running[work.key] = express
+                lane.add_express(express)
+                return
         operation = _OPERATIONS[type(call)](self, call, recipe, work, on_end)
         self.running[work.key] = operation
         if lane is None:
@@ -247,8 +254,9 @@ class AioBackend(GroupBackend):
         kernel = None if call.op is None else reduction.kernel(call.op, call.dtype)
         if len(self._recipes) >= RECIPES_KEPT:
             del self._recipes[next(iter(self._recipes))]
+        program = Program(plan)
         express = express_of(call, plan, self.rank, memory, fingerprint, kernel)
-        recipe = Recipe(Program(plan), fingerprint, kernel, express)
+        recipe = Recipe(program, fingerprint, kernel, express or pieces_of(call, program, memory, fingerprint))
         self._recipes[call.recipe_key, memory] = recipe
         return recipe
 

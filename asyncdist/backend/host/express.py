@@ -8,7 +8,7 @@ That takes neither plan steps nor memory of its own: it is what the plans of `sh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -23,11 +23,12 @@ from asyncdist.executor.shared_lane import SharedLane
 from asyncdist.plan.records import LaneMemory, by_records
 from asyncdist.plan.steps import Plan
 from asyncdist.reduce_op import ReduceOp
+from asyncdist.transport.lanes.lane import Needs
 
 if TYPE_CHECKING:
     from asyncdist.backend.host.aio import AioBackend
 
-__all__ = ["ExpressKind", "ExpressOperation", "express_of", "in_records"]
+__all__ = ["ExpressKind", "ExpressOperation", "express_of", "in_records", "no_kernel"]
 
 FOLD_BYTES: Final = 256 << 10
 """Bytes of a result that are reduced at a time: they stay in the cache while all operands are added."""
@@ -47,7 +48,7 @@ class ExpressKind:
     fingerprint: int
     dtype: np.dtype[Any]
     nbytes: int
-    """What each rank that gives puts out: its vector, its block, or its blocks for all."""
+    """What each rank that gives puts out: its vector, its block, or its blocks for all; 0 of `pieces`."""
     rank: int
     take: Take | None
     """None if there is nothing to take."""
@@ -63,6 +64,9 @@ class ExpressKind:
     """For one element: numpy needs three times as long to reduce it in place as from one array into another."""
     readers: tuple[int, ...] = ()
     """Who takes from this rank, if not all do: everyone from it alone, or one from everyone."""
+    pieces: bool = False
+    needs: Needs = field(default_factory=dict)
+    """See `executor.express`."""
 
 
 def in_records(call: Call) -> bool:
@@ -85,7 +89,7 @@ def express_of(
         return None
     everyone = tuple(range(world))
     kind = ExpressKind(
-        fingerprint, call.dtype, nbytes, rank, _TAKE[collective], kernel or _no_kernel, gives=nbytes > 0, needed=None
+        fingerprint, call.dtype, nbytes, rank, _TAKE[collective], kernel or no_kernel, gives=nbytes > 0, needed=None
     )
     kind.averages = call.op is ReduceOp.AVG
     if collective == "all_reduce" and plan.algorithm == "shared":
@@ -106,7 +110,7 @@ def express_of(
 class ExpressOperation:
     """One call under way. `on_end(work, error)` is called once, unless the backend forgets the operation first."""
 
-    __slots__ = ("_backend", "_call", "_lane", "_on_end", "_work", "folded", "kind", "number", "payloads")
+    __slots__ = ("_backend", "_call", "_lane", "_on_end", "_work", "folded", "kind", "nbytes", "number", "payloads")
 
     def __init__(
         self,
@@ -123,6 +127,7 @@ class ExpressOperation:
         self._work = work
         self._on_end = on_end
         self.kind = kind
+        self.nbytes = kind.nbytes
         self.folded = False
         self.number = -1
         self.payloads = NO_PAYLOADS
@@ -164,6 +169,10 @@ class ExpressOperation:
         for flat in call.outputs:
             if flat.is_copy:
                 flat.write_back()
+
+    def by_items(self) -> None:
+        """Never called: where all payloads are alike nobody puts out items."""
+        raise AssertionError("a member puts out items, and nobody asked whether one does")
 
     def done(self) -> None:
         """Results are in place."""
@@ -265,7 +274,8 @@ def _blocks(flats: Sequence[Flat], world: int) -> list[Array]:
     return [whole[size * rank : size * (rank + 1)] for rank in range(world)]
 
 
-def _no_kernel(left: Array, right: Array, out: Array) -> None:
+def no_kernel(left: Array, right: Array, out: Array) -> None:
+    """Of collectives without a reduction."""
     raise AssertionError("a collective without a reduction reduces")
 
 

@@ -10,7 +10,8 @@ sees at once if its own is another. With p ranks, a vector of m bytes and b seco
 | scatter_uneven | m on the root | m/p |
 
 Nothing is cut into chunks. What is too long to be copied as a whole the executor has travel as a message instead, which
-is cut; where the others can read an array where it lies, nothing is copied in.
+is cut; where the others can read an array where it lies, nothing is copied in. What is short altogether it puts out as
+one, with a table of the pieces, which others find there by the numbers of these items (`Lane.piece`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 from asyncdist.plan.cost.constants import Constants
 from asyncdist.plan.cost.load import Shape
 from asyncdist.plan.problem import Problem
-from asyncdist.plan.records import NO_LANE, SINGLE_COPY_BYTES, LaneMemory, by_records
+from asyncdist.plan.records import NO_LANE, SINGLE_COPY_BYTES, LaneMemory, by_records, pieces_bytes
 
 __all__ = ["RETURNED_S", "SHARED_FORMULAS", "SharedFormula", "SharedLoad", "Toil", "shared_seconds", "slowness_of"]
 
@@ -243,22 +243,23 @@ def _all_to_all(shape: Shape) -> SharedLoad:
 
 def _uneven_gather(shape: Shape) -> SharedLoad:
     """As `_gather`, of pieces that are not cut."""
-    return _gather(_whole(shape))
+    return _gather(_whole(shape, shape.block))
 
 
 def _uneven_scatter(shape: Shape) -> SharedLoad:
     """As `_scatter`, likewise."""
-    return _scatter(_whole(shape))
+    return _scatter(_whole(shape, shape.total))
 
 
 def _uneven_all_to_all(shape: Shape) -> SharedLoad:
     """As `_all_to_all`, likewise."""
-    return _all_to_all(_whole(shape))
+    return _all_to_all(_whole(shape, shape.total))
 
 
-def _whole(shape: Shape) -> Shape:
-    """Of a collective whose pieces travel whole, none of them in records."""
-    return shape._replace(chunk=max(1.0, shape.block), memory=NO_LANE)
+def _whole(shape: Shape, given: float) -> Shape:
+    """Of a collective whose pieces travel whole; in records, if those who give all give so few bytes."""
+    memory = shape.memory if given <= pieces_bytes(shape.world, shape.memory) else NO_LANE
+    return shape._replace(chunk=max(1.0, shape.block), memory=memory)
 
 
 def _barrier(shape: Shape) -> SharedLoad:

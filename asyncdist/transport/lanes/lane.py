@@ -5,7 +5,8 @@ Nothing here waits or wakes anybody.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from asyncdist.transport.lanes.layout import (
     CONSUMED,
@@ -14,8 +15,11 @@ from asyncdist.transport.lanes.layout import (
     EXPRESS_BYTES,
     FINISHED,
     ISSUED,
+    ITEMS,
     LANE_HEAD_BYTES,
     MAX_LANE_RANKS,
+    PAYLOAD,
+    PIECE,
     RECORD,
     RECORD_STRIDE,
     RECORD_WORDS,
@@ -34,7 +38,23 @@ from asyncdist.transport.lanes.layout import (
 from asyncdist.transport.lanes.lending_lane import Borrow, LendingLane
 from asyncdist.transport.shared_memory.fence import ORDERED, fence, order
 
-__all__ = ["LANE_HEAD_BYTES", "MAX_LANE_RANKS", "SKIPPED", "Differs", "Lane", "LaneFault", "LaneOperation", "Needs"]
+__all__ = [
+    "BY_ITEMS",
+    "LANE_HEAD_BYTES",
+    "MAX_LANE_RANKS",
+    "NO_NEEDS",
+    "READY",
+    "SKIPPED",
+    "Differs",
+    "Lane",
+    "LaneFault",
+    "LaneOperation",
+    "Needs",
+]
+
+NO_NEEDS: Final[Needs] = {}
+
+NOT_READY, READY, BY_ITEMS = range(3)
 
 
 class Lane(LendingLane):
@@ -44,6 +64,9 @@ class Lane(LendingLane):
     that is too long for that in one of half as many, twice as long, in the same memory; the operation's number says in
     which. It stays there until all members have finished the operation; results that the others are to take as well
     come to lie where nobody takes the payload any more.
+
+    Where only the two ends of a piece know its length, each member alone decides whether all that it gives lies in its
+    payload, behind a table of bounds, or is items: its record says which it is, and how long the payload.
     """
 
     __slots__ = ("_own_records", "_slots", "_wide_bytes", "_wide_number")
@@ -73,16 +96,19 @@ class Lane(LendingLane):
             return -1
         return number
 
-    def express(self, number: int, fingerprint: int, length: int) -> None:
-        """Begin operation `number`, whose turn it is and whose payload is in place. Ends with `express_done`."""
+    def express(self, number: int, fingerprint: int, length: int, needs: Needs = NO_NEEDS) -> None:
+        """Begin operation `number`, whose turn it is and whose payload is in place. Ends with `express_done`.
+
+        `needs`: what it reads of members that put out items instead (`by_items`).
+        """
         at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
-        RECORD.pack_into(self._own, at, number, fingerprint, self._next_item, 0)
+        RECORD.pack_into(self._own, at, number, fingerprint, self._next_item, 0, length)
         if self._wanting:
             self._content(TURN)
         if length > EXPRESS_BYTES:
             self._slots, self._wide_number = self._slots_for(length), number
         if self.open:
-            self.open[number] = LaneOperation(number, fingerprint, self._next_item, 0, {})
+            self.open[number] = LaneOperation(number, fingerprint, self._next_item, 0, needs)
         if not ORDERED:
             order()  # the record before its count
         self.issued = self._own_words[ISSUED] = number + 1
@@ -129,6 +155,53 @@ class Lane(LendingLane):
                 raise Differs(index)
         return True
 
+    def express_pieces(self, number: int, fingerprint: int, givers: Iterable[int]) -> int:
+        """Whether the pieces of all `givers` are in their payloads (READY), or one has items instead (BY_ITEMS).
+
+        Raises Differs if one of them runs something else there.
+        """
+        at, found = number % RECORDS * RECORD_WORDS, READY
+        for member in givers:
+            peer = self._members[member]
+            assert peer is not None
+            if peer.issued <= number and not self._look_for(peer, number):
+                found = NOT_READY
+                continue
+            if not ORDERED:
+                order()  # the count before the record
+            words = peer.record_words
+            if words[at + 1] != fingerprint or words[at] != number:
+                if words[at + 1] != SKIPPED:
+                    raise Differs(member)
+                found = NOT_READY
+            elif words[at + ITEMS]:
+                return BY_ITEMS
+            elif not words[at + PAYLOAD]:
+                found = NOT_READY
+        return found
+
+    def by_items(self, number: int, fingerprint: int, needs: Needs) -> LaneOperation:
+        """Operation `number`, begun by `express`, from now on as one that needs items. Ends with `end`."""
+        operation = self.open.get(number)
+        if operation is None:  # nothing was open when it began
+            operation = LaneOperation(number, fingerprint, self._next_item, 0, needs)
+            self._add(operation)
+        return operation
+
+    def piece(self, number: int, member: int, item: int) -> memoryview:
+        """See ItemLane; `member` has begun it."""
+        peer = self._members[member]
+        assert peer is not None
+        length = peer.record_words[number % RECORDS * RECORD_WORDS + PAYLOAD]
+        table = item * 4 + PIECE.size
+        if not table <= length <= max(EXPRESS_BYTES, self._wide_bytes // (SLOTS // 2)):
+            raise LaneFault(member, f"{length} bytes are in place of {item + 1} pieces or more")
+        at, segment = self._express_place(number, length), peer.segment
+        begin, end = PIECE.unpack_from(segment, at + table - PIECE.size)
+        if not begin <= end <= length:
+            raise LaneFault(member, f"a piece lies from {begin} to {end} of {length} bytes")
+        return segment[at + begin : at + end]
+
     def express_results(self, number: int) -> bool:
         """Our results of operation `number` are in place of our payload; whether those of all members are. Fences."""
         if not ORDERED:
@@ -154,9 +227,9 @@ class Lane(LendingLane):
     def express_done(self, number: int, *, begun: bool = False) -> None:
         """Operation `number` was read, or given up. Express operations end in their order.
 
-        `begun`: whether it is known that all members have begun it.
+        `begun`: whether it is known that all members have begun it, none with items.
         """
-        if self.open or number != self.finished or not (begun or self._all_issued(number)):
+        if self.open or number != self.finished or not (begun or self._in_records(number)):
             self._end_express(number)
             return
         if not ORDERED:
@@ -164,13 +237,20 @@ class Lane(LendingLane):
         self.finished = self._own_words[FINISHED] = number + 1
         self.news = True
 
-    def _all_issued(self, number: int) -> bool:
-        return all(peer.issued > number for _, peer in self._others)
+    def _in_records(self, number: int) -> bool:
+        """Whether all members have begun operation `number`, and none has items in it."""
+        for _, peer in self._others:
+            if peer.issued <= number:
+                return False
+        if not ORDERED:
+            order()  # the counts before the records
+        at = number % RECORDS * RECORD_WORDS + ITEMS
+        return not any(peer.record_words[at] for _, peer in self._others)
 
     def _end_express(self, number: int) -> None:
-        """End one of several that are open, or one that some member has not begun."""
+        """End one of several that are open, or one that some member has not begun, or has items in."""
         operation = self.open.get(number)
-        if operation is None and number == self.finished and self._all_issued(number):
+        if operation is None and number == self.finished and self._in_records(number):
             for _, peer in self._others:
                 peer.retired = number + 1
             self._finish()

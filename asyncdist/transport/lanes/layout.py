@@ -18,10 +18,13 @@ __all__ = [
     "EXPRESS_BYTES",
     "FINISHED",
     "ISSUED",
+    "ITEMS",
     "LANE_HEAD_BYTES",
     "LENGTH_WORD",
     "MAX_LANE_ITEMS",
     "MAX_LANE_RANKS",
+    "PAYLOAD",
+    "PIECE",
     "PUBLISHED",
     "RECORD",
     "RECORDS",
@@ -69,15 +72,18 @@ DESCRIPTORS: Final = 1024
 
 ISSUED, PUBLISHED, FINISHED, WANTING, CONSUMED = 0, 8, 16, 24, 32
 WORDS_BYTES: Final = 64 * (4 + MAX_LANE_RANKS)
-RECORD: Final = struct.Struct("<QQQQ")
+RECORD: Final = struct.Struct("<QQQQQ")
+ITEMS, PAYLOAD, RESULTS = 3, 4, 5
+"""Words of a record: of RECORD, how many items, and the payload's length; behind it, the operation's number + 1 once
+results have taken the place of a part of the payload."""
+PIECE: Final = struct.Struct("<II")
+"""A word of a table of bounds and the next: where in a payload that begins with the table a piece begins and ends."""
 DESCRIPTOR: Final = struct.Struct("<QQQQ")
 DESCRIPTOR_BYTES: Final = DESCRIPTOR.size
 LENGTH_WORD, SEGMENT_WORD = 2, 3
 RECORDS_AT: Final = WORDS_BYTES
 RECORD_STRIDE: Final = 64 + EXPRESS_BYTES
 RECORD_WORDS: Final = RECORD_STRIDE // 8
-RESULTS: Final = 4
-"""Word of a record, behind RECORD: its number + 1 once results have taken the place of a part of its payload."""
 EXPRESS_AT: Final = 64
 """Where a record's payload begins in it: on a cache line of its own."""
 DESCRIPTORS_AT: Final = RECORDS_AT + RECORDS * RECORD_STRIDE
@@ -141,17 +147,29 @@ class Differs(Exception):
 
 
 class LaneOperation:
-    """One operation on this member. `number` is its place in the order, `needs` what it still has to read."""
+    """One operation on this member. `number` is its place in the order, `needs` (a copy) what it still has to read."""
 
-    __slots__ = ("begun", "ended", "fingerprint", "first", "item_count", "lent", "needs", "number", "published")
+    __slots__ = (
+        "begun",
+        "ended",
+        "fingerprint",
+        "first",
+        "in_record",
+        "item_count",
+        "lent",
+        "needs",
+        "number",
+        "published",
+    )
 
     def __init__(self, number: int, fingerprint: int, first: int, item_count: int, needs: Needs) -> None:
         self.number = number
         self.fingerprint = fingerprint
         self.first = first
         self.item_count = item_count
-        self.needs = needs
+        self.needs = {member: items.copy() for member, items in needs.items()}
         self.begun: dict[int, tuple[int, int]] = {}  # by member that runs it too, where its items begin and end
+        self.in_record: set[int] = set()  # members whose pieces lie in their record's payload instead
         self.published = 0
         self.lent = 0  # items before this number were lent, if any were
         self.ended = False

@@ -166,7 +166,7 @@ class LaneOrder:
                 return None
             order()  # the count before the record
         at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
-        theirs, _fingerprint, first, count = RECORD.unpack_from(peer.segment, at)
+        theirs, _fingerprint, first, count, _payload = RECORD.unpack_from(peer.segment, at)
         if theirs != number or count > MAX_LANE_ITEMS or first >= 1 << 62:
             raise LaneFault(peer.index, f"operation {theirs} ({count} items) is described in place of {number}")
         peer.records[number] = first, count

@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 from shared_lane_kit import Rank, make
 
+from asyncdist.transport.lanes.lane import NO_NEEDS, Needs
 from asyncdist.transport.lanes.layout import RECORDS
 
 
 class Giving:
     fingerprint, dtype, nbytes = 1, np.dtype(np.uint8), 1
     gives = True
-    folds = False
+    folds = pieces = False
+    needs: Needs = NO_NEEDS
     needed: tuple[int, ...] = ()
 
 
@@ -27,6 +29,7 @@ class Small:
     def __init__(self, rank: Rank) -> None:
         self.kind: Any = Giving if rank.index else Taking
         self.number = -1
+        self.nbytes = self.kind.nbytes
         self.payloads: Any = None
         self.folded = False
         self.over = False
@@ -84,7 +87,9 @@ def test_in_the_place_of_one_given_up_before_its_turn_nobody_finds_anything() ->
     (root, hasty, slow), _ = make(3)
     unbegun = [Small(hasty) for _ in range(RECORDS + 1)][-1]
     hasty.lane.drop_express(unbegun)
-    taken = [[Small(rank) for _ in range(RECORDS)] for rank in (root, slow)][0]
+    taken = [Small(root) for _ in range(RECORDS)]
+    for _ in range(RECORDS):
+        Small(slow)
     for _ in range(3):
         for rank in (root, hasty, slow):
             rank.lane.poll()

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.plan.records import NO_LANE, PAYLOAD_SHARE, TAKEN_BYTES, USUAL_LANE, LaneMemory, by_records
-from asyncdist.transport.lanes.layout import LANE_HEAD_BYTES, SLOTS, item_bytes, pool_bytes, wide_bytes
+from asyncdist.plan.records import (
+    NO_LANE,
+    PAYLOAD_SHARE,
+    PIECES_BYTES,
+    TAKEN_BYTES,
+    USUAL_LANE,
+    LaneMemory,
+    by_records,
+    pieces_bytes,
+)
+from asyncdist.transport.lanes.layout import (
+    LANE_HEAD_BYTES,
+    MAX_LANE_RANKS,
+    SLOTS,
+    item_bytes,
+    pool_bytes,
+    wide_bytes,
+)
 from asyncdist.transport.shared_memory.segment import PAGE_BYTES
 
 LARGEST = USUAL_LANE.nbytes // PAYLOAD_SHARE
@@ -53,3 +69,10 @@ def test_what_one_member_takes_is_bounded(collective, algorithm):
 )
 def test_no_others_do(collective, algorithm):
     assert not by_records(collective, algorithm, 2, 4, USUAL_LANE)
+
+
+def test_pieces_in_a_payload_are_bounded_by_each_limit():
+    assert pieces_bytes(2, USUAL_LANE) == pieces_bytes(TAKEN_BYTES // PIECES_BYTES, USUAL_LANE) == PIECES_BYTES
+    assert pieces_bytes(TAKEN_BYTES // PIECES_BYTES + 1, USUAL_LANE) < PIECES_BYTES
+    assert pieces_bytes(MAX_LANE_RANKS, USUAL_LANE) * MAX_LANE_RANKS <= TAKEN_BYTES, "that is what one takes at most"
+    assert pieces_bytes(2, LaneMemory(PIECES_BYTES)) == PIECES_BYTES // PAYLOAD_SHARE

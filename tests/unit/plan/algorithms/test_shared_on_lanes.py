@@ -1,7 +1,8 @@
 """Operations one after another on real lanes with memory for hardly an item: they end, right, in whatever order.
 
 All members' steps are taken in random order, as far as their lane lets them. A lane says no for want of memory, or
-because another operation's turn to publish comes first; nobody may wait for ever.
+because another operation's turn to publish comes first; nobody may wait for ever. Where only two ends know a length,
+half of the members, by chance, have their pieces in their payload.
 """
 
 from __future__ import annotations
@@ -38,11 +39,16 @@ class Member:
         number = self.unbegun[0]
         plan = self.world.plans[number][self.rank]
         program = Program(plan)
-        operation = self.lane.begin(number, program.items, {peer: dict(items) for peer, items in program.needs.items()})
+        part = Part(self, self.world.problems[number][self.rank], plan)
+        if plan.collective in PRIVATE_COLLECTIVES and self.world.rng.random() < 0.5:
+            operation = part.give(number, program.needs)
+        else:
+            operation = self.lane.begin(number, program.items, program.needs)
         if operation is None:
             return False
+        part.operation = operation
         self.unbegun.popleft()
-        self.parts[number] = Part(self, self.world.problems[number][self.rank], plan, operation)
+        self.parts[number] = part
         return True
 
     def move(self, rng):
@@ -69,8 +75,8 @@ class Member:
 class Part:
     """One rank's part in one operation."""
 
-    def __init__(self, member, problem, plan, operation):
-        self.member, self.plan, self.operation = member, plan, operation
+    def __init__(self, member, problem, plan):
+        self.member, self.plan, self.given = member, plan, False
         rank = plan.rank
         outputs = [UNDEFINED] * problem.output_length(rank)
         if problem.collective in IN_PLACE or (problem.collective == "broadcast" and rank == problem.root):
@@ -79,12 +85,31 @@ class Part:
         self.memory = {Buffer.INPUT: inputs, Buffer.OUTPUT: outputs, Buffer.SCRATCH: [UNDEFINED] * plan.scratch_count}
         self.left = set(range(len(plan.steps)))
 
+    def give(self, number, needs):
+        """Begin with all that we publish in our payload."""
+        lane, payload = self.member.lane, bytearray()
+        pieces = [self.member.world.packed(self.read(step.source)) for step in self.plan.steps if type(step) is Publish]
+        bounds = [4 * (len(pieces) + 1)]
+        for piece in pieces:
+            payload += piece
+            bounds.append(bounds[0] + len(payload))
+        payload[:0] = b"".join(bound.to_bytes(4, "little") for bound in bounds)
+        length = len(payload) if pieces else 0
+        if lane.express_turn(length) != lane.issued:
+            return None
+        lane.express_payload(lane.issued, lane.rank, length)[:] = payload[:length]
+        lane.express(lane.issued, number, length, needs)
+        self.given = True
+        return lane.by_items(lane.issued - 1, number, needs)
+
     def take(self, index):
         step, lane = self.plan.steps[index], self.member.lane
         if not self.left.isdisjoint(step.after):
             return False
         if isinstance(step, Publish):
-            if not lane.publish(self.operation, memoryview(self.member.world.packed(self.read(step.source)))):
+            if not self.given and not lane.publish(
+                self.operation, memoryview(self.member.world.packed(self.read(step.source)))
+            ):
                 return False
         elif isinstance(step, Fetch | FetchReduce):
             if step.item >= lane.available(self.operation, step.peer):

@@ -12,7 +12,7 @@ from asyncdist.plan.cost.constants import ASYNCIO, SHARED_MEMORY, Constants, Sha
 from asyncdist.plan.cost.prediction import predict, shape_of
 from asyncdist.plan.cost.shared import SHARED_FORMULAS
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, REDUCTIONS, Problem
-from asyncdist.plan.records import PAYLOAD_SHARE, USUAL_LANE, LaneMemory
+from asyncdist.plan.records import PAYLOAD_SHARE, PIECES_BYTES, USUAL_LANE, LaneMemory
 from asyncdist.plan.selection.selector import candidates, choose, parse_overrides, plan_for, usable
 from asyncdist.plan.selection.shared_chunks import shared_chunk_sizes
 from asyncdist.plan.selection.tuning import Tuning, constants_from_terms, constants_to_terms
@@ -177,10 +177,24 @@ def test_everyones_work_is_that_of_the_plans(collective, algorithm, world):
     ],
 )
 def test_pieces_that_travel_whole(collective, microseconds):
-    """As those of known lengths in one chunk, whatever is asked; and never in records."""
+    """As those of known lengths in one chunk, whatever is asked."""
     counts = (250_000,) * (8 if collective == "all_to_all_uneven" else 4)
     problem = Problem.of(collective, 4, counts, 0, 4)
     assert predict(problem, "shared", 1, 1, ROUND, LANE).seconds == pytest.approx((100 + microseconds) * 1e-6)
+
+
+@pytest.mark.parametrize("collective", PRIVATE_COLLECTIVES)
+def test_short_pieces_take_as_long_as_what_all_know(collective):
+    even = collective.removesuffix("_uneven")
+
+    def seconds(name, length):
+        counts = (length,) * 8 if name == "all_to_all_uneven" else length
+        return predict(Problem.of(name, 4, counts, 0, 4), "shared", 1, 1 << 20, ROUND, LANE).seconds
+
+    longest = PIECES_BYTES if even == "gather" else PIECES_BYTES // 4
+    for length in (1, longest):
+        assert seconds(collective, length) == seconds(even, length)
+    assert seconds(collective, longest + 1) > seconds(even, longest + 1)
 
 
 def test_every_algorithm_has_a_formula():
