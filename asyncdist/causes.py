@@ -18,6 +18,7 @@ from asyncdist.errors import (
     ClosedError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    DistBackendError,
     DistError,
     GroupAbortedError,
     PeerLostError,
@@ -102,7 +103,7 @@ def explain(where: str, error: BaseException) -> DistError:
         explained = CollectiveMismatchError(text, error.peer)
     elif isinstance(error, GroupAbortedError):
         explained = GroupAbortedError(text, error.reason, error.rank)
-    elif isinstance(error, ClosedError | RemoteProtocolError):
+    elif isinstance(error, ClosedError | RemoteProtocolError | DistBackendError):
         explained = type(error)(text)
     else:
         explained = DistError(text if isinstance(error, DistError) else f"{where}: {named(error)}")

@@ -94,6 +94,7 @@ class PathRank:
             if ended.cancelled():  # the test has failed
                 return
             assert not ended.done(), "an operation ends once"
+            self.events.give(call.ready)
             if error is None:
                 ended.set_result(None)
             else:

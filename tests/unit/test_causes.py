@@ -8,6 +8,7 @@ from asyncdist.causes import aborted_by, explain, first_cause
 from asyncdist.errors import (
     ClosedError,
     CollectiveTimeoutError,
+    DistBackendError,
     DistError,
     GroupAbortedError,
     PeerLostError,
@@ -23,6 +24,7 @@ from asyncdist.errors import (
         GroupAbortedError("aborted", "aborted", 1),
         ClosedError("closed"),
         RemoteProtocolError("no object"),
+        DistBackendError("cudaErrorLaunchFailure"),
     ],
 )
 def test_an_error_of_the_same_kind_is_not_shown_twice(error: DistError) -> None:

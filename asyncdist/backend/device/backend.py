@@ -206,10 +206,17 @@ class DeviceBackend(GroupBackend):
     def _ended(self, work: CollectiveWork, error: BaseException | None) -> None:
         entry = self._under_way.pop(work.key, None)
         if entry is not None:
+            self._events.give(entry[3].ready)
             self._moved_s = self._loop.time()
             entry[1](work, error)
             if self._idle:
                 self._became_idle()
+
+    def _forget(self, key: Key) -> None:
+        """Take it from what is under way; its path has no stream wait for the caller's any more."""
+        entry = self._under_way.pop(key, None)
+        if entry is not None:
+            self._events.give(entry[3].ready)
 
     def _became_idle(self) -> None:
         if not self._under_way and self._idle:
@@ -335,21 +342,22 @@ class DeviceBackend(GroupBackend):
     def drop(self, tag: int, sequence: int) -> None:
         """Forget one operation, or one never to come."""
         self._waiting.pop((tag, sequence), None)
-        self._under_way.pop((tag, sequence), None)
         if self._path is not None:
             self._path.drop(tag, sequence)
+        self._forget((tag, sequence))
         self._became_idle()
 
     def abort(self, error: BaseException) -> None:
         """Forget every operation; what runs on the GPU is ended from a thread, and arrays are kept until it has."""
         self._waiting.clear()
-        self._under_way.clear()
         self._idle.clear()
         if self._opening is not None:
             self._opening.cancel()
         self._exchange.abort(error)
         if self._path is not None:
             self._path.abort(error)
+        for key in tuple(self._under_way):
+            self._forget(key)
         self._stop()
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
+from asyncdist.backend.device.closing import close_all
 from asyncdist.cuda.interface import Event
 
 __all__ = ["LONGER_POLL_S", "POLL_S", "Completions", "Entry", "Line"]
@@ -110,30 +111,31 @@ class Completions:
                 self._loop.call_soon(self._look)
 
     def close(self) -> None:
-        """Tell nobody anything more, and let the threads end. What entries keep alive is kept until they are done."""
+        """Forget all lines."""
         for line in list(self._lines):
-            entries = tuple(self._lines[line].entries)
             self.drop(line)
-            if entries:
-                keeper = partial(_keep, entries, self._set_device)
-                threading.Thread(target=keeper, name="asyncdist gpu keeper", daemon=True).start()
 
     @property
     def pending(self) -> int:
         """Entries that have not ended."""
         return sum(len(line.entries) for line in self._lines.values())
 
-    def drop(self, name: object) -> list[Entry]:
-        """Forget a line, telling nobody; returns its entries, to be kept until the GPU is through with them."""
+    def drop(self, name: object) -> None:
+        """Forget a line, telling nobody, and let its thread end.
+
+        What its entries keep alive is kept until they are done, and their events are closed then.
+        """
         found = self._lines.pop(name, None)
         if found is None:
-            return []
+            return
         self._polled.discard(found)
-        kept = list(found.entries)
+        kept = tuple(found.entries)
         found.entries.clear()
         if found.waiter is not None:
-            found.waiter.stop()
-        return kept
+            found.waiter.stop(kept)
+        elif kept:
+            keeper = partial(_keep_there, kept, self._set_device)
+            threading.Thread(target=keeper, name="asyncdist gpu keeper", daemon=True).start()
 
     # Looking from the loop.
 
@@ -211,14 +213,16 @@ class _Waiter:
         self._entries: deque[Entry] = deque()
         self._wake = threading.Event()
         self._stopped = False
+        self._kept: Sequence[Entry] = ()
         threading.Thread(target=self._run, name="asyncdist gpu waiter", daemon=True).start()
 
     def add(self, entry: Entry) -> None:
         self._entries.append(entry)
         self._wake.set()
 
-    def stop(self) -> None:
-        """End the thread once it is through with what it waits for; it reports nothing more."""
+    def stop(self, kept: Sequence[Entry]) -> None:
+        """End the thread once it is through with what it waits for, and with `kept`; it reports nothing more."""
+        self._kept = kept
         self._stopped = True
         self._wake.set()
 
@@ -236,6 +240,9 @@ class _Waiter:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
                 self._loop.call_soon_threadsafe(self._ended, ended)
             del ended  # what they keep alive must not live until the next ones come
+        self._entries.clear()
+        kept, self._kept = self._kept, ()
+        _keep(kept)
 
     @staticmethod
     def _wait_for(entry: Entry) -> tuple[Entry, BaseException | None]:
@@ -246,12 +253,19 @@ class _Waiter:
         return entry, None
 
 
-def _keep(entries: Sequence[Entry], set_device: Callable[[int], object]) -> None:
-    """In a thread: hold on to entries until the GPU is through with them."""
-    with contextlib.suppress(Exception):  # of a broken GPU: it does nothing any more
+def _keep_there(entries: Sequence[Entry], set_device: Callable[[int], object]) -> None:
+    """In a thread of its own."""
+    with contextlib.suppress(Exception):
         set_device(entries[0].events[0].device)
-        for entry in entries:
+    _keep(entries)
+
+
+def _keep(entries: Sequence[Entry]) -> None:
+    """In a thread: hold on to entries until the GPU is through with them, and close their events."""
+    for entry in entries:
+        with contextlib.suppress(Exception):  # of a broken GPU: it does nothing any more
             _synchronize(entry)
+        close_all(*entry.events)
 
 
 def _is_done(entry: Entry) -> bool:

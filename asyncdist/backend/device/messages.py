@@ -20,7 +20,7 @@ from asyncdist.backend.device.tail import Tail
 from asyncdist.backend.point_to_point import OVER, PairWork, PairWorkOwner, RecvWork
 from asyncdist.cuda import Event, Runtime
 from asyncdist.device_array import DeviceArray, device_flat
-from asyncdist.errors import CollectiveMismatchError, DistError
+from asyncdist.errors import CollectiveMismatchError, DistBackendError, DistError
 from asyncdist.objects import GPU_META
 from asyncdist.subgroup import derive_group_id
 from asyncdist.transport.base_mesh import BaseMesh
@@ -188,10 +188,10 @@ class DeviceSendWork(PairWork):
         if error is None:
             self._finish(None)
         else:
-            self.message_failed(None, error)
+            _fail(self, error)
 
     def _expire(self, timeout_s: float) -> None:
-        _break_pair(self, timeout_s)
+        _break_pair(self, self._timeout_error(timeout_s))
 
     def _end(self) -> None:
         super()._end()
@@ -273,10 +273,10 @@ class DeviceRecvWork(RecvWork):
             self._finish(self._source)
         else:
             self._source = None
-            self.message_failed(None, error)
+            _fail(self, error)
 
     def _give_up(self, timeout_s: float) -> None:
-        _break_pair(self, timeout_s)
+        _break_pair(self, self._timeout_error(timeout_s))
 
     def give_back(self) -> bool:
         """What has come to a GPU cannot be put back among the messages."""
@@ -287,9 +287,22 @@ class DeviceRecvWork(RecvWork):
         self._messages.ended(self)
 
 
-def _break_pair(work: DeviceSendWork | DeviceRecvWork, timeout_s: float) -> None:
-    """A GPU cannot be stopped in the middle of a message: the connection to the other rank ends with it."""
-    error = work._timeout_error(timeout_s)
+def _fail(work: DeviceSendWork | DeviceRecvWork, error: BaseException) -> None:
+    """End a message whose data was under way. What comes from the other end, that knows."""
+    if isinstance(error, DistError) and not isinstance(error, DistBackendError):
+        work.message_failed(None, error)
+    else:
+        what = f"{error}" if isinstance(error, DistBackendError) else f"{type(error).__name__}: {error}"
+        failure = DistBackendError(f"{work.where}: {what}")
+        failure.__cause__ = error
+        _break_pair(work, failure)
+
+
+def _break_pair(work: DeviceSendWork | DeviceRecvWork, error: DistError) -> None:
+    """A GPU cannot be stopped in the middle of a message, nor wait for one that does not come.
+
+    So the connection to the other rank ends with it, which is how that hears of it.
+    """
     work._fail(error)
     work._owner.mesh.break_pair(work.peer, error)
 

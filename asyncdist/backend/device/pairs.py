@@ -119,6 +119,13 @@ class DevicePairs:
         """See DeviceMessages."""
         self._works[work] = source
         self._watch()
+        try:
+            self._receive(work, announcement, source)
+        except Exception as error:  # the caller is the transport
+            work.complete(error)
+
+    def _receive(self, work: DeviceRecvWork, announcement: Announcement, source: int) -> None:
+        """Answer how the data is to come, and have it come."""
         device_id = self.runtime.device_id(work.array.device)
         apart = (announcement.host, announcement.device_id) != (self._host, device_id)
         if self._nccl is not None and announcement.nccl and apart and announcement.nbytes:
@@ -190,6 +197,7 @@ class DevicePairs:
         self._works.pop(work, None)
         self._numbers_here.pop(work, None)
         self._staged.forget(work)
+        self._around.events.give(work.ready)
 
     def _watch(self) -> None:
         """Ask NCCL now and then whether it has failed, as it does not say so by itself."""

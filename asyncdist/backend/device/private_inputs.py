@@ -8,10 +8,11 @@ from typing import Any, Final
 
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.calls.call import Call
+from asyncdist.backend.device.closing import close_behind
 from asyncdist.backend.device.path import OnEnd, Surroundings
 from asyncdist.backend.device.runs import clash
 from asyncdist.backend.device.threads import Helpers
-from asyncdist.cuda.interface import Memory, Stream
+from asyncdist.cuda.interface import Event, Memory, Stream
 from asyncdist.device_array import DeviceArray
 
 __all__ = ["PrivateInputs"]
@@ -28,6 +29,7 @@ class PrivateInputs:
         self._helpers = helpers
         self._stream: Stream | None = None
         self._blocks: set[Memory] = set()
+        self._ready: set[Event] = set()
 
     def of(self, call: Call, on_end: OnEnd) -> tuple[Call, OnEnd]:
         """What to carry out in place of `call`, and what to call at its end: mostly the same.
@@ -42,13 +44,18 @@ class PrivateInputs:
         stream = self._stream
         for ready in call.ready:
             stream.wait_event(ready)
-        around.events.give(call.ready)
         memory: list[Memory] = []
-        copied = self._copy(call, stream, memory)
-        self._blocks.update(memory)
-        copied.ready = (around.events.recorded(stream),)
+        try:
+            copied = self._copy(call, stream, memory)
+        finally:  # also of a copy that failed, behind others
+            self._blocks.update(memory)
+        ready = around.events.recorded(stream)
+        copied.ready = (ready,)
+        self._ready.add(ready)
 
         def ended(work: CollectiveWork, error: BaseException | None) -> None:
+            self._ready.discard(ready)
+            around.events.give((ready,))
             self._free(memory)
             on_end(work, error)
 
@@ -56,9 +63,14 @@ class PrivateInputs:
 
     def close(self) -> None:
         """Nothing is under way any more; free also what belonged to operations that were dropped."""
-        self._free(tuple(self._blocks))
-        if self._stream is not None:
-            self._stream.close()
+        self._around.events.give(self._ready)
+        self._ready.clear()
+        if self._stream is None:
+            return
+        around, blocks = self._around, tuple(self._blocks)
+        self._blocks.clear()
+        self._helpers.start(close_behind, around.runtime, around.device, (self._stream,), blocks)
+        self._stream = None
 
     def _free(self, blocks: Sequence[Memory]) -> None:
         for block in blocks:

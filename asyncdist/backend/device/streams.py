@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from asyncdist.backend.calls.call import Call
+from asyncdist.backend.device.closing import close_all
 from asyncdist.cuda import Event, Runtime, Stream
 from asyncdist.device_array import LEGACY_STREAM, DeviceArray
 
@@ -19,6 +20,7 @@ class EventPool:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._free: list[deque[Event]] = [deque() for _ in range(runtime.device_count())]
+        self._closed = False
 
     def recorded(self, stream: Stream) -> Event:
         """An event, recorded on `stream` now."""
@@ -26,19 +28,27 @@ class EventPool:
             event = self._free[stream.device].pop()
         except IndexError:
             event = self._runtime.new_event(stream.device)
-        event.record(stream)
+        try:
+            event.record(stream)
+        except BaseException:
+            self.give((event,))
+            raise
         return event
 
     def give(self, events: Iterable[Event]) -> None:
-        """Give back events that are done and that nobody will ask about."""
-        for event in events:
-            self._free[event.device].append(event)
+        """Give back events that nobody will ask about, nor have a stream wait for."""
+        if self._closed:
+            close_all(*events)
+        else:
+            for event in events:
+                self._free[event.device].append(event)
 
     def close(self) -> None:
-        """Close those that are here."""
+        """Close those that are here, and the others as they are given back."""
+        self._closed = True
         for free in self._free:
             while free:
-                free.pop().close()
+                close_all(free.pop())
 
 
 def ready_after(runtime: Runtime, pool: EventPool, arrays: Sequence[DeviceArray]) -> tuple[Event, ...]:
@@ -56,7 +66,13 @@ def ready_after(runtime: Runtime, pool: EventPool, arrays: Sequence[DeviceArray]
         if array.stream is not None and (device, array.stream or LEGACY_STREAM) not in streams:
             handle = array.stream or LEGACY_STREAM
             streams[device, handle] = runtime.external_stream(handle, device)
-    return tuple(pool.recorded(stream) for stream in streams.values())
+    ready: list[Event] = []
+    try:
+        ready.extend(map(pool.recorded, streams.values()))
+    except BaseException:
+        pool.give(ready)
+        raise
+    return tuple(ready)
 
 
 def ready_for(runtime: Runtime, pool: EventPool, call: Call) -> tuple[Event, ...]:

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from asyncdist.cuda import Runtime
+from asyncdist.errors import DistBackendError
 
-__all__ = ["Helpers", "in_thread", "stay_on"]
+__all__ = ["Helpers", "discard_made", "in_thread", "made_in_thread", "stay_on"]
 
 T = TypeVar("T")
 
 OUR_THREADS: Final = "asyncdist "
 """What the names of our own threads begin with, the communication thread's too. No code of others runs there."""
+
+CLOSED_LOOK_S: Final = 0.1
+"""How often a thread that has made something looks whether the loop, which is to take it, was closed."""
 
 
 def stay_on(runtime: Runtime, device: int) -> None:
@@ -37,15 +42,19 @@ def in_thread(
     *arguments: Any,
     on: tuple[Runtime, int],
     keep_alive: object = None,
+    discard: Callable[[T], object] | None = None,
 ) -> asyncio.Future[T]:
     """Call `function(*arguments)` in a thread of its own; a future of its result. Cancelling that ends the waiting.
 
     `on` is the device to be current there: a fresh thread's is the first, where CUDA would open a context as well.
     `keep_alive` is referenced until the call returns, whoever waits for it, and whatever becomes of the loop.
+    `discard(result)` is called there, if the future was cancelled or the loop closed before it had the result.
     """
     future: asyncio.Future[T] = loop.create_future()
+    answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def settle(result: T | None, error: BaseException | None) -> None:
+        answers.put(not future.done())
         if future.done():
             return
         if error is None:
@@ -62,9 +71,58 @@ def in_thread(
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, failure)
+        if discard is not None and failure is None and not _is_taken(loop, answers):
+            with contextlib.suppress(DistBackendError):
+                discard(result)  # type: ignore[arg-type]
 
     threading.Thread(target=run, name=f"asyncdist gpu {getattr(function, '__name__', '')}", daemon=True).start()
     return future
+
+
+def _is_taken(loop: asyncio.AbstractEventLoop, answers: queue.SimpleQueue[bool]) -> bool:
+    """In a thread: whether the loop has taken what it was given, which it says in `answers` if it is not closed."""
+    while True:
+        closed = loop.is_closed()
+        try:
+            return answers.get(timeout=0 if closed else CLOSED_LOOK_S)
+        except queue.Empty:
+            if closed:
+                return False
+
+
+async def made_in_thread(
+    loop: asyncio.AbstractEventLoop,
+    function: Callable[..., T],
+    *arguments: Any,
+    on: tuple[Runtime, int],
+    discard: Callable[[T], object],
+) -> T:
+    """What `function(*arguments)` makes in a thread of its own.
+
+    When the caller is cancelled it is discarded, in a thread, as soon as it is there.
+    """
+    future = in_thread(loop, function, *arguments, on=on, discard=discard)
+    try:
+        return await future
+    except BaseException:
+        discard_made(future, on, discard)
+        raise
+
+
+def discard_made(future: asyncio.Future[T], on: tuple[Runtime, int], discard: Callable[[T], object]) -> None:
+    """Nobody wants any more what `in_thread(..., discard=discard)` makes, or has made."""
+    loop = future.get_loop()
+    if future.done():
+        if not future.cancelled() and future.exception() is None:
+            in_thread(loop, discard, future.result(), on=on).add_done_callback(_is_over)
+    elif not loop.is_closed():  # else the thread sees that
+        future.cancel()
+
+
+def _is_over(future: asyncio.Future[Any]) -> None:
+    """Nobody is left who could do anything about its failure."""
+    if not future.cancelled():
+        future.exception()
 
 
 class Helpers:
@@ -86,8 +144,7 @@ class Helpers:
 
     def _ended(self, future: asyncio.Future[Any]) -> None:
         self._futures.discard(future)
-        if not future.cancelled():
-            future.exception()
+        _is_over(future)
 
     async def wait(self, timeout_s: float) -> None:
         """Wait until all have ended, at most `timeout_s`; what waits for the others is then cancelled.

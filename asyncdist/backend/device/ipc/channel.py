@@ -21,8 +21,9 @@ The protocol between ranks, and why nothing can hang on the device:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -30,6 +31,7 @@ import numpy as np
 from asyncdist import events
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.calls.call import Call
+from asyncdist.backend.device.closing import close_all
 from asyncdist.backend.device.ipc.operation import DONE, READ, TOLD, IpcOperation
 from asyncdist.backend.device.ipc.plan import is_small
 from asyncdist.backend.device.ipc.scratch import SMALL_SLOTS, IpcScratch, open_scratch
@@ -64,7 +66,7 @@ _KINDS: Final = frozenset({TOLD, READ, DONE, CLOSED})
 class IpcChannel:
     """See the module."""
 
-    def __init__(self, around: Surroundings, tag: int, scratch: IpcScratch) -> None:
+    def __init__(self, around: Surroundings, tag: int, scratch: IpcScratch, streams: Sequence[Stream]) -> None:
         self.rank = around.rank
         self.ranks = around.ranks
         self.size = len(around.ranks)
@@ -78,7 +80,7 @@ class IpcChannel:
         """Whether no operation is carried out any more."""
         self._around = around
         self._others = frozenset(range(self.size)) - {self.rank}
-        self._streams = [around.runtime.new_stream(around.device) for _ in range(STREAMS)]
+        self._streams = streams
         self._held: deque[tuple[Call, CollectiveWork, OnEnd, int]] = deque()
         self._operations: dict[int, IpcOperation] = {}
         self._last = -1  # the newest operation that has begun here
@@ -175,7 +177,6 @@ class IpcChannel:
     def ended(self, operation: IpcOperation) -> None:
         """It has ended well."""
         del self._operations[operation.sequence]
-        self._around.events.give(operation.call.ready)
         self._say_done(operation.sequence, None, operation.fingerprint)
 
     def gave_up(self, operation: IpcOperation) -> None:
@@ -245,7 +246,7 @@ class IpcChannel:
 
     def _event_behind(self, operation: IpcOperation | None) -> Event | None:
         """Recorded behind all of an operation; None if nothing of it is on the device, or that is broken."""
-        if operation is None or operation.last_event is None:
+        if operation is None or not operation.begun:
             return None
         try:
             return self.recorded(operation.stream)
@@ -335,8 +336,9 @@ class IpcChannel:
             return
         for stream in self._streams:
             self.completions.drop(stream)
-            stream.close()
-        await in_thread(loop, self.scratch.close_others, on=(self.runtime, self.device))
+        close_all(*self._streams)
+        with contextlib.suppress(DistBackendError):  # of a broken GPU: others must hear of the end all the same
+            await in_thread(loop, self.scratch.close_others, on=(self.runtime, self.device))
         self._signals.tell(self._others, Record(CLOSED))
         self._free = lambda: helpers.start(self.scratch.free)
         self._free_if_closed()
@@ -363,10 +365,21 @@ async def open_channel(around: Surroundings, tag: int, *, first: bool) -> IpcCha
 
     Raises DistError, as when a rank is gone. Cancelling frees our memory.
     """
+    streams: list[Stream] = []  # made first: once there is memory that all have opened, nothing of CUDA is to fail
+    scratch: IpcScratch | None = None
+    channel: IpcChannel | None = None
     try:
+        streams.extend(around.runtime.new_stream(around.device) for _ in range(STREAMS))
         scratch = await open_scratch(around, tag, first=first)
-        return None if scratch is None else IpcChannel(around, tag, scratch)
+        if scratch is not None:
+            channel = IpcChannel(around, tag, scratch, streams)
+        return channel
     except DistError:
         raise
     except Exception as error:
         raise DistBackendError(f"no device memory: {error}") from error
+    finally:
+        if channel is None:
+            close_all(*streams)
+            if scratch is not None:  # the mesh is closed, and so are all others' channels
+                await in_thread(around.loop, scratch.undo, on=(around.runtime, around.device))

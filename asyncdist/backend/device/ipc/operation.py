@@ -72,6 +72,7 @@ class IpcOperation:
         "_unread",
         "_writes_on",
         "_wrote",
+        "begun",
         "call",
         "fingerprint",
         "last_event",
@@ -107,6 +108,7 @@ class IpcOperation:
         self._wrote: dict[int, int] = {}  # by slot, our last chunk there: others between write nothing, perhaps
         self._ready = tuple(call.ready)
         self._queued = False
+        self.begun = False  # whether anything has been put on the stream
         self.last_event: Event | None = None
         self.stopped = False
 
@@ -234,10 +236,9 @@ class IpcOperation:
             self._queued = True
             for ready in self._ready:
                 stream.wait_event(ready)
-        try:
-            self._queue(slot, stage)
-        finally:  # also behind what was begun of something that failed
-            self.last_event = event = channel.recorded(stream)
+        self.begun = True
+        self._queue(slot, stage)
+        self.last_event = event = channel.recorded(stream)
         return event
 
     def _queue(self, slot: int, stage: Stage) -> None:

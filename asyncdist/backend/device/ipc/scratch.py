@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 from asyncdist import events
+from asyncdist.backend.device.closing import close_all
 from asyncdist.backend.device.ipc.plan import ALIGN_BYTES, Place
 from asyncdist.backend.device.path import Surroundings
-from asyncdist.backend.device.threads import in_thread
+from asyncdist.backend.device.threads import in_thread, made_in_thread
 from asyncdist.cuda.interface import Memory, Runtime
 from asyncdist.errors import DistBackendError
 from asyncdist.tasks import start_task
@@ -81,6 +82,11 @@ class IpcScratch:
         """Free our own block; blocks, so to be called in a thread, once all others have closed it."""
         self._own.close()
 
+    def undo(self) -> None:
+        """Close and free everything, in a thread: it was made in vain."""
+        self.close_others()
+        self.free()
+
 
 async def open_scratch(around: Surroundings, tag: int, *, first: bool) -> IpcScratch | None:
     """Make the blocks of a tag, together with all ranks; None, on all of them, if some rank could not.
@@ -89,12 +95,9 @@ async def open_scratch(around: Surroundings, tag: int, *, first: bool) -> IpcScr
     """
     loop, runtime = around.loop, around.runtime
     on = runtime, around.device
-    making = in_thread(loop, _make_block, runtime, around.device, first, on=on)
-    try:
-        own, large_bytes, handle, problem = await asyncio.shield(making)
-    except asyncio.CancelledError:
-        making.add_done_callback(lambda made: _free_late(loop, made, on))
-        raise
+    own, large_bytes, handle, problem = await made_in_thread(
+        loop, _make_block, runtime, around.device, first, on=on, discard=_free_made
+    )
     opened: list[int] = []
     working: asyncio.Future[Any] | None = None
     try:
@@ -137,7 +140,7 @@ def _make_block(runtime: Runtime, device: int, first: bool) -> _Made:
         return own, large_bytes, runtime.ipc_handle(own.pointer), ""
     except Exception as error:  # out of memory, or no IPC, as in some containers
         if own is not None:
-            own.close()
+            close_all(own)
         return None, 0, b"", f"{type(error).__name__}: {error}"
 
 
@@ -151,11 +154,10 @@ def _allocate(runtime: Runtime, device: int, large_bytes: int) -> tuple[Memory, 
     return _allocate(runtime, device, LARGE_BYTES)
 
 
-def _free_late(loop: asyncio.AbstractEventLoop, made: asyncio.Future[_Made], on: tuple[Runtime, int]) -> None:
+def _free_made(made: _Made) -> None:
     """A block is here that nobody waits for any more."""
-    own = made.result()[0]
-    if own is not None:
-        in_thread(loop, own.close, on=on)
+    if made[0] is not None:
+        made[0].close()
 
 
 def _open_blocks(around: Surroundings, own: Memory, handles: Sequence[bytes], opened: list[int]) -> str:

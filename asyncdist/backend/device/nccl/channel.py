@@ -11,14 +11,14 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence, Set
-from functools import partial
 from typing import Final
 
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.calls.call import Call
+from asyncdist.backend.device.closing import close_all, close_behind
 from asyncdist.backend.device.nccl.calls import ISSUE, Place, alone, talks_to
 from asyncdist.backend.device.path import OnEnd, Surroundings
-from asyncdist.backend.device.threads import Helpers, in_thread
+from asyncdist.backend.device.threads import Helpers, discard_made, in_thread
 from asyncdist.cuda import Communicator, Event, Memory, Nccl, Runtime, Stream
 from asyncdist.errors import DistBackendError
 from asyncdist.reduce_op import PremulSum
@@ -116,18 +116,21 @@ class NcclChannel:
         around, nccl = self._around, self._nccl
         each = len(self.devices)
         size, first = len(around.ranks) * each, around.rank * each
-        futures = [
-            in_thread(around.loop, nccl.open, size, unique_id, first + index, device, on=(around.runtime, device))
-            for index, device in enumerate(self.devices)
-        ]
+        runtime, streams = around.runtime, list[Stream]()
+        opening: list[tuple[asyncio.Future[Communicator], tuple[Runtime, int]]] = []
         try:
-            found = await asyncio.gather(*map(asyncio.shield, futures))  # a thread cannot be cancelled
+            streams.extend(map(runtime.new_stream, self.devices))
+            for index, device in enumerate(self.devices):
+                on, rank = (runtime, device), first + index
+                made = in_thread(around.loop, nccl.open, size, unique_id, rank, device, on=on, discard=_abort)
+                opening.append((made, on))
+            found = await asyncio.gather(*(made for made, _ in opening))
         except BaseException:
-            for future in futures:
-                future.add_done_callback(partial(_abort_late, (around.runtime, around.device)))
+            for made, on in opening:
+                discard_made(made, on, _abort)
+            close_all(*streams)
             raise
-        runtime = around.runtime
-        self._streams = tuple(runtime.new_stream(device) for device in self.devices)
+        self._streams = tuple(streams)
         self._scratches = tuple(_Scratch(self, device) for device in self.devices)
         self._places = tuple(
             Place(nccl, runtime, communicator, stream, scratch)
@@ -204,9 +207,9 @@ class NcclChannel:
         else:
             self._launch_together(call.members or (call,))
         events: list[Event] = []
+        operation.events = events
         for stream in self._streams:  # a comprehension would be a function of its own
             events.append(self._events.recorded(stream))  # noqa: PERF401
-        operation.events = events
 
     def _launch_together(self, calls: Sequence[Call]) -> None:
         issued = [ISSUE[call.collective](call, self._places[self._place_of(call)]) for call in calls]
@@ -221,6 +224,7 @@ class NcclChannel:
 
     def _is_launched(self, operation: NcclOperation) -> None:
         if self._gone:
+            self._events.give(operation.events)
             return
         self._launched += 1
         tail = operation.work.on_device
@@ -230,8 +234,11 @@ class NcclChannel:
 
     def _complete(self, operation: NcclOperation, error: BaseException | None) -> None:
         self._launched -= 1
-        self._finish(operation, error)
-        self._events.give((*operation.events, *operation.call.ready))
+        if self.operations.pop(operation.work.number, None) is not None:  # as `_finish`, which would be a call more
+            operation.on_end(operation.work, error)
+            if self.limit is not None:
+                self._retire(self)
+        self._events.give(operation.events)
         if self._queue:
             self._go_on()
 
@@ -240,6 +247,7 @@ class NcclChannel:
         if failure is not error:
             failure.__cause__ = error
         self._left_behind.append(operation)  # some of it may be on the stream, where no event tells of its end
+        self._events.give(operation.events)
         self._finish(operation, failure)
 
     def _finish(self, operation: NcclOperation, error: BaseException | None) -> None:
@@ -278,7 +286,8 @@ class NcclChannel:
         if self._gone:
             return
         self._gone = True
-        kept = self._completions.drop(self), list(self.operations.values()), self._left_behind
+        self._completions.drop(self)
+        kept = list(self.operations.values()), self._left_behind
         self.operations.clear()
         self._queue.clear()
         if self._launching is not None:
@@ -296,12 +305,8 @@ class NcclChannel:
             with contextlib.suppress(DistBackendError):  # of several, the others have to end all the same
                 communicator.abort()
         for stream in self._streams:
-            with contextlib.suppress(DistBackendError):  # of a GPU that is broken
-                stream.synchronize()
-                stream.close()
-        for memory in self._memory:
-            with contextlib.suppress(DistBackendError):
-                memory.close()
+            close_behind(self._around.runtime, stream.device, (stream,), ())
+        close_all(*self._memory)
 
 
 class _Scratch:
@@ -327,8 +332,6 @@ class _Scratch:
         return self._memory.pointer + start
 
 
-def _abort_late(on: tuple[Runtime, int], future: asyncio.Future[Communicator]) -> None:
-    """A communicator that opened after nobody wanted it any more."""
-    if not future.cancelled() and future.exception() is None:
-        communicator = future.result()
-        in_thread(future.get_loop(), communicator.abort, on=on).add_done_callback(lambda done: done.exception())
+def _abort(communicator: Communicator) -> None:
+    """It opened after nobody wanted it any more."""
+    communicator.abort()

@@ -9,7 +9,6 @@ own: if tags shared them, two ranks could each hold all of theirs for operations
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -20,6 +19,7 @@ import numpy as np
 from asyncdist.backend.base import CollectiveWork
 from asyncdist.backend.calls import call as calls
 from asyncdist.backend.calls.call import Call
+from asyncdist.backend.device.closing import close_all, close_behind
 from asyncdist.backend.device.path import OnEnd, Surroundings
 from asyncdist.backend.device.staged.pinned_slots import PinnedSlots
 from asyncdist.backend.device.staged.plan import Portion, host_call, portions, rounds_of
@@ -93,8 +93,13 @@ class StagedLine:
         self._size = len(around.ranks)
         self._backend = around.exchange.host_backend(backend_name(tag))
         runtime = around.runtime
+        self._helpers = helpers
         self._out = runtime.new_stream(around.device)
-        self._in = runtime.new_stream(around.device)
+        try:
+            self._in = runtime.new_stream(around.device)
+        except BaseException:
+            close_all(self._out)
+            raise
         make = (BUFFER_BYTES, BUFFERS), (SMALL_BUFFER_BYTES, SMALL_BUFFERS)
         self._large, self._small = (
             PinnedSlots(around.loop, runtime, around.device, nbytes, count, helpers, self._available)
@@ -102,9 +107,7 @@ class StagedLine:
         )
         self._waiting: deque[_Operation] = deque()  # not all of their portions have been taken up
         self._operations: dict[int, _Operation] = {}
-        self._watched = 0
         self._pumping = False
-        self._quiet: asyncio.Future[None] | None = None
 
     def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
         """Begin, behind the operations before."""
@@ -228,13 +231,11 @@ class StagedLine:
             self._fail(operation, error)
         try:
             event = self._around.events.recorded(stream)  # also behind what was begun of something that failed
-        except Exception as error:  # the GPU is broken: its buffer is not used again, as nobody says when that is free
+        except Exception as error:  # nobody says when the buffer is free: it is not used again, and freed at the end
             self._fail(operation, error)
             return
-        self._watched += 1
 
         def ended(error: BaseException | None) -> None:
-            self._watched -= 1
             self._around.events.give((event,))
             if error is not None:
                 self._fail(operation, error)
@@ -242,7 +243,6 @@ class StagedLine:
                 self._release(operation, portion)
             else:
                 then(operation, portion)
-            self._look()
 
         self._around.completions.add(stream, (event,), ended, (event, operation.call, portion.buffer))
         portion.queued = stream is self._in
@@ -288,7 +288,6 @@ class StagedLine:
             return
         operation.stopped = True
         del self._operations[operation.work.number]
-        self._around.events.give(operation.call.ready)
         operation.on_end(operation.work, None)
 
     def _fail(self, operation: _Operation, error: BaseException) -> None:
@@ -316,21 +315,13 @@ class StagedLine:
             self._stop(operation)
         self._waiting.clear()
 
-    async def shut(self, limit_s: float) -> None:
-        """Give buffers and streams back once no copy uses them; if that takes longer, they are left as they are."""
-        self._quiet = self._around.loop.create_future()
-        self._look()
-        await asyncio.wait([self._quiet], timeout=limit_s)
-        self._large.close()
-        self._small.close()
-        if not self._watched:
-            for stream in (self._out, self._in):
-                self._around.completions.drop(stream)
-                stream.close()
-
-    def _look(self) -> None:
-        if self._quiet is not None and not self._quiet.done() and not self._watched:
-            self._quiet.set_result(None)
+    def shut(self) -> None:
+        """Give buffers and streams back, in a thread, once no copy uses them."""
+        around, streams = self._around, (self._out, self._in)
+        for stream in streams:
+            around.completions.drop(stream)
+        buffers = self._large.close() + self._small.close()
+        self._helpers.start(close_behind, around.runtime, around.device, streams, buffers)
 
 
 def _is_small(call: Call, size: int) -> bool:

@@ -17,7 +17,7 @@ from asyncdist.backend.device.staged.stages import Stages
 from asyncdist.backend.device.tail import tail_of
 from asyncdist.backend.device.threads import Helpers
 from asyncdist.cuda import Pinned, Stream
-from asyncdist.errors import DistBackendError, DistError
+from asyncdist.errors import DistError
 from asyncdist.tasks import start_task
 from asyncdist.transport.protocol.frame import pack_key
 from asyncdist.transport.protocol.matching import Receive, SendOp
@@ -77,10 +77,9 @@ class StagedMessages:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            work.complete(error if isinstance(error, DistError) else DistBackendError(str(error)))
+            work.complete(error)
         else:
             work.complete(None)
-            self._around.events.give(work.ready)
 
     async def _send(self, work: DeviceSendWork) -> None:
         array, stages = work.array, self._stages
@@ -121,9 +120,9 @@ class StagedMessages:
                 else:
                     buffer = await _oldest(copied)
                 await self._fetch(source, number, index, buffer, size)
-                copied.append((self._copy(array.pointer + start, buffer.pointer, size, stream, work, buffer), buffer))
-            if copied:
-                tail_of(work).queued((self._around.events.recorded(stream),))
+                last = start + size == nbytes
+                reached = self._copy(array.pointer + start, buffer.pointer, size, stream, work, buffer, last=last)
+                copied.append((reached, buffer))
             while copied:
                 await _oldest(copied)
         finally:
@@ -131,9 +130,17 @@ class StagedMessages:
                 stages.drop(buffer)
 
     def _copy(
-        self, target: int, source: int, nbytes: int, stream: Stream, work: AnyWork, buffer: Pinned
+        self,
+        target: int,
+        source: int,
+        nbytes: int,
+        stream: Stream,
+        work: AnyWork,
+        buffer: Pinned,
+        *,
+        last: bool = False,
     ) -> asyncio.Future[None]:
-        """Queue a copy to or from a buffer; done once the GPU has come so far.
+        """Queue a copy to or from a buffer; done once the GPU has come so far. Streams may wait for the `last`.
 
         If it fails, nobody says when the GPU is through with the buffer, which is held until the stream's end then.
         """
@@ -141,6 +148,8 @@ class StagedMessages:
         self._stages.hold(buffer)
         around.runtime.copy(target, source, nbytes, stream)
         event = around.events.recorded(stream)
+        if last:
+            tail_of(work).queued((event,))
         reached: asyncio.Future[None] = around.loop.create_future()
         reached.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # perhaps nobody asks
 
@@ -195,8 +204,9 @@ class StagedMessages:
             task.cancel()
         streams = list(self._streams.values())
         self._streams.clear()
-        kept = [self._around.completions.drop(stream) for stream in streams]
-        self._stages.close(streams, kept, dropped=dropped)
+        for stream in streams:
+            self._around.completions.drop(stream)
+        self._stages.close(streams, dropped=dropped)
 
     async def wait_closed(self) -> None:
         """Wait for the tasks that were cancelled."""

@@ -7,7 +7,6 @@ they overlap: see `staged.line`. User memory that is pinned or shared is not use
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, ClassVar, Final, Self
 
 from asyncdist.backend.base import CollectiveWork
@@ -81,7 +80,9 @@ class StagedPath(DevicePath):
 
     async def wait_closed(self) -> None:
         """Wait, bounded, for copies under way, and give buffers back."""
-        await asyncio.gather(*(line.shut(CLOSE_LIMIT_S) for line in self._lines.values()))
+        for line in self._lines.values():
+            line.shut()
         self._lines.clear()
+        await self._helpers.wait(CLOSE_LIMIT_S)  # lines read what is private
         self._private.close()
         await self._helpers.wait(CLOSE_LIMIT_S)

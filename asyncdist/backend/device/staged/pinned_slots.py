@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from asyncdist.backend.device.closing import close_all
 from asyncdist.backend.device.threads import Helpers, in_thread
 from asyncdist.cuda.interface import Pinned, Runtime
 
@@ -35,50 +36,43 @@ class PinnedSlots:
         self._helpers = helpers
         self._available = available
         self._free: list[Pinned] = []
-        self._taken = 0
+        self._taken: set[Pinned] = set()
         self._allocating: asyncio.Future[Pinned] | None = None
         self._closed = False
 
     @property
     def taken(self) -> int:
         """Buffers in use."""
-        return self._taken
+        return len(self._taken)
 
     def take(self) -> Pinned | None:
         """A buffer; None if none is free, and then `available` follows."""
         if self._free:
-            self._taken += 1
-            return self._free.pop()
+            buffer = self._free.pop()
+            self._taken.add(buffer)
+            return buffer
         if self._left and self._allocating is None and not self._closed:
             self._left -= 1
-            self._allocating = in_thread(self._loop, self._allocate, on=(self._runtime, self._device))
+            on = self._runtime, self._device
+            self._allocating = in_thread(self._loop, self._runtime.pinned, self.nbytes, on=on, discard=close_all)
             self._allocating.add_done_callback(self._allocated)
         return None
 
     def give(self, buffer: Pinned) -> None:
         """Take one back, which nothing uses any more."""
-        self._taken -= 1
         if self._closed:
-            self._helpers.start(self._release, buffer)
             return
+        self._taken.remove(buffer)
         self._free.append(buffer)
         self._available(None)
 
-    def close(self) -> None:
-        """Free what is not in use now, and the rest when it is given back. Idempotent."""
+    def close(self) -> list[Pinned]:
+        """Let there be no more; returns all there are, to be closed once nothing uses them."""
         self._closed = True
-        free, self._free = self._free, []
-        for buffer in free:
-            self._helpers.start(self._release, buffer)
-
-    def _allocate(self) -> Pinned:
-        """In a thread of its own, whose current device would be the first: CUDA would open a context there as well."""
-        self._runtime.set_device(self._device)
-        return self._runtime.pinned(self.nbytes)
-
-    def _release(self, buffer: Pinned) -> None:
-        self._runtime.set_device(self._device)
-        buffer.close()
+        buffers = [*self._free, *self._taken]
+        self._free.clear()
+        self._taken.clear()
+        return buffers
 
     def _allocated(self, future: asyncio.Future[Pinned]) -> None:
         self._allocating = None
@@ -91,8 +85,8 @@ class PinnedSlots:
             if not fewer:
                 self._available(error)
             return
-        self._free.append(future.result())
         if self._closed:
-            self.close()
-        else:
-            self._available(None)
+            self._helpers.start(future.result().close)
+            return
+        self._free.append(future.result())
+        self._available(None)

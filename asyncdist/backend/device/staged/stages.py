@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from asyncdist.backend.device.threads import Helpers, in_thread
+from asyncdist.backend.device.closing import close_all, close_behind
+from asyncdist.backend.device.threads import Helpers, made_in_thread
 from asyncdist.cuda import Pinned, Runtime, Stream
 from asyncdist.errors import ClosedError
 
@@ -44,14 +45,8 @@ class Stages:
         if self._free:
             buffer = self._free.pop()
         else:
-            made = in_thread(self._loop, self._runtime.pinned, self._nbytes, on=(self._runtime, self.device))
-            try:
-                await asyncio.wait([made])
-            except asyncio.CancelledError:
-                self._helpers.keep(made)
-                made.add_done_callback(self._made_in_vain)
-                raise
-            buffer = made.result()
+            on = self._runtime, self.device
+            buffer = await made_in_thread(self._loop, self._runtime.pinned, self._nbytes, on=on, discard=close_all)
         self._holders[buffer] = 1
         return buffer
 
@@ -82,8 +77,8 @@ class Stages:
         del self._holders[buffer]
         self._give(buffer)
 
-    def close(self, streams: list[Stream], kept: object, *, dropped: bool) -> None:
-        """Close `streams` once the GPU is through with them, and free buffers: `kept` is kept alive until then.
+    def close(self, streams: list[Stream], *, dropped: bool) -> None:
+        """Close `streams` once the GPU is through with them, and then free buffers.
 
         What the transport uses is freed when that tells of its end; now, if its group was `dropped`. Idempotent.
         """
@@ -95,24 +90,10 @@ class Stages:
                 self._posted.discard(buffer)
                 buffers.append(buffer)
         if streams or buffers:
-            self._helpers.start(_end, self._runtime, self.device, streams, buffers, keep_alive=kept)
+            self._helpers.start(close_behind, self._runtime, self.device, streams, buffers)
 
     def _give(self, buffer: Pinned) -> None:
         if self._closed or len(self._free) >= STAGES_KEPT:
-            self._helpers.start(_end, self._runtime, self.device, [], [buffer])
+            self._helpers.start(close_behind, self._runtime, self.device, (), (buffer,))
         else:
             self._free.append(buffer)
-
-    def _made_in_vain(self, made: asyncio.Future[Pinned]) -> None:
-        if not made.cancelled() and made.exception() is None:
-            self._give(made.result())
-
-
-def _end(runtime: Runtime, device: int, streams: list[Stream], buffers: list[Pinned]) -> None:
-    """In a thread of its own, whose current device would be the first: CUDA would open a context there as well."""
-    runtime.set_device(device)
-    for stream in streams:
-        stream.synchronize()
-        stream.close()
-    for buffer in buffers:
-        buffer.close()

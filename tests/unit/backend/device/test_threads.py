@@ -6,12 +6,14 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncdist import blocking
-from asyncdist.backend.device.threads import Helpers, in_thread, stay_on
+from asyncdist.backend.device.threads import Helpers, in_thread, made_in_thread, stay_on
 from asyncdist.progress.thread import acquire, release
 from asyncdist.testing.fake_cuda import FakeRuntime
 from asyncdist.testing.fake_provider import fake_cuda
@@ -54,6 +56,83 @@ async def test_what_is_kept_alive_until_a_call_returns_that_nobody_waits_for() -
             gc.collect()
             await asyncio.sleep(0.001)
     runtime.close()
+
+
+class Made:
+    """What a thread makes, once it may."""
+
+    def __init__(self) -> None:
+        self.runtime = FakeRuntime(1)
+        self.entered, self.go_on, self.discarded = threading.Event(), threading.Event(), threading.Event()
+
+    def make(self) -> Made:
+        self.entered.set()
+        assert self.go_on.wait(PATIENCE_S)
+        return self
+
+    async def wanted(self, loop: Any) -> Made:
+        return await made_in_thread(loop, self.make, on=(self.runtime, 0), discard=Made.discard)
+
+    def discard(self) -> None:
+        self.discarded.set()
+
+
+class HandingOver:
+    """The loop, and `then` is called once it was handed what a thread has made."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, then: Callable[[], object]) -> None:
+        self._loop = loop
+        self._then = then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def call_soon_threadsafe(self, *arguments: Any) -> None:
+        self._loop.call_soon_threadsafe(*arguments)
+        self._then()
+
+
+@pytest.mark.parametrize("when", ["before", "handed over", "never"])
+async def test_what_a_thread_makes_for_one_who_is_cancelled_is_discarded(when: str) -> None:
+    """Also if it is there, and only the waiter's turn has not come."""
+    made, loop = Made(), asyncio.get_running_loop()
+    handed_over = threading.Event()
+    task = asyncio.create_task(made.wanted(HandingOver(loop, handed_over.set)))
+    await asyncio.to_thread(made.entered.wait, PATIENCE_S)
+    if when == "before":
+        task.cancel()
+        await asyncio.wait([task])
+    made.go_on.set()
+    if when == "handed over":
+        assert handed_over.wait(PATIENCE_S)
+        loop.call_soon_threadsafe(task.cancel)  # behind that, and before the task is woken
+        await asyncio.wait([task])
+    if when == "never":
+        assert await task is made
+        await asyncio.sleep(0.01)
+        assert not made.discarded.is_set()
+    else:
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert await asyncio.to_thread(made.discarded.wait, PATIENCE_S)
+    made.runtime.close()
+
+
+@pytest.mark.parametrize("when", ["made", "handed over"])
+def test_what_a_thread_makes_for_a_loop_that_closes_is_discarded(when: str) -> None:
+    made, loop = Made(), asyncio.new_event_loop()
+    handed_over = threading.Event()
+    task = loop.create_task(made.wanted(HandingOver(loop, handed_over.set)))
+    loop.run_until_complete(asyncio.to_thread(made.entered.wait, PATIENCE_S))
+    loop.run_until_complete(loop.shutdown_default_executor())
+    if when == "handed over":
+        made.go_on.set()
+        assert handed_over.wait(PATIENCE_S)
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    loop.close()
+    made.go_on.set()
+    assert made.discarded.wait(PATIENCE_S)
+    made.runtime.close()
 
 
 def test_only_threads_of_ours_stay_on_a_device() -> None:
