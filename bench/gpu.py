@@ -41,12 +41,13 @@ class Gpu:
         self.device = device
         self.fake = isinstance(provider.runtime, FakeRuntime)
 
-    def array(self, values: Any) -> Any:
+    def array(self, values: Any, device: int | None = None) -> Any:
+        where = self.device if device is None else device
         if isinstance(self.runtime, FakeRuntime):
-            return self.runtime.array(values, self.device)
+            return self.runtime.array(values, where)
         import cupy
 
-        with cupy.cuda.Device(self.device):
+        with cupy.cuda.Device(where):
             return cupy.asarray(values)
 
     def full(self, count: int, value: float, dtype: Any = np.float32) -> Any:
