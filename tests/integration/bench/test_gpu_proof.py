@@ -156,9 +156,9 @@ def test_a_test_that_hangs_is_named_and_seen(tmp_path: Path, monkeypatch: pytest
         "import time\ndef test_a(): pass\ndef in_a_library(): time.sleep(1000)\ndef test_b(): in_a_library()\n"
     )
     monkeypatch.setattr(gpu_sections, "ROOT", tmp_path)
-    part = Section("x", (*gpu_proof.PYTEST, "tests/test_x.py"), 5.0, gpu_proof.ALONE)
+    part = Section("x", (*gpu_proof.PYTEST, "tests/test_x.py"), 10.0, gpu_proof.ALONE)
     outcome = Sections(LIMIT_S, tmp_path / "log").run(part)
-    assert outcome.problem == "stopped after 5 s: tests/test_x.py::test_b"
+    assert outcome.problem == "stopped after 10 s: tests/test_x.py::test_b"
     assert outcome.counts() == "1 passed"
     assert any("in in_a_library" in line for line in outcome.tail), outcome.tail
 
