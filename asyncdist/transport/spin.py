@@ -79,9 +79,8 @@ class Spinner:
         self._skipped = 0
         self._catch = False
         self._least_s = math.inf  # of waits that ended asleep
-        self._window_s = (
-            CATCH * self._limit_s
-        )  # how long a wait or a look may have taken for the next look to take as long
+        # How long a wait or a look may have taken for the next look to take as long:
+        self._window_s = CATCH * self._limit_s
         self._bell: Doorbell | None = None  # once somebody shares memory with us
         self._began_s = 0.0
         self._last_turn_s = 0.0

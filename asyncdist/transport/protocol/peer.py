@@ -146,8 +146,8 @@ class PeerCore:
     def withdraw(self, receive: Receive) -> bool:
         """Forget a receive posted here; False if it was matched.
 
-        No point-to-point message is lost by it. A collective message beyond EAGER_BYTES may be: the sender was told at
-        the post to send it at once.
+        No point-to-point message is lost by it. A collective message that is pulled early may be: the sender was told
+        at the post to send it at once.
         """
         return self._inbound.withdraw(receive)
 
