@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted(
     path for folder in ("asyncdist", "server", "bench", "examples") for path in (ROOT / folder).rglob("*.py")
 )
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70  # to see it at once; its docstring does not count
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
