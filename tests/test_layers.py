@@ -40,7 +40,7 @@ LAYERS: dict[str, Layers] = {
     "asyncdist": ROOT_LAYERS,
     "asyncdist.backend": ({"calls"}, {REST}, {"host"}, {"device"}),
     "asyncdist.backend.device": ({REST}, {"nccl", "staged"}, {"ipc"}, {"backend", "pairs", "paths"}),
-    "asyncdist.plan": ({REST}, {"algorithms"}, {"cost", "proof"}, {"selection"}, {"simulation"}),
+    "asyncdist.plan": ({REST}, {"cost"}, {"algorithms"}, {"proof"}, {"selection"}, {"simulation"}),
     "asyncdist.transport": (
         {"fork", "keepalive"},
         {"addresses", "shared_memory"},
@@ -201,7 +201,7 @@ def test_a_planted_violation_is_found(name: str, source: str) -> None:
     [
         ("asyncdist.plan.chunks", "from .steps import Plan\nfrom . import window\nfrom .. import errors"),
         (
-            "asyncdist.plan.cost.grids",
+            "asyncdist.plan.algorithms.ring_2d",
             "from asyncdist.plan.cost import load\nfrom asyncdist.plan.algorithms import ring",
         ),
         ("asyncdist.group", "from asyncdist.plan.chunks import offsets\nfrom asyncdist.rendezvous import Rendezvous"),

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from asyncdist.cli.sizes import show_bytes, show_seconds
 from asyncdist.plan.cost.constants import Constants
-from asyncdist.plan.cost.prediction import Prediction
+from asyncdist.plan.selection.prediction import Prediction
 from asyncdist.plan.selection.selector import SCRATCH_MAX_BYTES
 
 __all__ = ["Explained", "bus_factor", "candidate_table", "described", "memory_note", "single_copy_note", "size_table"]

@@ -6,6 +6,7 @@ is to have in one go. That suits small collectives: nothing overlaps, and the lo
 
 from __future__ import annotations
 
+import enum
 from typing import Final, NamedTuple
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "TAKEN_BYTES",
     "USUAL_LANE",
     "LaneMemory",
+    "Takes",
     "by_records",
     "pieces_bytes",
 ]
@@ -56,28 +58,18 @@ def pieces_bytes(world: int, memory: LaneMemory) -> int:
     return min(PIECES_BYTES, TAKEN_BYTES // world, memory.nbytes // PAYLOAD_SHARE)
 
 
-def by_records(collective: str, algorithm: str, world: int, nbytes: float, memory: LaneMemory) -> bool:
+class Takes(enum.Enum):
+    """How much a rank takes, in a collective that records can do."""
+
+    ONE = "one"
+    """About as much as one member's payload."""
+    ALL = "all"
+    """As much as every member's payload."""
+
+
+def by_records(takes: Takes | None, world: int, nbytes: float, memory: LaneMemory) -> bool:
     """Whether a collective goes that way; `nbytes` are those of a member's payload."""
-    if (collective, algorithm) not in _TAKEN or not memory.nbytes:
+    if takes is None or not memory.nbytes:
         return False
-    taken = nbytes * world if _TAKEN[collective, algorithm] == _ALL else nbytes
+    taken = nbytes * world if takes is Takes.ALL else nbytes
     return nbytes <= memory.nbytes / PAYLOAD_SHARE and taken <= TAKEN_BYTES
-
-
-_ONE, _ALL = range(2)
-
-_TAKEN: Final = {
-    ("all_gather", "shared"): _ALL,
-    ("all_reduce", "shared"): _ONE,
-    ("all_reduce", "shared_direct"): _ALL,
-    ("all_to_all", "shared"): _ONE,
-    ("barrier", "shared"): _ONE,
-    ("broadcast", "shared"): _ONE,
-    ("gather", "shared"): _ALL,
-    ("reduce", "shared_direct"): _ALL,
-    ("reduce_scatter", "shared"): _ONE,
-    ("scatter", "shared"): _ONE,
-}
-"""By collective and algorithm that records can do: whether somebody takes as much as every member's whole payload, or
-about as much as one of them.
-"""

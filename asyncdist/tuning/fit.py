@@ -15,9 +15,9 @@ from typing import Any, Final
 import numpy as np
 
 from asyncdist.plan.cost.constants import Constants
-from asyncdist.plan.cost.prediction import seconds_by
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.records import USUAL_LANE
+from asyncdist.plan.selection.prediction import seconds_by
 from asyncdist.tuning.exercises import ITEMSIZE
 from asyncdist.tuning.trials import Trial
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from asyncdist.backend.host.aio import AioBackend
 from asyncdist.group import ProcessGroup
-from asyncdist.plan.cost.prediction import Prediction
 from asyncdist.plan.problem import Problem
+from asyncdist.plan.selection.prediction import Prediction
 from asyncdist.plan.selection.selector import candidates
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.tuning.exercises import ITEMSIZE, Exercise

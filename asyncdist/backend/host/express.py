@@ -20,6 +20,7 @@ from asyncdist.executor import reduction
 from asyncdist.executor.express import Payloads
 from asyncdist.executor.reduction import Kernel
 from asyncdist.executor.shared_lane import SharedLane
+from asyncdist.plan.algorithms.registry import find
 from asyncdist.plan.records import LaneMemory, by_records
 from asyncdist.plan.steps import Plan
 from asyncdist.reduce_op import ReduceOp
@@ -83,7 +84,7 @@ def express_of(
     if not in_records(call):
         return None
     nbytes = call.nbytes * world if isinstance(call.counts, int) and collective in _BLOCKS_FOR_ALL else call.nbytes
-    if not by_records(collective, plan.algorithm, world, nbytes, memory):
+    if not by_records(find(collective, plan.algorithm).records, world, nbytes, memory):
         return None
     if not nbytes and collective != "barrier":
         return None

@@ -24,15 +24,20 @@ Source: Pješivac-Grbović, Angskun, Bosilca et al., 2007 (see `chain`); Sanders
 
 from __future__ import annotations
 
+from typing import Final
+
+from asyncdist.plan.algorithms.algorithm import TREE, Algorithm
 from asyncdist.plan.algorithms.host_trees import host_tree
+from asyncdist.plan.algorithms.tree_cost import SINGLE, one_way_cost, up_and_down_cost
 from asyncdist.plan.algorithms.tree_pipeline import TreePipeline
 from asyncdist.plan.algorithms.trees import Node
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
+from asyncdist.plan.cost.load import Load, Shape
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["all_reduce", "broadcast", "reduce"]
+__all__ = ["ALGORITHMS", "all_reduce", "broadcast", "reduce"]
 
 
 def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -68,3 +73,25 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
 
 def _pipeline(builder: PlanBuilder, node: Node, pieces: tuple[Slice, ...]) -> TreePipeline:
     return TreePipeline(builder, node, max((piece.length for piece in pieces), default=0))
+
+
+def _all_reduce_cost(shape: Shape) -> Load:
+    """Up and down at once: an inner rank sends every chunk to its parent and to two children."""
+    return up_and_down_cost(shape, trees=SINGLE)
+
+
+def _broadcast_cost(shape: Shape) -> Load:
+    """L levels; an inner rank sends every chunk twice, and inside its host once more."""
+    return one_way_cost(shape, trees=SINGLE, reduces=False)
+
+
+def _reduce_cost(shape: Shape) -> Load:
+    """The same upward, two operands to reduce at each inner rank."""
+    return one_way_cost(shape, trees=SINGLE, reduces=True)
+
+
+ALGORITHMS: Final = (
+    Algorithm("all_reduce", "binary_tree", all_reduce, _all_reduce_cost, growth=TREE, ordered=True),
+    Algorithm("broadcast", "binary_tree", broadcast, _broadcast_cost, growth=TREE),
+    Algorithm("reduce", "binary_tree", reduce, _reduce_cost, growth=TREE),
+)

@@ -17,12 +17,16 @@ Source: Thakur, Rabenseifner and Gropp, 2005 (see `recursive_doubling`).
 
 from __future__ import annotations
 
+from typing import Final
+
+from asyncdist.plan.algorithms.algorithm import DOUBLING, HALVING, Algorithm
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import Run, cyclic_runs, offsets, split
+from asyncdist.plan.cost.load import Hop, Load, Shape, Work, cold
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["broadcast", "gather", "reduce", "scatter"]
+__all__ = ["ALGORITHMS", "broadcast", "gather", "reduce", "scatter"]
 
 
 def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -181,3 +185,52 @@ def _pieces(
         pieces.append(Run(offset, run.length).of(staging.buffer))
         offset += run.length
     return pieces
+
+
+LOPSIDED: Final = 1.2
+"""How much more than their share the busier cores of a host do. Every second rank is a leaf, and neighbors run on
+different cores as a rule: with two cores, the inner ranks' does a third more where ranks are bound to cores, less where
+the system moves them. Chains and the trees that pipeline have inner ranks on all cores."""
+
+
+def _broadcast_cost(shape: Shape) -> Load:
+    """The root sends each chunk L times."""
+    return _one_way_cost(shape, reduces=False)
+
+
+def _reduce_cost(shape: Shape) -> Load:
+    """The same upward, with a reduction at each inner rank, which chunks hide."""
+    return _one_way_cost(shape, reduces=True)
+
+
+def _one_way_cost(shape: Shape, *, reduces: bool) -> Load:
+    levels, total, others, way = shape.levels, shape.total, shape.world - 1, shape.tree()
+    pieces = shape.pieces(total)
+    worked = cold(levels * total, total / pieces) if reduces else 0.0
+    sent, received = (0.0, levels * total) if reduces else (levels * total, 0.0)
+    busiest = Work(levels * pieces, sent, received, worked)
+    moved = LOPSIDED * others * total
+    everyone = Work(2 * others * pieces, moved, moved, worked * others / levels)
+    path = Hop(shape.depth, levels * total, worked / pieces, way)
+    far = 0.0 if shape.one_host else (-(-shape.world // shape.ranks_per_host) - 1).bit_length() * total
+    scratch = (total if pieces > 1 else levels * total) if reduces else 0.0
+    return Load((path,), (Hop(shape.depth, 0, 0, way),), busiest, everyone, far, 0, scratch)
+
+
+def _gather_cost(shape: Shape) -> Load:
+    """Subtrees' blocks as one message: p-1 through the root's link, about p/2 per level in all; scatter likewise."""
+    world, levels, block, way = shape.world, shape.levels, shape.total / shape.world, shape.rooted()
+    moved = (world - 1) * block
+    forwarded = max(moved, levels * world / 2 * block)
+    everyone = Work(2 * (world - 1), forwarded, forwarded)
+    path = Hop(shape.depth, moved, 0, way)
+    root = Work(levels + 1, 0, moved)
+    return Load((path,), (Hop(shape.depth, 0, 0, way),), root, everyone, way.leaving * moved, 0, world / 2 * block)
+
+
+ALGORITHMS: Final = (
+    Algorithm("broadcast", "binomial_tree", broadcast, _broadcast_cost, growth=DOUBLING),
+    Algorithm("reduce", "binomial_tree", reduce, _reduce_cost, growth=DOUBLING),
+    Algorithm("gather", "binomial_tree", gather, _gather_cost, growth=HALVING, chunked=False),
+    Algorithm("scatter", "binomial_tree", scatter, _gather_cost, growth=HALVING, chunked=False),
+)

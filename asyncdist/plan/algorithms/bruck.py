@@ -15,13 +15,15 @@ message-passing systems", IEEE Transactions on Parallel and Distributed Systems 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from asyncdist.plan.algorithms.algorithm import DOUBLING, Algorithm
 from asyncdist.plan.builder import PlanBuilder
+from asyncdist.plan.cost.load import Hop, Load, Round, Shape, in_rounds
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["all_to_all"]
+__all__ = ["ALGORITHMS", "all_to_all"]
 
 
 class _Slots(NamedTuple):
@@ -104,3 +106,22 @@ def _unpacked(numbers: list[tuple[int, int]], incoming: Slice, count: int) -> li
         result.append(_Slots(first, last, Slice(incoming.buffer, offset, length)))
         offset += length
     return result
+
+
+def _all_to_all_cost(shape: Shape) -> Load:
+    """L rounds of the blocks whose number has a bit, packed and, at the end, put into place."""
+    rounds = []
+    for bit in reversed(range(shape.levels)):
+        distance = 1 << bit
+        slots = shape.world // (2 * distance) * distance + max(0, shape.world % (2 * distance) - distance)
+        # A block goes as many ways as its number has bits, fewer than there are rounds unless p is a power of two.
+        rounds.append(Round(slots * shape.block, shape.ahead(distance), latencies=min(1, shape.depth - bit)))
+    load = in_rounds(shape, rounds)
+    copied = (load.busiest.sent + shape.total) / 2  # a copy costs half of a reduction
+    busiest = load.busiest._replace(worked=copied)
+    everyone = load.everyone._replace(worked=shape.world * copied)
+    path = (*load.path, Hop(0, 0, copied))
+    return load._replace(path=path, busiest=busiest, everyone=everyone, scratch=2 * load.busiest.sent)
+
+
+ALGORITHMS: Final = (Algorithm("all_to_all", "bruck", all_to_all, _all_to_all_cost, growth=DOUBLING, chunked=False),)

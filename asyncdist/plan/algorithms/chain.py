@@ -11,12 +11,16 @@ operations", Cluster Computing 10(2), 2007.
 
 from __future__ import annotations
 
+from typing import Final
+
+from asyncdist.plan.algorithms.algorithm import ROUNDS_OF_VECTORS, Algorithm
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
+from asyncdist.plan.cost.load import Hop, Load, Shape, Work, cold
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["broadcast", "reduce"]
+__all__ = ["ALGORITHMS", "broadcast", "chain_cost", "reduce", "reduce_cost"]
 
 
 def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -58,3 +62,33 @@ def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
         if inner:
             builder.send(nearer, target)
     return builder.build(ordered=problem.root == 0)
+
+
+def _broadcast_cost(shape: Shape) -> Load:
+    """p-1 hops of a chunk, and the other chunks behind it."""
+    return chain_cost(shape, shape.world - 1, reduces=False)
+
+
+def reduce_cost(shape: Shape) -> Load:
+    """The same upward, with a reduction at each hop; scan and exscan do the same with results on the way."""
+    return chain_cost(shape, shape.world - 1, reduces=True)
+
+
+def chain_cost(shape: Shape, hops: int, *, reduces: bool) -> Load:
+    """Return what chunks that follow each other over so many `hops` ask."""
+    total, way = shape.total, shape.neighbors()
+    pieces = shape.pieces(total)
+    chunk = total / pieces
+    worked = cold(chunk, chunk) if reduces else 0.0
+    path = Hop(hops, (hops + pieces - 1) * chunk, hops * worked, way)
+    idle = Hop(hops, (hops - 1) * chunk, (hops - 1) * worked, way)
+    inner = min(2, hops)
+    busiest = Work(inner * pieces, total, total if inner > 1 else 0.0, pieces * worked)
+    everyone = Work(2 * hops * pieces, hops * total, hops * total, hops * pieces * worked)
+    return Load((path,), (idle,), busiest, everyone, way.leaving * total)
+
+
+ALGORITHMS: Final = (
+    Algorithm("broadcast", "chain", broadcast, _broadcast_cost, growth=ROUNDS_OF_VECTORS),
+    Algorithm("reduce", "chain", reduce, reduce_cost, growth=ROUNDS_OF_VECTORS),
+)

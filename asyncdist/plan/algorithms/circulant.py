@@ -20,14 +20,17 @@ Source: Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms"
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
+from asyncdist.plan.algorithms.algorithm import SKIPS, Algorithm
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import cut_blocks, cyclic_runs, offsets, partition, split
+from asyncdist.plan.cost.load import Load, Round, Shape, in_rounds
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
 from asyncdist.plan.window import Window, first_that_fits
 
-__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+__all__ = ["ALGORITHMS", "all_gather", "all_reduce", "reduce_scatter"]
 
 
 def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -177,3 +180,46 @@ def _symmetry(counts: Sequence[int], chunk_length: int) -> Symmetry:
     """Blocks sent one by one are rotated; runs of small ones are cut where the vector ends, on each rank elsewhere."""
     alike = min(counts) == max(counts) and counts[0] >= chunk_length
     return Symmetry.ROTATION if alike else Symmetry.NONE
+
+
+def _all_reduce_cost(shape: Shape) -> Load:
+    """L rounds of reduce_scatter and L of all_gather, p-1 blocks each."""
+    down = _rounds(shape, reduces=True)
+    return in_rounds(shape, [*down, *(one._replace(reduces=False) for one in reversed(down))])
+
+
+def _all_gather_cost(shape: Shape) -> Load:
+    """L rounds, p-1 blocks."""
+    return in_rounds(shape, _rounds(shape, reduces=False)[::-1])
+
+
+def _reduce_scatter_cost(shape: Shape) -> Load:
+    """L rounds, p-1 blocks sent, received and reduced."""
+    return in_rounds(shape, _rounds(shape, reduces=True))._replace(
+        scratch=shape.full((shape.world + 1) // 2) * shape.block
+    )
+
+
+def _rounds(shape: Shape, *, reduces: bool) -> list[Round]:
+    """The rounds of `circulant`: skips halve, rounding up, and n blocks are two runs on n - 1 of p ranks."""
+    rounds = []
+    previous, together = shape.world, False
+    while previous > 1:
+        skip = (previous + 1) // 2
+        blocks = previous - skip
+        nbytes = shape.full(blocks) * shape.block
+        pieces = shape.pieces(nbytes)
+        messages = 1 + (blocks - 1) / shape.world / pieces
+        # From 3 to 2 the slot that comes in is not one that goes out from 2 to 1: those rounds are under way together.
+        latencies = 0.0 if skip == 1 and together else 1.0
+        together = previous == 3
+        rounds.append(Round(nbytes, shape.ahead(skip), reduces, pieces, messages, latencies))
+        previous = skip
+    return rounds
+
+
+ALGORITHMS: Final = (
+    Algorithm("all_reduce", "circulant", all_reduce, _all_reduce_cost, growth=SKIPS),
+    Algorithm("all_gather", "circulant", all_gather, _all_gather_cost, growth=SKIPS),
+    Algorithm("reduce_scatter", "circulant", reduce_scatter, _reduce_scatter_cost, growth=SKIPS),
+)

@@ -19,14 +19,18 @@ Source: the reference point of Thakur, Rabenseifner and Gropp, 2005 (see `recurs
 
 from __future__ import annotations
 
-from asyncdist.plan.algorithms.linear import EXCHANGE_WINDOW, fold_in_rank_order
+from typing import Final
+
+from asyncdist.plan.algorithms.algorithm import ROUNDS_OF_BLOCKS, ROUNDS_OF_VECTORS, Algorithm
+from asyncdist.plan.algorithms.linear import EXCHANGE_WINDOW, all_at_once_cost, fold_in_rank_order
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import blocks_of
+from asyncdist.plan.cost.load import Hop, Load, Shape, Work, alike, cold
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
 from asyncdist.plan.window import Window
 
-__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+__all__ = ["ALGORITHMS", "all_gather", "all_reduce", "reduce_scatter"]
 
 
 def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -85,3 +89,40 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
         if peer == rank - 1:
             builder.reduce(incoming[0], whole, source_left=True)
     return builder.build(ordered=True)
+
+
+def _all_reduce_cost(shape: Shape) -> Load:
+    """Everyone sends everything to everyone and reduces p-1 vectors."""
+    others, way = shape.world - 1, shape.everybody()
+    moved = others * shape.total
+    worked = cold(moved, shape.total)
+    work = Work(2 * others, moved, moved, worked)
+    load = alike(shape, (Hop(1, moved, worked, way),), (Hop(1, 0, 0, way),), work, way)
+    return load._replace(scratch=moved, hidden=others - 1)
+
+
+def _all_gather_cost(shape: Shape) -> Load:
+    """Everyone's block to everyone, a window of them at a time."""
+    return all_at_once_cost(shape, reduces=False)
+
+
+def _reduce_scatter_cost(shape: Shape) -> Load:
+    """Everyone's blocks to those they belong to, which fold p-1 of them in order."""
+    return all_at_once_cost(shape, reduces=True)
+
+
+ALGORITHMS: Final = (
+    Algorithm(
+        "all_reduce", "direct", all_reduce, _all_reduce_cost, growth=ROUNDS_OF_VECTORS, ordered=True, chunked=False
+    ),
+    Algorithm("all_gather", "direct", all_gather, _all_gather_cost, growth=ROUNDS_OF_BLOCKS, chunked=False),
+    Algorithm(
+        "reduce_scatter",
+        "direct",
+        reduce_scatter,
+        _reduce_scatter_cost,
+        growth=ROUNDS_OF_BLOCKS,
+        ordered=True,
+        chunked=False,
+    ),
+)

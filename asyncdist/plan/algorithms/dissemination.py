@@ -9,11 +9,15 @@ Programming 17(1), 1988.
 
 from __future__ import annotations
 
+from typing import Final
+
+from asyncdist.plan.algorithms.algorithm import DOUBLING, Algorithm
 from asyncdist.plan.builder import PlanBuilder
+from asyncdist.plan.cost.load import Load, Round, Shape, in_rounds
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Plan, Symmetry
 
-__all__ = ["barrier"]
+__all__ = ["ALGORITHMS", "barrier"]
 
 
 def barrier(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -28,3 +32,11 @@ def barrier(problem: Problem, rank: int, chunk_length: int) -> Plan:
         heard.append(builder.await_signal((rank - distance) % world))
         distance *= 2
     return builder.build(symmetry=Symmetry.ROTATION)
+
+
+def _barrier_cost(shape: Shape) -> Load:
+    """L rounds of messages without elements."""
+    return in_rounds(shape, [Round(0, shape.ahead(1 << bit)) for bit in range(shape.levels)])
+
+
+ALGORITHMS: Final = (Algorithm("barrier", "dissemination", barrier, _barrier_cost, growth=DOUBLING, chunked=False),)

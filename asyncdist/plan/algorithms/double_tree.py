@@ -28,16 +28,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import zip_longest
+from typing import Final
 
+from asyncdist.plan.algorithms.algorithm import TREE, Algorithm
 from asyncdist.plan.algorithms.host_trees import host_pair, rooted_host_pair
+from asyncdist.plan.algorithms.tree_cost import PAIR, one_way_cost, up_and_down_cost
 from asyncdist.plan.algorithms.tree_pipeline import TreePipeline
 from asyncdist.plan.algorithms.trees import Node
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import blocks_of, partition, split
+from asyncdist.plan.cost.load import Load, Shape
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["all_reduce", "broadcast", "reduce"]
+__all__ = ["ALGORITHMS", "all_reduce", "broadcast", "reduce"]
 
 TREES = 2
 
@@ -81,3 +85,25 @@ def _chunks(
         for tree, piece in zip(trees, pieces, strict=True):
             if piece is not None:
                 yield tree, piece
+
+
+def _all_reduce_cost(shape: Shape) -> Load:
+    """Both halves up and down their trees, all at once."""
+    return up_and_down_cost(shape, trees=PAIR)
+
+
+def _broadcast_cost(shape: Shape) -> Load:
+    """Two halves, each on its tree below the root; no rank has more than two children in both."""
+    return one_way_cost(shape, trees=PAIR, reduces=False)
+
+
+def _reduce_cost(shape: Shape) -> Load:
+    """The same upward."""
+    return one_way_cost(shape, trees=PAIR, reduces=True)
+
+
+ALGORITHMS: Final = (
+    Algorithm("all_reduce", "double_tree", all_reduce, _all_reduce_cost, growth=TREE),
+    Algorithm("broadcast", "double_tree", broadcast, _broadcast_cost, growth=TREE),
+    Algorithm("reduce", "double_tree", reduce, _reduce_cost, growth=TREE),
+)

@@ -13,9 +13,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from asyncdist.plan.chunks import split
+from asyncdist.plan.cost.load import AT_HOME, Round, Shape
 from asyncdist.plan.steps import Buffer, Slice
 
-__all__ = ["Fold", "FoldedBlocks"]
+__all__ = ["Fold", "FoldedBlocks", "doubling_rounds", "whole_round"]
 
 
 class Fold(NamedTuple):
@@ -67,3 +68,18 @@ class FoldedBlocks(NamedTuple):
             return [Slice(buffer, starts[fold.rank(first)], length)] if length else []
         half = count // 2
         return self.pieces(buffer, position, half) + self.pieces(buffer, position ^ half, half)
+
+
+def doubling_rounds(shape: Shape, *, reduces: bool) -> list[Round]:
+    """The rounds of ranks that double what they have, with partners twice as far each time."""
+    bits = shape.world.bit_length() - 1
+    rounds = []
+    for bit in range(bits):
+        nbytes = shape.full(shape.world / (1 << bits - bit)) * shape.block
+        rounds.append(Round(nbytes, shape.partners(1 << bit), reduces, shape.pieces(nbytes)))
+    return rounds
+
+
+def whole_round(shape: Shape, nbytes: float) -> Round:
+    """A rank and the neighbor that shares its position exchange so many bytes, in chunks."""
+    return Round(nbytes, AT_HOME, False, shape.pieces(nbytes))

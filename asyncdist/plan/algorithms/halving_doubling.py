@@ -18,16 +18,18 @@ Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 20
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from asyncdist.plan.algorithms.algorithm import HALVING, Algorithm
 from asyncdist.plan.algorithms.fold import Fold
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
+from asyncdist.plan.cost.load import AT_HOME, Load, Round, Shape, in_rounds
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 from asyncdist.plan.window import Window, first_that_fits
 
-__all__ = ["all_reduce"]
+__all__ = ["ALGORITHMS", "all_reduce"]
 
 
 class _Vector(NamedTuple):
@@ -117,3 +119,20 @@ def _range(position: int, bit: int, active: int) -> tuple[int, int]:
         count //= 2
         first += count * (position >> earlier & 1)
     return first, count
+
+
+def _all_reduce_cost(shape: Shape) -> Load:
+    """Exchanges of halves, quarters, ..., and back; neighbors come first, in chunks."""
+    down = []
+    for bit in range(shape.world.bit_length() - 1):
+        part = shape.total / (2 << bit)
+        down.append(Round(part, shape.partners(1 << bit), True, shape.pieces(part)))
+    up = [one._replace(reduces=False) for one in reversed(down)]
+    whole = shape.pieces(shape.total)
+    fold = [Round(shape.total, AT_HOME, True, whole), Round(shape.total, AT_HOME, False, whole)]
+    return in_rounds(shape, [*down, *up], fold)
+
+
+ALGORITHMS: Final = (
+    Algorithm("all_reduce", "halving_doubling", all_reduce, _all_reduce_cost, growth=HALVING, ordered=True),
+)

@@ -23,15 +23,19 @@ from __future__ import annotations
 
 from typing import Final
 
+from asyncdist.plan.algorithms.algorithm import ROUNDS_OF_BLOCKS, ROUNDS_OF_VECTORS, Algorithm
 from asyncdist.plan.algorithms.exchange import direct, receive_block, send_block
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import blocks_of
+from asyncdist.plan.cost.load import NO_WORK, Hop, Load, Shape, Work, alike, cold
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 from asyncdist.plan.window import Window
 
 __all__ = [
+    "ALGORITHMS",
     "EXCHANGE_WINDOW",
+    "all_at_once_cost",
     "all_reduce",
     "all_to_all",
     "barrier",
@@ -182,3 +186,85 @@ def fold_in_rank_order(builder: PlanBuilder, own: Slice, result: Slice) -> None:
         builder.reduce(operand, result, source_left=False)
     if rank and rank == world - 1:
         builder.reduce(own, result, source_left=False)
+
+
+def _broadcast_cost(shape: Shape) -> Load:
+    """p-1 vectors through the root's link."""
+    others, way = shape.world - 1, shape.rooted()
+    moved = others * shape.total
+    everyone = Work(2 * others, moved, moved)
+    path = Hop(1, moved, 0, way)
+    return Load((path,), (Hop(1, 0, 0, way),), Work(others, moved, 0), everyone, way.crossing * moved)
+
+
+def _reduce_cost(shape: Shape) -> Load:
+    """p-1 vectors through the root's link, and into its sum."""
+    others, way = shape.world - 1, shape.rooted()
+    moved = others * shape.total
+    worked = cold(moved, shape.total)
+    everyone = Work(2 * others, moved, moved, worked)
+    path = Hop(1, moved, cold(shape.total, shape.total), way)
+    root = Work(others, 0, moved, worked)
+    return Load((path,), (Hop(1, 0, 0, way),), root, everyone, way.leaving * moved, 0, moved - shape.total)
+
+
+def _all_reduce_cost(shape: Shape) -> Load:
+    """p-1 vectors into the sum of rank 0, and p-1 sums out of it."""
+    others, way = shape.world - 1, shape.rooted()
+    moved = others * shape.total
+    worked = cold(moved, shape.total)
+    everyone = Work(4 * others, 2 * moved, 2 * moved, worked)
+    path = Hop(2, 2 * moved, cold(shape.total, shape.total), way)
+    hub = Work(2 * others, moved, moved, worked)
+    return Load((path,), (Hop(2, 0, 0, way),), hub, everyone, way.crossing * moved, 0, moved)
+
+
+def _barrier_cost(shape: Shape) -> Load:
+    """Signals to rank 0 and back."""
+    others, way = shape.world - 1, shape.rooted()
+    path = Hop(2, 0, 0, way)
+    hub = Work(2 * others + 2, 0, 0)  # and the last rank's two, which nothing hides
+    return Load((path,), (path,), hub, Work(4 * others, 0, 0), 0.0)
+
+
+def _gather_cost(shape: Shape) -> Load:
+    """p-1 blocks through the root's link; scatter is the same downward."""
+    others, way = shape.world - 1, shape.rooted()
+    moved = shape.total * others / shape.world
+    everyone = Work(2 * others, moved, moved)
+    path = Hop(1, moved, 0, way)
+    return Load((path,), (Hop(1, 0, 0, way),), Work(others, 0, moved), everyone, way.crossing * moved)
+
+
+def _all_to_all_cost(shape: Shape) -> Load:
+    """Every block to the rank it is for, a window of them at a time."""
+    return all_at_once_cost(shape, reduces=False)
+
+
+def all_at_once_cost(shape: Shape, *, reduces: bool) -> Load:
+    """Return what blocks from every rank to every other ask, a window of them at a time."""
+    others, way = shape.world - 1, shape.everybody()
+    moved = others * shape.block
+    worked = cold(moved, shape.block) if reduces else 0.0
+    windows = -(-others // EXCHANGE_WINDOW)
+    path = Hop(windows, moved, worked, way)
+    work = Work(2 * others, moved, moved, worked)
+    load = alike(shape, (path,), (Hop(windows, 0, 0, way),), work, way)
+    everyone, hidden = NO_WORK.plus(work, shape.full(shape.world)), min(others, EXCHANGE_WINDOW) - 1
+    return load._replace(everyone=everyone, scratch=moved if reduces else 0.0, hidden=hidden)
+
+
+ALGORITHMS: Final = (
+    Algorithm(
+        "all_reduce", "linear", all_reduce, _all_reduce_cost, growth=ROUNDS_OF_VECTORS, ordered=True, chunked=False
+    ),
+    Algorithm("broadcast", "linear", broadcast, _broadcast_cost, growth=ROUNDS_OF_VECTORS, chunked=False),
+    Algorithm("reduce", "linear", reduce, _reduce_cost, growth=ROUNDS_OF_VECTORS, ordered=True, chunked=False),
+    Algorithm("barrier", "linear", barrier, _barrier_cost, growth=ROUNDS_OF_VECTORS, chunked=False),
+    Algorithm("gather", "linear", gather, _gather_cost, growth=ROUNDS_OF_BLOCKS, chunked=False),
+    Algorithm("scatter", "linear", scatter, _gather_cost, growth=ROUNDS_OF_BLOCKS, chunked=False),
+    Algorithm("all_to_all", "linear", all_to_all, _all_to_all_cost, growth=ROUNDS_OF_BLOCKS, chunked=False),
+    Algorithm("gather_uneven", "linear", gather, _gather_cost, chunked=False),
+    Algorithm("scatter_uneven", "linear", scatter, _gather_cost, chunked=False),
+    Algorithm("all_to_all_uneven", "linear", all_to_all, _all_to_all_cost, chunked=False),
+)

@@ -13,14 +13,18 @@ fast Ethernet", HPC Asia 2005.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from asyncdist.plan.algorithms import ring
+from asyncdist.plan.algorithms.algorithm import ROUNDS_OF_BLOCKS, Algorithm
+from asyncdist.plan.algorithms.ring import all_gather_cost as ring_cost
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import blocks_of, split
+from asyncdist.plan.cost.load import Hop, Load, Shape, Work, alike
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["all_gather"]
+__all__ = ["ALGORITHMS", "all_gather"]
 
 
 def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -49,3 +53,20 @@ def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
     for source, target in zip(own, blocks[rank], strict=True):
         builder.copy(source, target)
     return builder.build(block_aligned=True)
+
+
+def _all_gather_cost(shape: Shape) -> Load:
+    """p/2 rounds: a block, then two at a time; an odd p is served by the ring."""
+    if shape.world % 2:
+        return ring_cost(shape)
+    rounds, pieces, way = shape.world // 2, shape.pieces(shape.block), shape.neighbors()
+    blocks = 1 + shape.full(shape.world - 2)  # the own one is sent to both sides
+    moved = blocks * shape.block
+    work = Work(2 * blocks * pieces, moved, moved)
+    idle = (Hop(1 if pieces > 1 else rounds, 0, 0, way),)
+    return alike(shape, (Hop(rounds, moved, 0, way),), idle, work, way)
+
+
+ALGORITHMS: Final = (
+    Algorithm("all_gather", "neighbor_exchange", all_gather, _all_gather_cost, growth=ROUNDS_OF_BLOCKS),
+)

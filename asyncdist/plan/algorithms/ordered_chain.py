@@ -10,12 +10,17 @@ Source: the pipeline of `chain`, cut at the root instead of bent around rank p-1
 
 from __future__ import annotations
 
+from typing import Final
+
+from asyncdist.plan.algorithms.algorithm import ROUNDS_OF_VECTORS, Algorithm
+from asyncdist.plan.algorithms.chain import chain_cost
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
+from asyncdist.plan.cost.load import Load, Shape, Work, cold
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["reduce"]
+__all__ = ["ALGORITHMS", "reduce"]
 
 
 def reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -54,3 +59,23 @@ def _receive_both(builder: PlanBuilder, pieces: tuple[Slice, ...], root: int) ->
             builder.reduce(piece, result, source_left=True)
         else:
             builder.copy(piece, result)
+
+
+def _reduce_cost(shape: Shape) -> Load:
+    """Two chains to the root, which receives from both; an end of the line has one."""
+    below, above = shape.root, shape.world - 1 - shape.root
+    load = chain_cost(shape, max(below, above), reduces=True)
+    if not below or not above:
+        return load
+    pieces = shape.pieces(shape.total)
+    moved = 2 * shape.total
+    worked = cold(moved, shape.total / pieces)
+    hop = load.path[0]
+    path = (hop._replace(nbytes=hop.nbytes + (pieces - 1) * shape.total / pieces),)
+    everyone = Work(*(each * (below + above) / max(below, above) for each in load.everyone))
+    return load._replace(path=path, busiest=Work(2 * pieces, 0, moved, worked), everyone=everyone)
+
+
+ALGORITHMS: Final = (
+    Algorithm("reduce", "ordered_chain", reduce, _reduce_cost, growth=ROUNDS_OF_VECTORS, ordered=True),
+)

@@ -19,14 +19,17 @@ Journal of High Performance Computing Applications 19(1), 2005.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
-from asyncdist.plan.algorithms.fold import Fold, FoldedBlocks
+from asyncdist.plan.algorithms.algorithm import DOUBLING, HALVING, Algorithm
+from asyncdist.plan.algorithms.fold import Fold, FoldedBlocks, doubling_rounds, whole_round
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import offsets, split
+from asyncdist.plan.cost.load import AT_HOME, Load, Round, Shape, in_rounds
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["all_gather", "all_reduce"]
+__all__ = ["ALGORITHMS", "all_gather", "all_reduce"]
 
 
 def all_gather(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -115,3 +118,24 @@ def all_reduce(problem: Problem, rank: int, chunk_length: int) -> Plan:
     if rank < folded:
         builder.send(rank + 1, whole)
     return builder.build(ordered=True)
+
+
+def _all_reduce_cost(shape: Shape) -> Load:
+    """floor(log2 p) exchanges of whole vectors."""
+    rounds = [Round(shape.total, shape.partners(1 << bit), True) for bit in range(shape.world.bit_length() - 1)]
+    load = in_rounds(shape, rounds, [Round(shape.total, AT_HOME, True), Round(shape.total, AT_HOME)])
+    return load._replace(scratch=len(rounds) * shape.total)
+
+
+def _all_gather_cost(shape: Shape) -> Load:
+    """Exchanges of 1, 2, 4, ... blocks, in chunks; neighbors first."""
+    rounds = doubling_rounds(shape, reduces=False)
+    return in_rounds(shape, rounds, [whole_round(shape, shape.block), whole_round(shape, shape.total)])
+
+
+ALGORITHMS: Final = (
+    Algorithm(
+        "all_reduce", "recursive_doubling", all_reduce, _all_reduce_cost, growth=DOUBLING, ordered=True, chunked=False
+    ),
+    Algorithm("all_gather", "recursive_doubling", all_gather, _all_gather_cost, growth=HALVING),
+)

@@ -16,14 +16,18 @@ Source: Thakur, Rabenseifner and Gropp, 2005 (see `recursive_doubling`).
 
 from __future__ import annotations
 
-from asyncdist.plan.algorithms.fold import Fold, FoldedBlocks
+from typing import Final
+
+from asyncdist.plan.algorithms.algorithm import HALVING, Algorithm
+from asyncdist.plan.algorithms.fold import Fold, FoldedBlocks, doubling_rounds, whole_round
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import offsets, split
+from asyncdist.plan.cost.load import Load, Shape, in_rounds
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 from asyncdist.plan.window import first_that_fits
 
-__all__ = ["reduce_scatter"]
+__all__ = ["ALGORITHMS", "reduce_scatter"]
 
 
 def reduce_scatter(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -120,3 +124,17 @@ class _Halving:
         if self._partial is None:
             return piece
         return Slice(Buffer.SCRATCH, piece.offset + self._shift, piece.length)
+
+
+def _reduce_scatter_cost(shape: Shape) -> Load:
+    """Exchanges of half of the blocks, a quarter, ..., in chunks; the partner half the world away first."""
+    rounds = doubling_rounds(shape, reduces=True)[::-1]
+    fold = [whole_round(shape, shape.total)._replace(reduces=True), whole_round(shape, shape.block)]
+    power_of_two = shape.world & (shape.world - 1) == 0
+    held = shape.full(shape.world / 2) * shape.block if power_of_two else shape.total
+    return in_rounds(shape, rounds, fold)._replace(scratch=held)
+
+
+ALGORITHMS: Final = (
+    Algorithm("reduce_scatter", "recursive_halving", reduce_scatter, _reduce_scatter_cost, growth=HALVING),
+)

@@ -20,12 +20,14 @@ from __future__ import annotations
 
 from typing import Final
 
+from asyncdist.plan.algorithms.algorithm import ROUNDS_OF_BLOCKS, Algorithm
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import blocks_of, partition, split
+from asyncdist.plan.cost.load import Hop, Load, Shape, Work, alike, cold
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice, Symmetry
 
-__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+__all__ = ["ALGORITHMS", "all_gather", "all_gather_cost", "all_reduce", "reduce_scatter"]
 
 SCRATCH_BLOCKS: Final = 2
 """reduce_scatter's partial sums: one block is received while the one before is sent. With a single one every rank
@@ -98,3 +100,42 @@ def _blocks(buffer: Buffer, counts: tuple[int, ...], chunk_length: int) -> list[
 
 def _symmetry(counts: tuple[int, ...]) -> Symmetry:
     return Symmetry.ROTATION if min(counts) == max(counts) else Symmetry.NONE
+
+
+def _all_reduce_cost(shape: Shape) -> Load:
+    """2(p-1) steps of a block in chunks: with several, the next step's first chunk is on its way before the last."""
+    steps, pieces, way = 2 * (shape.world - 1), shape.pieces(shape.block), shape.neighbors()
+    chunk = shape.block / pieces
+    path = (Hop(steps, (steps + pieces - 1) * chunk, steps / 2 * cold(chunk, chunk), way),)
+    moved = steps * shape.block
+    work = Work(2 * steps * pieces, moved, moved, cold(moved / 2, chunk))
+    return alike(shape, path, (Hop(1 if pieces > 1 else steps, 0, 0, way),), work, way)
+
+
+def all_gather_cost(shape: Shape) -> Load:
+    """p-1 steps of a block in chunks."""
+    return _one_way_cost(shape, reduces=False)
+
+
+def _reduce_scatter_cost(shape: Shape) -> Load:
+    """p-1 steps of a block in chunks, each reduced while the next is on the wire."""
+    return _one_way_cost(shape, reduces=True)
+
+
+def _one_way_cost(shape: Shape, *, reduces: bool) -> Load:
+    steps, pieces, way = shape.world - 1, shape.pieces(shape.block), shape.neighbors()
+    chunk = shape.block / pieces
+    worked = cold(chunk, chunk) if reduces else 0.0
+    path = Hop(steps, (steps + pieces - 1) * chunk, steps * worked, way)
+    blocks = shape.full(steps)
+    moved = blocks * shape.block
+    work = Work(2 * blocks * pieces, moved, moved, blocks * pieces * worked)
+    load = alike(shape, (path,), (Hop(1 if pieces > 1 else steps, 0, 0, way),), work, way)
+    return load._replace(scratch=min(2, shape.world - 2) * shape.block if reduces else 0.0)
+
+
+ALGORITHMS: Final = (
+    Algorithm("all_reduce", "ring", all_reduce, _all_reduce_cost, growth=ROUNDS_OF_BLOCKS),
+    Algorithm("all_gather", "ring", all_gather, all_gather_cost, growth=ROUNDS_OF_BLOCKS),
+    Algorithm("reduce_scatter", "ring", reduce_scatter, _reduce_scatter_cost, growth=ROUNDS_OF_BLOCKS),
+)

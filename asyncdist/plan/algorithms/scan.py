@@ -16,12 +16,18 @@ Sources: Hillis and Steele, "Data parallel algorithms", Communications of the AC
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
+from asyncdist.plan.algorithms import chain
+from asyncdist.plan.algorithms.algorithm import DOUBLING, ROUNDS_OF_VECTORS, Algorithm
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import split
+from asyncdist.plan.cost.load import Load, Round, Shape, Work, in_rounds
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["exscan_chain", "exscan_doubling", "scan_chain", "scan_doubling"]
+__all__ = ["ALGORITHMS", "exscan_chain", "exscan_doubling", "scan_chain", "scan_doubling"]
 
 
 def scan_doubling(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -101,3 +107,28 @@ def exscan_chain(problem: Problem, rank: int, chunk_length: int) -> Plan:
         elif world > 1:
             builder.send(rank + 1, piece)
     return builder.build(ordered=True)
+
+
+def _doubling_cost(shape: Shape) -> Load:
+    """L rounds of whole vectors to ranks twice as far; the rank that does most sends in all and receives in all."""
+    # Where p is no power of two, no operand passes through as many ranks as there are rounds.
+    rounds = [
+        Round(shape.total, shape.ahead(1 << bit), True, latencies=min(1, shape.depth - bit))
+        for bit in range(shape.levels)
+    ]
+    load = in_rounds(shape, rounds)
+    sending = math.fsum(shape.world - (1 << bit) for bit in range(shape.levels)) / (shape.world * shape.levels)
+    everyone = Work(*(sending * each for each in load.everyone))
+    return load._replace(everyone=everyone, scratch=shape.levels * shape.total)
+
+
+ALGORITHMS: Final = (
+    Algorithm(
+        "scan", "recursive_doubling", scan_doubling, _doubling_cost, growth=DOUBLING, ordered=True, chunked=False
+    ),
+    Algorithm("scan", "chain", scan_chain, chain.reduce_cost, growth=ROUNDS_OF_VECTORS, ordered=True),
+    Algorithm(
+        "exscan", "recursive_doubling", exscan_doubling, _doubling_cost, growth=DOUBLING, ordered=True, chunked=False
+    ),
+    Algorithm("exscan", "chain", exscan_chain, chain.reduce_cost, growth=ROUNDS_OF_VECTORS, ordered=True),
+)

@@ -16,13 +16,29 @@ copies in while another copies out. With p ranks, a vector of m bytes and b seco
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
+from asyncdist.plan.algorithms.algorithm import Algorithm
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import Chunks, blocks_of
+from asyncdist.plan.cost.load import Shape
+from asyncdist.plan.cost.shared_load import SharedLoad, Toil, from_root, in_records, to_root
 from asyncdist.plan.problem import Problem
+from asyncdist.plan.records import Takes, by_records
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["all_gather", "all_to_all", "barrier", "broadcast", "gather", "scatter"]
+__all__ = [
+    "ALGORITHMS",
+    "all_gather",
+    "all_to_all",
+    "all_to_all_cost",
+    "barrier",
+    "broadcast",
+    "gather",
+    "gather_cost",
+    "scatter",
+    "scatter_cost",
+]
 
 
 def broadcast(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -130,3 +146,67 @@ def _blocks(buffer: Buffer, counts: tuple[int, ...], chunk_length: int) -> list[
 def _alike(blocks: Sequence[Chunks]) -> range:
     """Chunks that are of the full length in every block that has any."""
     return min((block.alike for block in blocks if len(block)), key=len, default=range(0))
+
+
+def _broadcast_cost(shape: Shape) -> SharedLoad:
+    """The root publishes chunks, which the others copy while it publishes more; the last one remains."""
+    if by_records(Takes.ONE, shape.world, shape.total, shape.memory):
+        return from_root(shape, shape.total, shape.total)
+    pieces = shape.pieces(shape.total)
+    root, other = Toil(pieces, shape.total, lent=shape.total), Toil(pieces, shape.total)
+    path, everyone = other.plus(root, 1 / pieces), root.plus(other, shape.world - 1)
+    return SharedLoad(1, path, everyone, shape.total, lent_item=shape.total / pieces)
+
+
+def _all_gather_cost(shape: Shape) -> SharedLoad:
+    """Everyone publishes its block, and copies all of them, its own included."""
+    if by_records(Takes.ALL, shape.world, shape.block, shape.memory):
+        return in_records(shape, shape.block, copied=shape.block * shape.world)
+    block, pieces, blocks = shape.block, shape.pieces(shape.block), shape.full(shape.world)
+    work = Toil(pieces * blocks, block * (blocks + 1), lent=block, local=block)
+    return SharedLoad(1, work, Toil(0).plus(work, shape.world), block, lent_item=block / pieces)
+
+
+def gather_cost(shape: Shape) -> SharedLoad:
+    """Everyone publishes its block, the root copies all."""
+    if by_records(Takes.ALL, shape.world, shape.block, shape.memory):
+        return to_root(shape, shape.block, copied=shape.block * shape.world)
+    block, pieces = shape.block, shape.pieces(shape.block)
+    one = Toil(pieces, block, lent=block)
+    root = Toil(0, block, local=block).plus(Toil(pieces, block), shape.world - 1)
+    path, everyone = root.plus(one, 1 / pieces), root.plus(one, shape.world - 1)
+    return SharedLoad(1, path, everyone, block, lent_item=block / pieces)
+
+
+def scatter_cost(shape: Shape) -> SharedLoad:
+    """The same the other way round."""
+    if by_records(Takes.ONE, shape.world, shape.total, shape.memory):
+        return from_root(shape, shape.total, shape.block)
+    block, pieces, others = shape.block, shape.pieces(shape.block), shape.world - 1
+    one = Toil(pieces, block)
+    root = Toil(0, block, local=block).plus(Toil(pieces, block, lent=block), others)
+    return SharedLoad(1, root.plus(one, 1 / pieces), root.plus(one, others), block * others, lent_item=block / pieces)
+
+
+def all_to_all_cost(shape: Shape) -> SharedLoad:
+    """Everyone publishes the others' blocks and copies those for it; its own it copies once."""
+    if by_records(Takes.ONE, shape.world, shape.total, shape.memory):
+        return in_records(shape, shape.total, copied=shape.total)
+    others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
+    work = Toil(pieces * 2 * others, block * (2 * others + 1), lent=block * others, local=block)
+    return SharedLoad(1, work, Toil(0).plus(work, shape.world), block * others, lent_item=block / pieces)
+
+
+def _barrier_cost(shape: Shape) -> SharedLoad:
+    """Everyone says that it is here, and waits for all."""
+    return in_records(shape, 0.0)
+
+
+ALGORITHMS: Final = (
+    Algorithm("broadcast", "shared", broadcast, _broadcast_cost, shared=True, records=Takes.ONE),
+    Algorithm("all_gather", "shared", all_gather, _all_gather_cost, shared=True, records=Takes.ALL),
+    Algorithm("gather", "shared", gather, gather_cost, shared=True, records=Takes.ALL),
+    Algorithm("scatter", "shared", scatter, scatter_cost, shared=True, records=Takes.ONE),
+    Algorithm("all_to_all", "shared", all_to_all, all_to_all_cost, shared=True, records=Takes.ONE),
+    Algorithm("barrier", "shared", barrier, _barrier_cost, shared=True, chunked=False, records=Takes.ONE),
+)

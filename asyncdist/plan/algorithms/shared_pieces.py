@@ -16,12 +16,19 @@ one, with a table of the pieces, which others find there by the numbers of these
 
 from __future__ import annotations
 
+from typing import Final
+
+from asyncdist.plan.algorithms.algorithm import Algorithm
+from asyncdist.plan.algorithms.shared_move import all_to_all_cost, gather_cost, scatter_cost
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import blocks_of
+from asyncdist.plan.cost.load import Shape
+from asyncdist.plan.cost.shared_load import SharedLoad
 from asyncdist.plan.problem import Problem
+from asyncdist.plan.records import NO_LANE, pieces_bytes
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["all_to_all", "gather", "scatter"]
+__all__ = ["ALGORITHMS", "all_to_all", "gather", "scatter"]
 
 
 def all_to_all(problem: Problem, rank: int, chunk_length: int) -> Plan:
@@ -85,3 +92,31 @@ def _fetch(builder: PlanBuilder, peer: int, item: int, target: Slice) -> None:
         builder.fetch(peer, item, 0, target)
     else:
         builder.await_item(peer, item)
+
+
+def _all_to_all_cost(shape: Shape) -> SharedLoad:
+    """As of even pieces, but that none is cut."""
+    return all_to_all_cost(_whole(shape, shape.total))
+
+
+def _gather_cost(shape: Shape) -> SharedLoad:
+    """As of even pieces, but that none is cut."""
+    return gather_cost(_whole(shape, shape.block))
+
+
+def _scatter_cost(shape: Shape) -> SharedLoad:
+    """As of even pieces, but that none is cut."""
+    return scatter_cost(_whole(shape, shape.total))
+
+
+def _whole(shape: Shape, given: float) -> Shape:
+    """Of a collective whose pieces travel whole; in records, if those who give all give so few bytes."""
+    memory = shape.memory if given <= pieces_bytes(shape.world, shape.memory) else NO_LANE
+    return shape._replace(chunk=max(1.0, shape.block), memory=memory)
+
+
+ALGORITHMS: Final = (
+    Algorithm("all_to_all_uneven", "shared", all_to_all, _all_to_all_cost, shared=True, chunked=False),
+    Algorithm("gather_uneven", "shared", gather, _gather_cost, shared=True, chunked=False),
+    Algorithm("scatter_uneven", "shared", scatter, _scatter_cost, shared=True, chunked=False),
+)

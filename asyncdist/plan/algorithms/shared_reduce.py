@@ -29,13 +29,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from asyncdist.plan.algorithms.algorithm import Algorithm
 from asyncdist.plan.algorithms.slices import Slices
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.chunks import Chunks, partition
+from asyncdist.plan.cost.load import Shape
+from asyncdist.plan.cost.shared_load import SharedLoad, Toil, in_records, to_root
 from asyncdist.plan.problem import Problem
+from asyncdist.plan.records import Takes, by_records
 from asyncdist.plan.steps import Buffer, Plan, Slice
 
-__all__ = ["all_reduce", "all_reduce_direct", "reduce", "reduce_direct", "reduce_scatter", "scan_direct"]
+__all__ = ["ALGORITHMS", "all_reduce", "all_reduce_direct", "reduce", "reduce_direct", "reduce_scatter", "scan_direct"]
 
 LOOKAHEAD: Final = 2
 """Chunks of input put out before the first result: while one is reduced here, the next is copied there."""
@@ -210,3 +214,99 @@ def _fold_input(builder: PlanBuilder, own: Slice, target: Slice, rank: int, item
             builder.fetch(0, item, 0, target)
         else:
             builder.fetch_reduce(peer, item, 0, target, item_left=False)
+
+
+def _all_reduce_direct_cost(shape: Shape) -> SharedLoad:
+    """Everyone publishes all and folds all; ranks with several below them fold those apart."""
+    world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
+    if by_records(Takes.ALL, world, total, shape.memory):
+        return in_records(shape, total, worked=total * (world - 1))
+    first = Toil(pieces * world, total, total * (world - 1))
+    later = first.plus(Toil(0, total))
+    everyone = Toil(0).plus(first, min(2, world)).plus(later, max(0, world - 2))
+    scratch = 2 * total / pieces if world > 2 else 0.0
+    return SharedLoad(1, later if world > 2 else first, everyone, total, scratch)
+
+
+def _reduce_direct_cost(shape: Shape) -> SharedLoad:
+    """Everyone publishes all, the root folds it."""
+    if by_records(Takes.ALL, shape.world, shape.total, shape.memory):
+        return to_root(shape, shape.total, worked=shape.total * (shape.world - 1))
+    world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
+    root = Toil(pieces * (world - 1), total, total * (world - 1), local=total)
+    other = Toil(pieces, total, lent=total)
+    path, everyone = root.plus(other, 1 / pieces), root.plus(other, world - 1)
+    return SharedLoad(1, path, everyone, total, lent_item=total / pieces)
+
+
+def _scan_direct_cost(shape: Shape) -> SharedLoad:
+    """Everyone publishes all, rank r folds r + 1 vectors; the last one has most to do."""
+    world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
+    publish = Toil(pieces, total)
+    last = Toil(pieces * (world - 1), total * (world > 2), total * (world - 1))
+    folds = Toil(pieces * world * (world - 1) / 2, total * (world - 2), total * world * (world - 1) / 2)
+    scratch = 2 * total / pieces if world > 2 else 0.0
+    return SharedLoad(1, last.plus(publish, 1 / pieces), folds.plus(publish, world - 1), total, scratch)
+
+
+def _exscan_direct_cost(shape: Shape) -> SharedLoad:
+    """The same with an operand fewer, so that it needs no memory."""
+    world, total, pieces = shape.world, shape.total, shape.pieces(shape.total)
+    publish = Toil(pieces, total)
+    last = Toil(pieces * (world - 1), total, total * (world - 2))
+    folds = Toil(pieces * world * (world - 1) / 2, total * (world - 1), total * (world - 1) * (world - 2) / 2)
+    return SharedLoad(1, last.plus(publish, 1 / pieces), folds.plus(publish, world - 1), total)
+
+
+def _all_reduce_cost(shape: Shape) -> SharedLoad:
+    """Everyone publishes the others' slices, folds its own, publishes the result and copies the others'."""
+    if by_records(Takes.ONE, shape.world, shape.total, shape.memory):
+        share = shape.block * (shape.world - 1)
+        work = Toil(2, shape.total + shape.block + share, share, 2 * shape.world)
+        return SharedLoad(2, work, Toil(0).plus(work, shape.world), shape.total, by_records=True)
+    others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
+    work = Toil(pieces * (3 * others + 1), block * (2 * others + 1), block * others, lent=block * (others + 1))
+    everyone = Toil(0).plus(work, shape.world)
+    return SharedLoad(2, work, everyone, block * shape.world, lent_item=block / pieces)
+
+
+def _reduce_cost(shape: Shape) -> SharedLoad:
+    """The same, but that only the root copies results."""
+    others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
+    root = Toil(pieces * 3 * others, block * (2 * others + 1), block * others, lent=block * others, local=block)
+    other = Toil(pieces * (2 * others + 1), block * (others + 2), block * others, lent=block * others, local=block)
+    item = block / pieces
+    return SharedLoad(2, root, root.plus(other, others), block * shape.world, 3 * item, lent_item=item)
+
+
+def _reduce_scatter_cost(shape: Shape) -> SharedLoad:
+    """Everyone publishes the others' blocks and folds its own."""
+    if by_records(Takes.ONE, shape.world, shape.total, shape.memory):
+        return in_records(shape, shape.total, worked=shape.block * (shape.world - 1))
+    others, block, pieces = shape.world - 1, shape.block, shape.pieces(shape.block)
+    given = shape.full(others)
+    work = Toil(pieces * (given + others), block * (given + 1), block * others, lent=block * given, local=block)
+    return SharedLoad(1, work, Toil(0).plus(work, shape.full(shape.world)), block * given, lent_item=block / pieces)
+
+
+ALGORITHMS: Final = (
+    Algorithm(
+        "all_reduce",
+        "shared_direct",
+        all_reduce_direct,
+        _all_reduce_direct_cost,
+        shared=True,
+        ordered=True,
+        records=Takes.ALL,
+    ),
+    Algorithm("all_reduce", "shared", all_reduce, _all_reduce_cost, shared=True, records=Takes.ONE),
+    Algorithm(
+        "reduce", "shared_direct", reduce_direct, _reduce_direct_cost, shared=True, ordered=True, records=Takes.ALL
+    ),
+    Algorithm("reduce", "shared", reduce, _reduce_cost, shared=True, ordered=True),
+    Algorithm(
+        "reduce_scatter", "shared", reduce_scatter, _reduce_scatter_cost, shared=True, ordered=True, records=Takes.ONE
+    ),
+    Algorithm("scan", "shared_direct", scan_direct, _scan_direct_cost, shared=True, ordered=True),
+    Algorithm("exscan", "shared_direct", scan_direct, _exscan_direct_cost, shared=True, ordered=True),
+)

@@ -1,7 +1,7 @@
 """Load: what an algorithm asks of the network and of the ranks, before anybody says what that costs.
 
-A formula (`cost.vectors`, `cost.blocks`) turns the shape of a problem into a Load; `cost.prediction` turns a Load into
-seconds. All lengths are bytes, as floats: shares need not be whole.
+A formula, which stands beside its algorithm, turns the shape of a problem into a Load; `selection.prediction` turns a
+Load into seconds. All lengths are bytes, as floats: shares need not be whole.
 """
 
 from __future__ import annotations

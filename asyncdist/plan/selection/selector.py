@@ -13,10 +13,10 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Final
 
-from asyncdist.plan.algorithms.registry import algorithms, build, needs_lane, ordered_algorithms
-from asyncdist.plan.cost.prediction import FORMULAS, Prediction, predict
+from asyncdist.plan.algorithms.registry import FAMILIAR, algorithms, build, find, needs_lane, ordered_algorithms
 from asyncdist.plan.problem import COLLECTIVES, EXCHANGES, Problem
 from asyncdist.plan.records import NO_LANE, USUAL_LANE, LaneMemory
+from asyncdist.plan.selection.prediction import Prediction, predict
 from asyncdist.plan.selection.shared_chunks import shared_chunk_sizes
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING, Tuning
 from asyncdist.plan.steps import Plan
@@ -48,34 +48,6 @@ VECTOR_CHUNKS_MAX: Final = 512
 """Chunks in the largest vectors, likewise: a rank has up to four steps with each, and a plan of two thousand steps is
 made in two or three milliseconds. With many ranks it costs nothing, as every chunk goes through so many hands."""
 
-UNCUT: Final = frozenset(
-    {
-        ("all_gather", "direct"),
-        ("all_reduce", "direct"),
-        ("all_reduce", "linear"),
-        ("all_reduce", "recursive_doubling"),
-        ("all_to_all", "bruck"),
-        ("all_to_all", "linear"),
-        ("all_to_all", "pairwise"),
-        ("all_to_all_uneven", "shared"),
-        ("barrier", "dissemination"),
-        ("barrier", "linear"),
-        ("barrier", "shared"),
-        ("broadcast", "linear"),
-        ("exscan", "recursive_doubling"),
-        ("gather", "binomial_tree"),
-        ("gather", "linear"),
-        ("gather_uneven", "shared"),
-        ("reduce", "linear"),
-        ("reduce_scatter", "direct"),
-        ("scan", "recursive_doubling"),
-        ("scatter", "binomial_tree"),
-        ("scatter", "linear"),
-        ("scatter_uneven", "shared"),
-    }
-)
-"""Those that cut nothing into chunks, so that one prediction is enough."""
-
 SCRATCH_MAX_BYTES: Final = 32 << 20
 """Temporary memory up to which an algorithm may be chosen because it is fast: page faults on more of it cost what it
 saves, and the caller has not asked for it."""
@@ -90,20 +62,6 @@ hold as much."""
 
 TIE: Final = 1.02
 """Predictions this close say nothing about which is faster."""
-
-FAMILIAR: Final = (
-    "recursive_doubling",
-    "linear",
-    "direct",
-    "ring",
-    "chain",
-    "binomial_tree",
-    "halving_doubling",
-    "recursive_halving",
-    "ring_2d",
-)
-"""Of algorithms predicted alike the first of these is taken: the figures of real machines and of the event simulator
-agree best with their formulas."""
 
 PLAN_CACHE_PLANS: Final = 512
 """Plans kept. A model has a few hundred tensor shapes. A plan takes 1 to 400 kB, so this is 200 MB with the largest
@@ -232,18 +190,18 @@ def candidates(
     found = []
     for name in names:
         ways: list[tuple[LaneMemory, Sequence[int]]] = []
-        if needs_lane(problem.collective, name):
+        one = find(problem.collective, name)
+        if one.shared:
             # "shared_direct" mostly overwrites at once what it puts out, which is copied then.
             for single_copy in (False, True) if room.single_copy and name == "shared" else (False,):
                 own_sizes = shared_chunk_sizes(problem, name, itemsize, room.nbytes, single_copy=single_copy)
                 ways.append((for_records._replace(single_copy=single_copy), own_sizes))
-        elif name in FORMULAS[problem.collective]:
+        else:
             ways.append((NO_LANE, sizes))
-        uncut = (problem.collective, name) in UNCUT
         tried = [
             predict(problem, name, itemsize, size, tuning.constants, way)
             for way, way_sizes in ways
-            for size in way_sizes[: 1 if uncut else _first_of_all(way_sizes, nbytes)]
+            for size in way_sizes[: _first_of_all(way_sizes, nbytes) if one.chunked else 1]
         ]
         if tried:
             found.append(min(tried, key=attrgetter("seconds")))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from asyncdist.plan.algorithms import ring_2d
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.cost.constants import Constants
-from asyncdist.plan.cost.shared import slowness_of
+from asyncdist.plan.cost.shared_load import slowness_of
 from asyncdist.plan.problem import VECTOR_COLLECTIVES, Problem
 from asyncdist.plan.simulation.events import Feeds, Hosts, run
 from asyncdist.plan.steps import Plan, Recv, RecvReduce, Send, Symmetry

@@ -18,10 +18,10 @@ from typing import Final
 
 from asyncdist.plan.algorithms.registry import algorithms, build, needs_lane
 from asyncdist.plan.cost.constants import Constants
-from asyncdist.plan.cost.shared import slowness_of
+from asyncdist.plan.cost.shared_load import slowness_of
 from asyncdist.plan.problem import VECTOR_COLLECTIVES, Problem
 from asyncdist.plan.simulation.events import Hosts, feeds_of, run
-from asyncdist.plan.simulation.growth import grow, law_of
+from asyncdist.plan.simulation.growth import grow, growth_of
 from asyncdist.plan.simulation.rotation import rotated, rotation_of
 
 __all__ = ["EXACT_WORLD", "Method", "simulate"]
@@ -95,8 +95,8 @@ def simulate(
         return begun_s + exact(problem)
     if algorithm == "ring_2d":
         return begun_s + exact(_evened(problem))
-    law = law_of(problem, algorithm)
-    return begun_s + grow(problem, law, exact, base_ranks or _affordable_ranks(problem, algorithm, chunk_length))
+    growth = growth_of(problem, algorithm)
+    return begun_s + grow(problem, growth, exact, base_ranks or _affordable_ranks(problem, algorithm, chunk_length))
 
 
 @lru_cache(maxsize=RESULTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from asyncdist.plan.algorithms.registry import EVERY
 from asyncdist.plan.records import (
     NO_LANE,
     PAYLOAD_SHARE,
@@ -11,6 +12,7 @@ from asyncdist.plan.records import (
     TAKEN_BYTES,
     USUAL_LANE,
     LaneMemory,
+    Takes,
     by_records,
     pieces_bytes,
 )
@@ -25,27 +27,31 @@ from asyncdist.transport.lanes.layout import (
 from asyncdist.transport.shared_memory.segment import PAGE_BYTES
 
 LARGEST = USUAL_LANE.nbytes // PAYLOAD_SHARE
-SUITED = [
-    ("all_gather", "shared"),
-    ("all_reduce", "shared"),
-    ("all_reduce", "shared_direct"),
-    ("all_to_all", "shared"),
-    ("barrier", "shared"),
-    ("broadcast", "shared"),
-    ("gather", "shared"),
-    ("reduce", "shared_direct"),
-    ("reduce_scatter", "shared"),
-    ("scatter", "shared"),
-]
+SUITED = {
+    ("all_gather", "shared"): Takes.ALL,
+    ("all_reduce", "shared"): Takes.ONE,
+    ("all_reduce", "shared_direct"): Takes.ALL,
+    ("all_to_all", "shared"): Takes.ONE,
+    ("barrier", "shared"): Takes.ONE,
+    ("broadcast", "shared"): Takes.ONE,
+    ("gather", "shared"): Takes.ALL,
+    ("reduce", "shared_direct"): Takes.ALL,
+    ("reduce_scatter", "shared"): Takes.ONE,
+    ("scatter", "shared"): Takes.ONE,
+}
 
 
-@pytest.mark.parametrize(("collective", "algorithm"), SUITED)
-def test_a_payload_is_at_most_a_share_of_the_lane(collective, algorithm):
+def test_which_algorithms_records_can_do():
+    assert {(one.collective, one.name): one.records for one in EVERY if one.records} == SUITED
+
+
+@pytest.mark.parametrize("takes", Takes)
+def test_a_payload_is_at_most_a_share_of_the_lane(takes):
     for lane in (USUAL_LANE, LaneMemory(2 << 20)):
         largest = lane.nbytes // PAYLOAD_SHARE
-        assert by_records(collective, algorithm, 2, largest, lane)
-        assert not by_records(collective, algorithm, 2, largest + 1, lane)
-    assert not by_records(collective, algorithm, 2, 0, NO_LANE), "without a lane there is nothing"
+        assert by_records(takes, 2, largest, lane)
+        assert not by_records(takes, 2, largest + 1, lane)
+    assert not by_records(takes, 2, 0, NO_LANE), "without a lane there is nothing"
 
 
 def test_two_lengths_of_slots_have_room_for_all_that_goes_so():
@@ -55,20 +61,15 @@ def test_two_lengths_of_slots_have_room_for_all_that_goes_so():
             assert item_bytes(segment) <= pool_bytes(segment)
 
 
-@pytest.mark.parametrize(("collective", "algorithm"), SUITED)
-def test_what_one_member_takes_is_bounded(collective, algorithm):
+@pytest.mark.parametrize("takes", Takes)
+def test_what_one_member_takes_is_bounded(takes):
     world = 2 * TAKEN_BYTES // LARGEST
-    takes_all = algorithm == "shared_direct" or collective in ("all_gather", "gather")
-    assert by_records(collective, algorithm, world, LARGEST // 2, USUAL_LANE)
-    assert by_records(collective, algorithm, world, LARGEST // 2 + 1, USUAL_LANE) is not takes_all
+    assert by_records(takes, world, LARGEST // 2, USUAL_LANE)
+    assert by_records(takes, world, LARGEST // 2 + 1, USUAL_LANE) is (takes is Takes.ONE)
 
 
-@pytest.mark.parametrize(
-    ("collective", "algorithm"),
-    [("all_reduce", "ring"), ("all_gather", "ring"), ("reduce", "shared"), ("scan", "shared_direct")],
-)
-def test_no_others_do(collective, algorithm):
-    assert not by_records(collective, algorithm, 2, 4, USUAL_LANE)
+def test_others_never_go_that_way():
+    assert not by_records(None, 2, 4, USUAL_LANE)
 
 
 def test_pieces_in_a_payload_are_bounded_by_each_limit():

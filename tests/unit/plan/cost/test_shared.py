@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from asyncdist.plan.algorithms.registry import SHARED_ALGORITHMS, build, needs_lane
+from asyncdist.plan.algorithms import shared_move, shared_reduce
+from asyncdist.plan.algorithms.registry import SHARED_ALGORITHMS, build, find, needs_lane
 from asyncdist.plan.cost.constants import ASYNCIO, SHARED_MEMORY, Constants, SharedMemory
-from asyncdist.plan.cost.prediction import predict, shape_of
-from asyncdist.plan.cost.shared import SHARED_FORMULAS
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, REDUCTIONS, Problem
 from asyncdist.plan.records import PAYLOAD_SHARE, PIECES_BYTES, USUAL_LANE, LaneMemory
+from asyncdist.plan.selection.prediction import predict, shape_of
 from asyncdist.plan.selection.selector import candidates, choose, parse_overrides, plan_for, usable
 from asyncdist.plan.selection.shared_chunks import shared_chunk_sizes
 from asyncdist.plan.selection.tuning import Tuning, constants_from_terms, constants_to_terms
@@ -147,7 +147,7 @@ def test_everyones_work_is_that_of_the_plans(collective, algorithm, world):
     if collective == "barrier":
         return  # goes by records, as test_vectors_in_records says
     problem, chunk = problem_of(collective, world, world * 4 * MIB), 256 * KIB
-    load = SHARED_FORMULAS[collective][algorithm](shape_of(problem, 1, chunk))
+    load = find(collective, algorithm).cost(shape_of(problem, 1, chunk))
     steps = [step for rank in range(world) for step in build(problem, algorithm, rank, chunk).steps]
     items = sum(isinstance(step, Publish | Fetch | FetchReduce) for step in steps)
     reduced = sum(step.target.length for step in steps if isinstance(step, FetchReduce | Reduce))
@@ -197,15 +197,10 @@ def test_short_pieces_take_as_long_as_what_all_know(collective):
     assert seconds(collective, longest + 1) > seconds(even, longest + 1)
 
 
-def test_every_algorithm_has_a_formula():
-    tables = ({name: set(table) for name, table in every.items()} for every in (SHARED_FORMULAS, SHARED_ALGORITHMS))
-    assert next(tables) == next(tables)
-
-
 @pytest.mark.parametrize(("collective", "algorithm"), SHARED)
 def test_formulas_and_simulation_agree(collective, algorithm, monkeypatch):
-    never = "asyncdist.plan.cost.shared.by_records"  # plans are simulated, and none goes so
-    monkeypatch.setattr(never, lambda *_: False)
+    for module in (shared_move, shared_reduce):  # plans are simulated, and none goes by records
+        monkeypatch.setattr(module, "by_records", lambda *_: False)
     ratios = []
     for cores in (0, 2):
         constants = replace(ASYNCIO, cores=cores, shared=replace(SHARED_MEMORY, operand_s=SHARED_MEMORY.step_s))

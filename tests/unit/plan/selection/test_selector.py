@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from asyncdist.plan.algorithms.registry import ordered_algorithms
+from asyncdist.plan.algorithms.registry import EVERY, ordered_algorithms
 from asyncdist.plan.cost.constants import ASYNCIO, ASYNCIO_LOOPBACK, ASYNCIO_TCP, Link
-from asyncdist.plan.cost.prediction import predict
 from asyncdist.plan.problem import COLLECTIVES, PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.records import LaneMemory
 from asyncdist.plan.selection import selector
+from asyncdist.plan.selection.prediction import predict
 from asyncdist.plan.selection.selector import (
     algorithms,
     candidates,
@@ -221,8 +221,7 @@ def test_one_prediction_is_made_of_those_that_cut_nothing_and_of_no_others(colle
             found = {predict(problem, name, 1, size, ASYNCIO)._replace(chunk_bytes=0) for size in sizes}
             if len(found) > 1:
                 cutting.add(name)
-    uncut = {name for known, name in selector.UNCUT if known == collective}
-    assert uncut == set(algorithms(collective, shared=True)) - cutting
+    assert cutting == {one.name for one in EVERY if one.collective == collective and one.chunked}
 
 
 @pytest.mark.parametrize("nbytes", [128 * KIB, 128 * KIB + 1, 512 * KIB, 3 * MIB])
@@ -264,7 +263,7 @@ def test_an_override_wins():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("all_reduce", 0, 2, 1, 4, 0, "chain"), "has no algorithm 'chain'; it has: direct"),
+        (("all_reduce", 0, 2, 1, 4, 0, "chain"), "has no algorithm 'chain'; it has: recursive_doubling"),
         (("all_reduce", 2, 2, 1, 4), "rank 2 is not in a world of 2"),
         (("all_reduce", -1, 2, 1, 4), "rank -1"),
         (("all_reduce", 0, 2, 1, 0), "at least one byte"),
@@ -304,7 +303,7 @@ def test_overrides():
         ("all_reduce:", "not of the form"),
         (":ring", "not of the form"),
         ("allreduce:ring", "no such collective; known: all_reduce"),
-        ("all_reduce:chain", "no such algorithm; all_reduce has: direct, linear, recursive_doubling"),
+        ("all_reduce:chain", "no such algorithm; all_reduce has: recursive_doubling, linear, direct"),
         ("all_reduce:ring,all_reduce:direct", "given twice"),
     ],
 )

@@ -6,11 +6,12 @@ import time
 
 import pytest
 
-from asyncdist.plan.algorithms.registry import ALGORITHMS, build
+from asyncdist.plan.algorithms.algorithm import TREE
+from asyncdist.plan.algorithms.registry import ALGORITHMS, EVERY, build
 from asyncdist.plan.cost.constants import ASYNCIO_TCP, MPI_LIKE, NCCL
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.simulation.events import Hosts, feeds_of, run
-from asyncdist.plan.simulation.growth import LAWS, grow
+from asyncdist.plan.simulation.growth import grow
 from asyncdist.plan.simulation.simulate import EXACT_WORLD, Method, simulate
 from asyncdist.plan.simulation.sweep import Sweep, simulated_collectives
 
@@ -109,10 +110,9 @@ def test_fewer_levels_are_looked_at_together_where_more_would_take_long():
         return 1.0
 
     problem = problem_of("all_reduce", 8 * 3072, 1 << 20, 8)
-    law = LAWS["all_reduce"]["double_tree"]
     for base_ranks, expected in ((1024, (96, 12)), (192, (96, 12)), (191, (48, 12)), (96, (48, 12)), (95, (24, 12))):
         worlds.clear()
-        assert grow(problem, law, timing, base_ranks) == 1.0
+        assert grow(problem, TREE, timing, base_ranks) == 1.0
         assert [world // 8 for world in worlds] == list(expected)
 
 
@@ -174,7 +174,7 @@ def test_large_worlds_are_quick():
 
 
 def test_every_algorithm_can_be_simulated_in_large_worlds():
-    known = {(collective, algorithm) for collective, table in LAWS.items() for algorithm in table}
+    known = {(one.collective, one.name) for one in EVERY if one.growth}
     assert {pair for pair in PAIRS if pair not in known and pair[1] != "ring_2d"} == set()
     assert {collective for collective, _ in PAIRS} == set(simulated_collectives())
 

@@ -1,4 +1,4 @@
-"""What the pipelined trees ask: broadcast, reduce and all_reduce, on a single binary tree and on a pair of them.
+"""What pipelines on one binary tree, and on a pair of them, cost.
 
 Where hosts have several ranks, a chunk passes the levels of the tree over hosts and those inside a host, one after the
 other; behind the first chunk, the others keep the busiest card busy.
@@ -6,87 +6,22 @@ other; behind the first chunk, the others keep the busiest card busy.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from asyncdist.plan.cost.load import AT_HOME, Hop, Load, Shape, Way, Work, cold
 
-__all__ = [
-    "binary_all_reduce",
-    "binary_broadcast",
-    "binary_reduce",
-    "double_all_reduce",
-    "double_broadcast",
-    "double_reduce",
-]
+__all__ = ["PAIR", "SINGLE", "one_way_cost", "up_and_down_cost"]
 
-SINGLE, PAIR = 1, 2
+SINGLE: Final = 1
+PAIR: Final = 2
+"""Trees."""
 
-BETWEEN = Way(1.0)
+BETWEEN: Final = Way(1.0)
 """Nobody but heads sends to other hosts, and what both of a host's send is counted as one's."""
 
 
-def binary_broadcast(shape: Shape) -> Load:
-    """L levels; an inner rank sends every chunk twice, and inside its host once more."""
-    return _one_way(shape, trees=SINGLE, reduces=False)
-
-
-def binary_reduce(shape: Shape) -> Load:
-    """The same upward, two operands to reduce at each inner rank."""
-    return _one_way(shape, trees=SINGLE, reduces=True)
-
-
-def binary_all_reduce(shape: Shape) -> Load:
-    """Up and down at once: an inner rank sends every chunk to its parent and to two children."""
-    return _up_and_down(shape, trees=SINGLE)
-
-
-def double_broadcast(shape: Shape) -> Load:
-    """Two halves, each on its tree below the root; no rank has more than two children in both."""
-    return _one_way(shape, trees=PAIR, reduces=False)
-
-
-def double_reduce(shape: Shape) -> Load:
-    """The same upward."""
-    return _one_way(shape, trees=PAIR, reduces=True)
-
-
-def double_all_reduce(shape: Shape) -> Load:
-    """Both halves up and down their trees, all at once."""
-    return _up_and_down(shape, trees=PAIR)
-
-
-class _Stage(NamedTuple):
-    """One tree, or a pair: over the hosts, or over the ranks of a host."""
-
-    size: int
-    way: Way
-
-    @property
-    def levels(self) -> int:
-        return (self.size - 1).bit_length()
-
-    @property
-    def fan(self) -> int:
-        """Children of an inner rank in one tree: three ranks are a line."""
-        return min(2, self.size // 2)
-
-    def children(self, trees: int) -> int:
-        """Children of the busiest rank in all trees."""
-        return min(2, self.size - 1) if trees == PAIR else self.fan
-
-    def links(self, trees: int) -> int:
-        """Its children and parents in all trees."""
-        return self.children(trees) + trees if self.size > 2 else trees
-
-
-def _stages(shape: Shape) -> tuple[_Stage, ...]:
-    """The tree over hosts, if there are several, and that inside a host, if it has several ranks."""
-    size = min(shape.world, shape.ranks_per_host)
-    stages = (_Stage(-(-shape.world // size), BETWEEN), _Stage(size, AT_HOME))
-    return tuple(stage for stage in stages if stage.size > 1)
-
-
-def _one_way(shape: Shape, *, trees: int, reduces: bool) -> Load:
+def one_way_cost(shape: Shape, *, trees: int, reduces: bool) -> Load:
+    """Return what broadcast or, if it `reduces`, reduce asks on so many `trees`."""
     part = shape.total / trees
     pieces, others, stages = shape.pieces(part), shape.world - 1, _stages(shape)
     chunk = part / pieces
@@ -118,7 +53,8 @@ def _one_way(shape: Shape, *, trees: int, reduces: bool) -> Load:
     return Load(tuple(hops), tuple(idle), busiest, everyone, 0.0 if shape.one_host else leaving)
 
 
-def _up_and_down(shape: Shape, *, trees: int) -> Load:
+def up_and_down_cost(shape: Shape, *, trees: int) -> Load:
+    """Return what all_reduce asks on so many `trees`."""
     part = shape.total / trees
     pieces, others, stages = shape.pieces(part), shape.world - 1, _stages(shape)
     chunk = part / pieces
@@ -132,9 +68,8 @@ def _up_and_down(shape: Shape, *, trees: int) -> Load:
         idle.append(Hop(2 * stage.levels, (filling - (stage.fan if number == 0 else 0)) * chunk, worked, stage.way))
     outer = stages[0]
     children, links = outer.children(trees), outer.links(trees)
-    if (
-        len(stages) > 1
-    ):  # a head is inside one tree over hosts, with a child in its own host, and a leaf there in another
+    if len(stages) > 1:
+        # A head is inside one tree over hosts, with a child in its own host, and a leaf there in another.
         inside = stages[1]
         children = max(outer.fan + 1, inside.children(trees))
         links = max(outer.links(SINGLE) + trees, inside.links(trees))
@@ -143,3 +78,34 @@ def _up_and_down(shape: Shape, *, trees: int) -> Load:
     total = others * shape.total
     everyone = Work(4 * others * trees * pieces, 2 * total, 2 * total, cold(total, chunk))
     return Load(tuple(hops), tuple(idle), busiest, everyone, 0.0 if shape.one_host else outer.links(trees) * part)
+
+
+class _Stage(NamedTuple):
+    """One tree, or a pair: over the hosts, or over the ranks of a host."""
+
+    size: int
+    way: Way
+
+    @property
+    def levels(self) -> int:
+        return (self.size - 1).bit_length()
+
+    @property
+    def fan(self) -> int:
+        """Children of an inner rank in one tree: three ranks are a line."""
+        return min(2, self.size // 2)
+
+    def children(self, trees: int) -> int:
+        """Children of the busiest rank in all trees."""
+        return min(2, self.size - 1) if trees == PAIR else self.fan
+
+    def links(self, trees: int) -> int:
+        """Its children and parents in all trees."""
+        return self.children(trees) + trees if self.size > 2 else trees
+
+
+def _stages(shape: Shape) -> tuple[_Stage, ...]:
+    """The tree over hosts, if there are several, and that inside a host, if it has several ranks."""
+    size = min(shape.world, shape.ranks_per_host)
+    stages = (_Stage(-(-shape.world // size), BETWEEN), _Stage(size, AT_HOME))
+    return tuple(stage for stage in stages if stage.size > 1)

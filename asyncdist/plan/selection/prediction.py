@@ -8,7 +8,7 @@ An algorithm takes as long as the longest of:
 - the busiest host, where it has more ranks than cores: the work of all its ranks together, on its cores;
 - the busiest link: a rank's port, or the card that a host's ranks share.
 
-Through shared memory there are no links, and waking up instead of messages (`cost.shared`).
+Through shared memory there are no links, and waking up instead of messages (`cost.shared_load`).
 
 The event simulator knows more (who waits for whom); a formula costs microseconds, in worlds of any size.
 """
@@ -16,87 +16,18 @@ The event simulator knows more (who waits for whom); a formula costs microsecond
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
-from types import MappingProxyType
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
-from asyncdist.plan.cost import blocks, grids, trees, vectors
+from asyncdist.plan.algorithms.registry import find
 from asyncdist.plan.cost.constants import Constants
 from asyncdist.plan.cost.load import Hop, Load, Shape, Work
-from asyncdist.plan.cost.shared import SHARED_FORMULAS, SharedFormula, shared_seconds, slowness_of
+from asyncdist.plan.cost.shared_load import SharedLoad, shared_seconds, slowness_of
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, Problem
 from asyncdist.plan.records import USUAL_LANE, LaneMemory
 
-__all__ = ["FORMULAS", "Formula", "Prediction", "predict", "seconds_by", "shape_of"]
-
-Formula: TypeAlias = Callable[[Shape], Load]
-
-FORMULAS: Final[Mapping[str, Mapping[str, Formula]]] = MappingProxyType(
-    {
-        "all_reduce": {
-            "direct": vectors.direct_all_reduce,
-            "linear": vectors.linear_all_reduce,
-            "recursive_doubling": vectors.doubling_all_reduce,
-            "halving_doubling": vectors.halving_doubling_all_reduce,
-            "circulant": vectors.circulant_all_reduce,
-            "ring": vectors.ring_all_reduce,
-            "ring_2d": grids.grid_all_reduce,
-            "binary_tree": trees.binary_all_reduce,
-            "double_tree": trees.double_all_reduce,
-        },
-        "broadcast": {
-            "linear": vectors.linear_broadcast,
-            "binomial_tree": vectors.binomial_broadcast,
-            "chain": vectors.chain_broadcast,
-            "binary_tree": trees.binary_broadcast,
-            "double_tree": trees.double_broadcast,
-        },
-        "reduce": {
-            "linear": vectors.linear_reduce,
-            "binomial_tree": vectors.binomial_reduce,
-            "chain": vectors.chain_reduce,
-            "ordered_chain": vectors.ordered_chain_reduce,
-            "binary_tree": trees.binary_reduce,
-            "double_tree": trees.double_reduce,
-        },
-        "barrier": {"dissemination": vectors.dissemination_barrier, "linear": vectors.linear_barrier},
-        "scan": {"recursive_doubling": vectors.doubling_scan, "chain": vectors.chain_reduce},
-        "exscan": {"recursive_doubling": vectors.doubling_scan, "chain": vectors.chain_reduce},
-        "all_gather": {
-            "direct": blocks.direct_all_gather,
-            "recursive_doubling": blocks.doubling_all_gather,
-            "circulant": blocks.circulant_all_gather,
-            "ring": blocks.ring_all_gather,
-            "neighbor_exchange": blocks.neighbor_all_gather,
-            "ring_2d": grids.grid_all_gather,
-        },
-        "reduce_scatter": {
-            "direct": blocks.direct_reduce_scatter,
-            "recursive_halving": blocks.halving_reduce_scatter,
-            "circulant": blocks.circulant_reduce_scatter,
-            "ring": blocks.ring_reduce_scatter,
-            "ring_2d": grids.grid_reduce_scatter,
-        },
-        "gather": {"linear": blocks.linear_gather, "binomial_tree": blocks.binomial_gather},
-        "scatter": {"linear": blocks.linear_gather, "binomial_tree": blocks.binomial_gather},
-        "gather_uneven": {"linear": blocks.linear_gather},
-        "scatter_uneven": {"linear": blocks.linear_gather},
-        "all_to_all": {
-            "linear": blocks.linear_all_to_all,
-            "pairwise": blocks.pairwise_all_to_all,
-            "bruck": blocks.bruck_all_to_all,
-        },
-        "all_to_all_uneven": {
-            "linear": blocks.linear_all_to_all,
-            "pairwise": blocks.pairwise_all_to_all,
-        },
-    }
-)
-"""By collective and algorithm, as `registry.ALGORITHMS`."""
-
-_NONE: Final[Mapping[str, SharedFormula]] = MappingProxyType({})
-
+__all__ = ["Prediction", "predict", "seconds_by", "shape_of"]
 
 SHAPES_KEPT: Final = 8
 """All algorithms of a collective are asked about the same few sizes of chunk, one after another."""
@@ -128,15 +59,17 @@ def predict(
 ) -> Prediction:
     """Predict one algorithm; `memory` is for those through shared memory; without any none goes through records.
 
-    Raises KeyError without a formula.
+    Raises ValueError for an unknown one.
     """
-    shared = SHARED_FORMULAS.get(problem.collective, _NONE).get(algorithm)
-    if shared is not None:
-        return _predict_shared(shared, problem, algorithm, itemsize, chunk_bytes, constants, memory)
-    formula = FORMULAS[problem.collective][algorithm]
+    cost = find(problem.collective, algorithm).cost
     if problem.world == 1:
         return Prediction(algorithm, chunk_bytes, 0.0, 0, 0)
-    load = formula(shape_of(problem, itemsize, chunk_bytes))
+    load = cost(shape_of(problem, itemsize, chunk_bytes)._replace(memory=memory))
+    if isinstance(load, SharedLoad):
+        slowness, single_copy = slowness_of(problem, itemsize), load.lends(memory)
+        seconds = shared_seconds(load, problem.world, constants, slowness, single_copy=single_copy)
+        moved, scratch = round(load.published), round(load.scratch)
+        return Prediction(algorithm, chunk_bytes, seconds, load.rounds, moved, scratch, single_copy)
     seconds = _seconds(load, problem, constants)
     rounds = round(math.fsum(hop.rounds for hop in load.path))
     return Prediction(algorithm, chunk_bytes, seconds, rounds, round(load.busiest.sent), round(load.scratch))
@@ -147,36 +80,17 @@ def seconds_by(
 ) -> Callable[[Constants], float]:
     """What `predict` says of the seconds, as a function of the constants: all else is worked out once.
 
-    Raises KeyError without a formula.
+    Raises ValueError for an unknown algorithm.
     """
-    shared = SHARED_FORMULAS.get(problem.collective, _NONE).get(algorithm)
+    cost = find(problem.collective, algorithm).cost
     if problem.world == 1:
         return lambda constants: 0.0
-    shape = shape_of(problem, itemsize, chunk_bytes)
-    if shared is not None:
-        items = shared(shape._replace(memory=memory))
-        slowness, single_copy = slowness_of(problem, itemsize), items.lends(memory)
+    load = cost(shape_of(problem, itemsize, chunk_bytes)._replace(memory=memory))
+    if isinstance(load, SharedLoad):
+        items, slowness, single_copy = load, slowness_of(problem, itemsize), load.lends(memory)
         return lambda constants: shared_seconds(items, problem.world, constants, slowness, single_copy=single_copy)
-    load = FORMULAS[problem.collective][algorithm](shape)
-    return lambda constants: _seconds(load, problem, constants)
-
-
-def _predict_shared(
-    formula: SharedFormula,
-    problem: Problem,
-    algorithm: str,
-    itemsize: int,
-    chunk_bytes: int,
-    constants: Constants,
-    memory: LaneMemory,
-) -> Prediction:
-    if problem.world == 1:
-        return Prediction(algorithm, chunk_bytes, 0.0, 0, 0)
-    load = formula(shape_of(problem, itemsize, chunk_bytes)._replace(memory=memory))
-    slowness, single_copy = slowness_of(problem, itemsize), load.lends(memory)
-    seconds = shared_seconds(load, problem.world, constants, slowness, single_copy=single_copy)
-    rounds, published, scratch = load.rounds, round(load.published), round(load.scratch)
-    return Prediction(algorithm, chunk_bytes, seconds, rounds, published, scratch, single_copy)
+    messages = load
+    return lambda constants: _seconds(messages, problem, constants)
 
 
 @lru_cache(maxsize=SHAPES_KEPT)

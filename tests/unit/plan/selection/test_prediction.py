@@ -11,8 +11,8 @@ from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, build
 from asyncdist.plan.cost import load
 from asyncdist.plan.cost.constants import ASYNCIO, ASYNCIO_TCP, MPI_LIKE, NCCL, Constants, Link
 from asyncdist.plan.cost.load import AT_HOME, Shape, Way, cold
-from asyncdist.plan.cost.prediction import FORMULAS, predict, seconds_by, shape_of
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, PRIVATE_COLLECTIVES, Problem
+from asyncdist.plan.selection.prediction import predict, seconds_by, shape_of
 from asyncdist.plan.selection.selector import candidates
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.plan.simulation.simulate import simulate
@@ -37,12 +37,6 @@ def problem_of(collective, world, nbytes, ranks_per_host=1):
 
 def seconds(collective, algorithm, world, nbytes, constants=ROUND, chunk=MIB, ranks_per_host=1):
     return predict(problem_of(collective, world, nbytes, ranks_per_host), algorithm, 1, chunk, constants).seconds
-
-
-def test_every_algorithm_has_a_formula():
-    assert {name: set(table) for name, table in FORMULAS.items()} == {
-        name: set(table) for name, table in ALGORITHMS.items()
-    }
 
 
 @pytest.mark.parametrize(
