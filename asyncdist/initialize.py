@@ -252,7 +252,9 @@ async def _join(
         world = World(loop, method.rank, method.world_size, source, rendezvous, met)
         world.tuning = _agreed_tuning(method.rank, met, overrides)
         world.host = host
-        secret = derive_key(load_token(environ), "peer", met.world_id)
+        below = _underlying(source.store)
+        token = load_token(environ) or (below.token if isinstance(below, TCPStore) else None)
+        secret = derive_key(token, "peer", met.world_id)
         mesh = make_mesh(method.rank, method.world_size, met.world_id, secret, rendezvous.addresses, world, config)
         mesh.crowded = world.tuning.crowded
         mesh.hear_out = world.hear_out
@@ -293,13 +295,18 @@ def _agreed_tuning(rank: int, met: Met, overrides: dict[str, str]) -> Tuning:
 
 def _watch_restarts(store: Store, rendezvous: Rendezvous) -> None:
     """Have the rendezvous told when the daemon comes back without its data."""
-    while isinstance(store, PrefixStore | StoreOfLoop):
-        store = store.underlying_store
+    store = _underlying(store)
     if isinstance(store, TCPStore):
         hook = store.on_incarnation_change
         if not isinstance(hook, _Restarts):
             hook = store.on_incarnation_change = _Restarts(hook)
         hook.watching[rendezvous] = asyncio.get_running_loop()
+
+
+def _underlying(store: Store) -> Store:
+    while isinstance(store, PrefixStore | StoreOfLoop):
+        store = store.underlying_store
+    return store
 
 
 class _Restarts:

@@ -34,7 +34,8 @@ class ServerProcess:
 
 def asyncdist_server(core: int | None, *arguments: str) -> ServerProcess:
     """Start ``python -m asyncdist_server`` on any free port and read the port from its ready line."""
-    command = [sys.executable, "-m", "asyncdist_server", "--host", LOCALHOST, "--port", "0", *arguments]
+    options = ["--host", LOCALHOST, "--port", "0", "--insecure-no-auth"]
+    command = [sys.executable, "-m", "asyncdist_server", *options, *arguments]
     child = Child(command, core=core, ready_line=True)
     line = child.read_line()
     ports: list[str] = re.findall(r":(\d{2,5})\b", line) or re.findall(r"\b(\d{2,5})\b", line)

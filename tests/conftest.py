@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 
 import fewer_cases
@@ -23,6 +26,10 @@ else:
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 """What the tests start inherits it: numpy's library makes a thread per core and lets it spin, a fifth of a start."""
+
+os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="asyncdist-tests-")
+"""Where stores on loopback keep their user's token: not where the user's own stores do."""
+atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 GARBAGE = 20_000
 """Objects made and not freed between two collections."""

@@ -22,7 +22,7 @@ from torch_wire_kit import VALIDATE, blob, number
 from asyncdist.store import TCPStore
 from asyncdist_server.torch_wire import Query
 
-TOKEN: Final = "fuzz" * 11
+TOKEN: Final = "token-of-the-fuzzed-daemon-which-is-long-enough"
 STUCK_S: Final = 30.0
 """A connection that the daemon neither answers nor closes for so long is a fault."""
 PAUSE_S: Final = 0.002

@@ -10,6 +10,7 @@ from asyncdist_server.auth import ClientHandshake, store_context
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.messages import Encoder, FrameReader, Hello, Welcome, decode_replies, decode_welcome
 from asyncdist_server.session import Session
+from asyncdist_server.user_token import find_user_token
 
 Reply = tuple[int, int, Any]
 CLIENT_ID = b"client-0123456-x"
@@ -105,7 +106,8 @@ class SocketClient:
             raise
 
     def _handshake(self, token: str | None, namespace: str) -> None:
-        handshake = ClientHandshake(token, store_context(namespace))
+        own = token or find_user_token()
+        handshake = ClientHandshake(own, store_context(namespace), optional=token is None)
         self.socket.sendall(handshake.start())
         while not handshake.done:
             self.socket.sendall(handshake.receive(self._read()))

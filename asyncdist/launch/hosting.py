@@ -18,7 +18,6 @@ from asyncdist.errors import DistStoreError, LaunchError
 from asyncdist.launch.config import Endpoint, LaunchConfig
 from asyncdist_server.auth import (
     AuthenticationError,
-    ClientHandshake,
     Refusal,
     derive_token,
     new_token,
@@ -58,7 +57,7 @@ def run_token(config: LaunchConfig) -> str | None:
     """The key of this run: what its store, its launchers and its workers prove to each other.
 
     With a daemon the daemon's own token, for it accepts no other. Else derived from the shared token, or fresh random
-    for a single node. Several nodes without a shared token have none, which only works on loopback.
+    for a single node. Several nodes without a shared token have their user's, which only works on loopback.
     """
     if config.store is not None:
         return config.token
@@ -84,7 +83,7 @@ async def find_or_host(config: LaunchConfig, say: Callable[[str], None] = lambda
     if config.node_rank in (None, 0) or config.nnodes == 1:
         hosted = await _host_if_ours(endpoint, token, tls, config.nnodes)
         if hosted is not None:
-            return StorePlace(Endpoint(endpoint.host, hosted.port), token, hosted, tls)
+            return StorePlace(Endpoint(endpoint.host, hosted.port), hosted.token, hosted, tls)
     # Another launcher of this job serves with the run's key, a daemon that was there before with its own.
     found = await _until_it_answers(endpoint, [token, config.token], tls, config.join_timeout_s, say)
     return StorePlace(endpoint, found, None, tls)
@@ -122,19 +121,18 @@ async def _host_if_ours(
     )
 
 
-async def probe_store(endpoint: Endpoint, token: str | None, tls: TLSConfig | None = None) -> None:
-    """Prove `token` to the store that answers there, and have it prove its own.
+async def probe_store(endpoint: Endpoint, token: str | None, tls: TLSConfig | None = None) -> str | None:
+    """Prove `token` to the store that answers there, and have it prove its own; return the one that it has.
 
     Raises AuthenticationError: it refuses the token, or is no asyncdist store (`Refusal.NOT_A_STORE`);
     StoreRefusedError: it is not the one that `tls` means; OSError (TimeoutError included): nothing answers.
     """
     from asyncdist.store.byte_stream import open_stream, prove
 
-    handshake = ClientHandshake(token, store_context(_NAMESPACE))
     async with asyncio.timeout(_PROBE_TIMEOUT_S):
         stream = await open_stream(endpoint.host, endpoint.port, tls)
         try:
-            await prove(stream, handshake)
+            return (await prove(stream, token, store_context(_NAMESPACE))).token
         except ConnectionAbortedError as error:
             raise AuthenticationError(Refusal.NOT_A_STORE, detail="it closes the connection") from error
         finally:
@@ -190,15 +188,13 @@ async def _fitting_token(endpoint: Endpoint, tokens: Sequence[str | None], tls: 
     refused: AuthenticationError | None = None
     for token in dict.fromkeys(tokens):
         try:
-            await probe_store(endpoint, token, tls)
+            return await probe_store(endpoint, token, tls)
         except DistStoreError as error:
             raise LaunchError(f"the store at {endpoint} cannot be used: {error}") from error
         except AuthenticationError as error:
             refused = error
             if error.refusal is Refusal.NOT_A_STORE:
                 raise LaunchError(f"what answers at {endpoint} is not an asyncdist store") from error
-        else:
-            return token
     raise LaunchError(f"the store at {endpoint} refuses this launcher: {refused}") from refused
 
 

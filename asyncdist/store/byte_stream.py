@@ -11,12 +11,34 @@ from typing import Any, Final
 
 from asyncdist.errors import DistStoreError
 from asyncdist.store.tls_config import TLSConfig, context_and_name
-from asyncdist_server.auth import MAGIC, TLS_ALERT_BYTE, TLS_HANDSHAKE_BYTE, ClientHandshake
+from asyncdist_server.auth import (
+    MAGIC,
+    TLS_ALERT_BYTE,
+    TLS_HANDSHAKE_BYTE,
+    AuthenticationError,
+    ClientHandshake,
+    Refusal,
+)
+from asyncdist_server.loopback import is_loopback
 from asyncdist_server.tls import TLSStream, describe_failure
+from asyncdist_server.user_token import find_user_token
 
 __all__ = ["ByteStream", "StoreRefusedError", "open_stream", "prove"]
 
 HANDSHAKE_READ_BYTES: Final = 4096
+
+_OTHER_TOKEN: Final = (
+    "the server requires a token, and none was given: it belongs to another user of this host or to a container, or it "
+    "was started with a token, or before this user's was made anew; set ASYNCDIST_TOKEN or ASYNCDIST_TOKEN_FILE to its "
+    "token"
+)
+_REASONS: Final = {
+    Refusal.TOKEN_REQUIRED: _OTHER_TOKEN,
+    Refusal.WRONG_TOKEN: _OTHER_TOKEN,
+    Refusal.NO_TOKEN: "it has no token, so it may belong to another user of this host: set ASYNCDIST_STORE=host:port "
+    "to use it all the same",
+}
+"""What is said of a store of this host that does not have this user's token, where no token was given."""
 
 KEEPALIVE_IDLE_S: Final = 20
 KEEPALIVE_INTERVAL_S: Final = 5
@@ -128,13 +150,31 @@ async def open_stream(host: str, port: int, tls: TLSConfig | ssl.SSLContext | No
     raise problem
 
 
-async def prove(stream: ByteStream, handshake: ClientHandshake) -> None:
-    """Prove the token, and have the other side prove its own. Raises AuthenticationError, and what `receive` does."""
-    await stream.send(handshake.start())
-    while not handshake.done:
-        answer = handshake.receive(await stream.receive())
-        if answer:
-            await stream.send(answer)
+async def prove(
+    stream: ByteStream, token: str | None, context: bytes, *, own_user_only: bool = False
+) -> ClientHandshake:
+    """Prove the token, and have the other side prove its own; the handshake says which token that was.
+
+    Without a token, a store of this host is shown that of this user, if it asks for one; with `own_user_only` it has to
+    ask. Raises AuthenticationError, and what `receive` does.
+    """
+    here = token is None and is_loopback(str(stream.socket.getpeername()[0]))
+    users = find_user_token() if here else None
+    handshake = ClientHandshake(token or users, context, optional=users is not None and not own_user_only)
+    try:
+        await stream.send(handshake.start())
+        while not handshake.done:
+            answer = handshake.receive(await stream.receive())
+            if answer:
+                await stream.send(answer)
+        if here and own_user_only and handshake.token is None:
+            raise AuthenticationError(Refusal.NO_TOKEN)
+    except AuthenticationError as error:
+        if here and error.refusal in _REASONS:
+            reason = _REASONS[error.refusal]
+            raise AuthenticationError(error.refusal, by_peer=error.by_peer, reason=reason) from None
+        raise
+    return handshake
 
 
 def _context_and_name(tls: TLSConfig | ssl.SSLContext, host: str) -> tuple[ssl.SSLContext, str]:

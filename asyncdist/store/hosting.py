@@ -11,6 +11,7 @@ import asyncdist_server
 from asyncdist.errors import DistStoreError
 from asyncdist.store.tls_config import TLSConfig
 from asyncdist.uninterrupted import uninterrupted
+from asyncdist_server.user_token import default_token
 
 __all__ = ["host_store", "serve_off_loop"]
 
@@ -42,12 +43,16 @@ async def serve_off_loop(
 ) -> asyncdist_server.ThreadedServer:
     """As `asyncdist_server.serve_in_thread`, without blocking the loop. Cancelling leaves nothing running.
 
-    `files` are certificate and key, None for a server without TLS.
+    On loopback a server that is given no token has this user's; ValueError where there can be none. `files` are
+    certificate and key, None for a server without TLS.
     """
     cert, key = files
-    starting = asyncio.ensure_future(
-        asyncio.to_thread(asyncdist_server.serve_in_thread, host, port, token=token, tls_cert=cert, tls_key=key)
-    )
+
+    def start() -> asyncdist_server.ThreadedServer:
+        own = default_token(host) if token is None else token
+        return asyncdist_server.serve_in_thread(host, port, token=own, tls_cert=cert, tls_key=key)
+
+    starting = asyncio.ensure_future(asyncio.to_thread(start))
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:

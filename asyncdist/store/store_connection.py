@@ -80,19 +80,23 @@ async def dial(
     host: str,
     port: int,
     tls: TLSConfig | ssl.SSLContext | None,
-    handshake: ClientHandshake,
+    token: str | None,
+    context: bytes,
     hello: Hello,
-) -> tuple[ByteStream, Welcome, FrameReader]:
+    *,
+    own_user_only: bool = False,
+) -> tuple[ByteStream, str | None, Welcome, FrameReader]:
     """Connect, prove the token and introduce ourselves.
 
-    Returns the connection, what the daemon answered and the reader of what follows. Raises OSError for what may go
-    away by itself and StoreRefusedError for what will not. The caller bounds it with a time-out; cancelling closes it.
+    Returns the connection, the token that was proven, what the daemon answered and the reader of what follows. Raises
+    OSError for what may go away by itself and StoreRefusedError for what will not. The caller bounds it with a
+    time-out; cancelling closes it.
     """
     try:
         stream = await open_stream(host, port, tls)
         try:
-            await prove(stream, handshake)
-            return (stream, *await _introduce(stream, handshake, hello))
+            handshake = await prove(stream, token, context, own_user_only=own_user_only)
+            return (stream, handshake.token, *await _introduce(stream, handshake, hello))
         except BaseException:
             stream.close()
             raise

@@ -23,7 +23,6 @@ from asyncdist.store.store_connection import Connection, StoreRefusedError, Trou
 from asyncdist.store.tls_config import TLSConfig
 from asyncdist.uninterrupted import uninterrupted
 from asyncdist_server import messages
-from asyncdist_server.auth import ClientHandshake
 from asyncdist_server.client_socket import format_address
 
 __all__ = ["TCPClient"]
@@ -68,7 +67,10 @@ class TCPClient(CoordinatingStore):
         connection was lost, requests fail at once."""
         self.on_end: Callable[[bool], None] | None = None
         """Called then, with whether the daemon has said that it stops."""
-        self._token = token
+        self.token = token
+        """Where none was given, the one that was proven to the first daemon, which all later ones must have."""
+        self.own_user_only = False
+        """Whether a store on loopback must have this user's token, where none was given."""
         self._tls = tls
         self._context = context
         self._client_id = secrets.token_bytes(messages.CLIENT_ID_BYTES)
@@ -266,9 +268,10 @@ class TCPClient(CoordinatingStore):
         assert self._loop is not None
         pipeline = self._pipeline
         assert pipeline is not None
-        handshake = ClientHandshake(self._token, self._context)
         hello = messages.Hello(self._client_id, pipeline.to_retry(), client_name())
-        connected, welcome, reader = await dial(self.host, self.port, self._tls, handshake, hello)  # the last await
+        connected, self.token, welcome, reader = await dial(  # the last await
+            self.host, self.port, self._tls, self.token, self._context, hello, own_user_only=self.own_user_only
+        )
         next_frame = pipeline.next_frame
         self._connection = Connection(self._loop, connected, reader, next_frame, self._on_frame, self._on_lost)
         pipeline.lookout.connected(self._connection, connected.socket)

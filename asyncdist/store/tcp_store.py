@@ -52,7 +52,8 @@ class TCPStore(TCPClient):
         multi_tenant: a master whose port is taken uses the store that answers there.
         master_listen_fd: not offered (NotImplementedError): port 0 picks a free one.
         use_libuv: accepted for torch's sake and not used.
-        token: the daemon's token; None for a daemon without one. It is proven, never sent.
+        token: the daemon's token. None: this user's on this host, if a daemon on loopback asks for one. It is proven,
+            never sent.
         tls: a TLSConfig or an ssl.SSLContext for a daemon that was started with TLS. The host is checked against the
             daemon's certificate. A master's TLSConfig must have a certificate.
         namespace: the job whose keys this client sees.
@@ -140,7 +141,7 @@ class TCPStore(TCPClient):
             return await super().open_by(deadline)
         try:
             if self._is_master and not self._closed:
-                self._server = await host_store(self.host, self.port, self._token, self._tls, may_join=self._may_join)
+                self._server = await host_store(self.host, self.port, self.token, self._tls, may_join=self._may_join)
                 self.port = self.port if self._server is None else self._server.port
             await super().open_by(deadline)
             await self._meet(deadline)

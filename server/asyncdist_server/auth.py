@@ -6,7 +6,8 @@ authenticated, not encrypted.
 
 Handshake of a store connection; every message begins with an 8-byte header (magic, version, kind, detail):
 
-    client -> server  HELLO      detail = 1 if the client has a token; 32-byte nonce, length of context (u16), context
+    client -> server  HELLO      detail = 1 if the client has a token, 2 if it also takes a server that has none;
+                                 32-byte nonce, length of context (u16), context
     server -> client  CHALLENGE  detail = 1 if the server has a token; 32-byte nonce, 32-byte proof of role "server"
     client -> server  PROOF      32-byte proof of role "client"
     server -> client  ACCEPTED
@@ -16,7 +17,8 @@ A proof is HMAC-SHA256 over the role and the transcript: the whole HELLO (so ver
 context, which holds job and rank) and the server's nonce. The roles differ, so a proof cannot be sent back as one's
 own. Without a token (meant for loopback only) the same messages flow, under the key of an empty token and with both
 flags 0: the flags make a client with a token meeting a server without one, or the reverse, an error that both sides
-can name.
+can name. A client that was given no token has its user's, for servers that ask for one: it says 2, and uses the empty
+token with a server whose flag is 0.
 
 The end of a client's nonce is a proof of role "hint" over its random beginning. A server whose token is being changed
 knows by it that a client has the former one; to all others it is as random as the rest. Without it the server takes
@@ -31,7 +33,9 @@ import base64
 import enum
 import hashlib
 import hmac
+import math
 import secrets
+import string
 import struct
 from collections.abc import Mapping
 from typing import Final
@@ -52,7 +56,9 @@ MAX_HANDSHAKE_BYTES: Final = 1024
 MAX_CONTEXT_BYTES: Final = 512
 """Longest context in a HELLO: a namespace, a rank, and room for what later versions add."""
 MIN_TOKEN_CHARACTERS: Final = 22
-"""128 bits in urlsafe base64; anything shorter could be searched offline from one recorded handshake."""
+"""128 bits in urlsafe base64; anything shorter could be searched offline, for which to ask a server once is enough."""
+MIN_TOKEN_BITS: Final = 100
+"""What `_strength_bits` must give: a random token of 22 characters has it, one that repeats itself has not."""
 TOKEN_BYTES: Final = 32
 NONCE_BYTES: Final = 32
 HINT_BYTES: Final = 8
@@ -60,6 +66,16 @@ HINT_BYTES: Final = 8
 PROOF_BYTES: Final = 32
 
 STORE_PURPOSE: Final = "store"
+
+_ALPHABETS: Final = (
+    string.digits,
+    "0123456789abcdef",
+    "0123456789ABCDEF",
+    string.ascii_lowercase,
+    string.ascii_uppercase,
+    string.ascii_lowercase + string.digits,
+    string.ascii_letters + string.digits + "-_",
+)
 
 _HEADER: Final = struct.Struct(">4sHBB")
 _LENGTH: Final = struct.Struct(">H")
@@ -72,6 +88,14 @@ class _Kind(enum.IntEnum):
     PROOF = 3
     ACCEPTED = 4
     REFUSAL = 5
+
+
+class _Flag(enum.IntEnum):
+    """What the detail of a HELLO or a CHALLENGE says of the sender's token."""
+
+    NONE = 0
+    TOKEN = 1
+    EITHER = 2  # of a client only
 
 
 class Refusal(enum.IntEnum):
@@ -110,11 +134,12 @@ _REASONS: Final[Mapping[Refusal, str]] = {
 class AuthenticationError(Exception):
     """The handshake failed; close the connection after sending `farewell`, which tells the other side why.
 
-    `refusal` says what happened, and `by_peer` is true if the other side said so.
+    `refusal` says what happened, and `by_peer` is true if the other side said so. `reason` says it to people who are to
+    be told more than that.
     """
 
-    def __init__(self, refusal: Refusal, *, by_peer: bool = False, detail: str = "") -> None:
-        super().__init__(_REASONS[refusal] + (f" ({detail})" if detail else ""))
+    def __init__(self, refusal: Refusal, *, by_peer: bool = False, detail: str = "", reason: str = "") -> None:
+        super().__init__((reason or _REASONS[refusal]) + (f" ({detail})" if detail else ""))
         self.refusal = refusal
         self.by_peer = by_peer
         silent = by_peer or refusal is Refusal.NOT_A_STORE
@@ -127,13 +152,25 @@ def new_token() -> str:
 
 
 def check_token(token: str) -> str:
-    """Return `token`; raises `ValueError` if it is too short to hold 128 bits. The message never shows the token."""
+    """Return `token`; raises `ValueError` if it is too short or too regular. The message never shows the token."""
     if len(token) < MIN_TOKEN_CHARACTERS:
         raise ValueError(
             f"the token has {len(token)} characters, at least {MIN_TOKEN_CHARACTERS} are needed for 128 bits; "
             "`asyncdist token` makes a good one"
         )
+    if _strength_bits(token) < MIN_TOKEN_BITS:
+        raise ValueError(
+            "the token repeats itself or has few different characters, so it could be guessed; `asyncdist token` makes "
+            "a good one"
+        )
     return token
+
+
+def _strength_bits(token: str) -> float:
+    """Return what a random token is worth that has as many different runs of three characters, of such an alphabet."""
+    runs = {token[start : start + 3] for start in range(len(token) - 2)}
+    alphabet = next((letters for letters in _ALPHABETS if set(token) <= set(letters)), _ALPHABETS[-1])
+    return (len(runs) + 2) * math.log2(len(alphabet))
 
 
 def derive_key(token: str | None, purpose: str, context: bytes = b"") -> bytes:
@@ -199,7 +236,7 @@ class _Handshake:
     """What both sides share: the key, a bounded buffer, and reading headers."""
 
     def __init__(self, token: str | None, purpose: str) -> None:
-        self._has_token = token is not None
+        self.token = token
         self._key = derive_key(token, purpose)
         self._buffer = bytearray()
         self.done = False
@@ -242,16 +279,21 @@ class _Handshake:
 class ClientHandshake(_Handshake):
     """The client's side: send `start()`, then what each `receive` returns, until `done`.
 
-    `context` is what the server shall know and what the proof covers, at most `MAX_CONTEXT_BYTES`.
+    `context` is what the server shall know and what the proof covers, at most `MAX_CONTEXT_BYTES`. With `optional` a
+    server that has no token is taken as well; `token` is then None.
     """
 
-    def __init__(self, token: str | None, context: bytes, purpose: str = STORE_PURPOSE) -> None:
+    def __init__(
+        self, token: str | None, context: bytes, purpose: str = STORE_PURPOSE, *, optional: bool = False
+    ) -> None:
         super().__init__(token, purpose)
+        self._flag = _Flag.NONE if token is None else _Flag.EITHER if optional else _Flag.TOKEN
         if len(context) > MAX_CONTEXT_BYTES:
             raise ValueError(f"the context has {len(context)} bytes, allowed are {MAX_CONTEXT_BYTES}")
-        header = _HEADER.pack(MAGIC, HANDSHAKE_VERSION, _Kind.HELLO, self._has_token)
+        header = _HEADER.pack(MAGIC, HANDSHAKE_VERSION, _Kind.HELLO, self._flag)
         nonce = _client_nonce(self._key, secrets.token_bytes(NONCE_BYTES - HINT_BYTES))
         self._hello = header + nonce + _LENGTH.pack(len(context)) + context
+        self._no_key = derive_key(None, purpose)
         self._proven = False
 
     def start(self) -> bytes:
@@ -266,11 +308,13 @@ class ClientHandshake(_Handshake):
         self._take(data)
         if self._proven:
             return self._accepted()
-        detail = self._header(_Kind.CHALLENGE, most=1)
+        detail = self._header(_Kind.CHALLENGE, most=_Flag.TOKEN)
         if detail is None:
             return b""
-        if bool(detail) != self._has_token:
-            raise AuthenticationError(Refusal.NO_TOKEN if self._has_token else Refusal.TOKEN_REQUIRED)
+        if self._flag == _Flag.EITHER and detail == _Flag.NONE:
+            self.token, self._key = None, self._no_key
+        elif bool(detail) != bool(self._flag):
+            raise AuthenticationError(Refusal.NO_TOKEN if self._flag else Refusal.TOKEN_REQUIRED)
         end = _HEADER.size + NONCE_BYTES + PROOF_BYTES
         if len(self._buffer) < end:
             return b""
@@ -325,11 +369,12 @@ class ServerHandshake(_Handshake):
         return AuthenticationError(Refusal.NO_TLS) if tls else super()._stranger(first_byte)
 
     def _challenge(self) -> bytes:
-        detail = self._header(_Kind.HELLO, most=1)
+        detail = self._header(_Kind.HELLO, most=_Flag.EITHER)
         if detail is None:
             return b""
-        if bool(detail) != self._has_token:
-            raise AuthenticationError(Refusal.TOKEN_REQUIRED if self._has_token else Refusal.NO_TOKEN)
+        has_token = self.token is not None
+        if detail != _Flag.EITHER and bool(detail) != has_token:
+            raise AuthenticationError(Refusal.TOKEN_REQUIRED if has_token else Refusal.NO_TOKEN)
         if len(self._buffer) < _HELLO_FIXED_BYTES:
             return b""
         (context_bytes,) = _LENGTH.unpack_from(self._buffer, _HELLO_FIXED_BYTES - _LENGTH.size)
@@ -343,7 +388,7 @@ class ServerHandshake(_Handshake):
         nonce = self._hello[_HEADER.size : _HEADER.size + NONCE_BYTES]
         if self._former and hmac.compare_digest(nonce, _client_nonce(self._former, nonce[:-HINT_BYTES])):
             self._key = self._former
-        header = _HEADER.pack(MAGIC, HANDSHAKE_VERSION, _Kind.CHALLENGE, self._has_token)
+        header = _HEADER.pack(MAGIC, HANDSHAKE_VERSION, _Kind.CHALLENGE, has_token)
         return header + self._nonce + proof(self._key, "server", self._hello, self._nonce)
 
     def _verdict(self) -> bytes:

@@ -36,6 +36,7 @@ from asyncdist_server.messages import (
 )
 from asyncdist_server.service import run_until_signalled
 from asyncdist_server.threaded import new_event_loop
+from asyncdist_server.user_token import default_token
 
 _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 _DIRECTORY: Final = click.Path(file_okay=False, path_type=Path)
@@ -63,9 +64,10 @@ _DIRECTORY: Final = click.Path(file_okay=False, path_type=Path)
     "--token-file",
     default=None,
     type=_FILE,
-    help="File with the token, else ASYNCDIST_TOKEN, else the file ASYNCDIST_TOKEN_FILE.",
+    help="File with the token, else ASYNCDIST_TOKEN, else the file ASYNCDIST_TOKEN_FILE, else on loopback a token of "
+    "this user's, which is made and kept in the runtime directory.",
 )
-@click.option("--insecure-no-auth", is_flag=True, help="Listen beyond loopback without a token.")
+@click.option("--insecure-no-auth", is_flag=True, help="Serve without a token.")
 @click.option("--tls-cert", default=None, type=_FILE, help="Certificate chain in PEM: clients must use TLS.")
 @click.option("--tls-key", default=None, type=_FILE, help="Its key, unless that is in the same file.")
 @click.option("--tls-ca", default=None, type=_FILE, help="Clients must have a certificate of this authority.")
@@ -150,6 +152,8 @@ def main(
         token = tokens.read_token_file(token_file) if token_file else tokens.load_token(os.environ)
         token_file = token_file or tokens.token_file(os.environ)
         former = tokens.read_tokens(token_file)[1] if token_file else None
+        if token is None and not insecure_no_auth:
+            token = default_token(host)
         config = ServerConfig(
             host=host,
             port=port,

@@ -45,6 +45,11 @@ class ThreadedServer:
         return self._server.port
 
     @property
+    def token(self) -> str | None:
+        """What clients must prove."""
+        return self._config.token
+
+    @property
     def address(self) -> str:
         """Where clients connect, as host:port."""
         assert self._server is not None

@@ -8,7 +8,7 @@ from typing import Final
 
 from asyncdist_server.auth import check_token
 
-__all__ = ["MAX_TOKEN_FILE_BYTES", "load_token", "read_token_file", "read_tokens", "token_file"]
+__all__ = ["MAX_TOKEN_FILE_BYTES", "load_token", "parse_tokens", "read_token_file", "read_tokens", "token_file"]
 
 MAX_TOKEN_FILE_BYTES: Final = 4096
 """A token file longer than this is some other file."""
@@ -45,14 +45,20 @@ def read_tokens(path: Path) -> tuple[str, str | None]:
     """Return the tokens in the lines of the file at `path`, the former one, if any, behind; raises as `load_token`."""
     with path.open("rb") as file:
         content = file.read(MAX_TOKEN_FILE_BYTES + 1)
-    if len(content) > MAX_TOKEN_FILE_BYTES:
-        raise ValueError(f"{path} has more than {MAX_TOKEN_FILE_BYTES} bytes and is no token file")
     try:
-        token, *former = map(check_token, content.decode("ascii").split() or [""])
-        if len(former) > 1:
-            raise ValueError(f"it has {1 + len(former)} tokens, a new one and the one before it are all that count")
-        return token, former[0] if former else None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} holds other than ASCII text and is no token file") from None
+        return parse_tokens(content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def parse_tokens(content: bytes) -> tuple[str, str | None]:
+    """Return the tokens in what a file holds, the former one, if any, behind; ValueError says what is wrong with it."""
+    if len(content) > MAX_TOKEN_FILE_BYTES:
+        raise ValueError(f"it has more than {MAX_TOKEN_FILE_BYTES} bytes and is no token file")
+    try:
+        token, *former = map(check_token, content.decode("ascii").split() or [""])
+    except UnicodeDecodeError:
+        raise ValueError("it holds other than ASCII text and is no token file") from None
+    if len(former) > 1:
+        raise ValueError(f"it has {1 + len(former)} tokens, a new one and the one before it are all that count")
+    return token, former[0] if former else None

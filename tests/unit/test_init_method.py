@@ -16,6 +16,7 @@ from asyncdist.init_method import FAILURE_LINGER_S, Hosting, InitMethod, StoreSo
 from asyncdist.initialize import init_process_group
 from asyncdist.store import HashStore, TCPStore
 from asyncdist_server import serve_in_thread
+from asyncdist_server.user_token import make_user_token
 
 ENVIRON = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
@@ -178,7 +179,7 @@ async def test_a_port_that_a_stranger_has_is_not_tried_for_as_long_as_the_world_
 
 
 async def test_rank_0_joins_the_store_on_its_port_for_as_long_as_the_world_takes() -> None:
-    with serve_in_thread() as server:
+    with serve_in_thread(token=make_user_token()) as server:
         method = parse_init_method(f"tcp://127.0.0.1:{server.port}", rank=0, world_size=1, environ={})
         deadline = Deadline.after(600, asyncio.get_running_loop().time())
         source = await open_store(method, deadline, {})

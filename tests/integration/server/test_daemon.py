@@ -22,7 +22,7 @@ from asyncdist_server.auth import AuthenticationError, ClientHandshake, Refusal
 from asyncdist_server.config import ConfigError, limits_for
 from asyncdist_server.messages import Encoder, HelloRefused, Limits
 
-TOKEN = "t" * 43
+TOKEN = "the-token-of-these-tests-and-43-characters-"
 DEADLINE_S = 60.0
 
 
@@ -298,7 +298,7 @@ def go_on(bare: socket.socket, handshake: ClientHandshake) -> None:
 @pytest.mark.parametrize(
     ("server_token", "client_token", "refusal"),
     [
-        (TOKEN, "u" * 43, Refusal.WRONG_TOKEN),
+        (TOKEN, "one-more-token-of-these-tests-of-43-symbols", Refusal.WRONG_TOKEN),
         (TOKEN, None, Refusal.TOKEN_REQUIRED),
         (None, TOKEN, Refusal.NO_TOKEN),
     ],

@@ -33,8 +33,8 @@ from asyncdist_server.messages import Encoder, FrameReader, Hello
 from asyncdist_server.torch_wire import Query
 from asyncdist_server.unsent import SMALL_REPLY_BYTES
 
-TOKEN = "t" * 43
-OTHER_TOKEN = "u" * 43
+TOKEN = "the-token-of-these-tests-and-43-characters-"
+OTHER_TOKEN = "one-more-token-of-these-tests-of-43-symbols"
 DEADLINE_S = 60.0
 AT_ONCE_S = 0.05
 

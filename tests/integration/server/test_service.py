@@ -64,7 +64,7 @@ def test_log_lines_are_json_on_demand(start: Callable[..., Daemon]) -> None:
     code, _, errors = daemon.end()
     assert code == 0
     told = {event["event"]: event for event in events(errors)}
-    assert list(told) == ["no_token", "ready", "connection_refused", "signal", "draining", "stopped"]
+    assert list(told) == ["ready", "connection_refused", "signal", "draining", "stopped"]
     assert told["ready"]["address"] == f"127.0.0.1:{daemon.port}"
     assert told["connection_refused"]["peer"] == peer
     assert told["connection_refused"]["level"] == "warning"

@@ -19,7 +19,7 @@ from asyncdist_server import messages as m
 from asyncdist_server.config import ConfigError, limits_for
 from asyncdist_server.torch_wire import Query
 
-TOKEN = "t" * 43
+TOKEN = "the-token-of-these-tests-and-43-characters-"
 DEADLINE_S = 60.0
 
 

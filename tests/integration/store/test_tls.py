@@ -200,9 +200,11 @@ async def test_cut_connections_are_made_anew_and_every_change_is_made_once(certi
 
     tls = certificates.client_config()
     async with (
-        daemon(certificates, token="t" * 43) as server,
+        daemon(certificates, token="the-token-of-these-tests-and-43-characters-") as server,
         cutting_proxy(server.port, plan) as proxy,
-        TCPStore("127.0.0.1", proxy.port, token="t" * 43, tls=tls, timeout=60) as store,
+        TCPStore(
+            "127.0.0.1", proxy.port, token="the-token-of-these-tests-and-43-characters-", tls=tls, timeout=60
+        ) as store,
     ):
         for expected in range(1, 400):
             assert await store.add("n", 1) == expected

@@ -105,7 +105,7 @@ class Hosts:
             "WORLD_SIZE": "2",
             "MASTER_ADDR": ADDRESSES[0],
             "MASTER_PORT": "29411",
-            "ASYNCDIST_TOKEN": "t" * 40,
+            "ASYNCDIST_TOKEN": "the-token-of-silent-hosts-which-is-long-enough",
             "ASYNCDIST_KEEPALIVE_S": str(LIMIT_S),
         }
         for rank, name in enumerate(self._names):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,8 @@ from hypothesis import strategies as st
 from asyncdist_server import auth, tokens
 from asyncdist_server.auth import AuthenticationError, ClientHandshake, Refusal, ServerHandshake
 
-TOKEN = "t" * 43
-OTHER_TOKEN = "u" * 43
+TOKEN = "the-token-of-these-tests-and-43-characters-"
+OTHER_TOKEN = "one-more-token-of-these-tests-of-43-symbols"
 CONTEXT = auth.store_context("job-1", 3)
 
 
@@ -52,7 +54,10 @@ def test_a_server_whose_token_is_being_changed_takes_the_former_too(token: str, 
 
 
 def test_a_former_token_lets_nobody_else_in() -> None:
-    client, server = ClientHandshake("w" * 43, CONTEXT), ServerHandshake(TOKEN, OTHER_TOKEN)
+    client, server = (
+        ClientHandshake("wrong-token-of-these-tests-with-its-43-char", CONTEXT),
+        ServerHandshake(TOKEN, OTHER_TOKEN),
+    )
     challenge = server.receive(client.start())
     with pytest.raises(AuthenticationError, match="tokens of client and server differ"):
         client.receive(challenge)
@@ -145,6 +150,31 @@ def test_a_client_with_a_token_does_not_trust_a_server_that_says_it_needs_none()
     with pytest.raises(AuthenticationError) as refused:
         client.receive(rogue.receive(bytes(without_token)))
     assert refused.value.refusal is Refusal.NO_TOKEN
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 4096])
+@pytest.mark.parametrize("server_token", [None, TOKEN])
+def test_a_client_with_an_optional_token_takes_a_server_without_one(server_token: str | None, chunk_bytes: int) -> None:
+    client, server = ClientHandshake(TOKEN, CONTEXT, optional=True), ServerHandshake(server_token)
+    exchange(client, server, chunk_bytes)
+    assert client.done
+    assert server.done
+    assert client.token == server_token
+    assert auth.parse_store_context(server.context) == ("job-1", 3)
+
+
+def test_an_optional_token_that_is_wrong_is_refused() -> None:
+    client, server = ClientHandshake(OTHER_TOKEN, CONTEXT, optional=True), ServerHandshake(TOKEN)
+    with pytest.raises(AuthenticationError, match="tokens of client and server differ"):
+        exchange(client, server)
+
+
+def test_a_server_cannot_claim_for_another_that_it_has_no_token() -> None:
+    client, server = ClientHandshake(TOKEN, CONTEXT, optional=True), ServerHandshake(TOKEN)
+    challenge = bytearray(server.receive(client.start()))
+    challenge[7] = 0
+    with pytest.raises(AuthenticationError, match="tokens of client and server differ"):
+        client.receive(bytes(challenge))
 
 
 def test_another_version_is_named() -> None:
@@ -243,9 +273,33 @@ def test_new_tokens_have_256_bits_and_differ() -> None:
 
 
 def test_a_token_of_128_bits_is_the_shortest() -> None:
-    assert auth.check_token("x" * 22)
+    token = secrets.token_urlsafe(16)
+    assert auth.check_token(token) == token
     with pytest.raises(ValueError, match="21 characters"):
-        auth.check_token("x" * 21)
+        auth.check_token(token[:21])
+
+
+@pytest.mark.parametrize(
+    "token",
+    ["a" * 22, "a" * 500, "ab" * 20, "0123456789" * 4, "password" * 5, "7" * 21 + "8", "0123456789012345678901234567"],
+)
+def test_a_token_that_repeats_itself_is_refused(token: str) -> None:
+    with pytest.raises(ValueError, match=r"repeats itself .* `asyncdist token` makes a good one") as refused:
+        auth.check_token(token)
+    assert token not in str(refused.value)
+
+
+def test_a_token_of_a_hundred_bits_is_the_weakest() -> None:
+    """22 letters of 26, all runs of three different: 103 bits; one run twice: 98."""
+    assert auth.check_token("abcdefghijklmnopqrstuv")
+    with pytest.raises(ValueError, match="repeats itself"):
+        auth.check_token("abcdefghijklmnopqrsabc")
+
+
+@pytest.mark.parametrize("make", [auth.new_token, lambda: secrets.token_urlsafe(16), lambda: secrets.token_hex(16)])
+def test_random_tokens_are_never_refused(make: Callable[[], str]) -> None:
+    for _ in range(2000):
+        auth.check_token(make())
 
 
 def test_tokens_come_from_the_variable_before_the_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from asyncdist.transport.protocol.hello import DialerHello, Identity, ListenerHe
 from asyncdist_server import auth
 from asyncdist_server.auth import AuthenticationError, ClientHandshake, ServerHandshake
 
-TOKEN = "t" * 43
+TOKEN = "the-token-of-these-tests-and-43-characters-"
 MESSAGES = ("hello", "challenge", "proof", "accepted")
 
 
@@ -34,11 +34,13 @@ def lengths() -> dict[str, int]:
     return seen
 
 
+@pytest.mark.parametrize("optional", [False, True])
 @pytest.mark.parametrize("name", MESSAGES)
-def test_any_changed_byte_is_noticed(name: str) -> None:
+def test_any_changed_byte_is_noticed(name: str, optional: bool) -> None:
     for position in range(lengths()[name]):
         for flip in (1, 2, 0x80):
-            client, server = ClientHandshake(TOKEN, auth.store_context("job-1", 3)), ServerHandshake(TOKEN)
+            client = ClientHandshake(TOKEN, auth.store_context("job-1", 3), optional=optional)
+            server = ServerHandshake(TOKEN)
 
             def change(message: str, data: bytes, position: int = position, flip: int = flip) -> bytes:
                 if message != name:

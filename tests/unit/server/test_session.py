@@ -13,7 +13,7 @@ from asyncdist_server.engine import StoreEngine
 from asyncdist_server.messages import FrameReader, Hello, HelloRefused, Limits, decode_replies, decode_welcome
 from asyncdist_server.session import TURN_BYTES, TURN_REQUESTS
 
-TOKEN = "t" * 43
+TOKEN = "the-token-of-these-tests-and-43-characters-"
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_a_hello_may_follow_the_proof_in_the_same_bytes(engine: StoreEngine) -> 
 
 def test_a_wrong_token_closes_before_anything_is_parsed(engine: StoreEngine) -> None:
     client = MemoryClient(engine, TOKEN)
-    client.handshake = ClientHandshake("u" * 43, b"/job")
+    client.handshake = ClientHandshake("one-more-token-of-these-tests-of-43-symbols", b"/job")
     challenge = client.send(client.handshake.start())
     with pytest.raises(AuthenticationError) as refused:
         client.handshake.receive(challenge)
