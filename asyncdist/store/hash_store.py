@@ -51,6 +51,10 @@ class HashStore(CoordinatingStore):
 
     async def close(self) -> None:
         """End this client: what it waits for raises `ClosedError`. Others of the same data go on."""
+        self.cut()
+
+    def cut(self) -> None:
+        """The same, at once."""
         if self._closed:
             return
         self._closed = True

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
 import selectors
 import socket
 from collections.abc import Callable, Mapping
 from contextvars import Context
-from typing import Any, NoReturn, TypeVar, TypeVarTuple, Unpack
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeVar, TypeVarTuple, Unpack
 
 __all__ = ["DeadlockError", "VirtualTimeLoop"]
 
@@ -21,8 +23,12 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
+_INTERNAL: Final = (str(Path(asyncio.__file__).parent), str(Path(__file__).parents[1]))
+"""Where the lines are that people who test a program of theirs cannot do anything about."""
+
+
 class DeadlockError(RuntimeError):
-    """Every task waits for something that nothing can bring about; the message lists the tasks."""
+    """Every task waits for something that nothing brings about; the message lists the tasks."""
 
 
 class _VirtualSelector(selectors.BaseSelector):
@@ -31,6 +37,9 @@ class _VirtualSelector(selectors.BaseSelector):
     def __init__(self) -> None:
         self.now_s = 0.0
         self.idle: Callable[[], NoReturn] | None = None
+        self.turns = 0
+        self.max_turns = math.inf
+        self.expire: Callable[[], None]
         self._keys: dict[int, selectors.SelectorKey] = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
@@ -46,6 +55,9 @@ class _VirtualSelector(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Move the clock by `timeout`; None means that nothing is left to wait for."""
+        self.turns += 1
+        if self.turns >= self.max_turns:
+            self.expire()
         if timeout is None and self.idle is not None:
             self.idle()
         elif timeout is not None and timeout > 0:
@@ -72,6 +84,23 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._virtual.now_s
+
+    def limit_idle_turns(self, turns: int, progress: Callable[[], object]) -> None:
+        """Raise DeadlockError once `progress()` has given the same for so many turns of the loop, and some more."""
+        seen = progress()
+
+        def expire() -> None:
+            nonlocal seen
+            self._virtual.turns = 0
+            before, seen = seen, progress()
+            if seen == before:
+                self._virtual.max_turns = math.inf  # what is cancelled now is to end
+                raise DeadlockError(
+                    f"no message between ranks in {turns} turns of the event loop, at {self.time():g} s now: one of "
+                    "these tasks repeats itself for ever: " + self._waiting()
+                )
+
+        self._virtual.turns, self._virtual.max_turns, self._virtual.expire = 0, turns, expire
 
     def run_in_executor(
         self, executor: concurrent.futures.Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
@@ -102,20 +131,35 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         raise RuntimeError("there is no network in virtual time; use the in-memory transport")
 
     def _deadlocked(self) -> NoReturn:
-        waiting = sorted(
-            f"{task.get_name()}: {_where(task.get_coro())}" for task in asyncio.all_tasks(self) if not task.done()
-        )
         raise DeadlockError(
-            f"nothing can happen any more at {self.time():g} s, and these tasks wait: " + "; ".join(waiting)
+            f"nothing can happen any more at {self.time():g} s, and these tasks wait: " + self._waiting()
         )
 
+    def _waiting(self) -> str:
+        """Where each task waits; those that run no line of the program only if there are no others."""
+        tasks = [task for task in asyncio.all_tasks(self) if not task.done()]
+        places = [(task.get_name(), *_where(task.get_coro())) for task in tasks]
+        shown = [place for place in places if place[2]] or places
+        return "; ".join(sorted(f"{name}: {place}" for name, place, _ in shown))
 
-def _where(awaited: Any) -> str:
-    """Where a coroutine waits, down to the innermost one, and for what if that says so itself."""
-    place = repr(awaited)
+
+def _where(awaited: Any) -> tuple[str, bool]:
+    """Where a coroutine waits, in which call and for what if that says so itself; and whether that is in the program.
+
+    It is the innermost line that is neither asyncio's nor asyncdist's, if there is one.
+    """
+    place, called, ours = repr(awaited), "", False
     while frame := getattr(awaited, "cr_frame", None):
-        place = f"{awaited.__qualname__} at {frame.f_code.co_filename}:{frame.f_lineno}"
+        internal = frame.f_code.co_filename.startswith(_INTERNAL)
+        if internal and ours:
+            called = called or f" in {awaited.__qualname__}"
+        else:
+            place, called, ours = (
+                f"{awaited.__qualname__} at {frame.f_code.co_filename}:{frame.f_lineno}",
+                "",
+                not internal,
+            )
         awaited = awaited.cr_await
     frame = getattr(awaited, "gi_frame", None)  # of an __await__
     waited_for = frame.f_locals.get("self") if frame is not None else None
-    return place if waited_for is None else f"{place} for {waited_for!r}"
+    return (f"{place}{called}" if waited_for is None else f"{place}{called} for {waited_for!r}"), ours

@@ -31,8 +31,15 @@ __all__ = ["SimulatedWorld", "run_world"]
 
 T = TypeVar("T")
 
+MAX_IDLE_TURNS: Final = 1_000_000
+"""Turns of the event loop without a message between ranks: some seconds of real time, as many sleeps in a loop."""
+
 GROUP_TIMEOUT_S: Final = 60.0
 """Time-out of collectives in a simulated world; it costs no real time."""
+
+
+_RANK: Final[contextvars.ContextVar[int]] = contextvars.ContextVar("simulated rank", default=-1)
+"""The rank whose code runs."""
 
 
 class SimulatedWorld:
@@ -44,11 +51,23 @@ class SimulatedWorld:
         self.store = HashStore()
         self.world_id = b""
         self.killed: set[int] = set()
+        self.tasks: list[asyncio.Task[Any]] = []
+        self._stores: dict[int, HashStore] = {}
 
     def kill(self, rank: int) -> None:
-        """Let `rank` vanish as if its process were killed: its peers see the connection end without a goodbye."""
-        self.killed.add(rank)
-        self.network.cut(rank, self.world_id)
+        """End `rank` as if its process were killed: its peers see the connection end without a goodbye.
+
+        Its task is cancelled where it waits, and reaches nobody any more: neither peers nor the store. Where that rank
+        calls this itself, the call raises `CancelledError`.
+        """
+        if rank not in self.killed:
+            self.killed.add(rank)
+            self.network.cut(rank, self.world_id)
+            self._stores[rank].cut()
+            for task in self.tasks[rank : rank + 1]:
+                task.cancel(f"rank {rank} was killed")
+        if _RANK.get() == rank:
+            raise asyncio.CancelledError(f"rank {rank} was killed")
 
     async def join(
         self, rank: int, timeout_s: float | None = GROUP_TIMEOUT_S, *, allow_pickle: bool = False
@@ -67,8 +86,9 @@ class SimulatedWorld:
             self.world_id = world_id
             return MemoryMesh(self.network, rank, size, owner, world_id)
 
+        store = self._stores[rank] = self.store.clone()
         return await open_world(
-            StoreSource(self.store, owned=False),
+            StoreSource(store, owned=True),
             InitMethod(rank, self.size),
             "default",
             timeout_s,
@@ -89,13 +109,16 @@ def run_world(
     timeout_s: float | None = GROUP_TIMEOUT_S,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] = VirtualTimeLoop,
     pass_world: bool = False,
+    max_idle_turns: int | None = MAX_IDLE_TURNS,
 ) -> list[T]:
     """Run `main(group)` on `size` ranks and return their results in rank order.
 
     With `pass_world`, `main(group, world)` also gets the `SimulatedWorld`. A `seed` makes timing random and
     repeatable. Once all have ended the failure that brought down the others is raised, with a note that names its rank;
-    of several the lowest rank's. `DeadlockError` when nothing can happen any more. Groups are closed when `main`
-    returns, and aborted when it raises. ValueError without a rank; RuntimeError within a running event loop, as a test
+    of several the lowest rank's. A rank that was killed is no cause, and its result is None. `DeadlockError` when
+    nothing can happen any more, and when the event loop has turned `max_idle_turns` times (None: without limit) with no
+    message between ranks, as where one sleeps in a loop for ever. Groups are closed when `main` returns, and aborted
+    when it raises. ValueError without a rank; RuntimeError within a running event loop, as a test
     that calls this is no coroutine.
 
     Virtual time does not pass in threads: ranks that wait for one (`fake_cuda`, `asyncio.to_thread`) need a
@@ -106,21 +129,20 @@ def run_world(
     if asyncio._get_running_loop() is not None:
         raise RuntimeError("run_world() has a loop of its own: call it from a plain function, not from a coroutine")
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(_run(size, main, seed, latency_s, timeout_s, pass_world))
+        loop = runner.get_loop()
+        world = SimulatedWorld(size, loop, seed, latency_s)
+        if max_idle_turns is not None and isinstance(loop, VirtualTimeLoop):
+            loop.limit_idle_turns(max_idle_turns, lambda: world.network.delivered_bytes)
+        return runner.run(_run(world, main, timeout_s, pass_world))
 
 
 async def _run(
-    size: int,
-    main: Callable[..., Awaitable[T]],
-    seed: int | None,
-    latency_s: float,
-    timeout_s: float | None,
-    pass_world: bool,
+    world: SimulatedWorld, main: Callable[..., Awaitable[T]], timeout_s: float | None, pass_world: bool
 ) -> list[T]:
     loop = asyncio.get_running_loop()
-    world = SimulatedWorld(size, loop, seed, latency_s)
 
     async def rank_main(rank: int) -> T:
+        _RANK.set(rank)
         group = await world.join(rank, timeout_s)
         async with group:
             arguments: tuple[Any, ...] = (group, world) if pass_world else (group,)
@@ -129,9 +151,9 @@ async def _run(
                 raise TypeError(f"main must be an async function: it returned {result!r}, which cannot be awaited")
             return await result
 
-    tasks = [
+    tasks = world.tasks = [
         loop.create_task(rank_main(rank), name=f"rank {rank}", context=contextvars.copy_context())
-        for rank in range(size)
+        for rank in range(world.size)
     ]
     try:
         await asyncio.wait(tasks)
@@ -141,16 +163,18 @@ async def _run(
         await asyncio.gather(*tasks, return_exceptions=True)
         await world.store.close()
     _raise_the_cause(tasks, world.killed)
-    return [task.result() for task in tasks]
+    results: list[Any] = [None if rank in world.killed else task.result() for rank, task in enumerate(tasks)]
+    return results
 
 
 def _raise_the_cause(tasks: Sequence[asyncio.Task[Any]], killed: Collection[int]) -> None:
     """Raise the failure that explains the others, if there is any; it names its rank in a note."""
-    failed = {rank: error for rank, task in enumerate(tasks) if not task.cancelled() and (error := task.exception())}
+    ended = {rank: task for rank, task in enumerate(tasks) if rank not in killed and not task.cancelled()}
+    failed = {rank: error for rank, task in ended.items() if (error := task.exception())}
     if not failed:
         return
-    rank = min(failed, key=lambda one: (one in killed, _remoteness(failed[one])))
-    seen = {rank, *killed}
+    rank = min(failed, key=lambda one: _remoteness(failed[one]))
+    seen = {rank}
     while (named := _named_by(failed[rank])) in failed and named not in seen:  # that rank knows more
         rank = named
         seen.add(rank)

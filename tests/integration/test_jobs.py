@@ -37,7 +37,7 @@ def test_env_with_the_store_in_rank_zero(transport: str, size: int) -> None:
 
 
 def test_env_with_a_daemon_and_a_token() -> None:
-    token = "0123456789abcdef0123456789abcdef0123456789ab"
+    token = new_token()
     with daemon() as store:
         run_ranks(SUM, 2, {"ASYNCDIST_STORE": store, "ASYNCDIST_JOB_ID": "one"})
     environ = {"ASYNCDIST_TOKEN": token, "ASYNCDIST_JOB_ID": "two"}

@@ -132,6 +132,7 @@ class _Direction:
             if nbytes < len(segment):
                 self._flight.appendleft((arrival_s, segment[nbytes:]))
             self._flight_bytes -= nbytes
+            self._network.delivered_bytes += nbytes
             budget -= nbytes
             try:
                 core.buffer_updated(nbytes)
@@ -192,6 +193,7 @@ class MemoryNetwork:
     def __init__(self, loop: asyncio.AbstractEventLoop, seed: int | None = None, latency_s: float = 0.0) -> None:
         self.loop = loop
         self._random = None if seed is None else random.Random(seed)
+        self.delivered_bytes = 0
         self._latency_s = latency_s
         self._meshes: dict[tuple[bytes, int], MemoryMesh] = {}
         self._waiting: dict[tuple[bytes, int], list[MemoryMesh]] = {}

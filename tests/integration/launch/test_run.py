@@ -64,7 +64,7 @@ def test_torchruns_other_options_and_its_variables(tmp_path: Path) -> None:
 
 
 def test_every_run_has_a_token_of_its_own_and_never_the_users(tmp_path: Path) -> None:
-    script, token = write_script(tmp_path, SHOW), "t" * 32
+    script, token = write_script(tmp_path, SHOW), "the-token-of-these-tests-and-43-characters-"
     fresh = {shown(run(script).stdout)[0]["ASYNCDIST_TOKEN"] for _ in range(2)}
     derived = {shown(run("--rdzv-id", job, script, ASYNCDIST_TOKEN=token).stdout)[0]["ASYNCDIST_TOKEN"] for job in "ab"}
     assert len(fresh | derived | {token, None}) == 6
