@@ -145,8 +145,9 @@ class CommunicationThread:
             sys.setswitchinterval(self._previous_s)
 
     def _stop(self) -> None:
-        self._stopping = True
-        self.loop.stop()
+        if not self._stopping:  # else what ends there now would be stopped
+            self._stopping = True
+            self.loop.stop()
 
     def _run(self) -> None:
         try:
@@ -156,6 +157,7 @@ class CommunicationThread:
                 except (SystemExit, KeyboardInterrupt) as error:  # which a function of the user's raises
                     self._report(error)
         finally:
+            self._stopping = True
             self.loop.run_until_complete(self._end())
             self.loop.close()
 

@@ -110,6 +110,29 @@ def test_what_exits_while_the_thread_ends_does_not_keep_it() -> None:
         assert not thread.alive
 
 
+def test_it_may_be_stopped_again_while_it_ends() -> None:
+    """As where Ctrl-C ends the waiting for the last world to close, and the program ends then."""
+    with nothing_left():
+        thread = acquire()
+        ending, go = threading.Event(), threading.Event()
+
+        async def slow_to_end() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ending.set()
+                while not go.is_set():  # noqa: ASYNC110 - it is set in another thread
+                    await asyncio.sleep(0)
+
+        thread.submit(lambda: thread.start_task(slow_to_end(), Context(), lambda task: None))
+        thread.submit(release, thread)
+        assert ending.wait(LIMIT_S)
+        thread.loop.call_soon_threadsafe(go.set)
+        thread.stop()
+        assert not thread.alive
+        assert thread.loop.is_closed()
+
+
 def test_a_submission_that_is_interrupted_keeps_no_later_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C may come wherever the interpreter looks for it, as within asyncio's function here."""
     thread = acquire()
