@@ -7,7 +7,8 @@ from typing import Final, TypeVar
 __all__ = ["NO_GOODBYE", "anew"]
 
 NO_GOODBYE: Final = (
-    "the connection was closed without a goodbye (it failed, was killed or broke off: see its own output)"
+    "the connection was closed without a goodbye (it failed, was killed, broke off, or ended without "
+    "destroy_process_group(): see its own output)"
 )
 """What is known of a peer that is lost, and where to look for more."""
 
