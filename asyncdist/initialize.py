@@ -33,6 +33,7 @@ from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.mesh import Mesh, Resolve
 from asyncdist.transport.shared_memory.segment import segments_available
 from asyncdist.uninterrupted import uninterrupted
+from asyncdist.variables import warn_of_misspelt
 from asyncdist.world import World
 from asyncdist_server.auth import derive_key
 from asyncdist_server.tokens import load_token
@@ -75,6 +76,7 @@ def init_process_group(
     arguments, at the call; DistError, ConnectTimeoutError (naming the ranks that did not come) or DistStoreError when
     the world cannot be formed. Cancelling leaves nothing open.
     """
+    warn_of_misspelt(os.environ)
     timeout_s = timeout_seconds(timeout, _timeout_from_environ(os.environ))
     parse_backend(backend)  # raises for what is wrong with it
     if progress not in ("loop", "thread"):

@@ -10,6 +10,7 @@ import pytest
 import asyncdist
 from asyncdist import blocking, errors
 from asyncdist.plan.algorithms.registry import ALGORITHMS, SHARED_ALGORITHMS
+from asyncdist.variables import PREFIX, VARIABLES
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -26,6 +27,7 @@ def variables_in(*paths: Path) -> set[str]:
 
 def test_every_environment_variable_is_documented_and_read() -> None:
     assert variables_in(ROOT / "docs" / "environment.md") == variables_in(*SOURCES)
+    assert variables_in(*SOURCES) == {PREFIX + name for name in VARIABLES}
     assert variables_in(*DOCUMENTS) <= variables_in(*SOURCES)
 
 

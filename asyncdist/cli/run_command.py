@@ -165,9 +165,13 @@ def _launch(config: LaunchConfig) -> int:
 def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> LaunchConfig:
     """Turn options and environment into a checked LaunchConfig; raises click's errors."""
     from asyncdist.store.tls_config import load_tls
+    from asyncdist.variables import misspelt
     from asyncdist_server.tokens import load_token
 
     environ = os.environ
+    for variable, meant in misspelt(environ).items():
+        said = f"environment variable {variable} is not known and has no effect: did you mean {meant}?"
+        click.echo(f"asyncdist run: {said}", err=True)
     standalone: bool = options["standalone"]
     least, most = options["nnodes"]
     if standalone and (most > 1 or options["rdzv_endpoint"] or options["master_addr"]):

@@ -29,6 +29,7 @@ from asyncdist.launch.config import DEFAULT_GRACE_S, MAX_PROCESSES_PER_NODE, End
 from asyncdist.launch.environment import NodePlace, worker_environment
 from asyncdist.launch.exec_guard import die_with_parent
 from asyncdist.loop import run
+from asyncdist.variables import warn_of_misspelt
 from asyncdist_server.tokens import load_token
 
 __all__ = ["SpawnContext", "spawn"]
@@ -200,6 +201,7 @@ def spawn(
 
 def _place(nprocs: int) -> tuple[NodePlace, asyncdist_server.ThreadedServer | None]:
     """Where the children are, and the store if it is hosted here."""
+    warn_of_misspelt(os.environ)
     token = load_token(os.environ)
     run_id = secrets.token_hex(4)
     store_text = os.environ.get("ASYNCDIST_STORE", "")

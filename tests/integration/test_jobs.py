@@ -15,6 +15,8 @@ import pytest
 from jobs import daemon, finish, free_port, run_ranks, start_rank, start_ranks
 from punctual import assert_within, punctual
 
+from asyncdist_server.auth import new_token
+
 SUM = """
 async def main():
     async with dist.init_process_group() as group:
