@@ -8,6 +8,7 @@ opened.
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from contextvars import ContextVar
 
@@ -19,11 +20,15 @@ _current: ContextVar[ProcessGroup | None] = ContextVar("asyncdist_group", defaul
 # A group refers to its loop, so strong references here would keep both for ever. While it is open, its sockets, which
 # the loop watches, keep it alive.
 _open: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.WeakSet[ProcessGroup]] = weakref.WeakKeyDictionary()
+_threads: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, str] = weakref.WeakKeyDictionary()
+"""The name of the thread that each of these loops runs in."""
 
 
 def register_world(group: ProcessGroup) -> None:
     """Make `group` the default of the current context, and known to its event loop."""
-    _open.setdefault(asyncio.get_running_loop(), weakref.WeakSet()).add(group)
+    loop = asyncio.get_running_loop()
+    _open.setdefault(loop, weakref.WeakSet()).add(group)
+    _threads[loop] = threading.current_thread().name
     _current.set(group)
 
 
@@ -49,7 +54,10 @@ def has_default_group() -> bool:
 
 
 def default_group() -> ProcessGroup:
-    """Return the default group. Raises ValueError if there is none, or several to choose from."""
+    """Return the default group.
+
+    Raises ValueError if there is none, or several to choose from; RuntimeError if it was made on another event loop.
+    """
     group = _current.get()
     if group is not None and not group.closed:
         return group
@@ -59,6 +67,14 @@ def default_group() -> ProcessGroup:
     if alive:
         names = ", ".join(world.name for world in alive)
         raise ValueError(f"several worlds are open on this event loop ({names}) and this context has none: pass group=")
+    for loop, worlds in list(_open.items()):
+        for world in list(worlds):
+            if not world.closed:
+                raise RuntimeError(
+                    f"group {world.name}: called from another event loop than the group was made on, or from a thread "
+                    f"without one. It was made in thread {_threads[loop]!r}: call it there, as "
+                    "asyncio.run_coroutine_threadsafe() does, or use asyncdist.blocking, which any thread may call"
+                )
     raise ValueError(
         "the default process group has not been initialized: call init_process_group() first, "
         "and in asyncio code await it" + (" (this context's group is closed)" if group is not None else "")

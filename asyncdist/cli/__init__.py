@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import Final
 
@@ -9,7 +10,7 @@ import click
 
 from asyncdist_server.descriptors import open_standard_descriptors
 
-__all__ = ["main"]
+__all__ = ["SuggestingGroup", "main"]
 
 _COMMANDS: Final = {
     "explain": ("asyncdist.cli.explain_command", "explain_command"),
@@ -21,7 +22,22 @@ _COMMANDS: Final = {
 }
 
 
-class _LazyGroup(click.Group):
+class SuggestingGroup(click.Group):
+    """Says which command is meant by a misspelt name."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As the base class, with that hint."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            for near in difflib.get_close_matches(args[0], self.list_commands(ctx), 1):
+                raise click.UsageError(f"{error.message} Did you mean {near}?", ctx) from None
+            raise
+
+
+class _LazyGroup(SuggestingGroup):
     """Imports a command's module when the command is asked for, so that `asyncdist run` starts quickly."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

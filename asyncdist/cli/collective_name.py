@@ -24,6 +24,7 @@ OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "all_gather_array": "all_gather",
         "reducescatter": "reduce_scatter",
         "reduce_scatter_tensor": "reduce_scatter",
+        "reduce_scatter_block": "reduce_scatter",
         "reduce_scatter_single": "reduce_scatter",
         "alltoall": "all_to_all",
         "all_to_all_single": "all_to_all",
@@ -41,7 +42,7 @@ class CollectiveName(click.ParamType):  # type: ignore[type-arg]  # generic in n
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the name used here."""
-        word = str(value).strip().lower().replace("-", "_")
+        word = str(value).strip().lower().replace("-", "_").replace(".", "_").removeprefix("mpi_")
         word = OTHER_NAMES.get(word, word)
         if word in self._known:
             return word

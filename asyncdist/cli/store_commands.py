@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 import click
 
+from asyncdist.cli import SuggestingGroup
 from asyncdist.cli.key_argument import key_argument, key_text
 from asyncdist.cli.store_observe_commands import status_command, waits_command, watch_command
 from asyncdist.errors import DistError
@@ -67,7 +68,7 @@ class Target:
             raise click.ClickException(str(error)) from error
 
 
-class _StoreGroup(click.Group):
+class _StoreGroup(SuggestingGroup):
     """Says where its options go when they are given to a command, which every one of them concerns."""
 
     def invoke(self, ctx: click.Context) -> object:

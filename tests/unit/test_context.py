@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
 
 import pytest
@@ -43,6 +44,33 @@ async def test_worlds_made_and_closed_on_one_loop_are_freed() -> None:
     await asyncio.sleep(0)  # the loop still holds the callbacks of its last turn
     gc.collect()
     assert len(groups) == 0
+
+
+@pytest.mark.parametrize("has_loop", [False, True])
+async def test_a_thread_that_has_no_group_is_told_where_it_is(has_loop: bool) -> None:
+    said: list[str] = []
+
+    async def coroutine() -> None:
+        dist.get_rank()
+
+    def body() -> None:
+        try:
+            asyncio.run(coroutine()) if has_loop else dist.get_rank()
+        except RuntimeError as error:
+            said.append(str(error))
+
+    def in_a_thread() -> None:
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+
+    async with dist.HashStore() as store, dist.init_process_group(store=store, rank=0, world_size=1):
+        in_a_thread()
+    (text,) = said
+    assert text.startswith("group default: called from another event loop than the group was made on")
+    assert "It was made in thread 'MainThread'" in text
+    with pytest.raises(ValueError, match="has not been initialized"):
+        dist.get_rank()
 
 
 async def test_who_forgot_to_await_is_told() -> None:

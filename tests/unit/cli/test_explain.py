@@ -230,6 +230,10 @@ def test_ranks_of_one_host_share_memory_unless_told_otherwise(explain):
     ("name", "meant"),
     [
         ("allreduce", "all_reduce"),
+        ("MPI_Allreduce", "all_reduce"),
+        ("MPI.Allreduce", "all_reduce"),
+        ("MPI_Bcast", "broadcast"),
+        ("MPI_Reduce_scatter_block", "reduce_scatter"),
         ("bcast", "broadcast"),
         ("All-To-All", "all_to_all"),
         ("all_gather_into_tensor", "all_gather"),

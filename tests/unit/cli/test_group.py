@@ -25,6 +25,15 @@ def test_a_command_that_is_not_there_is_named() -> None:
     assert "No such command 'absent'" in result.output
 
 
+@pytest.mark.parametrize(("words", "meant"), [(["rum"], "run"), (["store", "lst"], "ls"), (["absent"], None)])
+def test_a_misspelt_command_gets_a_suggestion(words: list[str], meant: str | None) -> None:
+    result = CliRunner().invoke(cli.main, words)
+    assert result.exit_code == 2
+    assert f"No such command '{words[-1]}'" in result.output
+    assert ("Did you mean" in result.output) == (meant is not None)
+    assert meant is None or f"Did you mean {meant}?" in result.output
+
+
 @pytest.mark.parametrize("group", [cli.main, store_group, server], ids=["asyncdist", "store", "asyncdist-server"])
 def test_the_list_of_commands_cuts_no_sentence_off(group: click.Command) -> None:
     commands = CliRunner().invoke(group, ["--help"]).output.split("\nCommands:\n")[1]
