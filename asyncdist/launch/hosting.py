@@ -85,7 +85,8 @@ async def find_or_host(config: LaunchConfig, say: Callable[[str], None] = lambda
         if hosted is not None:
             return StorePlace(Endpoint(endpoint.host, hosted.port), hosted.token, hosted, tls)
     # Another launcher of this job serves with the run's key, a daemon that was there before with its own.
-    found = await _until_it_answers(endpoint, [token, config.token], tls, config.join_timeout_s, say)
+    tokens = [token, config.token]
+    found = await _until_it_answers(endpoint, tokens, tls, config.join_timeout_s, say, own_user_only=True)
     return StorePlace(endpoint, found, None, tls)
 
 
@@ -121,8 +122,12 @@ async def _host_if_ours(
     )
 
 
-async def probe_store(endpoint: Endpoint, token: str | None, tls: TLSConfig | None = None) -> str | None:
+async def probe_store(
+    endpoint: Endpoint, token: str | None, tls: TLSConfig | None = None, *, own_user_only: bool = False
+) -> str | None:
     """Prove `token` to the store that answers there, and have it prove its own; return the one that it has.
+
+    Without a token, one on loopback is to have this user's if it asks for one; with `own_user_only` it has to ask.
 
     Raises AuthenticationError: it refuses the token, or is no asyncdist store (`Refusal.NOT_A_STORE`);
     StoreRefusedError: it is not the one that `tls` means; OSError (TimeoutError included): nothing answers.
@@ -132,7 +137,8 @@ async def probe_store(endpoint: Endpoint, token: str | None, tls: TLSConfig | No
     async with asyncio.timeout(_PROBE_TIMEOUT_S):
         stream = await open_stream(endpoint.host, endpoint.port, tls)
         try:
-            return (await prove(stream, token, store_context(_NAMESPACE))).token
+            handshake = await prove(stream, token, store_context(_NAMESPACE), own_user_only=own_user_only)
+            return handshake.token
         except ConnectionAbortedError as error:
             raise AuthenticationError(Refusal.NOT_A_STORE, detail="it closes the connection") from error
         finally:
@@ -156,6 +162,8 @@ async def _until_it_answers(
     tls: TLSConfig | None,
     timeout_s: float,
     say: Callable[[str], None],
+    *,
+    own_user_only: bool = False,
 ) -> str | None:
     """Wait for a store there and return the first of `tokens` it takes."""
     last: OSError | None = None
@@ -171,7 +179,7 @@ async def _until_it_answers(
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
-                    return await _fitting_token(endpoint, tokens, tls)
+                    return await _fitting_token(endpoint, tokens, tls, own_user_only)
                 except OSError as error:
                     last = error
                     await asyncio.sleep(_RETRY_S)
@@ -184,11 +192,13 @@ async def _until_it_answers(
         reminder.cancel()
 
 
-async def _fitting_token(endpoint: Endpoint, tokens: Sequence[str | None], tls: TLSConfig | None) -> str | None:
+async def _fitting_token(
+    endpoint: Endpoint, tokens: Sequence[str | None], tls: TLSConfig | None, own_user_only: bool
+) -> str | None:
     refused: AuthenticationError | None = None
     for token in dict.fromkeys(tokens):
         try:
-            return await probe_store(endpoint, token, tls)
+            return await probe_store(endpoint, token, tls, own_user_only=own_user_only)
         except DistStoreError as error:
             raise LaunchError(f"the store at {endpoint} cannot be used: {error}") from error
         except AuthenticationError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 
 from asyncdist.errors import LaunchError
 from asyncdist.launch import hosting
-from asyncdist.launch.config import Endpoint
+from asyncdist.launch.config import Endpoint, LaunchConfig
+from asyncdist_server import serve_in_thread
+from asyncdist_server.user_token import find_user_token
 
 ALL = ""
 
@@ -59,3 +62,29 @@ def test_all_addresses_are_served_with_a_token_only(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(hosting, "_bind_address", bind_all)
     asyncio.run(host())
+
+
+def test_a_store_without_a_token_does_not_pass_for_that_of_another_launcher() -> None:
+    """On loopback it may be another user's; one that is named by ASYNCDIST_STORE is taken."""
+    with serve_in_thread() as squatter:
+        there = Endpoint("127.0.0.1", squatter.port)
+        for rank in (0, 1):
+            config = LaunchConfig(command=("x",), nnodes=2, node_rank=rank, endpoint=there)
+            with pytest.raises(LaunchError, match="it may belong to another user"):
+                asyncio.run(hosting.find_or_host(config))
+        named = asyncio.run(hosting.find_or_host(LaunchConfig(command=("x",), store=there)))
+        assert (named.token, named.hosted) == (None, None)
+
+
+def test_launchers_on_loopback_have_their_users_token() -> None:
+    async def both() -> None:
+        config = LaunchConfig(command=("x",), nnodes=2, node_rank=0, endpoint=Endpoint("127.0.0.1", 0))
+        first = await hosting.find_or_host(config)
+        assert first.hosted is not None
+        try:
+            second = await hosting.find_or_host(dataclasses.replace(config, node_rank=1, endpoint=first.endpoint))
+            assert first.token == second.token == find_user_token() is not None
+        finally:
+            await asyncio.to_thread(first.hosted.close)
+
+    asyncio.run(both())
