@@ -160,7 +160,8 @@ async def prove(
     """
     here = token is None and is_loopback(str(stream.socket.getpeername()[0]))
     users = find_user_token() if here else None
-    handshake = ClientHandshake(token or users, context, optional=users is not None and not own_user_only)
+    shown = users if token is None else token
+    handshake = ClientHandshake(shown, context, optional=users is not None and not own_user_only)
     try:
         await stream.send(handshake.start())
         while not handshake.done:

@@ -52,8 +52,8 @@ class TCPStore(TCPClient):
         multi_tenant: a master whose port is taken uses the store that answers there.
         master_listen_fd: not offered (NotImplementedError): port 0 picks a free one.
         use_libuv: accepted for torch's sake and not used.
-        token: the daemon's token. None: this user's on this host, if a daemon on loopback asks for one. It is proven,
-            never sent.
+        token: the daemon's token. None: this user's on this host, if a daemon on loopback asks for one, as that of a
+            master does. It is proven, never sent.
         tls: a TLSConfig or an ssl.SSLContext for a daemon that was started with TLS. The host is checked against the
             daemon's certificate. A master's TLSConfig must have a certificate.
         namespace: the job whose keys this client sees.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import math
+import os
 import selectors
 import socket
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-_INTERNAL: Final = (str(Path(asyncio.__file__).parent), str(Path(__file__).parents[1]))
+_INTERNAL: Final = tuple(f"{folder}{os.sep}" for folder in (Path(asyncio.__file__).parent, Path(__file__).parents[1]))
 """Where the lines are that people who test a program of theirs cannot do anything about."""
 
 
@@ -154,12 +155,9 @@ def _where(awaited: Any) -> tuple[str, bool]:
         if internal and ours:
             called = called or f" in {awaited.__qualname__}"
         else:
-            place, called, ours = (
-                f"{awaited.__qualname__} at {frame.f_code.co_filename}:{frame.f_lineno}",
-                "",
-                not internal,
-            )
+            place = f"{awaited.__qualname__} at {frame.f_code.co_filename}:{frame.f_lineno}"
+            called, ours = "", not internal
         awaited = awaited.cr_await
     frame = getattr(awaited, "gi_frame", None)  # of an __await__
     waited_for = frame.f_locals.get("self") if frame is not None else None
-    return (f"{place}{called}" if waited_for is None else f"{place}{called} for {waited_for!r}"), ours
+    return place + called + ("" if waited_for is None else f" for {waited_for!r}"), ours

@@ -57,8 +57,9 @@ class SimulatedWorld:
     def kill(self, rank: int) -> None:
         """End `rank` as if its process were killed: its peers see the connection end without a goodbye.
 
-        Its task is cancelled where it waits, and reaches nobody any more: neither peers nor the store. Where that rank
-        calls this itself, the call raises `CancelledError`.
+        Its task is cancelled where it waits, and reaches nobody any more: neither peers nor the store. Nor do
+        the tasks that it has started, which are cancelled when `run_world` ends. Where that rank calls this itself, the
+        call raises `CancelledError`.
         """
         if rank not in self.killed:
             self.killed.add(rank)
@@ -118,8 +119,8 @@ def run_world(
     of several the lowest rank's. A rank that was killed is no cause, and its result is None. `DeadlockError` when
     nothing can happen any more, and when the event loop has turned `max_idle_turns` times (None: without limit) with no
     message between ranks, as where one sleeps in a loop for ever. Groups are closed when `main` returns, and aborted
-    when it raises. ValueError without a rank; RuntimeError within a running event loop, as a test
-    that calls this is no coroutine.
+    when it raises. ValueError without a rank; RuntimeError within a running event loop, as a test that calls this is no
+    coroutine.
 
     Virtual time does not pass in threads: ranks that wait for one (`fake_cuda`, `asyncio.to_thread`) need a
     `loop_factory` of real time, such as `asyncio.new_event_loop`.
