@@ -22,6 +22,7 @@ from asyncdist.backend.base import Backend
 from asyncdist.store import HashStore
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.mesh import Mesh
+from asyncdist_server.user_token import make_user_token
 
 CLOSED_S = 5.0
 """Far less than a collective may take, far more than closing does."""
@@ -199,7 +200,7 @@ async def test_joining_and_leaving_cancelled_at_every_await_from_one_on_leave_no
 
 
 async def test_a_rank_cancelled_at_every_await_from_one_on_may_join_again() -> None:
-    server = await asyncio.to_thread(asyncdist_server.serve_in_thread, "127.0.0.1", 0)
+    server = await asyncio.to_thread(asyncdist_server.serve_in_thread, "127.0.0.1", 0, token=make_user_token())
 
     async def join_and_leave() -> None:
         async with dist.init_process_group(
