@@ -19,19 +19,22 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, BinaryIO, Final
 
 from asyncdist_server.data_directory import (
+    FILE_MODE,
     RESTORED,
     DataDirectory,
     holder,
     make_directory,
     open_file,
+    remove_database,
     sync_directory,
     write_durably,
 )
 from asyncdist_server.group_commit import GroupCommit
 from asyncdist_server.journal import JournalError
+from asyncdist_server.key_text import escaped
 from asyncdist_server.messages import INCARNATION_BYTES
 from asyncdist_server.replay import Replay
 from asyncdist_server.sqlite_journal import SqliteJournal, read_file, void_what_clients_know
@@ -179,38 +182,41 @@ def _ask(directory: Path, process: int, listens: bool, timeout_s: float) -> Path
             time.sleep(POLL_S)
         if not answer.exists():
             raise JournalError(f"the daemon, process {process}, could not answer: its log says why")
-        said = json.loads(answer.read_text())
+        said = {name: escaped(os.fsencode(text)) for name, text in dict(json.loads(answer.read_text())).items()}
         answer.unlink()
-    except OSError as error:
+    except (OSError, ValueError, TypeError) as error:  # a process of another user's is not to be signalled
         raise JournalError(f"cannot ask process {process} for a backup: {error}") from error
     finally:
         request.unlink(missing_ok=True)
-    if "error" in said:
-        raise JournalError(said["error"])
+    if "path" not in said:
+        raise JournalError(said.get("error", f"process {process} did not say where the backup is"))
     return Path(said["path"])
 
 
-def restore(backup: Path, directory: Path) -> Path | None:
+def restore(backup: BinaryIO, directory: Path) -> Path | None:
     """Put a backup in the place of a journal; returns where the old one is now, None if there was none.
 
     The store is another incarnation then: clients are told that what they did since is gone. Raises `JournalError` if
     the backup is damaged or a daemon runs.
     """
-    read_file(backup, Replay().row)
     place = DataDirectory(directory)
+    new = place.path / RESTORED
     try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(new, flags, FILE_MODE), "wb") as copy:
+            shutil.copyfileobj(backup, copy)
+        read_file(new, Replay().row, backup.name)
         incarnation = secrets.token_bytes(INCARNATION_BYTES)
-        new = place.path / RESTORED
-        os.close(open_file(new))
-        shutil.copyfile(backup, new)
         void_what_clients_know(new, incarnation)
         old = _put_aside(place)
         place.identify(incarnation)
         new.replace(place.journal)
         sync_directory(place.path)
     except (OSError, sqlite3.Error) as error:
-        raise JournalError(f"cannot restore {backup} to {directory}: {error}") from error
+        raise JournalError(f"cannot restore {backup.name} to {directory}: {error}") from error
     finally:
+        with contextlib.suppress(OSError):
+            remove_database(new)
         place.close()
     return old
 

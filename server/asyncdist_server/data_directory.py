@@ -9,8 +9,8 @@ backups/request-*    one who waits for a backup, and backups/answer-* what it is
 
 What a kill leaves of the last two, and of files half written, is removed by whoever has the directory next.
 
-What root makes in it belongs to whom the directory belongs: root may restore the data of a daemon that runs as somebody
-else, also of one whose user exists only while it runs.
+It is used by the user to whom it belongs, and no other can write to it: who can put a link there in the place of a file
+would have others write where it leads. What root does there, it does as that user: `privileges`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import fcntl
 import json
 import os
 import re
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +35,7 @@ RESTORED: Final = ".restored.sqlite"
 _UNFINISHED: Final = re.compile(r"\.[\w.-]+\.sqlite\.tmp")
 _LEFT: Final = ("backups/request-*", "backups/answer-*", "backups/.answer-*", ".identity-*", ".unfinished-*")
 """What a kill leaves of whoever asks a daemon for a backup, of an answer, and of files that `write_durably` writes."""
+_HOLDER: Final = re.compile(rb"([1-9][0-9]{0,9})( listens)?\n")
 _SUFFIXES: Final = ("", "-journal", "-wal", "-shm")
 """A file of SQLite's, and what may be beside it after a kill."""
 
@@ -48,6 +50,7 @@ class DataDirectory:
         self.path = path.absolute()
         try:
             self.path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            self._require_own()
             make_directory(self.backups)
             self._lock = open_file(self.path / "lock")
         except OSError as error:
@@ -72,6 +75,20 @@ class DataDirectory:
         except OSError as error:
             os.close(self._lock)
             raise JournalError(f"cannot write to the data directory {self.path}: {error.strerror}") from error
+
+    def _require_own(self) -> None:
+        """Raise `JournalError` if others than this user can put something in the place of a file."""
+        found, user = self.path.stat(), os.geteuid()
+        if found.st_uid != user:
+            raise JournalError(
+                f"the data directory {self.path} belongs to user {found.st_uid}, not to user {user}: run this as "
+                f"user {found.st_uid}, or name a directory of user {user}"
+            )
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise JournalError(
+                f"others can write to the data directory {self.path} (mode {stat.S_IMODE(found.st_mode):04o}): "
+                f"`chmod go-w {self.path}`, or name a directory in it, which is made with mode {DIRECTORY_MODE:04o}"
+            )
 
     def _say(self, text: bytes) -> None:
         """Leave `text` for those who find the directory locked; on a full disk there is room for what was there."""
@@ -143,57 +160,33 @@ class DataDirectory:
 def holder(path: Path) -> tuple[int, bool] | None:
     """Return the process that has the data directory `path` and whether it listens to SIGUSR1; None if none has it."""
     try:
-        lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
-        process, *words = os.pread(lock, 64, 0).decode(errors="replace").partition("\n")[0].split() or ["0"]
-        return int(process), "listens" in words
+        said = _HOLDER.match(os.pread(lock, 64, 0))
+        return (int(said[1]), bool(said[2])) if said else (0, False)
     finally:
         os.close(lock)
     return None
 
 
 def open_file(path: Path) -> int:
-    """Return a descriptor of a file that only the directory's owner reads, made if it is not there."""
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, FILE_MODE)
-    except FileExistsError:
-        return os.open(path, flags)
-    _give_to_owner(descriptor, path.parent)
-    return descriptor
+    """Return a descriptor of a file that only its owner reads, made if it is not there."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory that only the owner of the one around it reads, if it is not there."""
-    try:
-        path.mkdir(mode=DIRECTORY_MODE)
-    except FileExistsError:
-        if not path.is_dir():
-            raise
-        return
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        _give_to_owner(descriptor, path.parent)
-    finally:
-        os.close(descriptor)
+    """Make a directory that only its owner reads, if it is not there."""
+    path.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
 
 
 def remove_database(path: Path) -> None:
     """Remove a file of SQLite's that nobody uses, if it is there, and what is beside it."""
     for suffix in _SUFFIXES:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
-
-
-def _give_to_owner(descriptor: int, directory: Path) -> None:
-    """Have what root has just made in a directory belong to whom the directory belongs."""
-    if os.geteuid() == 0:
-        owner = directory.stat()
-        with contextlib.suppress(PermissionError):  # a root that may not: the daemon will say what it cannot read
-            os.fchown(descriptor, owner.st_uid, owner.st_gid)
 
 
 def sync_directory(path: Path) -> None:
@@ -210,7 +203,6 @@ def write_durably(path: Path, contents: bytes) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            _give_to_owner(descriptor, path.parent)
             file.write(contents)
             file.flush()
             os.fsync(file.fileno())

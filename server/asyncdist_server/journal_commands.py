@@ -10,6 +10,7 @@ import click
 from asyncdist_server import backups
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.journal import JournalError
+from asyncdist_server.privileges import become_owner, opened_before_becoming_owner
 from asyncdist_server.replay import Replay
 from asyncdist_server.sqlite_journal import read_file
 
@@ -32,6 +33,7 @@ _data_dir = click.option(
 def backup(data_dir: Path, timeout: float) -> None:
     """Copy the data to a new file in DATA_DIR/backups. Prints its name; the daemon may run or not."""
     try:
+        become_owner(data_dir)
         click.echo(str(backups.back_up(data_dir, timeout)))
     except JournalError as error:
         raise click.ClickException(str(error)) from error
@@ -43,7 +45,8 @@ def backup(data_dir: Path, timeout: float) -> None:
 def restore(file: Path, data_dir: Path) -> None:
     """Put the backup FILE in the place of the data. The daemon must not run; what was there is kept beside it."""
     try:
-        old = backups.restore(file, data_dir)
+        with opened_before_becoming_owner(file, data_dir) as opened:
+            old = backups.restore(opened, data_dir)
     except JournalError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"restored {file}" + (f"; the old journal is in {old}" if old is not None else ""))
@@ -62,8 +65,10 @@ def verify(file: Path | None, data_dir: Path | None) -> None:
     replay = Replay()
     try:
         if file is not None:
+            become_owner(file.parent)
             read_file(file, replay.row)
         elif data_dir is not None:
+            become_owner(data_dir)
             with backups.unattended(data_dir) as journal:
                 journal.read(replay.row)
         else:

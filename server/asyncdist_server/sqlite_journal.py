@@ -299,17 +299,18 @@ def describe_error(doing: str, path: Path, error: Exception) -> JournalError:
     return JournalError(f"cannot {doing} {path}: {error}{f' ({name})' if name else ''}; {advice}")
 
 
-def read_file(path: Path, row: RowReader) -> None:
-    """Give every row of a backup to `row`, oldest first. Raises `JournalError`."""
+def read_file(path: Path, row: RowReader, name: str = "") -> None:
+    """Give every row of a backup to `row`, oldest first. Raises `JournalError`, which calls the file `name`."""
+    named = Path(name or path)
     try:
         db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
         try:
-            _check_kind(db, path)
-            _read_rows(db, path, row)
+            _check_kind(db, named)
+            _read_rows(db, named, row)
         finally:
             db.close()
     except sqlite3.Error as error:
-        raise describe_error("read", path, error) from error
+        raise describe_error("read", named, error) from error
 
 
 def _ended_in_order(path: Path) -> bool:

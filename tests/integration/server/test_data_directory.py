@@ -1,4 +1,4 @@
-"""What operators do with a data directory: as root, and on a disk without room."""
+"""What operators do with a data directory, also on a disk without room."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from journal_kit import daemon
 from server_kit import SocketClient
 
 from asyncdist_server import messages as m
+from asyncdist_server.data_directory import DataDirectory
+from asyncdist_server.journal import JournalError
 
-SOMEBODY = 65_534
 DEADLINE_S = 60.0
 
 
@@ -29,43 +30,19 @@ def command(*arguments: str, prelude: str = "") -> subprocess.CompletedProcess[s
     return subprocess.run(["sh", "-c", line, "sh", *program], capture_output=True, text=True, timeout=DEADLINE_S)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root works for others")
-def test_what_root_makes_in_it_belongs_to_its_owner(tmp_path: Path) -> None:
-    """A daemon that runs as somebody else can go on with what root restored."""
-    data, kept = tmp_path / "data", tmp_path / "root"
-    data.mkdir()
-    kept.write_text("root's own")
-    os.chown(data, SOMEBODY, SOMEBODY)
-    with daemon(data) as running:
-        running.start()
-        with SocketClient(running.port) as client:
-            client.ask(m.SET, b"k", b"v")
-        assert running.process is not None
-        online = command("backup", "--data-dir", str(data))
-        running.stop()
-    offline = command("backup", "--data-dir", str(data))
-    restored = command("restore", offline.stdout.strip(), "--data-dir", str(data))
-    assert [done.returncode for done in (online, offline, restored)] == [0, 0, 0]
-    found = {path.relative_to(data).parts[0].partition("-")[0]: path.lstat().st_uid for path in data.rglob("*")}
-    assert found == dict.fromkeys(("lock", "identity", "journal.sqlite", "backups", "replaced"), SOMEBODY)
-    assert all(path.lstat().st_uid == SOMEBODY for path in data.rglob("*"))
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root works for others")
-def test_what_was_there_keeps_its_owner(tmp_path: Path) -> None:
-    """Whose directory it is could have linked there what is not his."""
-    roots = tmp_path / "root"
-    roots.write_text("1\n")
+@pytest.mark.parametrize(("mode", "refused"), [(0o700, False), (0o755, False), (0o770, True), (0o702, True)])
+def test_a_directory_to_which_others_can_write_is_refused(tmp_path: Path, mode: int, refused: bool) -> None:
+    """They could put a link in the place of a file that the daemon writes."""
     data = tmp_path / "data"
     data.mkdir()
-    os.chown(data, SOMEBODY, SOMEBODY)
-    os.link(roots, data / "lock")
-    assert command("restore", str(roots), "--data-dir", str(data)).returncode == 1
-    assert command("verify", "--data-dir", str(data)).returncode == 1
-    with daemon(data) as running:
-        running.start()
-        running.stop()
-    assert roots.stat().st_uid == 0
+    data.chmod(mode)
+    if refused:
+        with pytest.raises(JournalError, match=rf"can write to .* \(mode {mode:04o}\): `chmod go-w {data}`, or"):
+            DataDirectory(data)
+        assert not list(data.iterdir())
+        data /= "inside"
+    DataDirectory(data).close()
+    assert data.stat().st_mode & 0o777 == (0o700 if refused else mode)
 
 
 def test_looking_at_a_damaged_journal_leaves_it_as_it_is(tmp_path: Path) -> None:
