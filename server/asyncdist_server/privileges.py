@@ -86,12 +86,10 @@ def _let_reach(path: Path, uid: int) -> None:
     path = Path(os.path.realpath(path))
     os.seteuid(uid)
     try:
-        closed = next(
-            (each for each in reversed(path.parents) if not os.access(each, os.X_OK, effective_ids=True)), None
-        )
+        closed = [each for each in reversed(path.parents) if not os.access(each, os.X_OK, effective_ids=True)]
     finally:
         os.seteuid(0)
-    if closed is None or not path.is_dir():
+    if not closed or not path.is_dir():
         return
     if sys.platform != "linux":
         raise PermissionError(f"{closed[0]} is closed to it")
@@ -101,7 +99,9 @@ def _let_reach(path: Path, uid: int) -> None:
     if os.fstat(directory).st_uid != uid:
         raise PermissionError(f"{path} was replaced")
     _call("mount", None, os.fsencode(closed[0]), b"tmpfs", 0, b"mode=0755")
+    umask = os.umask(0o022)
     path.mkdir(parents=True)
+    os.umask(umask)
     _call("mount", b"/proc/self/fd/%d" % directory, os.fsencode(path), None, _MS_BIND, None)
     os.close(directory)
 

@@ -199,9 +199,15 @@ def test_root_has_the_daemon_of_another_user_make_a_backup(data: Path) -> None:
 
 def test_what_root_makes_belongs_to_the_owner_also_where_only_root_finds_the_way(data: Path, place: Path) -> None:
     """As in /var/lib/private, where systemd keeps the data of users that exist only while a service runs."""
-    (place / "private").mkdir(mode=0o700)
-    data.rename(place / "private" / "data")
-    data.symlink_to(place / "private" / "data")
+    (place / "private" / "more").mkdir(parents=True)
+    (place / "private").chmod(0o700)
+    data.rename(place / "private" / "more" / "data")
+    data.symlink_to(place / "private" / "more" / "data")
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        program = "import os, sys; from asyncdist_server.cli import main; os.umask(0o077); main(sys.argv[1:])"
+        return forked.run([sys.executable, "-c", program, *arguments], DEADLINE_S)
+
     offline = command("backup", "--data-dir", str(data))
     if "unshare: Operation not permitted" in offline.stderr:
         pytest.skip("only root with CAP_SYS_ADMIN can open a way")
@@ -211,7 +217,7 @@ def test_what_root_makes_belongs_to_the_owner_also_where_only_root_finds_the_way
     names = {path.relative_to(data).parts[0].partition("-2")[0] for path in data.rglob("*")}
     assert {"journal.sqlite", "identity", "lock", "backups", "replaced"} <= names
     assert {path.lstat().st_uid for path in data.rglob("*")} == {SOMEBODY}
-    assert [path.name for path in (place / "private").iterdir()] == ["data"]
+    assert [path.name for path in (place / "private").iterdir()] == ["more"]
 
 
 def test_root_serves_no_directory_of_another_user(data: Path, place: Path) -> None:
