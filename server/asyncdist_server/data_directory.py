@@ -2,7 +2,8 @@
 
 lock                 who uses it; locked as long as that process lives
 identity             says that there was a journal, and which
-journal.sqlite       the journal, with a -wal beside it while a daemon runs or after it was killed
+journal.sqlite       the journal, with a -wal beside it while a daemon runs or after it was killed, and always with a
+                     note of its last row that was acknowledged
 backups/             what `asyncdist-server backup` made
 unfinished           the name of the backup that is being made there, so that a kill leaves nothing for ever
 backups/request-*    one who waits for a backup, and backups/answer-* what it is told
@@ -33,7 +34,14 @@ FILE_MODE: Final = 0o600
 RESTORED: Final = ".restored.sqlite"
 """The journal-to-be while a backup is restored."""
 _UNFINISHED: Final = re.compile(r"\.[\w.-]+\.sqlite\.tmp")
-_LEFT: Final = ("backups/request-*", "backups/answer-*", "backups/.answer-*", ".identity-*", ".unfinished-*")
+_LEFT: Final = (
+    "backups/request-*",
+    "backups/answer-*",
+    "backups/.answer-*",
+    ".identity-*",
+    ".unfinished-*",
+    ".journal.*-*",
+)
 """What a kill leaves of whoever asks a daemon for a backup, of an answer, and of files that `write_durably` writes."""
 _HOLDER: Final = re.compile(rb"([1-9][0-9]{0,9})( listens)?\n")
 _SUFFIXES: Final = ("", "-journal", "-wal", "-shm")

@@ -40,6 +40,8 @@ SLOW_COMMIT_S: Final = 1.0
 """A commit under way for so long is told: whoever asks the daemon for more than its status waits for it."""
 TIDY_BYTES: Final = 1024 * 1024
 """How much is written between two looks at whether the journal has something to tidy up."""
+TIDY_S: Final = 1.0
+"""And for how long after a commit at most: until then a power cut can take the note of what was acknowledged."""
 
 
 @contextlib.contextmanager
@@ -129,6 +131,7 @@ class GroupCommit:
         self._committing: dict[Waiting, None] = {}
         self._under_way = False
         self._untidy_bytes = 0
+        self._tidy_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None  # for the next commit
         self._patient = False  # whether that is one nobody waits for
         self._age_timer: asyncio.TimerHandle | None = None
@@ -253,10 +256,10 @@ class GroupCommit:
     # ---- commits
 
     def _cancel_timers(self) -> None:
-        for timer in (self._timer, self._age_timer):
+        for timer in (self._timer, self._age_timer, self._tidy_timer):
             if timer is not None:
                 timer.cancel()
-        self._timer = self._age_timer = None
+        self._timer = self._age_timer = self._tidy_timer = None
 
     def _note_age(self) -> None:
         """See to it that the journal knows of half the time for which this daemon has run, at least."""
@@ -297,8 +300,9 @@ class GroupCommit:
             self.statistics.note(batch, seconds)
             self._untidy_bytes += batch.bytes
             if self._untidy_bytes > TIDY_BYTES:
-                self._untidy_bytes = 0
-                self._runner.submit(self.journal.tidy, self._tidied)
+                self._tidy()
+            elif self._tidy_timer is None:
+                self._tidy_timer = self._loop.call_later(TIDY_S, self._tidy)
             if (self._changes.dirty or self._gathering) and self.durability.delay_s is None:
                 self._begin()  # the disk works while we write
             for connection in released:
@@ -325,6 +329,14 @@ class GroupCommit:
             if self._told_slow:
                 self._told_slow = False
                 self._events.info("journal_goes_on", seconds=round(self._loop.time() - self._watched_at, 3))
+
+    def _tidy(self) -> None:
+        if self._tidy_timer is not None:
+            self._tidy_timer.cancel()
+            self._tidy_timer = None
+        self._untidy_bytes = 0
+        if not self._failed and not self._closed:
+            self._runner.submit(self.journal.tidy, self._tidied)
 
     def _tidied(self, _: None, error: BaseException | None) -> None:
         if error is not None:

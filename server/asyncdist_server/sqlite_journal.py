@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import msgpack
 
+from asyncdist_server.acknowledged_row import AcknowledgedRow
 from asyncdist_server.batch import CLEAN, ROLLED_BACK, Batch
 from asyncdist_server.data_directory import DataDirectory, open_file, sync_directory
 from asyncdist_server.failpoints import failpoint
@@ -65,7 +66,8 @@ class SqliteJournal:
         self._outdated = False  # an earlier version can still go on with the file
         self._log_path = self._path.with_name(f"{self._path.name}-wal")
         self._clean = False  # whether a daemon ended in order after the last row
-        self._paths = (str(self._path), str(self._log_path))
+        self._acknowledged = AcknowledgedRow(self._path.with_name(f"{self._path.name}-acknowledged"))
+        self._paths = (str(self._path), str(self._log_path), str(self._acknowledged.path))
         self._files: dict[str, tuple[int, int]] = {}  # device and inode of each
         self.incarnation = b""
         self.description = f"SQLite {sqlite3.sqlite_version} in {self._path}"
@@ -75,15 +77,27 @@ class SqliteJournal:
     def read(self, row: RowReader) -> None:
         """Open or make the file, and give every row to `row`, oldest first."""
 
+        last = 0
+
         def note(number: int, size: int, revision: int, flags: int, sections: list[Any]) -> None:
+            nonlocal last
+            last = number
             self._clean = bool(flags & CLEAN)
             row(number, size, revision, flags, sections)
 
         try:
             self._open()
-            self._check_log()
+            end = self._check_log()
             _read_rows(self._db, self._path, note)
+            acknowledged = self._acknowledged.read(self.incarnation)
+            if last < acknowledged:
+                raise JournalError(
+                    f"{self._log_path} is cut short behind byte {end}: {self._path} had rows up to {acknowledged} that "
+                    f"were acknowledged, and those behind row {last} are gone; put the file back as it was, or "
+                    f"{_RESTORE}, or, to go on without them: rm {self._acknowledged.path}"
+                )
             self._checkpoint("TRUNCATE")
+            self._acknowledged.begin(last)
         except (sqlite3.Error, OSError) as error:
             raise self._error("read", error) from error
 
@@ -102,7 +116,8 @@ class SqliteJournal:
         if identity is not None and not self._log_path.exists() and not _ended_in_order(self._path):
             raise JournalError(
                 f"{self._log_path} is gone, and with it what was last written to {self._path}, which was not closed in "
-                f"order; put it back, or {_RESTORE}; to go on without it, make an empty file of that name"
+                f"order; put it back, or {_RESTORE}, or, to go on without it: "
+                f"touch {self._log_path} && rm -f {self._acknowledged.path}"
             )
         os.close(open_file(self._path))
         self._connection = db = self._connect(self._path)
@@ -120,16 +135,17 @@ class SqliteJournal:
                 "restore` to put a backup in its place"
             )
 
-    def _check_log(self) -> None:
-        """Raise `JournalError` if the write-ahead log holds more than SQLite can read of it."""
+    def _check_log(self) -> int:
+        """Return where in the write-ahead log ends what SQLite reads; raise `JournalError` if there is more."""
         (page_bytes,) = self._db.execute("PRAGMA page_size").fetchone()
         _, frames, _ = self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        end = min(frame_offset(max(frames, 0), page_bytes), self._log_path.stat().st_size)
         if more_follows(self._log_path, max(frames, 0), page_bytes):
-            end = frame_offset(max(frames, 0), page_bytes)
             raise JournalError(
                 f"{self._log_path} is damaged behind byte {end}, and more was written later; {_RESTORE}, or, to go on "
-                f"without all that follows: truncate -s {end} {self._log_path}"
+                f"without all that follows: truncate -s {end} {self._log_path} && rm -f {self._acknowledged.path}"
             )
+        return end
 
     def _create(self, db: sqlite3.Connection) -> None:
         sync_directory(self._path.parent)
@@ -168,14 +184,15 @@ class SqliteJournal:
             db.execute("DELETE FROM log WHERE number < ?", (batch.keep_from,))
             failpoint("written")
             db.execute("COMMIT")
+            failpoint("committed")
             self._outdated = False
             self._clean = bool(batch.flags & CLEAN)
             self._require_files()
+            self._acknowledged.note(batch.next_row - 1)
         except (sqlite3.Error, OSError) as error:
             raise self._error("write to", error) from error
         batch.bytes = size
         self._since_checkpoint += (size // PAGE_BYTES + PAGES_OF_A_COMMIT) * PAGE_BYTES
-        failpoint("committed")
 
     def _require_files(self) -> None:
         """Raise `JournalError` if what was written went to files that have no name now: no restart would find it."""
@@ -193,12 +210,13 @@ class SqliteJournal:
                 )
 
     def tidy(self) -> None:
-        """Copy the write-ahead log into the main file when it is long."""
-        if self._since_checkpoint >= CHECKPOINT_BYTES:
-            try:
+        """Copy the write-ahead log into the main file when it is long; have the note of its end on the disk."""
+        try:
+            if self._since_checkpoint >= CHECKPOINT_BYTES:
                 self._checkpoint("PASSIVE")
-            except (sqlite3.Error, OSError) as error:
-                raise self._error("write to", error) from error
+            self._acknowledged.sync()
+        except (sqlite3.Error, OSError) as error:
+            raise self._error("write to", error) from error
 
     def _checkpoint(self, mode: str) -> None:
         busy, in_log, copied = self._db.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
@@ -259,6 +277,7 @@ class SqliteJournal:
         if self._connection is not None:
             try:
                 self._checkpoint("TRUNCATE")
+                self._acknowledged.close()
                 self._connection.close()
                 if not self._clean:
                     os.close(open_file(self._log_path))

@@ -65,6 +65,31 @@ def test_looking_at_a_damaged_journal_leaves_it_as_it_is(tmp_path: Path) -> None
     assert log.read_bytes() == contents
 
 
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
+def test_a_log_that_was_cut_short_after_a_kill_is_refused_by_daemon_and_verify(tmp_path: Path, part: float) -> None:
+    """What was acknowledged is served, or it is told that it is gone."""
+    data = tmp_path / "data"
+    with daemon(data) as running:
+        running.start()
+        with SocketClient(running.port) as client:
+            for number in range(300):
+                client.ask(m.SET, b"k%d" % number, b"v")
+        running.kill()
+        log = data / "journal.sqlite-wal"
+        whole = log.read_bytes()
+        log.write_bytes(whole[: int(len(whole) * part)])
+        verified, started = command("verify", "--data-dir", str(data)), command(*running.command()[3:])
+        for refused in (verified, started):
+            assert refused.returncode == 1
+            assert f"{log} is cut short behind byte" in refused.stderr
+            assert "put the file back as it was, or restore a backup" in refused.stderr
+        assert verified.stderr.splitlines()[-1] == started.stderr.splitlines()[-1]
+        log.write_bytes(whole)
+        assert "300 keys" in command("verify", "--data-dir", str(data)).stdout
+        running.start()
+        running.stop()
+
+
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of other processes are set on Linux only")
 def test_a_daemon_that_cannot_write_an_answer_lets_nobody_wait_for_it(tmp_path: Path) -> None:
     with daemon(tmp_path / "data") as running:
@@ -118,12 +143,13 @@ def test_who_is_killed_while_it_waits_for_a_backup_leaves_nothing_for_ever(tmp_p
         running.process.send_signal(signal.SIGSTOP)
         end(asker(data), signal.SIGKILL)
         running.kill()
-        for name in ("backups/answer-1", "backups/.answer-1-x", ".identity-x", ".unfinished-x"):
+        for name in ("backups/answer-1", "backups/.answer-1-x", ".identity-x", ".unfinished-x", ".journal.sqlite-x"):
             (data / name).touch()
         running.start()
         running.stop()
     assert {path.suffix for path in (data / "backups").iterdir()} == {".sqlite"}
-    assert {path.name for path in data.iterdir()} == {"lock", "identity", "journal.sqlite", "backups"}
+    names = {"lock", "identity", "journal.sqlite", "journal.sqlite-acknowledged", "backups"}
+    assert {path.name for path in data.iterdir()} == names
 
 
 def test_a_disk_that_is_full_at_the_first_start_is_told(tmp_path: Path) -> None:
