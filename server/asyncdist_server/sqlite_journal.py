@@ -98,7 +98,7 @@ class SqliteJournal:
                 )
             self._checkpoint("TRUNCATE")
             self._acknowledged.begin(last)
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
             raise self._error("read", error) from error
 
     @property
@@ -126,7 +126,7 @@ class SqliteJournal:
             self._create(db)
         _check_kind(db, self._path)
         self._set_up(db)
-        self.incarnation = db.execute("SELECT incarnation FROM store").fetchone()[0]
+        self.incarnation = _incarnation(db, self._path)
         if identity is None:
             self._directory.identify(self.incarnation)
         elif identity.get("incarnation") != self.incarnation.hex():
@@ -303,6 +303,7 @@ _CHECK_DISK: Final = "look at the disk and the system's log, then start the daem
 _ADVICE: Final[dict[str, str]] = {
     "SQLITE_FULL": "make room on the disk, then start the daemon again",
     "SQLITE_CORRUPT": _RESTORE,
+    "SQLITE_ERROR": _RESTORE,  # a table or a column is not there
     "SQLITE_NOTADB": _RESTORE,
     "SQLITE_BUSY": "another program has it open",
     "SQLITE_READONLY": "make it writable for this user, then start the daemon again",
@@ -313,7 +314,8 @@ _ADVICE: Final[dict[str, str]] = {
 
 def describe_error(doing: str, path: Path, error: Exception) -> JournalError:
     """Return the error to raise for one of SQLite or the system: what failed, on which file, what to do."""
-    name = getattr(error, "sqlite_errorname", None)
+    damaged = isinstance(error, UnicodeDecodeError)  # SQLite's message shows what it found
+    name = "SQLITE_CORRUPT" if damaged else getattr(error, "sqlite_errorname", None)
     advice = next((text for start, text in _ADVICE.items() if (name or "").startswith(start)), _CHECK_DISK)
     return JournalError(f"cannot {doing} {path}: {error}{f' ({name})' if name else ''}; {advice}")
 
@@ -328,7 +330,7 @@ def read_file(path: Path, row: RowReader, name: str = "") -> None:
             _read_rows(db, named, row)
         finally:
             db.close()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         raise describe_error("read", named, error) from error
 
 
@@ -364,9 +366,17 @@ def void_what_clients_know(path: Path, incarnation: bytes) -> None:
 def _check_kind(db: sqlite3.Connection, path: Path) -> None:
     kind, version = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
     if kind != APPLICATION_ID:
-        raise JournalError(f"{path} is not a journal of asyncdist-server")
+        raise JournalError(f"{path} is not a journal of asyncdist-server, or its beginning is damaged; {_RESTORE}")
     if version not in READABLE_FORMATS:
         raise JournalError(f"{path} has format {version}, this version of asyncdist-server knows up to {FORMAT}")
+
+
+def _incarnation(db: sqlite3.Connection, path: Path) -> bytes:
+    found = db.execute("SELECT incarnation FROM store").fetchall()
+    if len(found) != 1 or type(found[0][0]) is not bytes:
+        raise JournalError(f"{path} is damaged: it does not say which store it is; {_RESTORE}")
+    incarnation: bytes = found[0][0]
+    return incarnation
 
 
 def _read_rows(db: sqlite3.Connection, path: Path, row: RowReader) -> None:

@@ -8,6 +8,8 @@ import functools
 import itertools
 import json
 import os
+import random
+import re
 import resource
 import shutil
 import signal
@@ -26,7 +28,14 @@ from asyncdist_server.acknowledged_row import AcknowledgedRow
 from asyncdist_server.batch import CLEAN, VALUES, Batch
 from asyncdist_server.data_directory import DataDirectory, holder
 from asyncdist_server.journal import JournalError
-from asyncdist_server.sqlite_journal import BACKUP_SPARE_BYTES, CHECKPOINT_BYTES, FORMAT, SqliteJournal, connect
+from asyncdist_server.sqlite_journal import (
+    BACKUP_SPARE_BYTES,
+    CHECKPOINT_BYTES,
+    FORMAT,
+    SqliteJournal,
+    connect,
+    read_file,
+)
 
 NOTE = "journal.sqlite-acknowledged"
 Rows = list[tuple[int, int, int, int, Any]]
@@ -192,6 +201,86 @@ def test_every_damaged_byte_is_found_or_harmless(tmp_path: Path) -> None:
         assert values(rows) == [b"v%d" % number * 400 for number in range(1, 6)]
         journal.close()
     assert found > size // 131 // 8  # much of a small file is unused
+
+
+DAMAGES: dict[str, Callable[[bytearray, random.Random], None]] = {}
+"""Ways in which a file is damaged in a random place."""
+
+
+def way(do: Callable[[bytearray, random.Random], None]) -> Callable[[bytearray, random.Random], None]:
+    DAMAGES[do.__name__] = do
+    return do
+
+
+def place(data: bytearray, dice: random.Random) -> slice:
+    """As often at the beginning of the file as anywhere."""
+    first = dice.randrange(dice.choice((len(data), min(4096, len(data)))))
+    return slice(first, min(len(data), first + dice.choice((1, 8, 100, 1024, 4096))))
+
+
+@way
+def bits_are_turned(data: bytearray, dice: random.Random) -> None:
+    for _ in range(dice.randint(1, 4)):
+        data[place(data, dice).start] ^= 1 << dice.randrange(8)
+
+
+@way
+def bytes_are_zero(data: bytearray, dice: random.Random) -> None:
+    where = place(data, dice)
+    data[where] = bytes(where.stop - where.start)
+
+
+@way
+def bytes_are_others(data: bytearray, dice: random.Random) -> None:
+    where = place(data, dice)
+    data[where] = dice.randbytes(where.stop - where.start)
+
+
+@way
+def bytes_are_there_twice(data: bytearray, dice: random.Random) -> None:
+    where = place(data, dice)
+    data[where.start : where.start] = data[where]
+
+
+@way
+def the_end_is_gone(data: bytearray, dice: random.Random) -> None:
+    del data[place(data, dice).start :]
+
+
+@way
+def pages_are_exchanged(data: bytearray, dice: random.Random) -> None:
+    one, other = (slice(first, first + 4096) for first in dice.choices(range(0, len(data), 4096), k=2))
+    data[one], data[other] = data[other], data[one]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("closed", [True, False])
+def test_whatever_is_damaged_is_told_in_a_sentence_or_harmless(tmp_path: Path, damage: str, closed: bool) -> None:
+    """With the file and what to do; and as a backup it is told, too."""
+    dice = random.Random(f"{damage} {closed}")
+    written(tmp_path / "data", 12, closed)
+    names = ["journal.sqlite"] * 3 + sorted(path.name for path in (tmp_path / "data").iterdir() if path.is_file())
+    for number in range(40):
+        copy = tmp_path / str(number)
+        shutil.copytree(tmp_path / "data", copy)
+        path = copy / dice.choice(names)
+        contents = bytearray(path.read_bytes())
+        DAMAGES[damage](contents, dice)
+        path.write_bytes(contents)
+        shutil.copy(copy / "journal.sqlite", tmp_path / "backup")
+        with contextlib.suppress(JournalError):
+            read_file(tmp_path / "backup", lambda *row: None)
+        said = ""
+        try:
+            journal, rows = opened(copy)
+        except JournalError as error:
+            said = str(error)
+        else:
+            assert len(rows) == 12
+            journal.close()
+        if said:
+            assert re.search(rf"{copy}/(journal\.sqlite|identity)", said)
+            assert re.search(r"restore a backup|put it back|the file back|put a backup|version of .* knows up to", said)
 
 
 def test_a_changed_value_is_named_by_its_row(tmp_path: Path) -> None:
