@@ -156,7 +156,7 @@ class Connection(asyncio.Protocol):
             self._send(transport, output, size)
         if self._began_s and self._timed is None:
             if not output or session.ran == self._ran_before:
-                self._began_s = 0.0
+                self._began_s = self._server.timed_at = 0.0  # the next turn of this tick may answer something
             else:
                 commit = self._held[-1][0] if self._held else 0
                 self._timed = (session.operation, session.ran - self._ran_before, commit)

@@ -241,6 +241,37 @@ async def test_every_metric_has_its_type_and_help() -> None:
         assert f"# HELP {name} {metric.about}\n# TYPE {name} {metric.kind}\n" in text
 
 
+async def test_a_turn_that_answers_nothing_takes_no_sample_of_its_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client's proof and its first request may come within a millisecond, the tick of uvloop's clock."""
+
+    class Still:
+        def __init__(self, loop: Any) -> None:
+            self._loop, self._now = loop, loop.time()
+
+        def time(self) -> float:
+            return float(self._now)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._loop, name)
+
+    accept = StoreServer._accept
+
+    def accept_at_one_instant(server: StoreServer) -> Any:
+        connection: Any = accept(server)
+        connection._loop = Still(connection._loop)
+        return connection
+
+    monkeypatch.setattr(StoreServer, "_accept", accept_at_one_instant)
+    async with daemon() as (server, address):
+
+        def work() -> None:
+            with SocketClient(server.port) as client:
+                client.ask(m.SET, b"k", b"v")
+
+        await asyncio.to_thread(work)
+        assert (await samples(address))["operation_seconds_count", ("set",)] == 1
+
+
 async def test_a_journal_is_measured(tmp_path: Path) -> None:
     async with daemon(durability=parse_durability("durable"), data_dir=tmp_path / "data") as (server, address):
 
