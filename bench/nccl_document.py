@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import asyncdist
 from asyncdist.arrays import human_bytes
 from bench.gpu import Gpu
-from bench.machine import package_version
+from bench.machine import package_version, provenance
 from bench.nccl_figures import IPC_BYTES, TORCH_BYTES, Figures
 
 __all__ = ["Row", "document", "nccl_table", "rows", "versions"]
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 def versions(gpu: Gpu) -> dict[str, str]:
     """What it ran on."""
-    found = {
+    found = provenance() | {
         "asyncdist": asyncdist.__version__,
         "device": _device_name(gpu),
         "runtime": gpu.runtime.name,

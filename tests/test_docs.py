@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 BENCHMARKS = sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
 SOURCES = [path for folder in ("asyncdist", "server") for path in (ROOT / folder).rglob("*.py")]
+FACT = r"^(?:- |\| )(date|commit|processor)(?:: | \| )(.+?)(?: \|)?$"
+"""A line of a list, or of a table."""
 VARIABLE = re.compile(r"ASYNCDIST_[A-Z]+(?:_[A-Z]+)*\b(?!_)")
 
 
@@ -85,3 +87,12 @@ def test_every_anchor_of_a_link_is_a_heading(document: Path) -> None:
         for target, anchor in links
         if anchor not in anchors_of(document.parent / target if target else document)
     ]
+
+
+@pytest.mark.parametrize("page", [page for page in BENCHMARKS if page.stem != "gaps"], ids=lambda page: page.stem)
+def test_figures_say_when_of_which_sources_and_on_which_processor_they_were_taken(page: Path) -> None:
+    """`gaps` speaks of the figures of the other pages."""
+    facts = dict(re.findall(FACT, page.read_text(), re.M))
+    assert facts.keys() == {"date", "commit", "processor"}
+    assert re.match(r"\d{4}-\d\d-\d\d\b", facts["date"])
+    assert re.match(r"[0-9a-f]{7,}\b|unknown", facts["commit"])

@@ -52,8 +52,8 @@ class StoreServer:
         self.config = config
         self.token, self.former_token = config.token, config.former_token
         self._persistence = persistence or Persistence(config.durability, config.data_dir)
-        # Revisions and fencing tokens of a daemon that lost its state are larger than before, unless the host's clock was
-        # set back: it makes fewer than one in a microsecond.
+        # Revisions and fencing tokens of a daemon that lost its state are larger than before: it makes fewer than one
+        # in a microsecond. Unless the host's clock was set back.
         self.engine = StoreEngine(secrets.token_bytes(INCARNATION_BYTES), config.limits, time.time_ns() // 1000)
         self.engine.describe_server = lambda: describe(self)
         self.started_at = time.monotonic()
