@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 from asyncdist import context, events
+from asyncdist.api.unused import warn_unused
 from asyncdist.backend.base import parse_backend
 from asyncdist.backend.device.choice import chosen_device
 from asyncdist.consistency import parse_check
@@ -70,13 +71,14 @@ def init_process_group(
     `allow_pickle`: whether objects that cannot be sent otherwise may be pickled, which lets any rank run code on all
     others; it holds only if every rank gives it. With `device_id` (a number, `"cuda:1"`, a device of torch or cupy;
     `"cuda"` is LOCAL_RANK's) communicators for GPU arrays are opened at once, in the background, if all ranks give it;
-    without, by the first operation on such arrays. `pg_options` is accepted for torch's sake and not used.
+    without, by the first operation on such arrays. `pg_options` has no effect (UserWarning).
 
     The group becomes the default group of the current context. Raises ValueError for missing or contradictory
     arguments, at the call; DistError, ConnectTimeoutError (naming the ranks that did not come) or DistStoreError when
     the world cannot be formed. Cancelling leaves nothing open.
     """
     warn_of_misspelt(os.environ)
+    warn_unused(pg_options, "init_process_group")
     timeout_s = timeout_seconds(timeout, _timeout_from_environ(os.environ))
     parse_backend(backend)  # raises for what is wrong with it
     if progress not in ("loop", "thread"):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from asyncdist.api.resolve import Group, resolve
+from asyncdist.api.unused import warn_unused
 from asyncdist.backend.base import parse_backend
 from asyncdist.backend.device.choice import chosen_device
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
@@ -47,8 +48,9 @@ def new_group(
     whatever other groups there are. The time-out is the parent's unless one is given. Group ranks follow global ranks,
     or, with `sort_ranks=False`, the order given. Raises ValueError for ranks that are empty, repeated or not in the
     parent, and for an unknown backend, TypeError for ranks that are no ints, ClosedError where the parent is closed.
-    `device_id` is as in `init_process_group`; `pg_options` is accepted for torch's sake and not used.
+    `device_id` is as in `init_process_group`; `pg_options` has no effect (UserWarning).
     """
+    warn_unused(pg_options, "new_group")
     parent = resolve(group)
     parent.check_usable("new_group")
     chosen = list(parent.ranks) if ranks is None else as_ints(ranks, "ranks must be ints")

@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias
 
 from asyncdist.api.groups import new_group
 from asyncdist.api.resolve import Group, resolve
+from asyncdist.api.unused import warn_unused
 from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.group import ProcessGroup
 from asyncdist.integers import as_int, as_ints
@@ -33,8 +34,9 @@ def new_subgroups(
 
     Returns the group of this rank and the list of all, where those it is no member of are `NonMember`s. To be called
     by all ranks of `group`, like `new_group`. Raises TypeError for a size that is no int, ValueError for one that does
-    not divide the group's. `pg_options` is accepted for torch's sake and not used.
+    not divide the group's. `pg_options` is as in `new_group`.
     """
+    warn_unused(pg_options, "new_subgroups")
     parent = resolve(group)
     if group_size is None:
         text = os.environ.get("LOCAL_WORLD_SIZE")
@@ -65,6 +67,7 @@ def new_subgroups_by_enumeration(
     for an empty list, a rank in two lists, and what `new_group` refuses, TypeError for a rank that is no int; nothing
     is made then.
     """
+    warn_unused(pg_options, "new_subgroups_by_enumeration")
     parent = resolve(group)
     parts = _parts(ranks_per_subgroup_list, "ranks_per_subgroup_list")
     for part in parts:
@@ -87,6 +90,7 @@ def split_group(
     ValueError for no or empty lists, a rank in two lists, or one that the parent does not have, TypeError for one that
     is no int; nothing is made then.
     """
+    warn_unused(pg_options, "split_group")
     parent = resolve(parent_pg)
     parts = _parts(() if split_ranks is None else split_ranks, "split_ranks")
     for part in parts:
@@ -116,6 +120,7 @@ def shrink_group(
     Raises TypeError for what is no list of ints, ValueError for ranks that are none, repeated, not in the group, or
     all of them, RuntimeError on a rank that excludes itself.
     """
+    warn_unused(pg_options, "shrink_group")
     old = resolve(group)
     if not isinstance(ranks_to_exclude, list | tuple):
         raise TypeError(f"ranks_to_exclude must be a list of ranks, not {type(ranks_to_exclude).__name__}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from asyncdist.launch.config import usable_cores
 from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, needs_lane
 from asyncdist.plan.proof.prove import MAX_STEPS, Proof, prove
 from asyncdist.plan.proof.symbols import PlanError
@@ -107,7 +107,7 @@ def prove_command(worlds: str, collective: str | None, algorithm: str | None, th
         raise click.UsageError("there is no such algorithm")
     console = Console()
     started = time.perf_counter()
-    report = _run(tasks, thorough=thorough or None, jobs=jobs or len(os.sched_getaffinity(0)), console=console)
+    report = _run(tasks, thorough=thorough or None, jobs=jobs or usable_cores(), console=console)
     console.print(_table(report))
     left_out = sum(proof.left_out for proof in report.proofs.values())
     if left_out:

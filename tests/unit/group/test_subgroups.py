@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 from group_kit import Group
 
 import asyncdist as dist
 from asyncdist.testing import SimulatedWorld, run_world
+
+
+def test_options_without_effect_warn_at_the_line_that_gives_them() -> None:
+    """Once for each such line, as Python shows warnings."""
+
+    async def main(group: Group) -> None:
+        makers = {
+            "new_group": lambda options: dist.new_group(pg_options=options),
+            "new_subgroups": lambda options: dist.new_subgroups(1, pg_options=options),
+            "new_subgroups_by_enumeration": lambda options: dist.new_subgroups_by_enumeration(
+                [[0], [1]], pg_options=options
+            ),
+            "split_group": lambda options: dist.split_group(None, [[0], [1]], pg_options=options),
+            "shrink_group": lambda options: dist.shrink_group([1 - group.rank], pg_options=options),
+            "init_process_group": lambda options: dist.init_process_group(
+                "aio", "tcp://127.0.0.1:1", rank=0, world_size=1, pg_options=options
+            ),
+        }
+        for name, make in makers.items():
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("default")
+                make(None)
+                assert not told
+                for _ in range(2):
+                    make(object())
+            (warning,) = told
+            assert str(warning.message).startswith(f"{name}: pg_options= is an option of torch's backends and has no")
+            assert warning.filename == __file__
+
+    run_world(2, main)
 
 
 def test_subgroups_number_their_ranks_and_keep_apart() -> None:

@@ -181,3 +181,11 @@ def test_the_command_refuses_nonsense(arguments):
 
 def test_worlds_are_numbers_and_ranges():
     assert parse_worlds("1..3,5,2") == [1, 2, 3, 5]
+
+
+def test_without_affinity_there_is_a_process_for_every_core(monkeypatch):
+    """As on macOS."""
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    arguments = ["--worlds", "3", "--collective", "broadcast", "--algorithm", "linear"]
+    assert CliRunner().invoke(prove_command, arguments).exit_code == 0
