@@ -90,6 +90,29 @@ def test_a_log_that_was_cut_short_after_a_kill_is_refused_by_daemon_and_verify(t
         running.stop()
 
 
+def test_a_backup_takes_the_place_of_a_journal_that_was_cut_short(tmp_path: Path) -> None:
+    """And of what was noted of it, which is kept beside it."""
+    data = tmp_path / "data"
+    with daemon(data) as running:
+        running.start()
+        with SocketClient(running.port) as client:
+            client.ask(m.SET, b"k", b"v")
+            made = command("backup", "--data-dir", str(data))
+            for number in range(20):
+                client.ask(m.SET, b"k%d" % number, b"v")
+        running.kill()
+        os.truncate(data / "journal.sqlite-wal", 0)
+        assert command("verify", "--data-dir", str(data)).returncode == 1
+        restored = command("restore", made.stdout.strip(), "--data-dir", str(data))
+        assert restored.returncode == 0, restored.stderr
+        (replaced,) = data.glob("replaced-*")
+        names = {path.name for path in replaced.iterdir()}
+        assert names == {"journal.sqlite", "journal.sqlite-wal", "journal.sqlite-acknowledged"}
+        assert "1 keys" in command("verify", "--data-dir", str(data)).stdout
+        running.start()
+        running.stop()
+
+
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of other processes are set on Linux only")
 def test_a_daemon_that_cannot_write_an_answer_lets_nobody_wait_for_it(tmp_path: Path) -> None:
     with daemon(tmp_path / "data") as running:
