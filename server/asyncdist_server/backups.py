@@ -154,8 +154,10 @@ def unattended(directory: Path) -> Iterator[SqliteJournal]:
 
     Raises `JournalError` if there is none: to open it would make one.
     """
-    if not (directory / "identity").exists():
-        raise JournalError(f"there is no journal in {directory}")
+    try:
+        (directory / "identity").stat()
+    except OSError as error:
+        raise JournalError(f"there is no journal in {directory}: {error.strerror}") from error
     journal = SqliteJournal(DataDirectory(directory))
     try:
         yield journal
@@ -184,7 +186,7 @@ def _ask(directory: Path, process: int, listens: bool, timeout_s: float) -> Path
             raise JournalError(f"the daemon, process {process}, could not answer: its log says why")
         said = {name: escaped(os.fsencode(text)) for name, text in dict(json.loads(answer.read_text())).items()}
         answer.unlink()
-    except (OSError, ValueError, TypeError) as error:  # a process of another user's is not to be signalled
+    except (OSError, ValueError, TypeError) as error:  # the system refuses to signal another user's process
         raise JournalError(f"cannot ask process {process} for a backup: {error}") from error
     finally:
         request.unlink(missing_ok=True)

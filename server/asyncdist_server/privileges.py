@@ -32,7 +32,7 @@ def become_owner(path: Path) -> None:
     The owner is the first user other than root to whom a directory on the way to `path` belongs.
     """
     owner = _owner(path)
-    if owner is None or os.geteuid():
+    if owner is None:
         return
     uid, gid, groups = owner.st_uid, owner.st_gid or owner.st_uid, []
     with contextlib.suppress(KeyError):  # a user of systemd's exists only while its service runs
@@ -67,9 +67,14 @@ def opened_before_becoming_owner(file: Path, directory: Path) -> Iterator[Binary
 
 
 def _owner(path: Path) -> os.stat_result | None:
-    """Return whose the first directory on the way to `path` is that is not root's; None if all are root's."""
+    """Return whose the first directory on the way to `path` is that is not root's. None if all are.
+
+    None for others than root as well. What is not there, or no directory, is told by what uses it.
+    """
+    if os.geteuid():
+        return None
     path = path.absolute()
-    with contextlib.suppress(FileNotFoundError):  # the rest is yet to be made
+    with contextlib.suppress(OSError):
         for directory in (*reversed(path.parents), path):
             found = directory.stat()
             if found.st_uid:

@@ -166,7 +166,7 @@ def test_root_signals_no_process_of_another_user(data: Path) -> None:
 
 
 AS_SOMEBODY = """
-import os, sys
+import encodings.idna, os, sys
 from asyncdist_server.cli import main
 from asyncdist_server.version import version
 
@@ -180,12 +180,25 @@ main(sys.argv[2:])
 
 def as_somebody(running: Daemon) -> Daemon:
     """Start it as the user to whom its data belongs, who may not be able to start an interpreter of root's."""
-    python, _, _, *arguments = running.command()
-    program = [python, "-c", AS_SOMEBODY, str(SOMEBODY), *arguments]
+    arguments = [*running.command()[3:], "--insecure-no-auth"]
+    program = [sys.executable, "-c", AS_SOMEBODY, str(SOMEBODY), *arguments]
     running.process = forked.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert running.process.stdout is not None
     assert running.process.stdout.readline().startswith("asyncdist-server ready on"), running.communicate()
     return running
+
+
+@pytest.mark.parametrize("what", ["backup", "restore", "verify"])
+def test_other_users_are_told_what_they_may_not_do(data: Path, place: Path, what: str) -> None:
+    (place / "private").mkdir(mode=0o700)
+    data.rename(place / "private" / "data")
+    kept = place / "kept"
+    kept.write_text("no backup")
+    arguments = [what, *([str(kept)] if what == "restore" else []), "--data-dir", str(place / "private" / "data")]
+    refused = forked.run([sys.executable, "-c", AS_SOMEBODY, str(SOMEBODY), *arguments], DEADLINE_S)
+    assert refused.returncode != 0
+    assert "Traceback" not in refused.stderr
+    assert str(place / "private" / "data") in refused.stderr
 
 
 def test_root_has_the_daemon_of_another_user_make_a_backup(data: Path) -> None:
