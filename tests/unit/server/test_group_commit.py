@@ -312,12 +312,23 @@ async def test_after_a_failed_write_nothing_leaves_and_nothing_is_written() -> N
         read.cancel()
 
 
-async def test_the_journal_is_tidied_now_and_then() -> None:
+async def test_the_journal_is_tidied_after_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_commit, "TIDY_S", 3600.0)
     async with world() as made, made.store() as store:
         for _ in range(3):
             await store.set("key", b"x" * (TIDY_BYTES // 2))
         await store.set("key", "small")
         assert made.journal.calls.count("tidy") == 1
+
+
+async def test_the_journal_is_tidied_soon_after_a_commit_and_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is noted of the commit is on the disk then, also if nothing is written any more."""
+    monkeypatch.setattr(group_commit, "TIDY_S", 0.01)
+    async with world() as made, made.store() as store:
+        await store.set("key", "value")
+        await eventually(lambda: made.journal.calls[-1] == "tidy")
+        assert made.server.gate is not None
+        assert made.server.gate._tidy_timer is None
 
 
 async def test_the_end_says_that_nothing_is_missing() -> None:
