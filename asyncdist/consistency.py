@@ -55,7 +55,7 @@ class _Issued(NamedTuple):
 
 
 class _Inquiry(NamedTuple):
-    work: CollectiveWork
+    work: CollectiveWork | None
     error: CollectiveMismatchError
     timer: asyncio.TimerHandle
 
@@ -108,15 +108,18 @@ class Consistency:
         self._issued.append(entry)
         self._report(entry)
 
-    def inquire(self, work: CollectiveWork, error: CollectiveMismatchError) -> CollectiveMismatchError | None:
-        """Ask the other side of `error` what it runs, and fail `work` when it has answered.
+    def inquire(
+        self, key: WorkKey, work: CollectiveWork | None, error: CollectiveMismatchError
+    ) -> CollectiveMismatchError | None:
+        """Ask the other side of `error` what it runs, and fail `work` when it has answered; without one, the group.
 
         Until then the operation is under way, though nothing moves any more. Where nobody can be asked the error to
         fail with is returned.
         """
-        key = (work.tag, work.number)
-        if error.peer is None or key in self._inquiries:
+        if error.peer is None:
             return error
+        if key in self._inquiries:
+            return None
         message = ["mismatch", self._group_id, *key, self._describe(key) or "", True]
         if not self._world.tell((error.peer,), message, dial=True):
             return self._answered(key, error, "")
@@ -135,7 +138,7 @@ class Consistency:
                 self._conclude(key, text)
         elif asked and key in self._works:
             alike = own == text and self._is_private(key)
-            self._fail(key, self._lengths_differ(sender) if alike else self._difference(own, sender, text))
+            self._fail(key, self._lengths_differ(sender) if alike else self._difference(key, own, sender, text))
 
     def tell(self, rank: int, tag: int, sequence: int) -> None:
         """An operation has timed out on `rank`: tell it what we run there, if anything, in case that is why."""
@@ -174,7 +177,7 @@ class Consistency:
     def _conclude(self, key: WorkKey, text: str) -> None:
         inquiry = self._inquiries.pop(key)
         inquiry.timer.cancel()
-        if self._works.get(key) is inquiry.work:
+        if inquiry.work is None or self._works.get(key) is inquiry.work:
             self._fail(key, self._answered(key, inquiry.error, text))
 
     def _answered(self, key: WorkKey, error: CollectiveMismatchError, text: str) -> CollectiveMismatchError:
@@ -183,15 +186,17 @@ class Consistency:
         own = self._describe(key)
         # Without knowing better it is the lengths that differ, and the transport has said them.
         alike = text in ("", CLOSED_SINCE, own) and self._is_private(key)
-        return error if alike else self._difference(own, error.peer, text)
+        return error if alike else self._difference(key, own, error.peer, text)
 
-    def _difference(self, own: str | None, peer: int, text: str) -> CollectiveMismatchError:
+    def _difference(self, key: WorkKey, own: str | None, peer: int, text: str) -> CollectiveMismatchError:
         unnamed = "something else, and is gone since" if self._world.mesh.is_gone(peer) else UNNAMED
         sides = sorted([(self._world.rank, own or UNNAMED), (peer, text or unnamed)])
         shown = ", ".join(f"rank {rank} runs {side}" for rank, side in sides)
         if own == text:
             shown += ", but planned differently: is the release of asyncdist the same everywhere?"
-        return CollectiveMismatchError(f"ranks differ in this place of the order: {shown}", peer)
+        tag, number = key
+        place = f"collective #{number} of tag {tag}" if tag else f"collective #{number}"
+        return CollectiveMismatchError(f"ranks differ in {place}: {shown}", peer)
 
     def _lengths_differ(self, peer: int) -> CollectiveMismatchError:
         """What all members are to read."""
@@ -238,7 +243,7 @@ class Consistency:
         own = self._terms(entry)
         for terms, (rank, shown) in reports.items():
             if terms != own:
-                return self._difference(self._show(entry), rank, shown)
+                return self._difference(entry.key, self._show(entry), rank, shown)
         return None
 
 

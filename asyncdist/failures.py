@@ -41,8 +41,11 @@ class Failures:
         self._seen += len(self._works) - len(unasked)
         self._works = [*unasked[-FAILED_KEPT + 1 :], work]
 
-    def take_unasked(self, *, aborted: bool) -> BaseException | None:
-        """The first failure nobody asked about, if any; forget all. In an aborted group one that was seen is enough."""
+    def take_unasked(self, otherwise: BaseException | None = None, *, aborted: bool) -> BaseException | None:
+        """The first failure nobody asked about, if any, or `otherwise`; forget all.
+
+        In an aborted group one that was seen is enough.
+        """
         works, self._works = self._works, []
         if aborted and (self.abort_seen or self._seen or any(work._retrieved for work in works)):
             return None
@@ -50,4 +53,4 @@ class Failures:
             error = None if work._retrieved else work.exception()
             if error is not None:
                 return anew(error)  # the work, which may be kept, is not to hold the frames it comes through
-        return None
+        return otherwise

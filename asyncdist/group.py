@@ -96,11 +96,13 @@ class ProcessGroup(GroupCore):
         if self.closed or self.world.forked or not (first or also_pairs):
             return
         self._aborted = error if first else self._aborted
+        self._verdict.set()
         self.usable = False
         # Before messages under way are broken off: who receives those is to know the reason by then.
         self.world.tell_aborted(self.ranks, ["abort", self.group_id, kind, text, rank, list(missing)])
         if first:
             self._expiry.stop()
+            self._evidence.stop()
             differences = self._consistency.stop(told=isinstance(error, CollectiveMismatchError))
             self._backends.abort(error)
             works = dict(self._works)
@@ -129,7 +131,7 @@ class ProcessGroup(GroupCore):
             await asyncio.shield(self._closing)
         except asyncio.CancelledError:
             for group in [self, *self._inner()]:
-                if group._works or group.pairs.pending():
+                if group._works or group._differing or group.pairs.pending():
                     group.abort("closing it was cancelled")
             await uninterrupted(asyncio.wait([self._closing]))
             raise
@@ -147,6 +149,9 @@ class ProcessGroup(GroupCore):
         try:
             failures = await asyncio.gather(*(group.close() for group in self._inner()), return_exceptions=True)
             await until_ended(self._works.values())
+            self._backends.settle()
+            if self._differing:
+                await self._verdict.wait()
             async with asyncio.timeout(CLOSE_SENDS_S):
                 await until_ended(self.pairs.pending())
         except TimeoutError:
@@ -158,7 +163,8 @@ class ProcessGroup(GroupCore):
                 await self.world.abandon()
             raise
         await self._leave()
-        unasked = self._failures.take_unasked(aborted=self._aborted is not None)
+        found = explain(self.where("close"), self._aborted) if self._differing and self._aborted is not None else None
+        unasked = self._failures.take_unasked(found, aborted=self._aborted is not None)
         self._unasked = next(filter(None, [unasked, *failures]), None)
 
     def _inner(self) -> list[ProcessGroup]:
@@ -169,6 +175,7 @@ class ProcessGroup(GroupCore):
     async def _leave(self) -> None:
         self.closed = True
         self._expiry.stop()
+        self._evidence.stop()
         self._consistency.stop()
         self._backends.close()
         await self.pairs.close()

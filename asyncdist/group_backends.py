@@ -33,6 +33,8 @@ class _Owner(Protocol):
 
     def ask(self, tag: int, sequence: int, rank: int) -> bool: ...
 
+    def differs(self, tag: int, sequence: int, rank: int) -> None: ...
+
 
 class GroupBackends(GroupBackend):
     """The backend of host arrays, and that of GPU arrays from the first of them on.
@@ -52,7 +54,7 @@ class GroupBackends(GroupBackend):
     ) -> None:
         super().__init__(world.mesh, group_id, ranks, ranks.index(world.rank))
         self.names = names
-        self.host: GroupBackend = _make_host_backend(world, group_id, ranks, names, self)
+        self.host: GroupBackend = _make_host_backend(world, group_id, ranks, names, self, owner)
         self.devices: DeviceBackend | None = None
         self._host_watch: HostWatch | None = None
         self._world = world
@@ -143,6 +145,10 @@ class GroupBackends(GroupBackend):
         """See GroupBackend."""
         self.host.closing()
 
+    def settle(self) -> None:
+        """See GroupBackend."""
+        self.host.settle()
+
     def close(self) -> None:
         """See GroupBackend."""
         self.host.close()
@@ -198,7 +204,7 @@ class _ControlBackend(AioBackend):
 
 
 def _make_host_backend(
-    world: World, group_id: int, ranks: tuple[int, ...], names: BackendNames, backends: GroupBackends
+    world: World, group_id: int, ranks: tuple[int, ...], names: BackendNames, backends: GroupBackends, owner: _Owner
 ) -> GroupBackend:
     """The backend for the host arrays of a group that this rank is a member of."""
     rank = ranks.index(world.rank)
@@ -211,4 +217,14 @@ def _make_host_backend(
         return _ControlBackend(
             backends, world.mesh, group_id, ranks, rank, loop=world.loop, pool=world.pool, tuning=tuning
         )
-    return AioBackend(world.mesh, group_id, ranks, rank, loop=world.loop, pool=world.pool, tuning=tuning, lanes=lanes)
+    return AioBackend(
+        world.mesh,
+        group_id,
+        ranks,
+        rank,
+        loop=world.loop,
+        pool=world.pool,
+        tuning=tuning,
+        lanes=lanes,
+        on_different=owner.differs,
+    )

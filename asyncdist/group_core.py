@@ -16,6 +16,8 @@ from asyncdist.causes import FAILED, explain, failed_on, kind_of
 from asyncdist.consistency import Consistency
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import ClosedError, CollectiveMismatchError, GroupAbortedError, PeerLostError
+from asyncdist.evidence import Evidence
+from asyncdist.executor.shared_part import different
 from asyncdist.executor.work import Work
 from asyncdist.expiry import NOT_HEARD_FROM, Expiry, timeout_error
 from asyncdist.failures import Failures
@@ -69,6 +71,12 @@ class GroupCore(Operations):
         self._expiry = Expiry(world, group_id, ranks, self._works, self._expired)
         self._failures = Failures()
         self._consistency = Consistency(world, group_id, ranks, self._backends, self._works, self._differ)
+        self._evidence = Evidence(world.mesh.watchers, group_id, self._works, self._sequences, self.differs)
+        self._early = self._evidence.early
+        self._differing: dict[WorkKey, int] = {}
+        """Places of the order where another rank, and which, was found to run something else: nothing ends well now."""
+        self._verdict = asyncio.Event()
+        """Set once the group is aborted."""
         self._askers: dict[int, int] = {}
         """Members that have waited long for a collective, and its tag: they are told when this group is closed here."""
         self._refusals = Refusals(
@@ -190,13 +198,32 @@ class GroupCore(Operations):
 
     def _ended(self, work: CollectiveWork, error: BaseException | None) -> None:
         if error is None:
+            if self._early and self._evidence.left_over(work.key):
+                return
+            if self._differing:
+                return
             del self._works[work.key]
             work.finish()
             return
         if isinstance(error, CollectiveMismatchError):
-            error = self._consistency.inquire(work, error)
+            error = self._consistency.inquire(work.key, work, error)
         if error is not None:
             self._ended_badly(work, error)
+
+    def differs(self, tag: int, sequence: int, rank: int) -> None:
+        """Global rank `rank` runs something else in that place of the order, where all may have ended here."""
+        if self._aborted is None and not self.closed:
+            if not self._differing:
+                self._loop.call_soon(self._inquire)
+            self._differing.setdefault((tag, sequence), rank)
+
+    def _inquire(self) -> None:
+        """Ask about the first difference that was found: the others may be its consequences."""
+        key, rank = next(iter(self._differing.items()))
+        if self._aborted is None and not self.closed:
+            error = self._consistency.inquire(key, None, different(rank))
+            if error is not None:
+                self._differ(key, error)
 
     def _differ(self, key: WorkKey, error: CollectiveMismatchError) -> None:
         """Ranks run different collectives in that place."""

@@ -246,6 +246,10 @@ class GroupBackend(ABC):
         """The group is being closed, and waits for what is under way: nothing may wait for its user any longer."""
         return
 
+    def settle(self) -> None:
+        """All that was begun here has ended: say now where another rank is known to run something else."""
+        return
+
     async def wait_closed(self) -> None:
         """Wait, bounded, for what `close` or `abort` has left to threads; called once, after one of them."""
         return

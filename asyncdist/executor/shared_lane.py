@@ -36,7 +36,8 @@ class SharedLane:
     """One member's side of a lane: `core` is the memory, `ringers` wake the other members (None for ourselves).
 
     `on_fault(rank, error)` is called, once and from the loop, when a member's memory says what cannot be: nothing moves
-    any more then.
+    any more then. `on_different(number, rank)` is called, from anywhere, when a member was found to run something else
+    in a place of the order that may have ended here.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class SharedLane:
         ringers: Sequence[Ringer | None],
         on_fault: Callable[[int, Exception], None],
         lend: Lend = lambda payload, single_copy: None,
+        on_different: Callable[[int, int], None] = lambda number, rank: None,
     ) -> None:
         self.core = core
         self.lend = lend
@@ -58,6 +60,7 @@ class SharedLane:
         self.pumping = False
         """Whether `flush` will follow: what is done outside of that has to ask for a turn of its own."""
         self._on_fault = on_fault
+        self._on_different = on_different
         self._left: dict[int, PeerLostError] = {}
         self._loop = loop
         self._ranks = ranks
@@ -162,6 +165,8 @@ class SharedLane:
         self.pumping = True
         try:
             self.core.retire()
+            if self.core.differences:
+                self._tell_differences()
             if self._unbegun and self._begin():
                 done = True
                 self.soon()  # the others may have begun those before us, and will not ring again
@@ -330,6 +335,9 @@ class SharedLane:
                 return True
             express.popleft()
             core.express_done(number, begun=kind.needed is None)
+            if core.differences:  # in this one, or in one before it: it does not end well any more
+                self._tell_differences()
+                return True
             done = True
             if kind.nbytes > EXPRESS_BYTES or not number % EXPRESS_NEWS:  # one may wait for the next slot already
                 self.flush()
@@ -372,6 +380,13 @@ class SharedLane:
             end(what)
         except LaneFault as error:
             self.fault(error)
+        if self.core.differences:
+            self._tell_differences()
+
+    def _tell_differences(self) -> None:
+        differences, self.core.differences = self.core.differences, []
+        for number, member in differences:
+            self._on_different(number, self._ranks[member])
 
     def _fail_deserted(self) -> None:
         """Fail what a member that has left will never begin."""

@@ -11,7 +11,15 @@ from asyncdist.errors import ClosedError, DistError, PeerLostError
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.protocol.frame import FRAGMENT_BYTES, MAX_CALL_BYTES
-from asyncdist.transport.protocol.matching import AnySourceTable, Discarded, DroppedGroups, Receive, SendOp, nobody_left
+from asyncdist.transport.protocol.matching import (
+    AnySourceTable,
+    Discarded,
+    DroppedGroups,
+    Receive,
+    SendOp,
+    Unexpected,
+    nobody_left,
+)
 from asyncdist.transport.protocol.peer import PeerCore
 from asyncdist.transport.spin import Spinner
 
@@ -67,6 +75,8 @@ class BaseMesh:
         self._owner = owner
         self._any_source = AnySourceTable()
         self._dropped = DroppedGroups()
+        self.watchers: dict[bytes, Unexpected] = {}
+        """By group, the 8 bytes that its keys begin with: who hears of messages that come before their receives."""
         self._gone: dict[int, bool] = {}  # whether it left with a goodbye
         self._lost_elsewhere: set[int] = set()  # ranks whose loss we have heard of without having met them
         self._all_ended = asyncio.Event()
@@ -224,6 +234,7 @@ class BaseMesh:
             self._owner.control_received,
             any_source=self._any_source,
             dropped=self._dropped,
+            watchers=self.watchers,
             write_bytes=MAX_CALL_BYTES if self.crowded else FRAGMENT_BYTES,
         )
 

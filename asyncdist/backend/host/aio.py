@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol, TypeAlias
 
 from asyncdist.backend.base import CollectiveWork, GroupBackend, OnEnd, WorkKey
 from asyncdist.backend.calls.call import Call
@@ -37,6 +37,10 @@ __all__ = ["AioBackend"]
 
 RECIPES_KEPT: Final = 256
 """Compiled plans kept per group: more than the shapes a training step uses, few enough to stay below some megabytes."""
+
+
+OnDifferent: TypeAlias = Callable[[int, int, int], None]
+"""on_different(tag, sequence, rank): global rank `rank` runs something else there, where all may have ended here."""
 
 
 class Running(Protocol):
@@ -80,8 +84,10 @@ class AioBackend(GroupBackend):
         pool: ScratchPool,
         tuning: Tuning = DEFAULT_TUNING,
         lanes: bool = False,
+        on_different: OnDifferent = lambda tag, sequence, rank: None,
     ) -> None:
         super().__init__(mesh, group_id, ranks, rank)
+        self.on_different = on_different
         self.loop = loop
         self.pool = pool
         self.peers: list[PeerCore | None] = [None] * len(ranks)
@@ -201,6 +207,11 @@ class AioBackend(GroupBackend):
         """Touch no shared memory any more."""
         if self._lanes is not None:
             self._lanes.close()
+
+    def settle(self) -> None:
+        """See GroupBackend."""
+        if self._lanes is not None:
+            self._lanes.settle()
 
     def closing(self) -> None:
         """Have streams go on without their consumers."""

@@ -123,6 +123,12 @@ class Lanes:
         if found is not None:
             found.held = deque(entry for entry in found.held if entry[1].number != sequence)
 
+    def settle(self) -> None:
+        """Look once more at what the members have begun."""
+        for tag in self._tags.values():
+            if tag.lane is not None:
+                tag.lane.poll()
+
     def close(self) -> None:
         """Touch no shared memory any more, and give ours back. Idempotent."""
         if self._memory is not None:
@@ -187,7 +193,7 @@ class Lanes:
             self._free(state)
             self._decided(tag)
             return
-        problem = self._map(state, [int(number) for _, number in gathered])
+        problem = self._map(tag, [int(number) for _, number in gathered])
         if problem:
             events.info("group %x tag %d: no shared memory: %s", backend.group_id, tag, problem)
         reads = not problem and all(
@@ -197,9 +203,9 @@ class Lanes:
         )
         self._exchange(tag, _MAPPED, np.array([not problem, reads], np.uint64), self._mapped)
 
-    def _map(self, state: TagLane, numbers: Sequence[int]) -> str:
+    def _map(self, tag: int, numbers: Sequence[int]) -> str:
         """Make our side of a lane of the members' segments; why not, if that cannot be. Raises RemoteProtocolError."""
-        backend, memory = self._backend, self._memory
+        backend, memory, state = self._backend, self._memory, self._tags[tag]
         assert memory is not None
         views: list[memoryview] = []
         ringers: list[Ringer | None] = []
@@ -225,7 +231,15 @@ class Lanes:
         state.offered = min(item_bytes(len(view)) for view in views)
         core = Lane(backend.rank, views, partial(borrow, memory, backend.ranks))
         lend = partial(lend_to, memory, [rank for rank in backend.ranks if rank != self._mesh.rank])
-        state.mapped = SharedLane(backend.loop, core, backend.ranks, ringers, self._mesh.break_pair, lend)
+        state.mapped = SharedLane(
+            backend.loop,
+            core,
+            backend.ranks,
+            ringers,
+            self._mesh.break_pair,
+            lend,
+            partial(backend.on_different, tag),
+        )
         return ""
 
     def _mapped(self, tag: int, gathered: np.ndarray[tuple[int, int], np.dtype[np.uint64]]) -> None:

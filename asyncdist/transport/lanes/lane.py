@@ -10,7 +10,6 @@ from typing import Final
 
 from asyncdist.transport.lanes.layout import (
     CONSUMED,
-    DESCRIPTORS_AT,
     EXPRESS_AT,
     EXPRESS_BYTES,
     FINISHED,
@@ -69,14 +68,13 @@ class Lane(LendingLane):
     payload, behind a table of bounds, or is items: its record says which it is, and how long the payload.
     """
 
-    __slots__ = ("_own_records", "_slots", "_wide_bytes", "_wide_number")
+    __slots__ = ("_slots", "_wide_bytes", "_wide_number")
 
     def __init__(self, rank: int, segments: Sequence[memoryview], borrow: Borrow | None = None) -> None:
         super().__init__(rank, segments, borrow)
         self._wide_bytes = min(wide_bytes(len(segment)) for segment in segments)
         self._slots = 0  # of the last wide operation, whose number is
         self._wide_number = -1
-        self._own_records = self._own[RECORDS_AT:DESCRIPTORS_AT].cast("Q")
 
     def express_turn(self, length: int) -> int:
         """The number of the next operation, whose payload (`length` bytes of every member that has one) we may put out.
@@ -244,8 +242,15 @@ class Lane(LendingLane):
                 return False
         if not ORDERED:
             order()  # the counts before the records
-        at = number % RECORDS * RECORD_WORDS + ITEMS
-        return not any(peer.record_words[at] for _, peer in self._others)
+        at = number % RECORDS * RECORD_WORDS
+        fingerprint = self._own_records[at + 1]
+        for index, peer in self._others:
+            words = peer.record_words
+            if words[at + 1] != fingerprint:
+                self._note(number, index, words[at + 1])
+            if words[at + ITEMS]:
+                return False
+        return True
 
     def _end_express(self, number: int) -> None:
         """End one of several that are open, or one that some member has not begun, or has items in."""

@@ -2,6 +2,9 @@
 
 The part of a lane that does not depend on how data travels: operations are numbered in the order in which every member
 begins them, and none may be more than RECORDS ahead of the slowest.
+
+A member says that it has finished an operation only once all others have begun it, and their records stay until then.
+So each member reads every record of the others once, also of those that it takes nothing from, and notes who differs.
 """
 
 from __future__ import annotations
@@ -9,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncdist.transport.lanes.layout import (
+    DESCRIPTORS_AT,
     FINISHED,
     ISSUED,
     MAX_LANE_ITEMS,
     MAX_LANE_RANKS,
     RECORD,
     RECORD_STRIDE,
+    RECORD_WORDS,
     RECORDS,
     RECORDS_AT,
     SKIPPED,
@@ -43,8 +48,10 @@ class LaneOrder:
         "_next_item",
         "_others",
         "_own",
+        "_own_records",
         "_own_words",
         "_wanting",
+        "differences",
         "finished",
         "issued",
         "news",
@@ -58,6 +65,7 @@ class LaneOrder:
         self.rank = rank
         self._own = segments[rank]
         self._own_words = self._own[:WORDS_BYTES].cast("Q")
+        self._own_records = self._own[RECORDS_AT:DESCRIPTORS_AT].cast("Q")
         self._members = [None if index == rank else Member(index, segment) for index, segment in enumerate(segments)]
         self._others = [(index, member) for index, member in enumerate(self._members) if member is not None]
         self._heeded = self._others  # all but those that have left
@@ -70,6 +78,8 @@ class LaneOrder:
         self.finished = 0
         self.news = False
         """Something was consumed or finished that another member may wait for; to be reset by the caller."""
+        self.differences: list[tuple[int, int]] = []
+        """Operation and member, where a member was found to run something else; to be emptied by the caller."""
 
     def left(self, member: int) -> None:
         """A member has left: what it has not read nobody keeps for it."""
@@ -166,11 +176,18 @@ class LaneOrder:
                 return None
             order()  # the count before the record
         at = RECORDS_AT + number % RECORDS * RECORD_STRIDE
-        theirs, _fingerprint, first, count, _payload = RECORD.unpack_from(peer.segment, at)
+        theirs, fingerprint, first, count, _payload = RECORD.unpack_from(peer.segment, at)
         if theirs != number or count > MAX_LANE_ITEMS or first >= 1 << 62:
             raise LaneFault(peer.index, f"operation {theirs} ({count} items) is described in place of {number}")
+        if fingerprint != self._own_records[number % RECORDS * RECORD_WORDS + 1]:
+            self._note(number, peer.index, fingerprint)
         peer.records[number] = first, count
         return first, count
+
+    def _note(self, number: int, member: int, fingerprint: int) -> None:
+        """A member has begun `number` with another fingerprint than ours."""
+        if SKIPPED not in (fingerprint, self._own_records[number % RECORDS * RECORD_WORDS + 1]):
+            self.differences.append((number, member))
 
     def _want(self, what: int) -> None:
         """From now on the others say when they have consumed (ROOM) or finished (TURN) something."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from asyncdist.errors import CollectiveMismatchError, RemoteProtocolError
@@ -25,7 +26,14 @@ from asyncdist.transport.protocol.frame import (
 )
 from asyncdist.transport.protocol.kept_error import anew
 from asyncdist.transport.protocol.loans import Loans
-from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, ReceiveTable, given_up
+from asyncdist.transport.protocol.matching import (
+    AnySourceTable,
+    DroppedGroups,
+    Receive,
+    ReceiveTable,
+    Unexpected,
+    given_up,
+)
 from asyncdist.transport.protocol.outbound import Outbound
 from asyncdist.transport.protocol.parking import Parking
 from asyncdist.transport.protocol.pulls import COPIED, COPYING, NOT_COPIED, EarlyStream, Pulls, Stream
@@ -59,7 +67,14 @@ class Inbound:
         "windows",
     )
 
-    def __init__(self, peer_rank: int, out: Outbound, any_source: AnySourceTable, dropped: DroppedGroups) -> None:
+    def __init__(
+        self,
+        peer_rank: int,
+        out: Outbound,
+        any_source: AnySourceTable,
+        dropped: DroppedGroups,
+        watchers: Mapping[bytes, Unexpected],
+    ) -> None:
         self.peer_rank = peer_rank
         self.error: BaseException | None = None
         self.windows = tuple(ReceiveWindow(channel, out.queue) for channel in range(CHANNELS))
@@ -73,7 +88,7 @@ class Inbound:
         self._dropped = dropped
         self._table = ReceiveTable()
         self.entries = self._table.entries
-        self._parking = Parking(peer_rank, self, any_source, self.windows)
+        self._parking = Parking(peer_rank, self, any_source, self.windows, watchers)
         self._parked = self._parking.queues
         self._asking = Asking(peer_rank, self, self._table, any_source, self.windows, out.queue)
         self.on_stalled = self._asking.on_stalled

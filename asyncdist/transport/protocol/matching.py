@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from typing import Any, Final, Protocol, TypeAlias
 
 from asyncdist.errors import CollectiveTimeoutError, DistError, GroupAbortedError, PeerLostError
@@ -24,6 +24,7 @@ __all__ = [
     "ReceiveTable",
     "SendOp",
     "Sink",
+    "Unexpected",
     "fail_all",
     "nobody_left",
 ]
@@ -34,6 +35,10 @@ MAX_DROPPED_GROUPS: Final = 4096
 
 Discarded: TypeAlias = Callable[[int, bytes], object]
 """discarded(source, meta): a message of a group that was dropped is thrown away."""
+
+
+Unexpected: TypeAlias = Callable[[int, bytes, Container[bytes]], None]
+"""unexpected(source, key, parked): a message of a collective came before its receive. `parked` has `key` until then."""
 
 
 class Sink(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.protocol.credit import ReceiveWindow
@@ -13,7 +14,7 @@ from asyncdist.transport.protocol.frame import (
     POINT_TO_POINT,
     describe_key,
 )
-from asyncdist.transport.protocol.matching import AnySourceTable, ParkedMessage, ParkingPeer
+from asyncdist.transport.protocol.matching import AnySourceTable, ParkedMessage, ParkingPeer, Unexpected
 
 __all__ = ["Parking"]
 
@@ -21,15 +22,21 @@ __all__ = ["Parking"]
 class Parking:
     """See the module. Messages are kept by key, in the order in which they came."""
 
-    __slots__ = ("_any_source", "_offers", "_owner", "_peer_rank", "_windows", "queues")
+    __slots__ = ("_any_source", "_offers", "_owner", "_peer_rank", "_watchers", "_windows", "queues")
 
     def __init__(
-        self, peer_rank: int, owner: ParkingPeer, any_source: AnySourceTable, windows: tuple[ReceiveWindow, ...]
+        self,
+        peer_rank: int,
+        owner: ParkingPeer,
+        any_source: AnySourceTable,
+        windows: tuple[ReceiveWindow, ...],
+        watchers: Mapping[bytes, Unexpected],
     ) -> None:
         self._peer_rank = peer_rank
         self._owner = owner
         self._any_source = any_source
         self._windows = windows
+        self._watchers = watchers
         self._offers: set[int] = set()
         self.queues: dict[bytes, deque[ParkedMessage]] = {}
 
@@ -62,6 +69,10 @@ class Parking:
         self.queues[key] = deque((parked,))
         if message:
             self._any_source.parked(key, self._owner)
+            return
+        watcher = self._watchers.get(key[:8])
+        if watcher is not None:
+            watcher(self._peer_rank, key, self.queues)
 
     def put_back(self, key: bytes, payload: bytes, meta: bytes, fingerprint: int) -> None:
         """Keep a point-to-point message that was taken already, ahead of all others of its key."""

@@ -10,13 +10,13 @@ two functions with `open(writer, arm)`, and calls `flush()` when the socket is w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncdist.transport.protocol.frame import FRAGMENT_BYTES
 from asyncdist.transport.protocol.inbound import Inbound
 from asyncdist.transport.protocol.loans import Loans
-from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, SendOp
+from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, SendOp, Unexpected
 from asyncdist.transport.protocol.outbound import Outbound
 from asyncdist.transport.protocol.reader import Reader
 from asyncdist.transport.protocol.writer import Arm, Writer
@@ -27,9 +27,9 @@ __all__ = ["Arm", "PeerCore", "Writer"]
 class PeerCore:
     """The protocol with one remote rank. Not thread-safe; all calls come from the loop's thread.
 
-    `on_control(peer_rank, payload)` gets CONTROL payloads. `any_source` and `dropped` are shared by a mesh's cores.
-    Sinks and `on_control` are called from inside the methods here, and may call any of them except `get_buffer`,
-    `buffer_updated` and `flush`.
+    `on_control(peer_rank, payload)` gets CONTROL payloads. `any_source`, `dropped` and `watchers` (see
+    `BaseMesh.watchers`) are shared by a mesh's cores. Sinks and `on_control` are called from inside the methods here,
+    and may call any of them except `get_buffer`, `buffer_updated` and `flush`.
 
     The methods on the path of every message are attributes, bound to the part that does the work:
 
@@ -71,15 +71,20 @@ class PeerCore:
         *,
         any_source: AnySourceTable | None = None,
         dropped: DroppedGroups | None = None,
+        watchers: Mapping[bytes, Unexpected] | None = None,
         write_bytes: int = FRAGMENT_BYTES,
     ) -> None:
         if dropped is None:
             dropped = DroppedGroups()
+        if watchers is None:
+            watchers = {}
         self.rank = rank
         self.peer_rank = peer_rank
         self._out = Outbound(peer_rank, dropped)
         self._out.queue.write_bytes = write_bytes
-        self._inbound = Inbound(peer_rank, self._out, any_source or AnySourceTable(), dropped)
+        self._inbound = Inbound(
+            peer_rank, self._out, any_source or AnySourceTable(), dropped, {} if watchers is None else watchers
+        )
         self._reader = Reader(peer_rank, self._inbound, self._out, on_control)
         self.post_send = self._out.post_send
         self.post_receive = self._inbound.post_receive

@@ -150,7 +150,7 @@ def test_a_side_that_is_gone_is_said_to_be(leaves: bool, uneven: bool) -> None:
         expected = "rank 0 sent 24 bytes where 16 are expected here"
     else:
         theirs = "something else, and " + ("is gone since" if leaves else "has closed the group since")
-        expected = f"ranks differ in this place of the order: rank 0 runs {theirs}, rank 1 runs scatter float64[2]"
+        expected = f"ranks differ in collective #0: rank 0 runs {theirs}, rank 1 runs scatter float64[2]"
     assert run_world(2, main)[1].startswith(expected)
 
 

@@ -345,9 +345,9 @@ def test_a_time_out_names_who_is_missing() -> None:
 @pytest.mark.parametrize(
     ("meta", "objects", "message"),
     [
-        (b"\xff", False, "ranks differ in this place of the order: rank 0 runs hostile"),
-        (b"", True, "ranks differ in this place of the order: rank 0 runs hostile"),
-        (encode_meta(np.dtype("f8"), (3,)), True, "ranks differ in this place of the order"),
+        (b"\xff", False, "ranks differ in collective #0: rank 0 runs hostile"),
+        (b"", True, "ranks differ in collective #0: rank 0 runs hostile"),
+        (encode_meta(np.dtype("f8"), (3,)), True, "ranks differ in collective #0"),
         (encode_meta(np.dtype("f8"), (3,)), False, r"rank 0 describes float64\[3\], but sent 16 bytes"),
         (OBJECT_META, True, "what rank 0 sent: the bytes are no object"),
         (encode_meta(np.dtype("f8"), (0, 2**63)), False, "but sent 16 bytes"),
