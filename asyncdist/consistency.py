@@ -20,7 +20,8 @@ from typing import Any, Final, NamedTuple
 
 from asyncdist.backend.base import CollectiveWork, GroupBackend, WorkKey
 from asyncdist.caller import calling_frame
-from asyncdist.errors import CollectiveMismatchError
+from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError
+from asyncdist.executor.shared_part import DifferentOperation
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, ROOTED
 from asyncdist.reduce_op import PremulSum, ReduceOp
 from asyncdist.world import CLOSED_SINCE, World
@@ -39,6 +40,13 @@ ISSUED_KEPT: Final = 256
 REPORTS_KEPT: Final = 1024
 """Collectives that others have reported and the first rank has not issued yet, with ASYNCDIST_CHECK=full: how far
 ahead they can be. Later ones are not compared."""
+
+LAST_WORDS: Final = 16
+"""Collectives that a rank describes to the others when it leaves: those that they may not have come to yet. It costs a
+message of a kilobyte or so to each that is connected."""
+
+WORD_CHARS: Final = 1024
+"""Characters of such a description: sixteen of them fit a control frame, whatever they are made of."""
 
 UNNAMED: Final = "something else that it does not name"
 """What a rank runs that does not answer, or does not remember so far back."""
@@ -96,6 +104,8 @@ class Consistency:
         self.check_fully(world.options.get("check") == "full" and len(ranks) > 1)
         self._inquiries: dict[WorkKey, _Inquiry] = {}
         self._reports: dict[WorkKey, dict[str, tuple[int, str]]] = {}
+        self._last_words: dict[int, dict[WorkKey, tuple[str, str]]] = {}
+        """What members that leave have run last."""
 
     def check_fully(self, full: bool) -> None:
         """Whether to report all collectives from now on."""
@@ -140,6 +150,32 @@ class Consistency:
             alike = own == text and self._is_private(key)
             self._fail(key, self._lengths_differ(sender) if alike else self._difference(key, own, sender, text))
 
+    def last_words(self) -> dict[WorkKey, tuple[str, str]]:
+        """What this rank has run last: what must be equal everywhere, and how to show it."""
+        newest = [_Issued(*entry) for entry in list(self._issued)[-LAST_WORDS:]]
+        return {entry.key: (self._terms(entry)[:WORD_CHARS], self._described(entry)[:WORD_CHARS]) for entry in newest}
+
+    def say_last_words(self) -> None:
+        """This rank leaves: tell the members that are connected what it has run last, as it cannot be asked later."""
+        words = [[*key, *word] for key, word in self.last_words().items()]
+        if words:
+            self._world.tell(self._ranks, ["ran", self._group_id, words], dial=False)
+
+    def heard_last(self, sender: int, words: list[tuple[int, int, str, str]]) -> None:
+        """Another member leaves, and says what it has run last."""
+        said = self._last_words[sender] = {(tag, number): (terms, text) for tag, number, terms, text in words}
+        for key, inquiry in list(self._inquiries.items()):
+            if inquiry.error.peer == sender and key in said:
+                self._conclude(key, said[key][1])
+
+    def why_left(self, key: WorkKey, error: PeerLostError) -> DistError:
+        """The operation lacks a member that has left: perhaps since that ran something else there."""
+        entry = self._find(key)
+        terms, text = self._last_words.get(error.rank, {}).get(key, ("", ""))
+        if entry is None or not text or terms == self._terms(entry)[:WORD_CHARS]:
+            return error
+        return self._difference(key, self._describe(key), error.rank, text)
+
     def tell(self, rank: int, tag: int, sequence: int) -> None:
         """An operation has timed out on `rank`: tell it what we run there, if anything, in case that is why."""
         entry = self._find((tag, sequence))
@@ -166,7 +202,7 @@ class Consistency:
         found = {
             key: self._answered(key, inquiry.error, "")
             for key, inquiry in self._inquiries.items()
-            if not told or self._is_private(key)
+            if not told or self._by_length(key, inquiry.error)
         }
         for inquiry in self._inquiries.values():
             inquiry.timer.cancel()
@@ -184,8 +220,9 @@ class Consistency:
         """What the other side of `error` runs is `text`; empty if it does not say."""
         assert error.peer is not None, "only errors that name the other side are asked about"
         own = self._describe(key)
+        text = text or self._last_words.get(error.peer, {}).get(key, ("", ""))[1]
         # Without knowing better it is the lengths that differ, and the transport has said them.
-        alike = text in ("", CLOSED_SINCE, own) and self._is_private(key)
+        alike = text in ("", CLOSED_SINCE, own) and self._by_length(key, error)
         return error if alike else self._difference(key, own, error.peer, text)
 
     def _difference(self, key: WorkKey, own: str | None, peer: int, text: str) -> CollectiveMismatchError:
@@ -205,8 +242,9 @@ class Consistency:
 
     def _describe(self, key: WorkKey) -> str | None:
         entry = self._find(key)
-        if entry is None:
-            return None
+        return None if entry is None else self._described(entry)
+
+    def _described(self, entry: _Issued) -> str:
         algorithm = self._backend.algorithm_of(entry.recipe)
         return self._show(entry, f" ({algorithm})" if algorithm else "")
 
@@ -221,6 +259,10 @@ class Consistency:
     def _is_private(self, key: WorkKey) -> bool:
         entry = self._find(key)
         return entry is not None and entry.recipe[0] in PRIVATE_COLLECTIVES
+
+    def _by_length(self, key: WorkKey, error: CollectiveMismatchError) -> bool:
+        """Whether `error` says which lengths differ, which only the two ends know."""
+        return self._is_private(key) and not isinstance(error, DifferentOperation)
 
     def _find(self, key: WorkKey) -> _Issued | None:
         return next((_Issued(*entry) for entry in reversed(self._issued) if entry[0] == key), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from asyncdist.backend.base import WorkKey
 from asyncdist.group_order import GroupOrder
 from asyncdist.world import CLOSED, CLOSED_SINCE, ISSUED, World
 
@@ -14,20 +15,27 @@ __all__ = ["EndedGroup"]
 class EndedGroup:
     """In the place of a group that was closed here, so that nobody waits for what will never come.
 
-    `issued` says how many collectives of each tag it had, `order` what was made of it. Where the world ends with the
-    group, its goodbye says all there is to say.
+    `issued` says how many collectives of each tag it had, `order` what was made of it, `words` what the last ones were.
+    Where the world ends with the group, its goodbye says all there is to say.
     """
 
-    __slots__ = ("_group_id", "_issued", "_order", "_world", "ranks")
+    __slots__ = ("_group_id", "_issued", "_order", "_words", "_world", "ranks")
 
     def __init__(
-        self, world: World, group_id: int, ranks: tuple[int, ...], issued: Mapping[int, int], order: GroupOrder
+        self,
+        world: World,
+        group_id: int,
+        ranks: tuple[int, ...],
+        issued: Mapping[int, int],
+        order: GroupOrder,
+        words: Mapping[WorkKey, tuple[str, str]],
     ) -> None:
         self.ranks = ranks
         self._world = world
         self._group_id = group_id
         self._issued = issued
         self._order = order
+        self._words = words
 
     def control(self, sender: int, message: list[Any]) -> None:
         """A control message of another member."""
@@ -35,7 +43,8 @@ class EndedGroup:
             case ["probe", _, tag, sequence]:
                 self.tell_issued(sender, tag, sequence)
             case ["mismatch", group_id, tag, sequence, _, True]:
-                self._world.tell((sender,), ["mismatch", group_id, tag, sequence, CLOSED_SINCE, False], dial=False)
+                _, text = self._words.get((tag, sequence), ("", CLOSED_SINCE))
+                self._world.tell((sender,), ["mismatch", group_id, tag, sequence, text, False], dial=False)
             case ["made", _, *made]:
                 self._order.heard(sender, *made)
             case ["closed", _, _, True]:

@@ -48,9 +48,11 @@ class Failures:
         """
         works, self._works = self._works, []
         if aborted and (self.abort_seen or self._seen or any(work._retrieved for work in works)):
+            for work in works:
+                work._retrieved = True  # as good as told
             return None
         for work in works:
-            error = None if work._retrieved else work.exception()
+            error = None if work._retrieved else work._error
             if error is not None:
                 return anew(error)  # the work, which may be kept, is not to hold the frames it comes through
         return otherwise

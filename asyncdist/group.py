@@ -66,6 +66,8 @@ class ProcessGroup(GroupCore):
                     self._heard_late(sender, tag, sequence, state)
             case ["mismatch", _, *difference]:
                 self._consistency.heard(sender, *difference)
+            case ["ran", _, words]:
+                self._consistency.heard_last(sender, words)
             case ["check", _, *report]:
                 self._consistency.reported(sender, *report)
             case ["made", _, *made]:
@@ -177,6 +179,8 @@ class ProcessGroup(GroupCore):
         self._expiry.stop()
         self._evidence.stop()
         self._consistency.stop()
+        if self.world.leaving and self._aborted is None:
+            self._consistency.say_last_words()
         self._backends.close()
         await self.pairs.close()
         await self._backends.wait_closed()
@@ -184,7 +188,8 @@ class ProcessGroup(GroupCore):
             await self.world.close()
         else:  # where the world ends, senders hear that we have left
             self.pairs.drop_unmatched()
-        ended = EndedGroup(self.world, self.group_id, self.ranks, self._sequences, self._order)
+        words = self._consistency.last_words()
+        ended = EndedGroup(self.world, self.group_id, self.ranks, self._sequences, self._order, words)
         self.world.unregister(self.group_id, ended)
         for rank, tag in self._askers.items():  # who wait, perhaps, for what comes no more
             ended.tell_issued(rank, tag, self._sequences.get(tag, 0))

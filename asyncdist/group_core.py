@@ -21,6 +21,7 @@ from asyncdist.executor.shared_part import different
 from asyncdist.executor.work import Work
 from asyncdist.expiry import NOT_HEARD_FROM, Expiry, timeout_error
 from asyncdist.failures import Failures
+from asyncdist.forgotten import watch, watches
 from asyncdist.group_backends import GroupBackends
 from asyncdist.group_order import GroupOrder
 from asyncdist.operations.issuer import check_rank, rank_number
@@ -77,6 +78,10 @@ class GroupCore(Operations):
         """Places of the order where another rank, and which, was found to run something else: nothing ends well now."""
         self._verdict = asyncio.Event()
         """Set once the group is aborted."""
+        self.watches = watches(world.loop, world.options)
+        """Whether to warn of Works that nobody asks about."""
+        if self.watches:
+            self._watch_all()
         self._askers: dict[int, int] = {}
         """Members that have waited long for a collective, and its tag: they are told when this group is closed here."""
         self._refusals = Refusals(
@@ -188,6 +193,16 @@ class GroupCore(Operations):
             self._expiry.watch(work, timeout_s)
         return work
 
+    def _watch_all(self) -> None:
+        """Replace what issues operations, so that it costs nothing where nothing is watched."""
+
+        def watched(issue: Callable[..., Work[Any]]) -> Callable[..., Work[Any]]:
+            return lambda *arguments, **options: watch(issue(*arguments, **options))
+
+        messages = "send", "send_objects", "receive", "receive_array", "receive_objects"
+        for owner, name in (self, "_collective"), *((self.pairs, name) for name in messages):
+            setattr(owner, name, watched(getattr(owner, name)))
+
     def refuse(self, operation: str, tag: int, error: Exception) -> None:
         """A collective's arguments are wrong: it takes its place in the order, and the others are told."""
         self.check_usable(operation)
@@ -207,6 +222,8 @@ class GroupCore(Operations):
             return
         if isinstance(error, CollectiveMismatchError):
             error = self._consistency.inquire(work.key, work, error)
+        elif isinstance(error, PeerLostError) and error.left:
+            error = self._consistency.why_left(work.key, error)
         if error is not None:
             self._ended_badly(work, error)
 

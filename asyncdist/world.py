@@ -10,6 +10,7 @@ Control messages between ranks are msgpack lists, the first element naming the k
 | `["status", group, tag, sequence, state]` | the answer: ISSUED, or one of ABSENCES |
 | `["mismatch", group, tag, sequence, text, asked]` | we differ there; this rank runs `text`, and you? |
 | `["check", group, tag, sequence, terms, shown]` | this rank has issued that (a probe's answer, or a full check) |
+| `["ran", group, [[tag, sequence, terms, shown], ...]]` | this rank leaves the world; that is what it ran last |
 | `["made", group, number, id, ranks, asked]` | as group `number` of `group` this rank has made `id`; and you? |
 | `["closed", group, parent, asked]` | this rank has closed `group`, or `parent` without making it; or say so then |
 
@@ -370,6 +371,7 @@ _SHAPES: Final[dict[str, tuple[type | tuple[type, ...], ...]]] = {
     "status": (int, int, int, str),
     "mismatch": (int, int, int, str, bool),
     "check": (int, int, int, str, str),
+    "ran": (int, list),
     "made": (int, int, int, str, bool),
     "closed": (int, int, bool),
 }
@@ -384,7 +386,10 @@ def _parse(rank: int, payload: bytes, world_size: int) -> list[Any]:
     if shape is None or len(message) != len(shape) + 1 or not all(map(isinstance, message[1:], shape)):
         raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
     named, tag, number = [], 0, 0
-    if message[0] == "abort":
+    if message[0] == "ran":
+        if not all(_is_word(word) for word in message[2]):
+            raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
+    elif message[0] == "abort":
         named = [*message[5], *([] if message[4] is None else [message[4]])]
     elif message[0] != "closed":
         named = message[4:5] if message[0] == "refused" else []
@@ -394,6 +399,14 @@ def _parse(rank: int, payload: bytes, world_size: int) -> list[Any]:
         raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
     checked: list[Any] = message
     return checked
+
+
+def _is_word(word: Any) -> bool:
+    """Whether that is tag, number, terms and description of a collective."""
+    match word:
+        case [int(tag), int(number), str(), str()]:
+            return _below(_MAX_TAGS, tag) and _below(_MAX_NUMBERS, number)
+    return False
 
 
 def _below(limit: int, value: Any) -> bool:

@@ -14,6 +14,7 @@ from asyncdist.blocking.group import ProcessGroup, inner_of
 from asyncdist.blocking.refuse_loop import refuse_loop
 from asyncdist.blocking.session import Session, current_session, session_of
 from asyncdist.blocking.work import Work
+from asyncdist.forgotten import watch
 
 __all__ = ["asked", "collective", "completed", "issued", "original"]
 
@@ -117,7 +118,8 @@ def _run(how: Callable[..., Any], function: Callable[..., Any], args: Any, kwarg
     if session is None:
         function(*args, **kwargs)  # raises, as there is no group
         raise AssertionError(f"{function.__name__} found a group where there is none")
-    return how(session, function, *_arguments(args, kwargs))
+    result = how(session, function, *_arguments(args, kwargs))
+    return watch(result) if session.inner.watches and isinstance(result, Work) else result
 
 
 def _session(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session | None:

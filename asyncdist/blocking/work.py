@@ -31,7 +31,10 @@ class Work(Generic[T]):
     its own type, in each thread that waits; a failure nobody asked about is raised by `destroy_process_group`.
     """
 
-    __slots__ = ("_callbacks", "_done", "_inner", "_locks", "_mutex", "_session")
+    __slots__ = ("_callbacks", "_done", "_inner", "_issued_at", "_locks", "_mutex", "_session")
+
+    _issued_at: tuple[str, int, str | None]
+    """See the Work of the asynchronous API."""
 
     def __init__(self, session: Session, inner: InnerWork[T]) -> None:
         """Called in the communication thread, as long as nobody else knows `inner`."""
@@ -43,6 +46,15 @@ class Work(Generic[T]):
         self._done = inner._done
         if not self._done:
             inner._listener = self
+
+    @property
+    def where(self) -> str:
+        """The beginning of every message about this operation."""
+        return self._inner.where
+
+    @property
+    def _retrieved(self) -> bool:
+        return self._inner._retrieved
 
     def work_ended(self) -> None:
         """Called by the operation at its end, in the communication thread."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from asyncdist.api.resolve import Group, resolve
 from asyncdist.arrays import Array, describe, host_array
+from asyncdist.backend.calls import coalesced
 from asyncdist.data_parallel.buckets import BUCKET_BYTES, check_bucket_bytes, divide
 from asyncdist.data_parallel.gradients import arrays_of, list_of
 from asyncdist.data_parallel.joined_work import JoinedWork
@@ -20,6 +21,9 @@ from asyncdist.pairs import check_tag
 from asyncdist.reduce_op import ReduceOp, ReduceOpLike
 
 __all__ = ["GradientBuckets"]
+
+OPERATION: Final = "GradientBuckets"
+"""What errors call the operations: the user has called no other."""
 
 
 class GradientBuckets:
@@ -107,7 +111,7 @@ class GradientBuckets:
         if self._waiting:
             missing = ", ".join(map(str, sorted(self._waiting)))
             raise ValueError(f"not ready yet: gradients {missing} (where this rank has none, hand in zeros)")
-        self._work = JoinedWork(self._group, "GradientBuckets.averaged", self._works, self.gradients)
+        self._work = JoinedWork(self._group, OPERATION, self._works, self.gradients)
         self._start_over()
         return self._work
 
@@ -118,7 +122,8 @@ class GradientBuckets:
 
     def _issue(self, bucket: list[int]) -> None:
         gradients = [self.gradients[index] for index in bucket]
-        self._works.append(self._group.all_reduce_coalesced(gradients, self._op, tag=self._tag, timeout=self._timeout))
+        prepare = coalesced.all_reduce_coalesced
+        self._works.append(self._group._collective(OPERATION, self._tag, self._timeout, prepare, gradients, self._op))
 
 
 def _room_for(like: list[Array], buckets: list[list[int]]) -> list[Array]:

@@ -7,12 +7,14 @@ from typing import Any
 
 from asyncdist.api.resolve import Group, resolve, root_of
 from asyncdist.arrays import Array, host_array
+from asyncdist.backend.calls import coalesced
 from asyncdist.data_parallel.buckets import BUCKET_BYTES, check_bucket_bytes, divide
 from asyncdist.data_parallel.joined_work import JoinedWork
 from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.errors import DistError
 from asyncdist.executor import reduction
 from asyncdist.executor.work import Work
+from asyncdist.forgotten import watch
 from asyncdist.group import ProcessGroup
 from asyncdist.pairs import check_tag
 from asyncdist.reduce_op import ReduceOp, ReduceOpLike
@@ -44,7 +46,7 @@ def average_gradients(
     operation = "average_gradients"
 
     def issue(bucket: list[Array]) -> Work[Any]:
-        return found.all_reduce_coalesced(bucket, op, tag=tag, timeout=timeout)
+        return found._collective(operation, tag, timeout, coalesced.all_reduce_coalesced, bucket, op)
 
     try:
         listed = list_of(gradients, "gradients")
@@ -81,7 +83,7 @@ def broadcast_parameters(
     root = root_of(found, operation, tag, src, group_src, "src", default=0)
 
     def issue(bucket: list[Array]) -> Work[Any]:
-        return found.broadcast_coalesced(bucket, root, tag=tag, timeout=timeout)
+        return found._collective(operation, tag, timeout, coalesced.broadcast_coalesced, bucket, root, found.rank)
 
     try:
         listed = list_of(parameters, "parameters")
@@ -134,4 +136,5 @@ def _issue_all(
                     work._retrieved = True
                 group.abort(f"{operation} failed after {len(works)} of {len(buckets)} operations: {error}")
             raise
-    return JoinedWork(group, operation, works, value)
+    joined = JoinedWork(group, operation, works, value)
+    return watch(joined) if group.watches else joined

@@ -33,6 +33,11 @@ class JoinedWork(Work[Any]):
         for part in self._parts:
             part.add_done_callback(self._part_ended)
 
+    @property
+    def where(self) -> str:
+        """See Work; of its parts the number is known, of all together there is none."""
+        return self._group.where(self.operation)
+
     # Whether somebody has asked about a failure is for the group to know, when it closes; it knows the parts.
 
     @property

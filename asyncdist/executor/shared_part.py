@@ -15,7 +15,16 @@ from asyncdist.transport.shared_memory.process_memory import RemoteBytes, Unread
 if TYPE_CHECKING:
     from asyncdist.executor.shared_lane import SharedLane
 
-__all__ = ["LENT_NEWS", "PART_BYTES", "TURN_BYTES", "SharedExecution", "SharedPart", "another_length", "different"]
+__all__ = [
+    "LENT_NEWS",
+    "PART_BYTES",
+    "TURN_BYTES",
+    "DifferentOperation",
+    "SharedExecution",
+    "SharedPart",
+    "another_length",
+    "different",
+]
 
 LEND_BYTES: Final = 64 << 10
 """Shortest item that is lent where its memory is shared: copying a shorter one costs less than having it back."""
@@ -305,9 +314,13 @@ class SharedPart:
         return found
 
 
-def different(rank: int) -> CollectiveMismatchError:
+class DifferentOperation(CollectiveMismatchError):
+    """All that is known yet is that another operation runs there."""
+
+
+def different(rank: int) -> DifferentOperation:
     """Global rank `rank` runs another operation in this place of the order."""
-    return CollectiveMismatchError(
+    return DifferentOperation(
         f"rank {rank} runs something else in this place of the order: another collective, reduction, dtype, root, size "
         "or algorithm",
         rank,

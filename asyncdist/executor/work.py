@@ -51,11 +51,15 @@ class Work(Generic[T]):
     is done, the arrays it was given belong to the operation: do not write to them.
     """
 
+    _issued_at: tuple[str, int, str | None]
+    """File, line and module of the call; only of those that are watched."""
+
     __slots__ = (
         "__weakref__",
         "_callbacks",
         "_done",
         "_error",
+        "_issued_at",
         "_listener",
         "_loop",
         "_result",
@@ -310,5 +314,6 @@ async def until_ended(works: Iterable[Work[Any]]) -> None:
     for work in list(works):
         if not work._done:
             ended = asyncio.Event()
-            work.add_done_callback(lambda _work, ended=ended: ended.set())  # type: ignore[misc]
+            # Not as its user asks: see `asyncdist.forgotten`.
+            Work.add_done_callback(work, lambda _work, ended=ended: ended.set())  # type: ignore[misc]
             await ended.wait()

@@ -24,6 +24,7 @@ from asyncdist.backend.device.crossing import carried
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import ClosedError
 from asyncdist.executor.work import Work
+from asyncdist.forgotten import watch, watches
 from asyncdist.group import ProcessGroup
 from asyncdist.operations.coalesced import Coalesced
 from asyncdist.operations.collectives import Collectives
@@ -68,6 +69,7 @@ class ThreadedGroup(ProcessGroup):
         self._works: dict[tuple[int, int], CollectiveWork] = {}  # those issued here and under way, for the overlap
         self._issued = 0
         self._overlap = OverlapWatch(self, self._loop)
+        self.watches = watches(self._loop, inner.world.options)
         self._closing = None
         self._releases = inner._is_world
 
@@ -114,7 +116,7 @@ class ThreadedGroup(ProcessGroup):
         work = _IssuedWork(self, (tag, self._issued), operation, call.nbytes)
         self._works[work.key] = cast(CollectiveWork, work)
         self._communication.submit(self._issue, work, operation, tag, timeout_s, call)
-        return work
+        return watch(work) if self.watches else work
 
     def _issue(self, work: ThreadWork[Any], operation: str, tag: int, timeout: Timeout, call: Call) -> None:
         """In the communication thread."""

@@ -34,6 +34,11 @@ JUNK = [
     msgpack.packb(["mismatch", 1, 0, 0, None, True]),
     msgpack.packb(["check", 1, 0, 0, "terms"]),
     msgpack.packb(["check", 1, "0", 0, "terms", "shown"]),
+    msgpack.packb(["ran", 1, [[0, 1, "x", "y"], [0, 1, "x"]]]),
+    msgpack.packb(["ran", 1, [[0, -1, "x", "y"]]]),
+    msgpack.packb(["ran", 1, [[1 << 32, 1, "x", "y"]]]),
+    msgpack.packb(["ran", 1, [[0, 1, b"x", "y"]]]),
+    msgpack.packb(["ran", 1, "x"]),
     msgpack.packb(["made", 1, 1, 2, "0, 1"]),
     msgpack.packb(["made", 1, 1, "2", "0, 1", True]),
     msgpack.packb(["made", 1, 1 << 63, 2, "0, 1", True]),
@@ -57,6 +62,7 @@ LARGEST = [
     ["abort", 1, "lost", "text", SIZE - 1, [0, SIZE - 1]],
     ["refused", 1, (1 << 32) - 1, (1 << 63) - 1, SIZE - 1, "text"],
     ["probe", 1, (1 << 32) - 1, (1 << 63) - 1],
+    ["ran", 1, [[(1 << 32) - 1, (1 << 63) - 1, "x", "y"]]],
     ["made", 1, (1 << 63) - 1, (1 << 64) - 1, "0, 1", True],
     ["closed", (1 << 64) - 1, (1 << 64) - 1, True],
 ]
@@ -79,7 +85,7 @@ def test_any_bytes_are_understood_or_refused(payload: bytes) -> None:
         message = world._parse(0, payload, SIZE)
     except dist.RemoteProtocolError:
         return
-    assert message[0] in ("abort", "refused", "probe", "status", "mismatch", "check", "made", "closed")
+    assert message[0] in ("abort", "refused", "probe", "status", "mismatch", "check", "ran", "made", "closed")
 
 
 @pytest.mark.parametrize("letter", ["x", "\U0001f642", "\udc80"], ids=["letter", "wide", "surrogate"])

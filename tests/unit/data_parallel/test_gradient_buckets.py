@@ -65,13 +65,13 @@ def test_a_bucket_leaves_when_it_and_all_before_are_ready() -> None:
         buckets = dist.GradientBuckets([np.zeros(4), np.zeros(4), np.zeros(4)], bucket_bytes=64)
         assert len(buckets) == 2
         issued = []
-        all_reduce = group.all_reduce_coalesced
+        issue = group._collective
 
-        def noted(tensors: Any, *arguments: Any, **options: Any) -> Any:
+        def noted(operation: str, tag: int, timeout: Any, prepare: Any, tensors: list[Any], *rest: Any) -> Any:
             issued.append(len(tensors))
-            return all_reduce(tensors, *arguments, **options)
+            return issue(operation, tag, timeout, prepare, tensors, *rest)
 
-        group.all_reduce_coalesced = noted  # type: ignore[method-assign]
+        group._collective = noted  # type: ignore[method-assign]
         buckets.ready(2)
         buckets.ready(0)
         assert issued == []

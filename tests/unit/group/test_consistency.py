@@ -13,9 +13,11 @@ from group_kit import Group, outcome
 
 import asyncdist as dist
 from asyncdist import consistency
-from asyncdist.consistency import ANSWER_S, ISSUED_KEPT, REPORTS_KEPT, describe_call, parse_check
+from asyncdist.consistency import ANSWER_S, ISSUED_KEPT, LAST_WORDS, REPORTS_KEPT, describe_call, parse_check
+from asyncdist.evidence import EARLY_KEPT, Evidence
 from asyncdist.reduce_op import PremulSum
 from asyncdist.testing import run_world
+from asyncdist.transport.protocol.frame import key_prefix, key_suffix
 
 Calls = list[Callable[[Group], Any]]
 
@@ -126,14 +128,17 @@ def test_every_error_names_a_rank_that_differs_from_this_one() -> None:
     assert third in (0, 1)
 
 
+@pytest.mark.parametrize("later", [LAST_WORDS - 1, LAST_WORDS])
 @pytest.mark.parametrize("leaves", [False, True], ids=["closed the group", "left"])
 @pytest.mark.parametrize("uneven", [False, True])
-def test_a_side_that_is_gone_is_said_to_be(leaves: bool, uneven: bool) -> None:
+def test_a_side_that_is_gone_has_said_what_it_ran_last(leaves: bool, uneven: bool, later: int) -> None:
     async def main(group: Group) -> str:
         sub = dist.new_group([0, 1])
         assert isinstance(sub, Group)
         if group.rank == 0:
             await sub.broadcast(np.zeros(3), 0)  # sent eagerly, before the other begins
+            for _ in range(later):
+                await sub.broadcast(np.zeros(0), 0, tag=1)
             if not leaves:
                 await sub.close()
                 await asyncio.sleep(2)
@@ -146,12 +151,127 @@ def test_a_side_that_is_gone_is_said_to_be(leaves: bool, uneven: bool) -> None:
         assert error.peer == 0
         return str(error).partition(": ")[2]
 
-    if uneven:
+    if later < LAST_WORDS:
+        expected = (
+            "ranks differ in collective #0: rank 0 runs broadcast float64[3] root 0 (linear), rank 1 runs scatter"
+        )
+    elif uneven:
         expected = "rank 0 sent 24 bytes where 16 are expected here"
     else:
         theirs = "something else, and " + ("is gone since" if leaves else "has closed the group since")
         expected = f"ranks differ in collective #0: rank 0 runs {theirs}, rank 1 runs scatter float64[2]"
     assert run_world(2, main)[1].startswith(expected)
+
+
+def test_who_asks_a_side_that_leaves_is_told_as_it_leaves() -> None:
+    async def main(group: Group) -> tuple[float, str]:
+        if group.rank == 0:
+            await group.broadcast(np.zeros(4), 0)
+            group._consistency.heard = lambda *_: None  # type: ignore[method-assign]  # it leaves before it answers
+            await asyncio.sleep(0.2)
+            return 0.0, ""
+        error = await outcome(group.broadcast(np.zeros(5), 0))
+        return asyncio.get_running_loop().time(), str(error)
+
+    at_s, told = run_world(2, main)[1]
+    assert "rank 0 runs broadcast float64[4] root 0" in told
+    assert at_s < ANSWER_S
+
+
+# Where each side has ended its own operation.
+
+ROOTS: list[Callable[[Group], Any]] = [
+    lambda g: g.broadcast(np.zeros(8), g.rank),
+    lambda g: g.scatter(np.zeros(8), [np.zeros(8)] * g.size, g.rank),
+    lambda g: g.reduce(np.zeros(8), (g.rank + 1) % g.size),
+    lambda g: g.gather(np.zeros(8), None, (g.rank + 1) % g.size),
+    lambda g: g.gather_object("x", None, (g.rank + 1) % g.size),
+    lambda g: g.broadcast_object_list(["x"], g.rank),
+]
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+@pytest.mark.parametrize("number", range(len(ROOTS)))
+def test_two_roots_are_found_by_what_comes_after(number: int, seed: int | None) -> None:
+    async def main(group: Group) -> str:
+        await group.barrier()
+        try:
+            await ROOTS[number](group)
+            await asyncio.sleep(0 if seed is None else 0.1 * group.rank * (seed - 1))
+            await group.barrier(tag=7)
+        except dist.CollectiveError as error:
+            return str(error)
+        return "nothing"
+
+    for rank, told in enumerate(run_world(2, main, seed=seed)):
+        assert f"group default, rank {rank}, " in told
+        assert "ranks differ in collective #1: rank 0 runs " in told
+        assert told.count("root 0") == told.count("root 1") == 1
+
+
+def test_what_was_begun_meanwhile_does_not_end_well() -> None:
+    async def main(group: Group) -> list[str]:
+        await group.barrier()
+        works = [group.broadcast(np.zeros(8), group.rank), *(group.all_reduce(np.ones(2)) for _ in range(3))]
+        return [str(await outcome(work)) for work in works[1:]]
+
+    for told in run_world(2, main):
+        assert all("ranks differ in collective #1" in text for text in told)
+
+
+def test_closing_says_what_is_found_then() -> None:
+    async def main(group: Group) -> str:
+        await group.barrier()
+        await group.broadcast(np.zeros(8), group.rank)
+        return str(await outcome(group.close()))
+
+    told = run_world(2, main)
+    assert any("close: ranks differ in collective #1: rank 0 runs broadcast float64[8]" in text for text in told), told
+
+
+def test_who_finds_the_other_root_gone_is_told_what_it_ran() -> None:
+    async def main(group: Group) -> str:
+        await group.barrier()
+        await asyncio.sleep(group.rank)
+        return str(await outcome(group.broadcast(np.zeros(8), group.rank)))
+
+    told = run_world(2, main)[1]
+    assert "broadcast #1: ranks differ in collective #1: rank 0 runs broadcast float64[8] root 0" in told
+    assert "rank 1 runs broadcast float64[8] root 1" in told
+
+
+def test_messages_that_come_early_and_are_received_are_no_evidence() -> None:
+    async def main(group: Group) -> int:
+        for number in range(5):
+            if group.rank == 0:
+                await asyncio.sleep(0.1)
+            await group.gather(np.ones(3), [np.zeros(3)] * 3 if group.rank == number % 3 else None, number % 3)
+        assert all(issued >= group._sequences[0] for _, issued in group._early)
+        if group.rank == 0:
+            with pytest.raises(TypeError):
+                group.all_reduce(None)
+        else:
+            assert isinstance(await outcome(group.all_reduce(np.ones(3))), dist.CollectiveMismatchError)
+        return int((await group.all_reduce(np.ones(1)))[0])
+
+    assert run_world(3, main) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("past", [0, 1])
+def test_so_many_operations_are_remembered_of_which_messages_came_early(past: int) -> None:
+    watchers: dict[bytes, Any] = {}
+    found: list[tuple[int, int, int]] = []
+    sequences = {1: 0}
+    evidence = Evidence(watchers, 5, {}, sequences, lambda *place: found.append(place))
+    prefix = key_prefix(5, 1, 0)[:8]
+    for number in range(EARLY_KEPT + past):
+        message = key_prefix(5, 1, number) + key_suffix(0, 1)
+        watchers[prefix](3, message, {message})
+    assert evidence.left_over((1, EARLY_KEPT + past - 1))
+    assert evidence.left_over((1, 0)) == (not past)
+    assert found[0] == (1, EARLY_KEPT + past - 1, 3)
+    evidence.stop()
+    assert not watchers
 
 
 def test_the_error_does_not_wait_for_a_side_that_is_stuck() -> None:

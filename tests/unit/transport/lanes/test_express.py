@@ -8,7 +8,7 @@ import pytest
 from lane_memory import POOL_BYTES, WIDE_BYTES, begun, content, make
 
 from asyncdist.transport.lanes.lane import Differs, Lane, LaneFault
-from asyncdist.transport.lanes.layout import EXPRESS_BYTES, RECORDS, SLOTS
+from asyncdist.transport.lanes.layout import EXPRESS_BYTES, RECORDS, SKIPPED, SLOTS
 
 
 def express(lane: Lane, fingerprint: int, *pieces: bytes, length: int = 0) -> int:
@@ -63,6 +63,39 @@ def test_an_express_operation_that_differs_or_is_given_up() -> None:
     two.express_done(1)
     assert [express(two, 1, b"") for _ in range(RECORDS)] == list(range(2, RECORDS + 2))
     assert express(two, 1, b"") == -1
+
+
+@pytest.mark.parametrize("generic", [False, True])
+def test_who_takes_nothing_of_one_that_differs_notes_it_before_it_says_that_it_has_finished(generic: bool) -> None:
+    (one, two), _ = make(2)
+    for lane, fingerprint in ((one, 1), (two, 2)):
+        if generic:
+            operation = lane.begin(fingerprint, 0, {})
+            assert operation is not None
+            lane.end(operation)
+        else:
+            number = express(lane, fingerprint, b"x")
+            assert lane.express_ready(number, fingerprint, ())
+            lane.express_done(number)
+    assert (one.differences, one.finished) == ([], 0)
+    assert two.differences == [(0, 0)]
+    for lane in (one, two):
+        express(lane, 7, b"x")
+    assert one.express_ready(1, 7)
+    one.express_done(1)
+    assert (one.differences, one.finished) == ([(0, 1)], 2)
+
+
+def test_who_was_refused_an_operation_does_not_differ() -> None:
+    (one, two), _ = make(2)
+    for lane, fingerprint in ((one, 1), (two, SKIPPED)):
+        express(lane, fingerprint, b"x")
+        lane.express_done(0)
+        express(lane, SKIPPED if fingerprint == 1 else 1, b"x")
+        lane.express_done(1)
+    one.retire()
+    assert one.finished == 2
+    assert one.differences == two.differences == []
 
 
 @pytest.mark.parametrize(("share", "ahead"), [(SLOTS, SLOTS), (SLOTS // 2, SLOTS // 2)])
