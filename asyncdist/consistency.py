@@ -24,6 +24,7 @@ from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError
 from asyncdist.executor.shared_part import DifferentOperation
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, ROOTED
 from asyncdist.reduce_op import PremulSum, ReduceOp
+from asyncdist.transport.config import LATE_S
 from asyncdist.world import CLOSED_SINCE, World
 
 __all__ = ["ANSWER_S", "CHECK_LEVELS", "Consistency", "describe_call", "parse_check"]
@@ -133,8 +134,18 @@ class Consistency:
         message = ["mismatch", self._group_id, *key, self._describe(key) or "", True]
         if not self._world.tell((error.peer,), message, dial=True):
             return self._answered(key, error, "")
-        self._inquiries[key] = _Inquiry(work, error, self._world.loop.call_later(ANSWER_S, self._conclude, key, ""))
+        self._inquiries[key] = _Inquiry(work, error, self._await_answer(key))
         return None
+
+    def _await_answer(self, key: WorkKey) -> asyncio.TimerHandle:
+        loop = self._world.loop
+        return loop.call_later(ANSWER_S, self._no_answer, key, loop.time() + ANSWER_S)
+
+    def _no_answer(self, key: WorkKey, due_s: float) -> None:
+        if self._world.loop.time() - due_s > LATE_S:  # it may be here, unread
+            self._inquiries[key] = self._inquiries[key]._replace(timer=self._await_answer(key))
+        else:
+            self._conclude(key, "")
 
     def heard(self, sender: int, tag: int, sequence: int, text: str, asked: bool) -> None:
         """Another member found that we differ, and says what it runs; or it answers that question."""
