@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Container, Mapping
 from typing import Final
 
 from asyncdist.backend.base import WorkKey
+from asyncdist.backend.host.lanes import RESERVED
+from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.frame import key_prefix
 
 __all__ = ["EARLY_KEPT", "Evidence"]
@@ -32,20 +34,20 @@ class Evidence:
 
     def __init__(
         self,
-        watchers: dict[bytes, Callable[[int, bytes, Container[bytes]], None]],
+        mesh: BaseMesh,
         group_id: int,
         works: Collection[WorkKey],
         sequences: Mapping[int, int],
         differs: Callable[[int, int, int], None],
     ) -> None:
-        self._watchers = watchers
+        self._mesh = mesh
         self._group = key_prefix(group_id, 0, 0)[:_PLACE_AT]
         self._works = works
         self._sequences = sequences
         self._differs = differs
         self.early: dict[WorkKey, list[tuple[int, bytes, Container[bytes]]]] = {}
         """Messages that came before their receives, by operation."""
-        watchers[self._group] = self._came_early
+        mesh.watch(self._group, self._came_early)
 
     def left_over(self, key: WorkKey) -> bool:
         """Whether messages are left of an operation that has ended here; whoever sent them runs something else."""
@@ -57,11 +59,13 @@ class Evidence:
 
     def stop(self) -> None:
         """Look for no more."""
-        self._watchers.pop(self._group, None)
+        self._mesh.watchers.pop(self._group, None)
         self.early.clear()
 
     def _came_early(self, rank: int, message: bytes, parked: Container[bytes]) -> None:
         tag, low = _PLACE.unpack_from(message, _PLACE_AT)
+        if low in RESERVED:
+            return
         issued = self._sequences.get(tag, 0)
         number = low if issued < _HALF else issued + (low - issued + _HALF) % (2 * _HALF) - _HALF
         key: WorkKey = (tag, number)

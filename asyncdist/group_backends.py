@@ -35,6 +35,8 @@ class _Owner(Protocol):
 
     def differs(self, tag: int, sequence: int, rank: int) -> None: ...
 
+    def dropped(self, tag: int, sequence: int) -> None: ...
+
 
 class GroupBackends(GroupBackend):
     """The backend of host arrays, and that of GPU arrays from the first of them on.
@@ -138,6 +140,7 @@ class GroupBackends(GroupBackend):
     def drop(self, tag: int, sequence: int) -> None:
         """See GroupBackend."""
         self.host.drop(tag, sequence)
+        self._owner.dropped(tag, sequence)
         if self.devices is not None:
             self.devices.drop(tag, sequence)
 

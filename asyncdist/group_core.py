@@ -72,7 +72,7 @@ class GroupCore(Operations):
         self._expiry = Expiry(world, group_id, ranks, self._works, self._expired)
         self._failures = Failures()
         self._consistency = Consistency(world, group_id, ranks, self._backends, self._works, self._differ)
-        self._evidence = Evidence(world.mesh.watchers, group_id, self._works, self._sequences, self.differs)
+        self._evidence = Evidence(world.mesh, group_id, self._works, self._sequences, self.differs)
         self._early = self._evidence.early
         self._differing: dict[WorkKey, int] = {}
         """Places of the order where another rank, and which, was found to run something else: nothing ends well now."""
@@ -226,6 +226,10 @@ class GroupCore(Operations):
             error = self._consistency.why_left(work.key, error)
         if error is not None:
             self._ended_badly(work, error)
+
+    def dropped(self, tag: int, sequence: int) -> None:
+        """That operation has no messages any more."""
+        self._early.pop((tag, sequence), None)
 
     def differs(self, tag: int, sequence: int, rank: int) -> None:
         """Global rank `rank` runs something else in that place of the order, where all may have ended here."""

@@ -76,7 +76,7 @@ class BaseMesh:
         self._any_source = AnySourceTable()
         self._dropped = DroppedGroups()
         self.watchers: dict[bytes, Unexpected] = {}
-        """By group, the 8 bytes that its keys begin with: who hears of messages that come before their receives."""
+        """By group, the 8 bytes that its keys begin with; see `watch`."""
         self._gone: dict[int, bool] = {}  # whether it left with a goodbye
         self._lost_elsewhere: set[int] = set()  # ranks whose loss we have heard of without having met them
         self._all_ended = asyncio.Event()
@@ -149,6 +149,15 @@ class BaseMesh:
         core = self.cores[rank]
         if core is not None:
             core.give_up(message)
+
+    def watch(self, group: bytes, watcher: Unexpected) -> None:
+        """Tell `watcher` of messages of collectives of `group` (8 bytes) that come before their receives.
+
+        Those that are here already are told at once.
+        """
+        self.watchers[group] = watcher
+        for core in filter(None, self.cores):
+            core.tell_parked(group, watcher)
 
     def put_back(self, receive: Receive, payload: bytes) -> None:
         """Undo a point-to-point receive that ended well unnoticed; see `PeerCore.put_back`."""

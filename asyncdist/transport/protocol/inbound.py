@@ -19,6 +19,7 @@ from asyncdist.transport.protocol.frame import (
     FLAG_LATE,
     MAX_LENGTH,
     MESSAGE_OVERHEAD_BYTES,
+    POINT_TO_POINT,
     Kind,
     describe_key,
     pack_header,
@@ -401,6 +402,12 @@ class Inbound:
                 self._out.queue.push_control(pack_header(Kind.DISCARD, message_id=parked.message_id))
             self._dropped.discard(group, self.peer_rank, parked.meta)
         self._out.kick()
+
+    def tell_parked(self, group: bytes, watcher: Unexpected) -> None:
+        """See PeerCore.tell_parked."""
+        for key in self._parked:
+            if key.startswith(group) and key[20] != POINT_TO_POINT:
+                watcher(self.peer_rank, key, self._parked)
 
     def statistics(self) -> dict[str, int]:
         """What is posted, parked and under way."""

@@ -28,7 +28,7 @@ class PeerCore:
     """The protocol with one remote rank. Not thread-safe; all calls come from the loop's thread.
 
     `on_control(peer_rank, payload)` gets CONTROL payloads. `any_source`, `dropped` and `watchers` (see
-    `BaseMesh.watchers`) are shared by a mesh's cores. Sinks and `on_control` are called from inside the methods here,
+    `BaseMesh.watch`) are shared by a mesh's cores. Sinks and `on_control` are called from inside the methods here,
     and may call any of them except `get_buffer`, `buffer_updated` and `flush`.
 
     The methods on the path of every message are attributes, bound to the part that does the work:
@@ -176,6 +176,10 @@ class PeerCore:
         of all others of that key.
         """
         self._inbound.put_back(receive, payload)
+
+    def tell_parked(self, group: bytes, watcher: Unexpected) -> None:
+        """Tell `watcher` of the messages of collectives of `group` that no receive has met."""
+        self._inbound.tell_parked(group, watcher)
 
     def drop_group(self, group: bytes) -> None:
         """Forget everything of the group whose id's 8 bytes are `group`, telling no sink.

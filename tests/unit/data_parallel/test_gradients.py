@@ -223,3 +223,31 @@ def test_a_failure_nobody_asked_about_is_raised_at_the_end_once() -> None:
 
     run_world(2, asked, pass_world=True)
     run_world(2, main, pass_world=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("average_gradients", lambda arrays: dist.average_gradients(arrays)),
+        ("broadcast_parameters", lambda arrays: dist.broadcast_parameters(arrays)),
+        ("GradientBuckets", lambda arrays: _averaged(dist.GradientBuckets(arrays))),
+    ],
+)
+def test_errors_name_what_was_called(name: str, call: Any) -> None:
+    async def main(group: Group) -> str:
+        try:
+            await call([np.ones(3 + group.rank), np.ones(2)])
+            await group.barrier()
+        except dist.CollectiveError as error:
+            return str(error)
+        return "nothing"
+
+    for told in run_world(2, main):
+        assert f"rank 0 runs {name} float64[5] " in told
+        assert "coalesced" not in told
+
+
+def _averaged(buckets: Any) -> Any:
+    buckets.ready(0)
+    buckets.ready(1)
+    return buckets.averaged()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -13,10 +13,12 @@ from group_kit import Group, outcome
 
 import asyncdist as dist
 from asyncdist import consistency
+from asyncdist.backend.host.lanes import RESERVED
 from asyncdist.consistency import ANSWER_S, ISSUED_KEPT, LAST_WORDS, REPORTS_KEPT, describe_call, parse_check
 from asyncdist.evidence import EARLY_KEPT, Evidence
 from asyncdist.reduce_op import PremulSum
 from asyncdist.testing import run_world
+from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.protocol.frame import key_prefix, key_suffix
 
 Calls = list[Callable[[Group], Any]]
@@ -252,26 +254,47 @@ def test_messages_that_come_early_and_are_received_are_no_evidence() -> None:
                 group.all_reduce(None)
         else:
             assert isinstance(await outcome(group.all_reduce(np.ones(3))), dist.CollectiveMismatchError)
-        return int((await group.all_reduce(np.ones(1)))[0])
+        total = await group.all_reduce(np.ones(1))
+        assert all(issued >= group._sequences[0] for _, issued in group._early)
+        return int(total[0])
 
     assert run_world(3, main) == [3, 3, 3]
 
 
+def test_a_root_whose_messages_came_before_the_group_was_made_is_found() -> None:
+    async def main(group: Group) -> str:
+        if group.rank == 0:
+            sub = dist.new_group([0, 1])
+            assert isinstance(sub, Group)
+            await sub.broadcast(np.zeros(8), 0)
+            await group.barrier()
+            return str(await outcome(sub.barrier()))
+        await group.barrier()
+        sub = dist.new_group([0, 1])
+        assert isinstance(sub, Group)
+        return str(await outcome(sub.broadcast(np.zeros(8), 1)))
+
+    for told in run_world(2, main):
+        assert "ranks differ in collective #0: rank 0 runs broadcast float64[8] root 0" in told
+
+
 @pytest.mark.parametrize("past", [0, 1])
 def test_so_many_operations_are_remembered_of_which_messages_came_early(past: int) -> None:
-    watchers: dict[bytes, Any] = {}
+    mesh = BaseMesh(0, 4, cast(MeshOwner, None))
     found: list[tuple[int, int, int]] = []
     sequences = {1: 0}
-    evidence = Evidence(watchers, 5, {}, sequences, lambda *place: found.append(place))
+    evidence = Evidence(mesh, 5, {}, sequences, lambda *place: found.append(place))
     prefix = key_prefix(5, 1, 0)[:8]
     for number in range(EARLY_KEPT + past):
         message = key_prefix(5, 1, number) + key_suffix(0, 1)
-        watchers[prefix](3, message, {message})
+        mesh.watchers[prefix](3, message, {message})
+    reserved = key_prefix(5, 1, RESERVED[0]) + key_suffix(0, 1)
+    mesh.watchers[prefix](3, reserved, {reserved})
     assert evidence.left_over((1, EARLY_KEPT + past - 1))
     assert evidence.left_over((1, 0)) == (not past)
     assert found[0] == (1, EARLY_KEPT + past - 1, 3)
     evidence.stop()
-    assert not watchers
+    assert not mesh.watchers
 
 
 def test_the_error_does_not_wait_for_a_side_that_is_stuck() -> None:
