@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection, Container, Mapping
+from functools import partial
 from typing import Final
 
 from asyncdist.backend.base import WorkKey
 from asyncdist.backend.host.lanes import RESERVED
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.protocol.frame import key_prefix
+from asyncdist.transport.protocol.matching import Unexpected
 
 __all__ = ["EARLY_KEPT", "Evidence"]
 
@@ -41,13 +43,17 @@ class Evidence:
         differs: Callable[[int, int, int], None],
     ) -> None:
         self._mesh = mesh
-        self._group = key_prefix(group_id, 0, 0)[:_PLACE_AT]
+        self._watched: list[bytes] = []
         self._works = works
         self._sequences = sequences
         self._differs = differs
         self.early: dict[WorkKey, list[tuple[int, bytes, Container[bytes]]]] = {}
         """Messages that came before their receives, by operation."""
-        mesh.watch(self._group, self._came_early)
+        self._watch(group_id, self._came_early)
+
+    def watch_parts(self, group_id: int, tag: int) -> None:
+        """Messages with that id are parts of operations of `tag`, whose number is their tag."""
+        self._watch(group_id, partial(self._part_came_early, tag))
 
     def left_over(self, key: WorkKey) -> bool:
         """Whether messages are left of an operation that has ended here; whoever sent them runs something else."""
@@ -59,11 +65,24 @@ class Evidence:
 
     def stop(self) -> None:
         """Look for no more."""
-        self._mesh.watchers.pop(self._group, None)
+        for group in self._watched:
+            self._mesh.watchers.pop(group, None)
         self.early.clear()
+
+    def _watch(self, group_id: int, watcher: Unexpected) -> None:
+        group = key_prefix(group_id, 0, 0)[:_PLACE_AT]
+        self._watched.append(group)
+        self._mesh.watch(group, watcher)
 
     def _came_early(self, rank: int, message: bytes, parked: Container[bytes]) -> None:
         tag, low = _PLACE.unpack_from(message, _PLACE_AT)
+        self._note(rank, tag, low, message, parked)
+
+    def _part_came_early(self, tag: int, rank: int, message: bytes, parked: Container[bytes]) -> None:
+        low, _ = _PLACE.unpack_from(message, _PLACE_AT)
+        self._note(rank, tag, low, message, parked)
+
+    def _note(self, rank: int, tag: int, low: int, message: bytes, parked: Container[bytes]) -> None:
         if low in RESERVED:
             return
         issued = self._sequences.get(tag, 0)

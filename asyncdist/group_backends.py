@@ -37,6 +37,8 @@ class _Owner(Protocol):
 
     def dropped(self, tag: int, sequence: int) -> None: ...
 
+    def watch_parts(self, group_id: int, tag: int) -> None: ...
+
 
 class GroupBackends(GroupBackend):
     """The backend of host arrays, and that of GPU arrays from the first of them on.

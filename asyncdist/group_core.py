@@ -227,6 +227,11 @@ class GroupCore(Operations):
         if error is not None:
             self._ended_badly(work, error)
 
+    def watch_parts(self, group_id: int, tag: int) -> None:
+        """Messages with that id are parts of operations of `tag`, whose number is their tag."""
+        if self._aborted is None and not self.closed:
+            self._evidence.watch_parts(group_id, tag)
+
     def dropped(self, tag: int, sequence: int) -> None:
         """That operation has no messages any more."""
         self._early.pop((tag, sequence), None)

@@ -76,6 +76,25 @@ def test_ranks_that_differ(what: str, warm: bool) -> None:
     run_failing(2, main)
 
 
+@punctual
+@pytest.mark.parametrize("length", [1, 100_000])
+@pytest.mark.parametrize("path", ["nccl", "ipc", "staged"])
+def test_two_roots_are_found_by_what_comes_after(path: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCDIST_CUDA_PATH", path)
+
+    async def rounds(at: GpuRank) -> None:
+        await dist.all_reduce(at.zeros(2), group=at.group)
+        await dist.broadcast(at.zeros(length), at.rank, at.group)
+        await dist.all_reduce(at.zeros(2), group=at.group)
+
+    async def main(at: GpuRank) -> None:
+        error = await failure_of(rounds(at))
+        for rank in range(2):
+            assert f"rank {rank} runs broadcast float32[{length}] root {rank} of arrays on GPUs" in str(error)
+
+    run_failing(2, main)
+
+
 @pytest.mark.parametrize("ahead", [0, 3])
 def test_a_refused_operation_leaves_the_group_usable(ahead: int) -> None:
     """Rank 0 refuses one; the others have it, and perhaps some behind it, on the GPU already."""

@@ -92,6 +92,7 @@ class StagedLine:
         self._around = around
         self._size = len(around.ranks)
         self._backend = around.exchange.host_backend(backend_name(tag))
+        around.watch_parts(self._backend.group_id, tag)
         runtime = around.runtime
         self._helpers = helpers
         self._out = runtime.new_stream(around.device)
