@@ -1,13 +1,14 @@
 """Consistency: who runs what, when two ranks run different collectives in one place of the order.
 
-Every message of a collective carries a fingerprint of what its sender runs. Where one differs, the rank that notices
-tells the other what it runs and asks the same, so that the error on both sides shows both; it waits at most ANSWER_S.
-Ranks asked about an operation that has timed out say as well what they run in its place.
+Every message of a collective, and its record in shared memory, carries a fingerprint of what its sender runs. Where one
+differs, the rank that notices tells the other what it runs and asks the same, so that the error on both sides shows
+both; it waits at most ANSWER_S. Ranks asked about an operation that has timed out say as well what they run in its
+place. Ranks that leave say what they ran last. What shows after both have ended, `evidence` tells.
 
-That finds differences between ranks that exchange messages, or wait for some. With ASYNCDIST_CHECK=full (rank 0's
+That finds differences between ranks that send each other something, or wait for it. With ASYNCDIST_CHECK=full (rank 0's
 setting counts) every rank also reports each collective, and the line that calls it, to the group's first rank when it
 is issued. The first rank compares, without anybody waiting, and so finds at once what no message shows: an operation on
-nothing here and on something there, or two roots that each only send.
+nothing here and on something there.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ LAST_WORDS: Final = 16
 """Collectives that a rank describes to the others when it leaves: those that they may not have come to yet. It costs a
 message of a kilobyte or so to each that is connected."""
 
-WORD_CHARS: Final = 1024
+WORD_CHARS: Final = 256
 """Characters of such a description: sixteen of them fit a control frame, whatever they are made of."""
 
 UNNAMED: Final = "something else that it does not name"

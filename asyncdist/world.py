@@ -328,10 +328,10 @@ class World:
 
 
 def _bounded(part: Any) -> Any:
-    """Cut texts and lists of ranks so that any message fits a control frame; texts may hold what no UTF-8 can."""
+    """Cut texts and lists so that any message fits a control frame; texts may hold what no UTF-8 can."""
     if isinstance(part, str):
         return part[:MAX_TEXT].encode(errors="backslashreplace").decode()
-    return part[:MAX_RANKS_NAMED] if isinstance(part, list) else part
+    return [_bounded(one) for one in part[:MAX_RANKS_NAMED]] if isinstance(part, list) else part
 
 
 def _join_words(payloads: list[bytes]) -> bytes:

@@ -14,7 +14,15 @@ from group_kit import Group, outcome
 import asyncdist as dist
 from asyncdist import consistency
 from asyncdist.backend.host.lanes import RESERVED
-from asyncdist.consistency import ANSWER_S, ISSUED_KEPT, LAST_WORDS, REPORTS_KEPT, describe_call, parse_check
+from asyncdist.consistency import (
+    ANSWER_S,
+    ISSUED_KEPT,
+    LAST_WORDS,
+    REPORTS_KEPT,
+    WORD_CHARS,
+    describe_call,
+    parse_check,
+)
 from asyncdist.evidence import EARLY_KEPT, Evidence
 from asyncdist.reduce_op import PremulSum
 from asyncdist.testing import run_world
@@ -178,6 +186,30 @@ def test_who_asks_a_side_that_leaves_is_told_as_it_leaves() -> None:
     at_s, told = run_world(2, main)[1]
     assert "rank 0 runs broadcast float64[4] root 0" in told
     assert at_s < ANSWER_S
+
+
+@pytest.mark.parametrize("past", [0, 1])
+@pytest.mark.parametrize("letter", ["x", "\N{GRINNING FACE}"])
+def test_so_many_letters_of_last_words_are_kept_and_no_more(letter: str, past: int) -> None:
+    """Of those all fit a control frame, in whatever letters."""
+
+    async def main(group: Group) -> int:
+        def function(left: Any, right: Any) -> Any:
+            return left + right
+
+        if group.rank == 0:
+            begin = len("reduce float64[1] ReduceOp.custom() root 1")
+            function.__name__ = function.__qualname__ = letter * (WORD_CHARS - begin + past)
+            for _ in range(LAST_WORDS):
+                await group.reduce(np.ones(1), 1, dist.ReduceOp.custom(function))
+            assert {terms[-6:] for terms, _ in group._consistency.last_words().values()} == {
+                "root 1" if not past else " root "
+            }
+            return 0
+        await asyncio.sleep(1)
+        return len(group._consistency._last_words[0])
+
+    assert run_world(2, main) == [0, LAST_WORDS]
 
 
 # Where each side has ended its own operation.
