@@ -109,7 +109,7 @@ ROOTS = ("everyone its own", "the next", "one differs")
 @pytest.mark.parametrize("size", [4, 2000, 200_000, 8 << 20])
 def test_every_rank_reads_what_both_sides_run(world_size: int, size: int, transport: str) -> None:
     cases = [(name, roots, size) for name in NAMES for roots in ROOTS]
-    code = f"CASES, AT_ONCE = {cases!r}, {4 if size > 1 << 20 else 24}\n{CALLS}"
+    code = f"CASES, AT_ONCE = {cases!r}, {8 if size > 1 << 20 else 24}\n{CALLS}"
     wrong = []
     for rank in run_ranks(code, world_size, {"ASYNCDIST_TRANSPORT": transport}):
         told = [json.loads(line) for line in rank.stdout.splitlines()]
