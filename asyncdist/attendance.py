@@ -23,6 +23,7 @@ from typing import Final
 from asyncdist import events
 from asyncdist.errors import DistError
 from asyncdist.store import Lease, Store
+from asyncdist.transport.absence import Absence
 
 __all__ = ["HERE_GRACE_S", "LEFT", "RESIGNED", "WORDS_LIMIT_S", "Attendance"]
 
@@ -49,6 +50,7 @@ class Attendance:
 
     async def appear(self) -> None:
         """Be here from now on, if the store has leases."""
+        self.disappear()
         with contextlib.suppress(NotImplementedError):
             self._lease = await self._store.lease(HERE_GRACE_S, bound=True)
             await self._store.set(self._key(f"here/{self._rank}"), b"", lease=self._lease)
@@ -63,23 +65,20 @@ class Attendance:
         """Whether `rank` has said goodbye."""
         return await self._store.check([self._key(f"left/{rank}")])
 
-    async def words_of(self, rank: int) -> tuple[bytes, bool | None]:
-        """What `rank` has left to say, empty if nothing, and whether it left in order: None if it seems to be here.
-
-        Bounded; never raises a DistError.
-        """
+    async def words_of(self, rank: int) -> tuple[bytes, Absence]:
+        """What `rank` has left to say, empty if nothing, and what became of it. Bounded; never raises a DistError."""
         words, goodbye = self._key(f"words/{rank}"), self._key(f"left/{rank}")
-        left: bool | None = None
+        absence = Absence.NONE
         try:
             async with asyncio.timeout(WORDS_LIMIT_S):  # in the opposite order of that in which the rank says it
                 if self._lease is not None and not await self._store.check([self._key(f"here/{rank}")]):
-                    left = False
+                    absence = Absence.CUT_OFF
                 if await self._store.check([goodbye]):
-                    left = await self._store.get(goodbye) == LEFT
-                return await self._store.get(words) if await self._store.check([words]) else b"", left
+                    absence = Absence.LEFT if await self._store.get(goodbye) == LEFT else Absence.RESIGNED
+                return await self._store.get(words) if await self._store.check([words]) else b"", absence
         except (DistError, TimeoutError) as error:
             events.info("%s could not ask why rank %d is gone: %s", self._who, rank, error)
-            return b"", left
+            return b"", Absence.UNKNOWN
 
     async def absences(self) -> AsyncGenerator[int]:
         """Ranks that are not here: first those of now, then each when it goes.

@@ -20,6 +20,7 @@ from asyncdist.errors import (
     CollectiveTimeoutError,
     DistBackendError,
     DistError,
+    DistStoreError,
     GroupAbortedError,
     PeerLostError,
     RemoteProtocolError,
@@ -103,7 +104,7 @@ def explain(where: str, error: BaseException) -> DistError:
         explained = CollectiveMismatchError(text, error.peer)
     elif isinstance(error, GroupAbortedError):
         explained = GroupAbortedError(text, error.reason, error.rank)
-    elif isinstance(error, ClosedError | RemoteProtocolError | DistBackendError):
+    elif isinstance(error, ClosedError | RemoteProtocolError | DistBackendError | DistStoreError):
         explained = type(error)(text)
     else:
         explained = DistError(text if isinstance(error, DistError) else f"{where}: {named(error)}")

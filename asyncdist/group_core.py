@@ -15,7 +15,13 @@ from asyncdist.backend.calls.call import Call
 from asyncdist.causes import FAILED, explain, failed_on, kind_of
 from asyncdist.consistency import Consistency
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
-from asyncdist.errors import ClosedError, CollectiveMismatchError, GroupAbortedError, PeerLostError
+from asyncdist.errors import (
+    ClosedError,
+    CollectiveMismatchError,
+    DistStoreError,
+    GroupAbortedError,
+    PeerLostError,
+)
 from asyncdist.evidence import Evidence
 from asyncdist.executor.shared_part import different
 from asyncdist.executor.work import Work
@@ -263,7 +269,9 @@ class GroupCore(Operations):
     def _ended_badly(self, work: CollectiveWork, error: BaseException) -> None:
         del self._works[work.key]
         self._fail(work, explain(work.where, error))
-        if isinstance(error, CollectiveMismatchError):
+        if isinstance(error, DistStoreError):  # where a rank listens is not known, which is no reason to end the group
+            self._refusals.tell(*work.key, error)
+        elif isinstance(error, CollectiveMismatchError):
             self._abort_by_mismatch(error)
         elif kind := kind_of(error):  # others wait for what we cannot do, and may know nothing of the reason
             if kind == FAILED:

@@ -105,10 +105,15 @@ class StoreSource:
         return None if self.hosting is None else self.hosting.server
 
     async def close(self) -> None:
-        """Close what was opened here, also when cancelled; an explicit `store=` stays open."""
+        """Close what was opened here, also when cancelled; an explicit `store=` stays open.
+
+        A store that is not connected is not waited for: what was to be said there had its time.
+        """
         try:
             if self.owned:
-                await self.store.close()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(None if self.store.is_connected else 0):
+                        await self.store.close()
         finally:
             await self._stop_hosting()
 

@@ -28,7 +28,7 @@ from asyncdist.progress.stores import StoreOfLoop, store_of_loop
 from asyncdist.rendezvous import Met, Rendezvous
 from asyncdist.store import PrefixStore, Store, TCPStore
 from asyncdist.subgroup import derive_group_id
-from asyncdist.transport.addresses.address import host_id, local_address
+from asyncdist.transport.addresses.address import PeerAddress, host_id, local_address
 from asyncdist.transport.base_mesh import BaseMesh
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.mesh import Mesh, Resolve
@@ -251,27 +251,38 @@ async def _join(
         options["tuning"] = own.to_terms()
         options["lanes"] = config.shares_memory and getattr(make_mesh, "shares_memory", False) and segments_available()
     host = host_id(config.socket_dir)
-    met = await rendezvous.join(host, reachable.loopback, options, deadline, allow_pickle=allow_pickle)
-    try:
-        world = World(loop, method.rank, method.world_size, source, rendezvous, met)
-        world.tuning = _agreed_tuning(method.rank, met, overrides)
-        world.host = host
+    worlds: list[World] = []
+
+    async def listen(world_id: bytes) -> PeerAddress:
+        """In a world of that id, which takes the place of the one that an attempt before did not form."""
+        for world in worlds:
+            world.mesh.abort()
+        world = World(loop, method.rank, method.world_size, source, rendezvous, world_id)
         below = _underlying(source.store)
         token = load_token(environ) or (below.token if isinstance(below, TCPStore) else None)
-        secret = derive_key(token, "peer", met.world_id)
-        mesh = make_mesh(method.rank, method.world_size, met.world_id, secret, rendezvous.addresses, world, config)
-        mesh.crowded = world.tuning.crowded
+        secret = derive_key(token, "peer", world_id)
+        mesh = make_mesh(method.rank, method.world_size, world_id, secret, rendezvous.addresses, world, config)
+        world.host, world.mesh, worlds[:] = host, mesh, [world]
         mesh.hear_out = world.hear_out
         mesh.absences = rendezvous.attendance.absences
+        return await mesh.listen(reachable.ips, accept=False)
+
+    try:
+        met = await rendezvous.join(host, reachable.loopback, options, listen, deadline, allow_pickle=allow_pickle)
+        (world,) = worlds
         try:
-            await rendezvous.publish(await mesh.listen(reachable.ips))
+            world.formed(met)
+            world.tuning = _agreed_tuning(method.rank, met, overrides)
         except BaseException:
-            mesh.abort()
+            await uninterrupted(rendezvous.resign())
             raise
     except BaseException:
-        await uninterrupted(rendezvous.resign())
+        for world in worlds:
+            world.mesh.abort()
         raise
-    world.mesh = mesh
+    world.mesh.crowded = world.tuning.crowded
+    world.mesh.accept()
+    world.pass_on_addresses()
     if world.rank_0_hosts and hosted is not None:
         _ends_with_rank_0(hosted)
         hosted.on_end = world.store_ended

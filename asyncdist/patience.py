@@ -14,14 +14,12 @@ PATIENCE_S: Final = 15.0
 
 
 @contextmanager
-def telling(tell: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
-    """Run `tell` once if what is inside takes longer than `PATIENCE_S`; it is cancelled when that ends."""
+def telling(tell: Callable[[], Coroutine[Any, Any, None]], after_s: float = PATIENCE_S) -> Iterator[None]:
+    """Run `tell` once if what is inside takes longer than `after_s`; it is cancelled when that ends."""
     loop = asyncio.get_running_loop()
     tellers: list[asyncio.Task[None]] = []
     # A timer and no task, and nothing awaited at the end: who cancels what is inside waits for nothing more.
-    timer = loop.call_later(
-        PATIENCE_S, lambda: tellers.append(loop.create_task(tell(), name="tells what is waited for"))
-    )
+    timer = loop.call_later(after_s, lambda: tellers.append(loop.create_task(tell(), name="tells what is waited for")))
     try:
         yield
     finally:

@@ -1,25 +1,24 @@
 """Rendezvous: how the ranks of a world find each other through a store.
 
-Keys, under `world/<group name>/`:
+Keys, under `world/<group name>/`, beside those of `attempts`:
 
 | key | set by | meaning |
 | --- | --- | --- |
-| `joins/<rank>` | every rank | how often this rank has joined: its value after the join is the epoch |
-| `<epoch>/terms` | the first to come | world size, host and pid all others are compared with |
-| `<epoch>/info/<rank>` | every rank | who it is; rank 0's also carries options for all |
-| `<epoch>/address/<rank>` | every rank, once it listens | where its peers reach it |
-| `<epoch>/joined` | every rank | counter; who makes it reach the world size decides |
-| `<epoch>/picklers` | ranks that allow pickle, before they have joined | counter |
-| `<epoch>/ready` | one rank | the decision: the world id and what all allow, or why the world could not be formed |
-| `<epoch>/here/<rank>`, `.../left/<rank>`, `.../words/<rank>` | every rank | see `attendance` |
-| `<epoch>/left` | every rank | counter of exits |
-| `<epoch>/gone` | the last to leave | nobody needs the store any more |
+| `<attempt>/terms` | the first to come | the world's id, and size, host and pid all others are compared with |
+| `<attempt>/info/<rank>` | every rank | who it is and where it listens; rank 0's also carries options for all |
+| `<attempt>/joined` | every rank | counter; who makes it reach the world size decides |
+| `<attempt>/picklers` | ranks that allow pickle, before they have joined | counter |
+| `<attempt>/ready` | one rank | the decision: that the world has formed, and where all listen, or why it has not |
+| `<attempt>/here/<rank>`, `.../left/<rank>`, `.../words/<rank>` | every rank | see `attendance` |
+| `<attempt>/left` | every rank | counter of exits |
+| `<attempt>/gone` | the last to leave | nobody needs the store any more |
 
 Where the store has leases, all of these keys vanish `WORLD_LINGER_S` after the last rank has left, or has been without
 a connection for `HOLD_GRACE_S`.
 
 A rank needs a constant number of requests however large the world is. Each failure is published under `ready`, so
-that every rank raises it and none waits for its own time-out.
+that every rank raises it and none waits for its own time-out. A world that has formed needs the store no more: what its
+ranks still ask or tell there is bounded in time, and nobody is taken for lost because the store is.
 """
 
 from __future__ import annotations
@@ -29,13 +28,15 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgpack
 
 from asyncdist import events
+from asyncdist.address_book import AddressBook
+from asyncdist.attempts import PUBLISH_LIMIT_S, Attempts, unpacked
 from asyncdist.attendance import LEFT, RESIGNED, Attendance
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, StoreTimeoutError
@@ -49,15 +50,24 @@ __all__ = ["WORLD_ID_BYTES", "Met", "Rendezvous"]
 
 WORLD_ID_BYTES: Final = 16
 GOODBYE_LIMIT_S: Final = 5.0
-"""How long leaving may take in the store: a goodbye is a courtesy and must not hold up an exit."""
+"""How long a rank's farewell may take in the store, all of it: it is a courtesy and must not hold up an exit."""
+AWAY_LIMIT_S: Final = 1.0
+"""The same where the store is not connected: a daemon that is restarted is there again, one that is gone never is."""
+STAY_NOTICE_S: Final = 0.5
+"""How long the rank that hosts the store waits for the others' goodbyes without a word: together they take less."""
+LOOK_UP_LIMIT_S: Final = 10.0
+"""How long asking the store for an address may take: all are there once the world has formed."""
 HOLD_GRACE_S: Final = CLIENT_LINGER_S
 """How long a rank that lost its connection still counts: as long as the store takes it up where it was."""
 WORLD_LINGER_S: Final = 60.0
-"""How long a world without ranks is remembered: those of its next run find its epoch, and no stale addresses."""
-PUBLISH_LIMIT_S: Final = 2.0
-"""How long telling the others about a failure may take before it is raised here."""
+"""How long a world without ranks is remembered: those of its next run find its attempt, and no stale addresses."""
 TELLERS: Final = 2
 """Ranks that say whom they wait for: rank 0, and where that is missing in a standing store, rank 1."""
+ASKED_TOGETHER: Final = 1024
+"""Keys in one request: some 100 KB of answers, so that a large world does not hold the daemon's loop for long."""
+
+Listen = Callable[[bytes], Awaitable[PeerAddress]]
+"""Listens as a rank of the world of that id, which is to be: once in each attempt. Says where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,8 @@ class Met:
     epoch: int
     options: dict[str, Any]
     allow_pickle: bool = False
+    decider: int = 0
+    """The rank that found all others there: the root of the tree along which addresses are told."""
 
 
 class Rendezvous:
@@ -79,31 +91,43 @@ class Rendezvous:
         self.world_size = world_size
         self.on_hosted: Callable[[], None] | None = None
         """Called, while others are waited for, once it is known that the store ends with rank 0."""
-        self._epoch = 0
+        self.book = AddressBook(world_size)
+        """Where the ranks of the world listen, as far as this one was told."""
         self._attempt: asyncio.Task[Met] | None = None
         self._restarted = False
         self._published: dict[str, bytes] = {}
         self._lease: Lease | None = None
         self._republishing: asyncio.Task[None] | None = None
+        self._farewell_s: float | None = None  # what is left of the time for it, once it has begun
         self._who = f"rank {rank} ({socket.gethostname()} pid {os.getpid()})"
-        self.attendance = Attendance(self._store, rank, world_size, self._who, self._key)
+        self.attendance = Attendance(self._store, rank, world_size, self._who, lambda name: self._attempts.key(name))
+        self._attempts = Attempts(self._store, rank, self._who, self.attendance)
 
     async def join(
-        self, host: str, loopback: bool, options: dict[str, Any], deadline: Deadline, *, allow_pickle: bool = False
+        self,
+        host: str,
+        loopback: bool,
+        options: dict[str, Any],
+        listen: Listen,
+        deadline: Deadline,
+        *,
+        allow_pickle: bool = False,
     ) -> Met:
         """Meet the other ranks; returns when all `world_size` are there.
 
         `host` identifies this host, `loopback` says that no other host can reach it; rank 0's `options` become
-        everybody's; `allow_pickle` holds if all gave it. Raises DistError where the ranks contradict each other (the
-        same rank twice, other world sizes, loopback addresses across hosts), and ConnectTimeoutError naming the ranks
-        that did not come. Cancelling tells the others, bounded, that this rank does not come, and it may join again.
+        everybody's; `listen` makes this rank reachable, before the others count on it; `allow_pickle` holds if all gave
+        it. Raises DistError where the ranks contradict each other (the same rank twice, other world sizes, loopback
+        addresses across hosts), what `listen` raises, and ConnectTimeoutError naming the ranks that did not come.
+        Cancelling tells the others, bounded, that this rank does not come, and it may join again.
         """
         while True:
             self._restarted = False
-            attempt = self._attempt = asyncio.create_task(self._join(host, loopback, options, deadline, allow_pickle))
+            joining = self._join(host, loopback, options, listen, deadline, allow_pickle)
+            attempt = self._attempt = asyncio.create_task(joining)
             try:
                 return await attempt
-            except (asyncio.CancelledError, DistError):
+            except (asyncio.CancelledError, Exception):
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
                     await uninterrupted(self._withdraw())
@@ -127,17 +151,17 @@ class Rendezvous:
 
     async def _withdraw(self) -> None:
         """Joining was cancelled: nobody is to wait for this rank. Bounded."""
-        decision: bytes | None = None
-        if self._epoch:
-            decision = await self._publish_failure(f"{self._who} gave up joining: it was cancelled")
-        if decision is not None and "failure" not in _unpack(decision):
-            await self.resign()  # a world was formed, with this rank
+        if await self._attempts.has_place():
+            end = await self._attempts.fail(f"{self._who} gave up joining: it was cancelled")
+            if end is not None and "world_id" in end:
+                await self.resign()  # a world was formed, with this rank
         self._release()
 
     async def _publish_again(self) -> None:
         try:
             await self._hold()
             await self.attendance.appear()
+            await self._store.compare_set("over", b"", str(self._attempts.number - 1))
             await self._store.multi_set(list(self._published), list(self._published.values()))
         except DistError as error:
             events.info("%s could not publish its address again: %s", self._who, error)
@@ -145,20 +169,85 @@ class Rendezvous:
             self._republishing = None
 
     async def _join(
-        self, host: str, loopback: bool, options: dict[str, Any], deadline: Deadline, allow_pickle: bool
+        self,
+        host: str,
+        loopback: bool,
+        options: dict[str, Any],
+        listen: Listen,
+        deadline: Deadline,
+        allow_pickle: bool,
     ) -> Met:
         self._store.set_timeout(deadline.remaining_s(_now()))
         await self._hold()
-        self._epoch = await self._claim_rank()
-        await self._agree_on_terms(host, loopback)
+        while True:
+            await self._attempts.enter()
+            if self._attempts.before:
+                events.warn("%s waits in a new attempt%s", self._who, self._before())
+            world_id = await self._agree_on_terms(host, loopback)
+            await self._present(options, await self._listen(listen, world_id), allow_pickle)
+            if await self._store.add(self._key("joined"), 1) == self.world_size:
+                await self._conclude(world_id, allow_pickle)
+            end = await self._hear_the_end(deadline)
+            if "world_id" in end:
+                break
+            if "failure" in end:
+                kind = ConnectTimeoutError if end.get("late") is True else DistError
+                raise kind(f"{self._who}: {end['failure']}")
+            events.info("%s goes on to the next attempt: %s", self._who, end.get("again"))
+            await self._attempts.leave_behind(end)
+        self._attempts.disappear()
+        self._published[self._key("ready")] = msgpack.packb({"world_id": world_id})
+        events.info("%s joined a world of %d (attempt %d)", self._who, self.world_size, self._attempts.number)
+        all_allow = allow_pickle and end["allow_pickle"] is True
+        if end["addresses"]:
+            self.book = AddressBook(self.world_size, end["addresses"])
+        return Met(world_id, self._attempts.number, end["options"], all_allow, end["decider"])
+
+    async def _listen(self, listen: Listen, world_id: bytes) -> PeerAddress:
+        try:
+            return await listen(world_id)
+        except Exception as error:
+            await self._attempts.fail(f"{self._who} cannot be in the world: {error}")
+            raise
+
+    async def _present(self, options: dict[str, Any], address: PeerAddress, allow_pickle: bool) -> None:
+        """Say who this rank is and where it listens, and what it allows."""
         await self.attendance.appear()
-        info = msgpack.packb({"who": self._who, "options": options})
-        await self._store.set(self._key(f"info/{self.rank}"), info)
+        info: dict[str, Any] = {"who": self._who, "token": self._attempts.token, "address": address.to_bytes()}
+        if not self.rank:
+            info["options"] = options
+        claim, process = self._attempts.claim
+        self._published = {claim: process, self._key(f"info/{self.rank}"): msgpack.packb(info)}
+        await self._store.multi_set(list(self._published), list(self._published.values()))
         if allow_pickle:
             await self._store.add(self._key("picklers"), 1)
-        if await self._store.add(self._key("joined"), 1) == self.world_size:
-            all_allow = allow_pickle and await self._store.add(self._key("picklers"), 0) == self.world_size
-            await self._decide({"world_id": secrets.token_bytes(WORLD_ID_BYTES), "allow_pickle": all_allow})
+
+    async def _conclude(self, world_id: bytes, allow_pickle: bool) -> None:
+        """All have come: the world has formed, unless one of them has died waiting."""
+        infos = [unpacked(info) for info in await self._all("info")]
+        dead = await self._attempts.dead([(info["token"], info["who"]) for info in infos])
+        if dead:
+            await self._attempts.decide({"again": f"{', '.join(dead)} ended before the world had formed"})
+            return
+        all_allow = allow_pickle and await self._store.add(self._key("picklers"), 0) == self.world_size
+        self.book = AddressBook(self.world_size, [info["address"] for info in infos])
+        decision = {
+            "world_id": world_id,
+            "allow_pickle": all_allow,
+            "options": infos[0]["options"],
+            "decider": self.rank,
+            "addresses": self.book.packed() if self.book.told_at_once else [],
+        }
+        await self._attempts.decide(decision)
+
+    async def _all(self, kind: str) -> list[bytes]:
+        """What every rank has set of that kind."""
+        keys = [self._key(f"{kind}/{rank}") for rank in range(self.world_size)]
+        parts = [keys[first : first + ASKED_TOGETHER] for first in range(0, len(keys), ASKED_TOGETHER)]
+        return [value for part in await asyncio.gather(*map(self._store.multi_get, parts)) for value in part]
+
+    async def _hear_the_end(self, deadline: Deadline) -> dict[str, Any]:
+        """Wait for what becomes of this attempt. Raises ConnectTimeoutError where that takes too long."""
         ready: bytes | None = None
         hearing = None if self.on_hosted is None else asyncio.create_task(self._hear_who_hosts(self.on_hosted))
         try:
@@ -167,20 +256,11 @@ class Rendezvous:
         finally:
             if hearing is not None:
                 hearing.cancel()
-        if ready is None:
-            ready = await self._give_up()
-        decision = _unpack(ready)
-        if "failure" in decision:
-            kind = ConnectTimeoutError if decision.get("late") is True else DistError
-            raise kind(f"{self._who}: {decision['failure']}")
-        leader = _unpack(await self._store.get(self._key("info/0")))
-        events.info("%s joined a world of %d (epoch %d)", self._who, self.world_size, self._epoch)
-        all_allow = allow_pickle and decision.get("allow_pickle") is True
-        return Met(decision["world_id"], self._epoch, leader["options"], all_allow)
+        return await self._give_up() if ready is None else unpacked(ready)
 
     async def _hear_who_hosts(self, on_hosted: Callable[[], None]) -> None:
         with contextlib.suppress(DistError):
-            options = _unpack(await self._store.get(self._key("info/0"), timeout=None)).get("options")
+            options = unpacked(await self._store.get(self._key("info/0"), timeout=None)).get("options")
             if isinstance(options, dict) and options.get("rank 0 hosts") is True:
                 on_hosted()
 
@@ -194,19 +274,44 @@ class Rendezvous:
     def _release(self) -> None:
         """Hold the keys no longer, and be here no more. Not waited for: who hosts the store may stop it at once."""
         self.attendance.disappear()
+        self._attempts.disappear()
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.abandon()
 
-    async def publish(self, address: PeerAddress) -> None:
-        """Tell the others where this rank listens."""
-        self._published[self._key(f"address/{self.rank}")] = address.to_bytes()
-        await self._store.multi_set(list(self._published), list(self._published.values()))
-
     async def addresses(self, ranks: Sequence[int]) -> dict[int, PeerAddress]:
-        """Fetch the addresses of `ranks` in one request, which waits for those not published yet."""
-        found = await self._store.multi_get([self._key(f"address/{rank}") for rank in ranks])
-        return {rank: PeerAddress.from_bytes(data) for rank, data in zip(ranks, found, strict=True)}
+        """Where `ranks` listen. What this rank was not told yet it asks the store for, all in one request, bounded.
+
+        Raises DistStoreError where the store does not say.
+        """
+        found = {rank: address for rank in ranks if (address := self.book.get(rank)) is not None}
+        asked = [rank for rank in ranks if rank not in found]
+        if asked:
+            try:
+                async with asyncio.timeout(LOOK_UP_LIMIT_S):
+                    infos = await self._store.multi_get([self._key(f"info/{rank}") for rank in asked])
+            except TimeoutError as error:
+                raise DistStoreError(str(error) or f"the store did not answer within {LOOK_UP_LIMIT_S:g} s") from error
+            for rank, info in zip(asked, infos, strict=True):
+                self.book.learn(rank, [unpacked(info)["address"]])
+                address = self.book.get(rank)
+                assert address is not None
+                found[rank] = address
+        return found
+
+    # The end.
+
+    @contextlib.asynccontextmanager
+    async def _farewell(self) -> AsyncIterator[None]:
+        """Bound what is inside, and all that is said in parting together. Raises TimeoutError."""
+        if self._farewell_s is None:
+            self._farewell_s = GOODBYE_LIMIT_S if self._store.is_connected else AWAY_LIMIT_S
+        began_s = _now()
+        try:
+            async with asyncio.timeout(self._farewell_s):
+                yield
+        finally:
+            self._farewell_s = max(0.0, self._farewell_s - (_now() - began_s))
 
     async def leave_words(self, words: bytes) -> bool:
         """Publish what whoever finds this rank gone should know; before it is gone. Bounded; raises no DistError.
@@ -216,7 +321,7 @@ class Rendezvous:
         key = self._key(f"words/{self.rank}")
         self._published[key] = words
         try:
-            async with asyncio.timeout(PUBLISH_LIMIT_S):
+            async with asyncio.timeout(PUBLISH_LIMIT_S), self._farewell():
                 await self._store.set(key, words)
         except (DistError, TimeoutError) as error:
             events.info("%s could not leave word in the store: %s", self._who, error)
@@ -224,19 +329,20 @@ class Rendezvous:
         return True
 
     async def leave(self, goodbye: bytes = LEFT) -> None:
-        """Say goodbye; the last one to leave takes the epoch's keys away. Bounded; never raises a DistError."""
+        """Say goodbye; the last one to leave takes the attempt's keys away. Bounded; never raises a DistError."""
         self._published.clear()
+        said: list[asyncio.Future[Any]] = []
         try:
-            async with asyncio.timeout(GOODBYE_LIMIT_S):
+            async with self._farewell():
                 if self._republishing is not None:
                     await self._republishing
                 # Issued together, so answered together: who hosts the store may stop it after any of them. Nothing may
                 # follow, as closing the store would wait for its answer.
-                flag = self._store.set(self._key(f"left/{self.rank}"), goodbye)
-                count = self._store.add(self._key("left"), 1)
+                said.append(asyncio.ensure_future(self._store.set(self._key(f"left/{self.rank}"), goodbye)))
+                said.append(asyncio.ensure_future(self._store.add(self._key("left"), 1)))
                 self._release()
-                await flag
-                if await count == self.world_size:
+                _, count = await asyncio.gather(*said)
+                if count == self.world_size:
                     await self._clean_up()
         except (DistError, TimeoutError) as error:
             events.info("%s could not say goodbye in the store: %s", self._who, error)
@@ -245,62 +351,40 @@ class Rendezvous:
 
     async def resign(self) -> None:
         """Leave a world that was formed, but that this rank cannot be in: whoever looks for it is told so at once."""
-        with contextlib.suppress(DistError, TimeoutError):
-            async with asyncio.timeout(PUBLISH_LIMIT_S):
-                await self.publish(PeerAddress(""))
         await self.leave(RESIGNED)
 
     async def wait_for_goodbyes(self, lost: Collection[int]) -> None:
         """Wait, bounded, until every rank but the `lost` has said goodbye: for the rank that hosts the store."""
         keys = [f"left/{rank}" for rank in range(self.world_size) if rank not in lost] if lost else ["gone"]
         try:
-            await self._store.wait([self._key(name) for name in keys], GOODBYE_LIMIT_S)
+            with telling(lambda: self._tell_who_stays(lost), STAY_NOTICE_S):
+                await self._store.wait([self._key(name) for name in keys], GOODBYE_LIMIT_S)
         except DistError as error:
             events.info("%s stops hosting the store before every rank has left: %s", self._who, error)
 
+    async def _tell_who_stays(self, lost: Collection[int]) -> None:
+        with contextlib.suppress(DistError):
+            left = await self._ranks_with("left/")
+            stay = [rank for rank in range(self.world_size) if rank not in left and rank not in lost]
+            if stay:
+                events.warn(
+                    "%s keeps the store up to %g s for %d ranks that have not said goodbye: rank %s; Ctrl-C ends it",
+                    *(self._who, GOODBYE_LIMIT_S, len(stay), _spell(stay)),
+                )
+
     def _key(self, name: str) -> str:
-        return f"{self._epoch}/{name}"
+        return self._attempts.key(name)
 
-    async def _claim_rank(self) -> int:
-        counter = f"joins/{self.rank}"
-        self._epoch = 0
-        claim = asyncio.ensure_future(self._store.add(counter, 1))
-        try:
-            epoch = await asyncio.shield(claim)
-            holder = await self._holder_in(epoch - 1) if epoch > 1 else ""
-        except asyncio.CancelledError:
-            self._epoch = 0
-            if not self._restarted:
-                await uninterrupted(self._take_back(counter, claim))
-            raise
-        if not holder:
-            return epoch
-        await self._store.add(counter, -1)
-        message = (
-            f"{self._who} claims a rank that {holder} holds already: two processes were started with the same rank, "
-            "or an earlier run of this job died without a goodbye (then set ASYNCDIST_JOB_ID to a fresh value)"
-        )
-        await self._publish_failure(message)
-        raise DistError(message)
-
-    async def _holder_in(self, epoch: int) -> str:
-        """Who holds our rank in a world of that epoch; empty if nobody does any more."""
-        self._epoch = epoch
-        if await self.attendance.has_left(self.rank) or "failure" in await self._decision():
-            return ""
-        known = await self._store.check([self._key(f"info/{self.rank}")])
-        return _unpack(await self._store.get(self._key(f"info/{self.rank}")))["who"] if known else "another process"
-
-    async def _take_back(self, counter: str, claim: asyncio.Future[int]) -> None:
-        """Cancelled while it was not known whether the rank is ours: claim it no longer. Bounded."""
-        with contextlib.suppress(DistError, TimeoutError):
-            async with asyncio.timeout(PUBLISH_LIMIT_S):
-                await claim
-                await self._store.add(counter, -1)
-
-    async def _agree_on_terms(self, host: str, loopback: bool) -> None:
-        mine = {"world_size": self.world_size, "host": host, "loopback": loopback, "who": self._who}
-        theirs = _unpack(await self._store.compare_set(self._key("terms"), b"", msgpack.packb(mine)))
+    async def _agree_on_terms(self, host: str, loopback: bool) -> bytes:
+        """Compare this rank with the first that came; returns the id that the world is to have."""
+        mine = {
+            "world_id": secrets.token_bytes(WORLD_ID_BYTES),
+            "world_size": self.world_size,
+            "host": host,
+            "loopback": loopback,
+            "who": self._who,
+        }
+        theirs = unpacked(await self._store.compare_set(self._key("terms"), b"", msgpack.packb(mine)))
         message = None
         if theirs["world_size"] != self.world_size:
             message = (
@@ -314,25 +398,12 @@ class Rendezvous:
                 "only: set MASTER_ADDR to an address of that host the others can reach, or ASYNCDIST_SOCKET_IFNAME"
             )
         if message is not None:
-            await self._publish_failure(message)
+            await self._attempts.fail(message)
             raise DistError(message)
+        world_id: bytes = theirs["world_id"]
+        return world_id
 
-    async def _decision(self) -> dict[str, Any]:
-        if not await self._store.check([self._key("ready")]):
-            return {}
-        return _unpack(await self._store.get(self._key("ready")))
-
-    async def _decide(self, decision: dict[str, Any]) -> bytes:
-        return await self._store.compare_set(self._key("ready"), b"", msgpack.packb(decision))
-
-    async def _publish_failure(self, message: str, *, late: bool = False) -> bytes | None:
-        try:
-            async with asyncio.timeout(PUBLISH_LIMIT_S):
-                return await self._decide({"failure": message, "late": late})
-        except (DistError, TimeoutError):
-            return None  # the others will find out by their own time-out; the failure is raised here either way
-
-    async def _give_up(self) -> bytes:
+    async def _give_up(self) -> dict[str, Any]:
         """The time is over: name who is missing, tell everybody, unless the decision came meanwhile."""
         self._store.set_timeout(PUBLISH_LIMIT_S)
         try:
@@ -340,16 +411,22 @@ class Rendezvous:
         except DistError as error:
             raise DistStoreError(f"{self._who}: the store stopped answering while ranks were joining") from error
         came = self.world_size - len(missing)
-        message = f"{came} of {self.world_size} ranks joined in time; missing: rank {_spell(missing)}"
-        ready = await self._publish_failure(message, late=True)
-        if ready is not None and "failure" not in _unpack(ready):
-            return ready
+        message = f"{came} of {self.world_size} ranks joined in time; missing: rank {_spell(missing)}{self._before()}"
+        end = await self._attempts.fail(message, late=True)
+        if end is not None and "failure" not in end:
+            return end
         raise ConnectTimeoutError(f"{self._who}: {message}")
 
+    def _before(self) -> str:
+        before = self._attempts.before
+        return f"; the attempt before this one failed: {before}" if before else ""
+
     async def _missing(self) -> list[int]:
-        present = await self._store.list_keys(self._key("info/"))
-        came = {int(key.rpartition("/")[2]) for key in present}
+        came = await self._ranks_with("here/" if self._lease is not None else "info/")  # who has died is missing too
         return [rank for rank in range(self.world_size) if rank not in came]
+
+    async def _ranks_with(self, kind: str) -> set[int]:
+        return {int(key.rpartition("/")[2]) for key in await self._store.list_keys(self._key(kind))}
 
     async def _tell_who_is_missing(self, deadline: Deadline) -> None:
         """Of all ranks one or two: the question takes as long as the world is large."""
@@ -361,15 +438,18 @@ class Rendezvous:
                 limit = "" if deadline.given_s is None else f", for up to {deadline.given_s:g} s in all"
                 came = self.world_size - len(missing)
                 events.warn(
-                    "%s: %d of %d ranks are here; waiting for rank %s%s",
-                    *(self._who, came, self.world_size, _spell(missing), limit),
+                    "%s: %d of %d ranks are here; waiting for rank %s%s%s",
+                    *(self._who, came, self.world_size, _spell(missing), limit, self._before()),
                 )
 
     async def _clean_up(self) -> None:
-        names = [f"{kind}/{rank}" for kind in ("info", "address") for rank in range(self.world_size)]
+        names = [f"{kind}/{rank}" for kind in ("info", "claim") for rank in range(self.world_size)]
         names += ["terms", "joined", "picklers"]
         words = await self._store.list_keys(self._key("words/"))
         names += [f"words/{key.rpartition('/')[2]}" for key in words]
+        over = {"again": "that world has ended"}
+        await self._store.set(self._key("ready"), msgpack.packb(over))
+        await self._attempts.leave_behind(over)
         await asyncio.gather(*(self._store.delete_key(self._key(name)) for name in names))
         await self._store.set(self._key("gone"), b"1")  # last: who hosts the store stops it now
 
@@ -380,15 +460,3 @@ def _spell(ranks: Sequence[int]) -> str:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _unpack(data: bytes) -> dict[str, Any]:
-    try:
-        value = msgpack.unpackb(data)
-    except ValueError as error:
-        raise DistStoreError(
-            "the store holds a rendezvous record that is not ours; is the key prefix shared?"
-        ) from error
-    if not isinstance(value, dict):
-        raise DistStoreError("the store holds a rendezvous record that is not ours; is the key prefix shared?")
-    return value

@@ -13,6 +13,7 @@ Control messages between ranks are msgpack lists, the first element naming the k
 | `["ran", group, [[tag, sequence, terms, shown], ...]]` | this rank leaves the world; that is what it ran last |
 | `["made", group, number, id, ranks, asked]` | as group `number` of `group` this rank has made `id`; and you? |
 | `["closed", group, parent, asked]` | this rank has closed `group`, or `parent` without making it; or say so then |
+| `["addresses", first, addresses]` | where `first` and the ranks after it listen, of no group: see `address_book` |
 
 News of a group that does not exist here yet is kept, within bounds, until it does.
 """
@@ -28,12 +29,15 @@ from typing import Any, Final, Protocol
 import msgpack
 
 from asyncdist import events
+from asyncdist.address_book import children_of, parent_of
 from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError, RemoteProtocolError
 from asyncdist.executor.scratch import ScratchPool
 from asyncdist.init_method import StoreSource
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING
 from asyncdist.rendezvous import Met, Rendezvous
 from asyncdist.store.fork_safety import close_in_forked_child
+from asyncdist.transport.absence import Absence
+from asyncdist.transport.addresses.address import MAX_ADDRESS_BYTES
 from asyncdist.transport.base_mesh import BaseMesh
 
 __all__ = ["ABSENCES", "CLOSED", "CLOSED_SINCE", "ISSUED", "NOT_CALLED", "NOT_MADE", "GroupListener", "World"]
@@ -111,17 +115,17 @@ class World:
         world_size: int,
         source: StoreSource,
         rendezvous: Rendezvous,
-        met: Met,
+        world_id: bytes,
     ) -> None:
         self.loop = loop
         self.rank = rank
         self.world_size = world_size
-        self.world_id = met.world_id
-        self.options = met.options
+        self.world_id = world_id
+        self.options: dict[str, Any] = {}
         self.tuning = DEFAULT_TUNING
         """What the choice of algorithms depends on: rank 0's, once it is known."""
-        self.allow_pickle = met.allow_pickle
-        self.rank_0_hosts = met.options.get("rank 0 hosts") is True
+        self.allow_pickle = False
+        self.rank_0_hosts = False
         """Whether rank 0 takes the store with it when it ends."""
         self.host = ""
         """What the ranks of this host, and no others, have in common."""
@@ -138,6 +142,7 @@ class World:
         self._aborts: deque[tuple[tuple[int, ...], bytes]] = deque(maxlen=ABORTS_KEPT)
         self._ended: dict[int, EndedListener] = {}
         self._early: dict[int, list[tuple[int, list[Any]]]] = {}
+        self._decider = 0
         self._thread = threading.get_ident()
         close_in_forked_child(self)
 
@@ -145,6 +150,23 @@ class World:
     def store(self) -> Any:
         """The store the world met through."""
         return self._source.store
+
+    def formed(self, met: Met) -> None:
+        """All ranks are there, and have agreed."""
+        self.options = met.options
+        self.allow_pickle = met.allow_pickle
+        self.rank_0_hosts = met.options.get("rank 0 hosts") is True
+        self._decider = met.decider
+
+    def pass_on_addresses(self) -> None:
+        """Tell the ranks below this one in the tree where all ranks listen, unless the store has told them."""
+        book = self._rendezvous.book
+        children = children_of(self.rank, self._decider, self.world_size)
+        if book.complete and not book.told_at_once:
+            for first, addresses in book.pieces():
+                payload = msgpack.packb(["addresses", first, addresses])
+                for child in children:
+                    self._send(child, payload)
 
     def register(self, group: GroupListener) -> None:
         """Deliver news to `group` from now on, old news first, if it is a member's."""
@@ -238,6 +260,9 @@ class World:
     def control_received(self, rank: int, payload: bytes) -> None:
         """A control message came. Raises RemoteProtocolError for anything malformed."""
         message = _parse(rank, payload, self.world_size)
+        if message[0] == "addresses":
+            self._hear_addresses(rank, *message[1:])
+            return
         group = self.groups.get(message[1]) or self._ended.get(message[1])
         if group is not None:
             if rank not in group.ranks:
@@ -249,6 +274,15 @@ class World:
             self._tell_never_made(rank, message)
         elif message[0] != "status":
             self._keep(rank, message)
+
+    def _hear_addresses(self, rank: int, first: int, addresses: list[bytes]) -> None:
+        if rank != parent_of(self.rank, self._decider, self.world_size):
+            raise RemoteProtocolError(f"rank {rank} sent addresses, which this rank has from another one")
+        book = self._rendezvous.book
+        known = book.complete
+        book.learn(first, addresses)
+        if book.complete and not known:
+            self.pass_on_addresses()
 
     def _keep(self, rank: int, message: list[Any]) -> None:
         """Keep news of a group that is still to come, unless there is too much already."""
@@ -263,18 +297,15 @@ class World:
         if question[-1] and not self.leaving:  # else our goodbye says it
             self.tell((rank,), [*question[:-1], False], dial=False)
 
-    async def hear_out(self, rank: int) -> bool | None:
-        """`rank` takes no connection: hear, bounded, which groups it aborted before, and why.
-
-        Returns whether it left in order; None if it seems to be there.
-        """
-        words, left = await self._rendezvous.attendance.words_of(rank)
+    async def hear_out(self, rank: int) -> Absence:
+        """`rank` takes no connection: hear, bounded, which groups it aborted before, and why; and what became of it."""
+        words, absence = await self._rendezvous.attendance.words_of(rank)
         try:
             for payload in _split_words(rank, words):
                 self.control_received(rank, payload)
         except RemoteProtocolError as error:
             events.info("rank %d: %s", self.rank, error)
-        return left
+        return absence
 
     async def _leave_words(self) -> bool:
         """Say in the store why groups were aborted: those who look for this rank only later find nobody to ask.
@@ -374,6 +405,7 @@ _SHAPES: Final[dict[str, tuple[type | tuple[type, ...], ...]]] = {
     "ran": (int, list),
     "made": (int, int, int, str, bool),
     "closed": (int, int, bool),
+    "addresses": (int, list),
 }
 
 
@@ -389,6 +421,11 @@ def _parse(rank: int, payload: bytes, world_size: int) -> list[Any]:
     if message[0] == "ran":
         if not all(_is_word(word) for word in message[2]):
             raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
+    elif message[0] == "addresses":
+        first, addresses = message[1:]
+        if not all(isinstance(address, bytes) and 0 < len(address) <= MAX_ADDRESS_BYTES for address in addresses):
+            raise RemoteProtocolError(f"rank {rank} sent malformed addresses")
+        named = [first, first + len(addresses) - 1]
     elif message[0] == "abort":
         named = [*message[5], *([] if message[4] is None else [message[4]])]
     elif message[0] != "closed":

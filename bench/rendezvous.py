@@ -72,14 +72,13 @@ class AsyncdistRendezvousRank(Rank):
         rendezvous = self._rendezvous_class(store, rank, world_size, f"bench-{self._rounds}")
         loop = asyncio.get_running_loop()
         deadline = self._deadline_class.after(JOIN_TIMEOUT_S, loop.time())
-        world = await rendezvous.join("bench", True, {}, deadline)
-        await rendezvous.publish(self._peer_address(rank))
-        return store, world, rank
 
-    def _peer_address(self, rank: int) -> Any:
-        return self._address_module.PeerAddress(
-            host_id="bench", endpoints=(("127.0.0.1", FIRST_PORT + rank),), unix=b"\0bench-%d" % rank
-        )
+        async def listen(_world_id: bytes) -> Any:
+            return self._address_module.PeerAddress(
+                host_id="bench", endpoints=(("127.0.0.1", FIRST_PORT + rank),), unix=b"\0bench-%d" % rank
+            )
+
+        return store, await rendezvous.join("bench", True, {}, listen, deadline), rank
 
     async def _meet_and_close(self, stores: Sequence[Any]) -> None:
         """Let every process finish its sample before connections go (untimed)."""

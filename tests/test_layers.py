@@ -22,7 +22,8 @@ ROOT_LAYERS: Layers = (
     {"transport", "cuda"},
     {"executor"},
     {"backend"},
-    {"attendance", "rendezvous", "host_constants", "consistency", "evidence", "forgotten", "init_method", "world"},
+    {"address_book", "attempts", "attendance", "rendezvous", "host_constants", "consistency", "evidence", "forgotten"}
+    | {"init_method", "world"},
     {"overlap", "causes", "expiry", "failures", "pairs", "refusals", "group_order", "ended_group", "closings"},
     {"operations"},
     {"group", "group_backends", "group_core", "non_member", "context"},

@@ -23,6 +23,10 @@ class StoreOfLoop(Store):
         self.underlying_store = store
         self.loop = loop
 
+    @property
+    def is_connected(self) -> bool:
+        return self.underlying_store.is_connected
+
     def set_timeout(self, timeout: Any) -> None:
         super().set_timeout(timeout)
         self.underlying_store.set_timeout(timeout)

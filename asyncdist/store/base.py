@@ -59,6 +59,11 @@ class Store(ABC):
         """Change `timeout` for the calls that follow; `INHERIT` means the default of 300 s."""
         self._timeout_s = timeout_seconds(timeout, DEFAULT_STORE_TIMEOUT_S)
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether requests reach the daemon now; False while a broken connection is made anew. True without one."""
+        return True
+
     @abstractmethod
     def set(self, key: str, value: str | bytes, *, lease: Lease | None = None) -> Awaitable[None]:
         """Store `value` under `key`, replacing what was there.

@@ -63,6 +63,11 @@ class PrefixStore(Store):
         """Seconds after which a waiting verb of this view gives up; None for never."""
         return self._timeout_s if self._own_timeout else self._store.timeout
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether requests reach the daemon now."""
+        return self._store.is_connected
+
     def set_timeout(self, timeout: Timeout) -> None:
         """Change `timeout` of this view; `INHERIT` means the underlying store's again."""
         self._timeout_s = timeout_seconds(timeout, DEFAULT_STORE_TIMEOUT_S)

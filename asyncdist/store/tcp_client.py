@@ -94,6 +94,10 @@ class TCPClient(CoordinatingStore):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.host!r}, {self.port})"
 
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None
+
     async def __aenter__(self) -> Self:
         return await self.open_by(Deadline.after(self._timeout_s, asyncio.get_running_loop().time()))
 

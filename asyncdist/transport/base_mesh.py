@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Cor
 from typing import Any, ClassVar, Final, Protocol
 
 from asyncdist.errors import ClosedError, DistError, PeerLostError
+from asyncdist.transport.absence import Absence
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.protocol.frame import FRAGMENT_BYTES, MAX_CALL_BYTES
@@ -66,9 +67,9 @@ class BaseMesh:
         self.memory: HostMemory | None = None
         self.crowded = False
         """Whether ranks of this host share cores; to be set before there are connections."""
-        self.hear_out: Callable[[int], Awaitable[bool | None]] | None = None
-        """Hears, bounded, what a rank that takes no connection has left to say, and whether it left in order, None if
-        it seems to be there; what waits for that rank fails only then. To be set before there are connections."""
+        self.hear_out: Callable[[int], Awaitable[Absence]] | None = None
+        """Hears, bounded, what a rank that takes no connection has left to say, and what became of it; what waits for
+        that rank fails only then. To be set before there are connections."""
         self.absences: Callable[[], AsyncGenerator[int]] | None = None
         """Ranks that are gone, as it seems: those that are, then each as it goes. Raises DistError where that is not
         known any more, NotImplementedError where it never is. To be set before there are connections."""
@@ -188,8 +189,15 @@ class BaseMesh:
 
     # -- what the connections are made of
 
-    async def listen(self, ips: Sequence[str] = ("127.0.0.1",)) -> PeerAddress:
-        """Be reachable, and return the address to publish."""
+    async def listen(self, ips: Sequence[str] = ("127.0.0.1",), *, accept: bool = True) -> PeerAddress:
+        """Be reachable, and return the address to publish. Without `accept`, who connects waits until that is called.
+
+        Raises DistNetworkError naming the address that cannot be bound, and ClosedError.
+        """
+        raise NotImplementedError
+
+    def accept(self) -> None:
+        """Take connections from now on."""
         raise NotImplementedError
 
     def peer(self, rank: int) -> PeerCore:
@@ -282,25 +290,22 @@ class BaseMesh:
                 if rank != self.rank:
                     self.connect([rank])
 
-    def link_not_met(self, rank: int, then: Callable[[bool | None], None]) -> None:
-        """Call `then` once we have heard what `rank`, which was not met, has left to say: at once if nobody asks.
-
-        It is told whether the rank left in order; None if that is not known, or if it seems to be there.
-        """
+    def link_not_met(self, rank: int, then: Callable[[Absence], None]) -> None:
+        """Call `then` once we have heard what `rank`, which was not met, has left to say: at once if nobody asks."""
         if self.hear_out is None or self._closing:
-            then(None)
+            then(Absence.NONE)
         else:
             self._begin(self._hear_out(self.hear_out, rank, then), f"asyncdist words of rank {rank}")
 
     @staticmethod
     async def _hear_out(
-        hear_out: Callable[[int], Awaitable[bool | None]], rank: int, then: Callable[[bool | None], None]
+        hear_out: Callable[[int], Awaitable[Absence]], rank: int, then: Callable[[Absence], None]
     ) -> None:
-        left = None
+        absence = Absence.NONE
         try:
-            left = await hear_out(rank)
+            absence = await hear_out(rank)
         finally:
-            then(left)
+            then(absence)
 
     def _source_gone(self, rank: int, error: PeerLostError) -> None:
         """`rank` is lost or has left: fail the receives from any source that it ends, for a loss each of them once."""

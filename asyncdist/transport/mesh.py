@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 from asyncdist import events
-from asyncdist.errors import ClosedError, ConnectTimeoutError, PeerLostError
+from asyncdist.errors import ClosedError, DistNetworkError, DistStoreError, PeerLostError
 from asyncdist.transport.addresses.address import PeerAddress, host_id
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.config import LATE_S, TransportConfig
@@ -28,7 +28,12 @@ from asyncdist.transport.spin import Spinner
 __all__ = ["Mesh", "Resolve"]
 
 Resolve: TypeAlias = Callable[[Sequence[int]], Awaitable[dict[int, PeerAddress]]]
-"""Look up where ranks listen, all of them in one request. May raise; a rank missing from the result is unreachable."""
+"""Look up where ranks listen, all of them in one request. May raise; a rank missing from the result is not known."""
+
+_REMEDY: Final = (
+    "ASYNCDIST_SOCKET_IFNAME names interfaces whose addresses can be bound, ASYNCDIST_SOCKET_DIR a directory for Unix "
+    "sockets, ASYNCDIST_TRANSPORT=tcp does without those; `ulimit -n` bounds the open sockets of a process"
+)
 
 
 class Mesh(BaseMesh):
@@ -85,22 +90,31 @@ class Mesh(BaseMesh):
         self._unresolved: list[int] = []
         self._resolve_turn: asyncio.Handle | None = None
 
-    async def listen(self, ips: Sequence[str] = ("127.0.0.1",)) -> PeerAddress:
+    async def listen(self, ips: Sequence[str] = ("127.0.0.1",), *, accept: bool = True) -> PeerAddress:
         """Listen on `ips` (and on a Unix socket, as configured) and return the address to publish.
 
-        Raises OSError naming the address that cannot be bound, and ClosedError. Not needed by a rank that only dials.
+        Without `accept`, who connects waits until that is called. Raises DistNetworkError naming the address that
+        cannot be bound, and ClosedError. Not needed by a rank that only dials.
         """
         self._check_open()
         config = self._context.config
         try:
             endpoints = self._listener.open_tcp(ips) if config.uses_tcp else ()
             unix = self._listener.open_unix() if config.uses_unix else b""
-        except BaseException:
+        except BaseException as error:
             self._listener.close()
+            if isinstance(error, OSError):
+                raise DistNetworkError(f"rank {self.rank}: {error.strerror or error}; {_REMEDY}") from error
             raise
         self.address = PeerAddress(self._context.host_id, endpoints, unix)
         events.info("rank %d: listening on %s", self.rank, self.address)
+        if accept:
+            self.accept()
         return self.address
+
+    def accept(self) -> None:
+        """Take connections from now on."""
+        self._listener.accept()
 
     # -- messages
 
@@ -262,7 +276,7 @@ class Mesh(BaseMesh):
     async def _resolve_all(self, ranks: list[int]) -> None:
         """One look-up; every rank of it hears of an address or of a failure."""
         found: dict[int, PeerAddress] = {}
-        problem: Exception | None = None
+        problem: Exception = LookupError("it has published no address")
         try:
             found = await self._look_up(ranks)
         except Exception as error:
@@ -271,8 +285,21 @@ class Mesh(BaseMesh):
             link = self._links[rank]
             if rank in found:
                 link.address_known(found[rank])
-            elif not link.ended and link.state is not LinkState.OPEN:
-                link.dial_failed(problem or LookupError(f"rank {rank} has published no address"))
+            elif link.state is LinkState.CONNECTING:
+                self._unknown(link, problem)
+
+    def _unknown(self, link: Link, problem: Exception) -> None:
+        """It is not known where that rank listens: what waits for it fails, and is no reason to think it lost.
+
+        What is posted later looks it up again.
+        """
+        del self._links[link.rank]
+        self.cores[link.rank] = None
+        error = DistStoreError(
+            f"rank {self.rank} does not know where rank {link.rank} listens, and the store does not say: {problem}"
+        )
+        error.__cause__ = problem.with_traceback(None)
+        link.abort(error)
 
     async def _look_up(self, ranks: list[int]) -> dict[int, PeerAddress]:
         """Addresses of `ranks`; time that this loop was busy with other things does not count."""
@@ -286,9 +313,7 @@ class Mesh(BaseMesh):
                 if not limit.expired():
                     raise
                 if loop.time() - until_s <= LATE_S:
-                    raise ConnectTimeoutError(
-                        f"its address was not to be had from the store within {limit_s:g} s"
-                    ) from None
+                    raise TimeoutError(f"no answer within {limit_s:g} s") from None
 
     def _shut(self, reason: str) -> None:
         if self._closed_because:

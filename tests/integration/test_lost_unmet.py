@@ -27,8 +27,8 @@ SILENT_S = 30.0
 
 RANK = """
 import contextlib, json, pathlib, socket
-from asyncdist.rendezvous import Rendezvous
 from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.transport.mesh import Mesh
 
 VICTIM, PATIENCE_S = 2, 60
 
@@ -179,8 +179,8 @@ def test_whose_host_answers_no_more_is_dialed_no_longer_than_the_store_knows_it(
     async def main():
         group = await dist.init_process_group(timeout=60)
         elsewhere(group)
-        if group.rank == VICTIM:
-            await group.world._rendezvous.publish(PeerAddress("host 2", (("127.0.0.1", int(os.environ["FULL"])),)))
+        full = PeerAddress("host 2", (("127.0.0.1", int(os.environ["FULL"])),))
+        group.world._rendezvous.book.learn(VICTIM, [full.to_bytes()])
         await ready(group)
         if group.rank == VICTIM:
             strike()
@@ -199,13 +199,11 @@ def test_whose_host_answers_no_more_is_dialed_no_longer_than_the_store_knows_it(
 
 
 @punctual
-def test_who_was_killed_before_it_said_where_it_listens(tmp_path: Any) -> None:
+def test_who_was_killed_before_it_took_connections(tmp_path: Any) -> None:
     code = """
     async def main():
         if int(os.environ["RANK"]) == VICTIM:
-            async def publish(self, address):
-                strike()
-            Rendezvous.publish = publish
+            Mesh.accept = lambda self: strike()
         group = await dist.init_process_group(timeout=60)
         await told(group.barrier())
         await told(group.recv(np.zeros(1), VICTIM))

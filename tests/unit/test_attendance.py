@@ -9,6 +9,7 @@ import pytest
 
 from asyncdist.attendance import LEFT, RESIGNED, Attendance
 from asyncdist.store import FileStore, HashStore, Store
+from asyncdist.transport.absence import Absence
 
 
 def attendance(store: Store, rank: int, size: int = 4) -> Attendance:
@@ -26,7 +27,12 @@ async def test_who_is_here_who_left_and_who_is_gone() -> None:
             rank.disappear()
         await store.set("world/words/3", b"why")
         asked = [await ranks[0].words_of(rank) for rank in range(4)]
-        assert asked == [(b"", None), (b"", True), (b"", False), (b"why", False)]
+        assert asked == [
+            (b"", Absence.NONE),
+            (b"", Absence.LEFT),
+            (b"", Absence.RESIGNED),
+            (b"why", Absence.CUT_OFF),
+        ]
 
 
 async def test_those_gone_before_are_told_first_then_each_as_it_goes() -> None:
@@ -49,7 +55,7 @@ async def test_a_store_without_leases_knows_nothing(tmp_path: Path) -> None:
     async with FileStore(str(tmp_path / "store")) as store:
         rank = attendance(store, 0)
         await rank.appear()
-        assert await rank.words_of(1) == (b"", None)
+        assert await rank.words_of(1) == (b"", Absence.NONE)
         with pytest.raises(NotImplementedError):
             await anext(rank.absences())
         rank.disappear()

@@ -58,8 +58,6 @@ class DialerOwner(Protocol):
 
 def choose_targets(own_host_id: str, peer: PeerAddress, config: TransportConfig) -> tuple[list[Target], str]:
     """Sockets to try in turn, and, if there are none, why."""
-    if not peer.endpoints and not peer.unix:
-        return [], "it could not be in this world after all; its own error says why"
     same_host = peer.host_id == own_host_id
     targets = []
     unix = peer.unix if config.uses_unix and same_host else b""

@@ -19,6 +19,7 @@ from typing import Final, Protocol
 
 from asyncdist import events
 from asyncdist.errors import ClosedError, PeerLostError
+from asyncdist.transport.absence import Absence
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.connections.connection import Connection
 from asyncdist.transport.connections.dialer import Dialer
@@ -63,11 +64,8 @@ class LinkOwner(Protocol):
     def address_wanted(self, rank: int) -> None:
         """Look up where `rank` is; `Link.address_known` or `dial_failed` follows."""
 
-    def link_not_met(self, rank: int, then: Callable[[bool | None], None]) -> None:
-        """The peer takes no connection: call `then`, now or soon, which may end a link that is not open.
-
-        It is to be told whether the peer left in order; None if that is not known, or if it seems to be there.
-        """
+    def link_not_met(self, rank: int, then: Callable[[Absence], None]) -> None:
+        """The peer takes no connection: call `then`, now or soon, which may end a link that is not open."""
 
     def link_open(self, rank: int) -> None:
         """A connection was confirmed; what was posted is about to be written."""
@@ -245,18 +243,21 @@ class Link:
     def _ask_whether_gone(self) -> None:
         """The dial takes long: the peer may be gone, on a host that refuses or does not answer. Else it goes on."""
         self._doubt_in(self._context.loop.time() - self._started_s)
-        self._owner.link_not_met(self.rank, self._heard_whether_left)
+        self._owner.link_not_met(self.rank, self._heard_whether_gone)
 
-    def _heard_whether_left(self, left: bool | None) -> None:
+    def _heard_whether_gone(self, absence: Absence) -> None:
         dialer = self._dialer
         if self._incoming is not None:  # it dials us, and what it sent before it left may be here, unread
             return
-        if left:
+        if absence is Absence.LEFT:
             self._not_met(None)
-        elif left is False and (dialer is None or dialer.unreached):  # it seems to be gone, and nobody answers there
-            where = "it listens nowhere" if dialer is None else f"it takes no connections ({dialer.last_error})"
-            why = "it has been killed, or its host is down"
-            self._not_met(ConnectionRefusedError(f"{where}, and its own to the store has ended: {why}"))
+        elif dialer is None or dialer.unreached:  # nobody answers there
+            if absence is Absence.RESIGNED:
+                self._not_met(ConnectionRefusedError(absence.value))
+            elif absence is Absence.CUT_OFF:
+                where = "it listens nowhere" if dialer is None else f"it takes no connections ({dialer.last_error})"
+                why = "it has been killed, or its host is down"
+                self._not_met(ConnectionRefusedError(f"{where}, and its own to the store has ended: {why}"))
 
     def dial_agreed(self, handshake: Handshake[DialerHello]) -> None:
         """The peer said OK, and this connection is the first: confirm it."""
@@ -270,7 +271,17 @@ class Link:
 
     def dial_failed(self, error: Exception) -> None:
         """Nothing more will be tried."""
-        self._owner.link_not_met(self.rank, lambda left: self._not_met(None if left else error))
+
+        def heard(absence: Absence) -> None:
+            why = error
+            if absence is Absence.RESIGNED:
+                why = ConnectionRefusedError(absence.value)
+            elif absence is Absence.UNKNOWN:
+                why = type(error)(f"{error}; {absence.value}")
+                why.__cause__ = error.__cause__
+            self._not_met(None if absence is Absence.LEFT else why)
+
+        self._owner.link_not_met(self.rank, heard)
 
     def dial_met_leaver(self) -> None:
         """The peer is leaving and wants no connection any more."""

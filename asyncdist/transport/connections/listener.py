@@ -1,4 +1,7 @@
-"""The sockets peers connect to: accept, hear who it is, hand over those who prove it."""
+"""The sockets peers connect to: accept, hear who it is, hand over those who prove it.
+
+Whoever connects before `accept` is called waits in the kernel's queue.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ class Listener:
         self._directory: str | None = None
         self._path = b""
         self._unix = b""
-        self._paused = False
+        self._paused = True  # until `accept`
         self._resume: asyncio.TimerHandle | None = None
         self.refused = 0
 
@@ -99,6 +102,10 @@ class Listener:
         self._unix = name
         return name
 
+    def accept(self) -> None:
+        """Take connections from now on."""
+        self._unpause()
+
     def close(self) -> None:
         """Close listeners and every connection that has not proven itself. Idempotent."""
         if self._resume is not None:
@@ -129,7 +136,6 @@ class Listener:
             self.close()
             where = unix_text(address) if isinstance(address, bytes) else address[0]
             raise OSError(error.errno, f"cannot listen on {where}: {error.strerror}") from None
-        self._context.loop.add_reader(sock.fileno(), self._acceptable, sock)
 
     def _acceptable(self, listening: socket.socket) -> None:
         for _ in range(ACCEPT_BATCH):

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar
 
 from asyncdist.errors import ClosedError, PeerLostError, RemoteProtocolError
+from asyncdist.transport.absence import Absence
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.in_memory.network import MemoryLink, MemoryNetwork
@@ -54,12 +55,17 @@ class MemoryMesh(BaseMesh):
         """Whether no peer can connect any more."""
         return self._closing
 
-    async def listen(self, ips: Sequence[str] = ("127.0.0.1",)) -> PeerAddress:
-        """Can be found from now on. The address says nothing."""
+    async def listen(self, ips: Sequence[str] = ("127.0.0.1",), *, accept: bool = True) -> PeerAddress:
+        """Can be found from now on, or once `accept` is called. The address says nothing."""
         self._check_open()
-        self._network.register(self)
         self.address = PeerAddress("memory", (), b"")
+        if accept:
+            self.accept()
         return self.address
+
+    def accept(self) -> None:
+        """See BaseMesh.accept."""
+        self._network.register(self)
 
     # -- messages
 
@@ -168,7 +174,7 @@ class MemoryMesh(BaseMesh):
 
     def link_refused(self, rank: int, left: bool) -> None:
         """`rank` has ended before a connection was made."""
-        self.link_not_met(rank, lambda said_goodbye: self._not_met(rank, left or said_goodbye is True))
+        self.link_not_met(rank, lambda absence: self._not_met(rank, left or absence is Absence.LEFT))
 
     def _not_met(self, rank: int, left: bool) -> None:
         if self._peers[rank].ended:

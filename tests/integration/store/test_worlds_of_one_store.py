@@ -11,6 +11,7 @@ import asyncdist_server
 from asyncdist.deadline import Deadline
 from asyncdist.initialize import _Restarts
 from asyncdist.rendezvous import Rendezvous
+from asyncdist.transport.addresses.address import PeerAddress
 
 
 async def test_the_store_keeps_none_of_them_and_its_owners_callback_once() -> None:
@@ -41,7 +42,11 @@ async def test_who_has_left_has_nothing_under_way() -> None:
         async with dist.TCPStore("127.0.0.1", server.port) as one, dist.TCPStore("127.0.0.1", server.port) as two:
             ranks = [Rendezvous(store, rank, 2) for rank, store in enumerate((one, two))]
             deadline = Deadline.after(30, asyncio.get_running_loop().time())
-            await asyncio.gather(*(rank.join("host", True, {}, deadline) for rank in ranks))
+
+            async def listen(_world_id: bytes) -> PeerAddress:
+                return PeerAddress("host")
+
+            await asyncio.gather(*(rank.join("host", True, {}, listen, deadline) for rank in ranks))
             for rank, store in zip(ranks, (one, two), strict=True):
                 assert rank._lease is not None
                 await rank.leave()

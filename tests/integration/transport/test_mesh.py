@@ -15,7 +15,7 @@ import pytest
 from mesh_world import World, received, world
 from waiting import eventually
 
-from asyncdist.errors import ClosedError, PeerLostError
+from asyncdist.errors import ClosedError, DistNetworkError, PeerLostError
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.connections import dialer, link
@@ -196,7 +196,7 @@ async def test_second_endpoint_is_tried() -> None:
 async def test_address_that_cannot_be_bound() -> None:
     made = World(1, "tcp")
     one = made.add(0)
-    with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.213"):
+    with pytest.raises(DistNetworkError, match=r"rank 0: cannot listen on 192\.0\.2\.213: .*ASYNCDIST_SOCKET_IFNAME"):
         await one.mesh.listen(["127.0.0.1", "192.0.2.213"])
     assert one.mesh.statistics()["sockets"] == 0
     await one.mesh.close(1)

@@ -15,7 +15,7 @@ from mesh_world import Rank, World, received, world
 from punctual import assert_within, punctual
 from waiting import PATIENCE_S, eventually
 
-from asyncdist.errors import ConnectTimeoutError, PeerLostError
+from asyncdist.errors import ConnectTimeoutError, DistStoreError, PeerLostError
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.connections import dialer
@@ -128,16 +128,32 @@ async def test_failed_look_up(failure: str) -> None:
         return {}
 
     one = Rank(0, 3, resolve, TransportConfig(connect_timeout_s=0.2))
-    pending = [one.send(1, b"x"), one.receive(2)]
-    for rank, future in enumerate(pending, 1):
-        with pytest.raises(PeerLostError) as caught:
-            await future
-        assert caught.value.rank == rank
-        assert isinstance(caught.value.__cause__, OSError | LookupError | ConnectTimeoutError)
-        if failure == "never returns":
-            assert "its address was not to be had from the store within 0.2 s" in str(caught.value)
-    assert sorted(one.lost) == [1, 2]
+    for _ in range(2):  # it is looked up again each time: a rank that is not found is not lost
+        for rank, future in enumerate([one.send(1, b"x"), one.receive(2)], 1):
+            with pytest.raises(DistStoreError, match=f"rank 0 does not know where rank {rank} listens") as caught:
+                await future
+            assert isinstance(caught.value.__cause__, OSError | LookupError)
+            if failure == "never returns":
+                assert "the store does not say: no answer within 0.2 s" in str(caught.value)
+    assert not one.lost
     await one.mesh.close(1)
+
+
+async def test_a_rank_that_was_not_found_at_first_may_dial_or_be_found_later() -> None:
+    made = World(3, "unix")
+    for rank in range(3):
+        made.add(rank)
+    one, two, three = made.ranks
+    with pytest.raises(DistStoreError):
+        await one.send(1, b"where?")
+    with pytest.raises(DistStoreError):
+        await one.send(2, b"where?")
+    await made.listen()
+    one.send(1, b"found")
+    three.send(0, b"dialed")
+    assert await received(two.receive(0)) == b"found"
+    assert await received(one.receive(2)) == b"dialed"
+    await asyncio.gather(*(rank.mesh.close(1) for rank in made.ranks))
 
 
 async def test_socket_connected_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,54 @@
+"""DistantStore: a store whose verbs take time there and back, so that those of several ranks interleave."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from asyncdist.store import HashStore, Store
+
+
+class DistantStore(Store):
+    """A client of the data of `near`; every verb takes a millisecond there and one back, or up to that by chance."""
+
+    def __init__(self, near: HashStore, chance: random.Random | None = None) -> None:
+        super().__init__(near.timeout)
+        self.near = near
+        self._chance = chance
+        shared = near._shared
+        shared.engine.close(near._client, 0.0)
+        near._client = shared.engine.open("", near._deliver, client_id=secrets.token_bytes(16))  # may come back
+
+    def set_timeout(self, timeout: Any) -> None:
+        super().set_timeout(timeout)
+        self.near.set_timeout(timeout)
+
+    async def travel(self) -> None:
+        """One way."""
+        await asyncio.sleep(0.001 if self._chance is None else self._chance.uniform(0, 0.001))
+
+    async def kill(self) -> None:
+        """End as a process does that is killed: no goodbye, so that its leases run out in their own time."""
+        await self.near.close()
+
+    async def close(self) -> None:
+        self.near._client.leaving = True
+        await self.near.close()
+
+
+def _distant(name: str) -> Callable[..., Awaitable[Any]]:
+    async def verb(self: DistantStore, *arguments: Any, **options: Any) -> Any:
+        await self.travel()
+        result = await getattr(self.near, name)(*arguments, **options)
+        await self.travel()
+        return result
+
+    return verb
+
+
+for _name in Store.__abstractmethods__ - {"close"} | {"lease", "hold"}:
+    setattr(DistantStore, _name, _distant(_name))
+DistantStore.__abstractmethods__ = frozenset()
