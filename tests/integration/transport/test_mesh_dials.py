@@ -68,6 +68,7 @@ async def test_listener_that_appears_late_is_found() -> None:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         two.mesh._listener._sockets.append(listening)
         two.mesh._listener._listen(listening, ("127.0.0.1", port))
+        two.mesh.accept()
         assert await received(two.receive(None, ranks=[0])) == b"late"
     await asyncio.gather(one.mesh.close(5), two.mesh.close(5))
 
