@@ -120,6 +120,76 @@ def test_ranks_that_never_spoke_do_everything_when_the_daemon_is_gone(transport:
         assert float(rank.stdout) < LEFT_S
 
 
+LARGE = """
+from asyncdist import address_book
+address_book.TOLD_AT_ONCE_BYTES, address_book.PIECE_BYTES, address_book.FAN_OUT = 0, 300, 2
+
+async def main():
+    async with dist.init_process_group() as group:
+        while not group.world._rendezvous.book.complete:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(formed)                     # it tells others meanwhile
+        await every_pair(group)
+        await group.barrier()
+        assert not group.world.lost
+
+dist.run(main())
+"""
+
+
+def test_ranks_of_a_large_world_tell_each_other_where_all_listen(tmp_path: Path) -> None:
+    for rank in run_without_the_store(LARGE, 8, tmp_path):
+        assert rank.returncode == 0, rank.stderr
+
+
+UNTOLD = """
+from asyncdist import address_book
+from asyncdist.world import World
+address_book.TOLD_AT_ONCE_BYTES = 0
+World.pass_on_addresses = lambda self: None             # as if the rank that has the book were slow
+from asyncdist import rendezvous
+rendezvous.LOOK_UP_LIMIT_S = 0.2
+
+async def main():
+    async with dist.init_process_group() as group:
+        decider = group.world._decider
+        others = [rank for rank in range(3) if rank != decider]
+        formed()
+        if group.rank == others[0]:
+            try:
+                await group.send(np.ones(1), others[1])
+            except dist.DistStoreError as error:
+                assert not hasattr(error, "rank")
+                print("untold", str(error))
+        try:
+            await group.all_reduce(np.ones(1_000))
+        except (dist.DistStoreError, dist.CollectiveMismatchError) as error:
+            print(error)
+        if group.rank == decider:
+            for first, addresses in group.world._rendezvous.book.pieces():
+                for other in others:
+                    group.world._send(other, dist.world.msgpack.packb(["addresses", first, addresses]))
+        else:
+            while not group.world._rendezvous.book.complete:
+                await asyncio.sleep(0.001)
+        x = np.ones(1_000)
+        await group.all_reduce(x)
+        assert (x == 3).all()
+        assert not group.world.lost
+
+dist.run(main())
+"""
+
+
+def test_who_was_not_told_an_address_says_so_and_loses_nobody(tmp_path: Path) -> None:
+    said = ""
+    for rank in run_without_the_store(UNTOLD, 3, tmp_path):
+        assert rank.returncode == 0, rank.stderr
+        said += rank.stdout
+    assert "does not know where rank" in said
+    assert "the store does not say: " in said
+
+
 KILLED = """
 async def main():
     group = await dist.init_process_group()

@@ -15,6 +15,7 @@ import asyncdist as dist
 from asyncdist import world
 from asyncdist.subgroup import derive_group_id
 from asyncdist.testing import run_world
+from asyncdist.transport.addresses.address import MAX_ADDRESS_BYTES
 
 SIZE = 8
 JUNK = [
@@ -57,6 +58,12 @@ JUNK = [
     msgpack.packb(["status", 1, 0, -1, "issued"]),
     msgpack.packb(["mismatch", 1, 1 << 32, 0, "text", True]),
     msgpack.packb(["check", 1, 0, 1 << 63, "terms", "shown"]),
+    msgpack.packb(["addresses", 0]),
+    msgpack.packb(["addresses", -1, [b"x"]]),
+    msgpack.packb(["addresses", SIZE - 1, [b"x", b"x"]]),
+    msgpack.packb(["addresses", 0, ["x"]]),
+    msgpack.packb(["addresses", 0, [b""]]),
+    msgpack.packb(["addresses", 0, [bytes(MAX_ADDRESS_BYTES + 1)]]),
 ]
 LARGEST = [
     ["abort", 1, "lost", "text", SIZE - 1, [0, SIZE - 1]],
@@ -65,6 +72,8 @@ LARGEST = [
     ["ran", 1, [[(1 << 32) - 1, (1 << 63) - 1, "x", "y"]]],
     ["made", 1, (1 << 63) - 1, (1 << 64) - 1, "0, 1", True],
     ["closed", (1 << 64) - 1, (1 << 64) - 1, True],
+    ["addresses", 0, [b"x"] * SIZE],
+    ["addresses", SIZE - 1, [bytes(MAX_ADDRESS_BYTES)]],
 ]
 
 
@@ -85,7 +94,7 @@ def test_any_bytes_are_understood_or_refused(payload: bytes) -> None:
         message = world._parse(0, payload, SIZE)
     except dist.RemoteProtocolError:
         return
-    assert message[0] in ("abort", "refused", "probe", "status", "mismatch", "check", "ran", "made", "closed")
+    assert message[0] in world._SHAPES
 
 
 @pytest.mark.parametrize("letter", ["x", "\U0001f642", "\udc80"], ids=["letter", "wide", "surrogate"])
@@ -156,6 +165,18 @@ def test_a_stranger_to_a_group_cannot_speak_for_it() -> None:
         if group.rank == 1:
             assert isinstance(pair, dist.ProcessGroup)
             await pair.all_reduce(np.ones(1))
+        await group.barrier()
+
+    run_world(3, main)
+
+
+def test_addresses_come_along_the_tree_and_from_nobody_else() -> None:
+    async def main(group: dist.ProcessGroup) -> None:
+        await group.barrier()
+        decider = group.world._decider
+        for rank in {0, 1, 2} - {decider, group.rank}:
+            with pytest.raises(dist.RemoteProtocolError, match=f"rank {rank} sent addresses"):
+                group.world.control_received(rank, msgpack.packb(["addresses", 0, [b"x"]]))
         await group.barrier()
 
     run_world(3, main)
