@@ -135,6 +135,8 @@ class ProcessGroup(GroupCore):
             for group in [self, *self._inner()]:
                 if group._works or group._differing or group.pairs.pending():
                     group.abort("closing it was cancelled")
+            if self._is_world:
+                self.world.hurry()
             await uninterrupted(asyncio.wait([self._closing]))
             raise
         unasked, self._unasked = self._unasked, None

@@ -99,6 +99,9 @@ class Rendezvous:
         self._lease: Lease | None = None
         self._republishing: asyncio.Task[None] | None = None
         self._farewell_s: float | None = None  # what is left of the time for it, once it has begun
+        self._looking: set[asyncio.Timeout] = set()
+        self._hurried = False
+        self._staying: asyncio.Timeout | None = None
         self._who = f"rank {rank} ({socket.gethostname()} pid {os.getpid()})"
         self.attendance = Attendance(self._store, rank, world_size, self._who, lambda name: self._attempts.key(name))
         self._attempts = Attempts(self._store, rank, self._who, self.attendance)
@@ -284,20 +287,32 @@ class Rendezvous:
 
         Raises DistStoreError where the store does not say.
         """
-        found = {rank: address for rank in ranks if (address := self.book.get(rank)) is not None}
-        asked = [rank for rank in ranks if rank not in found]
+        asked = [rank for rank in ranks if self.book.get(rank) is None]
         if asked:
             try:
-                async with asyncio.timeout(LOOK_UP_LIMIT_S):
+                async with asyncio.timeout(LOOK_UP_LIMIT_S) as looking:
+                    self._looking.add(looking)
                     infos = await self._store.multi_get([self._key(f"info/{rank}") for rank in asked])
-            except TimeoutError as error:
-                raise DistStoreError(str(error) or f"the store did not answer within {LOOK_UP_LIMIT_S:g} s") from error
-            for rank, info in zip(asked, infos, strict=True):
-                self.book.learn(rank, [unpacked(info)["address"]])
-                address = self.book.get(rank)
-                assert address is not None
-                found[rank] = address
-        return found
+                for rank, info in zip(asked, infos, strict=True):
+                    self.book.learn(rank, [unpacked(info)["address"]])
+            except (DistError, TimeoutError) as error:
+                if not self.book.complete:
+                    why = str(error) or f"the store did not answer within {LOOK_UP_LIMIT_S:g} s"
+                    raise DistStoreError(why) from error
+            finally:
+                self._looking.discard(looking)
+        return {rank: address for rank in ranks if (address := self.book.get(rank)) is not None}
+
+    def learn(self, first: int, addresses: Sequence[bytes]) -> bool:
+        """Another rank tells where `first` and those after it listen. Returns whether now, at last, all is known."""
+        known = self.book.complete
+        self.book.learn(first, addresses)
+        complete = self.book.complete and not known
+        if complete:
+            for looking in self._looking:  # the store need not answer any more
+                if not looking.expired():
+                    looking.reschedule(_now())
+        return complete
 
     # The end.
 
@@ -357,10 +372,19 @@ class Rendezvous:
         """Wait, bounded, until every rank but the `lost` has said goodbye: for the rank that hosts the store."""
         keys = [f"left/{rank}" for rank in range(self.world_size) if rank not in lost] if lost else ["gone"]
         try:
-            with telling(lambda: self._tell_who_stays(lost), STAY_NOTICE_S):
-                await self._store.wait([self._key(name) for name in keys], GOODBYE_LIMIT_S)
-        except DistError as error:
+            async with asyncio.timeout(0 if self._hurried else GOODBYE_LIMIT_S) as self._staying:
+                with telling(lambda: self._tell_who_stays(lost), STAY_NOTICE_S):
+                    await self._store.wait([self._key(name) for name in keys], None)
+        except (DistError, TimeoutError) as error:
             events.info("%s stops hosting the store before every rank has left: %s", self._who, error)
+        finally:
+            self._staying = None
+
+    def hurry(self) -> None:
+        """Whoever leaves is in a hurry: wait for no goodbyes."""
+        self._hurried = True
+        if self._staying is not None and not self._staying.expired():
+            self._staying.reschedule(_now())
 
     async def _tell_who_stays(self, lost: Collection[int]) -> None:
         with contextlib.suppress(DistError):

@@ -278,10 +278,7 @@ class World:
     def _hear_addresses(self, rank: int, first: int, addresses: list[bytes]) -> None:
         if rank != parent_of(self.rank, self._decider, self.world_size):
             raise RemoteProtocolError(f"rank {rank} sent addresses, which this rank has from another one")
-        book = self._rendezvous.book
-        known = book.complete
-        book.learn(first, addresses)
-        if book.complete and not known:
+        if self._rendezvous.learn(first, addresses):
             self.pass_on_addresses()
 
     def _keep(self, rank: int, message: list[Any]) -> None:
@@ -339,6 +336,10 @@ class World:
                 await self._rendezvous.wait_for_goodbyes(self.lost)
         finally:
             await self._source.close()
+
+    def hurry(self) -> None:
+        """Leaving was cancelled: end it soon, without waiting for others to leave."""
+        self._rendezvous.hurry()
 
     async def abandon(self) -> None:
         """End at once: peers see this rank as lost. In the store it resigns, bounded, so that it may join again."""

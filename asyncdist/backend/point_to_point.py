@@ -9,7 +9,13 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from asyncdist.arrays import Array, Flat, decode_meta, describe, encode_meta, human_bytes
-from asyncdist.errors import ClosedError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
+from asyncdist.errors import (
+    ClosedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DistStoreError,
+    PeerLostError,
+)
 from asyncdist.executor.work import Work
 from asyncdist.objects import GPU_META, OBJECT_META
 from asyncdist.subgroup import spell_ranks
@@ -133,6 +139,8 @@ class PairWork(Work[Any]):
             error = explained
         elif isinstance(error, CollectiveTimeoutError):
             error = CollectiveTimeoutError(f"{self.where}: {error}", error.missing)
+        elif isinstance(error, DistStoreError):  # it is not known where the peer listens
+            error = DistStoreError(f"{self.where}: {error}")
         self._fail(error)
 
 

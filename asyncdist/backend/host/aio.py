@@ -17,6 +17,7 @@ from asyncdist.backend.host.lanes import RESERVED, WITHOUT_LANE, Lanes, TagLane
 from asyncdist.backend.host.operation import Operation, Recipe
 from asyncdist.backend.host.pieces import PiecesKind, PiecesOperation, pieces_of
 from asyncdist.backend.host.stream_operation import StreamOperation
+from asyncdist.errors import DistStoreError
 from asyncdist.executor import reduction
 from asyncdist.executor.program import Program
 from asyncdist.executor.scratch import ScratchPool
@@ -212,6 +213,12 @@ class AioBackend(GroupBackend):
         """See GroupBackend."""
         if self._lanes is not None:
             self._lanes.settle()
+
+    def look_up_again(self) -> None:
+        """See GroupBackend."""
+        for rank, core in enumerate(self.peers):
+            if core is not None and isinstance(core.error, DistStoreError):
+                self.peers[rank] = self._mesh.peer(self.ranks[rank])
 
     def closing(self) -> None:
         """Have streams go on without their consumers."""

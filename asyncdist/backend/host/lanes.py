@@ -21,7 +21,7 @@ from asyncdist.backend.base import CollectiveWork, OnEnd
 from asyncdist.backend.calls import call as calls
 from asyncdist.backend.calls.call import Call
 from asyncdist.backend.host.lane_loans import borrow, lend_to
-from asyncdist.errors import PeerLostError, RemoteProtocolError
+from asyncdist.errors import DistError, DistStoreError, PeerLostError, RemoteProtocolError
 from asyncdist.executor.shared_lane import SharedLane
 from asyncdist.plan.records import NO_LANE, LaneMemory
 from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES, SKIPPED, Lane
@@ -166,6 +166,8 @@ class Lanes:
                     then(tag, gathered)
                 except Exception as failure:
                     error = failure
+            if isinstance(error, DistStoreError):  # of one operation elsewhere; but on this one all others wait
+                error = DistError(str(error))
             if error is not None:
                 self._decided(tag, error)
 
