@@ -373,3 +373,30 @@ def test_a_wrong_debug_level_is_refused_by_name() -> None:
         [start_rank(JOIN, 0, 1, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ASYNCDIST_DEBUG": "LOUD"})]
     )
     assert "ASYNCDIST_DEBUG='LOUD': use OFF, INFO, TRACE" in rank.stderr
+
+
+STAYS = """
+async def main():
+    async with dist.init_process_group() as group:
+        await group.barrier()
+        if group.rank:
+            print("stays", flush=True)
+            await asyncio.Event().wait()
+dist.run(main())
+"""
+
+
+@punctual
+def test_the_rank_that_hosts_the_store_says_for_whom_it_stays_and_ctrl_c_ends_it() -> None:
+    host, *others = start_ranks(STAYS, 3)
+    assert [rank.stdout.readline() for rank in others if rank.stdout is not None] == ["stays\n"] * 2
+    assert host.stderr is not None
+    said = host.stderr.readline()
+    assert "keeps the store up to 5 s for 2 ranks that have not said goodbye: rank 1, 2; Ctrl-C ends it" in said
+    struck_s = time.monotonic()
+    host.send_signal(signal.SIGINT)
+    host.communicate()
+    assert_within(1.0, time.monotonic() - struck_s)
+    for rank in others:
+        rank.kill()
+        rank.communicate()

@@ -15,7 +15,16 @@ from asyncdist.attendance import WORDS_LIMIT_S
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError
 from asyncdist.patience import PATIENCE_S
-from asyncdist.rendezvous import GOODBYE_LIMIT_S, PUBLISH_LIMIT_S, WORLD_ID_BYTES, WORLD_LINGER_S, Met, Rendezvous
+from asyncdist.rendezvous import (
+    AWAY_LIMIT_S,
+    GOODBYE_LIMIT_S,
+    PUBLISH_LIMIT_S,
+    STAY_NOTICE_S,
+    WORLD_ID_BYTES,
+    WORLD_LINGER_S,
+    Met,
+    Rendezvous,
+)
 from asyncdist.store import HashStore, PrefixStore, Store
 from asyncdist.testing.loop import VirtualTimeLoop
 from asyncdist.transport.absence import Absence
@@ -350,6 +359,70 @@ async def test_last_words_are_bounded_in_time() -> None:
     await store.close()
     await rendezvous.leave_words(b"why")
     assert await rendezvous.attendance.words_of(0) == (b"", Absence.UNKNOWN)
+
+
+class AwayStore(HashStore):
+    """Its connection is broken, and nobody answers."""
+
+    @property
+    def is_connected(self) -> bool:
+        return False
+
+
+@virtually
+async def test_all_that_is_said_in_parting_takes_a_second_where_the_store_is_away() -> None:
+    async with HashStore() as store:
+        leaves = Rendezvous(store, 0, 1)
+        await join(leaves)
+
+        async def never(*_: object, **__: object) -> None:
+            await asyncio.Event().wait()
+
+        for verb in ("set", "add"):
+            setattr(leaves._store, verb, never)
+        loop = asyncio.get_running_loop()
+        for limit_s in (AWAY_LIMIT_S, GOODBYE_LIMIT_S):
+            store.__class__ = AwayStore if limit_s == AWAY_LIMIT_S else HashStore
+            leaves._farewell_s = None
+            began_s = loop.time()
+            assert not await leaves.leave_words(b"why")
+            await leaves.leave()
+            assert loop.time() - began_s == limit_s
+
+
+@virtually
+async def test_the_rank_that_hosts_the_store_says_for_whom_it_stays_and_may_be_hurried() -> None:
+    async with HashStore() as store:
+        ranks = [Rendezvous(store, rank, 3) for rank in range(3)]
+        await asyncio.gather(*map(join, ranks))
+        await ranks[0].leave()
+        await ranks[2].leave()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        loop.call_later(1.0, ranks[0].hurry)
+        await ranks[0].wait_for_goodbyes(())
+        assert loop.time() - began_s == 1.0
+        await ranks[0].wait_for_goodbyes(())
+        assert loop.time() - began_s == 1.0
+
+
+def test_a_stay_is_told_if_it_takes_long(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(stay_s: float) -> None:
+        async with HashStore() as store:
+            ranks = [Rendezvous(store, rank, 3) for rank in range(3)]
+            await asyncio.gather(*map(join, ranks))
+            await ranks[0].leave()
+            staying = asyncio.create_task(ranks[0].wait_for_goodbyes({2}))
+            await asyncio.sleep(stay_s)
+            await ranks[1].leave()
+            await staying
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(main(STAY_NOTICE_S - 0.1))
+        assert caplog.messages == []
+        runner.run(main(STAY_NOTICE_S + 0.1))
+        (said,) = caplog.messages
+        assert said.endswith("up to 5 s for 1 ranks that have not said goodbye: rank 1; Ctrl-C ends it")
 
 
 @virtually
