@@ -14,8 +14,9 @@ PATIENCE_S: Final = 15.0
 
 
 @contextmanager
-def telling(tell: Callable[[], Coroutine[Any, Any, None]], after_s: float = PATIENCE_S) -> Iterator[None]:
-    """Run `tell` once if what is inside takes longer than `after_s`; it is cancelled when that ends."""
+def telling(tell: Callable[[], Coroutine[Any, Any, None]], after_s: float | None = None) -> Iterator[None]:
+    """Run `tell` once if what is inside takes longer than `after_s` (PATIENCE_S); it is cancelled when that ends."""
+    after_s = PATIENCE_S if after_s is None else after_s
     loop = asyncio.get_running_loop()
     tellers: list[asyncio.Task[None]] = []
     # A timer and no task, and nothing awaited at the end: who cancels what is inside waits for nothing more.

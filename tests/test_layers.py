@@ -46,7 +46,7 @@ LAYERS: dict[str, Layers] = {
         {"fork", "keepalive"},
         {"addresses", "shared_memory"},
         {"lanes", "protocol"},
-        {"config", "context", "host_memory", "neighbors"},
+        {"absence", "config", "context", "host_memory", "neighbors"},
         {"connections"},
         {REST},
         {"in_memory"},

@@ -504,7 +504,7 @@ async def test_a_store_of_the_callers_counts_the_rank_and_tells_it_of_its_restar
             view = dist.PrefixStore("job", store)
             async with dist.init_process_group(store=view, rank=0, world_size=1, progress="thread"):
                 assert (await store.status())["leases"] == 2  # it holds its keys, and it is here
-                address = next(key for key in await store.list_keys() if key.endswith("/address/0"))
+                address = next(key for key in await store.list_keys() if key.endswith("/info/0"))
                 await store.delete_key(address)
                 assert store.on_incarnation_change is not None
                 store.on_incarnation_change()
