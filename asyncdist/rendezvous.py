@@ -197,7 +197,6 @@ class Rendezvous:
                 kind = ConnectTimeoutError if end.get("late") is True else DistError
                 raise kind(f"{self._who}: {end['failure']}")
             events.info("%s goes on to the next attempt: %s", self._who, end.get("again"))
-            await self._attempts.leave_behind(end)
         self._attempts.disappear()
         self._published[self._key("ready")] = msgpack.packb({"world_id": world_id})
         events.info("%s joined a world of %d (attempt %d)", self._who, self.world_size, self._attempts.number)
@@ -392,8 +391,8 @@ class Rendezvous:
             stay = [rank for rank in range(self.world_size) if rank not in left and rank not in lost]
             if stay:
                 events.warn(
-                    "%s keeps the store up to %g s for %d ranks that have not said goodbye: rank %s; Ctrl-C ends it",
-                    *(self._who, GOODBYE_LIMIT_S, len(stay), _spell(stay)),
+                    "%s keeps the store for up to %g s, as others have not said goodbye: rank %s; Ctrl-C ends it",
+                    *(self._who, GOODBYE_LIMIT_S, _spell(stay)),
                 )
 
     def _key(self, name: str) -> str:

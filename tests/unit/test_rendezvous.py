@@ -422,7 +422,7 @@ def test_a_stay_is_told_if_it_takes_long(caplog: pytest.LogCaptureFixture) -> No
         assert caplog.messages == []
         runner.run(main(STAY_NOTICE_S + 0.1))
         (said,) = caplog.messages
-        assert said.endswith("up to 5 s for 1 ranks that have not said goodbye: rank 1; Ctrl-C ends it")
+        assert said.endswith("keeps the store for up to 5 s, as others have not said goodbye: rank 1; Ctrl-C ends it")
 
 
 @virtually
