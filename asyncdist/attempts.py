@@ -3,7 +3,7 @@
 | key | set by | meaning |
 | --- | --- | --- |
 | `over` | every rank that finds an attempt over | how many attempts are over: the next one is under way |
-| `alive/<token>` | every process that joins | there as long as it joins and is connected to the store |
+| `alive/<token>` | every process that joins, before it claims a place | there as long as it is connected to the store |
 | `<attempt>/claim/<rank>` | a process of that rank | which process has the rank's place in that attempt |
 | `<attempt>/ready` | one rank | what became of the attempt, for good |
 
@@ -22,19 +22,17 @@ from typing import Any, Final, NamedTuple
 
 import msgpack
 
-from asyncdist.attendance import HERE_GRACE_S, Attendance
+from asyncdist.attendance import Attendance
 from asyncdist.errors import DistError, DistStoreError, StoreTimeoutError
-from asyncdist.store import Lease, Store
+from asyncdist.store import Store
 
 __all__ = ["PUBLISH_LIMIT_S", "Attempts", "unpacked"]
 
 PUBLISH_LIMIT_S: Final = 2.0
 """How long telling the others about a failure may take before it is raised here."""
-ALIVE_GRACE_S: Final = 0.001
-"""How long a process that joins counts after its connection to the store broke: its successor may come at once, and
-must not take it for alive. One whose connection is made again goes on to the next attempt, and loses nothing."""
-GRACES: Final = 2.5
-"""How often its grace a process has to be there to count as alive: the store may learn a little late of an end."""
+ALIVE_S: Final = 0.1
+"""How long a process has to be there to count as alive: the store may learn a little late of the end of one."""
+ALIVE_POLL_S: Final = 0.01
 TOKEN_BYTES: Final = 16
 
 
@@ -55,7 +53,6 @@ class Attempts:
         self._rank = rank
         self._who = who
         self._attendance = attendance
-        self._lease: Lease | None = None
 
     def key(self, name: str) -> str:
         """The name of a key of this attempt."""
@@ -71,7 +68,7 @@ class Attempts:
 
         Raises DistError where another process that is alive has the place; who waits in that attempt is told.
         """
-        await self._appear()
+        await self.appear()
         while True:
             self.number = await self._store.add("over", 0) + 1
             holder = await self._take_place()
@@ -79,12 +76,12 @@ class Attempts:
             if not end:
                 if holder is None:
                     return
-                if not await self._vanishes(f"alive/{holder.token}", ALIVE_GRACE_S):
+                if not await self._ends(holder):
                     message = self._taken(holder)
                     await self.fail(message)
                     raise DistError(message)
                 end = await self.decide({"again": f"{holder.who} ended before the world had formed"})
-            if "world_id" in end and holder is not None and not await self._has_left():
+            if "world_id" in end and holder is not None and not await self._has_left(holder):
                 raise DistError(self._taken(holder))
             await self.leave_behind(end)
 
@@ -127,22 +124,16 @@ class Attempts:
 
     async def dead(self, processes: Collection[tuple[str, str]]) -> list[str]:
         """Those of `processes` (token and name) that died while they waited, by name."""
-        if self._lease is None or await self._store.check([f"alive/{token}" for token, _ in processes]):
+        if self._attendance.lease is None or await self._store.check([f"alive/{token}" for token, _ in processes]):
             return []
         alive = set(await self._store.list_keys("alive/"))
         return [who for token, who in processes if f"alive/{token}" not in alive]
 
-    def disappear(self) -> None:
-        """This process joins no longer. Not waited for."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.abandon()
-
-    async def _appear(self) -> None:
-        self.disappear()
-        with contextlib.suppress(NotImplementedError):
-            self._lease = await self._store.lease(ALIVE_GRACE_S, bound=True)
-            await self._store.set(f"alive/{self.token}", b"", lease=self._lease)
+    async def appear(self) -> None:
+        """This process is alive, if the store has leases."""
+        await self._attendance.vouch()
+        if self._attendance.lease is not None:
+            await self._store.set(f"alive/{self.token}", b"", lease=self._attendance.lease)
 
     async def _take_place(self) -> _Process | None:
         """Take this rank's place, or say which other process has it."""
@@ -150,29 +141,27 @@ class Attempts:
         holder = await self._store.compare_set(key, b"", mine)
         return None if holder == mine else _process(holder)
 
-    async def _has_left(self) -> bool:
+    async def _has_left(self, holder: _Process) -> bool:
         """Whether the process that has this rank's place is in the world no more."""
-        if await self._attendance.has_left(self._rank):
-            return True
-        return await self._vanishes(self.key(f"here/{self._rank}"), HERE_GRACE_S)
+        return await self._attendance.has_left(self._rank) or await self._ends(holder)
 
-    async def _vanishes(self, key: str, grace_s: float) -> bool:
-        """Whether `key`, which is there as long as a process is connected and `grace_s` longer, is gone, or goes now.
+    async def _ends(self, process: _Process) -> bool:
+        """Whether `process` is connected to the store no more, or is so in a moment.
 
         False where the store has no leases: nothing is known of that process.
         """
-        if self._lease is None:
+        if self._attendance.lease is None:
             return False
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + GRACES * grace_s
-        while await self._store.check([key]):
+        until_s = loop.time() + ALIVE_S
+        while await self._store.check([f"alive/{process.token}"]):
             if loop.time() >= until_s:
                 return False
-            await asyncio.sleep(grace_s / 4)
+            await asyncio.sleep(ALIVE_POLL_S)
         return True
 
     def _taken(self, holder: _Process) -> str:
-        how = "and is alive" if self._lease is not None else "and has not left"
+        how = "and is alive" if self._attendance.lease is not None else "and has not left"
         return (
             f"{self._who} claims a rank that {holder.who} holds already, {how}: two processes were started with the "
             "same rank, or an earlier run of this job is not over (then end it, or set another ASYNCDIST_JOB_ID)"

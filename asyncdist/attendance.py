@@ -27,9 +27,10 @@ from asyncdist.transport.absence import Absence
 
 __all__ = ["HERE_GRACE_S", "LEFT", "RESIGNED", "WORDS_LIMIT_S", "Attendance"]
 
-HERE_GRACE_S: Final = 0.2
-"""How long a rank whose connection broke is still here: a process that is not busy has connected again by then, and who
-was killed is to be named within a second, by who dials it as well, and asks the first time a little later than this."""
+HERE_GRACE_S: Final = 0.001
+"""How long a process counts after its connection to the store broke. Its successor may come at once, and must not take
+it for alive; and who was killed is to be named within a second. One whose connection is made anew loses little: if it
+joins, it goes on to the next attempt, and later others look where it listens before they believe that it is gone."""
 WORDS_LIMIT_S: Final = 0.5
 """How long asking for a leaver's last words may take: who is gone is to be named within a second."""
 LEFT: Final = b"1"
@@ -46,18 +47,23 @@ class Attendance:
         self._world_size = world_size
         self._who = who
         self._key = key
-        self._lease: Lease | None = None
+        self.lease: Lease | None = None
+        """Ends with the connection of this process to the store; None where the store has no leases."""
+
+    async def vouch(self) -> None:
+        """Have a lease from now on, if the store has leases."""
+        self.disappear()
+        with contextlib.suppress(NotImplementedError):
+            self.lease = await self._store.lease(HERE_GRACE_S, bound=True)
 
     async def appear(self) -> None:
         """Be here from now on, if the store has leases."""
-        self.disappear()
-        with contextlib.suppress(NotImplementedError):
-            self._lease = await self._store.lease(HERE_GRACE_S, bound=True)
-            await self._store.set(self._key(f"here/{self._rank}"), b"", lease=self._lease)
+        if self.lease is not None:
+            await self._store.set(self._key(f"here/{self._rank}"), b"", lease=self.lease)
 
     def disappear(self) -> None:
         """Be here no more."""
-        lease, self._lease = self._lease, None
+        lease, self.lease = self.lease, None
         if lease is not None:
             lease.abandon()
 
@@ -71,7 +77,7 @@ class Attendance:
         absence = Absence.NONE
         try:
             async with asyncio.timeout(WORDS_LIMIT_S):  # in the opposite order of that in which the rank says it
-                if self._lease is not None and not await self._store.check([self._key(f"here/{rank}")]):
+                if self.lease is not None and not await self._store.check([self._key(f"here/{rank}")]):
                     absence = Absence.CUT_OFF
                 if await self._store.check([goodbye]):
                     absence = Absence.LEFT if await self._store.get(goodbye) == LEFT else Absence.RESIGNED

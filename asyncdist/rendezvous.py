@@ -163,6 +163,7 @@ class Rendezvous:
     async def _publish_again(self) -> None:
         try:
             await self._hold()
+            await self._attempts.appear()
             await self.attendance.appear()
             await self._store.compare_set("over", b"", str(self._attempts.number - 1))
             await self._store.multi_set(list(self._published), list(self._published.values()))
@@ -197,7 +198,6 @@ class Rendezvous:
                 kind = ConnectTimeoutError if end.get("late") is True else DistError
                 raise kind(f"{self._who}: {end['failure']}")
             events.info("%s goes on to the next attempt: %s", self._who, end.get("again"))
-        self._attempts.disappear()
         self._published[self._key("ready")] = msgpack.packb({"world_id": world_id})
         events.info("%s joined a world of %d (attempt %d)", self._who, self.world_size, self._attempts.number)
         all_allow = allow_pickle and end["allow_pickle"] is True
@@ -218,9 +218,9 @@ class Rendezvous:
         info: dict[str, Any] = {"who": self._who, "token": self._attempts.token, "address": address.to_bytes()}
         if not self.rank:
             info["options"] = options
-        claim, process = self._attempts.claim
-        self._published = {claim: process, self._key(f"info/{self.rank}"): msgpack.packb(info)}
-        await self._store.multi_set(list(self._published), list(self._published.values()))
+        key, packed = self._key(f"info/{self.rank}"), msgpack.packb(info)
+        self._published = {key: packed, **dict([self._attempts.claim])}
+        await self._store.set(key, packed)
         if allow_pickle:
             await self._store.add(self._key("picklers"), 1)
 
@@ -276,7 +276,6 @@ class Rendezvous:
     def _release(self) -> None:
         """Hold the keys no longer, and be here no more. Not waited for: who hosts the store may stop it at once."""
         self.attendance.disappear()
-        self._attempts.disappear()
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.abandon()
@@ -445,7 +444,9 @@ class Rendezvous:
         return f"; the attempt before this one failed: {before}" if before else ""
 
     async def _missing(self) -> list[int]:
-        came = await self._ranks_with("here/" if self._lease is not None else "info/")  # who has died is missing too
+        came = await self._ranks_with(
+            "here/" if self.attendance.lease is not None else "info/"
+        )  # who has died is missing too
         return [rank for rank in range(self.world_size) if rank not in came]
 
     async def _ranks_with(self, kind: str) -> set[int]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from distant_store import DistantStore
 
-from asyncdist.attendance import HERE_GRACE_S
+from asyncdist.attempts import ALIVE_S
 from asyncdist.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError
 from asyncdist.rendezvous import Met, Rendezvous
@@ -186,7 +186,7 @@ async def test_a_rerun_beside_ranks_that_live_is_refused_and_does_not_disturb_th
         assert await running[0].rendezvous.attendance.words_of(1) == (b"", Absence.NONE)
         await running[1].kill()
         alone = Process(daemon, 1, timeout_s=None)  # whoever is left of the old world is in the old world
-        await asyncio.sleep(2 * HERE_GRACE_S)
+        await asyncio.sleep(2 * ALIVE_S)
         assert not alone.joining.done()
         await running[0].end()
         assert await formed(Process(daemon, 0), alone) == epoch + 1
