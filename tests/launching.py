@@ -110,3 +110,18 @@ def is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in ("Z", "X")
+
+
+@contextmanager
+def daemon(port: int, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A store daemon that can be killed."""
+    command = [sys.executable, "-m", "asyncdist_server", f"--port={port}", *options]
+    process: subprocess.Popen[Any] = forked.Popen(command, stdout=subprocess.PIPE, env=clean_environment())
+    with process:
+        try:
+            output = process.stdout
+            assert output is not None
+            until(lambda: b" ready on " in output.readline(), "the daemon")
+            yield process
+        finally:
+            process.kill()

@@ -26,6 +26,7 @@ from asyncdist.launch.config import (
     parse_nproc,
     worker_command,
 )
+from asyncdist.launch.outage import parse_outage
 from asyncdist.launch.rdzv_conf import RdzvTimes, parse_rdzv_conf
 from asyncdist.launch.signals import ENDING, parse_signals
 
@@ -116,6 +117,15 @@ def _interface(value: str) -> str | None:
     metavar="SECONDS",
     help="For the store to answer and for all nodes to come.",
 )
+@click.option(
+    "--store-outage",
+    callback=parsed_by(parse_outage),
+    envvar=["PET_STORE_OUTAGE", "ASYNCDIST_STORE_OUTAGE"],
+    metavar="SECONDS|forever",
+    default="forever",
+    show_default=True,
+    help="How long a job of several nodes goes on while its daemon is away and all nodes are well.",
+)
 @click.option("--pass-local-rank", is_flag=True, help="Append --local_rank=N to the worker's arguments.")
 @click.option("--no-python", is_flag=True, help="Run a program, not a Python script.")
 @click.option("-m", "--module", is_flag=True, help="Run a module, as python -m does.")
@@ -201,6 +211,7 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
             join_timeout_s=times.join_s or options["join_timeout"],
             last_call_s=times.last_call_s,
             lost_after_s=times.lost_after_s,
+            store_outage_s=options["store_outage"],
             pass_local_rank=options["pass_local_rank"],
             role=options["role"],
             logs=to_log_spec(options),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -75,7 +76,7 @@ class LaunchConfig:
     hosts on an ephemeral loopback port. `tls` holds for every store but one on loopback that is hosted here. `logs`
     says where the workers' output goes, `ending_signals` which signals to the launcher end the job. With
     `virtual_local_rank` each worker sees one GPU and is local rank 0. `interface` is the network interface the workers
-    use. All times are seconds.
+    use. A daemon may be away for `store_outage_s` while all nodes are well. All times are seconds.
 
     With `min_nodes` the job is elastic: `nnodes` are the most it may have, nodes come and go, a node is lost after
     `lost_after_s` of silence, and `node_rank` says no more than whether this launcher may host the store.
@@ -103,6 +104,7 @@ class LaunchConfig:
     min_nodes: int | None = None
     last_call_s: float = DEFAULT_LAST_CALL_S
     lost_after_s: float = DEFAULT_LOST_AFTER_S
+    store_outage_s: float = math.inf
 
     def __post_init__(self) -> None:
         if not self.command:

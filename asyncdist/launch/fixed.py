@@ -6,16 +6,20 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from asyncdist.errors import DistError
 from asyncdist.launch.attempt import AttemptResult
+from asyncdist.launch.beside import beside
 from asyncdist.launch.environment import NodePlace
 from asyncdist.launch.hosting import StorePlace, open_store
+from asyncdist.launch.links import LinkHost
 from asyncdist.launch.meeting import Roster
 from asyncdist.launch.node_agent import NodeAgent
 from asyncdist.launch.nodes import Failure, Nodes
+from asyncdist.launch.outage import Outage
 from asyncdist.launch.warden import Warden
 from asyncdist.launch.worker import Exit
 
@@ -32,6 +36,7 @@ class FixedAgent(NodeAgent):
     """State of one launcher of a job whose nodes are all there, or none."""
 
     def _prepare(self) -> None:
+        self._outage: Outage | None = None
         self._ending = asyncio.Event()  # a failure somewhere, or a signal: from now on every wait is bounded
 
     async def _take_part(self, place: StorePlace, stack: AsyncExitStack) -> int:
@@ -58,11 +63,31 @@ class FixedAgent(NodeAgent):
             # Nobody to meet, and a name that the store has not seen before.
             return None, Roster(0, (config.nproc_per_node,), config.job_id or os.urandom(4).hex())
         store: Store = await open_store(place, config.join_timeout_s)
-        nodes = Nodes(store, config.job_id, config.nnodes)
+        host = None
         if config.nnodes > 1:
             self.say(f"waiting for {config.nnodes} nodes, store at {place.endpoint}")
-        stack.push_async_callback(nodes.leave, hosting=place.hosted is not None, outlived=config.store is not None)
+            if place.hosted is None:
+                host = LinkHost(place, config, self._environ)
+                self._outage = Outage(place.endpoint, config.store_outage_s, self.say)
+                stack.push_async_callback(host.close)
+        nodes = Nodes(store, config.job_id, config.nnodes, host)
+        stack.push_async_callback(self._leave, nodes, place)
         return nodes, await nodes.join(config.node_rank, config.nproc_per_node, self._host, config.join_timeout_s)
+
+    def _watches(self, number: int, nodes: Nodes) -> list[Coroutine[Any, Any, None]]:
+        """Look at the job's store, where the launchers can do without it."""
+
+        if self._outage is None:
+            return []
+
+        def on_over(why: str) -> None:
+            self._tell(nodes.report_failure(number, nodes.own_failure(why)))
+
+        return [self._outage.watch(nodes.store, on_over)]
+
+    async def _leave(self, nodes: Nodes, place: StorePlace) -> None:
+        outlived = self._config.store is not None and not (self._outage is not None and self._outage.going_on)
+        await nodes.leave(hosting=place.hosted is not None, outlived=outlived)
 
     async def _run_attempt(self, number: int, place: NodePlace, nodes: Nodes | None, warden: Warden) -> AttemptResult:
         self._reported, self._own = None, None
@@ -81,7 +106,7 @@ class FixedAgent(NodeAgent):
                 if self._own.failure is not None:
                     self._reported = self._as_failure(self._own.failure, place)
             else:
-                async with nodes.watching(number, self._on_others_failure):
+                async with nodes.watching(number, self._on_others_failure), beside(*self._watches(number, nodes)):
                     self._own = await self._attempt.run()
                     await self._end_together(nodes, number, place, self._own)
             return self._own
@@ -115,4 +140,4 @@ class FixedAgent(NodeAgent):
             ending.cancel()
             ended, _ = await asyncio.gather(over, ending, return_exceptions=True)
         if isinstance(ended, DistError) and self._reported is None:
-            self._on_others_failure(nodes.store_lost(ended))
+            self._on_others_failure(nodes.unreachable(ended))

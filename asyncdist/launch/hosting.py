@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from asyncdist.store.tls_config import TLSConfig
     from asyncdist_server import ThreadedServer
 
-__all__ = ["StorePlace", "find_or_host", "open_store", "probe_store", "run_token"]
+__all__ = ["LAUNCHERS_NAMESPACE", "StorePlace", "find_or_host", "open_store", "probe_store", "run_token"]
 
-_NAMESPACE: Final = "asyncdist-launch"
+LAUNCHERS_NAMESPACE: Final = "asyncdist-launch"
 """Where launchers keep their keys: no job's, as workers have their job id for a namespace."""
 
 _PROBE_TIMEOUT_S: Final = 5.0
@@ -137,7 +137,7 @@ async def probe_store(
     async with asyncio.timeout(_PROBE_TIMEOUT_S):
         stream = await open_stream(endpoint.host, endpoint.port, tls)
         try:
-            handshake = await prove(stream, token, store_context(_NAMESPACE), own_user_only=own_user_only)
+            handshake = await prove(stream, token, store_context(LAUNCHERS_NAMESPACE), own_user_only=own_user_only)
             return handshake.token
         except ConnectionAbortedError as error:
             raise AuthenticationError(Refusal.NOT_A_STORE, detail="it closes the connection") from error
@@ -246,4 +246,6 @@ async def open_store(place: StorePlace, timeout_s: float) -> Store:
     from asyncdist.store.tcp_store import TCPStore
 
     host, port = place.endpoint.host, place.endpoint.port
-    return await TCPStore.connect(host, port, token=place.token, tls=place.tls, namespace=_NAMESPACE, timeout=timeout_s)
+    return await TCPStore.connect(
+        host, port, token=place.token, tls=place.tls, namespace=LAUNCHERS_NAMESPACE, timeout=timeout_s
+    )

@@ -11,7 +11,7 @@ Keys, under `launch/<job id>/`:
     <n>/nnodes             how many nodes there are, in the words of the first that came
     <n>/seats              counter; deals out node ranks
     <n>/claim/<node>       counter; two launchers that claim one node rank both see it
-    <n>/node/<node>        JSON: how many workers, which host, what node 0 calls the run
+    <n>/node/<node>        JSON: how many workers, which host; of node 0 also what the run is called, and its LinkPlace
     <n>/present/<node>     the node has seen all others
     <n>/verdict            `together`, or why not; written once
 """
@@ -22,11 +22,12 @@ import asyncio
 import contextlib
 import json
 import secrets
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from asyncdist.deadline import Deadline
 from asyncdist.errors import DistError, LaunchError, StoreTimeoutError
+from asyncdist.launch.links import LinkHost, LinkPlace
 
 if TYPE_CHECKING:
     from asyncdist.store.base import Store
@@ -44,11 +45,16 @@ _TOGETHER: Final = b"together"
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """Who takes part: this node's rank, every node's number of workers, and the name of the run."""
+    """Who takes part: this node's rank, every node's number of workers, and the name of the run.
+
+    `hosts` are the nodes' names, `link` is where the launchers reach each other, if not in the job's store.
+    """
 
     node_rank: int
     nprocs: tuple[int, ...]
     run_id: str
+    hosts: tuple[str, ...] = ()
+    link: LinkPlace | None = None
 
     @property
     def first_rank(self) -> int:
@@ -68,10 +74,11 @@ class _ContradictionError(Exception):
 class Meeting:
     """One launcher's way to the others. `keys` is the prefix of the meeting that came about."""
 
-    def __init__(self, store: Store, job_id: str | None, nnodes: int) -> None:
+    def __init__(self, store: Store, job_id: str | None, nnodes: int, host: LinkHost | None = None) -> None:
         self._store = store
         self._job_id = job_id
         self._nnodes = nnodes
+        self._link_host = host
         self._root = f"launch/{job_id or 'default'}/"
         self._number = 0
         self.keys = self._root
@@ -90,10 +97,10 @@ class Meeting:
             try:
                 mine = await self._take_seat(node_rank)
                 if mine is not None:
-                    entry = {"nproc": nproc, "host": host, "run_id": await self._run_id() if mine == 0 else None}
+                    entry = {"nproc": nproc, "host": host} | (await self._for_all() if mine == 0 else {})
                     entries = await self._meet(mine, entry, deadline, timeout_s)
                     if entries is not None:
-                        return Roster(mine, tuple(each["nproc"] for each in entries), entries[0]["run_id"])
+                        return _roster(mine, entries)
             except _ContradictionError as error:
                 # Whom we contradict may have been killed, or be of an earlier run. If not, we shall meet again.
                 if await self._decide(str(error).encode()) != _TOGETHER:
@@ -186,12 +193,28 @@ class Meeting:
         """Write the verdict, unless there is one; return it."""
         return await self._store.compare_set(self.keys + "verdict", b"", word)
 
+    async def _for_all(self) -> dict[str, Any]:
+        """What node 0 says for all nodes."""
+        link = None if self._link_host is None else asdict(await self._link_host.place())
+        return {"run_id": await self._run_id(), "link": link}
+
     async def _run_id(self) -> str:
         """What node 0 calls the run: the job id, and a number when the store has seen it before."""
         if not self._job_id:
             return secrets.token_hex(4)
         before = await self._store.add(self._root + "runs", 1) - 1
         return self._job_id + (f"-{before}" if before else "")
+
+
+def _roster(mine: int, entries: list[dict[str, Any]]) -> Roster:
+    link = entries[0]["link"]
+    return Roster(
+        mine,
+        tuple(each["nproc"] for each in entries),
+        entries[0]["run_id"],
+        tuple(each["host"] for each in entries),
+        None if link is None else LinkPlace(**link),
+    )
 
 
 def _nodes_in(error: StoreTimeoutError) -> list[int]:

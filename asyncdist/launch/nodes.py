@@ -1,12 +1,10 @@
-"""What the launchers of one job tell each other through the store once they have met: who failed, who is done.
+"""What the launchers of one job tell each other once they have met: who failed, who is done.
 
-Keys, under those of their meeting:
+They do so by their `Links`; where a launcher hosts the job's store, that is also the launchers' own. Keys, under those
+of their meeting, beside those of `Links`:
 
-    here/<node>            bound to the connection of the node's launcher; it goes when that is killed
-    beat/<node>            counter, changed every `BEAT_S`; each node watches the next one's
     <attempt>/failed       JSON of the first failure anywhere
     <attempt>/end/<node>   how the node's attempt ended; all wait for all, so that the hosting node leaves last
-    bye/<node>             this node needs the store no longer
 """
 
 from __future__ import annotations
@@ -17,26 +15,25 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from asyncdist.errors import DistError
 from asyncdist.launch.beside import beside
+from asyncdist.launch.config import DEFAULT_LOST_AFTER_S
+from asyncdist.launch.links import LinkHost, Links, open_link
 from asyncdist.launch.meeting import Meeting, Roster
 
 if TYPE_CHECKING:
     from asyncdist.store.base import Store
 
-__all__ = ["BEAT_S", "LOST_AFTER_BEATS", "Failure", "Nodes"]
+__all__ = ["Failure", "Nodes"]
 
-BEAT_S: Final = 2.0
-LOST_AFTER_BEATS: Final = 10
-"""A launcher only waits, so 20 s of silence means that it, its machine or the network is gone."""
+PRESENCE_GRACE_S: Final = 5.0
+"""A launcher whose connection broke makes it anew within a second or two. One that was merely slow has cost the job,
+which cannot go on with fewer nodes, so this is more than what an elastic one allows."""
 
-_PRESENCE_GRACE_S: Final = 5.0
-"""A launcher whose connection broke makes it anew within a second or two. Who was merely slow has cost the job, which
-cannot go on with fewer nodes, so this is more than what an elastic one allows."""
-
-_BYE_TIMEOUT_S: Final = 5.0
+_FORGET_TIMEOUT_S: Final = 5.0
 _REPORT_TIMEOUT_S: Final = 5.0
 """Last words are tried for this long; the others notice a silent launcher by themselves."""
 
@@ -58,120 +55,115 @@ class Failure:
 
 
 class Nodes:
-    """This launcher among the launchers of its job. Owns the store client."""
+    """This launcher among the launchers of its job. Owns the clients of both stores.
 
-    def __init__(self, store: Store, job_id: str | None, nnodes: int) -> None:
-        self._store = store
+    With a `host` node 0 hosts a store of the launchers' own, by which they go on when the job's is away.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        job_id: str | None,
+        nnodes: int,
+        host: LinkHost | None = None,
+        *,
+        lost_after_s: float = DEFAULT_LOST_AFTER_S,
+    ) -> None:
+        self.store = store
         self._nnodes = nnodes
-        self._meeting = Meeting(store, job_id, nnodes)
-        self._node_rank = 0
-        self._host = "?"
-        self._joined = False
+        self._meeting = Meeting(store, job_id, nnodes, host)
+        self._lost_after_s = lost_after_s
+        self._links: Links | None = None
+        self._roster: Roster | None = None
         self._lost = False
         self._killed: set[int] = set()
         self._news = asyncio.Event()  # somebody was killed
 
     async def join(self, node_rank: int | None, nproc: int, host: str, timeout_s: float) -> Roster:
         """Take a node rank and wait for the other nodes; see `Meeting.join`."""
-        self._host = host
-        roster = await self._meeting.join(node_rank, nproc, host, timeout_s)
-        self._node_rank = roster.node_rank
-        self._joined = True
-        presence = await self._store.lease(_PRESENCE_GRACE_S, bound=True)
-        await self._store.set(f"{self._root}here/{roster.node_rank}", b"", lease=presence)
+        self._roster = roster = await self._meeting.join(node_rank, nproc, host, timeout_s)
+        self._links = Links(
+            self.store if roster.link is None else await open_link(roster.link),
+            roster.node_rank,
+            self._nnodes,
+            grace_s=PRESENCE_GRACE_S,
+            lost_after_s=self._lost_after_s,
+            root=self._meeting.keys,
+        )
+        await self._links.meet()
         return roster
 
     @property
     def _root(self) -> str:
         return self._meeting.keys
 
+    @property
+    def _words(self) -> Store:
+        assert self._links is not None
+        return self._links.store
+
     async def report_failure(self, attempt: int, failure: Failure) -> None:
-        """Tell the others, if the store can be reached; the first report of an attempt wins."""
+        """Tell the others, if they can be reached; the first report of an attempt wins."""
         with contextlib.suppress(DistError, TimeoutError):
             async with asyncio.timeout(_REPORT_TIMEOUT_S):
-                await self._store.compare_set(f"{self._root}{attempt}/failed", b"", json.dumps(asdict(failure)))
+                await self._words.compare_set(f"{self._root}{attempt}/failed", b"", json.dumps(asdict(failure)))
 
     @asynccontextmanager
     async def watching(self, attempt: int, on_failure: Callable[[Failure], None]) -> AsyncIterator[None]:
-        """While inside, call `on_failure` once if any node fails, goes silent, or the store is lost."""
+        """While inside, call `on_failure` if any node fails, goes silent, or cannot be reached."""
+        assert self._links is not None
         async with beside(
             self._await_failure(attempt, on_failure),
-            self._beat(attempt, on_failure),
-            self._watch_presence(attempt),
+            self._links.watch(partial(self._was_lost, attempt, on_failure)),
         ):
             yield
 
-    async def _watch_presence(self, attempt: int) -> None:
-        """Report launchers that are killed, and stop waiting for them."""
-        here = f"{self._root}here/"
-        with contextlib.suppress(DistError):  # `_await_failure` has said that the store is lost
-            async with self._store.watch(here) as watch:
-                if attempt:  # all were there in the first
-                    there = {int(key.removeprefix(here)) for key in await self._store.list_keys(here)}
-                    for node in set(range(self._nnodes)) - there:
-                        await self._was_killed(node, attempt)
-                async for event in watch:
-                    if event.kind == "expire":  # who leaves in good order deletes it
-                        await self._was_killed(int(event.key.removeprefix(here)), attempt)
-
-    async def _was_killed(self, node: int, attempt: int) -> None:
+    async def _was_lost(self, attempt: int, on_failure: Callable[[Failure], None], node: int | None, why: str) -> None:
+        """Report a launcher that is gone, and stop waiting for it."""
+        if node is None:
+            on_failure(self.unreachable(why))
+            return
         self._killed.add(node)
         self._news.set()
-        description = "its launcher was killed, or cannot reach the job's store"
-        await self.report_failure(attempt, Failure(node, -1, await self._host_of(node), 0, 1, description))
-
-    async def _host_of(self, node: int) -> str:
-        try:
-            return str(json.loads(await self._store.get(f"{self._root}node/{node}", timeout=0))["host"])
-        except DistError:
-            return "?"
+        await self.report_failure(attempt, self._of_node(node, why))
 
     async def _await_failure(self, attempt: int, on_failure: Callable[[Failure], None]) -> None:
         try:
-            record = await self._store.get(f"{self._root}{attempt}/failed", timeout=None)
+            record = await self._words.get(f"{self._root}{attempt}/failed", timeout=None)
         except DistError as error:
-            on_failure(self.store_lost(error))
+            on_failure(self.unreachable(error))
         else:
             on_failure(Failure(**json.loads(record)))
 
-    async def _beat(self, attempt: int, on_failure: Callable[[Failure], None]) -> None:
-        """Show that this node lives, and look whether the next one does."""
-        watched = (self._node_rank + 1) % self._nnodes
-        last_seen, silent_beats = -1, 0
-        with contextlib.suppress(DistError):  # `_await_failure` has said that the store is lost
-            while True:
-                try:
-                    async with asyncio.timeout(BEAT_S * LOST_AFTER_BEATS):
-                        await self._store.add(f"{self._root}beat/{self._node_rank}", 1)
-                        seen = await self._store.add(f"{self._root}beat/{watched}", 0)
-                except TimeoutError:
-                    on_failure(self.store_lost("it does not answer"))
-                    return
-                silent_beats = silent_beats + 1 if seen == last_seen else 0
-                last_seen = seen
-                if silent_beats >= LOST_AFTER_BEATS:
-                    silence = f"no sign of life for {BEAT_S * silent_beats:g} s"
-                    host = await self._host_of(watched)
-                    await self.report_failure(attempt, Failure(watched, -1, host, 0, 1, silence))
-                    return
-                await asyncio.sleep(BEAT_S)
+    def own_failure(self, why: str) -> Failure:
+        """A failure of this node's launcher."""
+        assert self._roster is not None
+        return self._of_node(self._roster.node_rank, why)
 
-    def store_lost(self, why: object) -> Failure:
-        """Remember that the store has gone, and return that as a failure of this node."""
+    def _of_node(self, node: int, why: str) -> Failure:
+        assert self._roster is not None
+        return Failure(node, -1, self._roster.hosts[node], 0, 1, why)
+
+    def unreachable(self, why: object) -> Failure:
+        """Remember that the others cannot be reached, and return that as a failure."""
         self._lost = True
-        return Failure(self._node_rank, -1, self._host, 0, 1, f"the connection to the job's store was lost: {why}")
+        assert self._roster is not None
+        self._news.set()
+        if self._roster.link is None:
+            return self.own_failure(f"the connection to the job's store was lost: {why}")
+        return self._of_node(0, f"its launcher was killed, or cannot be reached: {why}")
 
     async def end(self, attempt: int, outcome: str) -> None:
-        """Say how this node's attempt ended and wait, without limit, for all nodes to say it (if there is a store).
+        """Say how this node's attempt ended and wait, without limit, for all nodes to say it (if they can be reached).
 
         Nobody waits for a node that was killed, which is known inside `watching`.
         """
-        if self._lost:
-            return
-        await self._store.set(f"{self._root}{attempt}/end/{self._node_rank}", outcome)
-        while True:
+        assert self._roster is not None
+        if not self._lost:
+            await self._words.set(f"{self._root}{attempt}/end/{self._roster.node_rank}", outcome)
+        while not self._lost:
             self._news.clear()
-            ends = asyncio.ensure_future(self._store.wait(self._of_living(f"{attempt}/end/"), None))
+            ends = asyncio.ensure_future(self._words.wait(self._of_living(f"{attempt}/end/"), None))
             news = asyncio.create_task(self._news.wait())
             try:
                 await asyncio.wait((ends, news), return_when=asyncio.FIRST_COMPLETED)
@@ -186,18 +178,20 @@ class Nodes:
         return [f"{self._root}{start}{node}" for node in range(self._nnodes) if node not in self._killed]
 
     async def leave(self, *, hosting: bool, outlived: bool = False) -> None:
-        """Close the store client.
+        """Take leave of the others, and close the clients.
 
-        The hosting node of a job that began first waits, bounded, for the others to go. A store that outlives the job
-        (`outlived`) is left as it was: the last to go deletes what the launchers wrote.
+        The node that hosts what the others still need waits for them, bounded. A store that outlives the job
+        (`outlived`) is left as it was: node 0 deletes what the launchers wrote.
         """
-        if self._joined and not self._lost:
+        if self._links is None or self._roster is None:
+            await self.store.close()
+            return
+        first = self._roster.node_rank == 0
+        await self._links.leave(self._killed, last=hosting or (first and outlived))
+        if outlived and first:
             with contextlib.suppress(DistError, TimeoutError):
-                async with asyncio.timeout(_BYE_TIMEOUT_S):
-                    await self._store.set(f"{self._root}bye/{self._node_rank}", b"1")
-                    byes = self._of_living("bye/")
-                    if hosting:
-                        await self._store.wait(byes, None)
-                    elif outlived and await self._store.check(byes):
-                        await self._meeting.delete_keys()
-        await self._store.close()
+                async with asyncio.timeout(_FORGET_TIMEOUT_S):
+                    await self._meeting.delete_keys()
+        if self._words is not self.store:
+            await self._words.close()
+        await self.store.close()

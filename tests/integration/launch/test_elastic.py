@@ -12,10 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 from jobs import free_port
-from launching import DEADLINE_S, clean_environment, is_alive, run, running, until, write_script
+from launching import DEADLINE_S, daemon, is_alive, run, running, until, write_script
 
 from asyncdist_server import serve_in_thread
 
@@ -272,19 +271,6 @@ def test_a_hosted_store_outlives_the_last_round(tmp_path: Path) -> None:
         world_of(tmp_path, *trio)
         (tmp_path / "done").touch()
         assert outcomes(*trio) == [0, 0, 0]
-
-
-@contextlib.contextmanager
-def daemon(port: int, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A store daemon that can be killed."""
-    command = [sys.executable, "-m", "asyncdist_server", f"--port={port}", *options]
-    with forked.Popen(command, stdout=subprocess.PIPE, env=clean_environment()) as process:
-        try:
-            assert process.stdout is not None
-            until(lambda: b" ready on " in process.stdout.readline(), "the daemon")
-            yield process
-        finally:
-            process.kill()
 
 
 @pytest.mark.parametrize("durable", [False, True])

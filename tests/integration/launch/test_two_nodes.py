@@ -18,7 +18,7 @@ import pytest
 from jobs import free_port
 from launching import DEADLINE_S, is_alive, pids_in, run, running, until, write_script
 
-from asyncdist.launch.nodes import BEAT_S, LOST_AFTER_BEATS
+from asyncdist.launch.config import DEFAULT_LOST_AFTER_S
 from asyncdist_server import serve_in_thread
 from asyncdist_server.auth import new_token
 
@@ -179,7 +179,7 @@ def test_a_launcher_that_is_killed_ends_the_job_long_before_its_silence_would(tm
         launched[1].kill()
         begun_s = time.monotonic()
         returncode, _, stderr = outcome(launched[0])
-    assert time.monotonic() - begun_s < BEAT_S * LOST_AFTER_BEATS
+    assert time.monotonic() - begun_s < DEFAULT_LOST_AFTER_S
     assert returncode == 1
     assert f"node 1 (host {socket.gethostname()}): its launcher was killed" in stderr
     until(lambda: not any(is_alive(pid) for pid in pids), "all workers to end")

@@ -1,0 +1,186 @@
+"""How the launchers of one job reach each other without the job's store, and notice who is gone.
+
+The launcher of node 0 hosts a small store of their own while they work together. Each of the others keeps a connection
+to it, proven by a key that node 0 draws and tells them in the job's store. Keys, under a `root`:
+
+    there/<node>/connected    bound to the connection of the node's launcher: it goes when that is killed
+    there/<node>/heard        bound to a lease that the launcher renews: it goes when that is silent for too long
+    bye/<node>                this node needs the others no longer
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from asyncdist.errors import DistError, LaunchError, StoreTimeoutError
+from asyncdist.launch.beside import beside
+from asyncdist.launch.hosting import LAUNCHERS_NAMESPACE, StorePlace
+from asyncdist_server.auth import new_token
+
+if TYPE_CHECKING:
+    from asyncdist.launch.config import LaunchConfig
+    from asyncdist.store.base import Store
+    from asyncdist.store.lease import Lease
+    from asyncdist_server import ThreadedServer
+
+__all__ = ["LinkHost", "LinkPlace", "Links", "open_link"]
+
+BYE_TIMEOUT_S: Final = 5.0
+"""How long node 0 waits for the others to go, and another for its last word to arrive."""
+
+OPEN_TIMEOUT_S: Final = 20.0
+"""The launchers have just met, so one that is not connected within this cannot reach that of node 0."""
+
+_GIVEN_UP_TIMEOUT_S: Final = 1.0
+"""A launcher that answers within this lives: then it is this one that was silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPlace:
+    """Where the launchers' own store is, and its key."""
+
+    host: str
+    port: int
+    key: str
+
+
+class LinkHost:
+    """Hosts the launchers' own store on this node, if `place` is asked for."""
+
+    def __init__(self, job: StorePlace, config: LaunchConfig, environ: Mapping[str, str] = os.environ) -> None:
+        self._job = job
+        self._config = config
+        self._environ = environ
+        self._server: ThreadedServer | None = None
+        self._place: LinkPlace | None = None
+
+    async def place(self) -> LinkPlace:
+        """Start the store, unless it runs; return where it is. Raises LaunchError if it cannot be hosted."""
+        from asyncdist.store.hosting import serve_off_loop
+        from asyncdist.transport.addresses.address import local_address
+
+        if self._place is None:
+            environ = {**self._environ, "MASTER_ADDR": (self._config.endpoint or self._job.endpoint).host}
+            if self._config.interface is not None:
+                environ["ASYNCDIST_SOCKET_IFNAME"] = self._config.interface
+            key = new_token()
+            try:
+                address = await local_address(self._job.endpoint.host, self._job.endpoint.port, environ)
+                host = address.ips[0]
+                self._server = await serve_off_loop(host, 0, key, (None, None))
+            except (DistError, OSError, ValueError) as error:
+                raise LaunchError(f"this node cannot listen for the launchers of the others: {error}") from error
+            self._place = LinkPlace(host, self._server.port, key)
+        return self._place
+
+    async def close(self) -> None:
+        """Stop the store, if it runs."""
+        if self._server is not None:
+            await asyncio.to_thread(self._server.close)
+
+
+async def open_link(place: LinkPlace) -> Store:
+    """Return a client of the launchers' own store. Raises LaunchError if it cannot be reached."""
+    from asyncdist.store.tcp_store import TCPStore
+
+    store = TCPStore(place.host, place.port, token=place.key, namespace=LAUNCHERS_NAMESPACE, timeout=OPEN_TIMEOUT_S)
+    try:
+        await store.__aenter__()
+    except DistError as error:
+        raise LaunchError(
+            f"this node cannot reach the launcher of node 0: {error}. Launchers need a TCP connection to it, as ranks "
+            "do to each other; --local-addr or ASYNCDIST_SOCKET_IFNAME chooses the network"
+        ) from error
+    store.ends_with = "the launcher of node 0"
+    return store
+
+
+class Links:
+    """This node's connection to the launcher that hosts the store of the launchers.
+
+    A launcher is gone `grace_s` after its connection broke, or after `lost_after_s` of silence.
+    """
+
+    def __init__(
+        self, store: Store, node: int, nnodes: int, *, grace_s: float, lost_after_s: float, root: str = ""
+    ) -> None:
+        self.store = store
+        self._node = node
+        self._nnodes = nnodes
+        self._grace_s = grace_s
+        self._lost_after_s = lost_after_s
+        self._there = f"{root}there/"
+        self._bye = f"{root}bye/"
+        self._heard: Lease | None = None
+        self._unreachable = False
+
+    async def meet(self, timeout_s: float = OPEN_TIMEOUT_S) -> None:
+        """Be seen by the others, and wait until all are seen. Raises LaunchError naming those that are not."""
+        connection = await self.store.lease(self._grace_s, bound=True)
+        self._heard = heard = await self.store.lease(self._lost_after_s)
+        mine = f"{self._there}{self._node}/"
+        await self.store.set(f"{mine}heard", b"", lease=heard)
+        await self.store.set(f"{mine}connected", b"", lease=connection)
+        try:
+            await self.store.wait([f"{self._there}{node}/connected" for node in range(self._nnodes)], timeout_s)
+        except StoreTimeoutError as error:
+            missing = sorted(int(key.removeprefix(self._there).partition("/")[0]) for key in error.keys)
+            raise LaunchError(
+                f"the launchers of nodes {missing} did not connect to that of node 0 within {timeout_s:g} s"
+            ) from None
+
+    async def watch(self, on_gone: Callable[[int | None, str], Awaitable[None]]) -> None:
+        """After `meet`: call `on_gone(node, why)` of each launcher that is gone, until cancelled.
+
+        The node is None for the one that hosts, when that cannot be reached.
+        """
+        try:
+            async with self.store.watch(self._there) as watch, beside(self._watch_own(on_gone)):
+                there = set(await self.store.list_keys(self._there))
+                for node in range(self._nnodes):
+                    for what in ("connected", "heard"):
+                        if f"{self._there}{node}/{what}" not in there:
+                            await on_gone(node, self._why(what))
+                async for event in watch:
+                    number, what = event.key.removeprefix(self._there).split("/")
+                    if event.kind == "expire":  # who leaves in good order deletes them
+                        await on_gone(int(number), self._why(what))
+        except DistError as error:
+            self._unreachable = True
+            await on_gone(None, str(error))
+
+    def _why(self, what: str) -> str:
+        if what == "connected":
+            return "its launcher was killed, or cannot reach the others"
+        return f"no sign of life for {self._lost_after_s:g} s"
+
+    async def _watch_own(self, on_gone: Callable[[int | None, str], Awaitable[None]]) -> None:
+        assert self._heard is not None
+        why = await self._heard.wait_lost()
+        try:
+            async with asyncio.timeout(_GIVEN_UP_TIMEOUT_S):
+                await self.store.check([self._there])
+        except (DistError, TimeoutError):
+            self._unreachable = True
+            await on_gone(None, why)
+        else:
+            await on_gone(
+                self._node, f"its launcher was silent for {self._lost_after_s:g} s, and the others gave it up"
+            )
+
+    async def leave(self, gone: Collection[int], *, last: bool) -> None:
+        """Take leave of the others; the one that hosts is the `last`, and waits, bounded, for those not `gone`."""
+        if self._heard is None or self._unreachable:
+            return
+        self._heard.abandon()
+        with contextlib.suppress(DistError, TimeoutError):
+            async with asyncio.timeout(BYE_TIMEOUT_S):
+                await self.store.set(f"{self._bye}{self._node}", b"")
+                if last:
+                    living = (node for node in range(self._nnodes) if node not in gone)
+                    await self.store.wait([f"{self._bye}{node}" for node in living], None)

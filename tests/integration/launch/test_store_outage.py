@@ -1,0 +1,103 @@
+"""The store of a job goes away while the workers are well: the launchers go on without it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from jobs import free_port
+from launching import DEADLINE_S, daemon, pids_in, running, until, write_script
+
+WORKER = """
+    import os, pathlib, sys, time
+    folder = pathlib.Path(sys.argv[1])
+    rank = os.environ["RANK"]
+    (folder / f"{os.getpid()}.pid").touch()
+    steps = 0
+    while not (folder / "done").exists():
+        if (folder / f"fail{rank}").exists():
+            sys.exit(7)
+        steps += 1
+        part = folder / f"{rank}.part"
+        part.write_text(str(steps))
+        part.rename(folder / f"{rank}.steps")
+        time.sleep(0.01)
+"""
+
+KINDS = {"fixed": "--nnodes=2", "elastic": "--nnodes=2:3"}
+KEEP_ALIVE_S = 1.0
+TIMES = f"--rdzv-conf=last_call_timeout=0.2,keep_alive_interval={KEEP_ALIVE_S},keep_alive_max_attempt=1"
+END_S = 15.0
+"""Launchers without a store end within this; the machine may be busy."""
+
+Launcher = subprocess.Popen[bytes]
+
+
+class Job:
+    """Two launchers on a daemon that is started, killed and started again."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self._stack = stack
+        self._script = write_script(folder, WORKER)
+        self.folder = folder
+        self.port = free_port()
+        self.launchers: list[Launcher] = []
+
+    def start(self, kind: str, *options: str) -> None:
+        times = [TIMES] if kind == "elastic" else []
+        arguments = [KINDS[kind], *times, "--rdzv-id=job", "--grace=0.2", *options, self._script, str(self.folder)]
+        for _ in range(2):
+            process = running(*arguments, ASYNCDIST_STORE=f"127.0.0.1:{self.port}")
+            self.launchers.append(self._stack.enter_context(process))
+        pids_in(self.folder, 2)
+        self.until_steps(3)
+
+    def steps(self) -> list[int]:
+        paths = [self.folder / f"{rank}.steps" for rank in range(2)]
+        return [int(path.read_text()) if path.exists() else 0 for path in paths]
+
+    def until_steps(self, more: int) -> None:
+        aim = [count + more for count in self.steps()]
+        until(lambda: all(a >= b for a, b in zip(self.steps(), aim, strict=True)), "steps")
+
+    def go_on_for(self, seconds: float) -> None:
+        """See steps on both nodes until that time has passed, in the same processes."""
+        deadline_s = time.monotonic() + seconds
+        while time.monotonic() < deadline_s:
+            self.until_steps(1)
+        assert len(list(self.folder.glob("*.pid"))) == 2, "workers were started anew"
+
+    def finish(self) -> list[tuple[int, str]]:
+        (self.folder / "done").touch()
+        return self.outcomes()
+
+    def outcomes(self) -> list[tuple[int, str]]:
+        results = []
+        for process in self.launchers:
+            _, stderr = process.communicate(timeout=DEADLINE_S)
+            assert b"Traceback" not in stderr, stderr.decode()
+            results.append((process.returncode, stderr.decode()))
+        return results
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with ExitStack() as stack:
+        yield Job(stack, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_that_is_gone_for_good_ends_nothing(job: Job, kind: str) -> None:
+    with daemon(job.port) as store:
+        job.start(kind)
+        store.kill()
+        store.wait()
+        job.go_on_for(3 * KEEP_ALIVE_S)
+        begun_s = time.monotonic()
+        results = job.finish()
+    assert [returncode for returncode, _ in results] == [0, 0], results
+    assert time.monotonic() - begun_s < END_S
