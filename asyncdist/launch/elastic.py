@@ -13,9 +13,11 @@ from asyncdist.launch.cause import is_consequence
 from asyncdist.launch.conclusion import Conclusion, End
 from asyncdist.launch.environment import NodePlace
 from asyncdist.launch.hosting import StorePlace, open_store
+from asyncdist.launch.links import LinkHost
 from asyncdist.launch.meeting import Roster
 from asyncdist.launch.node_agent import NodeAgent
 from asyncdist.launch.nodes import Failure
+from asyncdist.launch.outage import Outage
 from asyncdist.launch.round import Entry, Plan, Round, Stop
 from asyncdist.launch.rounds import JobOverError, Outcome, Rounds
 from asyncdist.launch.warden import Warden
@@ -43,7 +45,10 @@ class ElasticAgent(NodeAgent):
         self._announced = False
 
     async def _take_part(self, place: StorePlace, stack: AsyncExitStack) -> int:
-        rounds = Rounds(await open_store(place, self._config.join_timeout_s), self._config, self.say)
+        outage = Outage(place.endpoint, self._config.store_outage_s, self.say)
+        host = LinkHost(place, self._config, self._environ)
+        stack.push_async_callback(host.close)
+        rounds = Rounds(await open_store(place, self._config.join_timeout_s), self._config, self.say, outage, host)
         stack.push_async_callback(self._leave, rounds, place)
         warden = stack.enter_context(contextlib.closing(Warden()))
         self.say(f"waiting for {self._config.min_nodes} to {self._config.nnodes} nodes, store at {place.endpoint}")
@@ -73,25 +78,28 @@ class ElasticAgent(NodeAgent):
                 self._round = current
                 entry = Entry(config.nproc_per_node, self._host, self._restarts, self._number)
                 plan = await current.agree(entry)
-                end = End()
-                if plan is not None:
-                    self._restarts, self._number = plan.restarts, plan.number
-                    roster = Roster(current.rank, plan.nprocs, rounds.run_id)
-                    self._announce(place, roster, f"job {roster.run_id}, round {plan.number}:")
-                    if not self._announced:
-                        self._announced = True
-                        self._open_logs(roster)
-                    node_place = self._node_place(place, roster, plan.restarts)
-                    end = await self._run_workers(plan, node_place, current, warden)
-                if self._interrupted_by is not None:
-                    assert self._own is not None
-                    await self._say_goodbye(current, place)
-                    return self._exit_code(self._own)
-                conclusion = await current.conclude(end, self._restarts, config.max_restarts)
+                async with current.linked(plan) as together:
+                    end = End()
+                    if plan is not None and together:
+                        end = await self._run_round(plan, current, rounds, place, warden)
+                    if self._interrupted_by is not None:
+                        assert self._own is not None
+                        await self._say_goodbye(current, place)
+                        return self._exit_code(self._own)
+                    conclusion = await current.conclude(end, self._restarts, config.max_restarts)
         finally:
             self._round = None
             await self._told()
         return await self._follow(conclusion, current, rounds)
+
+    async def _run_round(self, plan: Plan, current: Round, rounds: Rounds, place: StorePlace, warden: Warden) -> End:
+        self._restarts, self._number = plan.restarts, plan.number
+        roster = Roster(current.rank, plan.nprocs, rounds.run_id)
+        self._announce(place, roster, f"job {roster.run_id}, round {plan.number}:")
+        if not self._announced:
+            self._announced = True
+            self._open_logs(roster)
+        return await self._run_workers(plan, self._node_place(place, roster, plan.restarts), current, warden)
 
     def _forget_round(self) -> None:
         self._stop = self._reported = self._own = None

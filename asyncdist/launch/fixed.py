@@ -86,7 +86,7 @@ class FixedAgent(NodeAgent):
         return [self._outage.watch(nodes.store, on_over)]
 
     async def _leave(self, nodes: Nodes, place: StorePlace) -> None:
-        outlived = self._config.store is not None and not (self._outage is not None and self._outage.going_on)
+        outlived = self._config.store is not None and (self._outage is None or await self._outage.answers(nodes.store))
         await nodes.leave(hosting=place.hosted is not None, outlived=outlived)
 
     async def _run_attempt(self, number: int, place: NodePlace, nodes: Nodes | None, warden: Warden) -> AttemptResult:

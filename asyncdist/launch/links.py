@@ -78,6 +78,10 @@ class LinkHost:
             self._place = LinkPlace(host, self._server.port, key)
         return self._place
 
+    def open(self, place: LinkPlace) -> Awaitable[Store]:
+        """See `open_link`."""
+        return open_link(place)
+
     async def close(self) -> None:
         """Stop the store, if it runs."""
         if self._server is not None:
@@ -117,7 +121,13 @@ class Links:
         self._there = f"{root}there/"
         self._bye = f"{root}bye/"
         self._heard: Lease | None = None
+        self._met = False
         self._unreachable = False
+
+    @property
+    def met(self) -> bool:
+        """Whether this node has been seen by the others."""
+        return self._met
 
     async def meet(self, timeout_s: float = OPEN_TIMEOUT_S) -> None:
         """Be seen by the others, and wait until all are seen. Raises LaunchError naming those that are not."""
@@ -126,6 +136,7 @@ class Links:
         mine = f"{self._there}{self._node}/"
         await self.store.set(f"{mine}heard", b"", lease=heard)
         await self.store.set(f"{mine}connected", b"", lease=connection)
+        self._met = True
         try:
             await self.store.wait([f"{self._there}{node}/connected" for node in range(self._nnodes)], timeout_s)
         except StoreTimeoutError as error:
@@ -175,7 +186,7 @@ class Links:
 
     async def leave(self, gone: Collection[int], *, last: bool) -> None:
         """Take leave of the others; the one that hosts is the `last`, and waits, bounded, for those not `gone`."""
-        if self._heard is None or self._unreachable:
+        if self._heard is None or not self._met or self._unreachable:
             return
         self._heard.abandon()
         with contextlib.suppress(DistError, TimeoutError):

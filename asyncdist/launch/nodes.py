@@ -187,7 +187,7 @@ class Nodes:
             await self.store.close()
             return
         first = self._roster.node_rank == 0
-        await self._links.leave(self._killed, last=hosting or (first and outlived))
+        await self._links.leave(self._killed, last=hosting or (first and (outlived or self._words is not self.store)))
         if outlived and first:
             with contextlib.suppress(DistError, TimeoutError):
                 async with asyncio.timeout(_FORGET_TIMEOUT_S):

@@ -31,11 +31,12 @@ class Outage:
         self._look_s = look_s
         self._since_s: float | None = None
         self._told = False
+        self._answers = asyncio.Event()
+        self._answers.set()
 
-    @property
-    def going_on(self) -> bool:
-        """Whether the store did not answer when it was last asked."""
-        return self._since_s is not None
+    async def answers(self, store: Store) -> bool:
+        """Whether the store answers now."""
+        return not await self._look(store)
 
     async def watch(self, store: Store, on_over: Callable[[str], None]) -> None:
         """Look at the store until cancelled; call `on_over(why)` once it has been away for longer than it may."""
@@ -63,6 +64,11 @@ class Outage:
                 )
             await asyncio.sleep(min(self._look_s, 0.1 * timeout_s))
 
+    async def over(self) -> None:
+        """Wait, while `watch` looks, until the store answers again."""
+        await asyncio.sleep(self._look_s)  # it may not have been found away yet
+        await self._answers.wait()
+
     async def _look(self, store: Store) -> float:
         """Return for how many seconds the store has been away; 0 if it answers."""
         asked_s = _now()
@@ -72,10 +78,12 @@ class Outage:
         except (DistError, TimeoutError):
             if self._since_s is None:
                 self._since_s = asked_s
+                self._answers.clear()
             return max(_now() - self._since_s, 1e-9)
         if self._told and self._since_s is not None:
             self._say(f"the store at {self._where} answers again, after {_now() - self._since_s:.0f} s")
         self._since_s, self._told = None, False
+        self._answers.set()
         return 0.0
 
 

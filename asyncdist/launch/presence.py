@@ -43,6 +43,7 @@ class Presence:
     async def show(self) -> None:
         """Let the others see this launcher from now on."""
         self._lease = await self._store.lease(self._grace_s, bound=True)
+        self._lease.outlive_outages()
         await self._view.set(_HERE + self.name, b"", lease=self._lease)
 
     def end(self) -> None:

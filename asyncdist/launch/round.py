@@ -1,9 +1,12 @@
 """One round of an elastic job: the nodes that have met agree on a plan, and on how it ends.
 
-Keys, under `job/<run>/round/<epoch>/` in the launchers' namespace; they vanish after the job's last launcher has gone:
+Keys in the job's store, under `job/<run>/round/<epoch>/`; they vanish after the job's last launcher has gone:
 
     node/<rank>    JSON: how many workers, which host, which restarts and rounds the node knows of
-    plan           JSON, by node 0: what all of them do
+    plan           JSON, by node 0: what all of them do, and where the store of the launchers is
+
+Keys in that store, under the round's number, beside those of `Links`. So a round needs the job's store to begin only:
+
     stop           JSON: why all nodes stop their workers; the first word counts
     end/<rank>     JSON: how the node's workers ended
     conclusion     JSON: what follows, drawn by the first that has seen every node's end, or its loss
@@ -19,18 +22,32 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
-from asyncdist.errors import DistError, LeaseLostError, StoreTimeoutError
+from asyncdist.errors import (
+    DistError,
+    DistStoreError,
+    LaunchError,
+    LeaseLostError,
+    StoreTimeoutError,
+    WatchCompactedError,
+)
 from asyncdist.launch.beside import beside
 from asyncdist.launch.conclusion import Conclusion, End, conclude
+from asyncdist.launch.links import LinkHost, LinkPlace, Links
+from asyncdist.launch.outage import Outage
+from asyncdist.launch.presence import PRESENCE_GRACE_S, Presence
+from asyncdist.store.member import MemberEvent
 
 if TYPE_CHECKING:
-    from asyncdist.launch.presence import Presence
-    from asyncdist.store.member import MemberEvent, Membership
+    from asyncdist.store.base import Store
+    from asyncdist.store.member import Membership
 
 __all__ = ["Entry", "Plan", "Round", "Stop", "shown"]
 
 _WORD_TIMEOUT_S: Final = 5.0
 """A word about a loss or a failure is tried for this long; the others notice a silent launcher by themselves."""
+
+_MEMBERS: Final = "members/"
+_KINDS: Final[dict[str, Literal["joined", "left", "lost"]]] = {"set": "joined", "delete": "left", "expire": "lost"}
 
 T = TypeVar("T")
 
@@ -52,6 +69,7 @@ class Plan:
     number: int
     restarts: int
     nprocs: tuple[int, ...]
+    link: LinkPlace
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -60,7 +78,7 @@ class Plan:
     def from_json(cls, text: bytes) -> Plan:
         """What node 0 wrote."""
         fields = json.loads(text)
-        return cls(fields["number"], fields["restarts"], tuple(fields["nprocs"]))
+        return cls(fields["number"], fields["restarts"], tuple(fields["nprocs"]), LinkPlace(**fields["link"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +92,18 @@ class Stop:
 class Round:
     """This node's part in one round. Its methods raise DistError once this node is no member any more.
 
-    `draw_number` gives the round a number that no other round of the run has; called on node 0 only.
+    `draw_number` gives the round a number that no other round of the run has; called on node 0 only, as is `host`.
     """
 
     def __init__(
-        self, member: Membership, presence: Presence, most: int, draw_number: Callable[[], Awaitable[int]]
+        self,
+        member: Membership,
+        presence: Presence,
+        most: int,
+        draw_number: Callable[[], Awaitable[int]],
+        outage: Outage,
+        host: LinkHost,
+        lost_after_s: float,
     ) -> None:
         self._member = member
         self._presence = presence
@@ -86,6 +111,14 @@ class Round:
         self._keys = f"round/{member.epoch}/"
         self._most = most
         self._draw_number = draw_number
+        self._outage = outage
+        self._host = host
+        self._lost_after_s = lost_after_s
+        self._links: Links | None = None
+        self._root = ""
+        self._all_know = False  # that a node is gone, so that they meet again whatever this one says
+        self._on_stop: Callable[[Stop], None] = lambda why: None
+        self._followed = False  # what the membership tells of the others
         self._news = asyncio.Event()
         self._lost: DistError | None = None
         self.rank = member.rank
@@ -105,19 +138,71 @@ class Round:
         It is called again if this node is found to be no member any more.
         """
 
-        def on_lost(error: DistError) -> None:
-            if self._lost is None:
-                self._lost = error
-                self._news.set()
-                on_stop(Stop("lost", f"this node is no longer part of the job: {error}"))
-
+        self._on_stop = on_stop
         async with beside(
-            self._watch_members(on_lost),
-            self._watch_lease(on_lost),
-            self._watch_presence(on_lost),
-            self._watch_stop(on_stop, on_lost),
+            self._while_store_answers(self._watch_members),
+            self._while_store_answers(self._watch_presence),
+            self._watch_lease(),
         ):
             yield
+
+    @asynccontextmanager
+    async def linked(self, plan: Plan | None) -> AsyncIterator[bool]:
+        """While inside, the launchers reach each other without the job's store. False if a node went before that."""
+        if plan is None:
+            yield False
+            return
+        try:
+            links = await self._link(plan)
+            if links is None or not links.met:
+                yield False
+                return
+            async with beside(links.watch(self._on_gone), self._watch_stop(), self._watch_outage()):
+                yield not self.gone
+        except BaseException:
+            self._all_know = True  # cancelled, or no member any more: nobody waits for this node's words
+            raise
+        finally:
+            if self._links is not None:
+                await self._links.leave(self.gone, last=self.rank == 0 and not self._all_know)
+                await self._links.store.close()
+
+    async def _link(self, plan: Plan) -> Links | None:
+        """Connect to the launcher of node 0; None if a node went meanwhile."""
+        self._root = f"{plan.number}/"
+        try:
+            store = await self._while_member(self._host.open(plan.link), until=lambda: bool(self.gone))
+            if store is None:
+                return None
+            self._links = Links(
+                store,
+                self.rank,
+                len(self.members),
+                grace_s=min(PRESENCE_GRACE_S, self._lost_after_s),
+                lost_after_s=self._lost_after_s,
+                root=self._root,
+            )
+            await self._while_member(self._links.meet(), until=lambda: bool(self.gone))
+        except LaunchError:
+            if not await self._somebody_went():
+                raise
+        return self._links
+
+    async def _somebody_went(self) -> bool:
+        """Whether a launcher is gone, of which the job's store may tell a moment later."""
+        try:
+            async with asyncio.timeout(self._lost_after_s):
+                await self._while_member(asyncio.Event().wait(), until=lambda: bool(self.gone))
+        except TimeoutError:
+            return False
+        return True
+
+    def _is_lost(self, error: DistError) -> None:
+        """This node is no member any more."""
+        if self._lost is None:
+            self._lost = error
+            self._news.set()
+            self._on_stop(Stop("lost", f"this node is no longer part of the job: {error}"))
 
     async def agree(self, entry: Entry) -> Plan | None:
         """Return what all nodes do; None if one of them went before that was known."""
@@ -134,6 +219,7 @@ class Round:
                 max(number, *(each.after + 1 for each in entries)),  # the counter is gone when the store lost its data
                 max(each.restarts for each in entries),
                 tuple(each.nproc for each in entries),
+                await self._host.place(),
             )
             await self._while_member(self._store.set(self._keys + "plan", plan.to_json()))
             return plan
@@ -145,47 +231,77 @@ class Round:
         return Plan.from_json(text)
 
     async def stop(self, why: Stop) -> None:
-        """Let all nodes stop their workers, if the store can be told."""
-        with contextlib.suppress(DistError, TimeoutError):
-            async with asyncio.timeout(_WORD_TIMEOUT_S):
-                await self._store.compare_set(self._keys + "stop", b"", json.dumps(asdict(why)))
+        """Let all nodes stop their workers, if they can be told; this one does in any case."""
+        if not await self._say("stop", json.dumps(asdict(why))):
+            self._on_stop(why)
 
     async def decree(self, conclusion: Conclusion) -> None:
-        """Conclude the round without asking anybody, if the store can be told."""
-        with contextlib.suppress(DistError, TimeoutError):
-            async with asyncio.timeout(_WORD_TIMEOUT_S):
-                await self._store.compare_set(self._keys + "conclusion", b"", conclusion.to_json())
+        """Conclude the round without asking anybody, if the others can be told."""
+        await self._say("conclusion", conclusion.to_json())
 
     async def end(self, end: End) -> None:
-        """Say how this node's workers ended, if the store can be told."""
+        """Say how this node's workers ended, if the others can be told."""
+        await self._say(f"end/{self.rank}", end.to_json())
+
+    async def _say(self, key: str, word: str) -> bool:
+        """Write a word for all nodes, unless there is one; return whether there is one."""
+        if not self._may_speak:
+            return False
         with contextlib.suppress(DistError, TimeoutError):
             async with asyncio.timeout(_WORD_TIMEOUT_S):
-                await self._store.set(f"{self._keys}end/{self.rank}", end.to_json())
+                await self._words.compare_set(self._root + key, b"", word)
+            return True
+        return False
+
+    @property
+    def _may_speak(self) -> bool:
+        """Whether the launcher of node 0 is there, which keeps what all say."""
+        return self._links is not None and (self.rank == 0 or 0 not in self.gone)
+
+    @property
+    def _words(self) -> Store:
+        assert self._links is not None
+        return self._links.store
 
     async def conclude(self, end: End, restarts: int, max_restarts: int) -> Conclusion:
         """Say how this node's workers ended, and wait, without limit, for every node to say it or to be lost."""
-        await self._while_member(self._store.set(f"{self._keys}end/{self.rank}", end.to_json()))
-        while (ends := await self._while_member(self._all_ends(), until=self._new_loss())) is None:
-            pass
+        while self._may_speak:
+            try:
+                found = await self._while_member(self._conclude(end, restarts, max_restarts), until=self._new_loss())
+            except DistError:
+                if self._lost is None:
+                    await self._on_gone(None, "it cannot be reached")
+                break
+            if found is not None:
+                self._all_know = bool(self.gone) and found.kind == "again"
+                return found
+        self._all_know = True
+        if self._lost is not None:
+            raise self._lost
+        return Conclusion("again")  # a node is gone that has not said how its workers ended
+
+    async def _conclude(self, end: End, restarts: int, max_restarts: int) -> Conclusion:
+        await self._words.set(f"{self._root}end/{self.rank}", end.to_json())
+        ends = await self._all_ends()
         gone = [rank for rank in range(len(self.members)) if rank not in ends]
         word = conclude(ends, gone, restarts, max_restarts).to_json()
-        found = await self._while_member(self._store.compare_set(self._keys + "conclusion", b"", word))
-        assert found is not None
-        return Conclusion.from_json(found)
+        return Conclusion.from_json(await self._words.compare_set(self._root + "conclusion", b"", word))
 
     def _new_loss(self) -> Callable[[], bool]:
         before = len(self.gone)
         return lambda: len(self.gone) > before
 
     async def _all_ends(self) -> dict[int, End]:
-        """The ends of all nodes that are there, once they are known, and of those gone what they said before."""
+        """The ends of all nodes, once they are known; of no others than those gone if one of these has said nothing."""
         gone = list(self.gone)  # more may go meanwhile, whose ends are waited for all the same
-        there = [rank for rank in range(len(self.members)) if rank not in gone]
-        texts = await self._store.multi_get([f"{self._keys}end/{rank}" for rank in there], timeout=None)
-        found = dict(zip(there, texts, strict=True))
+        found: dict[int, bytes] = {}
         for rank in gone:
             with contextlib.suppress(StoreTimeoutError):
-                found[rank] = await self._store.get(f"{self._keys}end/{rank}", timeout=0)
+                found[rank] = await self._words.get(f"{self._root}end/{rank}", timeout=0)
+        if len(found) == len(gone):
+            there = [rank for rank in range(len(self.members)) if rank not in gone]
+            texts = await self._words.multi_get([f"{self._root}end/{rank}" for rank in there], timeout=None)
+            found |= zip(there, texts, strict=True)
         return {rank: End.from_json(text) for rank, text in found.items()}
 
     async def _while_member(self, wanted: Awaitable[T], until: Callable[[], bool] = lambda: False) -> T | None:
@@ -210,14 +326,34 @@ class Round:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _watch_members(self, on_lost: Callable[[DistError], None]) -> None:
-        try:
+    async def _while_store_answers(self, watch: Callable[[], Awaitable[None]]) -> None:
+        """Run `watch`, and again each time that the job's store has been away, if the round can do without it."""
+        while True:
+            try:
+                await watch()
+            except LeaseLostError as error:
+                return self._is_lost(error)
+            except DistError as error:
+                if self._links is None and not isinstance(error, WatchCompactedError):
+                    return self._is_lost(error)
+            await self._outage.over()
+
+    async def _watch_members(self) -> None:
+        if not self._followed:
+            self._followed = True
             async for event in self._member:
                 await self._follow(event)
-        except DistError as error:
-            on_lost(error)
+        async with self._store.watch(_MEMBERS) as watch:
+            there = {key.removeprefix(_MEMBERS) for key in await self._store.list_keys(_MEMBERS)}
+            for name in sorted(there.symmetric_difference(self.members)):
+                await self._follow(MemberEvent("joined" if name in there else "lost", name))
+            async for event in watch:
+                name = event.key.removeprefix(_MEMBERS)
+                await self._follow(MemberEvent(_KINDS[event.kind], name))
 
     async def _follow(self, event: MemberEvent) -> None:
+        if event.member == self._member.name and event.kind == "lost":
+            raise LeaseLostError(f"{self._member!r} was taken for lost: the store did not hear from it in time")
         if event.member in self.members:
             if event.kind == "joined":
                 return
@@ -228,26 +364,33 @@ class Round:
         elif event.kind == "joined" and len(self.members) - len(self.gone) < self._most and not await self._ending():
             await self.stop(Stop("joined", f"another node joins ({shown(event.member)})"))
 
+    async def _on_gone(self, node: int | None, why: str) -> None:
+        """A launcher is gone, as the launchers' own connections tell."""
+        rank = 0 if node is None else node
+        if rank not in self.gone:
+            self.gone[rank] = "lost"
+            self._news.set()
+            await self.stop(Stop("lost", f"{self.described(rank)} was lost ({why})"))
+
     async def _ending(self) -> bool:
         """Whether some node's workers have ended: the job is ending, or all are about to meet again in any case."""
-        return bool(await self._store.list_keys(self._keys + "end/"))
+        with contextlib.suppress(DistError):
+            return self._links is not None and bool(await self._words.list_keys(self._root + "end/"))
+        return True  # it cannot be reached: the workers are stopped for that
 
-    async def _watch_presence(self, on_lost: Callable[[DistError], None]) -> None:
-        try:
-            await self._presence.watch(self._killed.add)
-        except DistError as error:
-            on_lost(error)
+    async def _watch_presence(self) -> None:
+        await self._presence.watch(self._killed.add)
 
-    async def _watch_lease(self, on_lost: Callable[[DistError], None]) -> None:
-        on_lost(LeaseLostError(await self._member.wait_lost()))
+    async def _watch_lease(self) -> None:
+        self._is_lost(LeaseLostError(await self._member.wait_lost()))
 
-    async def _watch_stop(self, on_stop: Callable[[Stop], None], on_lost: Callable[[DistError], None]) -> None:
-        try:
-            text = await self._store.get(self._keys + "stop", timeout=None)
-        except DistError as error:
-            on_lost(error)
-        else:
-            on_stop(Stop(**json.loads(text)))
+    async def _watch_stop(self) -> None:
+        with contextlib.suppress(DistError):  # whoever watches the links is told as well
+            text = await self._words.get(self._root + "stop", timeout=None)
+            self._on_stop(Stop(**json.loads(text)))
+
+    async def _watch_outage(self) -> None:
+        await self._outage.watch(self._store, lambda why: self._is_lost(DistStoreError(why)))
 
 
 def shown(member: str) -> str:

@@ -22,8 +22,17 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
-from asyncdist.errors import DistError, LaunchError, LeaseLostError, StoreTimeoutError, WatchCompactedError
+from asyncdist.errors import (
+    ConnectTimeoutError,
+    DistError,
+    LaunchError,
+    LeaseLostError,
+    StoreTimeoutError,
+    WatchCompactedError,
+)
 from asyncdist.launch.beside import beside
+from asyncdist.launch.links import LinkHost
+from asyncdist.launch.outage import Outage
 from asyncdist.launch.presence import PRESENCE_GRACE_S, Presence
 from asyncdist.launch.round import Round, shown
 from asyncdist.store.member import default_name
@@ -67,10 +76,14 @@ class JobOverError(Exception):
 class Rounds:
     """This launcher among those of its job, from round to round. Owns the store client; `say` tells people."""
 
-    def __init__(self, store: Store, config: LaunchConfig, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, store: Store, config: LaunchConfig, say: Callable[[str], None], outage: Outage, host: LinkHost
+    ) -> None:
         assert config.min_nodes is not None
         self._store = store
         self._say = say
+        self._outage = outage
+        self._host = host
         self._job_id = config.job_id
         self._least, self._most = config.min_nodes, config.nnodes
         self._join_timeout_s = config.join_timeout_s
@@ -82,6 +95,7 @@ class Rounds:
         self._round: Round | None = None
         self._losses: list[str] = []
         self._hint = "" if config.store is not None else _MAY_BE_HOSTED
+        self._patience_s = _REACH_TIMEOUT_S if config.store is None else config.join_timeout_s
         self.run_id = ""
 
     async def meet(self) -> Round:
@@ -92,15 +106,25 @@ class Rounds:
         """
         if self._round is not None:
             self._losses += [f"{self._round.described(rank)}, {kind}" for rank, kind in self._round.gone.items()]
+        await self._outage.wait(self._store, self._patience_s, self._hint)
         if self._member is None:
             self._member = await self._join()
+            self._member.outlive_outages()
         else:
             try:
                 await self._unless_over(self._member.store, self._member.rejoin(self._join_timeout_s))
             except StoreTimeoutError as error:
                 raise LaunchError(self._too_few(error)) from None
         assert self._presence is not None
-        self._round = Round(self._member, self._presence, self._most, self._next_number)
+        self._round = Round(
+            self._member,
+            self._presence,
+            self._most,
+            self._next_number,
+            self._outage,
+            self._host,
+            self._lost_after_s,
+        )
         return self._round
 
     async def lost(self, error: DistError) -> None:
@@ -108,13 +132,8 @@ class Rounds:
         member, self._member, self._round = self._member, None, None
         if self._presence is not None:
             self._presence.end()
-        try:
-            async with asyncio.timeout(_REACH_TIMEOUT_S):
-                await self._store.check([self._root + "elastic"])
-        except (DistError, TimeoutError) as unreachable:
-            why = str(unreachable) or str(error)  # a time-out says nothing
-            raise LaunchError(f"the connection to the job's store was lost: {why}{self._hint}") from error
-        if not isinstance(error, LeaseLostError | WatchCompactedError):
+        await self._outage.wait(self._store, self._patience_s, self._hint)
+        if not isinstance(error, LeaseLostError | WatchCompactedError | ConnectTimeoutError):
             raise LaunchError(str(error)) from error
         if member is not None:
             with contextlib.suppress(DistError):
@@ -122,7 +141,7 @@ class Rounds:
 
     async def finish(self, outcome: Outcome) -> None:
         """Note that the run is over, for launchers that wait and those to come. Every node says the same."""
-        if self._member is None:
+        if self._member is None or not await self._outage.answers(self._store):
             return
         with contextlib.suppress(DistError, TimeoutError):
             async with asyncio.timeout(_LEAVE_TIMEOUT_S):
@@ -139,7 +158,7 @@ class Rounds:
                         await self._wait_alone(self._member)
             with contextlib.suppress(DistError, TimeoutError):
                 async with asyncio.timeout(_LEAVE_TIMEOUT_S):
-                    if self._member is not None:
+                    if self._member is not None and await self._outage.answers(self._store):
                         await self._member.leave()
         finally:
             await self._store.close()

@@ -41,6 +41,7 @@ class Lease:
         self._ttl_s = ttl_s
         self._bound = bound
         self._valid_until = math.inf
+        self._outlives = False
         self._ended: asyncio.Future[str] = keeper.loop().create_future()
 
     def __repr__(self) -> str:
@@ -66,6 +67,13 @@ class Lease:
     async def wait_lost(self) -> str:
         """Wait until the lease has ended and return why. Cancelling ends the waiting only."""
         return await asyncio.shield(self._ended)
+
+    def outlive_outages(self) -> None:
+        """Lose the lease only when the daemon says so, however long it could not be reached.
+
+        For holders that learn in other ways who else may have taken their place.
+        """
+        self._outlives = True
 
     def raise_if_lost(self) -> None:
         """Raise LeaseLostError if the lease has ended."""
@@ -191,7 +199,7 @@ class LeaseKeeper:
             self._timer = None
         by_time = [lease._ttl_s for lease in self._leases.values() if not lease._bound]
         self._renew_at = min(self._renew_at, loop.time() + min(by_time) / KEEP_ALIVES) if by_time else math.inf
-        due = min((lease._valid_until for lease in self._leases.values()), default=math.inf)
+        due = min((lease._valid_until for lease in self._leases.values() if not lease._outlives), default=math.inf)
         if self._asked is None:
             due = min(due, self._renew_at)
         if due < math.inf:
@@ -201,7 +209,7 @@ class LeaseKeeper:
         self._timer = None
         now = self.loop().time()
         for lease in list(self._leases.values()):
-            if lease._valid_until <= now:
+            if lease._valid_until <= now and not lease._outlives:
                 self._end(lease, f"the store could not be reached for {lease.ttl:g} s")
         if self._asked is None and self._renew_at <= now:
             self._renew()

@@ -119,6 +119,11 @@ class Membership(AsyncIterator[MemberEvent]):
             if event.kind == "delete" and not self._left:
                 raise LeaseLostError(f"{self!r} was expelled by another member")
 
+    def outlive_outages(self) -> None:
+        """See `Lease.outlive_outages`."""
+        assert self._lease is not None
+        self._lease.outlive_outages()
+
     async def wait_lost(self) -> str:
         """Wait until this process is no member any more, or may not be, and return why; may be cancelled."""
         return "it never joined" if self._lease is None else await self._lease.wait_lost()

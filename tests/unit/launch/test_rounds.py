@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,7 +15,9 @@ import pytest
 from asyncdist.errors import DistStoreError, LaunchError, StoreTimeoutError
 from asyncdist.launch.conclusion import Conclusion, End
 from asyncdist.launch.config import Endpoint, LaunchConfig
+from asyncdist.launch.links import LinkPlace
 from asyncdist.launch.nodes import Failure
+from asyncdist.launch.outage import Outage
 from asyncdist.launch.round import Entry, Plan, Round, Stop
 from asyncdist.launch.rounds import JobOverError, Outcome, Rounds
 from asyncdist.store import HashStore
@@ -27,6 +30,31 @@ ALL_COME_S = 0.5
 FAILURE = Failure(node=0, rank=0, host="h", pid=12, exitcode=3, description="exit code 3")
 
 
+class Host:
+    """Hosts the launchers' own stores of all nodes of a test in this process."""
+
+    def __init__(self, stores: list[HashStore]) -> None:
+        self._stores = stores
+        self._place: LinkPlace | None = None
+        self.opened: list[HashStore] = []
+
+    async def place(self) -> LinkPlace:
+        if self._place is None:
+            self._place = LinkPlace("h", len(self._stores), "key")
+            self._stores.append(HashStore())
+        return self._place
+
+    async def open(self, place: LinkPlace) -> HashStore:
+        self.opened.append(self._stores[place.port].clone())
+        return self.opened[-1]
+
+    async def close(self) -> None:
+        """The launcher is killed: with it goes what it hosts."""
+        mine = [] if self._place is None else [self._stores[self._place.port]]
+        for store in [*self.opened, *mine]:
+            await store.close()
+
+
 class Node:
     """A launcher whose workers work until they are told to stop, or `finish` is set."""
 
@@ -34,7 +62,7 @@ class Node:
 
     def __init__(
         self,
-        store: HashStore,
+        cluster: Cluster,
         nnodes: tuple[int, int],
         nproc: int = 1,
         join_s: float = 60.0,
@@ -51,9 +79,12 @@ class Node:
             last_call_s=last_call_s,
             lost_after_s=LOST_AFTER_S,
         )
-        self.store = store.clone()
+        self.store = cluster.store.clone()
+        host: Any = Host(cluster.links)
+        self.host: Host = host
         self.said: list[str] = []
-        self.rounds = Rounds(self.store, config, self.said.append)
+        outage = Outage("here", math.inf, self.said.append, look_s=0.01)
+        self.rounds = Rounds(self.store, config, self.said.append, outage, host)
         self.nproc = nproc
         self.restarts = 0
         self.plans: list[tuple[int, Plan]] = []  # with the node's rank
@@ -75,12 +106,13 @@ class Node:
             async with current.watched(on_stop):
                 plan = await current.agree(Entry(self.nproc, "h", self.restarts))
                 end = End()
-                if plan is not None:
-                    self.restarts = plan.restarts
-                    self.plans.append((current.rank, plan))
-                    self.changed.set()
-                    end = await self._work(current, stopped)
-                conclusion = await current.conclude(end, self.restarts, self.max_restarts)
+                async with current.linked(plan) as together:
+                    if plan is not None and together:
+                        self.restarts = plan.restarts
+                        self.plans.append((current.rank, plan))
+                        self.changed.set()
+                        end = await self._work(current, stopped)
+                    conclusion = await current.conclude(end, self.restarts, self.max_restarts)
             self.conclusions.append(conclusion)
             self.restarts += conclusion.counted
             if conclusion.kind != "again":
@@ -117,10 +149,11 @@ class Cluster:
 
     def __init__(self) -> None:
         self.store = HashStore()
+        self.links: list[HashStore] = []
         self.lives: dict[Node, asyncio.Task[Conclusion]] = {}
 
     def start(self, nnodes: tuple[int, int] = (1, 3), nproc: int = 1, join_s: float = 60.0) -> Node:
-        node = Node(self.store, nnodes, nproc, join_s)
+        node = Node(self, nnodes, nproc, join_s)
         self.lives[node] = asyncio.create_task(node.live())
         return node
 
@@ -131,6 +164,7 @@ class Cluster:
     async def kill(self, node: Node) -> None:
         """From one moment to the next it says nothing any more."""
         await node.store.close()
+        await node.host.close()
         self.lives[node].cancel()
         await asyncio.gather(self.lives[node], return_exceptions=True)
 
@@ -148,6 +182,7 @@ async def cluster() -> AsyncIterator[Cluster]:
         life.cancel()
     await asyncio.gather(*cluster.lives.values(), return_exceptions=True)
     for node in cluster.lives:
+        await node.host.close()
         await node.store.close()
     await cluster.store.close()
 
@@ -189,7 +224,7 @@ async def test_newcomers_are_met_together_and_leave_again_and_again(cluster: Clu
 @pytest.mark.parametrize("lost", [0, 2])
 async def test_a_node_that_is_lost_during_the_meeting(cluster: Cluster, lost: int) -> None:
     """The node met the others in the store, and says no more: not its part of the plan, and not the plan."""
-    members = [Node(cluster.store, (2, 3), last_call_s=ALL_COME_S) for _ in range(3)]
+    members = [Node(cluster, (2, 3), last_call_s=ALL_COME_S) for _ in range(3)]
     async with asyncio.timeout(60):
         rounds = await asyncio.gather(*(member.rounds.meet() for member in members))
     by_rank = {met.rank: (member, met) for member, met in zip(members, rounds, strict=True)}
@@ -198,8 +233,10 @@ async def test_a_node_that_is_lost_during_the_meeting(cluster: Cluster, lost: in
 
     async def go_on(member: Node, current: Round) -> Round:
         async with current.watched(lambda why: None):
-            assert await current.agree(Entry(1, "h", 0)) is None
-            assert await current.conclude(End(), 0, 0) == Conclusion("again")
+            plan = await current.agree(Entry(1, "h", 0))
+            async with current.linked(plan) as together:
+                assert not together
+                assert await current.conclude(End(), 0, 0) == Conclusion("again")
         return await member.rounds.meet()
 
     async with asyncio.timeout(60):
@@ -210,7 +247,7 @@ async def test_a_node_that_is_lost_during_the_meeting(cluster: Cluster, lost: in
 
 
 async def test_a_plan_that_only_one_node_saw_before_a_loss_holds_nobody_up(cluster: Cluster) -> None:
-    members = [Node(cluster.store, (2, 3), last_call_s=ALL_COME_S) for _ in range(3)]
+    members = [Node(cluster, (2, 3), last_call_s=ALL_COME_S) for _ in range(3)]
     async with asyncio.timeout(60):
         rounds = await asyncio.gather(*(member.rounds.meet() for member in members))
         by_rank = {met.rank: (member, met) for member, met in zip(members, rounds, strict=True)}
@@ -254,7 +291,8 @@ async def test_who_comes_when_workers_have_ended_disturbs_nobody_and_ends_with_t
         await node.world_of(2)
     rounds = [len(node.plans) for node in nodes]
     nodes[0].finish.set()
-    await cluster.store.get(f"job/job/round/{nodes[0].rounds._member.epoch}/end/{nodes[0].plans[-1][0]}", timeout=60)  # type: ignore[union-attr]
+    rank, plan = nodes[0].plans[-1]
+    await nodes[0].host.opened[-1].get(f"{plan.number}/end/{rank}", timeout=60)
     async with asyncio.timeout(60), cluster.store.watch("job/job/members/") as watch:
         newcomer = cluster.start((1, 3))
         assert (await anext(watch)).kind == "set"
@@ -354,8 +392,8 @@ async def test_no_place(cluster: Cluster) -> None:
 
 
 @asynccontextmanager
-async def alone(cluster: Cluster) -> AsyncIterator[tuple[Node, Round]]:
-    node = Node(cluster.store, (1, 2))
+async def alone(cluster: Cluster, join_s: float = 60.0) -> AsyncIterator[tuple[Node, Round]]:
+    node = Node(cluster, (1, 2), join_s=join_s)
     yield node, await node.rounds.meet()
     await node.rounds.leave(others_s=0)
 
@@ -378,7 +416,7 @@ async def test_a_node_that_is_taken_for_lost_is_told_and_comes_back(cluster: Clu
 
 
 async def test_a_store_that_is_gone_and_other_errors_end_the_launcher(cluster: Cluster) -> None:
-    async with alone(cluster) as (node, _):
+    async with alone(cluster, join_s=0.5) as (node, _):
         with pytest.raises(LaunchError, match="full"):
             await node.rounds.lost(DistStoreError("full"))
         await node.store.close()
@@ -387,7 +425,7 @@ async def test_a_store_that_is_gone_and_other_errors_end_the_launcher(cluster: C
 
 
 async def test_who_goes_while_ends_are_gathered_disturbs_nobody() -> None:
-    rounds: list[Round] = []
+    rounds: list[Any] = []
 
     class Store:
         async def multi_get(self, keys: list[str], timeout: float | None) -> list[bytes]:
@@ -395,14 +433,20 @@ async def test_who_goes_while_ends_are_gathered_disturbs_nobody() -> None:
 
         async def get(self, key: str, timeout: float) -> bytes:
             rounds[0].gone.setdefault(0, "left")  # it has said how it ended, and goes
-            raise StoreTimeoutError(key)
+            return End(left=True).to_json().encode()
 
     class Member:
         store = Store()
         epoch, rank, members = 0, 1, ("a", "b", "c")
 
+    class Links:
+        store = Store()
+
+    anything: Any = None
     member: Any = Member()
-    presence: Any = None
-    rounds.append(Round(member, presence, 3, lambda: asyncio.sleep(0, 1)))
-    rounds[0].gone[2] = "lost"
-    assert await rounds[0]._all_ends() == {rank: End(completed=True) for rank in (0, 1)}
+    links: Any = Links()
+    rounds.append(Round(member, anything, 3, lambda: asyncio.sleep(0, 1), anything, anything, 1.0))
+    rounds[0]._links = links
+    rounds[0].gone[2] = "left"
+    found = await rounds[0]._all_ends()
+    assert found == {0: End(completed=True), 1: End(completed=True), 2: End(left=True)}
