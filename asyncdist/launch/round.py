@@ -341,8 +341,8 @@ class Round:
     async def _watch_members(self) -> None:
         if not self._followed:
             self._followed = True
-            async for event in self._member:
-                await self._follow(event)
+            async for news in self._member:
+                await self._follow(news)
         async with self._store.watch(_MEMBERS) as watch:
             there = {key.removeprefix(_MEMBERS) for key in await self._store.list_keys(_MEMBERS)}
             for name in sorted(there.symmetric_difference(self.members)):

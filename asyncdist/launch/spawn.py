@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, Literal, overload
@@ -71,19 +71,20 @@ class SpawnContext:
             sentinels = [process.sentinel for process in running]
             if not multiprocessing.connection.wait(sentinels, remaining_s):
                 return False
-        failed = self._failed
-        if failed is not None:
-            self._end(DEFAULT_GRACE_S if grace_period is None else grace_period)
+        if self._failed is None:
+            self._release()
+            return True
+        by_themselves = self._end(DEFAULT_GRACE_S if grace_period is None else grace_period)
         self._release()
-        if failed is not None:
-            texts = self._texts
-            causes = (
-                rank for rank, text in enumerate(texts) if text and not is_consequence(text.encode().splitlines())
-            )
-            if is_consequence(texts[failed].encode().splitlines()):
-                failed = next(causes, failed)
-            raise _launch_error(failed, self.processes[failed], texts[failed])
-        return True
+        failed = self._first_cause(by_themselves)
+        raise _launch_error(failed, self.processes[failed], self._texts[failed])
+
+    def _first_cause(self, ranks: Sequence[int]) -> int:
+        """The rank that failed first, but one of `ranks` that says no such thing if that says that another failed."""
+        assert self._failed is not None
+        consequences = [is_consequence(text.encode().splitlines()) for text in self._texts]
+        causes = (rank for rank in ranks if not consequences[rank])
+        return next(causes, self._failed) if consequences[self._failed] else self._failed
 
     def terminate(self) -> None:
         """End all processes now (SIGKILL) and free what belongs to them. Idempotent."""
@@ -103,10 +104,12 @@ class SpawnContext:
             self._failed = min(failed, key=lambda rank: (self.processes[rank].exitcode or 0) > 0, default=None)
         return self._failed
 
-    def _end(self, grace_s: float | None) -> None:
+    def _end(self, grace_s: float | None) -> list[int]:
+        """End all processes; return the ranks that failed before anything ended them."""
         steps: list[tuple[float, Callable[[BaseProcess], None]]] = []
         if grace_s is not None:
             steps = [(grace_s, lambda process: None), (grace_s, lambda process: process.terminate())]
+        failed: list[int] = []
         for wait_s, act in [*steps, (_KILL_WAIT_S, lambda process: process.kill())]:
             for process in self.processes:
                 if process.exitcode is None:
@@ -114,6 +117,9 @@ class SpawnContext:
             deadline_s = time.monotonic() + wait_s
             for process in self.processes:
                 process.join(max(0.0, deadline_s - time.monotonic()))
+            if not failed:  # in the first step nothing is done to them
+                failed = [rank for rank, process in enumerate(self.processes) if process.exitcode]
+        return failed
 
     def _release(self) -> None:
         self._texts += map(_read_text, self._errors)

@@ -56,6 +56,16 @@ def blame(local_rank: int, folder: str) -> None:
     raise ZeroDivisionError("the cause")
 
 
+def blame_who_exits(local_rank: int, folder: str) -> None:
+    if local_rank == 0:
+        Path(folder, str(os.getpid())).touch()
+        raise PeerLostError("rank 0 lost rank 1", 1)
+    until(lambda: bool(os.listdir(folder)), "rank 0 to fail")
+    victim = int(os.listdir(folder)[0])
+    until(lambda: not is_alive(victim), "rank 0 to end")
+    sys.exit(5)
+
+
 def leave(local_rank: int, code: int) -> None:
     if code < 0:
         os.kill(os.getpid(), -code)
@@ -204,3 +214,9 @@ def test_what_cannot_be_called() -> None:
         spawn("nothing")  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="args must be a tuple of what fn gets after its rank, not int"):
         spawn(nothing, 1)  # type: ignore[call-overload]
+
+
+def test_a_rank_that_exits_is_blamed_and_none_that_it_brings_down(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="rank 1 .* ended with exit code 5") as caught:
+        spawn(blame_who_exits, (str(tmp_path),), nprocs=2, start_method="fork")
+    assert (caught.value.rank, caught.value.exitcode) == (1, 5)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncdist.errors import DistStoreError, LaunchError, StoreTimeoutError
+from asyncdist.errors import DistStoreError, LaunchError
 from asyncdist.launch.conclusion import Conclusion, End
 from asyncdist.launch.config import Endpoint, LaunchConfig
 from asyncdist.launch.links import LinkPlace
