@@ -16,6 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from asyncdist.uncaught import shorten_if_uncaught
+
 __all__ = ["forget_closed", "loop_factory", "prepare_fork", "run"]
 
 T = TypeVar("T")
@@ -124,7 +126,8 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
 
     The first SIGTERM cancels `main`, so that groups are left in order and `finally` blocks run; SystemExit(143) is
     raised then. A second SIGTERM ends the process at once. Ctrl-C works as in `asyncio.run`. Raises RuntimeError within
-    a running event loop, and TypeError for what cannot be awaited.
+    a running event loop, and TypeError for what cannot be awaited. Where a launcher started this process, an error that
+    only says that another rank ended is printed in two lines, should it end the process.
     """
     if not inspect.isawaitable(main):
         raise TypeError(f"asyncdist.run() takes a coroutine, as in run(main()), not {main!r}")
@@ -159,6 +162,9 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
         except TypeError as error:  # here, as to take it only to refuse it would cost every call time
             if "unexpected keyword argument 'async_op'" in str(error):
                 error.add_note(_NO_ASYNC_OP)
+            raise
+        except Exception as error:
+            shorten_if_uncaught(error)
             raise
 
 

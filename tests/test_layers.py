@@ -17,7 +17,7 @@ PACKAGES = {"asyncdist": ROOT / "asyncdist", "asyncdist_server": ROOT / "server"
 # folder may import each other; folders of one line may not.
 ROOT_LAYERS: Layers = (
     {"errors", "reduce_op", "deadline", "arrays", "device_array", "dlpack", "objects", "events", "loop", "subgroup"}
-    | {"caller", "spinning", "integers", "patience", "tasks", "uninterrupted", "variables"},
+    | {"caller", "spinning", "integers", "patience", "tasks", "uncaught", "uninterrupted", "variables"},
     {"store", "plan"},
     {"transport", "cuda"},
     {"executor"},

@@ -217,6 +217,6 @@ def test_what_cannot_be_called() -> None:
 
 
 def test_a_rank_that_exits_is_blamed_and_none_that_it_brings_down(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="rank 1 .* ended with exit code 5") as caught:
+    with pytest.raises(LaunchError, match=r"rank 1 .* ended with exit code 5") as caught:
         spawn(blame_who_exits, (str(tmp_path),), nprocs=2, start_method="fork")
     assert (caught.value.rank, caught.value.exitcode) == (1, 5)
