@@ -94,9 +94,14 @@ class Attempt:
             self._enter(Stage.INTERRUPTED, self._shutdown_timeout_s)
         self._signal_all(signum)
 
-    def pass_on(self, signum: int) -> None:
-        """Pass on a signal that does not end the job (SIGUSR1, SIGUSR2)."""
-        self._signal_all(signum)
+    @property
+    def running_ranks(self) -> list[int]:
+        """The ranks of the workers that have not ended."""
+        return [worker.rank for worker in self._workers if worker.exit is None]
+
+    def pass_on(self, signum: int) -> list[int]:
+        """Pass on a signal that ends nothing (SIGUSR1, SIGUSR2) to the workers that handle it; return their ranks."""
+        return [worker.rank for worker in self._workers if worker.pass_on(signum)]
 
     def stop(self, *, at_once: bool = False) -> None:
         """Another node failed: the workers get their grace, then SIGTERM, then SIGKILL.
@@ -149,7 +154,7 @@ class Attempt:
             return
         stage, signum = _NEXT[self._stage]
         self._enter(stage, self._grace_s if stage is Stage.TERMINATING else None)
-        self._on_escalation(signum, [worker.rank for worker in self._workers if worker.exit is None])
+        self._on_escalation(signum, self.running_ranks)
         self._signal_all(signum)
 
     def _enter(self, stage: Stage, timeout_s: float | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 from asyncdist.errors import LaunchError
-from asyncdist.launch.attempt import Attempt, AttemptResult
+from asyncdist.launch.attempt import Attempt, AttemptResult, Stage
 from asyncdist.launch.config import LaunchConfig
 from asyncdist.launch.environment import NodePlace, line_prefix, own_device, worker_environment
 from asyncdist.launch.hosting import StorePlace, find_or_host
@@ -28,6 +29,9 @@ __all__ = ["NodeAgent"]
 
 _SHOWN_RANKS: Final = 8
 """More are counted: a line that nobody reads to its end says less."""
+
+_PROMPT_S: Final = 1.0
+"""Workers that obey a signal have ended within this; people are told of the others."""
 
 
 class NodeAgent:
@@ -80,8 +84,9 @@ class NodeAgent:
                 return 128 + self._interrupted_by
 
     def say(self, text: str) -> None:
-        """Print one line of the launcher's own on stderr."""
-        self._stderr.write(f"asyncdist run: {text}\n".encode(errors="backslashreplace"))
+        """Print one line of the launcher's own on stderr, with the local time of day."""
+        now = datetime.datetime.now().isoformat(" ", "milliseconds").partition(" ")[2]
+        self._stderr.write(f"{now} asyncdist run: {text}\n".encode(errors="backslashreplace"))
 
     async def _run(self) -> int:
         self.logs.check()
@@ -211,17 +216,31 @@ class NodeAgent:
             self._on_first_ending_signal(signum)
             outcome = "no worker is running" if self._attempt is None else "passed on to the workers"
             self.say(f"{signal.Signals(signum).name}: {outcome}")
+            asyncio.get_running_loop().call_later(_PROMPT_S, self._say_who_is_awaited)
         if self._attempt is not None:
             self._attempt.interrupt(signum)
         if self._main is not None and (self._attempt is None or (not first and signum == signal.SIGINT)):
             self._main.cancel()
 
+    def _say_who_is_awaited(self) -> None:
+        """After a signal that ends the job: whom the launcher waits for, and what can be done about it."""
+        if self._attempt is not None and self._attempt.stage is Stage.INTERRUPTED:
+            ranks = self._attempt.running_ranks
+            left_s = self._config.shutdown_timeout_s - _PROMPT_S
+            self.say(f"{_shown(ranks)} still running: waiting for up to {left_s:g} s; Ctrl-C (SIGINT) kills at once")
+
     def _on_passing_signal(self, signum: int) -> None:
         if self._attempt is not None:
-            self._attempt.pass_on(signum)
+            ranks = self._attempt.pass_on(signum)
+            outcome = f"passed on to {_named(ranks)}" if ranks else "no worker handles it, so none got it"
+            self.say(f"{signal.Signals(signum).name}: {outcome}")
 
 
 def _shown(ranks: Sequence[int]) -> str:
+    return f"{_named(ranks)} {'is' if len(ranks) == 1 else 'are'}"
+
+
+def _named(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
-        return f"rank {ranks[0]} is"
-    return f"ranks {', '.join(map(str, ranks))} are" if len(ranks) <= _SHOWN_RANKS else f"{len(ranks)} ranks are"
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= _SHOWN_RANKS else f"{len(ranks)} ranks"

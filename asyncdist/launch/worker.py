@@ -109,6 +109,22 @@ class Worker:
         if self.exit is None:
             self._kill_group(signum)
 
+    def pass_on(self, signum: int) -> bool:
+        """Send a signal to those processes of the group that handle it, which others would die of; False if none does.
+
+        Where the kernel does not say who handles what, the whole group gets it.
+        """
+        if self.exit is not None:
+            return False
+        if not Path("/proc/self/status").exists():
+            self._kill_group(signum)
+            return True
+        handling = [pid for pid in _process_group(self.pid) if _handles(pid, signum)]
+        for pid in handling:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signum)
+        return bool(handling)
+
     async def reap(self, *, drain: bool = True) -> None:
         """Kill what is left of the process group, pass on the rest of the output, and free the process id."""
         self._kill_group(signal.SIGKILL)
@@ -167,3 +183,21 @@ class Worker:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
+
+
+def _process_group(leader: int) -> list[int]:
+    found: list[int] = []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdigit() and os.getpgid(int(name)) == leader:
+                found.append(int(name))
+    return found
+
+
+def _handles(pid: int, signum: int) -> bool:
+    """Whether a process has a handler of its own for a signal (proc(5): SigCgt)."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+    return False

@@ -147,6 +147,29 @@ def test_other_signals_reach_the_workers_and_end_nothing(tmp_path: Path) -> None
     assert stdout == b"[rank 0] checkpoint\n"
 
 
+def test_a_signal_that_workers_do_not_handle_ends_nothing(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        """
+        import os, pathlib, signal, sys, time
+        folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+        if rank == "1":
+            signal.signal(signal.SIGUSR1, lambda *_: (folder / "go").touch())
+        (folder / f"{os.getpid()}.pid").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+        """,
+    )
+    with running("--nproc-per-node=2", script, str(tmp_path)) as process:
+        pids_in(tmp_path, 2)
+        process.send_signal(signal.SIGUSR2)
+        process.send_signal(signal.SIGUSR1)
+        _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, stderr.decode()
+    assert b"SIGUSR1: passed on to rank 1\n" in stderr
+    assert b"SIGUSR2: no worker handles it, so none got it\n" in stderr
+
+
 def test_grandchildren_end_with_their_worker(tmp_path: Path) -> None:
     with running("--nproc-per-node", "2", write_script(tmp_path, FAMILY), str(tmp_path)) as process:
         pids = pids_in(tmp_path, 4)
@@ -162,7 +185,7 @@ def test_second_interrupt_kills_workers_that_ignore_the_first(tmp_path: Path) ->
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
         for line in process.stderr:
-            if b"passed on" in line:
+            if b"ranks 0, 1 are still running: waiting for up to 29 s; Ctrl-C (SIGINT) kills at once" in line:
                 break
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=DEADLINE_S)
