@@ -12,7 +12,7 @@ from asyncdist.launch.attempt import Stage
 from asyncdist.launch.cause import is_consequence
 from asyncdist.launch.conclusion import Conclusion, End
 from asyncdist.launch.environment import NodePlace
-from asyncdist.launch.hosting import StorePlace, open_store
+from asyncdist.launch.hosting import StorePlace, open_store, with_run_token
 from asyncdist.launch.links import LinkHost
 from asyncdist.launch.meeting import Roster
 from asyncdist.launch.node_agent import NodeAgent
@@ -48,8 +48,10 @@ class ElasticAgent(NodeAgent):
         outage = Outage(place.endpoint, self._config.store_outage_s, self.say)
         host = LinkHost(place, self._config, self._environ)
         stack.push_async_callback(host.close)
-        rounds = Rounds(await open_store(place, self._config.join_timeout_s), self._config, self.say, outage, host)
+        store = await open_store(place, self._config.join_timeout_s)
+        rounds = Rounds(store, self._config, self.say, outage, host)
         stack.push_async_callback(self._leave, rounds, place)
+        place = await with_run_token(place, store, self._config)
         warden = stack.enter_context(contextlib.closing(Warden()))
         self.say(f"waiting for {self._config.min_nodes} to {self._config.nnodes} nodes, store at {place.endpoint}")
         while True:

@@ -14,7 +14,7 @@ from asyncdist.errors import DistError
 from asyncdist.launch.attempt import AttemptResult
 from asyncdist.launch.beside import beside
 from asyncdist.launch.environment import NodePlace
-from asyncdist.launch.hosting import StorePlace, open_store
+from asyncdist.launch.hosting import StorePlace, open_store, with_run_token
 from asyncdist.launch.links import LinkHost
 from asyncdist.launch.meeting import Roster
 from asyncdist.launch.node_agent import NodeAgent
@@ -40,7 +40,7 @@ class FixedAgent(NodeAgent):
         self._ending = asyncio.Event()  # a failure somewhere, or a signal: from now on every wait is bounded
 
     async def _take_part(self, place: StorePlace, stack: AsyncExitStack) -> int:
-        nodes, roster = await self._join(place, stack)
+        nodes, roster, place = await self._join(place, stack)
         self._announce(place, roster, f"job {roster.run_id},")
         self._open_logs(roster)
         warden = stack.enter_context(contextlib.closing(Warden()))
@@ -57,27 +57,33 @@ class FixedAgent(NodeAgent):
                 self.say(f"restarting all workers (attempt {number + 1} of {self._config.max_restarts})")
         return exitcode
 
-    async def _join(self, place: StorePlace, stack: AsyncExitStack) -> tuple[Nodes | None, Roster]:
+    async def _join(self, place: StorePlace, stack: AsyncExitStack) -> tuple[Nodes | None, Roster, StorePlace]:
         config = self._config
         if config.nnodes == 1 and (place.hosted is not None or config.job_id is None):
             # Nobody to meet, and a name that the store has not seen before.
-            return None, Roster(0, (config.nproc_per_node,), config.job_id or os.urandom(4).hex())
+            return None, Roster(0, (config.nproc_per_node,), config.job_id or os.urandom(4).hex()), place
         store: Store = await open_store(place, config.join_timeout_s)
         host = None
         if config.nnodes > 1:
             self.say(f"waiting for {config.nnodes} nodes, store at {place.endpoint}")
-            if place.hosted is None:
+        if place.hosted is None:
+            self._outage = Outage(place.endpoint, config.store_outage_s, self.say)
+            if config.nnodes > 1:
                 host = LinkHost(place, config, self._environ)
-                self._outage = Outage(place.endpoint, config.store_outage_s, self.say)
                 stack.push_async_callback(host.close)
         nodes = Nodes(store, config.job_id, config.nnodes, host)
         stack.push_async_callback(self._leave, nodes, place)
-        return nodes, await nodes.join(config.node_rank, config.nproc_per_node, self._host, config.join_timeout_s)
+        place = await with_run_token(place, store, config)
+        return (
+            nodes,
+            await nodes.join(config.node_rank, config.nproc_per_node, self._host, config.join_timeout_s),
+            place,
+        )
 
     def _watches(self, number: int, nodes: Nodes) -> list[Coroutine[Any, Any, None]]:
         """Look at the job's store, where the launchers can do without it."""
 
-        if self._outage is None:
+        if self._outage is None or nodes.store is nodes.words:
             return []
 
         def on_over(why: str) -> None:

@@ -11,10 +11,10 @@ import asyncio
 import errno
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from asyncdist.errors import DistStoreError, LaunchError
+from asyncdist.errors import DistStoreError, LaunchError, StoreTimeoutError
 from asyncdist.launch.config import Endpoint, LaunchConfig
 from asyncdist_server.auth import (
     AuthenticationError,
@@ -30,10 +30,14 @@ if TYPE_CHECKING:
     from asyncdist.store.tls_config import TLSConfig
     from asyncdist_server import ThreadedServer
 
-__all__ = ["LAUNCHERS_NAMESPACE", "StorePlace", "find_or_host", "open_store", "probe_store", "run_token"]
+__all__ = ["LAUNCHERS_NAMESPACE", "StorePlace", "find_or_host", "open_store", "probe_store", "with_run_token"]
 
 LAUNCHERS_NAMESPACE: Final = "asyncdist-launch"
 """Where launchers keep their keys: no job's, as workers have their job id for a namespace."""
+
+_SALT: Final = "salt"
+_SALT_TIMEOUT_S: Final = 30.0
+"""The launcher that hosts writes the salt as soon as it has connected to its own store."""
 
 _PROBE_TIMEOUT_S: Final = 5.0
 _RETRY_S: Final = 0.2
@@ -45,16 +49,22 @@ _SILENT_S: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class StorePlace:
-    """Where the store is, and the server if it is ours to close."""
+    """Where the store is, what opens it, and the server if it is ours to close.
+
+    `token` is the launchers', `run_token` that of the workers. These differ where a launcher hosts the store and nodes
+    share a token: its launcher draws a `salt` for each run, which others have yet to read ("").
+    """
 
     endpoint: Endpoint
     token: str | None
+    run_token: str | None
     hosted: ThreadedServer | None
     tls: TLSConfig | None = None
+    salt: str | None = None
 
 
-def run_token(config: LaunchConfig) -> str | None:
-    """The key of this run: what its store, its launchers and its workers prove to each other.
+def launchers_token(config: LaunchConfig) -> str | None:
+    """What the launchers of the job prove to each other.
 
     With a daemon the daemon's own token, for it accepts no other. Else derived from the shared token, or fresh random
     for a single node. Several nodes without a shared token have their user's, which only works on loopback.
@@ -62,8 +72,13 @@ def run_token(config: LaunchConfig) -> str | None:
     if config.store is not None:
         return config.token
     if config.token is not None:
-        return derive_token(config.token, "run", (config.job_id or "").encode())
+        return derive_token(config.token, "launch", (config.job_id or "").encode())
     return new_token() if config.nnodes == 1 else None
+
+
+def run_token(token: str, salt: str) -> str:
+    """The key of one run, for its workers: it opens no other run, whatever the job id of that."""
+    return derive_token(token, "run", salt.encode())
 
 
 async def find_or_host(config: LaunchConfig, say: Callable[[str], None] = lambda text: None) -> StorePlace:
@@ -72,28 +87,34 @@ async def find_or_host(config: LaunchConfig, say: Callable[[str], None] = lambda
     Raises LaunchError: nothing answers within the join time-out, something else holds the port, or an address other
     machines can reach would be served without a token.
     """
-    token = run_token(config)
+    token = launchers_token(config)
     if config.store is not None:
         found = await _until_it_answers(config.store, [token], config.tls, config.join_timeout_s, say)
-        return StorePlace(config.store, found, None, config.tls)
+        return StorePlace(config.store, found, found, None, config.tls)
     endpoint = config.endpoint or Endpoint("127.0.0.1", 0)
     tls = config.tls
     if tls is not None and _only_here(await _bind_address(endpoint, config.nnodes)):
         tls = None  # the launchers' own store, and what is said never leaves the machine
     if config.node_rank in (None, 0) or config.nnodes == 1:
-        hosted = await _host_if_ours(endpoint, token, tls, config.nnodes)
+        salt = None if config.token is None else new_token()
+        workers = None if config.token is None or salt is None else run_token(config.token, salt)
+        hosted = await _host_if_ours(endpoint, token, tls, config.nnodes, workers)
         if hosted is not None:
-            return StorePlace(Endpoint(endpoint.host, hosted.port), hosted.token, hosted, tls)
-    # Another launcher of this job serves with the run's key, a daemon that was there before with its own.
+            workers = hosted.token if salt is None else workers
+            return StorePlace(Endpoint(endpoint.host, hosted.port), hosted.token, workers, hosted, tls, salt)
+    # Another launcher of this job serves with the launchers' key, a daemon that was there before with its own.
     tokens = [token, config.token]
     found = await _until_it_answers(endpoint, tokens, tls, config.join_timeout_s, say, own_user_only=True)
-    return StorePlace(endpoint, found, None, tls)
+    return StorePlace(endpoint, found, found, None, tls, None if found == config.token else "")
 
 
 async def _host_if_ours(
-    endpoint: Endpoint, token: str | None, tls: TLSConfig | None, nnodes: int
+    endpoint: Endpoint, token: str | None, tls: TLSConfig | None, nnodes: int, workers_token: str | None = None
 ) -> ThreadedServer | None:
-    """Host at this address; None if it is another machine's, or a store answers there already."""
+    """Host at this address, for clients with either token.
+
+    None if it is another machine's, or a store answers there already.
+    """
     from asyncdist.store.hosting import serve_off_loop
 
     address = await _bind_address(endpoint, nnodes)
@@ -106,7 +127,7 @@ async def _host_if_ours(
         )
     try:
         files = (None, None) if tls is None else tls.server_files()
-        return await serve_off_loop(address, endpoint.port, token, files)
+        return await serve_off_loop(address, endpoint.port, token, files, workers_token)
     except ValueError as error:
         raise LaunchError(f"cannot host the store on {endpoint}: {error}") from error
     except OSError as error:
@@ -249,3 +270,20 @@ async def open_store(place: StorePlace, timeout_s: float) -> Store:
     return await TCPStore.connect(
         host, port, token=place.token, tls=place.tls, namespace=LAUNCHERS_NAMESPACE, timeout=timeout_s
     )
+
+
+async def with_run_token(place: StorePlace, store: Store, config: LaunchConfig) -> StorePlace:
+    """Tell the other launchers the salt of this run, or read it; return `place` with the workers' token.
+
+    Raises LaunchError if the launcher that hosts the store does not tell it.
+    """
+    if place.salt is None or config.token is None:
+        return place
+    if place.hosted is not None:
+        await store.set(_SALT, place.salt)
+        return place
+    try:
+        salt = (await store.get(_SALT, timeout=_SALT_TIMEOUT_S)).decode()
+    except StoreTimeoutError:
+        raise LaunchError(f"the launcher that hosts the store at {place.endpoint} is of another version") from None
+    return replace(place, run_token=run_token(config.token, salt), salt=salt)

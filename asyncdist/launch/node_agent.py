@@ -123,7 +123,7 @@ class NodeAgent:
             run_id=roster.run_id,
             store=place.endpoint,
             master=self._config.endpoint or place.endpoint,
-            token=place.token,
+            token=place.run_token,
             tls=place.tls is not None,
             role=self._config.role,
             virtual_local_rank=self._config.virtual_local_rank,

@@ -90,7 +90,8 @@ class Nodes:
             lost_after_s=self._lost_after_s,
             root=self._meeting.keys,
         )
-        await self._links.meet()
+        if self._nnodes > 1:
+            await self._links.meet()
         return roster
 
     @property
@@ -98,7 +99,8 @@ class Nodes:
         return self._meeting.keys
 
     @property
-    def _words(self) -> Store:
+    def words(self) -> Store:
+        """Where the launchers tell each other: a store of their own, or the job's."""
         assert self._links is not None
         return self._links.store
 
@@ -106,16 +108,16 @@ class Nodes:
         """Tell the others, if they can be reached; the first report of an attempt wins."""
         with contextlib.suppress(DistError, TimeoutError):
             async with asyncio.timeout(_REPORT_TIMEOUT_S):
-                await self._words.compare_set(f"{self._root}{attempt}/failed", b"", json.dumps(asdict(failure)))
+                await self.words.compare_set(f"{self._root}{attempt}/failed", b"", json.dumps(asdict(failure)))
 
     @asynccontextmanager
     async def watching(self, attempt: int, on_failure: Callable[[Failure], None]) -> AsyncIterator[None]:
         """While inside, call `on_failure` if any node fails, goes silent, or cannot be reached."""
         assert self._links is not None
-        async with beside(
-            self._await_failure(attempt, on_failure),
-            self._links.watch(partial(self._was_lost, attempt, on_failure)),
-        ):
+        watches = [self._await_failure(attempt, on_failure)]
+        if self._links.met:  # there are others
+            watches.append(self._links.watch(partial(self._was_lost, attempt, on_failure)))
+        async with beside(*watches):
             yield
 
     async def _was_lost(self, attempt: int, on_failure: Callable[[Failure], None], node: int | None, why: str) -> None:
@@ -129,7 +131,7 @@ class Nodes:
 
     async def _await_failure(self, attempt: int, on_failure: Callable[[Failure], None]) -> None:
         try:
-            record = await self._words.get(f"{self._root}{attempt}/failed", timeout=None)
+            record = await self.words.get(f"{self._root}{attempt}/failed", timeout=None)
         except DistError as error:
             on_failure(self.unreachable(error))
         else:
@@ -160,10 +162,10 @@ class Nodes:
         """
         assert self._roster is not None
         if not self._lost:
-            await self._words.set(f"{self._root}{attempt}/end/{self._roster.node_rank}", outcome)
+            await self.words.set(f"{self._root}{attempt}/end/{self._roster.node_rank}", outcome)
         while not self._lost:
             self._news.clear()
-            ends = asyncio.ensure_future(self._words.wait(self._of_living(f"{attempt}/end/"), None))
+            ends = asyncio.ensure_future(self.words.wait(self._of_living(f"{attempt}/end/"), None))
             news = asyncio.create_task(self._news.wait())
             try:
                 await asyncio.wait((ends, news), return_when=asyncio.FIRST_COMPLETED)
@@ -187,11 +189,11 @@ class Nodes:
             await self.store.close()
             return
         first = self._roster.node_rank == 0
-        await self._links.leave(self._killed, last=hosting or (first and (outlived or self._words is not self.store)))
+        await self._links.leave(self._killed, last=hosting or (first and (outlived or self.words is not self.store)))
         if outlived and first:
             with contextlib.suppress(DistError, TimeoutError):
                 async with asyncio.timeout(_FORGET_TIMEOUT_S):
                     await self._meeting.delete_keys()
-        if self._words is not self.store:
-            await self._words.close()
+        if self.words is not self.store:
+            await self.words.close()
         await self.store.close()

@@ -39,7 +39,11 @@ async def host_store(
 
 
 async def serve_off_loop(
-    host: str, port: int, token: str | None, files: tuple[Path | str | None, Path | str | None]
+    host: str,
+    port: int,
+    token: str | None,
+    files: tuple[Path | str | None, Path | str | None],
+    former_token: str | None = None,
 ) -> asyncdist_server.ThreadedServer:
     """As `asyncdist_server.serve_in_thread`, without blocking the loop. Cancelling leaves nothing running.
 
@@ -50,7 +54,9 @@ async def serve_off_loop(
 
     def start() -> asyncdist_server.ThreadedServer:
         own = default_token(host) if token is None else token
-        return asyncdist_server.serve_in_thread(host, port, token=own, tls_cert=cert, tls_key=key)
+        return asyncdist_server.serve_in_thread(
+            host, port, token=own, former_token=former_token, tls_cert=cert, tls_key=key
+        )
 
     starting = asyncio.ensure_future(asyncio.to_thread(start))
     try:

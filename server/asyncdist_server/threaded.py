@@ -134,12 +134,15 @@ def serve_in_thread(
     port: int = 0,
     *,
     token: str | None = None,
+    former_token: str | None = None,
     insecure_no_auth: bool = False,
     limits: Limits | None = None,
     tls_cert: Path | str | None = None,
     tls_key: Path | str | None = None,
 ) -> ThreadedServer:
     """Start a store on a thread of its own and return it once it accepts connections.
+
+    Clients prove `token`, or `former_token` instead.
 
     Raises `ConfigError` for an address that needs a token and `OSError` if it cannot be bound (EADDRINUSE). Blocks for
     the few milliseconds that binding takes.
@@ -149,6 +152,7 @@ def serve_in_thread(
             host=host,
             port=port,
             token=token,
+            former_token=former_token,
             insecure_no_auth=insecure_no_auth,
             limits=limits or Limits(),
             tls_cert=None if tls_cert is None else Path(tls_cert),

@@ -89,6 +89,19 @@ def test_two_nodes_form_one_job(tmp_path: Path, port: int, ranks: list[str | Non
     assert sum("store hosted at" in result[2] for result in results) == 1
 
 
+def test_the_key_of_a_run_opens_no_other_run_of_that_token_and_id(tmp_path: Path, port: int) -> None:
+    script = write_script(tmp_path, SHOW)
+    common = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job", script]
+    keys, token = [], new_token()
+    for _ in range(2):
+        with nodes(common, common, ASYNCDIST_TOKEN=token) as launched:
+            results = [outcome(process) for process in launched]
+        assert [result[0] for result in results] == [0, 0], results
+        (key,) = {worker["ASYNCDIST_TOKEN"] for worker in shown(*(result[1] for result in results))}
+        keys.append(key)
+    assert keys[0] != keys[1]
+
+
 def test_master_addr_and_port_do_as_well(tmp_path: Path, port: int) -> None:
     script = write_script(tmp_path, SHOW)
     common = ["--nnodes=2", "--master-addr=localhost", f"--master-port={port}"]
