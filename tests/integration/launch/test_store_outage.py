@@ -47,10 +47,13 @@ class Job:
         self.port = free_port()
         self.launchers: list[Launcher] = []
 
-    def start(self, kind: str, *options: str) -> None:
+    def start(self, kind: str, *options: str, ranks: bool = False, nnodes: str = "") -> None:
+        """Start both launchers; with `ranks` each has its node rank."""
         times = [TIMES] if kind == "elastic" else []
-        arguments = [KINDS[kind], *times, "--rdzv-id=job", "--grace=0.2", *options, self._script, str(self.folder)]
-        for _ in range(2):
+        common = [f"--nnodes={nnodes}" if nnodes else KINDS[kind], *times, "--rdzv-id=job", "--grace=0.2", *options]
+        for node in range(2):
+            own = [f"--node-rank={node}"] if ranks else []
+            arguments = [*common, *own, self._script, str(self.folder)]
             process = running(*arguments, ASYNCDIST_STORE=f"127.0.0.1:{self.port}")
             self.launchers.append(self._stack.enter_context(process))
         pids_in(self.folder, 2)
@@ -101,3 +104,73 @@ def test_a_store_that_is_gone_for_good_ends_nothing(job: Job, kind: str) -> None
         results = job.finish()
     assert [returncode for returncode, _ in results] == [0, 0], results
     assert time.monotonic() - begun_s < END_S
+
+
+def test_a_durable_store_that_comes_back_late_starts_nothing_anew(job: Job, tmp_path: Path) -> None:
+    """It is away for longer than a node may be silent, and nobody is taken for lost."""
+    options = ["--durability=durable", f"--data-dir={tmp_path / 'data'}"]
+    with daemon(job.port, *options) as store:
+        job.start("elastic")
+        store.kill()
+        store.wait()
+        job.go_on_for(2.5 * KEEP_ALIVE_S)
+    with daemon(job.port, *options):
+        job.go_on_for(2.5 * KEEP_ALIVE_S)
+        results = job.finish()
+    assert [returncode for returncode, _ in results] == [0, 0], results
+    assert not any("taken for lost" in stderr for _, stderr in results)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_fails_without_a_store_ends_the_job_everywhere(job: Job, kind: str) -> None:
+    with daemon(job.port) as store:
+        job.start(kind)
+        store.kill()
+        store.wait()
+        (job.folder / "fail1").touch()
+        results = job.outcomes()
+    assert [returncode for returncode, _ in results] == [7, 7], results
+    assert all("rank 1 failed first: exit code 7" in stderr for _, stderr in results)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_fixed_job_whose_launcher_is_killed_without_a_store_ends_and_names_it(job: Job, killed: int) -> None:
+    with daemon(job.port) as store:
+        job.start("fixed", ranks=True)
+        store.kill()
+        store.wait()
+        job.launchers[killed].kill()
+        results = job.outcomes()
+    assert results[1 - killed][0] == 1, results
+    assert f"node {killed} (host" in results[1 - killed][1]
+    assert "its launcher was killed" in results[1 - killed][1]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_an_elastic_job_that_loses_a_node_waits_for_the_store(job: Job, killed: int) -> None:
+    with daemon(job.port) as store:
+        job.start("elastic", nnodes="1:2")
+        store.kill()
+        store.wait()
+        job.launchers[killed].kill()
+        survivor = job.launchers[1 - killed]
+        assert survivor.stderr is not None
+        for line in survivor.stderr:
+            if b"without it the nodes cannot meet: waiting" in line:
+                break
+        assert survivor.poll() is None
+    with daemon(job.port):
+        until(lambda: len(list(job.folder.glob("*.pid"))) == 3, "the next round")
+        results = job.finish()
+    assert results[1 - killed][0] == 0, results
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_outage_that_is_too_long_ends_the_job_and_says_so(job: Job, kind: str) -> None:
+    with daemon(job.port) as store:
+        job.start(kind, "--store-outage=0.5")
+        store.kill()
+        store.wait()
+        results = job.outcomes()
+    assert [returncode for returncode, _ in results] == [1, 1], results
+    assert all("which --store-outage forbids" in stderr for _, stderr in results), results
