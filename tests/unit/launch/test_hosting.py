@@ -8,11 +8,13 @@ import socket
 from typing import Any
 
 import pytest
+from jobs import free_port
 
 from asyncdist.errors import LaunchError
 from asyncdist.launch import hosting
 from asyncdist.launch.config import Endpoint, LaunchConfig
 from asyncdist_server import serve_in_thread
+from asyncdist_server.auth import new_token
 from asyncdist_server.user_token import find_user_token
 
 ALL = ""
@@ -88,3 +90,33 @@ def test_launchers_on_loopback_have_their_users_token() -> None:
             await asyncio.to_thread(first.hosted.close)
 
     asyncio.run(both())
+
+
+def test_launchers_that_come_later_agree_on_the_key_of_the_run_and_runs_differ() -> None:
+    token = new_token()
+
+    def config(port: int, node_rank: int) -> LaunchConfig:
+        place = Endpoint("127.0.0.1", port)
+        return LaunchConfig(command=("true",), nnodes=2, node_rank=node_rank, endpoint=place, job_id="job", token=token)
+
+    async def keys_of_a_run(port: int) -> list[str | None]:
+        found: list[str | None] = []
+        hosted = None
+        for node_rank in (0, 1, 1):  # the third is one that was started again
+            place = await hosting.find_or_host(config(port, node_rank))
+            hosted = hosted or place.hosted
+            store = await hosting.open_store(place, 10.0)
+            place = await hosting.with_run_token(place, store, config(port, node_rank))
+            await store.close()
+            await hosting.probe_store(place.endpoint, place.run_token)
+            found.append(place.run_token)
+        assert hosted is not None
+        await asyncio.to_thread(hosted.close)
+        return found
+
+    async def runs() -> list[list[str | None]]:
+        return [await keys_of_a_run(free_port()) for _ in range(2)]
+
+    first, second = asyncio.run(runs())
+    assert len({*first, *second}) == 2
+    assert first[0] != second[0]
