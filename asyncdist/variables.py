@@ -14,8 +14,8 @@ PREFIX: Final = "ASYNCDIST_"
 
 VARIABLES: Final = frozenset(
     """ALGO CHECK CUDA_PATH DEBUG EMPTY_BYTES JOB_ID KEEPALIVE_S ROUND SHM_BYTES SINGLE_COPY SOCKET_DIR SOCKET_IFNAME
-    SPIN_US STORE SWITCH_INTERVAL TIMEOUT TLS_CA TLS_CERT TLS_KEY TLS_SERVER_NAME TOKEN TOKEN_FILE TRANSPORT
-    TUNING""".split()  # noqa: SIM905 - a line each is no easier to read
+    SPIN_US STORE STORE_OUTAGE SWITCH_INTERVAL TIMEOUT TLS_CA TLS_CERT TLS_KEY TLS_SERVER_NAME TOKEN TOKEN_FILE
+    TRANSPORT TUNING""".split()  # noqa: SIM905 - a line each is no easier to read
 )
 """Those that are read here, without the prefix. The daemon looks after its own, which begin with SERVER_."""
 
