@@ -49,6 +49,7 @@ class ElasticAgent(NodeAgent):
         host = LinkHost(place, self._config, self._environ)
         stack.push_async_callback(host.close)
         store = await open_store(place, self._config.join_timeout_s)
+        store.on_incarnation_change = outage.on_data_lost
         rounds = Rounds(store, self._config, self.say, outage, host)
         stack.push_async_callback(self._leave, rounds, place)
         place = await with_run_token(place, store, self._config)

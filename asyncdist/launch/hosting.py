@@ -27,6 +27,7 @@ from asyncdist_server.loopback import is_loopback
 
 if TYPE_CHECKING:
     from asyncdist.store.base import Store
+    from asyncdist.store.tcp_store import TCPStore
     from asyncdist.store.tls_config import TLSConfig
     from asyncdist_server import ThreadedServer
 
@@ -262,7 +263,7 @@ def _is_local(address: str) -> bool:
     return True
 
 
-async def open_store(place: StorePlace, timeout_s: float) -> Store:
+async def open_store(place: StorePlace, timeout_s: float) -> TCPStore:
     """Return a connected client of the job's store, for the launchers' own keys."""
     from asyncdist.store.tcp_store import TCPStore
 

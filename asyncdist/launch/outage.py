@@ -31,8 +31,14 @@ class Outage:
         self._look_s = look_s
         self._since_s: float | None = None
         self._told = False
+        self.restarts = 0
+        """How often the store has come back without its data."""
         self._answers = asyncio.Event()
         self._answers.set()
+
+    def on_data_lost(self) -> None:
+        """The store has come back without its data."""
+        self.restarts += 1
 
     async def answers(self, store: Store) -> bool:
         """Whether the store answers now."""

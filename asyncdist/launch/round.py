@@ -4,6 +4,7 @@ Keys in the job's store, under `job/<run>/round/<epoch>/`; they vanish after the
 
     node/<rank>    JSON: how many workers, which host, which restarts and rounds the node knows of
     plan           JSON, by node 0: what all of them do, and where the store of the launchers is
+    void           nodes met that are in a round already, as the store had lost its data: all meet again
 
 Keys in that store, under the round's number, beside those of `Links`. So a round needs the job's store to begin only:
 
@@ -93,6 +94,7 @@ class Round:
     """This node's part in one round. Its methods raise DistError once this node is no member any more.
 
     `draw_number` gives the round a number that no other round of the run has; called on node 0 only, as is `host`.
+    `enter_again` makes this node known to a store that came back without its data.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Round:
         presence: Presence,
         most: int,
         draw_number: Callable[[], Awaitable[int]],
+        enter_again: Callable[[], Awaitable[Membership]],
         outage: Outage,
         host: LinkHost,
         lost_after_s: float,
@@ -111,13 +114,18 @@ class Round:
         self._keys = f"round/{member.epoch}/"
         self._most = most
         self._draw_number = draw_number
+        self._enter_again = enter_again
         self._outage = outage
+        self._restarts = outage.restarts  # of the store, when this node became a member of it
+        self._is_member = asyncio.Event()
+        self._is_member.set()
         self._host = host
         self._lost_after_s = lost_after_s
         self._links: Links | None = None
         self._root = ""
         self._all_know = False  # that a node is gone, so that they meet again whatever this one says
         self._on_stop: Callable[[Stop], None] = lambda why: None
+        self._void = False
         self._followed = False  # what the membership tells of the others
         self._news = asyncio.Event()
         self._lost: DistError | None = None
@@ -143,6 +151,7 @@ class Round:
             self._while_store_answers(self._watch_members),
             self._while_store_answers(self._watch_presence),
             self._watch_lease(),
+            self._watch_void(),
         ):
             yield
 
@@ -205,11 +214,11 @@ class Round:
             self._on_stop(Stop("lost", f"this node is no longer part of the job: {error}"))
 
     async def agree(self, entry: Entry) -> Plan | None:
-        """Return what all nodes do; None if one of them went before that was known."""
+        """Return what all nodes do; None if they must meet again before that."""
         await self._while_member(self._store.set(f"{self._keys}node/{self.rank}", json.dumps(asdict(entry))))
         if self.rank == 0:
             keys = [f"{self._keys}node/{rank}" for rank in range(len(self.members))]
-            texts = await self._while_member(self._store.multi_get(keys, timeout=None), until=lambda: bool(self.gone))
+            texts = await self._while_member(self._store.multi_get(keys, timeout=None), until=self._is_off)
             if texts is None:
                 return None
             entries = [Entry(**json.loads(text)) for text in texts]
@@ -223,12 +232,14 @@ class Round:
             )
             await self._while_member(self._store.set(self._keys + "plan", plan.to_json()))
             return plan
-        text = await self._while_member(
-            self._store.get(self._keys + "plan", timeout=None), until=lambda: bool(self.gone)
-        )
+        text = await self._while_member(self._store.get(self._keys + "plan", timeout=None), until=self._is_off)
         if text is None:
             return None
         return Plan.from_json(text)
+
+    def _is_off(self) -> bool:
+        """Whether the nodes must meet again before they have begun."""
+        return bool(self.gone) or self._void
 
     async def stop(self, why: Stop) -> None:
         """Let all nodes stop their workers, if they can be told; this one does in any case."""
@@ -331,12 +342,14 @@ class Round:
         while True:
             try:
                 await watch()
-            except LeaseLostError as error:
-                return self._is_lost(error)
             except DistError as error:
+                forgotten = self._links is not None and self._outage.restarts != self._restarts
+                if isinstance(error, LeaseLostError) and not forgotten:
+                    return self._is_lost(error)
                 if self._links is None and not isinstance(error, WatchCompactedError):
                     return self._is_lost(error)
             await self._outage.over()
+            await self._is_member.wait()
 
     async def _watch_members(self) -> None:
         if not self._followed:
@@ -382,7 +395,26 @@ class Round:
         await self._presence.watch(self._killed.add)
 
     async def _watch_lease(self) -> None:
-        self._is_lost(LeaseLostError(await self._member.wait_lost()))
+        """Wait until this node is no member any more; a store that came back without its data is told anew."""
+        while True:
+            error: DistError = LeaseLostError(await self._member.wait_lost())
+            if self._links is None or self._outage.restarts == self._restarts:
+                return self._is_lost(error)
+            self._is_member.clear()
+            self._restarts = self._outage.restarts
+            try:
+                self._member = await self._enter_again()
+            except DistError as why:
+                return self._is_lost(LeaseLostError(f"{error}; {why}"))
+            if set(self._member.members) != set(self.members):
+                await self._member.store.set(f"round/{self._member.epoch}/void", b"")
+            self._is_member.set()  # who is there now is found, and followed
+
+    async def _watch_void(self) -> None:
+        with contextlib.suppress(DistError):  # whoever waits for the plan is told as well
+            await self._store.get(self._keys + "void", timeout=None)
+            self._void = True
+            self._news.set()
 
     async def _watch_stop(self) -> None:
         with contextlib.suppress(DistError):  # whoever watches the links is told as well

@@ -121,6 +121,7 @@ class Rounds:
             self._presence,
             self._most,
             self._next_number,
+            self._enter_again,
             self._outage,
             self._host,
             self._lost_after_s,
@@ -175,18 +176,8 @@ class Rounds:
             view = PrefixStore(f"job/{job}", self._store)
             self._presence = Presence(self._store, job, default_name(), min(PRESENCE_GRACE_S, self._lost_after_s))
             await self._presence.show()
-            joining = self._store.join(
-                job,
-                self._least,
-                self._most,
-                self._join_timeout_s,
-                name=self._presence.name,
-                settle=self._last_call_s,
-                grace=self._lost_after_s,
-                bound=False,  # a launcher that is stopped, or whose host is down, breaks no connection
-            )
             try:
-                member = await self._unless_over(view, joining)
+                member = await self._unless_over(view, self._enter(self._presence))
             except StoreTimeoutError as error:
                 raise LaunchError(self._no_place(error)) from None
             if await self._store.get(self._root + "elastic", timeout=0) == run_id.encode():
@@ -194,6 +185,29 @@ class Rounds:
                 return member
             await member.leave()  # the run was over just before, and may be forgotten already
             self._presence.end()
+
+    def _enter(self, presence: Presence) -> Awaitable[Membership]:
+        return self._store.join(
+            presence.job,
+            self._least,
+            self._most,
+            self._join_timeout_s,
+            name=presence.name,
+            settle=self._last_call_s,
+            grace=self._lost_after_s,
+            bound=False,  # a launcher that is stopped, or whose host is down, breaks no connection
+        )
+
+    async def _enter_again(self) -> Membership:
+        """Become a member, by the same name, of a store that came back without its data. Raises DistError."""
+        assert self._presence is not None
+        found = await self._store.compare_set(self._root + "elastic", b"", self.run_id)
+        if found != self.run_id.encode():
+            raise LeaseLostError(f"another run of the job has begun: {shown(found.decode())}")
+        await self._presence.show()
+        self._member = await self._enter(self._presence)
+        self._member.outlive_outages()
+        return self._member
 
     async def _current_run(self) -> str:
         """The name of the run that goes on, which begins now if there is none."""

@@ -106,16 +106,18 @@ def test_a_store_that_is_gone_for_good_ends_nothing(job: Job, kind: str) -> None
     assert time.monotonic() - begun_s < END_S
 
 
-def test_a_durable_store_that_comes_back_late_starts_nothing_anew(job: Job, tmp_path: Path) -> None:
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_store_that_comes_back_late_starts_nothing_anew(job: Job, tmp_path: Path, durable: bool) -> None:
     """It is away for longer than a node may be silent, and nobody is taken for lost."""
-    options = ["--durability=durable", f"--data-dir={tmp_path / 'data'}"]
+    options = ["--durability=durable", f"--data-dir={tmp_path / 'data'}"] if durable else []
+    silence_s = 2.5  # more than a client pauses between two tries to connect
     with daemon(job.port, *options) as store:
-        job.start("elastic")
+        job.start("elastic", f"--rdzv-conf=last_call_timeout=0.2,keep_alive_interval={silence_s / 4}")
         store.kill()
         store.wait()
-        job.go_on_for(2.5 * KEEP_ALIVE_S)
+        job.go_on_for(1.2 * silence_s)
     with daemon(job.port, *options):
-        job.go_on_for(2.5 * KEEP_ALIVE_S)
+        job.go_on_for(1.2 * silence_s)
         results = job.finish()
     assert [returncode for returncode, _ in results] == [0, 0], results
     assert not any("taken for lost" in stderr for _, stderr in results)

@@ -445,7 +445,7 @@ async def test_who_goes_while_ends_are_gathered_disturbs_nobody() -> None:
     anything: Any = None
     member: Any = Member()
     links: Any = Links()
-    rounds.append(Round(member, anything, 3, lambda: asyncio.sleep(0, 1), anything, anything, 1.0))
+    rounds.append(Round(member, anything, 3, anything, anything, Outage("", 1.0, print), anything, 1.0))
     rounds[0]._links = links
     rounds[0].gone[2] = "left"
     found = await rounds[0]._all_ends()
