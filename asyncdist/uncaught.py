@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -19,26 +19,35 @@ __all__ = ["shorten_if_uncaught"]
 
 _LAUNCHED: Final = "TORCHELASTIC_RUN_ID"
 _ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
+_SHORT: Final = "_asyncdist_short"
+"""An error with this attribute is printed in short; its value is the error file."""
 _WHERE: Final = "(this rank ended because of that; its traceback: {}ASYNCDIST_DEBUG=INFO prints it)"
 
 
 def shorten_if_uncaught(error: BaseException, environ: Mapping[str, str] = os.environ) -> None:
     """Let Python print `error` in short, should it end the process: if a launcher shows what ended the other rank."""
-    first = _consequence(error)
-    if first is None or _LAUNCHED not in environ or environ.get("ASYNCDIST_DEBUG"):
+    if _consequence(error) is None or _LAUNCHED not in environ or environ.get("ASYNCDIST_DEBUG"):
         return
-    otherwise = sys.excepthook
+    setattr(error, _SHORT, environ.get(_ERROR_FILE, ""))
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook)
 
-    def hook(kind: type[BaseException], value: BaseException, where: TracebackType | None) -> None:
-        if value is not error:
-            otherwise(kind, value, where)
+
+class _Hook:
+    """Prints marked errors in short, and all others as they were printed before."""
+
+    def __init__(self, otherwise: Callable[..., object]) -> None:
+        self._otherwise = otherwise
+
+    def __call__(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        path = getattr(error, _SHORT, None)
+        first = _consequence(error)
+        if path is None or first is None:
+            self._otherwise(kind, error, where)
             return
-        path = environ.get(_ERROR_FILE, "")
-        written = bool(path) and _write(Path(path), value)
+        written = bool(path) and _write(Path(path), error)
         short = "".join(traceback.format_exception_only(first))
         print(short + _WHERE.format(f"{path}, or " if written else ""), file=sys.stderr)
-
-    sys.excepthook = hook
 
 
 def _consequence(error: BaseException) -> PeerLostError | GroupAbortedError | None:

@@ -404,10 +404,10 @@ class Round:
             self._restarts = self._outage.restarts
             try:
                 self._member = await self._enter_again()
+                if set(self._member.members) != set(self.members):
+                    await self._store.set(f"round/{self._member.epoch}/void", b"")
             except DistError as why:
                 return self._is_lost(LeaseLostError(f"{error}; {why}"))
-            if set(self._member.members) != set(self.members):
-                await self._member.store.set(f"round/{self._member.epoch}/void", b"")
             self._is_member.set()  # who is there now is found, and followed
 
     async def _watch_void(self) -> None:

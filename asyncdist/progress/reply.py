@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from asyncdist.errors import DistError
+from asyncdist.uncaught import shorten_if_uncaught
 
 if TYPE_CHECKING:
     from asyncdist.progress.thread import CommunicationThread
@@ -52,6 +53,7 @@ class Reply(Generic[T]):
         if self._error is not None:
             if isinstance(self._error, DistError):
                 self._error.__traceback__ = None  # raised on purpose: nobody asks where in the other thread
+                shorten_if_uncaught(self._error)
             try:
                 raise self._error
             finally:
