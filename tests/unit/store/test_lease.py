@@ -148,3 +148,24 @@ async def test_a_lease_by_time_ends_here_while_its_renewal_waits_for_an_answer()
         assert await lease.wait_lost() == "the store could not be reached for 0.05 s"
     assert asked == [messages.GRANT, messages.KEEP_ALIVE]
     keeper.close()
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_lease_that_outlives_outages_ends_when_the_daemon_says_so(bound: bool) -> None:
+    async def check() -> None:
+        daemon = SlowDaemon()
+        lease = await daemon.grant(30.0, bound)
+        lease.outlive_outages()
+        daemon.answers_at_once = False
+        daemon.keeper.connection_lost()
+        await asyncio.sleep(1000.0)
+        assert not lease.lost
+        assert len(daemon.asked) < 3, "asks again and again"
+        daemon.keeper.connected()
+        _, _, reply = daemon.asked[-1]
+        reply.set_result([lease.id])
+        await asyncio.sleep(0.1)
+        assert lease.lost
+        daemon.keeper.close()
+
+    in_virtual_time(check())
