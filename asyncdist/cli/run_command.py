@@ -145,7 +145,7 @@ def _interface(value: str) -> str | None:
     metavar="NAMES",
     default=",".join(each.name for each in ENDING),
     show_default=True,
-    help="Signals that end the job, by way of the workers. SIGUSR1 and SIGUSR2 are passed on in any case.",
+    help="Signals that end the job, by way of the workers. SIGUSR1 and SIGUSR2 go to workers that handle them.",
 )
 @output_options
 @unused_options
