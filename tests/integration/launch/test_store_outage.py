@@ -51,7 +51,7 @@ TALKING = """
 """
 
 OUTAGE_S = float(os.environ.get("OUTAGE_S", "3"))
-"""600 for what is promised of long outages; as it is, more than the times below."""
+"""600, with `-o faulthandler_timeout=0`, for what is promised of long outages; 3 is more than the times below."""
 
 KINDS = {"fixed": "--nnodes=2", "elastic": "--nnodes=2:3"}
 KEEP_ALIVE_S = 1.0
