@@ -10,10 +10,19 @@ from asyncdist_server.auth import ClientHandshake, store_context
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.messages import Encoder, FrameReader, Hello, Welcome, decode_replies, decode_welcome
 from asyncdist_server.session import Session
+from asyncdist_server.torch_session import TorchSession
 from asyncdist_server.user_token import find_user_token
 
 Reply = tuple[int, int, Any]
 CLIENT_ID = b"client-0123456-x"
+
+
+def everything(session: Session | TorchSession) -> bytes:
+    """Return all that a session has to say now, as to a client that reads at once."""
+    said = session.take_output()
+    while session.has_output:
+        said += session.take_output()
+    return b"".join(said)
 
 
 class MemoryClient:
@@ -39,10 +48,10 @@ class MemoryClient:
     def send(self, data: bytes) -> bytes:
         """Give the session bytes and return all it says, turn after turn."""
         self.session.receive(data, self.now)
-        output = b"".join(self.session.take_output())
+        output = everything(self.session)
         while self.session.busy:
             self.session.resume(self.now)
-            output += b"".join(self.session.take_output())
+            output += everything(self.session)
         return output
 
     def prove(self) -> None:

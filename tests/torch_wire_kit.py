@@ -7,6 +7,8 @@ import socket
 import struct
 from types import TracebackType
 
+from server_kit import everything
+
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.torch_namespaces import TorchNamespaces
 from asyncdist_server.torch_session import TorchSession
@@ -89,7 +91,7 @@ class MemoryTorchClient:
 
     def heard(self) -> bytes:
         """What the session has said since."""
-        return b"".join(self.session.take_output())
+        return everything(self.session)
 
     def leave(self) -> None:
         """Close the connection."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from asyncdist_server.changes import ChangeLog
@@ -248,5 +248,10 @@ def value_bytes(value: object) -> int:
     if type(value) is Names:
         return value.size_bytes
     if type(value) is list or type(value) is tuple:
-        return sum(map(value_bytes, value))
+        return sum(map(len if only_bytes(value) else value_bytes, value))
     return 0
+
+
+def only_bytes(values: Sequence[object]) -> bool:
+    """Return whether there is nothing but byte strings, of which there may be a great many."""
+    return set(map(type, values)) == {bytes}

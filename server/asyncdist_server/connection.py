@@ -14,20 +14,23 @@ from asyncdist_server.auth import Refusal
 from asyncdist_server.client_socket import format_address, notice_lost_hosts
 from asyncdist_server.config import CLOSE_TIMEOUT_S
 from asyncdist_server.counters import count
-from asyncdist_server.session import Session
+from asyncdist_server.pieces import SMALL_BYTES
+from asyncdist_server.session import TURN_BYTES, Session
 from asyncdist_server.torch_session import TorchSession
 from asyncdist_server.torch_wire import FIRST_BYTE
 from asyncdist_server.unacknowledged import unacknowledged_bytes
-from asyncdist_server.unsent import SMALL_REPLY_BYTES
 
 if TYPE_CHECKING:
     from asyncdist_server.daemon import StoreServer
     from asyncdist_server.group_commit import GroupCommit
 
-WRITE_HIGH_BYTES: Final = 1024 * 1024
-"""With more than this unsent, a client's further requests wait: it must read first."""
-WRITE_LOW_BYTES: Final = 256 * 1024
-"""Its requests are run again once no more than this is unsent."""
+LONG_READ_BYTES: Final = 64 * 1024
+"""After a read of more than this, in the middle of a frame, other clients have their turn."""
+HELD_BYTES: Final = 1024 * 1024
+"""With more than this waiting for the disk, a client's further requests wait."""
+HELD_PART: Final = 4
+"""So do those of clients with more than `SMALL_BYTES` of it, where all together have one part in so many of the memory
+limit."""
 
 
 class Connection(asyncio.Protocol):
@@ -44,16 +47,17 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None  # handshake, stall or close, whichever runs
         self._peer = ""
         self._write_paused = False  # by the transport
-        self._lacks_room = False  # as other clients have too much to read
-        self._paused = False  # by these, or by what waits for the disk
+        self._paused = False  # by it, or by what waits for the disk
         self._read_paused = False
+        self._unsaid = False  # whether the session has more to say, and the server knows
         self._opening = True
-        self._turn_due = self._recognized = self._ending = False
+        self._turn_due = self._recognized = self._closing = self._ending = False
         self._given_bytes = 0  # to the transport
-        self._sent_before = 0
+        self._sent_before = 0  # when it was looked last whether the client reads
         self._buffered = 0
         self._held: deque[tuple[int, list[bytes]]] = deque()  # output by the commit it waits for
         self._held_bytes = 0
+        self._committed = 0  # the last commit that is done, of those waited for
         self._began_s = 0.0  # when the requests arrived whose answers are timed, 0 if none are
         self._ran_before = 0  # requests of the session before those
         self._timed: tuple[int, int, int] | None = None  # their operation, how many, and the commit they wait for
@@ -64,7 +68,7 @@ class Connection(asyncio.Protocol):
         self.descriptor = transport.get_extra_info("socket").fileno()
         self._peer = format_address(transport.get_extra_info("peername"))
         self._session.address = self._peer
-        self._transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
+        self._transport.set_write_buffer_limits(SMALL_BYTES)
         notice_lost_hosts(transport.get_extra_info("socket"))
         if not self._server.admit(self):
             self.refuse(Refusal.TOO_MANY_CONNECTIONS)
@@ -92,6 +96,8 @@ class Connection(asyncio.Protocol):
         if session.buffered != self._buffered:
             self._account()
         self.flush()
+        if len(data) > LONG_READ_BYTES and session.buffered and not (self._read_paused or self._ending):
+            self._let_others_read()
         server.settle()
         if server.busy_poll is not None:
             server.busy_poll.answered()
@@ -128,47 +134,49 @@ class Connection(asyncio.Protocol):
         server = self._server
         server.inbound_bytes += buffered - self._buffered
         self._buffered = buffered
-        if buffered > SMALL_REPLY_BYTES and server.inbound_bytes > server.config.limits.memory_bytes:
+        if buffered > SMALL_BYTES and server.inbound_bytes > server.config.limits.memory_bytes:
             self._session.fail_limit("the daemon holds too much unfinished input")
             self._account()  # nothing is here any more
 
     def flush(self) -> None:
-        """Write what the session has to say, then go on with its waiting requests or close."""
+        """Write what the session has to say, as far as the client reads; see to the rest, its requests or its end."""
         transport = self._transport
         session = self._session
         if transport is None or self._ending:
             return
-        if self._lacks_room or (self._paused and not session.closing):
-            self._server.unsaid.note(self, session)
-        elif self._server.unsent.may_say(self, session.reply_bytes):
-            self._write_output(transport)
-        else:
-            self._lacks_room = self._paused = True
-            self._update_reading()
-            self._server.unsaid.note(self, session)
-
-    def _write_output(self, transport: asyncio.Transport) -> None:
-        session = self._session
-        output = session.take_output()
-        size = sum(map(len, output))
-        self._server.unsent.wrote(self, size)
-        if output and (self._server.gate is None or not self._hold(self._server.gate, output, size)):
-            self._send(transport, output, size)
-        if self._began_s and self._timed is None:
-            if not output or session.ran == self._ran_before:
-                self._began_s = self._server.timed_at = 0.0  # the next turn of this tick may answer something
-            else:
-                commit = self._held[-1][0] if self._held else 0
-                self._timed = (session.operation, session.ran - self._ran_before, commit)
-                if not self._held:
-                    self._note_latency()
+        given = 0
+        while not self._paused:
+            output = session.take_output()
+            size = sum(map(len, output))
+            given += size
+            if output and (self._server.gate is None or not self._hold(self._server.gate, output, size)):
+                self._send(transport, output, size)
+            if given >= TURN_BYTES or not session.has_output:
+                break
+        if self._began_s and self._timed is None and (given or not self._paused):
+            self._time_answers(given)
+        more = session.has_output
+        if more or self._unsaid:
+            self._note_unsaid(more)
         if session.closing:
-            if not self._held:
+            if more or self._held:
+                self._end_soon()
+            else:
                 self._end()
-        elif session.busy and not self._paused:
+        elif not self._paused and (more or session.busy):
             self._schedule_turn()
         elif session.busy or self._read_paused != self._paused:
             self._update_reading()
+
+    def _time_answers(self, given: int) -> None:
+        session = self._session
+        if not given or session.ran == self._ran_before:
+            self._began_s = 0.0
+            return
+        commit = self._held[-1][0] if self._held else 0
+        self._timed = (session.operation, session.ran - self._ran_before, commit)
+        if not self._held:
+            self._note_latency()
 
     def _send(self, transport: asyncio.Transport, pieces: list[bytes], size: int) -> None:
         self._given_bytes += size
@@ -180,22 +188,12 @@ class Connection(asyncio.Protocol):
     def _has_output(self) -> None:
         self._server.dirty.append(self)
 
-    @property
-    def unsent_bytes(self) -> int:
-        """What was made for the client and is not sent."""
-        return self._held_bytes + (self._transport.get_write_buffer_size() if self._transport is not None else 0)
-
-    def go_on(self) -> None:
-        """Say what had to wait until others have read theirs."""
-        self._lacks_room = False
-        self._update_paused()
-        if self._transport is not None and not self._ending and (not self._paused or self._session.closing):
-            self._write_output(self._transport)
-            self._server.settle()
-
-    def _update_paused(self) -> None:
-        self._paused = self._write_paused or self._lacks_room or self._held_bytes > WRITE_HIGH_BYTES
-        if not self._paused:
+    def _note_unsaid(self, more: bool) -> None:
+        """Have the server know of the replies that wait for the client to read, or that none do."""
+        self._unsaid = more
+        if more:
+            self._server.unsaid.note(self, self._session)  # may cut it off
+        else:
             self._server.unsaid.forget(self)
 
     # ---- output that waits for the disk
@@ -210,52 +208,73 @@ class Connection(asyncio.Protocol):
             return False
         number = number or self._held[-1][0]
         self._held.append((number, output))
-        self._held_bytes += size
-        self._paused |= self._held_bytes > WRITE_HIGH_BYTES
+        self._account_held(size)
         gate.hold(self, number)
         return True
 
+    def _account_held(self, grown_bytes: int) -> None:
+        server = self._server
+        self._held_bytes += grown_bytes
+        server.held_bytes += grown_bytes
+        scarce = server.held_bytes > server.config.limits.memory_bytes // HELD_PART
+        much = self._held_bytes > (SMALL_BYTES if scarce else HELD_BYTES)
+        self._paused = self._write_paused or much
+
     def release(self, number: int) -> None:
         """Write what had to wait for the commits up to `number`."""
-        held = self._held
-        was_paused = self._paused
-        pieces: list[bytes] = []
-        while held and held[0][0] <= number:
-            pieces += held.popleft()[1]
-        size = sum(map(len, pieces))
-        self._held_bytes -= size
-        self._update_paused()
-        if self._transport is None or self._ending:
-            return
-        self._send(self._transport, pieces, size)
+        self._committed = number
         if self._timed is not None and self._timed[2] <= number:
             self._note_latency()
-        if self._session.closing:
-            if not held:
-                self._end()
-        elif was_paused and not self._paused:
+        self._send_released()
+
+    def _send_released(self) -> None:
+        """Write what waits for no commit any more, as far as the client reads."""
+        transport, held = self._transport, self._held
+        if transport is None or self._ending:
+            return
+        was_paused = self._paused
+        while held and held[0][0] <= self._committed and not self._write_paused:
+            pieces = held.popleft()[1]
+            size = sum(map(len, pieces))
+            self._account_held(-size)
+            self._send(transport, pieces, size)
+        if (was_paused and not self._paused) or self._session.closing:
             self._schedule_turn()
 
     # ---- long requests and slow readers
 
     def _schedule_turn(self) -> None:
         self._update_reading()
+        self._turn_soon()
+
+    def _turn_soon(self) -> None:
         if not self._turn_due:
             self._turn_due = True
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
         self._turn_due = False
-        if self._transport is None or self._session.closing or self._paused:
+        if self._transport is None or self._ending:
             return
-        self._session.resume(self._loop.time())
-        self._account()
+        if self._held:
+            self._send_released()
+        session = self._session
+        if not (self._paused or session.closing or session.has_output):
+            session.resume(self._loop.time())
+            self._account()
         self.flush()
         self._server.settle()
 
+    def _let_others_read(self) -> None:
+        """Read on in the next turn: where a client sends much, uvloop reads many times before it looks at others."""
+        assert self._transport is not None
+        self._transport.pause_reading()
+        self._read_paused = True
+        self._turn_soon()
+
     def _update_reading(self) -> None:
         """Read exactly while all that was read has been run and the client reads its replies."""
-        if self._transport is None:
+        if self._transport is None or self._ending:
             return
         pause = self._paused or self._session.busy
         if pause and not self._read_paused:
@@ -265,38 +284,27 @@ class Connection(asyncio.Protocol):
         self._read_paused = pause
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than it asks: run nothing more for it, and watch that it reads at all."""
+        """The client reads more slowly than it asks: say and run nothing more, and watch that it reads at all."""
         self._write_paused = self._paused = True
         self._update_reading()
-        if not self._opening and not self._ending:
+        if self._timer is None and not self._ending:
             self._watch_stall()
 
     def resume_writing(self) -> None:
-        """The client has caught up."""
+        """The client has read what it was given."""
         self._write_paused = False
-        self._update_paused()
-        if not self._opening and not self._ending:
-            self._cancel_timer()
-            self._schedule_turn()
-
-    def hurry(self) -> None:
-        """Others wait until there is room: watch that the client reads at all."""
-        if self._timer is None and not self._opening and not self._ending:
-            self._watch_stall()
+        self._account_held(0)
+        self._schedule_turn()
 
     def _watch_stall(self) -> None:
         assert self._transport is not None
         self._sent_before = self._given_bytes - self._transport.get_write_buffer_size()
-        self._cancel_timer()
         self._timer = self._loop.call_later(self._server.config.stall_timeout_s, self._check_stall)
 
     def _check_stall(self) -> None:
         self._timer = None
-        if self._transport is None:
-            return
-        unread = self._transport.get_write_buffer_size()
-        if self._write_paused or (unread > SMALL_REPLY_BYTES and self._server.unsent.waiting):
-            if self._given_bytes - unread > self._sent_before:
+        if self._transport is not None and self._write_paused:
+            if self._given_bytes - self._transport.get_write_buffer_size() > self._sent_before:
                 self._watch_stall()
             else:
                 self.drop("does not read its replies")
@@ -322,6 +330,18 @@ class Connection(asyncio.Protocol):
             self._cancel_timer()
             self._judge_output(unread=True)
             self._transport.abort()
+
+    def _end_soon(self) -> None:
+        """Close once all is said, or without the rest if the client does not read it in time."""
+        if not self._closing:
+            self._closing = True
+            self._cancel_timer()
+            self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._end_without_the_rest)
+
+    def _end_without_the_rest(self) -> None:
+        self._timer = None
+        if self._write_paused or not self._held:
+            self._end()  # else it waits for the disk, not for the client
 
     def _end(self) -> None:
         """Close after what is written has been read; the client's next bytes must not turn that into a reset."""
@@ -391,7 +411,7 @@ class Connection(asyncio.Protocol):
         if not self._opening:
             count(self._server.engine.counters.closed, self._session.protocol)
         self._held.clear()
-        self._held_bytes = 0
+        self._account_held(-self._held_bytes)
         self._cancel_timer()
         self._session.close(self._loop.time())
         self._server.inbound_bytes -= self._buffered

@@ -28,8 +28,7 @@ from asyncdist_server.persistence import Persistence
 from asyncdist_server.status import describe
 from asyncdist_server.tls_connection import TLSConnection
 from asyncdist_server.torch_namespaces import TorchNamespace, TorchNamespaces
-from asyncdist_server.unsaid import Unsaid
-from asyncdist_server.unsent import UNSENT_PART, Unsent
+from asyncdist_server.unsaid import UNSAID_FRAMES, Unsaid
 
 BIND_ATTEMPTS: Final = 16
 """How often a free port is tried that must be free on several addresses (127.0.0.1 and ::1 of localhost)."""
@@ -71,8 +70,8 @@ class StoreServer:
         self.failed = asyncio.Event()
         self.dirty: list[Connection] = []
         self.inbound_bytes = 0
-        self.unsent = Unsent(config.limits.memory_bytes // UNSENT_PART, self._call_later)
-        self.unsaid = Unsaid(config.limits.frame_bytes, config.limits.memory_bytes)
+        self.held_bytes = 0  # of output that waits for the disk
+        self.unsaid = Unsaid(UNSAID_FRAMES * config.limits.frame_bytes, config.limits.memory_bytes)
         self.timed_at = 0.0  # the loop's clock when a turn was timed last
         self.busy_poll: BusyPoll | None = None
         self._connections: set[Connection] = set()
@@ -256,7 +255,6 @@ class StoreServer:
         self._connections.discard(connection)
         self._half_open.discard(connection)
         self._ending.discard(connection)
-        self.unsent.forget(connection)
         self.unsaid.forget(connection)
         if self._emptied is not None:
             self._emptied.set()

@@ -75,7 +75,7 @@ Requests and what their reply's value is (`timeout_ms` is an integer >= 0, or No
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgpack
@@ -186,16 +186,16 @@ class HelloRefused(Exception):
 class Encoder:
     """Makes frames. It owns one msgpack packer, so use one encoder per thread (per loop is the natural choice)."""
 
-    __slots__ = ("_pack",)
+    __slots__ = ("pack",)
 
     def __init__(self) -> None:
-        self._pack = msgpack.Packer().pack
+        self.pack: Callable[[object], bytes] = msgpack.Packer().pack
 
     def frame(self, message: object) -> bytes:
         """Return `message` as one frame. Raises `ValueError` for what msgpack cannot hold (an int beyond 64 bits)."""
-        payload: bytes = self._pack(message)
+        payload = self.pack(message)
         if len(payload) > RECYCLE_PACKER_BYTES:
-            self._pack = msgpack.Packer().pack
+            self.pack = msgpack.Packer().pack
         return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
 
     def hello(self, hello: Hello) -> bytes:
@@ -224,7 +224,7 @@ class Encoder:
 
     def _shared(self, request_id: int, code: int, value: tuple[Any, ...]) -> bytes:
         """Return one reply with names that are encoded already, and only copied; msgpack's heads of arrays by hand."""
-        pack = self._pack
+        pack = self.pack
         parts = [each.encoded if type(each) is Names else pack(each) for each in value]
         payload = b"".join((b"\x91\x93", pack(request_id), pack(code), bytes((0x90 + len(value),)), *parts))
         return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
@@ -238,12 +238,13 @@ class FrameReader:
     then, and `feed` raises it unless it has payloads from before it to return. How the stream is cut changes nothing.
     """
 
-    __slots__ = ("_buffer", "_max_frame_bytes", "_needed", "error")
+    __slots__ = ("_buffer", "_max_frame_bytes", "error", "needed")
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_frame_bytes = max_frame_bytes
         self._buffer = bytearray()
-        self._needed = LENGTH_BYTES
+        self.needed = LENGTH_BYTES
+        """So many bytes has the unfinished frame, with its length, as far as that is known."""
         self.error: ProtocolError | None = None
         """Why nothing more can be read, once all that came before it has been returned."""
 
@@ -259,7 +260,7 @@ class FrameReader:
         buffer = self._buffer
         if buffer:
             buffer += data
-            if len(buffer) < self._needed:
+            if len(buffer) < self.needed:
                 return []
             data = buffer
         view = memoryview(data)
@@ -277,11 +278,17 @@ class FrameReader:
             payloads.append(view[start + LENGTH_BYTES : start + needed])
             start += needed
             needed = LENGTH_BYTES
-        self._needed = needed
+        self.needed = needed
         if data is not buffer or payloads:
             # The payloads keep the old buffer; the rest starts a new one, so that a large frame is never copied.
             self._buffer = bytearray(view[start:])
         return payloads
+
+    def take_unfinished(self) -> tuple[int, bytearray]:
+        """Give up the unfinished frame: return its size and what is there of it. The next bytes begin another one."""
+        size, begun = self.needed - LENGTH_BYTES, self._buffer[LENGTH_BYTES:]
+        self.needed, self._buffer = LENGTH_BYTES, bytearray()
+        return size, begun
 
     def _end(self, payloads: list[memoryview], length: int) -> list[memoryview]:
         """Note that a frame cannot have this `length`; what came before it still counts."""
@@ -292,9 +299,14 @@ class FrameReader:
         return payloads
 
 
-def decode_requests(payload: bytes | memoryview, max_items: int = MAX_ITEMS) -> tuple[Any, ...]:
-    """Return (received, request, request, ...). Only `received` is checked; each request is checked when it is run."""
-    message = _decode(payload, max_items=max_items)
+def decode_requests(
+    payload: bytes | bytearray | memoryview, max_items: int = MAX_ITEMS, taken_out: Sequence[bytes] = ()
+) -> tuple[Any, ...]:
+    """Return (received, request, request, ...). Only `received` is checked; each request is checked when it is run.
+
+    `taken_out` are byte strings in whose place the payload has extensions of one byte.
+    """
+    message = _decode(payload, max_items=max_items, taken_out=taken_out)
     if not message or type(message[0]) is not int or message[0] < 0:
         raise ProtocolError("a request frame must begin with the count of reply frames received")
     return message
@@ -351,11 +363,17 @@ def decode_welcome(payload: bytes | memoryview) -> Welcome:
     return Welcome(incarnation, resumed, limits)
 
 
-def _decode(payload: bytes | memoryview, max_items: int | None = None, text: bool = False) -> tuple[Any, ...]:
+def _decode(
+    payload: bytes | bytearray | memoryview,
+    max_items: int | None = None,
+    text: bool = False,
+    taken_out: Sequence[bytes] = (),
+) -> tuple[Any, ...]:
     """Return the one msgpack array in `payload`, arrays as tuples; `text` admits text and maps of the server."""
     size = len(payload)
     if max_items is not None and size > MAX_ELEMENTS and more_elements_than(MAX_ELEMENTS, payload):
         raise ProtocolError(f"more than {MAX_ELEMENTS} elements in a frame")
+    in_order = iter(taken_out)
     try:
         message = msgpack.unpackb(
             payload,
@@ -363,7 +381,8 @@ def _decode(payload: bytes | memoryview, max_items: int | None = None, text: boo
             max_array_len=size if max_items is None else min(size, max_items + 1),
             max_map_len=64 if text else 0,
             max_str_len=size if text else 0,
-            max_ext_len=0,
+            max_ext_len=1 if taken_out else 0,
+            ext_hook=lambda _code, _data: next(in_order),
         )
     except ValueError as error:
         # All of msgpack's complaints, and those of its text decoder, are ValueErrors.

@@ -61,7 +61,7 @@ LEASES: Final = Metric("leases", "gauge", "Leases.")
 MEMORY: Final = Metric("memory_bytes", "gauge", "Memory charged.", ("kind",))
 MEMORY_LIMIT: Final = Metric("memory_limit_bytes", "gauge", "Memory that may be charged.")
 OUTPUT_WAITING: Final = Metric(
-    "output_waiting_connections", "gauge", "Connections whose replies wait until others have read theirs."
+    "output_waiting_connections", "gauge", "Connections whose replies wait for the client to read."
 )
 COMMITS: Final = Metric("journal_commits", "counter", "Commits to the journal.")
 COMMIT_SECONDS: Final = Metric("journal_commit_seconds", "histogram", "How long a commit took.")
@@ -144,7 +144,7 @@ def _of_contents(server: StoreServer, now: float) -> Iterator[tuple[Metric, Samp
     }
     yield MEMORY, [((kind,), size) for kind, size in kinds.items()]
     yield MEMORY_LIMIT, [((), limits.memory_bytes)]
-    yield OUTPUT_WAITING, [((), len(server.unsent.waiting))]
+    yield OUTPUT_WAITING, [((), server.unsaid.waiting_count)]
     yield WAITER_LIMIT, [((), limits.waiters)]
 
 

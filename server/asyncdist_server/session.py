@@ -3,12 +3,12 @@
     session = Session(engine, token, on_output, Encoder())
     session.receive(data, now)      # parses, runs up to TURN_REQUESTS requests
     write(session.take_output())    # a list of byte strings; then close the connection if session.closing
-    while session.busy:             # more requests are waiting, unless the other side is slow: read nothing meanwhile
+    while session.busy:             # more requests or replies wait; unless the other side is slow, without reading more
         session.resume(now); write(session.take_output())
     session.close(now)              # the connection is gone
 
 `on_output` is called when there is output although nobody called the session: another client's request completed a
-blocked one of this client. It is called again whenever such replies have grown by `SMALL_REPLY_BYTES`. It must not
+blocked one of this client. It is called again whenever such replies have grown by `SMALL_BYTES`. It must not
 call the session or the engine, only take note.
 """
 
@@ -22,8 +22,8 @@ from asyncdist_server.auth import AuthenticationError, Refusal, ServerHandshake,
 from asyncdist_server.clients import TURN_WORK_BYTES, value_bytes
 from asyncdist_server.engine import Client, Reply, Request, StoreEngine
 from asyncdist_server.frame_elements import held_bytes
+from asyncdist_server.large_frame import LargeFrame, RequestReader
 from asyncdist_server.messages import (
-    FRAME_TARGET_BYTES,
     LIMIT,
     OBSERVATIONS,
     OBSERVER_ID,
@@ -31,20 +31,20 @@ from asyncdist_server.messages import (
     REFUSED,
     STOPPING,
     Encoder,
-    FrameReader,
     HelloRefused,
     ProtocolError,
     Welcome,
     decode_hello,
     decode_requests,
 )
+from asyncdist_server.pieces import PIECE_BYTES, SMALL_BYTES, LargeReply
 from asyncdist_server.torch_namespaces import TORCH_PREFIX
-from asyncdist_server.unsent import SMALL_REPLY_BYTES
 
 TURN_REQUESTS: Final = 1024
 """Most requests run before other connections have their turn: about 2 ms."""
-TURN_BYTES: Final = 1024 * 1024
-"""A turn also ends once its replies hold this much, so that a client that asks for much must also read it."""
+TURN_BYTES: Final = 256 * 1024
+"""A turn also ends once its replies hold this much, or so much was said: a client that asks for much must also read it,
+and a kernel takes a tenth of a millisecond for it."""
 
 VIEW_BYTES: Final = 200
 """What a frame costs besides its bytes (measured)."""
@@ -69,7 +69,8 @@ class Session:
         "_frames",
         "_handshake",
         "_index",
-        "_left",
+        "_large",
+        "_later",
         "_namespace",
         "_noticed_bytes",
         "_on_output",
@@ -102,16 +103,17 @@ class Session:
         self._on_output = on_output
         self._encoder = encoder
         self._handshake: ServerHandshake | None = ServerHandshake(token, former_token)
-        self._reader = FrameReader(engine.limits.frame_bytes)
+        self._reader = RequestReader(engine.limits.frame_bytes)
         self._namespace = ""
         self._rank: int | None = None
         self._client: Client | None = None
-        self._frames: deque[memoryview] = deque()  # whole frames not decoded yet
+        self._frames: deque[memoryview | LargeFrame] = deque()  # whole frames not decoded yet
         self._requests: tuple[Any, ...] = ()  # the decoded frame being run, from _index on
         self._index = self._frame_bytes = 0
         self._replies: list[Reply] = []
         self._output: list[bytes] = []
-        self._left = False  # whether there are replies that were left for the next turn
+        self._later: list[Reply] = []  # those before `_replies`, last first, where all were too much to be said at once
+        self._large: LargeReply | None = None  # the one before these that is being said
         self._noticed_bytes = 0  # of replies, when `on_output` was called last
         self._running = False
         self._request = engine.request
@@ -150,12 +152,14 @@ class Session:
     @property
     def has_output(self) -> bool:
         """Whether `take_output` would return anything."""
-        return bool(self._output or self._replies)
+        return bool(self._replies or self._output or self._later or self._large)
 
     @property
     def busy(self) -> bool:
         """Whether received requests, or the nonsense behind them, or replies are left for the next turn."""
-        return not self.closing and (self._unrun or self._reader.error is not None or self._left)
+        if self._later or self._large is not None:
+            return True
+        return not self.closing and (self._unrun or self._reader.error is not None)
 
     @property
     def _unrun(self) -> bool:
@@ -177,11 +181,8 @@ class Session:
                 return
             data = rest
         reader = self._reader
-        if reader.error is None:
-            try:  # noqa: SIM105 - suppress() takes time, with each read
-                self._frames.extend(reader.feed(data))
-            except ProtocolError:
-                pass  # it is told when all that came before it has been run, in this turn or a later one
+        if reader.error is None:  # else that is told when all that came before it has been run
+            self._frames.extend(reader.feed(data))
         self.resume(now)
 
     def resume(self, now: float) -> None:
@@ -204,38 +205,48 @@ class Session:
             self._running = False
 
     def take_output(self) -> list[bytes]:
-        """Return what to send now, as pieces in order: everything, unless that is more than a turn should make."""
+        """Return what to send now, as pieces in order: all there is, or about `PIECE_BYTES` of it."""
         output, self._output = self._output, []
-        if self._replies:
-            replies, self._replies = self._replies, []
-            left_bytes = self._leave_for_later(replies) if self.reply_bytes > TURN_BYTES else 0
-            frames = self._encode(replies)
-            self.reply_bytes = self._noticed_bytes = left_bytes
-            self._left = bool(self._replies)
+        if self._large is None and (self._replies or self._later):
+            self._say_next(output)
             if self._client is not None:
-                self._engine.frames_sent(self._client, len(frames), not self._left)
-            output += frames
+                self._engine.frames_sent(self._client, 1, not self._replies and not self._later)
+        if self._large is not None:
+            output.append(self._large.take())
+            if not self._large.left:
+                self.reply_bytes -= value_bytes(self._large.reply[2])
+                self._large = None
+        self._noticed_bytes = self.reply_bytes
         return output
 
-    def _leave_for_later(self, replies: list[Reply]) -> int:
-        """Move all that exceeds a turn from `replies` to those for the next one, and return how many bytes that is.
-
-        Where the connection closes there is no next turn: what is small is said, all else the client asks for again.
-        """
-        size = count = 0
-        while count < len(replies) and size < TURN_BYTES:
-            size += value_bytes(replies[count][2])
-            count += 1
-        left, replies[count:] = replies[count:], []
-        if self.closing:
-            replies += [reply for reply in left if not reply[0] or not value_bytes(reply[2])]
-            return 0
-        self._replies = left
-        return self.reply_bytes - size
+    def _say_next(self, output: list[bytes]) -> None:
+        """Put the next frame of replies into `output`, or begin with one reply that is large."""
+        most = self._engine.limits.items
+        if not self._later:
+            replies, self._replies = self._replies, []
+            if self.reply_bytes <= PIECE_BYTES and len(replies) <= most:
+                self.reply_bytes = 0
+                output.append(self._encoder.replies(replies))
+                return
+            self._later = replies[::-1]
+        later = self._later
+        replies, size = [], 0
+        while later and len(replies) < most:
+            reply_bytes = value_bytes(later[-1][2])
+            if replies and size + reply_bytes > PIECE_BYTES:
+                break
+            replies.append(later.pop())
+            size += reply_bytes
+        if size > PIECE_BYTES:
+            self._large = LargeReply(replies[0], self._encoder.pack)
+        else:
+            self.reply_bytes -= size
+            output.append(self._encoder.replies(replies))
 
     def waiting_values(self) -> list[Any]:
-        """Return the values of the replies not yet taken."""
-        return [reply[2] for reply in self._replies]
+        """Return the values of the replies not yet taken, all of one that is being taken."""
+        large = [] if self._large is None else [self._large.reply[2]]
+        return [*large, *[reply[2] for reply in self._later], *[reply[2] for reply in self._replies]]
 
     def refuse(self, refusal: Refusal, detail: str = "") -> None:
         """Tell the client why its connection is closed before it is open: too many of them, or too slow."""
@@ -274,7 +285,8 @@ class Session:
             return None
         return handshake.leftover
 
-    def _hello(self, payload: memoryview, now: float) -> None:
+    def _hello(self, frame: memoryview | LargeFrame, now: float) -> None:
+        payload = frame if type(frame) is memoryview else memoryview(frame.rest)
         hello = decode_hello(payload, self._engine.limits.in_flight)
         observes = hello.client_id == OBSERVER_ID
         self._client = self._engine.open(
@@ -303,7 +315,8 @@ class Session:
         request = self._request
         replies = self._replies
         budget, client.work_bytes = TURN_REQUESTS, 0
-        frame: memoryview | None = None
+        frame: memoryview | LargeFrame | None = None
+        most = self._engine.limits.items
         while budget > 0 and self.reply_bytes < TURN_BYTES and client.work_bytes < TURN_WORK_BYTES:
             index, requests = self._index, self._requests
             if index >= len(requests):
@@ -317,7 +330,8 @@ class Session:
                     return
                 frame = self._frames.popleft()
                 self._frame_bytes = len(frame)
-                requests = self._requests = decode_requests(frame, self._engine.limits.items)
+                requests = decode_requests(frame, most) if type(frame) is memoryview else frame.decode(most)
+                self._requests = requests
                 self._engine.acknowledge(client, requests[0])
                 index = self._index = 1
             end = len(requests) if len(requests) - index < budget else index + budget
@@ -329,7 +343,7 @@ class Session:
                     value = reply[2]
                     if type(value) is bytes:
                         self.reply_bytes += len(value)
-                    elif type(value) is list or type(value) is tuple:
+                    elif value is not None and type(value) is not int:
                         self.reply_bytes += value_bytes(value)
                     if client.leaving:
                         self._stop("")
@@ -354,7 +368,7 @@ class Session:
         self._replies.append(reply)
         self.reply_bytes += value_bytes(reply[2])
         grown_bytes = self.reply_bytes - self._noticed_bytes
-        if not self._running and (len(self._replies) == 1 or grown_bytes > SMALL_REPLY_BYTES):
+        if not self._running and (len(self._replies) == 1 or grown_bytes > SMALL_BYTES):
             self._noticed_bytes = self.reply_bytes
             self._on_output()
 
@@ -378,23 +392,6 @@ class Session:
     def _stop(self, reason: str) -> None:
         self.closing = True
         self.error = reason
-        self._reader = FrameReader(self._engine.limits.frame_bytes)  # the old one may hold most of a frame
+        self._reader = RequestReader(self._engine.limits.frame_bytes)  # the old one may hold most of a frame
         self._frames.clear()
         self._requests, self._index = (), 0
-
-    def _encode(self, replies: list[Reply]) -> list[bytes]:
-        """Return the replies as frames: one, unless they hold more than a frame should."""
-        limits = self._engine.limits
-        if self.reply_bytes <= FRAME_TARGET_BYTES and len(replies) <= limits.items:
-            return [self._encoder.replies(replies)]
-        frames = []
-        start = size = 0
-        for position, reply in enumerate(replies):
-            reply_bytes = value_bytes(reply[2])
-            if position > start and (size + reply_bytes > FRAME_TARGET_BYTES or position - start >= limits.items):
-                frames.append(self._encoder.replies(replies[start:position]))
-                start = position
-                size = 0
-            size += reply_bytes
-        frames.append(self._encoder.replies(replies[start:]))
-        return frames

@@ -10,6 +10,7 @@ connection, as torch's server does; the daemon's log says why.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from asyncdist_server.engine import Client, Reply
 from asyncdist_server.messages import CANCEL, GET, OK, QUEUE_POP, QUEUE_RETURN, WAIT, ProtocolError
 from asyncdist_server.namespace import Namespace
 from asyncdist_server.operations import parse_number
+from asyncdist_server.pieces import PIECE_BYTES
 from asyncdist_server.popped_items import PoppedItems
 from asyncdist_server.session import TURN_BYTES, TURN_REQUESTS
 from asyncdist_server.torch_namespaces import JOB_KEY_STARTS, MAX_JOBS, Barrier, TorchNamespace, job_of
@@ -47,6 +49,7 @@ class TorchSession:
     """torch's protocol does not tell it."""
 
     __slots__ = (
+        "_begun",
         "_between",
         "_claim",
         "_jobs",
@@ -81,7 +84,8 @@ class TorchSession:
         self.now = 0.0  # when this session, or another on its behalf, was called last
         self._on_output = on_output
         self._reader = TorchReader(namespace.engine.limits)
-        self._output: list[bytes] = []
+        self._output: deque[bytes] = deque()
+        self._begun = 0  # how much of the first of these was taken
         self._running = False
         self._last_id = 0
         self._jobs: set[bytes] = set()
@@ -179,16 +183,26 @@ class TorchSession:
         self._between = self.open and not self.closing and self._reader.idle
 
     def take_output(self) -> list[bytes]:
-        """Return everything to send now, as pieces in order."""
-        output, self._output = self._output, []
-        self.reply_bytes = 0
-        if self.popped:
+        """Return what to send now, as pieces in order: all there is, or about `PIECE_BYTES` of it."""
+        output: list[bytes] = []
+        waiting, size = self._output, 0
+        while waiting and size < PIECE_BYTES:
+            whole = waiting[0]
+            piece = whole[self._begun : self._begun + PIECE_BYTES - size]
+            self._begun += len(piece)
+            if self._begun == len(whole):
+                waiting.popleft()
+                self._begun = 0
+            output.append(piece)
+            size += len(piece)
+        self.reply_bytes -= size
+        if self.popped and not waiting:
             self.popped.sent(bool(output), self._last_id, self.engine.state, self.client)
         return output
 
     def waiting_values(self) -> list[bytes]:
         """Return the replies not yet taken."""
-        return self._output
+        return list(self._output)
 
     def refuse(self, refusal: Refusal, detail: str = "") -> None:
         """Close before the client is validated: nothing can be said in this protocol, `detail` is for the log."""

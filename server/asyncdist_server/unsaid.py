@@ -13,8 +13,10 @@ from typing import Any, Final, Protocol
 
 from asyncdist_server.names import Names
 
-__all__ = ["FREED_PART", "Unsaid"]
+__all__ = ["FREED_PART", "UNSAID_FRAMES", "Unsaid"]
 
+UNSAID_FRAMES: Final = 2
+"""Replies of a client may have the values of so many frames of the largest kind: one is being said, one waits."""
 FREED_PART: Final = 8
 """One in so many bytes is made free at a time, as it takes long to find out how much there is."""
 
@@ -48,13 +50,18 @@ class Unsaid:
         self._at_most = 0  # since it was counted last, what grew is added and nothing is taken away
         self._waiting: dict[Speaker, tuple[int, Replies]] = {}
 
+    @property
+    def waiting_count(self) -> int:
+        """Connections whose replies wait."""
+        return len(self._waiting)
+
     def note(self, speaker: Speaker, replies: Replies) -> None:
         """Note how much waits at one connection now; may cut this one or others off."""
         size = replies.reply_bytes
         before, _ = self._waiting.get(speaker, (0, None))
         if size == before:
             return
-        self._at_most += size - before
+        self._at_most += max(0, size - before)
         self._waiting[speaker] = size, replies
         if size > self._each_bytes and distinct_bytes([replies]) > self._each_bytes:
             self._cut_off(speaker, "it alone")

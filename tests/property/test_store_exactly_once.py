@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from fewer_cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from server_kit import everything
 
 from asyncdist.store.pipeline import Pipeline
 from asyncdist.store.reply import Reply
@@ -54,7 +55,7 @@ class Line:
     def _ask(self, data: bytes) -> bytes:
         assert self.session is not None
         self.session.receive(data, self.now)
-        return b"".join(self.session.take_output())
+        return everything(self.session)
 
     def send(self) -> None:
         """Put what the client has to say on the line."""
@@ -68,7 +69,7 @@ class Line:
         self.up = self.up[count:]
         while self.session.busy:
             self.session.resume(self.now)
-        self.down += b"".join(self.session.take_output())
+        self.down += everything(self.session)
 
     def deliver_down(self, count: int) -> None:
         """Let the client read `count` bytes."""

@@ -194,7 +194,8 @@ async def test_unfinished_frames_of_all_clients_are_bounded() -> None:
 
         def work() -> None:
             with SocketClient(server.port) as client:
-                client.socket.sendall((4 * 1024 * 1024).to_bytes(4, "big") + bytes(2 * 1024 * 1024 - 4 * 1024))
+                begun = (4 * 1024 * 1024).to_bytes(4, "big") + b"\xc6" + (4 * 1024 * 1024 - 5).to_bytes(4, "big")
+                client.socket.sendall(begun + bytes(2 * 1024 * 1024 - 4 * 1024))
                 with SocketClient(server.port, client_id=client_id(9)) as other:
                     assert other.ask(m.PING) is None
                 client.socket.sendall(bytes(64 * 1024))

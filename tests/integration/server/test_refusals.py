@@ -30,8 +30,8 @@ from asyncdist_server.auth import (
 from asyncdist_server.config import limits_for
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.messages import Encoder, FrameReader, Hello
+from asyncdist_server.pieces import SMALL_BYTES
 from asyncdist_server.torch_wire import Query
-from asyncdist_server.unsent import SMALL_REPLY_BYTES
 
 TOKEN = "the-token-of-these-tests-and-43-characters-"
 OTHER_TOKEN = "one-more-token-of-these-tests-of-43-symbols"
@@ -205,7 +205,8 @@ async def test_what_a_client_did_not_finish_is_gone_with_its_connection(torch: b
                     wait_until(lambda: server.inbound_bytes > size)
             else:
                 with SocketClient(server.port) as client:
-                    client.socket.sendall((2 * size).to_bytes(4, "big") + bytes(size))
+                    begun = (2 * size).to_bytes(4, "big") + b"\xc6" + (2 * size - 5).to_bytes(4, "big")
+                    client.socket.sendall(begun + bytes(size))
                     wait_until(lambda: server.inbound_bytes > size)
             wait_until(lambda: server.connection_count == 0)
 
@@ -243,7 +244,7 @@ async def test_what_many_clients_did_not_finish_is_bounded_together(torch: bool)
                     with contextlib.suppress(OSError):
                         sock.sendall(start + bytes(half))
                 wait_until(lambda: server.engine.counters.dropped.get("memory", 0) >= clients - memory_bytes // half)
-                assert server.inbound_bytes <= memory_bytes + clients * SMALL_REPLY_BYTES
+                assert server.inbound_bytes <= memory_bytes + clients * SMALL_BYTES
 
         await asyncio.to_thread(work)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from server_kit import MemoryClient
+from server_kit import MemoryClient, everything
 from torch_wire_kit import World, query
 
 from asyncdist_server import messages as m
@@ -24,7 +24,7 @@ def client() -> MemoryClient:
 def ran_in_a_turn(client: MemoryClient, *request: object) -> int:
     """Ask `COUNT` times in one frame; return how many were answered in the first turn."""
     client.session.receive(client.frame(*[request] * COUNT), 0.0)
-    first = len(client.replies(b"".join(client.session.take_output())))
+    first = len(client.replies(everything(client.session)))
     rest = len(client.replies(client.send(b"")))
     assert first + rest == COUNT
     return first
@@ -84,7 +84,7 @@ def test_those_of_torch(value: bytes, request_: bytes, each_turn: int, whole: bo
     session.receive(data, 0.0)
     turns = 1
     while session.busy:
-        session.take_output()
+        everything(session)
         session.resume(0.0)
         turns += 1
     assert not session.closing

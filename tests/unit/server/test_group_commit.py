@@ -20,7 +20,7 @@ from asyncdist.store.store_observer import StoreObserver
 from asyncdist_server import group_commit
 from asyncdist_server.batch import TAKEN
 from asyncdist_server.config import ServerConfig
-from asyncdist_server.connection import WRITE_HIGH_BYTES
+from asyncdist_server.connection import HELD_BYTES
 from asyncdist_server.daemon import StoreServer
 from asyncdist_server.durability import DURABLE, Durability, parse_durability
 from asyncdist_server.group_commit import LATE_S, TIDY_BYTES
@@ -368,8 +368,8 @@ async def test_torch_clients_never_wait_for_the_disk() -> None:
 
 @pytest.mark.parametrize("past", [0, 1])
 async def test_who_has_more_than_the_limit_held_back_is_not_read_until_the_commit(past: int) -> None:
-    overhead = len(Encoder().replies([(1, OK, bytes(WRITE_HIGH_BYTES))])) - WRITE_HIGH_BYTES
-    value = bytes(WRITE_HIGH_BYTES - overhead + past)
+    overhead = len(Encoder().replies([(1, OK, bytes(HELD_BYTES))])) - HELD_BYTES
+    value = bytes(HELD_BYTES - overhead + past)
     async with world() as made, made.store() as writer, made.store() as reader:
         await writer.set("full", value)
         await reader.check(["full"])

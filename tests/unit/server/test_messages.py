@@ -241,11 +241,11 @@ def test_any_payload_is_decoded_or_refused(data: bytes) -> None:
 
 def test_a_large_frame_does_not_keep_its_buffer_in_the_encoder() -> None:
     encoder = Encoder()
-    before = encoder._pack
+    before = encoder.pack
     encoder.frame(bytes(messages.RECYCLE_PACKER_BYTES - 5))
-    assert encoder._pack == before
+    assert encoder.pack == before
     encoder.frame(bytes(messages.RECYCLE_PACKER_BYTES))
-    assert encoder._pack != before
+    assert encoder.pack != before
 
 
 def test_every_operation_has_a_name_and_a_code_of_its_own() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import tracemalloc
 
 import pytest
-from server_kit import CLIENT_ID, MemoryClient
+from server_kit import CLIENT_ID, MemoryClient, everything
 
 from asyncdist_server import messages as m
 from asyncdist_server.auth import AuthenticationError, ClientHandshake
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.messages import FrameReader, Hello, HelloRefused, Limits, decode_replies, decode_welcome
+from asyncdist_server.pieces import PIECE_BYTES
 from asyncdist_server.session import TURN_BYTES, TURN_REQUESTS
 
 TOKEN = "the-token-of-these-tests-and-43-characters-"
@@ -110,18 +111,47 @@ def test_a_long_frame_is_run_in_turns(engine: StoreEngine) -> None:
     assert client.replies(b"".join(client.session.take_output())) == [(TURN_REQUESTS + 1, m.OK, TURN_REQUESTS + 1)]
 
 
-def test_a_turn_ends_when_its_replies_are_large_and_cuts_them_into_frames(engine: StoreEngine) -> None:
+def test_a_turn_ends_when_its_replies_are_large(engine: StoreEngine) -> None:
     client = MemoryClient(engine)
     client.open()
     client.ask((m.SET, b"k", bytes(TURN_BYTES // 4)))
     client.session.receive(client.frame(*[(m.GET, b"k", None)] * 6), 0.0)
     assert client.session.busy
-    frames = client.session.take_output()
-    assert len(frames) == 4
-    assert [reply[0] for frame in frames for reply in client.replies(frame)] == [2, 3, 4, 5]
+    assert [reply[0] for reply in client.replies(everything(client.session))] == [2, 3, 4, 5]
     client.session.resume(0.0)
     assert not client.session.busy
-    assert len(client.session.take_output()) == 2
+    assert [reply[0] for reply in client.replies(everything(client.session))] == [6, 7]
+
+
+@pytest.mark.parametrize("past", [0, 1])
+def test_a_reply_of_more_than_a_piece_is_said_in_pieces(engine: StoreEngine, past: int) -> None:
+    client = MemoryClient(engine)
+    client.open()
+    value = bytes(range(256)) * (PIECE_BYTES // 256) + bytes(100 * past)  # one byte more goes with the first piece
+    client.ask((m.SET, b"k", value))
+    client.session.receive(client.frame((m.GET, b"k", None)), 0.0)
+    first = b"".join(client.session.take_output())
+    assert client.session.busy is bool(past)
+    assert len(client.session.waiting_values()) == past  # all of it counts until the last piece is taken
+    rest = b"".join(client.session.take_output())
+    assert bool(rest) is bool(past)
+    assert client.replies(first + rest) == [(2, m.OK, value)]
+    assert client.session.reply_bytes == 0
+
+
+def test_what_others_cause_meanwhile_is_said_behind_it(engine: StoreEngine) -> None:
+    client, other = MemoryClient(engine), MemoryClient(engine, client_id=b"another-client-x")
+    client.open()
+    other.open()
+    value = bytes(5 * PIECE_BYTES)
+    client.ask((m.SET, b"k", value), *[(m.WAIT, [b"other"], None)] * 3)
+    client.session.receive(client.frame((m.GET, b"k", None), (m.GET, b"k", None)), 0.0)
+    said = b"".join(client.session.take_output())
+    other.ask((m.DELETE_NAMESPACE,), (m.SET, b"other", b""))
+    found = client.replies(said + everything(client.session))
+    assert [reply[0] for reply in found] == [5, 6, 2, 3, 4]
+    assert found[0][2] == found[1][2] == value
+    assert client.ask((m.PING,)) == [(7, m.OK, None)]  # and confirms what has arrived
 
 
 def test_more_replies_than_a_frame_may_hold_are_cut() -> None:
@@ -132,8 +162,7 @@ def test_more_replies_than_a_frame_may_hold_are_cut() -> None:
     for _ in range(4):
         client.ask((m.GET, b"k", None))
     other.ask((m.SET, b"k", bytes(1)))
-    frames = client.session.take_output()
-    assert [len(client.replies(frame)) for frame in frames] == [3, 1]
+    assert [len(client.replies(b"".join(client.session.take_output()))) for _ in range(2)] == [3, 1]
 
 
 def test_a_retry_on_a_new_connection_is_answered_from_memory(engine: StoreEngine) -> None:
@@ -268,13 +297,15 @@ def test_what_is_left_for_the_next_turn_is_kept_for_a_retry_until_it_arrived(eng
     item = bytes(TURN_BYTES)
     other.ask((m.SET, b"k", item), *[(m.QUEUE_PUSH, b"q", item)] * 3)
     found = []
-    for turn in range(6):
-        said = b"".join(client.session.take_output())
-        assert len(said) < TURN_BYTES + 100
-        found += client.replies(said)
-        assert len(found) == turn + 1
-        assert client.session.busy == (turn < 5)
-        if turn == asked:
+    while len(found) < 6:
+        before = len(found)
+        while len(found) == before:
+            said = b"".join(client.session.take_output())
+            assert len(said) < PIECE_BYTES + 100
+            found += client.replies(said)
+        assert len(found) == before + 1
+        assert client.session.busy == (before < 5)
+        if before == asked:
             found += client.ask((m.PING,))[1:]  # and confirms what has arrived
             break
         client.session.resume(0.0)
@@ -289,15 +320,15 @@ def test_what_is_left_for_the_next_turn_is_kept_for_a_retry_until_it_arrived(eng
     assert all(reply[2] == item for reply in answers)
 
 
-def test_a_connection_that_closes_says_no_more_than_a_turn_holds_and_why(engine: StoreEngine) -> None:
+def test_a_connection_that_closes_says_all_and_why(engine: StoreEngine) -> None:
     client, other = MemoryClient(engine), MemoryClient(engine, client_id=b"another-client-x")
     client.open()
     other.open()
-    client.ask(*[(m.GET, b"k", None)] * 9, (m.WAIT, [b"k"], None))
+    client.ask(*[(m.GET, b"k", None)] * 3, (m.WAIT, [b"k"], None))
     other.ask((m.SET, b"k", bytes(TURN_BYTES)))
     said = client.send(bytes(4) + b"nonsense")
-    assert len(said) < 2 * TURN_BYTES
-    assert [reply[:2] for reply in client.replies(said)] == [(1, m.OK), (10, m.OK), (0, m.PROTOCOL)]
+    answered = [(number, m.OK) for number in range(1, 5)]
+    assert [reply[:2] for reply in client.replies(said)] == [*answered, (0, m.PROTOCOL)]
     assert client.session.closing
 
 

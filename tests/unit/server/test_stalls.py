@@ -1,17 +1,13 @@
-"""Who has much to read, reads nothing of it, and keeps others waiting, is cut off; who reads, be it slowly, is not."""
+"""Who has much to read, and reads nothing of it, is cut off; who reads, be it slowly, is not."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
-import pytest
-
 from asyncdist_server.config import ServerConfig
 from asyncdist_server.connection import Connection
 from asyncdist_server.daemon import StoreServer
-from asyncdist_server.unsent import SMALL_REPLY_BYTES
-
-MUCH = 10 * SMALL_REPLY_BYTES
+from asyncdist_server.pieces import PIECE_BYTES
 
 
 class Transport:
@@ -27,19 +23,22 @@ class Transport:
     def get_write_buffer_size(self) -> int:
         return self.unread
 
+    def pause_reading(self) -> None:
+        """Nothing is read here."""
+
+    def resume_reading(self) -> None:
+        """Nothing is read here."""
+
     def abort(self) -> None:
         self.cut = True
 
 
 def holding(size: int) -> tuple[Connection, Transport]:
-    """A connection whose client has so much to read, while another one waits for room."""
-    server = StoreServer(ServerConfig(port=0))
-    connection, transport = Connection(server), Transport()
+    """A connection whose client has so much to read that the transport takes no more."""
+    connection, transport = Connection(StoreServer(ServerConfig(port=0))), Transport()
     connection._transport = cast("Any", transport)
-    connection._opening = False
     say(connection, size)
-    server.unsent.waiting[Connection(server)] = None
-    connection.hurry()
+    connection.pause_writing()
     return connection, transport
 
 
@@ -52,16 +51,15 @@ def time_is_up(connection: Connection) -> None:
     connection._check_stall()
 
 
-@pytest.mark.parametrize(("size", "cut"), [(SMALL_REPLY_BYTES, False), (SMALL_REPLY_BYTES + 1, True)])
-async def test_who_reads_nothing_is_cut_off_if_it_is_much(size: int, cut: bool) -> None:
-    connection, transport = holding(size)
+async def test_who_reads_nothing_is_cut_off() -> None:
+    connection, transport = holding(PIECE_BYTES)
     time_is_up(connection)
-    assert transport.cut is cut
+    assert transport.cut
     connection._cancel_timer()
 
 
 async def test_who_reads_is_not_cut_off_although_it_never_has_less_to_read() -> None:
-    connection, transport = holding(MUCH)
+    connection, transport = holding(PIECE_BYTES)
     for _ in range(3):
         transport.unread -= 1
         say(connection, 10)
@@ -72,9 +70,26 @@ async def test_who_reads_is_not_cut_off_although_it_never_has_less_to_read() -> 
     connection._cancel_timer()
 
 
-async def test_nobody_is_cut_off_for_whom_nobody_waits() -> None:
-    connection, transport = holding(MUCH)
-    connection._server.unsent.waiting.clear()
+async def test_who_has_read_all_meanwhile_is_not_cut_off_and_watched_no_more() -> None:
+    connection, transport = holding(PIECE_BYTES)
+    transport.unread = 0
+    connection.resume_writing()
     time_is_up(connection)
     assert not transport.cut
     assert connection._timer is None
+
+
+async def test_who_reads_too_little_again_and_again_is_watched_by_one_timer() -> None:
+    connection, transport = holding(PIECE_BYTES)
+    timer = connection._timer
+    for _ in range(3):
+        transport.unread = 0
+        connection.resume_writing()
+        say(connection, PIECE_BYTES)
+        connection.pause_writing()
+        assert connection._timer is timer
+    time_is_up(connection)
+    assert not transport.cut
+    time_is_up(connection)
+    assert transport.cut
+    connection._cancel_timer()

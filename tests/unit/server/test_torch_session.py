@@ -8,6 +8,7 @@ from torch_wire_kit import CANCELED, VALIDATE, WAITED, MemoryTorchClient, World,
 from asyncdist_server import messages as m
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.messages import Limits
+from asyncdist_server.pieces import PIECE_BYTES
 from asyncdist_server.session import TURN_BYTES, TURN_REQUESTS
 from asyncdist_server.torch_namespaces import MAX_JOBS
 from asyncdist_server.torch_wire import MAX_VECTOR_KEYS, Query
@@ -68,14 +69,21 @@ def test_missing_keys_are_empty_texts() -> None:
     assert client.ask(Query.MULTI_GET, []) == b""
 
 
-def test_a_large_value_goes_out_uncopied() -> None:
+def test_a_large_value_is_referred_to_and_said_in_pieces() -> None:
     client = World().client()
-    value = bytes(100_000)
+    value = bytes(range(256)) * 400
     client.ask(Query.SET, b"/k", value)
-    client.session.receive(query(Query.GET, b"/k"), 0.0)
-    assert client.session.reply_bytes == 100_008
-    _, piece = client.session.take_output()
-    assert len(piece) == 100_000
+    stored = client.session.stored.values[b"/k"]
+    client.session.receive(query(Query.GET, b"/k") + query(Query.CHECK, [b"/k"]), 0.0)
+    assert client.session.reply_bytes == 8 + len(value) + 1
+    said = b""
+    while client.session.has_output:
+        assert client.session.waiting_values()[-2] is stored or len(said) > len(value)
+        piece = b"".join(client.session.take_output())
+        assert 0 < len(piece) <= PIECE_BYTES
+        said += piece
+    assert said == blob(value) + b"\0"
+    assert client.session.reply_bytes == 0
 
 
 def test_multi_set_is_all_or_nothing() -> None:
