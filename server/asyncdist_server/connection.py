@@ -45,7 +45,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self.descriptor = -1
         self._timer: asyncio.TimerHandle | None = None  # handshake, stall or close, whichever runs
-        self._peer = ""
+        self.host = self._peer = ""
         self._write_paused = False  # by the transport
         self._paused = False  # by it, or by what waits for the disk
         self._read_paused = False
@@ -66,7 +66,9 @@ class Connection(asyncio.Protocol):
         """Take the connection, or refuse it when there are too many."""
         self._transport = cast("asyncio.Transport", transport)
         self.descriptor = transport.get_extra_info("socket").fileno()
-        self._peer = format_address(transport.get_extra_info("peername"))
+        address = transport.get_extra_info("peername")
+        self.host = str(address[0]) if address else ""
+        self._peer = format_address(address)
         self._session.address = self._peer
         self._transport.set_write_buffer_limits(SMALL_BYTES)
         notice_lost_hosts(transport.get_extra_info("socket"))

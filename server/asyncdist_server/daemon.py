@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
+from asyncdist_server.auth import Refusal
 from asyncdist_server.busy_poll import BusyPoll, busy_poll
 from asyncdist_server.client_socket import format_address
 from asyncdist_server.config import BACKLOG, MAX_HALF_OPEN, ServerConfig
@@ -21,6 +22,7 @@ from asyncdist_server.connection import Connection
 from asyncdist_server.descriptors import descriptor_limit, sockets_within
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.group_commit import GroupCommit
+from asyncdist_server.half_open import HalfOpen
 from asyncdist_server.logs import EventLog
 from asyncdist_server.loopback import is_loopback
 from asyncdist_server.messages import INCARNATION_BYTES, Encoder
@@ -75,7 +77,7 @@ class StoreServer:
         self.timed_at = 0.0  # the loop's clock when a turn was timed last
         self.busy_poll: BusyPoll | None = None
         self._connections: set[Connection] = set()
-        self._half_open: set[Connection] = set()
+        self._half_open = HalfOpen()
         self._ending: set[Connection] = set()
         self._most_sockets = sockets_within(descriptor_limit())
         self._listeners: list[asyncio.Server] = []
@@ -214,13 +216,15 @@ class StoreServer:
     # ---- what connections tell
 
     def admit(self, connection: Connection) -> bool:
-        """Take a new connection; false if there are too many already."""
+        """Take a new connection, in the place of one that has not proven itself if need be; false if too many have."""
         self._connections.add(connection)
+        if len(self._half_open) >= MAX_HALF_OPEN:
+            self._half_open.first_to_go().refuse(Refusal.TOO_MANY_CONNECTIONS)
         self._half_open.add(connection)
         if self._stopping:  # the system let it in before the listeners were closed: it ends as all others do
             asyncio.get_running_loop().call_soon(connection.stop)
             return True
-        return len(self._connections) <= self.config.limits.connections and len(self._half_open) <= MAX_HALF_OPEN
+        return len(self._connections) <= self.config.limits.connections
 
     def torch_namespace(self, address: tuple[str, int], peer: str) -> TorchNamespace | None:
         """Return the namespace of a torch client that connected to `address`, None if it is not to be served there."""

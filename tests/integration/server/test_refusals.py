@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import socket
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from asyncdist_server import ServerConfig, serve, session
 from asyncdist_server import messages as m
 from asyncdist_server.auth import (
     HANDSHAKE_TIMEOUT_S,
-    AuthenticationError,
     ClientHandshake,
     Refusal,
     refusal_message,
@@ -172,6 +172,7 @@ async def test_a_client_that_proves_itself_in_time_stays_and_one_that_does_not_g
 
 
 async def test_half_open_connections_at_the_limit_and_one_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one past it takes the place of the oldest, which is told."""
     monkeypatch.setattr("asyncdist_server.daemon.MAX_HALF_OPEN", 3)
     async with serve(ServerConfig(port=0, token=TOKEN)) as server:
 
@@ -180,14 +181,38 @@ async def test_half_open_connections_at_the_limit_and_one_past_it(monkeypatch: p
             try:
                 with SocketClient(server.port, TOKEN) as third:  # proven, so no longer half open
                     silent.append(socket.create_connection(("127.0.0.1", server.port), DEADLINE_S))
-                    with pytest.raises((AuthenticationError, OSError)) as refused:
-                        SocketClient(server.port, TOKEN)
-                    if isinstance(refused.value, AuthenticationError):
-                        assert refused.value.refusal is Refusal.TOO_MANY_CONNECTIONS
                     assert third.ask(m.PING) is None
+                    wait_until(lambda: server.half_open_count == 3)
+                    with SocketClient(server.port, TOKEN, client_id=b"another-client-x") as fourth:
+                        assert fourth.ask(m.PING) is None
+                    assert rest(silent[0]) == refusal_message(Refusal.TOO_MANY_CONNECTIONS)
             finally:
                 for connection in silent:
                     connection.close()
+
+        await asyncio.to_thread(work)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere loopback has one address")
+async def test_a_flood_from_one_address_replaces_its_own_connections_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncdist_server.daemon.MAX_HALF_OPEN", 5)
+    async with serve(ServerConfig(port=0, token=TOKEN)) as server:
+
+        def silent(host: str) -> socket.socket:
+            return socket.create_connection(("127.0.0.1", server.port), DEADLINE_S, source_address=(host, 0))
+
+        def work() -> None:
+            with contextlib.ExitStack() as stack:
+                slow = [stack.enter_context(silent("127.0.0.2")) for _ in range(2)]
+                flood = [stack.enter_context(silent("127.0.0.3")) for _ in range(20)]
+                slow.append(stack.enter_context(silent("127.0.0.4")))
+                for connection in flood[:18]:
+                    assert rest(connection) == refusal_message(Refusal.TOO_MANY_CONNECTIONS)
+                for connection in slow:  # in their own time
+                    handshake = ClientHandshake(TOKEN, store_context("job"))
+                    connection.sendall(handshake.start())
+                    while not handshake.done:
+                        connection.sendall(handshake.receive(connection.recv(1000)))
 
         await asyncio.to_thread(work)
 

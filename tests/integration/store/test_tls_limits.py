@@ -10,7 +10,7 @@ import ssl
 import pytest
 from fuzz_frames import HandshakeFrames
 from store_proxy import cutting_proxy
-from tls_daemon_kit import DEADLINE_S, TLSSocketClient, answer_to, connection, daemon, given_up
+from tls_daemon_kit import DEADLINE_S, TLSSocketClient, answer_to, connection, daemon
 from tls_kit import OPENSSL, WHY_NOT, Certificates, make_certificates
 from waiting import eventually
 
@@ -40,13 +40,11 @@ async def test_connections_in_the_tls_handshake_count_as_half_open(
     monkeypatch.setattr("asyncdist_server.daemon.MAX_HALF_OPEN", 3)
     async with daemon(certificates) as server:
         tls = certificates.client_config()
-        async with connection(server.port), connection(server.port):
-            async with connection(server.port):
-                await eventually(lambda: server.connection_count == 3)
-                assert "limit of connections" in await given_up(server.port, tls)
-            await eventually(lambda: server.connection_count == 2)
+        async with connection(server.port) as (oldest, _), connection(server.port), connection(server.port):
+            await eventually(lambda: server.half_open_count == 3)
             async with TCPStore("127.0.0.1", server.port, tls=tls) as store:
                 assert await store.check([])
+            assert await oldest.read() == refusal_message(Refusal.TOO_MANY_CONNECTIONS)
 
 
 def hello_of(size: int) -> bytes:
