@@ -51,7 +51,7 @@ class Connection(asyncio.Protocol):
         self._read_paused = False
         self._unsaid = False  # whether the session has more to say, and the server knows
         self._opening = True
-        self._turn_due = self._recognized = self._closing = self._ending = False
+        self._recognized = self._closing = self._ending = False
         self._given_bytes = 0  # to the transport
         self._sent_before = 0  # when it was looked last whether the client reads
         self._buffered = 0
@@ -61,6 +61,11 @@ class Connection(asyncio.Protocol):
         self._began_s = 0.0  # when the requests arrived whose answers are timed, 0 if none are
         self._ran_before = 0  # requests of the session before those
         self._timed: tuple[int, int, int] | None = None  # their operation, how many, and the commit they wait for
+
+    @property
+    def job(self) -> str:
+        """The job that the client belongs to, empty before that is known."""
+        return self._session.job
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection, or refuse it when there are too many."""
@@ -247,15 +252,10 @@ class Connection(asyncio.Protocol):
 
     def _schedule_turn(self) -> None:
         self._update_reading()
-        self._turn_soon()
+        self._server.turns.ask(self)
 
-    def _turn_soon(self) -> None:
-        if not self._turn_due:
-            self._turn_due = True
-            self._loop.call_soon(self._turn)
-
-    def _turn(self) -> None:
-        self._turn_due = False
+    def take_turn(self) -> None:
+        """Go on with what has to be said, then with the requests that have arrived."""
         if self._transport is None or self._ending:
             return
         if self._held:
@@ -272,7 +272,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self._transport.pause_reading()
         self._read_paused = True
-        self._turn_soon()
+        self._server.turns.ask(self)
 
     def _update_reading(self) -> None:
         """Read exactly while all that was read has been run and the client reads its replies."""

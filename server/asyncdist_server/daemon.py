@@ -30,6 +30,7 @@ from asyncdist_server.persistence import Persistence
 from asyncdist_server.status import describe
 from asyncdist_server.tls_connection import TLSConnection
 from asyncdist_server.torch_namespaces import TorchNamespace, TorchNamespaces
+from asyncdist_server.turns import Turns
 from asyncdist_server.unsaid import UNSAID_FRAMES, Unsaid
 
 BIND_ATTEMPTS: Final = 16
@@ -73,6 +74,7 @@ class StoreServer:
         self.dirty: list[Connection] = []
         self.inbound_bytes = 0
         self.held_bytes = 0  # of output that waits for the disk
+        self.turns = Turns(lambda call: asyncio.get_running_loop().call_soon(call))
         self.unsaid = Unsaid(UNSAID_FRAMES * config.limits.frame_bytes, config.limits.memory_bytes)
         self.timed_at = 0.0  # the loop's clock when a turn was timed last
         self.busy_poll: BusyPoll | None = None
