@@ -11,8 +11,9 @@
 Requests, replies and what each operation means are those of `messages`; requests are tuples (id, operation,
 arguments...). `now` is any clock that never goes back, in seconds. A request that breaks the contract (wrong shape or
 types) raises `ProtocolError` and changes nothing; one that exceeds a limit or makes no sense gets an error reply and
-changes nothing. Every change is complete when `request` returns, with all it wakes: `deliver` of other clients is
-called from inside, and must not call the engine. All calls come from one thread.
+changes nothing. Every change is complete when `request` returns: `deliver` of other clients is called from inside, and
+must not call the engine. Where a key wakes a great many, what most of them are answered is decided then, and `expire`,
+which is due at once, delivers it. All calls come from one thread.
 
 A client that retries after losing its connection opens with its `client_id` and the ids it will retry; whoever
 carries its bytes calls `frames_sent` and `acknowledge`, as `messages` says. In-process callers leave the id out and
@@ -308,6 +309,8 @@ class StoreEngine:
 
     def next_deadline(self) -> float | None:
         """Return when `expire` has something to do next, in whole milliseconds; None if nothing is due ever."""
+        if self._state.woken:
+            return self._state.now
         deadlines, timers = self._state.deadlines, self._state.timers
         soonest = deadlines.next() if deadlines.heap else None
         if timers.heap:
@@ -327,6 +330,7 @@ class StoreEngine:
         whoever kept a lease alive meanwhile, or came back, gets a chance to be heard.
         """
         self._state.now = now
+        self._state.wake_more()
         if late_s > STALL_S:
             self._spare(late_s, now)
         while (timed := self._state.timers.take_due(now)) is not None:

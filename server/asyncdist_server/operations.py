@@ -42,6 +42,7 @@ from asyncdist_server.messages import (
     ProtocolError,
 )
 from asyncdist_server.state import StoreState, first_missing
+from asyncdist_server.waiters import Woken
 
 Request = tuple[Any, ...]
 Operation = Callable[[StoreState, Client, Request, float], Reply | None]
@@ -258,8 +259,9 @@ def _cancel(state: StoreState, client: Client, request: Request, now: float) -> 
     waiter = client.blocked.get(blocked_id)
     if waiter is None:
         return request_id, OK, False
+    answered = type(waiter.waits_in) is Woken
     state.finish(waiter, (blocked_id, CANCELLED, "withdrawn by the client"))
-    return request_id, OK, True
+    return request_id, OK, not answered
 
 
 def _delete_namespace(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:

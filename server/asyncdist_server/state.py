@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -29,7 +30,7 @@ from asyncdist_server.messages import (
 )
 from asyncdist_server.namespace import Namespace
 from asyncdist_server.timers import Timers
-from asyncdist_server.waiters import Deadlines, Waiter, WaitPlace
+from asyncdist_server.waiters import WOKEN_AT_ONCE, Deadlines, Waiter, WaitPlace, Woken
 
 KEY_WAITS: Final = frozenset({GET, WAIT, MULTI_GET})
 """Waits for keys that somebody should set; those for events, locks, items and other members may be long by nature."""
@@ -62,6 +63,7 @@ class StoreState:
         "timers",
         "waiter_bytes",
         "waiter_count",
+        "woken",
     )
 
     def __init__(self, limits: Limits, first_revision: int = 0) -> None:
@@ -77,6 +79,7 @@ class StoreState:
         self.key_waits: dict[Waiter, None] = {}
         self.other_waits: dict[Waiter, None] = {}
         self.deadlines = Deadlines()
+        self.woken: deque[Woken] = deque()  # to be answered by `wake_more`
         self.timers = Timers()
         self.leases = Leases(self)
         self.recorder = Recorder(self)
@@ -301,8 +304,10 @@ class StoreState:
         self.memory_bytes -= waiter.bytes
 
     def finish(self, waiter: Waiter, reply: Reply) -> None:
-        """Answer a blocked request."""
+        """Answer a blocked request, one that is woken with what it waited for."""
         place = waiter.waits_in
+        if type(place) is Woken:
+            reply = place.reply_to(waiter)
         self.unblock(waiter)
         if reply[1] != OK and place is not None:
             place.give_up(waiter)
@@ -313,7 +318,10 @@ class StoreState:
 
     def wake(self, namespace: Namespace, key: bytes) -> None:
         """Look again at every request that waits for `key`, which is there now."""
-        for waiter in namespace.readers.take_all(key):
+        waiters = namespace.readers.take_all(key)
+        if len(waiters) > WOKEN_AT_ONCE:
+            waiters = self._wake_later(waiters, namespace.values.get(key))
+        for waiter in waiters:
             position = first_missing(namespace, waiter.operation, waiter.keys, waiter.position)
             if position is not None:
                 self._wait_at(waiter, position)
@@ -325,6 +333,32 @@ class StoreState:
                 self.finish(waiter, (request_id, OK, None))
             else:
                 self.finish(waiter, self.read_many(namespace, request_id, waiter.keys))
+
+    def _wake_later(self, waiters: list[Waiter], value: bytes | None) -> list[Waiter]:
+        """Leave most of those who wait for no other key to `wake_more`, and return all others."""
+        most, rest, later = WOKEN_AT_ONCE, [], []
+        for waiter in waiters:
+            operation = waiter.operation
+            if len(waiter.keys) > 1 or not (operation == WAIT or (operation == GET and value is not None)):
+                rest.append(waiter)
+            elif most:
+                most -= 1
+                rest.append(waiter)
+            else:
+                later.append(waiter)
+        self.woken.append(Woken(later, value))
+        return rest
+
+    def wake_more(self) -> None:
+        """Answer some of those who were woken together with a great many others."""
+        left = WOKEN_AT_ONCE
+        while self.woken and left:
+            waiter = self.woken[0].take_first()
+            if waiter is None:
+                self.woken.popleft()
+            else:
+                left -= 1
+                self.finish(waiter, self.woken[0].reply_to(waiter))
 
     def expire(self, now: float) -> None:
         """Answer every blocked request whose time is over."""

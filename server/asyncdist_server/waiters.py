@@ -7,7 +7,10 @@ before it arrives. This makes a wait on n keys cost O(n) in all, and every wake-
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
+
+from asyncdist_server.codes import GET, OK
 
 if TYPE_CHECKING:
     from asyncdist_server.clients import Client
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
 WAITER_BYTES: Final = 780
 """What one blocked request costs besides its keys: the object, its entries in tables and heap (measured, of the dearest
 kind: alone with its key, and with a time-out)."""
+WOKEN_AT_ONCE: Final = 128
+"""How many waiters of a key are answered in one go: a millisecond or two, with a connection for each of them."""
 COMPACT_AFTER: Final = 1024
 """Dead entries are swept from the heap of deadlines when there are more of them than this and than live ones."""
 
@@ -118,6 +123,44 @@ class WaitList:
         first = next(iter(waiters))
         self.discard(first)
         return first
+
+
+class Woken:
+    """Requests whose only key came, with its value. They are answered a few at a time, whatever becomes of the key."""
+
+    __slots__ = ("_value", "_waiters")
+
+    def __init__(self, waiters: list[Waiter], value: bytes | None) -> None:
+        self._value = value
+        self._waiters = deque(waiters)
+        for waiter in waiters:
+            waiter.waits_in = self
+
+    def take_first(self) -> Waiter | None:
+        """Remove and return the first that was not answered for another reason."""
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done:
+                return waiter
+        return None
+
+    def reply_to(self, waiter: Waiter) -> tuple[int, int, bytes | None]:
+        """Return what `waiter` is answered."""
+        return waiter.request_id, OK, self._value if waiter.operation == GET else None
+
+    def add(self, waiter: Waiter) -> None:
+        """Nothing begins to wait here."""
+        raise AssertionError("what is woken waits no more")
+
+    def discard(self, waiter: Waiter) -> None:
+        """Nothing: one that is done is passed over."""
+
+    def give_up(self, waiter: Waiter) -> None:
+        """Nothing: who waits for keys leaves no trace."""
+
+    def missing(self) -> list[bytes]:
+        """Return nothing: what they waited for came."""
+        return []
 
 
 class Deadlines:
