@@ -42,7 +42,6 @@ from asyncdist_server.messages import (
     ProtocolError,
 )
 from asyncdist_server.state import StoreState, first_missing
-from asyncdist_server.waiters import Woken
 
 Request = tuple[Any, ...]
 Operation = Callable[[StoreState, Client, Request, float], Reply | None]
@@ -259,7 +258,7 @@ def _cancel(state: StoreState, client: Client, request: Request, now: float) -> 
     waiter = client.blocked.get(blocked_id)
     if waiter is None:
         return request_id, OK, False
-    answered = type(waiter.waits_in) is Woken
+    answered = state.decided(waiter) is not None
     state.finish(waiter, (blocked_id, CANCELLED, "withdrawn by the client"))
     return request_id, OK, not answered
 

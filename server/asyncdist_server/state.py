@@ -306,8 +306,8 @@ class StoreState:
     def finish(self, waiter: Waiter, reply: Reply) -> None:
         """Answer a blocked request, one that is woken with what it waited for."""
         place = waiter.waits_in
-        if type(place) is Woken:
-            reply = place.reply_to(waiter)
+        if self.woken:
+            reply = self.decided(waiter) or reply
         self.unblock(waiter)
         if reply[1] != OK and place is not None:
             place.give_up(waiter)
@@ -318,10 +318,16 @@ class StoreState:
 
     def wake(self, namespace: Namespace, key: bytes) -> None:
         """Look again at every request that waits for `key`, which is there now."""
-        waiters = namespace.readers.take_all(key)
-        if len(waiters) > WOKEN_AT_ONCE:
-            waiters = self._wake_later(waiters, namespace.values.get(key))
-        for waiter in waiters:
+        waiters: Iterable[Waiter] | None = None
+        if key in namespace.values:
+            many = namespace.readers.take_many(key, WOKEN_AT_ONCE)
+            if many is not None:
+                waiters = [waiter for waiter in many if len(waiter.keys) > 1]
+                for waiter in waiters:
+                    del many[waiter]
+                self.woken.append(Woken(many, namespace.values[key]))
+                self.wake_more()
+        for waiter in namespace.readers.take_all(key) if waiters is None else waiters:
             position = first_missing(namespace, waiter.operation, waiter.keys, waiter.position)
             if position is not None:
                 self._wait_at(waiter, position)
@@ -334,20 +340,9 @@ class StoreState:
             else:
                 self.finish(waiter, self.read_many(namespace, request_id, waiter.keys))
 
-    def _wake_later(self, waiters: list[Waiter], value: bytes | None) -> list[Waiter]:
-        """Leave most of those who wait for no other key to `wake_more`, and return all others."""
-        most, rest, later = WOKEN_AT_ONCE, [], []
-        for waiter in waiters:
-            operation = waiter.operation
-            if len(waiter.keys) > 1 or not (operation == WAIT or (operation == GET and value is not None)):
-                rest.append(waiter)
-            elif most:
-                most -= 1
-                rest.append(waiter)
-            else:
-                later.append(waiter)
-        self.woken.append(Woken(later, value))
-        return rest
+    def decided(self, waiter: Waiter) -> Reply | None:
+        """Return the answer to a request that is woken and was not told yet."""
+        return next((reply for woken in self.woken if (reply := woken.reply_to(waiter)) is not None), None)
 
     def wake_more(self) -> None:
         """Answer some of those who were woken together with a great many others."""
@@ -358,7 +353,7 @@ class StoreState:
                 self.woken.popleft()
             else:
                 left -= 1
-                self.finish(waiter, self.woken[0].reply_to(waiter))
+                self.finish(waiter, (waiter.request_id, OK, None))
 
     def expire(self, now: float) -> None:
         """Answer every blocked request whose time is over."""

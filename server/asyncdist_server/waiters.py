@@ -7,10 +7,9 @@ before it arrives. This makes a wait on n keys cost O(n) in all, and every wake-
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
-from asyncdist_server.codes import GET, OK
+from asyncdist_server.codes import GET, OK, WAIT
 
 if TYPE_CHECKING:
     from asyncdist_server.clients import Client
@@ -95,10 +94,11 @@ class WaitList:
     def discard(self, waiter: Waiter) -> None:
         """Remove `waiter` from wherever it waits in this list."""
         key = waiter.keys[waiter.position]
-        waiters = self._waiters[key]
-        del waiters[waiter]
-        if not waiters:
-            del self._waiters[key]
+        waiters = self._waiters.get(key, {})
+        if waiter in waiters:  # else it is woken
+            del waiters[waiter]
+            if not waiters:
+                del self._waiters[key]
         waiter.waits_in = None
 
     def give_up(self, waiter: Waiter) -> None:
@@ -115,6 +115,10 @@ class WaitList:
             waiter.waits_in = None
         return waiters
 
+    def take_many(self, key: bytes, least: int) -> dict[Waiter, None] | None:
+        """Remove and return the waiters of `key` where there are more than `least`; they do not know it yet."""
+        return self._waiters.pop(key) if len(self._waiters.get(key, ())) > least else None
+
     def take_first(self, key: bytes) -> Waiter | None:
         """Remove and return the waiter of `key` that came first."""
         waiters = self._waiters.get(key)
@@ -128,39 +132,27 @@ class WaitList:
 class Woken:
     """Requests whose only key came, with its value. They are answered a few at a time, whatever becomes of the key."""
 
-    __slots__ = ("_value", "_waiters")
+    __slots__ = ("_left", "_value", "_waiters")
 
-    def __init__(self, waiters: list[Waiter], value: bytes | None) -> None:
+    def __init__(self, waiters: dict[Waiter, None], value: bytes) -> None:
         self._value = value
-        self._waiters = deque(waiters)
-        for waiter in waiters:
-            waiter.waits_in = self
+        self._waiters = waiters
+        self._left = iter(waiters)
 
     def take_first(self) -> Waiter | None:
-        """Remove and return the first that was not answered for another reason."""
-        while self._waiters:
-            waiter = self._waiters.popleft()
+        """Return the first that was not answered; it is to be answered now."""
+        for waiter in self._left:
             if not waiter.done:
                 return waiter
         return None
 
-    def reply_to(self, waiter: Waiter) -> tuple[int, int, bytes | None]:
-        """Return what `waiter` is answered."""
-        return waiter.request_id, OK, self._value if waiter.operation == GET else None
-
-    def add(self, waiter: Waiter) -> None:
-        """Nothing begins to wait here."""
-        raise AssertionError("what is woken waits no more")
-
-    def discard(self, waiter: Waiter) -> None:
-        """Nothing: one that is done is passed over."""
-
-    def give_up(self, waiter: Waiter) -> None:
-        """Nothing: who waits for keys leaves no trace."""
-
-    def missing(self) -> list[bytes]:
-        """Return nothing: what they waited for came."""
-        return []
+    def reply_to(self, waiter: Waiter) -> tuple[int, int, bytes | list[bytes] | None] | None:
+        """Return what `waiter` is answered, None if it is none of these."""
+        if waiter not in self._waiters:
+            return None
+        if waiter.operation == WAIT:
+            return waiter.request_id, OK, None
+        return waiter.request_id, OK, self._value if waiter.operation == GET else [self._value]
 
 
 class Deadlines:
