@@ -165,12 +165,12 @@ class Connection(asyncio.Protocol):
         more = session.has_output
         if more or self._unsaid:
             self._note_unsaid(more)
+        if session.closing and not more and not self._held:
+            self._end()
+            return
         if session.closing:
-            if more or self._held:
-                self._end_soon()
-            else:
-                self._end()
-        elif not self._paused and (more or session.busy):
+            self._end_soon()
+        if not self._paused and (more or session.busy):
             self._schedule_turn()
         elif session.busy or self._read_paused != self._paused:
             self._update_reading()
@@ -334,16 +334,22 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _end_soon(self) -> None:
-        """Close once all is said, or without the rest if the client does not read it in time."""
+        """Close once all is said, or without the rest if the client reads nothing of it in time."""
         if not self._closing:
             self._closing = True
             self._cancel_timer()
-            self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._end_without_the_rest)
+            self._watch_last_words()
 
-    def _end_without_the_rest(self) -> None:
-        self._timer = None
-        if self._write_paused or not self._held:
-            self._end()  # else it waits for the disk, not for the client
+    def _watch_last_words(self) -> None:
+        self._sent_before = self._given_bytes
+        self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._check_last_words)
+
+    def _check_last_words(self) -> None:
+        if self._given_bytes > self._sent_before or not self._write_paused:
+            self._watch_last_words()  # it reads, or waits for the disk
+        else:
+            self._timer = None
+            self._end()
 
     def _end(self) -> None:
         """Close after what is written has been read; the client's next bytes must not turn that into a reset."""
@@ -388,6 +394,8 @@ class Connection(asyncio.Protocol):
             self._cancel_timer()
             self._transport.close()  # there is no last message that a reset could lose
             return
+        self._cancel_timer()
+        self._closing = True  # it may read as long as the daemon waits for all
         self.flush()
 
     def abort(self) -> None:

@@ -76,7 +76,7 @@ Requests and what their reply's value is (`timeout_ms` is an integer >= 0, or No
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 import msgpack
 
@@ -363,6 +363,10 @@ def decode_welcome(payload: bytes | memoryview) -> Welcome:
     return Welcome(incarnation, resumed, limits)
 
 
+def _refuse_extension(_code: int, _data: bytes) -> NoReturn:
+    raise ValueError("it has an extension")  # one without any data, which no limit forbids
+
+
 def _decode(
     payload: bytes | bytearray | memoryview,
     max_items: int | None = None,
@@ -382,7 +386,7 @@ def _decode(
             max_map_len=64 if text else 0,
             max_str_len=size if text else 0,
             max_ext_len=1 if taken_out else 0,
-            ext_hook=lambda _code, _data: next(in_order),
+            ext_hook=_refuse_extension if not taken_out else lambda _code, _data: next(in_order),
         )
     except ValueError as error:
         # All of msgpack's complaints, and those of its text decoder, are ValueErrors.

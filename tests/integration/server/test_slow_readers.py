@@ -136,6 +136,20 @@ async def test_torch_clients_too() -> None:
             await eventually(lambda: not server.unsaid.waiting_count)
 
 
+async def test_who_says_goodbye_behind_a_large_answer_gets_it() -> None:
+    async with daemon() as server:
+
+        def work() -> None:
+            with client(server, 0) as reader:
+                reader.ask(m.SET, b"k", VALUE)
+                reader.send((m.GET, b"k", None), (m.GET, b"k", None), (m.GOODBYE,))
+                assert reader.reply()[2] == reader.reply()[2] == VALUE
+                assert reader.reply()[1] == m.OK
+                assert reader.closed_by_daemon()
+
+        await asyncio.to_thread(work)
+
+
 async def test_small_answers_that_are_not_read_are_bounded_and_their_client_is_cut_off() -> None:
     small = bytes(SMALL_BYTES)
     async with daemon(stall_timeout_s=0.2) as server:

@@ -86,6 +86,7 @@ def test_as_many_elements_as_others_and_not_one_more(past: int) -> None:
     [
         b"\x93\x00\xd4\x00\x00\xc6" + LARGE_FRAME_BYTES.to_bytes(4, "big"),  # an extension, as is put in for a value
         b"\x93\x00\xc7\x01\x00\x00\xc6" + LARGE_FRAME_BYTES.to_bytes(4, "big"),
+        b"\x93\x00\xc7\x00\x00\xc6" + LARGE_FRAME_BYTES.to_bytes(4, "big"),
         b"\x93\x00\xa1a\xc6" + LARGE_FRAME_BYTES.to_bytes(4, "big"),  # text
         b"\x93\x00\x81\x01\x01\xc6" + LARGE_FRAME_BYTES.to_bytes(4, "big"),  # a map
         b"\x93\x00\xa3\xc6\x00\x01\xc6" + LARGE_FRAME_BYTES.to_bytes(4, "big"),  # text with what looks like a value
