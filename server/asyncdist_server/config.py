@@ -22,9 +22,10 @@ DEFAULT_PORT: Final = 29500
 BACKLOG: Final = 4096
 """Connections the kernel accepts for us: thousands of ranks may start in the same instant."""
 MAX_HALF_OPEN: Final = 4096
-"""Connections that have not proven themselves yet; as many as the backlog, so that a starting job is never refused."""
+"""Connections that have not proven themselves yet; as many as the backlog, so that a starting job is never refused. One
+more takes the place of the oldest from the address that has most."""
 STALL_TIMEOUT_S: Final = 30.0
-"""A client that has much to read, reads none of it for so long, and has others or itself wait for that, is cut off."""
+"""A client that has much to read and reads none of it for so long is cut off."""
 DRAIN_TIMEOUT_S: Final = 2.0
 """How long a stopping daemon waits for its last replies to be read."""
 CLOSE_TIMEOUT_S: Final = 1.0

@@ -1,4 +1,4 @@
-"""Replies that are made and wait, as their clients read slowly or others have too much to read: bounded together.
+"""Replies that are made and wait, as their clients read slowly: bounded together.
 
 Such a reply refers to values. What the store holds as well costs nothing more; but a value may be replaced, and an item
 of a queue is the store's no more, while a reply that nobody reads still has it. A thousand clients that read nothing
