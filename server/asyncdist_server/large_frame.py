@@ -18,6 +18,9 @@ LARGE_FRAME_BYTES: Final = 512 * 1024
 """A frame that is no larger is decoded in less than a millisecond."""
 TAKEN_OUT_BYTES: Final = 16 * 1024
 """A byte string that is no longer stays: to copy it takes no longer than to take it out."""
+KERNEL_BYTES: Final = 32 * 1024 * 1024
+"""A block of so many bytes comes from the kernel, which gives its pages as they are filled: it need not grow, and so
+is never moved. glibc may take smaller ones from what it has, and would clear all of it at once."""
 _MARK: Final = b"\xd4\x00\x00"
 """An extension, which clients may not use."""
 _EXTENSIONS: Final = frozenset((0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)))
@@ -87,7 +90,8 @@ class LargeFrame:
                 if length > TAKEN_OUT_BYTES:
                     data = memoryview(bytes(rest[behind:]))
                     rest[at:] = _MARK
-                    self._value, self._left_out = io.BytesIO(), length
+                    self._value = io.BytesIO(bytes(length) if length >= KERNEL_BYTES else b"")
+                    self._left_out = length
                     self._at, self._count = len(rest), count + 1
                     return data
                 at = behind + length
