@@ -64,8 +64,6 @@ class LargeFrame:
             if not self._left_out:
                 self.values.append(self._value.getvalue())
                 self._value = None
-        if self._value is not None and not self.left:
-            self.error = "not a valid msgpack message: a byte string is longer than its frame"
 
     def _scan(self) -> memoryview:
         """Look at further elements up to one that is to be taken out, and return what there is behind its head."""
@@ -87,6 +85,9 @@ class LargeFrame:
                 if behind > end:
                     break
                 length = int.from_bytes(rest[at + 1 : behind], "big")
+                if length > end - behind + self.left:
+                    self.error = "not a valid msgpack message: a byte string is longer than its frame"
+                    break
                 if length > TAKEN_OUT_BYTES:
                     data = memoryview(bytes(rest[behind:]))
                     rest[at:] = _MARK
