@@ -6,10 +6,10 @@ spread over the reads that bring the frame. What is left of it, with a mark in t
 
 from __future__ import annotations
 
-import io
 from typing import Any, Final
 
 from asyncdist_server.frame_elements import BIN_LENGTHS, HEADS
+from asyncdist_server.long_bytes import LongBytes
 from asyncdist_server.messages import LENGTH_BYTES, MAX_ELEMENTS, FrameReader, ProtocolError, decode_requests
 
 __all__ = ["LARGE_FRAME_BYTES", "TAKEN_OUT_BYTES", "LargeFrame", "RequestReader"]
@@ -18,9 +18,6 @@ LARGE_FRAME_BYTES: Final = 512 * 1024
 """A frame that is no larger is decoded in less than a millisecond."""
 TAKEN_OUT_BYTES: Final = 16 * 1024
 """A byte string that is no longer stays: to copy it takes no longer than to take it out."""
-KERNEL_BYTES: Final = 32 * 1024 * 1024
-"""A block of so many bytes comes from the kernel, which gives its pages as they are filled: it need not grow, and so
-is never moved. glibc may take smaller ones from what it has, and would clear all of it at once."""
 _MARK: Final = b"\xd4\x00\x00"
 """An extension, which clients may not use."""
 _EXTENSIONS: Final = frozenset((0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)))
@@ -29,7 +26,7 @@ _EXTENSIONS: Final = frozenset((0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)))
 class LargeFrame:
     """One frame of `size` bytes."""
 
-    __slots__ = ("_at", "_count", "_left_out", "_value", "error", "left", "rest", "size", "values")
+    __slots__ = ("_at", "_count", "_value", "error", "left", "rest", "size", "values")
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -43,8 +40,7 @@ class LargeFrame:
         """Why the frame is refused, as soon as that is known."""
         self._at = 0  # where in `rest` the next element begins
         self._count = 0  # elements before that
-        self._value: io.BytesIO | None = None  # what is being taken out; its buffer becomes bytes without a copy
-        self._left_out = 0  # bytes of that which are still to come
+        self._value: LongBytes | None = None  # what is being taken out
 
     def __len__(self) -> int:
         return self.size
@@ -56,14 +52,11 @@ class LargeFrame:
             if self._value is None:
                 self.rest += data
                 data = self._scan()
-                continue
-            part = data[: self._left_out]
-            data = data[len(part) :]
-            self._value.write(part)
-            self._left_out -= len(part)
-            if not self._left_out:
-                self.values.append(self._value.getvalue())
-                self._value = None
+            else:
+                data = self._value.feed(data)
+                if not self._value.left:
+                    self.values.append(self._value.value())
+                    self._value = None
 
     def _scan(self) -> memoryview:
         """Look at further elements up to one that is to be taken out, and return what there is behind its head."""
@@ -91,8 +84,7 @@ class LargeFrame:
                 if length > TAKEN_OUT_BYTES:
                     data = memoryview(bytes(rest[behind:]))
                     rest[at:] = _MARK
-                    self._value = io.BytesIO(bytes(length) if length >= KERNEL_BYTES else b"")
-                    self._left_out = length
+                    self._value = LongBytes(length)
                     self._at, self._count = len(rest), count + 1
                     return data
                 at = behind + length

@@ -26,6 +26,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any, Final
 
+from asyncdist_server.long_bytes import LongBytes
 from asyncdist_server.messages import MAX_ITEMS, Limits, ProtocolError
 
 VALIDATE_MAGIC: Final = 0x3C85F7CE
@@ -35,6 +36,8 @@ MAX_VECTOR_KEYS: Final = 4 * MAX_ITEMS
 """Most keys in one request: 131,072, as many as torch's own server takes."""
 SMALL_BYTES: Final = 4096
 """A string below this is joined with its length: a copy costs less than one more piece to send."""
+LONG_BYTES: Final = 512 * 1024
+"""A string that is no longer is copied in less than a millisecond once it is whole."""
 STOP_WAITING: Final = b"\x00"
 WAIT_CANCELED: Final = b"\x01"
 
@@ -167,6 +170,7 @@ class TorchReader:
         "_items",
         "_layout",
         "_limits",
+        "_long",
         "_missing",
         "_needed",
         "_position",
@@ -187,11 +191,13 @@ class TorchReader:
         self._items: list[bytes] = []  # of the list being read
         self._missing = -1  # how many strings that list still lacks; -1 outside of lists
         self._held = 0
+        self._long: LongBytes | None = None  # the string being read, where it is long; then the buffer is empty
 
     @property
     def buffered(self) -> int:
         """Bytes held: those not yet looked at, and those of an unfinished request."""
-        return len(self._buffer) - self._position + self._held
+        long_bytes = 0 if self._long is None else self._long.received
+        return len(self._buffer) - self._position + self._held + long_bytes
 
     @property
     def ready(self) -> bool:
@@ -205,6 +211,9 @@ class TorchReader:
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes of the stream."""
+        if self._long is not None:
+            data = bytes(self._long.feed(memoryview(data)))
+            self._needed = 1 if self._long.left else 0
         if self._position >= len(self._buffer):
             self._buffer = data
         else:
@@ -297,6 +306,11 @@ class TorchReader:
 
     def _read_string(self, kind: int) -> bytes | None:
         """Return one string, None if it is not all there."""
+        if self._long is not None:  # it is whole now
+            long, self._long = self._long, None
+            self._needed = 1
+            self._request_bytes += LENGTH_BYTES + long.received
+            return long.value()
         buffer, position = self._buffer, self._position
         available = len(buffer) - position
         if available < LENGTH_BYTES:
@@ -310,7 +324,11 @@ class TorchReader:
         if self._request_bytes + total > limits.frame_bytes:
             raise ProtocolError(f"a request of more than {limits.frame_bytes} bytes")
         if available < total:
-            self._needed = total
+            if length > LONG_BYTES:
+                self._long = LongBytes(length)
+                self._long.feed(memoryview(buffer)[position + LENGTH_BYTES :])
+                self._forget_buffer()
+            self._needed = total if self._long is None else 1
             return None
         self._needed = 1
         self._position = position + total

@@ -223,8 +223,8 @@ async def test_many_large_answers_to_one_client_are_made_as_it_reads_them() -> N
 
 @pytest.mark.parametrize("torch", [False, True], ids=["native", "torch"])
 async def test_no_large_value_holds_the_loop(monkeypatch: pytest.MonkeyPatch, torch: bool) -> None:
-    """Measured in the loop's own processor time. To decode one of 64 MiB at once takes more than 100 ms."""
-    value = bytes(64 << 20)
+    """Measured in the loop's own processor time. To decode one of 32 MiB at once takes more than 50 ms."""
+    value = bytes(32 << 20)
     taken_s: list[float] = []
 
     def timed(name: str) -> None:
@@ -243,15 +243,12 @@ async def test_no_large_value_holds_the_loop(monkeypatch: pytest.MonkeyPatch, to
 
         def work() -> None:
             with client(server, 0) as native, SocketTorchClient(server.port) as other:
-                for _ in range(2):
-                    if torch:
-                        other.send(Query.SET, b"/k", value)  # these are decoded when they are whole
-                        assert other.get(b"none") == other.get(b"none") == b""
-                        taken_s.clear()
-                        assert other.get(b"/k") == value
-                    else:
-                        native.ask(m.SET, b"k", value)
-                        assert native.ask(m.GET, b"k", None) == value
+                if torch:
+                    other.send(Query.SET, b"/k", value)
+                    assert other.get(b"/k") == value
+                else:
+                    native.ask(m.SET, b"k", value)
+                    assert native.ask(m.GET, b"k", None) == value
 
         await asyncio.to_thread(work)
     assert max(taken_s) < HELD_S, sorted(taken_s)[-5:]

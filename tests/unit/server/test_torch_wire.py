@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import struct
 
 import pytest
 from torch_wire_kit import VALIDATE, number, query
 
 from asyncdist_server.messages import Limits, ProtocolError
-from asyncdist_server.torch_wire import MAX_VECTOR_KEYS, Query, TorchReader
+from asyncdist_server.torch_wire import LONG_BYTES, MAX_VECTOR_KEYS, Query, TorchReader
 
 LIMITS = Limits(frame_bytes=4096, key_bytes=100, value_bytes=1000)
 
@@ -165,3 +166,52 @@ def test_the_bytes_of_a_large_request_are_let_go() -> None:
     reader.feed(data[50_000:])
     assert reader.next() is not None
     assert len(reader._buffer) == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_long_strings_however_they_are_cut(seed: int) -> None:
+    """They are put together as they come, those that are no longer than the limit once they are whole."""
+    generator = random.Random(seed)
+    long, limit, short = (generator.randbytes(LONG_BYTES + past) for past in (1, 0, -LONG_BYTES + 10))
+    pairs = [b"a", long, b"b", limit, b"c", long, b"d", short]
+    stream = b"".join(
+        [
+            query(Query.SET, b"k", long),
+            query(Query.GET, b"k"),
+            bytes([Query.MULTI_SET]) + number(4) + b"".join(map(query_string, pairs)),
+            query(Query.COMPARE_SET, b"k", long, long),
+            query(Query.CHECK, [b"k"]),
+        ]
+    )
+    reader, found = begun(TorchReader(Limits())), []
+    cuts = sorted(generator.sample(range(1, len(stream)), 5 * seed))
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        reader.feed(stream[start:end])
+        while (request := reader.next()) is not None:
+            found.append(request)
+        assert reader.buffered <= end
+        assert not reader.ready
+    assert reader.idle
+    assert reader.buffered == 0
+    assert found == [
+        (Query.SET, b"k", long),
+        (Query.GET, b"k"),
+        (Query.MULTI_SET, tuple(pairs[::2]), tuple(pairs[1::2])),
+        (Query.COMPARE_SET, b"k", long, long),
+        (Query.CHECK, (b"k",)),
+    ]
+
+
+def query_string(value: bytes) -> bytes:
+    return query(Query.GET, value)[1:]
+
+
+def test_what_is_there_of_a_long_string_counts() -> None:
+    reader = begun(TorchReader(Limits()))
+    data = query(Query.SET, b"k", bytes(LONG_BYTES + 1))
+    for start in range(0, len(data), 100_000):
+        reader.feed(data[start : start + 100_000])
+        assert (reader.next() is None) is (start + 100_000 < len(data))
+        if start + 100_000 < len(data):
+            assert start + 100_000 - 20 <= reader.buffered <= start + 100_000
+    assert reader.buffered == 0
