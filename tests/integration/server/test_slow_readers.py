@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -27,6 +28,8 @@ MEMORY_BYTES = 64 << 20
 LITTLE_MEMORY_BYTES = 20 << 20
 UNREAD_BYTES = SMALL_BYTES + PIECE_BYTES + 1024
 """What a client may have unread besides what the kernel holds; the last is what msgpack and lengths take."""
+KERNEL_BYTES = 128 << 10
+"""What a kernel holds of what is not read; a sender's holds 4 MiB at most, less than a value."""
 READERS = 12
 DEADLINE_S = 60.0
 HELD_S = 0.03
@@ -43,7 +46,9 @@ async def daemon(memory_bytes: int = MEMORY_BYTES, **changes: Any) -> AsyncItera
 
 
 def client(server: StoreServer, number: int, namespace: str = "job") -> SocketClient:
-    return SocketClient(server.port, client_id=b"client-%09d" % number, namespace=namespace)
+    made = SocketClient(server.port, client_id=b"client-%09d" % number, namespace=namespace)
+    made.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BYTES)
+    return made
 
 
 def unread_bytes(server: StoreServer) -> int:
@@ -66,7 +71,7 @@ async def test_who_reads_nothing_holds_nobody_up_neither_while_it_lives_nor_when
                 other.ask(m.MULTI_SET, many, [bytes(1000)] * len(many))
                 writer = stack.enter_context(client(server, 1))
                 writer.ask(m.SET, b"k", VALUE)
-                writer.ask(m.MULTI_SET, many, [bytes(4000)] * len(many))
+                writer.ask(m.MULTI_SET, many, [bytes(8000)] * len(many))
                 lazy = [stack.enter_context(client(server, 2 + number)) for number in range(4 * READERS)]
                 for number, each in enumerate(lazy):
                     each.send((m.GET, b"k", None) if number % 2 else (m.MULTI_GET, many, None))
@@ -81,7 +86,7 @@ async def test_who_reads_nothing_holds_nobody_up_neither_while_it_lives_nor_when
                     assert other.ask(m.MULTI_GET, many, None) == (bytes(1000),) * len(many)
                 assert time.monotonic() - began_s < PROMPT_S
                 assert unread_bytes(server) <= server.connection_count * UNREAD_BYTES
-                assert server.unsaid.count() <= len(VALUE) + 4000 * len(many)
+                assert server.unsaid.count() <= len(VALUE) + 8000 * len(many)
 
         await asyncio.to_thread(work)
 
@@ -127,6 +132,7 @@ async def test_torch_clients_too() -> None:
             readers = [await asyncio.to_thread(SocketTorchClient, server.port) for _ in range(READERS)]
             for reader in readers:
                 stack.callback(reader.close)
+                reader.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BYTES)
             await asyncio.to_thread(readers[0].send, Query.SET, b"k", VALUE)
             assert await asyncio.to_thread(readers[0].get, b"k") == VALUE
             for reader in readers:
