@@ -178,7 +178,7 @@ class Connection(asyncio.Protocol):
     def _time_answers(self, given: int) -> None:
         session = self._session
         if not given or session.ran == self._ran_before:
-            self._began_s = 0.0
+            self._began_s = self._server.timed_at = 0.0  # the next turn of this tick may answer something
             return
         commit = self._held[-1][0] if self._held else 0
         self._timed = (session.operation, session.ran - self._ran_before, commit)
