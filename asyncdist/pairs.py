@@ -92,14 +92,18 @@ class Pairs:
             self.closings = Closings(world, group_id, parent_id, ranks, self._waited_for, owner.ask_origin)
         self._closed_by: set[int] = set()
 
-    def send(self, tensor: object, dst: int, tag: int, timeout: Timeout) -> PairWork:
-        """Issue a send of `tensor` to group rank `dst`."""
-        self._check("isend")
+    def send(self, tensor: object, dst: int, tag: int, timeout: Timeout, *, abandon: bool) -> PairWork:
+        """Issue a send of `tensor` to group rank `dst`. `abandon`: whether cancelling the last waiter withdraws it."""
+        name = "send" if abandon else "isend"
+        self._check(name)
         timeout_s = None if timeout is None else timeout_seconds(timeout, None)
         array = any_array(tensor)
         if type(array) is DeviceArray:
-            return self._post_announcement(self._gpu().send(array, self._key(tag), self, self._ranks[dst]), timeout_s)
-        return self._post_send(SendWork(self._loop, array, self._key(tag), self, self._ranks[dst]), timeout_s)
+            work = self._gpu().send(name, array, self._key(tag), self, self._ranks[dst])
+            return self._post_announcement(work, timeout_s)
+        return self._post_send(
+            SendWork(self._loop, name, array, self._key(tag), self, self._ranks[dst], abandon), timeout_s
+        )
 
     def send_objects(self, values: Sequence[object], dst: int, tag: int, timeout: Timeout) -> SendWork:
         """Issue a send of a list of objects to group rank `dst`."""
@@ -179,7 +183,8 @@ class Pairs:
     def withdraw_receives(self) -> None:
         """Withdraw receives that nothing matched."""
         for work in self.pending():
-            work.cancel()
+            if isinstance(work, RecvWork):
+                work.cancel()
 
     @property
     def aborted(self) -> bool:

@@ -21,7 +21,7 @@ waiter ends only its waiting."""
 
 WITHDRAWN: Final = """\
 Issued at the call, in call order; returns a `Work` at once. `await work` gives the result or raises; when the last
-waiter is cancelled before a message matched, the receive is withdrawn and loses none."""
+waiter is cancelled before message and receive have matched, it is withdrawn, and no other message is lost."""
 
 _COLLECTIVE: Final = """\
 All ranks of the group call it, in the same order for each `tag`: tasks that call at the same time take different tags.
@@ -38,7 +38,7 @@ no limit) bounds the operation: CollectiveTimeoutError, and nothing is lost if n
 
 _SENT: Final = """\
 Matched by source and `tag` (an int of at least 0), in order. `timeout` (seconds or a timedelta; None, the default, is
-no limit) bounds the operation: CollectiveTimeoutError, and the receive that meets the message raises it as well."""
+no limit) bounds the operation: CollectiveTimeoutError, and the message is withdrawn if no receive has matched it."""
 
 _MESSAGE: Final = """\
 Raises TypeError and ValueError at the call for wrong arguments, PeerLostError (`.rank`) where the other rank is lost;
@@ -59,7 +59,7 @@ _NO_ARRAYS: Final = "object"
 
 def complete_help(functions: Iterable[Callable[..., Any]]) -> None:
     """Complete the docstrings of module functions that act on a group; those that say all themselves stay."""
-    for function in dict.fromkeys(functions):  # `send` and `isend` are one
+    for function in dict.fromkeys(functions):  # some have two names
         own = function.__doc__
         if not own or "see `ProcessGroup." not in own.replace("See", "see"):  # no docstrings under -OO
             continue
@@ -94,5 +94,5 @@ def _shared(function: Callable[..., Any]) -> list[str]:
     else:
         parts += [_SENT if "send" in function.__name__ else _RECEIVED, _MESSAGE]
     if "stream" not in function.__name__:  # what those return is iterated over, as their own words say
-        parts.append(WITHDRAWN if function.__name__.startswith("recv") else AWAITED)
+        parts.append(WITHDRAWN if function.__name__.startswith(("recv", "send")) else AWAITED)
     return parts

@@ -23,10 +23,21 @@ def isend(
 ) -> Work[None]:
     """Send `tensor` to rank `dst`; see `ProcessGroup.isend`."""
     found = resolve(group)
-    return found.pairs.send(tensor, required_peer(found, dst, group_dst, "dst"), tag, timeout)
+    return found.pairs.send(tensor, required_peer(found, dst, group_dst, "dst"), tag, timeout, abandon=False)
 
 
-send = isend
+def send(
+    tensor: Any,
+    dst: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    *,
+    group_dst: int | None = None,
+    timeout: Timeout = None,
+) -> Work[None]:
+    """As `isend`, but withdrawn when its last waiter is cancelled before it matched; see `ProcessGroup.send`."""
+    found = resolve(group)
+    return found.pairs.send(tensor, required_peer(found, dst, group_dst, "dst"), tag, timeout, abandon=True)
 
 
 def irecv(

@@ -35,7 +35,7 @@ class SendObjectsWork(SendWork):
         if not isinstance(values, list | tuple):
             raise TypeError(f"object_list must be a list, not {type(values).__name__}")
         octets = encode(list(values), allow_pickle=allow_pickle)
-        PairWork.__init__(self, loop, "send_object_list", octets.nbytes, owner, peer)
+        PairWork.__init__(self, loop, "send_object_list", octets.nbytes, owner, peer, withdrawable=True)
         self.message = SendOp(key, octets, OBJECT_META, self, None)
 
 

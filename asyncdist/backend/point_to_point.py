@@ -20,6 +20,7 @@ from asyncdist.executor.work import Work
 from asyncdist.objects import GPU_META, OBJECT_META
 from asyncdist.subgroup import spell_ranks
 from asyncdist.transport.base_mesh import BaseMesh
+from asyncdist.transport.protocol.frame import unpack_key
 from asyncdist.transport.protocol.matching import Receive, SendOp
 
 __all__ = ["ANY_SOURCE", "OVER", "PairWork", "PairWorkOwner", "RecvArrayWork", "RecvWork", "SendWork"]
@@ -68,18 +69,25 @@ OVER: Final = _Over()
 class PairWork(Work[Any]):
     """What sends and receives share: an own deadline, whose expiry concerns no other message.
 
-    `peer` is the other's global rank or ANY_SOURCE.
+    `peer` is the other's global rank or ANY_SOURCE. `withdrawable`: whether cancelling the last waiter withdraws it.
     """
 
-    __slots__ = ("_owner", "_timer", "message", "peer")
+    __slots__ = ("_owner", "_timer", "_withdrawable", "message", "peer")
 
     message: SendOp | Receive
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, operation: str, nbytes: int, owner: PairWorkOwner, peer: int
+        self,
+        loop: asyncio.AbstractEventLoop,
+        operation: str,
+        nbytes: int,
+        owner: PairWorkOwner,
+        peer: int,
+        withdrawable: bool,
     ) -> None:
         super().__init__(loop, operation, nbytes)
         self._owner = owner
+        self._withdrawable = withdrawable
         self._spinner = owner.mesh.spinner
         self._timer: asyncio.TimerHandle | None = None
         self.peer = peer
@@ -97,14 +105,33 @@ class PairWork(Work[Any]):
     def _expire(self, timeout_s: float) -> None:
         raise NotImplementedError
 
-    def _timeout_error(self, timeout_s: float) -> CollectiveTimeoutError:
+    def _timeout_error(self, timeout_s: float, why: str) -> CollectiveTimeoutError:
         missing = () if self.peer == ANY_SOURCE else (self.peer,)
-        return CollectiveTimeoutError(f"{self.where}: did not end within {timeout_s:g} s", missing)
+        return CollectiveTimeoutError(f"{self.where}: did not end within {timeout_s:g} s: {why}", missing)
 
-    def _give_up(self, timeout_s: float) -> None:
-        """End a message that is under way: its other end hears of it, and all else goes on."""
-        self._owner.mesh.give_up(self.peer, self.message)
-        self._fail(self._timeout_error(timeout_s))
+    @property
+    def _tag(self) -> int:
+        return unpack_key(self.message.key).tag
+
+    @property
+    def _described_message(self) -> str:
+        return f"the message ({human_bytes(self.nbytes)}, tag {self._tag})"
+
+    def _withdraw(self) -> bool:
+        """Take the message back if its other end has not matched it, as far as this rank knows."""
+        return False
+
+    def cancel(self) -> bool:
+        """Withdraw the message if it has not matched; True if it was withdrawn. No other message is lost."""
+        if self._done or not self._withdraw():
+            return False
+        self._retrieved = True
+        self._fail(ClosedError(f"{self.where}: was withdrawn"))
+        return True
+
+    def _abandoned(self) -> None:
+        if self._withdrawable:
+            self.cancel()
 
     def _end(self) -> None:
         super()._end()
@@ -154,13 +181,15 @@ class SendWork(PairWork):
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
+        operation: str,
         array: Array,
         key: bytes,
         owner: PairWorkOwner,
         peer: int,
+        withdrawable: bool,
     ) -> None:
         octets = Flat(array, writable=False).octets
-        super().__init__(loop, "isend", octets.nbytes, owner, peer)
+        super().__init__(loop, operation, octets.nbytes, owner, peer, withdrawable)
         self.message = SendOp(key, octets, encode_meta(array.dtype, array.shape), self, None)
 
     def message_sent(self, token: object) -> None:
@@ -168,17 +197,26 @@ class SendWork(PairWork):
         if not self._done:
             self._finish(None)
 
+    def _withdraw(self) -> bool:
+        return self._owner.mesh.withdraw_send(self.peer, self.message)
+
     def _expire(self, timeout_s: float) -> None:
-        self._give_up(timeout_s)
+        mesh, peer, message = self._owner.mesh, self.peer, self._described_message
+        if self._withdraw():
+            known = peer == mesh.rank or mesh.is_connected(peer)
+            why = f"rank {peer} has posted no receive for it" if known else f"rank {peer} is not connected yet"
+            self._fail(self._timeout_error(timeout_s, f"{why}; {message} is withdrawn"))
+        elif mesh.give_up(peer, self.message):
+            why = f"rank {peer} had received only a part; the rest of {message} is not sent"
+            self._fail(self._timeout_error(timeout_s, why))
+        else:
+            self._finish(None)
 
 
 class RecvWork(PairWork):
-    """A receive into an array; its result is the source rank, as `number` numbers it.
+    """A receive into an array; its result is the source rank, as `number` numbers it."""
 
-    `withdrawable`: whether cancelling the last waiter withdraws it.
-    """
-
-    __slots__ = ("_array", "_flat", "_number", "_withdrawable")
+    __slots__ = ("_array", "_flat", "_number")
 
     message: Receive
 
@@ -195,11 +233,10 @@ class RecvWork(PairWork):
     ) -> None:
         flat = Flat(array, writable=True)
         octets = flat.octets
-        super().__init__(loop, operation, octets.nbytes, owner, peer)
+        super().__init__(loop, operation, octets.nbytes, owner, peer, withdrawable)
         self._array = array
         self._flat = flat
         self._number = number
-        self._withdrawable = withdrawable
         self.message = Receive(key, None, self, None, encode_meta(array.dtype, array.shape), octets)
 
     def allocate(self, token: object, source: int, nbytes: int, meta: bytes) -> memoryview:
@@ -266,13 +303,8 @@ class RecvWork(PairWork):
     def _outcome(self) -> Any:
         return self._source
 
-    def cancel(self) -> bool:
-        """Withdraw the receive if no message has matched it; True if it was withdrawn. No message is lost."""
-        if self._done or not self._owner.mesh.withdraw(self.message):
-            return False
-        self._retrieved = True
-        self._fail(ClosedError(f"{self.where}: was withdrawn"))
-        return True
+    def _withdraw(self) -> bool:
+        return self._owner.mesh.withdraw(self.message)
 
     def never_sent(self, closed: Sequence[int]) -> None:
         """Nobody sends this any more, unless it has met a message: those who might have, `closed` the group or left."""
@@ -284,10 +316,6 @@ class RecvWork(PairWork):
         if self.peer == ANY_SOURCE:
             why = f"nobody can send this any more: rank {ranks} closed the group, and all others are gone"
         self._fail(CollectiveMismatchError(f"{self.where}: {why}", closed[0]))
-
-    def _abandoned(self) -> None:
-        if self._withdrawable:
-            self.cancel()
 
     def _unnoticed(self) -> None:
         if self.give_back():
@@ -306,12 +334,20 @@ class RecvWork(PairWork):
         return True
 
     def _expire(self, timeout_s: float) -> None:
-        if self._owner.mesh.withdraw(self.message):
-            self._fail(self._timeout_error(timeout_s))
+        if self._withdraw():
+            sender = "no rank has sent a" if self.peer == ANY_SOURCE else f"rank {self.peer} has sent no"
+            why = f"{sender} message of tag {self._tag} for it; the receive is withdrawn"
+            self._fail(self._timeout_error(timeout_s, why))
         else:
             assert self.message.source is not None  # it has matched
             self.peer = self.message.source
             self._give_up(timeout_s)
+
+    def _give_up(self, timeout_s: float) -> None:
+        """End a message that is coming in: its sender hears of it, and all else goes on."""
+        self._owner.mesh.give_up(self.peer, self.message)
+        why = f"only a part of a message of tag {self._tag} has come from rank {self.peer}; it is thrown away"
+        self._fail(self._timeout_error(timeout_s, why))
 
 
 class RecvArrayWork(RecvWork):

@@ -24,8 +24,8 @@ T = TypeVar("T")
 _ISSUED: Final = "Issued at the call; returns what is to be waited for at once."
 _COMPLETED: Final = "Waits and returns the result. Ctrl-C ends the waiting; the operation goes on."
 _WITHDRAWN: Final = """\
-Waits and returns the result. Ctrl-C ends the waiting; if no message had matched, the receive is withdrawn and loses
-none."""
+Waits and returns the result. Ctrl-C ends the waiting; if message and receive had not matched, the operation is
+withdrawn, and no other message is lost."""
 _COLLECTIVE: Final = """\
 Waits and returns None, or what it makes; with `async_op=True` returns a `Work` at once. Ctrl-C ends the waiting; the
 operation goes on."""

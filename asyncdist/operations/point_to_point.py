@@ -20,14 +20,24 @@ class PointToPoint(Issuer):
     def isend(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[None]:
         """Send `tensor` (any shape) to rank `dst`; done when `tensor` may be written again, not when it arrived.
 
-        No time-out unless one is given. Expiry ends this message only, and `tensor` is free: the receive that meets it
-        raises CollectiveTimeoutError, too, unless it is a small one, or nearly sent, which goes on from a copy. A GPU
-        cannot be stopped in the middle: for its arrays expiry breaks the connection, and the two ranks are lost to each
-        other and, on every rank, to the collectives of all groups that have one of them. `dst` may be this rank.
-        """
-        return self.pairs.send(tensor, check_rank(dst, self.size, "dst"), tag, timeout)
+        A send that is done well is received, in its place, if the two ranks live and `dst` receives it. A message of
+        256 KiB or less mostly is done at once; a longer one waits for its receive.
 
-    send = isend
+        Withdrawn by `work.cancel()` only, before a receive has matched: then it is as if it had never been sent, and
+        `tensor` is free. A receive that has matched it without this rank's knowing raises CollectiveTimeoutError. No
+        time-out unless one is given; expiry withdraws the send or, if the message is on its way, ends that message and
+        nothing else: its receive raises CollectiveTimeoutError, too. A GPU cannot be stopped in the middle: a send of
+        its array is never withdrawn, and expiry breaks the connection, so that the two ranks are lost to each other
+        and, on every rank, to the collectives of all groups that have one of them. `dst` may be this rank.
+        """
+        return self.pairs.send(tensor, check_rank(dst, self.size, "dst"), tag, timeout, abandon=False)
+
+    def send(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[None]:
+        """As `isend`, but withdrawn also when the last task awaiting it is cancelled, before a receive has matched.
+
+        A message that is on its way then still arrives: who may be cancelled keeps the Work and awaits it again.
+        """
+        return self.pairs.send(tensor, check_rank(dst, self.size, "dst"), tag, timeout, abandon=True)
 
     def irecv(self, tensor: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work[int]:
         """Receive into `tensor`, of the sender's dtype and at least its size, from rank `src` (None: from any).

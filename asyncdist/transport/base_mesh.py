@@ -139,17 +139,21 @@ class BaseMesh:
         core = self.cores[source]
         return core is not None and core.withdraw(receive)
 
+    def withdraw_send(self, rank: int, op: SendOp) -> bool:
+        """Take back a point-to-point send to `rank`; see `PeerCore.withdraw`."""
+        core = self.cores[rank]
+        return core is not None and core.withdraw(op)
+
     def lost_elsewhere(self, rank: int, error: PeerLostError) -> None:
         """Another rank has lost `rank`, which may never have connected to us: receives from any source fail for it."""
         if rank not in self._lost_elsewhere and not self.is_reached(rank):
             self._lost_elsewhere.add(rank)
             self._any_source.fail_source(rank, error)
 
-    def give_up(self, rank: int, message: SendOp | Receive) -> None:
+    def give_up(self, rank: int, message: SendOp | Receive) -> bool:
         """End a point-to-point message with `rank` before its time; see `PeerCore.give_up`."""
         core = self.cores[rank]
-        if core is not None:
-            core.give_up(message)
+        return core is None or core.give_up(message)
 
     def watch(self, group: bytes, watcher: Unexpected) -> None:
         """Tell `watcher` of messages of collectives of `group` (8 bytes) that come before their receives.

@@ -37,11 +37,12 @@ LENGTHS = st.one_of(st.sampled_from([0, 1, 10, EAGER, EAGER + 1, 3000, 1 << 48, 
 IDS = st.sampled_from([0, 1, 2, 3, EARLY_ID, EARLY_ID + 1, EARLY_ID + 2, (1 << 32) - 1])
 
 ADDRESSES = st.sampled_from([*[READABLE.ctypes.data] * 4, 0, 1 << 63, (1 << 64) - 1000])
+ON_OFFERS = [Kind.PULL, Kind.DISCARD, Kind.WITHDRAW]
 AGREED = pack_memory(*OWN.token) + pack_header(Kind.MAPPED, length=PROCESS)
 LOANS = st.one_of(
     st.builds(pack_lent, st.just(EARLY_ID), st.just(PROCESS), ADDRESSES, st.sampled_from([3000, 3000, 3000, 10])),
     st.builds(pack_header, st.just(Kind.RETURNED), flags=st.sampled_from([0, FLAG_ABORT]), message_id=st.just(2)),
-    st.builds(pack_header, st.sampled_from([Kind.PULL, Kind.DISCARD]), message_id=st.sampled_from([1, 2, 2])),
+    st.builds(pack_header, st.sampled_from(ON_OFFERS), message_id=st.sampled_from([1, 2, 2])),
     st.builds(pack_header, st.sampled_from([Kind.MAPPED, Kind.UNMAP]), length=st.just(PROCESS)),
     st.builds(pack_fragment, st.just(EARLY_ID), st.just(0), st.just(0), flags=st.sampled_from([FLAG_END, FLAG_ABORT])),
     st.just(pack_fragment(EARLY_ID, 0, 700) + bytes(700)),
@@ -53,7 +54,7 @@ LOANS = st.one_of(
 @st.composite
 def frames(draw: st.DrawFn) -> bytes:
     """Frames that make sense one by one, if not together."""
-    kind = draw(st.integers(0, Kind.MEMORY + 1))
+    kind = draw(st.integers(0, Kind.WITHDRAW + 1))
     length = draw(LENGTHS)
     meta = draw(st.sampled_from([b"", b"", b"meta"]))
     payload = b"x" * min(length, 4000) if kind in (Kind.DATA, Kind.FRAGMENT, Kind.CONTROL) else b""

@@ -53,7 +53,13 @@ def test_functions_of_arrays_of_unknown_size_say_what_bounds_them(name: str) -> 
 )
 def test_only_receives_expire_without_loss(name: str, lost: bool) -> None:
     assert ("nothing is lost" in help_of(name)) is lost
-    assert ("the receive that meets the message raises it" in help_of(name)) is not lost
+    assert ("the message is withdrawn" in help_of(name)) is not lost
+
+
+@pytest.mark.parametrize(("name", "withdrawn"), [("isend", False), ("send", True), ("irecv", False), ("recv", True)])
+def test_each_form_of_a_message_says_what_cancelling_its_waiter_does(name: str, withdrawn: bool) -> None:
+    assert ("waiter is cancelled before message and receive have matched" in help_of(name)) is withdrawn
+    assert ("waiter ends only its waiting" in help_of(name)) is not withdrawn
 
 
 def of_all(name: str) -> bool:

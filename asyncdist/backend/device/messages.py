@@ -146,6 +146,7 @@ class DeviceSendWork(PairWork):
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
+        operation: str,
         array: DeviceArray,
         announcement: Announcement,
         key: bytes,
@@ -155,7 +156,7 @@ class DeviceSendWork(PairWork):
         peer: int,
         ready: tuple[Event, ...],
     ) -> None:
-        super().__init__(loop, "isend", array.nbytes, owner, peer)
+        super().__init__(loop, operation, array.nbytes, owner, peer, withdrawable=False)
         self._messages = messages
         self._answer = bytearray()
         self.array = array
@@ -191,7 +192,8 @@ class DeviceSendWork(PairWork):
             _fail(self, error)
 
     def _expire(self, timeout_s: float) -> None:
-        _break_pair(self, self._timeout_error(timeout_s))
+        why = f"{self._described_message} is on a GPU, which cannot be stopped: the connection to rank {self.peer} ends"
+        _break_pair(self, self._timeout_error(timeout_s, why))
 
     def _end(self) -> None:
         super()._end()
@@ -276,7 +278,8 @@ class DeviceRecvWork(RecvWork):
             _fail(self, error)
 
     def _give_up(self, timeout_s: float) -> None:
-        _break_pair(self, self._timeout_error(timeout_s))
+        why = f"{self._described_message} is on a GPU, which cannot be stopped: the connection to rank {self.peer} ends"
+        _break_pair(self, self._timeout_error(timeout_s, why))
 
     def give_back(self) -> bool:
         """What has come to a GPU cannot be put back among the messages."""

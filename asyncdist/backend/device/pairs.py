@@ -77,14 +77,14 @@ class DevicePairs:
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
-    def send(self, array: DeviceArray, key: bytes, owner: PairWorkOwner, peer: int) -> DeviceSendWork:
+    def send(self, operation: str, array: DeviceArray, key: bytes, owner: PairWorkOwner, peer: int) -> DeviceSendWork:
         """A send to global rank `peer`, to be posted. Raises ValueError for an array that is not contiguous."""
         flat = device_flat(array, writable=False)
         stay_on(self.runtime, array.device)
         announcement = self._announcement(array, peer)
         ready = ready_after(self.runtime, self._around.events, [array])
         return DeviceSendWork(
-            self._around.loop, flat, announcement, key, self._around.group_id, owner, self, peer, ready
+            self._around.loop, operation, flat, announcement, key, self._around.group_id, owner, self, peer, ready
         )
 
     def receive(

@@ -72,6 +72,17 @@ class SendWindow:
         if not ops:
             del self._keys[op.key]
 
+    def withdraw(self, op: SendOp) -> bool:
+        """Hold `op`, of whatever age, no longer; False if it is not held."""
+        if op not in self._held:
+            return False
+        del self._held[op]
+        ops = self._keys[op.key]
+        ops.remove(op)
+        if not ops:
+            del self._keys[op.key]
+        return True
+
     def take_all(self) -> list[SendOp]:
         """Hold nothing any more; returns what was held."""
         ops = list(self._held)

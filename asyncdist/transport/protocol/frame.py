@@ -42,15 +42,17 @@ The match key is the 24 bytes as they travel: they are a dict key at both ends a
 | MAPPED | receiver | length: number of a segment that the sender may lend from now on | none |
 | UNMAP | sender | length: number of a segment of which nothing will be lent any more | none |
 | MEMORY | sender | once; key: address (u64) of a token in its process, and the token (16 bytes) | none |
+| WITHDRAW | sender | message_id of an OFFER: it is none any more | none |
 
-The last five only where memory is shared: a payload that its receiver can read where it lies need not travel. It lies
+LENT to MEMORY only where memory is shared: a payload that its receiver can read where it lies need not travel. It lies
 in a segment, or in the sender's process (see `process_memory`), for which PROCESS stands in LENT and MAPPED. RETURNED
 with flag ABORT: it could not be read, travels after all, and is not lent again.
 
 ABORT has LATE where only the time of that send was over, not its group.
 
 Every PULL is answered by exactly one end of stream: the fragment that completes the message, or one with ABORT or END.
-So both ends know which ids are in use whoever gives up, and when. Of a lent message the sender says when it is
+Every OFFER is answered by a PULL or a DISCARD, a withdrawn one too; a PULL that crosses its WITHDRAW has its end in
+that. So both ends know which ids are in use whoever gives up, and when. Of a lent message the sender says when it is
 complete: should it have given its memory up for other use meanwhile, nobody takes what was copied for the message.
 """
 
@@ -196,6 +198,7 @@ class Kind:
     MAPPED: Final = 13
     UNMAP: Final = 14
     MEMORY: Final = 15
+    WITHDRAW: Final = 16
 
 
 class Key(NamedTuple):

@@ -146,6 +146,8 @@ class Inbound:
         """Give the oldest parked message of its key to `receive`. Results and errors as PeerCore.post_receive."""
         parked = self._parking.take(receive.key)
         payload = parked.payload
+        if payload is None and self.error is not None:
+            raise anew(self.error)
         receive.source = self.peer_rank
         receive.meta = parked.meta
         receive.fingerprint = parked.fingerprint
@@ -252,6 +254,15 @@ class Inbound:
         receive.fingerprint = fingerprint
         self.pulls.pull(receive, view, message_id)
 
+    def on_withdraw(self, message_id: int) -> None:
+        """WITHDRAW: the message will not come. One that is not known has crossed with our DISCARD."""
+        if self._parking.withdraw(message_id):
+            self._out.queue.push_reply(pack_header(Kind.DISCARD, message_id=message_id))
+        elif (stream := self.pulls.by_id.get(message_id)) is not None:
+            if message_id >= EARLY_ID or stream.offset or stream.lent:
+                raise RemoteProtocolError(f"rank {self.peer_rank} withdrew message {message_id}, which is under way")
+            self._abort(message_id, late=True)
+
     def on_fragment(self, flags: int, fingerprint: int, offset: int, length: int, message_id: int) -> Stream | None:
         """A piece of a pulled message: where it goes. None if it was its end without payload."""
         stream, was_early = self.pulls.answered(message_id)
@@ -265,10 +276,13 @@ class Inbound:
         if not flags & FLAG_ABORT:
             self.pulls.advance(stream, offset, length, message_id)
             return stream
-        self.pulls.abort(stream, message_id)
-        if receive is not None:
-            receive.sink.message_failed(receive.token, given_up(self.peer_rank, late=bool(flags & FLAG_LATE)))
+        self._abort(message_id, late=bool(flags & FLAG_LATE))
         return None
+
+    def _abort(self, message_id: int, *, late: bool) -> None:
+        receive = self.pulls.abort(message_id)
+        if receive is not None:
+            receive.sink.message_failed(receive.token, given_up(self.peer_rank, late=late))
 
     def on_lent(self, fingerprint: int, key: bytes, length: int, message_id: int) -> None:
         """The bytes of a pulled message are in the sender's memory, from where we copy them."""

@@ -383,9 +383,9 @@ class AnySourceTable:
 
 
 def given_up(source: int, *, late: bool) -> DistError:
-    """What a receive raises whose message its sender did not send to the end: its time was over, or the group ended."""
+    """What a receive raises whose message its sender did not send to the end, or whose group ended there."""
     if late:
-        text = f"rank {source} gave this message up before it was sent: its send did not end in time"
+        text = f"rank {source} gave this message up before it was sent: its send timed out or was cancelled"
         return CollectiveTimeoutError(text, (source,))
     text = f"rank {source} aborted the group while it sent this message"
     return GroupAbortedError(text, "aborted by the sender", source)

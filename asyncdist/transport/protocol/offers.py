@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Final
 
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.protocol.credit import SendWindow
 from asyncdist.transport.protocol.frame import COLLECTIVE, EARLY_ID, EARLY_PULL_BYTES, MAX_EARLY_PULLS, describe_key
 from asyncdist.transport.protocol.matching import SendOp
 
-__all__ = ["EarlyPulls", "Offers"]
+__all__ = ["WITHDRAWN", "EarlyPulls", "Offers"]
 
 _NO_PAYLOAD = memoryview(b"")
+
+WITHDRAWN: Final = -2
+"""Offset of an operation that is: its pull was answered before it came."""
 
 
 class Offers:
@@ -69,11 +73,12 @@ class Offers:
             if op.key.startswith(group):
                 self._let_go(op)
 
-    def give_up(self, op: SendOp) -> bool:
+    def withdraw(self, op: SendOp) -> bool:
         """The same for `op`; False if it is not on offer."""
         if self._by_id.get(op._id) is not op:
             return False
         self._let_go(op)
+        op._offset = WITHDRAWN
         return True
 
     @staticmethod

@@ -30,14 +30,13 @@ from asyncdist.transport.protocol.frame import (
 from asyncdist.transport.protocol.kept_error import anew
 from asyncdist.transport.protocol.loans import Loans
 from asyncdist.transport.protocol.matching import DroppedGroups, SendOp, fail_all
-from asyncdist.transport.protocol.offers import EarlyPulls, Offers
+from asyncdist.transport.protocol.offers import WITHDRAWN, EarlyPulls, Offers
 from asyncdist.transport.protocol.output import OutputQueue
 
 __all__ = ["Outbound"]
 
 _pack = HEADER.pack
 _DATA = Kind.DATA
-_GIVEN_UP = -2  # offset of an operation that is
 
 
 class Outbound:
@@ -257,9 +256,9 @@ class Outbound:
         self._stream(op, message_id)
 
     def _stream(self, op: SendOp, message_id: int) -> None:
-        if op._settled:  # dropped, or given up, after it was offered
-            late = FLAG_LATE if op._offset == _GIVEN_UP else 0
-            self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT | late))
+        if op._settled:  # after it was offered
+            if op._offset != WITHDRAWN:
+                self.queue.push_reply(pack_fragment(message_id, 0, 0, flags=FLAG_ABORT))
             return
         op._id = message_id
         place = None if self.loans is None else self.loans.lend(op.payload)
@@ -283,14 +282,15 @@ class Outbound:
             self.queue.push_stream(op)
         return True
 
-    def _stop(self, op: SendOp, push: Callable[[bytes], None], flags: int = FLAG_ABORT) -> None:
-        """End a stream before its time, unless its last fragment is begun."""
+    def _stop(self, op: SendOp, push: Callable[[bytes], None], flags: int = FLAG_ABORT) -> bool:
+        """End a stream before its time; False if its last fragment is begun."""
         message_id = op._id
         if not self.queue.stop_stream(op):
-            return
+            return False
         push(pack_fragment(message_id, 0, 0, flags=flags))
         if not self.queue.finishing(op):
             self._complete(op)
+        return True
 
     def _complete(self, op: SendOp) -> None:
         if not op._settled:
@@ -353,16 +353,35 @@ class Outbound:
         self._early_pulls.clear()
         fail_all(self.queue.take_all() + self._offers.take_all() + held, error)
 
-    def give_up(self, op: SendOp) -> None:
+    def withdraw(self, op: SendOp) -> bool:
+        """See PeerCore.withdraw."""
+        if self.queue.streaming.get(op._id) is op:
+            return False
+        channel = op.key[20]
+        message_id = op._id
+        if self.queue.withdraw(op):
+            self._unsend(op, message_id)
+        elif self._offers.withdraw(op):
+            self.queue.push_data(pack_header(Kind.WITHDRAW, message_id=message_id))  # not ahead of its offer
+        elif self.windows[channel].withdraw(op):
+            op._settled = True
+        else:
+            return False
+        self._release(channel)
+        self.kick()
+        return True
+
+    def give_up(self, op: SendOp) -> bool:
         """See PeerCore.give_up."""
         op._settled = True
+        stopped = False
         if self.queue.streaming.get(op._id) is op:
-            self._stop(op, self.queue.push_control, FLAG_ABORT | FLAG_LATE)
-        elif not self._offers.give_up(op) and len(op.payload) <= EAGER_BYTES:  # longer ones will only be offered
+            stopped = self._stop(op, self.queue.push_control, FLAG_ABORT | FLAG_LATE)
+        else:
             op.payload = memoryview(bytes(op.payload))
         self.queue.detach(op)
-        op._offset = _GIVEN_UP
         self.kick()
+        return stopped
 
     def drop_group(self, group: bytes) -> None:
         """Forget the messages of `group`, those the peer knows of as soon as it answers."""

@@ -15,6 +15,7 @@ from asyncdist.transport.protocol.frame import (
     CHANNELS,
     COLLECTIVE,
     CREDIT_BYTES,
+    FLAG_ASKED,
     FLAG_CREDIT_COLLECTIVE,
     FRAGMENT_BYTES,
     HEADER_BYTES,
@@ -367,6 +368,14 @@ class OutputQueue:
         if self._begun_op is not None and self._begun_op.key.startswith(group):
             self.detach(self._begun_op)
         return [(op, offer_id) for _, op, offer_id in unsent if op is not None]
+
+    def withdraw(self, op: SendOp) -> bool:
+        """Forget the unwritten frame of `op`; False if there is none, or the peer has asked for it."""
+        entry = next((entry for entry in self._data if entry[1] is op), None)
+        if entry is None or entry[0][1] & FLAG_ASKED:
+            return False
+        self._data.remove(entry)
+        return True
 
     def detach(self, op: SendOp) -> None:
         """If a frame of `op` is begun, let the rest go from a copy, and complete nothing."""

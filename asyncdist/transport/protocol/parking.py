@@ -37,7 +37,7 @@ class Parking:
         self._any_source = any_source
         self._windows = windows
         self._watchers = watchers
-        self._offers: set[int] = set()
+        self._offers: dict[int, bytes] = {}  # the key of each
         self.queues: dict[bytes, deque[ParkedMessage]] = {}
 
     def add_message(self, key: bytes, payload: bytes | memoryview, meta: bytes, fingerprint: int) -> None:
@@ -55,7 +55,7 @@ class Parking:
         if window.parked_offers >= MAX_OFFERS and not asked:
             raise RemoteProtocolError(f"rank {self._peer_rank} has more than {MAX_OFFERS} offers open")
         window.parked_offers += 1
-        self._offers.add(message_id)
+        self._offers[message_id] = key
         self._add(key, ParkedMessage(None, length, meta, fingerprint, message_id))
 
     def _add(self, key: bytes, parked: ParkedMessage) -> None:
@@ -101,11 +101,24 @@ class Parking:
         self._account(key, parked)
         return parked
 
+    def withdraw(self, message_id: int) -> bool:
+        """Forget the offer `message_id`, so that the messages behind it move up; False if it is not parked."""
+        key = self._offers.get(message_id)
+        if key is None:
+            return False
+        queue = self.queues[key]
+        offer = next(parked for parked in queue if parked.payload is None and parked.message_id == message_id)
+        queue.remove(offer)
+        if not queue:
+            self._forget(key)
+        self._account(key, offer)
+        return True
+
     def _account(self, key: bytes, parked: ParkedMessage) -> None:
         window = self._windows[key[20]]
         if parked.payload is None:
             window.parked_offers -= 1
-            self._offers.discard(parked.message_id)
+            self._offers.pop(parked.message_id, None)
         elif not parked.returned:
             charge = parked.length + len(parked.meta) + MESSAGE_OVERHEAD_BYTES
             window.parked_bytes -= charge
@@ -127,15 +140,10 @@ class Parking:
         return dropped
 
     def forget_offers(self) -> None:
-        """The peer is gone: of each key keep what is here whole, up to the first message that can never come."""
+        """The peer is gone: keep what is here whole, and offers, which are errors now, only in front of that."""
         for key, queue in list(self.queues.items()):
-            whole: deque[ParkedMessage] = deque()
-            for parked in queue:
-                if parked.payload is None:
-                    break
-                whole.append(parked)
-            if whole:
-                self.queues[key] = whole
-            else:
+            while queue and queue[-1].payload is None:
+                queue.pop()
+            if not queue:
                 self._forget(key)
         self._offers.clear()

@@ -148,26 +148,29 @@ class PeerCore:
         """Write what must be written now."""
         self._out.kick()
 
-    def withdraw(self, receive: Receive) -> bool:
-        """Forget a receive posted here; False if it was matched.
+    def withdraw(self, message: SendOp | Receive) -> bool:
+        """Forget a receive, or a point-to-point send, posted here, telling its sink nothing; False if it was matched.
 
-        No point-to-point message is lost by it. A collective message that is pulled early may be: the sender was told
-        at the post to send it at once.
-        """
-        return self._inbound.withdraw(receive)
-
-    def give_up(self, message: SendOp | Receive) -> None:
-        """End a point-to-point send, or a receive that was matched, before its time, telling its sink nothing.
-
-        When this returns its array is not read or written any more, except that a peer may still be copying from one
-        that was lent to it: it throws away what it copied. The other end hears of it: the receive that meets a send
-        given up fails with CollectiveTimeoutError, unless the message was small or nearly sent, which goes on from a
-        copy; and a sender stops.
+        No other point-to-point message is lost by it. A collective message that is pulled early may be: the sender was
+        told at the post to send it at once. Of a send, the peer may have matched it without our knowing: then the
+        receive fails with CollectiveTimeoutError. The peer takes the messages behind it in its place otherwise.
         """
         if isinstance(message, SendOp):
-            self._out.give_up(message)
-        else:
-            self._inbound.give_up(message)
+            return self._out.withdraw(message)
+        return self._inbound.withdraw(message)
+
+    def give_up(self, message: SendOp | Receive) -> bool:
+        """End a point-to-point message that cannot be withdrawn before its time, telling its sink nothing.
+
+        When this returns its array is not read or written any more, except that a peer may still be copying from one
+        that was lent to it: it throws away what it copied. The other end hears of it: a sender stops, and a receive
+        fails with CollectiveTimeoutError. False: so much of a send is under way that the rest goes from a copy, and it
+        is complete.
+        """
+        if isinstance(message, SendOp):
+            return self._out.give_up(message)
+        self._inbound.give_up(message)
+        return True
 
     def put_back(self, receive: Receive, payload: bytes) -> None:
         """Undo `receive`, a point-to-point receive that has ended well but nobody took notice of.

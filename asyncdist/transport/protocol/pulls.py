@@ -139,9 +139,9 @@ class Pulls:
         """The sender ended the stream."""
         del self.by_id[message_id]
 
-    def abort(self, stream: Stream, message_id: int) -> Receive | None:
+    def abort(self, message_id: int) -> Receive | None:
         """The sender ended the stream before its time; returns who was waiting for it."""
-        self.end(message_id)
+        stream = self.by_id.pop(message_id)
         if stream.offset:
             self.begun -= 1
         receive = stream.receive

@@ -237,6 +237,8 @@ class Reader:
         elif kind == Kind.GOODBYE:
             self.left = True
             self._out.peer_left()
+        elif kind == Kind.WITHDRAW:
+            self._inbound.on_withdraw(message_id)
         elif (loans := self._inbound.loans) is not None and Kind.RETURNED <= kind <= Kind.MEMORY:
             if kind == Kind.RETURNED:
                 copied = not flags & FLAG_ABORT

@@ -1,4 +1,4 @@
-"""PeerCore.give_up: a message that ends before its time ends nothing else, and its array is free at once."""
+"""PeerCore.withdraw of sends, and give_up: what ends before its time ends nothing else, and its array is free."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transport_pair import Pair, Recorder, p2p, receive, send
 from asyncdist.errors import CollectiveTimeoutError
 from asyncdist.transport.protocol.frame import CREDIT_BYTES, EAGER_BYTES, FRAGMENT_BYTES, MAX_OFFERS
 from asyncdist.transport.protocol.matching import Receive, SendOp
+from asyncdist.transport.protocol.peer import PeerCore
 
 MIB = 1 << 20
 QUIET = {"offered": 0, "held": 0, "streams_out": 0, "receives_posted": 0, "streams_in": 0, "parked_messages": 0}
@@ -35,29 +36,112 @@ def goes_on(pair: Pair) -> None:
         assert QUIET.items() <= core.statistics().items()
 
 
+def end(core: PeerCore, op: SendOp) -> bool:
+    """End a send as an expired one does: False if it is complete, whatever is left of it."""
+    return core.withdraw(op) or core.give_up(op)
+
+
 def is_given_up(error: BaseException | None) -> bool:
     return isinstance(error, CollectiveTimeoutError) and error.missing == (0,) and "rank 0 gave this" in str(error)
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(
+    ("nbytes", "stage"),
+    [
+        *((nbytes, "connecting") for nbytes in (0, 9, EAGER_BYTES, MIB)),
+        *((MIB, at) for at in ("queued", "begun", "offered")),
+    ],
+)
+def test_a_send_that_nobody_received_is_as_if_it_had_never_been(nbytes: int, stage: str) -> None:
+    pair, sink = Pair(opened=stage != "connecting"), Recorder()
+    pair.ab.capacity = {"queued": 0, "begun": 30}.get(stage, 1 << 60)
+    data = bytearray(b"x" * nbytes)
+    op = send(pair.a, sink, p2p(1), data, "s")  # type: ignore[arg-type]
+    send(pair.a, Recorder(), p2p(1), b"next")
+    if stage == "offered":
+        pair.run()
+    assert pair.a.withdraw(op)
+    data[:] = b"y" * nbytes
+    if stage == "connecting":
+        pair.open()
+    pair.ab.capacity = 1 << 60
+    pair.run()
+    receive(pair.b, sink, p2p(1), 4, "next")
+    assert bytes(sink.arrays["next"]) == b"next"
+    pair.run()
+    assert not sink.sent
+    assert not sink.failed
+    goes_on(pair)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_withdrawal_that_crosses_what_the_receiver_does(dropped: bool) -> None:
+    """Its pull, or that it wants nothing of the group."""
+    pair, sink = Pair(), Recorder()
+    op = send(pair.a, sink, p2p(1), bytes(MIB), "s")
+    send(pair.a, sink, p2p(1), b"next", "next")
+    pair.run()
+    if dropped:
+        pair.drop_group(1)
+    else:
+        receive(pair.b, sink, p2p(1), MIB, "r")
+        receive(pair.b, sink, p2p(1), 4, "got")
+        assert bytes(sink.arrays["got"]) == b"next"
+    assert pair.a.withdraw(op)
+    pair.run()
+    assert sink.sent == ["next"]
+    if dropped:
+        assert QUIET.items() <= pair.a.statistics().items()
+        return
+    assert is_given_up(sink.failed["r"])
+    goes_on(pair)
+
+
+def test_an_answer_to_the_receiver_goes_whatever_becomes_of_its_send() -> None:
+    """It has asked for a message of that key, and asks for no other before it has one."""
+    for nbytes in (9, MIB):
+        pair, sink = Pair(), Recorder()
+        for _ in range(MAX_OFFERS):
+            send(pair.a, Recorder(), p2p(1), bytes(EAGER_BYTES + 1))
+        send(pair.a, Recorder(), p2p(1), bytes(EAGER_BYTES + 1))  # from now on what is to go must be asked for
+        pair.run()
+        receive(pair.b, sink, p2p(2), nbytes, "r")
+        pair.run()
+        pair.ab.capacity = 0
+        data = bytearray(b"x" * nbytes)
+        op = send(pair.a, sink, p2p(2), data, "s")  # type: ignore[arg-type]
+        ended = end(pair.a, op)
+        data[:] = b"y" * nbytes
+        pair.ab.capacity = 1 << 60
+        pair.run()
+        if nbytes == 9:
+            assert not ended
+            assert bytes(sink.arrays["r"]) == b"x" * nbytes
+        else:
+            assert ended
+            assert is_given_up(sink.failed["r"])
+        send(pair.a, sink, p2p(2), b"next", "next")
+        receive(pair.b, sink, p2p(2), 4, "got")
+        pair.run()
+        assert bytes(sink.arrays["got"]) == b"next"
+
+
 @pytest.mark.parametrize("delivered", [None, 0, 1000, FRAGMENT_BYTES + 1000, 3 * FRAGMENT_BYTES])
-def test_a_large_send_at_each_stage(delivered: int | None, early: bool) -> None:
+def test_a_large_send_at_each_stage(delivered: int | None) -> None:
     pair, sink = Pair(), Recorder()
     nbytes = 4 * MIB
     data = bytearray(b"x" * nbytes)
     op = send(pair.a, sink, p2p(1), data, "s")  # type: ignore[arg-type]
     send(pair.a, Recorder(), p2p(1), b"next")
     pair.run()
-    if early:
-        pair.a.give_up(op)
     receive(pair.b, sink, p2p(1), nbytes, "r")
     receive(pair.b, sink, p2p(1), 4, "next")
     pair.ab.capacity = FRAGMENT_BYTES + 500  # a second fragment is begun
     pair.ba.deliver()
     if delivered is not None:
         pair.ab.deliver(limit=delivered)
-    if not early:
-        pair.a.give_up(op)
+    assert not pair.a.withdraw(op)
+    assert pair.a.give_up(op)
     pair.ab.capacity = 1 << 60
     data[:] = b"y" * nbytes
     pair.run()
@@ -68,13 +152,13 @@ def test_a_large_send_at_each_stage(delivered: int | None, early: bool) -> None:
     goes_on(pair)
 
 
-@pytest.mark.parametrize("room", [0, 20, 60, 1000])
-def test_a_small_send_that_waits_for_the_socket_goes_from_a_copy(room: int) -> None:
+@pytest.mark.parametrize("room", [1, 20, 60, 1000])
+def test_a_small_send_that_is_begun_goes_from_a_copy(room: int) -> None:
     pair, sink = Pair(), Recorder()
     data = bytearray(b"x" * 30_000)
     pair.ab.capacity = room
     op = send(pair.a, sink, p2p(1), data, "s")  # type: ignore[arg-type]
-    pair.a.give_up(op)
+    assert not end(pair.a, op)
     data[:] = b"y" * 30_000
     pair.ab.capacity = 1 << 60
     receive(pair.b, sink, p2p(1), 30_000, "r")
@@ -84,30 +168,39 @@ def test_a_small_send_that_waits_for_the_socket_goes_from_a_copy(room: int) -> N
     goes_on(pair)
 
 
-def test_sends_that_are_held_back_keep_their_place() -> None:
+def test_a_large_send_whose_last_fragment_is_begun_goes_from_a_copy() -> None:
+    pair, sink = Pair(), Recorder()
+    data = bytearray(b"x" * (2 * FRAGMENT_BYTES))
+    op = send(pair.a, sink, p2p(1), data, "s")  # type: ignore[arg-type]
+    pair.run()
+    receive(pair.b, sink, p2p(1), len(data), "r")
+    pair.ab.capacity = FRAGMENT_BYTES + 1000
+    pair.ba.deliver()
+    assert not end(pair.a, op)
+    data[:] = b"y" * len(data)
+    pair.ab.capacity = 1 << 60
+    pair.run()
+    assert bytes(sink.arrays["r"]) == b"x" * len(data)
+    goes_on(pair)
+
+
+def test_a_send_that_is_held_back_is_withdrawn_and_those_behind_it_go() -> None:
     pair, sink = Pair(), Recorder()
     for _ in range(MAX_OFFERS):
         send(pair.a, Recorder(), p2p(1), bytes(EAGER_BYTES + 1))
-    arrays = {nbytes: bytearray(b"x" * nbytes) for nbytes in (5, EAGER_BYTES, EAGER_BYTES + 1)}
-    ops = []
-    for _ in range(2):
-        for nbytes, array in arrays.items():
-            ops.append(send(pair.a, sink, p2p(2), array, (len(ops), nbytes)))  # type: ignore[arg-type]
-    assert pair.a.statistics()["held"]
-    for op in ops[:3]:
-        pair.a.give_up(op)
-    for number, (nbytes, array) in enumerate(arrays.items()):
-        array[:] = b"y" * nbytes
-        receive(pair.b, sink, p2p(2), nbytes, ("given up", number))
-    for nbytes in arrays:
-        receive(pair.b, sink, p2p(2), nbytes, ("r", nbytes))
+    sizes = [5, EAGER_BYTES + 1, EAGER_BYTES, EAGER_BYTES + 1, EAGER_BYTES + 1, 5]
+    ops = [send(pair.a, sink, p2p(2), pattern(number, nbytes)[:nbytes], number) for number, nbytes in enumerate(sizes)]
+    assert pair.a.statistics()["held"] == 5
+    assert [pair.a.withdraw(ops[number]) for number in (0, 1, 4)] == [False, True, True]
+    assert pair.a.statistics()["held"] == 2
+    left = [0, 2, 3, 5]
+    for number in left:
+        receive(pair.b, sink, p2p(2), sizes[number], ("r", number))
     pair.run()
-    assert bytes(sink.arrays["given up", 0]) == b"x" * 5
-    assert bytes(sink.arrays["given up", 1]) == b"x" * EAGER_BYTES
-    assert is_given_up(sink.failed["given up", 2])
-    assert all(bytes(sink.arrays["r", nbytes]) == b"y" * nbytes for nbytes in arrays)
+    assert sorted(sink.sent) == left
+    assert all(bytes(sink.arrays["r", number]) == pattern(number, sizes[number])[: sizes[number]] for number in left)
     for number in range(MAX_OFFERS):
-        receive(pair.b, sink, p2p(1), EAGER_BYTES + 1, number)
+        receive(pair.b, Recorder(), p2p(1), EAGER_BYTES + 1, number)
     pair.run()
     goes_on(pair)
 
@@ -150,22 +243,23 @@ def test_messages_come_in_order_whatever_is_given_up(seed: int) -> None:
             sends[number] = send(pair.a, out, p2p(1), arrays[number], number)  # type: ignore[arg-type]
         elif what == 1 and len(receives) < len(sizes):
             number = len(receives)
-            receives[number] = receive(pair.b, into, p2p(1), sizes[number], number)
+            receives[number] = receive(pair.b, into, p2p(1), None, number)
         elif what == 2 and (open_ := [number for number in sends if number not in [*out.sent, *gone]]):
             number = rng.choice(open_)
-            pair.a.give_up(sends[number])
-            gone.add(number)
+            if end(pair.a, sends[number]):
+                gone.add(number)
+            else:
+                out.message_sent(number)
             arrays[number][:] = bytes(sizes[number])
         else:
             rng.choice((pair.ab, pair.ba)).deliver(limit=rng.choice((1, 100, 100_000)))
     for number in range(len(sends), len(sizes)):
         send(pair.a, out, p2p(1), arrays[number], number)  # type: ignore[arg-type]
+    for number in range(len(sizes)):
+        receive(pair.b, into, p2p(1), None, len(sizes) + number)
     pair.run()
-    assert set(into.order) == set(range(len(sizes)))
-    for number, nbytes in enumerate(sizes):
-        if number in into.failed:
-            assert number in gone
-            assert nbytes > EAGER_BYTES
-        else:
-            assert bytes(into.arrays[number]) == pattern(number, nbytes)[:nbytes]
-    goes_on(pair)
+    assert all(is_given_up(error) for error in into.failed.values())
+    got = [bytes(into.arrays[number]) for number in receives if number in into.received]
+    got += [bytes(into.arrays[number]) for number in range(len(sizes), 2 * len(sizes)) if number in into.received]
+    assert got == [pattern(number, nbytes)[:nbytes] for number, nbytes in enumerate(sizes) if number not in gone]
+    assert len(into.failed) <= len(gone)

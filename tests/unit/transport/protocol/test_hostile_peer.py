@@ -282,5 +282,22 @@ def test_an_aborted_message_fails_its_receive(victim: Victim) -> None:
     assert victim.pair.b.statistics()["streams_in"] == 0
 
 
+def test_withdrawals_of_what_is_under_way(victim: Victim) -> None:
+    receive(victim.pair.b, victim.sink, p2p(1), 10, "r")
+    begun = pack_fragment(1, 0, 4) + b"abcd"
+    withdrawal = pack_header(Kind.WITHDRAW, message_id=1)
+    victim.refuses(offer(1), begun, withdrawal, match="withdrew message 1, which is under way")
+    early = Victim()
+    receive(early.pair.b, early.sink, collective(1), MIB, "r")
+    early.refuses(pack_header(Kind.WITHDRAW, message_id=EARLY_ID), match="under way")
+
+
+def test_withdrawals_of_the_unknown_are_harmless(victim: Victim) -> None:
+    """One that was discarded here may be withdrawn at the same time."""
+    withdrawal = pack_header(Kind.WITHDRAW, message_id=1)
+    victim.feed(withdrawal, offer(1), withdrawal, withdrawal, offer(1))
+    assert victim.pair.b.statistics()["parked_offers"] == 1
+
+
 def test_discards_of_the_unknown_are_harmless(victim: Victim) -> None:
     victim.feed(pack_header(Kind.DISCARD, message_id=5), pack_header(Kind.DISCARD, message_id=EARLY_ID + 5))

@@ -25,6 +25,22 @@ def make() -> tuple[Pair, Recorder, Recorder]:
     return Pair(), Recorder(), Recorder()
 
 
+def test_what_is_here_whole_outlives_its_sender_whatever_was_before_it() -> None:
+    pair, sa, sb = make()
+    for number, data in enumerate([b"one", bytes(MIB), b"two", bytes(MIB)]):
+        send(pair.a, sa, p2p(1), data, number)
+    pair.run()
+    pair.b.fail(PeerLostError("lost", 0))
+    assert pair.b.statistics()["parked_messages"] == 3, "what is not followed by anything is gone"
+    for expected in (b"one", b"", b"two", b""):
+        if expected:
+            receive(pair.b, sb, p2p(1), 3, expected)
+            assert bytes(sb.arrays[expected]) == expected
+        else:
+            with pytest.raises(PeerLostError):
+                receive(pair.b, sb, p2p(1), None, "lost")
+
+
 # -- wrong messages
 
 

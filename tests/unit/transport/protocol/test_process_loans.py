@@ -468,8 +468,8 @@ class TestHostile:
             self.feed(pair, unread)
 
     def test_kinds_there_are_not(self, pair: LendingPair) -> None:
-        with pytest.raises(RemoteProtocolError, match=f"unknown kind {Kind.MEMORY + 1}"):
-            self.feed(pair, pack_header(Kind.MEMORY + 1))
+        with pytest.raises(RemoteProtocolError, match=f"unknown kind {Kind.WITHDRAW + 1}"):
+            self.feed(pair, pack_header(Kind.WITHDRAW + 1))
 
     @pytest.mark.parametrize("kind", [Kind.LENT, Kind.RETURNED, Kind.MAPPED, Kind.UNMAP, Kind.MEMORY])
     def test_none_has_meta(self, pair: LendingPair, kind: int) -> None:
