@@ -30,8 +30,9 @@ help:
 	@echo "                simulated worlds, daemons and networks (SEEDS=2000)"
 	@echo "make soak       run random operations on ranks that are stopped at random (OPERATIONS=1000000), kill ranks"
 	@echo "                at random instants and ask the others (KILLS=200), run random programs on ranks"
-	@echo "                that are killed, stopped or leave (SECONDS=600), kill the store's"
-	@echo "                daemon under load and judge every answer (KILLS=200)"
+	@echo "                that are killed, stopped or leave (SECONDS=600), send random messages of which many are"
+	@echo "                withdrawn (SECONDS=600 on each transport), kill the store's daemon under load and judge"
+	@echo "                every answer (KILLS=200)"
 	@echo "                and fuzz both doors of the store daemon (FRAMES=1000000 at each)"
 	@echo "make multinode  run the demo on 3 nodes in containers, and an elastic job whose nodes come, are killed and are"
 	@echo "                cut off (as root; installs Debian's docker when missing)"
@@ -85,6 +86,8 @@ soak: $(VENV)/.dev
 	$(BIN)/python tests/soak.py --operations $(OPERATIONS) $(ARGS)
 	$(BIN)/python tests/kill_soak.py --kills $(KILLS)
 	$(BIN)/python tests/spmd_soak.py --seconds $(SECONDS)
+	for transport in shm unix tcp; do \
+	  $(BIN)/python tests/message_soak.py --seconds $(SECONDS) --transport $$transport || exit 1; done
 	$(BIN)/python tests/store_soak.py --kills $(KILLS)
 	$(BIN)/python tests/fuzz_doors.py --frames $(FRAMES)
 

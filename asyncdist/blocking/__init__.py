@@ -14,7 +14,7 @@ Any thread may call; calls are issued in the order in which they are made, so th
 time use different tags or groups, as tasks do. Errors are raised in the calling thread. Inside a running event loop
 everything that waits raises RuntimeError: use `asyncdist` itself there.
 
-Ctrl-C ends any waiting at once: a receive is withdrawn, unless its message is coming in; another operation goes on, and
+Ctrl-C ends any waiting at once: a send or receive is withdrawn, unless it has matched; another operation goes on, and
 `destroy_process_group` aborts the group rather than wait for it.
 """
 

@@ -58,8 +58,8 @@ class Session:
     def complete(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """As `call`, and wait for the end of what it begins, a Work or a coroutine; returns that one's result.
 
-        Ctrl-C ends the waiting at once. A receive is withdrawn then, unless its message is coming in; other operations
-        go on.
+        Ctrl-C ends the waiting at once. A send or receive is withdrawn then, unless it has matched; other operations go
+        on.
         """
         call = _Completion(self, lambda: self._run(function, *arguments, **options))
         try:

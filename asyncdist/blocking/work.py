@@ -161,7 +161,7 @@ class Work(Generic[T]):
         return self._inner.source_rank()
 
     def cancel(self) -> bool:
-        """Withdraw a receive that no message has matched; True if it was withdrawn. False for all else."""
+        """Withdraw a send or receive that has not matched; True if it was withdrawn. False for all else."""
         return not self._done and self._session.thread.call(self._inner.cancel)
 
     def wait_stream(self, stream: Any = None) -> None:

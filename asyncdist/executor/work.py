@@ -164,7 +164,7 @@ class Work(Generic[T]):
         return removed
 
     def cancel(self) -> bool:
-        """Withdraw a receive that no message has matched; True if it was withdrawn, and awaiting it raises ClosedError.
+        """Withdraw a send or receive that has not matched; True if it was, and awaiting it raises ClosedError.
 
         Every other operation has peers that count on it already and cannot be withdrawn: False.
         """
@@ -213,7 +213,7 @@ class Work(Generic[T]):
         """Wait until the operation has ended; True, or raise what went wrong.
 
         `timeout` (seconds or a timedelta) bounds only the waiting: WaitTimeoutError leaves the operation as it is, and
-        so does cancelling. Without one this is `await work`, whose cancelling may withdraw a `recv`. Raises
+        so does cancelling. Without one this is `await work`, whose cancelling may withdraw a `send` or `recv`. Raises
         RuntimeError on another event loop than the group's.
         """
         timeout_s = timeout_seconds(timeout, None)
@@ -269,7 +269,7 @@ class Work(Generic[T]):
         return self._done
 
     def _abandoned(self) -> None:
-        """The last waiter was cancelled; receives that may be withdrawn override this."""
+        """The last waiter was cancelled; messages that may be withdrawn override this."""
 
     def _unnoticed(self) -> None:
         """All waiters were cancelled before anybody was told of its success; such receives override this too."""

@@ -57,7 +57,8 @@ class PointToPoint(Issuer):
         """As `irecv`, but withdrawn also when the last task awaiting it is cancelled, before a message has matched.
 
         No message is lost then. One that is coming in, as a large one does for a while, still comes into `tensor`: who
-        may be cancelled keeps the Work and awaits it again.
+        may be cancelled keeps the Work and awaits it again. One that came in the moment of cancelling goes to the next
+        receive, behind those that receives posted meanwhile have got.
         """
         source = None if src is None else check_rank(src, self.size, "src")
         return self.pairs.receive(tensor, source, tag, timeout, abandon=True)

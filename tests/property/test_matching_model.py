@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from small_limits import ASKS, CREDIT, EAGER, EARLY_PULL, EARLY_PULLS, OFFERS, small_limits
 from transport_pair import Recorder, Wire
 
-from asyncdist.errors import CollectiveMismatchError
+from asyncdist.errors import CollectiveMismatchError, CollectiveTimeoutError
 from asyncdist.transport.protocol.frame import pack_key
 from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, SendOp
 from asyncdist.transport.protocol.peer import PeerCore
@@ -34,6 +34,8 @@ class Message:
     """What was sent, and what became of it."""
 
     def __init__(self, source: int, target: int, key: bytes, data: bytes, meta: bytes, token: Any) -> None:
+        self.op: SendOp
+        self.withdrawn = False
         self.token = token
         self.source = source
         self.target = target
@@ -128,6 +130,7 @@ class World(RuleBasedStateMachine):
         token = ("s", self.counter)
         self.messages.append(Message(source, target, key, data, meta, token))
         op = SendOp(key, memoryview(data), meta, self.sinks[source], token, bulk=bulk)
+        self.messages[-1].op = op
         if self.cores[source, target].post_send(op):
             self.sinks[source].message_sent(token)
 
@@ -213,6 +216,27 @@ class World(RuleBasedStateMachine):
         else:
             chosen.withdrawn = self.cores[chosen.rank, chosen.source].withdraw(chosen.receive)
 
+    @rule(which=st.integers(0, 1 << 16))
+    def withdraw_send(self, which: int) -> None:
+        """Its receive, if it has met one, fails instead of meeting another message in its place."""
+        pending = [
+            m
+            for m in self.messages
+            if not (
+                m.withdrawn
+                or m.key[20]
+                or m.token in self.sinks[m.source].sent
+                or (m.source, m.key[0]) in self.dropped_at
+            )
+        ]
+        if not pending:
+            return
+        chosen = pending[which % len(pending)]
+        core = self.cores[chosen.source, chosen.target]
+        chosen.withdrawn = core.withdraw(chosen.op) or core.give_up(chosen.op)
+        if not chosen.withdrawn:
+            self.sinks[chosen.source].message_sent(chosen.token)
+
     @rule(rank=RANKS)
     def drop_group(self, rank: int) -> None:
         """Group 2 only, so that group 1 is always left to go on."""
@@ -259,7 +283,7 @@ class World(RuleBasedStateMachine):
                 bulk = rng.choice(((False, False), (True, True), (False, True), (True, False)))
                 self.collective(source, offset, rng.choice(sizes), first, wrong, rng.randrange(4), group, meta, bulk)
             elif action < 0.8:
-                self.withdraw(rng.randrange(1000))
+                rng.choice((self.withdraw, self.withdraw_send))(rng.randrange(1000))
             elif action < 0.9:
                 self.open(rng.randrange(6))
             else:
@@ -324,14 +348,19 @@ class World(RuleBasedStateMachine):
             group = message.key[0]
             stalled = self.cores[message.source, message.target]._out.windows[message.key[20]].stall
             target_dropped = (message.target, group) in self.dropped_at
-            if target_dropped and (message.source, group) not in self.dropped_at and not stalled:
+            heard = (message.source, group) not in self.dropped_at and not message.withdrawn
+            if target_dropped and heard and not stalled:
                 assert message.token in self.sinks[message.source].sent
 
     def check_key(self, rank: int, key: bytes) -> None:
         sink = self.sinks[rank]
         for source in range(3):
-            sent = [m for m in self.messages if (m.source, m.target, m.key) == (source, rank, key)]
+            tried = [m for m in self.messages if (m.source, m.target, m.key) == (source, rank, key)]
+            sent = [m for m in tried if not m.withdrawn]
             posted = [p for p in self.receives if p.rank == rank and p.receive.key == key and not p.withdrawn]
+            given_up = [p for p in posted if isinstance(sink.failed.get(p.token), CollectiveTimeoutError)]
+            assert sum(p.receive.source == source for p in given_up) <= len(tried) - len(sent)
+            posted = [p for p in posted if p not in given_up]
             failed = [p for p in posted if p.token in sink.failed and p.source == source]
             if failed:
                 assert key[20]
