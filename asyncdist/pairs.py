@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
@@ -34,6 +35,8 @@ POINT_TO_POINT_MARK: Final = 0x5C5C_5C5C_5C5C_5C5C
 POINT_TO_POINT_CHANNEL: Final = 0
 MAX_HELD: Final = 1024
 """Messages held back for a rank from which on it is answered no more: it does not read the answers that it has."""
+FORGOTTEN_NAMED: Final = 10
+"""Receives that a warning names: a program has forgotten one or two, or all of a loop."""
 KEYS_KEPT: Final = 1024
 """Match keys kept by tag: a program has a few; one with more pays for packing them."""
 
@@ -181,10 +184,23 @@ class Pairs:
         return list(self._works)
 
     def withdraw_receives(self) -> None:
-        """Withdraw receives that nothing matched."""
+        """Withdraw receives that nothing matched, as the group closes; warn of those that nobody has asked about."""
+        forgotten = []
         for work in self.pending():
             if isinstance(work, RecvWork):
-                work.cancel()
+                unasked = work.is_unasked()
+                if work.cancel() and unasked:
+                    forgotten.append(work)
+        if forgotten:
+            named = ", ".join(work.call for work in forgotten[:FORGOTTEN_NAMED])
+            more = len(forgotten) - FORGOTTEN_NAMED
+            text = (
+                f"{self._owner.where('close')}: never awaited, and dropped as the group closes: {named}"
+                + (f" and {more} more" if more > 0 else "")
+                + "; await each Work, or cancel() it (-X dev or ASYNCDIST_CHECK=full shows the line of each call)"
+            )
+            # Not from here: where warnings are errors, the group is to be closed all the same.
+            self._loop.call_soon(warnings.warn_explicit, text, RuntimeWarning, "asyncdist", 0)
 
     @property
     def aborted(self) -> bool:

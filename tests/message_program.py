@@ -62,21 +62,18 @@ class Messages:
 
     async def run(self) -> Notes:
         """All of it; the group is closed at the end."""
-        senders = [asyncio.create_task(self._send_all(rank)) for rank in self.others]
-        receivers = [
-            asyncio.create_task(self._receive(tag, source))
-            for tag in range(TAGS)
-            for source in ([None] if self.any_source[tag] else self.others)
-        ]
-        left = await asyncio.gather(*senders)
-        if self.leaver == self.me:
-            for task in receivers:
-                task.cancel()
-        outcomes = await asyncio.gather(*receivers, return_exceptions=True)
+        async with asyncio.TaskGroup() as tasks:
+            senders = [tasks.create_task(self._send_all(rank)) for rank in self.others]
+            receivers = [
+                tasks.create_task(self._receive(tag, source))
+                for tag in range(TAGS)
+                for source in ([None] if self.any_source[tag] else self.others)
+            ]
+            left = [await sender for sender in senders]
+            if self.leaver == self.me:
+                for task in receivers:
+                    task.cancel()
         self.notes.whole = self.leaver != self.me
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
-                self.notes.problems.append(f"rank {self.me}: {outcome!r}")
         try:
             await self.group.close()
         except dist.DistError as error:
@@ -200,8 +197,9 @@ class Messages:
         how = dice.random()
         try:
             if how < 0.3 and alone:  # what it has, but does not know of, comes after what those posted later have
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(work, dice.random() * self.impatience_s)
+                with contextlib.suppress(TimeoutError):  # not wait_for, which may swallow being cancelled (before 3.12)
+                    async with asyncio.timeout(dice.random() * self.impatience_s):
+                        await work
             elif how < 0.4:
                 await asyncio.sleep(dice.random() * self.impatience_s)
                 work.cancel()

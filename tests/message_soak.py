@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import faulthandler
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import click
 import forked
@@ -72,7 +72,19 @@ def run_program(seed: int, transport: str, messages: int = 60) -> tuple[list[Not
 async def run_rank(seed: int, messages: int) -> Notes:
     """This process's part."""
     group = await dist.init_process_group()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, show, group)
     return await Messages(group, seed, messages, LARGEST).run()
+
+
+def show(group: Any) -> None:
+    """Say on standard error what waits."""
+    for task in asyncio.all_tasks():
+        task.print_stack()
+    for core in group.world.mesh.cores:
+        if core is not None:
+            print(f"rank {core.rank} and rank {core.peer_rank}: {core.statistics()}, {core.error!r}", file=sys.stderr)
+    for work in group.pairs.pending():
+        print(f"{work.where}: {work!r}, tag {work._tag}", file=sys.stderr)
 
 
 @click.command()
@@ -88,7 +100,6 @@ def main(
 ) -> None:
     """Run random messages on processes of this host, and check that none is lost, doubled or out of order."""
     if program is not None:
-        faulthandler.register(signal.SIGUSR1)
         factory = uvloop.new_event_loop if (program + int(os.environ["RANK"])) % 2 else asyncio.new_event_loop
         with asyncio.Runner(loop_factory=factory) as runner:
             print(json.dumps(dataclasses.asdict(runner.run(run_rank(program, messages)))))

@@ -306,6 +306,18 @@ class RecvWork(PairWork):
     def _withdraw(self) -> bool:
         return self._owner.mesh.withdraw(self.message)
 
+    def is_unasked(self) -> bool:
+        """Whether nobody has ever asked what becomes of it."""
+        return not self._retrieved and (self._waiters, self._callbacks, self._listener) == (None, None, None)
+
+    @property
+    def call(self) -> str:
+        """What was called, and where if that was kept."""
+        source = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
+        place = getattr(self, "_issued_at", None)
+        at = f", called at {place[0]}:{place[1]}" if place is not None else ""
+        return f"{self.operation} of tag {self._tag} from {source}{at}"
+
     def never_sent(self, closed: Sequence[int]) -> None:
         """Nobody sends this any more, unless it has met a message: those who might have, `closed` the group or left."""
         if not self._owner.mesh.withdraw(self.message):
