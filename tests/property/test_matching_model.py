@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from small_limits import ASKS, CREDIT, EAGER, EARLY_PULL, EARLY_PULLS, OFFERS, small_limits
 from transport_pair import Recorder, Wire
 
-from asyncdist.errors import CollectiveMismatchError, CollectiveTimeoutError
+from asyncdist.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from asyncdist.transport.protocol.frame import pack_key
 from asyncdist.transport.protocol.matching import AnySourceTable, DroppedGroups, Receive, SendOp
 from asyncdist.transport.protocol.peer import PeerCore
@@ -222,12 +222,8 @@ class World(RuleBasedStateMachine):
         pending = [
             m
             for m in self.messages
-            if not (
-                m.withdrawn
-                or m.key[20]
-                or m.token in self.sinks[m.source].sent
-                or (m.source, m.key[0]) in self.dropped_at
-            )
+            if not (m.withdrawn or m.key[20] or (m.source, m.key[0]) in self.dropped_at)
+            and m.token not in self.sinks[m.source].order
         ]
         if not pending:
             return
@@ -350,7 +346,8 @@ class World(RuleBasedStateMachine):
             target_dropped = (message.target, group) in self.dropped_at
             heard = (message.source, group) not in self.dropped_at and not message.withdrawn
             if target_dropped and heard and not stalled:
-                assert message.token in self.sinks[message.source].sent
+                sink = self.sinks[message.source]
+                assert message.token in sink.sent or isinstance(sink.failed[message.token], PeerLostError)
 
     def check_key(self, rank: int, key: bytes) -> None:
         sink = self.sinks[rank]

@@ -52,7 +52,7 @@ NCCL: Final = b"n"
 REFUSED: Final = b"r"
 """Not at all; why follows."""
 UNWANTED: Final = b"u"
-"""Not at all, since the group is closed there: as with any message that nobody receives, its array is free."""
+"""Not at all, since the group is closed there."""
 
 MAX_ANSWER_BYTES: Final = 4096
 """Longest answer: a unique id, or why the message is refused."""

@@ -44,6 +44,7 @@ from asyncdist.device_array import DeviceArray, device_flat
 from asyncdist.errors import CollectiveMismatchError, DistBackendError, DistError
 from asyncdist.tasks import start_task
 from asyncdist.transport.protocol.frame import key_prefix
+from asyncdist.transport.protocol.matching import not_received
 
 __all__ = ["DevicePairs"]
 
@@ -181,7 +182,7 @@ class DevicePairs:
                 line = self._lines[work.peer, True] = _Line(self, work.peer, work.array.device, "")
             line.send(work, answer[1:])
         elif how == UNWANTED:
-            work.complete(None)
+            work.complete(not_received(work.peer))
         else:
             why = answer[1:].decode(errors="replace") if how == REFUSED else "it cannot be understood"
             work.complete(

@@ -30,7 +30,7 @@ The match key is the 24 bytes as they travel: they are a dict key at both ends a
 | DATA | sender | key, length, meta, fingerprint; flag ASKED | the message, at most EAGER_BYTES |
 | OFFER | sender | as DATA, message_id chosen by the sender (< EARLY_ID) | none |
 | PULL | receiver | message_id of an OFFER; or, >= EARLY_ID and chosen by the receiver, with key and length | none |
-| DISCARD | receiver | message_id: send no more of this message | none |
+| DISCARD | receiver | message_id: send no more of this message; flag ABORT: its group has ended here | none |
 | FRAGMENT | sender | message_id as in the PULL, offset; flag ABORT: this was the last, incomplete | <= FRAGMENT_BYTES |
 | CREDIT | receiver | credit | none |
 | STALLED | sender | length: 1 messages are held back, 0 no longer; channel in key; message_id: stall number | none |

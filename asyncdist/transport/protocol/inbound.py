@@ -246,7 +246,8 @@ class Inbound:
             return
         view = self._target_or_fail(receive, length, meta) if receive is not None else None
         if receive is None or view is None:
-            self._out.queue.push_reply(pack_header(Kind.DISCARD, message_id=message_id))
+            flags = FLAG_ABORT if receive is None else 0
+            self._out.queue.push_reply(pack_header(Kind.DISCARD, flags=flags, message_id=message_id))
             if receive is None:
                 self._dropped.discard(key, self.peer_rank, meta)
             return
@@ -413,7 +414,8 @@ class Inbound:
             self.partial.abandon()
         for parked in self._parking.drop_group(group):
             if parked.payload is None:
-                self._out.queue.push_control(pack_header(Kind.DISCARD, message_id=parked.message_id))
+                frame = pack_header(Kind.DISCARD, flags=FLAG_ABORT, message_id=parked.message_id)
+                self._out.queue.push_control(frame)
             self._dropped.discard(group, self.peer_rank, parked.meta)
         self._out.kick()
 

@@ -27,6 +27,7 @@ __all__ = [
     "Unexpected",
     "fail_all",
     "nobody_left",
+    "not_received",
 ]
 
 MAX_DROPPED_GROUPS: Final = 4096
@@ -389,6 +390,11 @@ def given_up(source: int, *, late: bool) -> DistError:
         return CollectiveTimeoutError(text, (source,))
     text = f"rank {source} aborted the group while it sent this message"
     return GroupAbortedError(text, "aborted by the sender", source)
+
+
+def not_received(rank: int) -> PeerLostError:
+    """What a send raises whose group its receiver has closed."""
+    return PeerLostError(f"rank {rank} has closed the group without receiving the message", rank, left=True)
 
 
 def nobody_left(own: int, ranks: Collection[int], gone: Mapping[int, bool]) -> PeerLostError:

@@ -22,6 +22,7 @@ from asyncdist.transport.protocol.frame import (
     MAX_META_BYTES,
     MAX_OFFERS,
     MESSAGE_OVERHEAD_BYTES,
+    POINT_TO_POINT,
     Kind,
     pack_fragment,
     pack_header,
@@ -29,7 +30,7 @@ from asyncdist.transport.protocol.frame import (
 )
 from asyncdist.transport.protocol.kept_error import anew
 from asyncdist.transport.protocol.loans import Loans
-from asyncdist.transport.protocol.matching import DroppedGroups, SendOp, fail_all
+from asyncdist.transport.protocol.matching import DroppedGroups, SendOp, fail_all, not_received
 from asyncdist.transport.protocol.offers import WITHDRAWN, EarlyPulls, Offers
 from asyncdist.transport.protocol.output import OutputQueue
 
@@ -204,12 +205,18 @@ class Outbound:
         else:
             self._early_pulls.add(key, length, message_id)
 
-    def on_discard(self, message_id: int) -> None:
-        """DISCARD: nobody wants this message, or the rest of it. Unknown ids are streams that ended meanwhile."""
+    def on_discard(self, message_id: int, *, ended: bool) -> None:
+        """DISCARD: nobody wants this message, or the rest of it. Unknown ids are streams that ended meanwhile.
+
+        `ended`: as its group has there, whose messages between two ranks are told so.
+        """
         op = self._offers.answered(message_id)
         if op is not None:
             op._id = 0
-            self._complete(op)
+            if ended and op.key[20] == POINT_TO_POINT:
+                fail_all([op], not_received(self._peer_rank))
+            else:
+                self._complete(op)
             self._release(op.key[20])
         elif message_id in self.queue.streaming:
             self._stop(self.queue.streaming[message_id], self.queue.push_reply)

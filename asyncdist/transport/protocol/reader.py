@@ -227,7 +227,7 @@ class Reader:
         if kind == Kind.PULL:
             self._out.on_pull(key, length, message_id)
         elif kind == Kind.DISCARD:
-            self._out.on_discard(message_id)
+            self._out.on_discard(message_id, ended=bool(flags & FLAG_ABORT))
         elif kind == Kind.CREDIT:
             self._out.on_credit(COLLECTIVE if flags & FLAG_CREDIT_COLLECTIVE else POINT_TO_POINT, credit)
         elif kind == Kind.ASK:

@@ -69,5 +69,9 @@ async def test_a_large_send_that_its_group_never_takes_ends() -> None:
         work = subs[0].isend(np.zeros(1_000_000), 1)
         await subs[1].close()
         async with asyncio.timeout(5):
-            await work
+            said = r"isend \(rank 1\): rank 1 has closed the group without receiving the message$"
+            with pytest.raises(dist.PeerLostError, match=said) as unwanted:
+                await work
+            assert unwanted.value.rank == 1
+            assert unwanted.value.left
             await subs[0].close()
