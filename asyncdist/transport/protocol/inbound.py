@@ -146,7 +146,7 @@ class Inbound:
         """Give the oldest parked message of its key to `receive`. Results and errors as PeerCore.post_receive."""
         parked = self._parking.take(receive.key)
         payload = parked.payload
-        if payload is None and self.error is not None:
+        if payload is None and self.error is not None:  # an offer that can never come, ahead of messages that are here
             raise anew(self.error)
         receive.source = self.peer_rank
         receive.meta = parked.meta
