@@ -379,6 +379,17 @@ def test_an_interrupted_recv_is_withdrawn_and_loses_no_message(alone: dist.Proce
     assert x.tolist() == [1, 1]
 
 
+def test_an_interrupted_send_is_withdrawn(alone: dist.ProcessGroup) -> None:
+    timer = interrupt_soon()
+    with pytest.raises(KeyboardInterrupt):
+        dist.send(np.zeros(1 << 20), 0)
+    timer.join()
+    dist.send(np.ones(2), 0)
+    x = np.zeros(2)
+    assert dist.recv(x, 0) == 0
+    assert x.tolist() == [1, 1]
+
+
 def test_an_interrupted_recv_gives_back_a_message_that_came_at_that_moment(alone: dist.ProcessGroup) -> None:
     x = np.zeros(2)
     session = alone._session

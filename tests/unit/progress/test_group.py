@@ -302,6 +302,30 @@ async def test_a_failure_whose_waiters_were_cancelled_in_that_turn_is_raised_at_
         await run_ranks(2, main)
 
 
+@pytest.mark.parametrize("how", ["send", "isend"])
+async def test_a_send_whose_waiter_is_cancelled(how: str) -> None:
+    """It is withdrawn, and an isend goes on."""
+
+    async def main(group: Any) -> None:
+        work = getattr(group, how)(np.zeros(1 << 20), group.rank)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(work, 0.02)
+        got = np.zeros(1 << 20)
+        assert work.done() is (how == "send")
+        if how == "isend":
+            await group.recv(got, group.rank)
+            await work
+        else:
+            assert isinstance(work.exception(), dist.ClosedError)
+        await group.send(np.ones(2), group.rank)
+        await group.recv(got, group.rank)
+        assert got[:3].tolist() == [1, 1, 0]
+        await group.close()
+
+    with nothing_left():
+        await run_ranks(1, main)
+
+
 async def test_an_exception_in_the_block_is_the_one_raised_and_ends_the_others() -> None:
     async def main(group: Any) -> None:
         if group.rank == 0:
