@@ -197,7 +197,12 @@ class Pairs:
             text = (
                 f"{self._owner.where('close')}: never awaited, and dropped as the group closes: {named}"
                 + (f" and {more} more" if more > 0 else "")
-                + "; await each Work, or cancel() it (-X dev or ASYNCDIST_CHECK=full shows the line of each call)"
+                + "; await each Work, or cancel() it"
+                + (
+                    ""
+                    if "issued at" in named
+                    else " (python -X dev and ASYNCDIST_CHECK=full show the lines of the calls)"
+                )
             )
             # Not from here: where warnings are errors, the group is to be closed all the same.
             self._loop.call_soon(warnings.warn_explicit, text, RuntimeWarning, "asyncdist", 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -315,7 +316,7 @@ class RecvWork(PairWork):
         """What was called, and where if that was kept."""
         source = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
         place = getattr(self, "_issued_at", None)
-        at = f", called at {place[0]}:{place[1]}" if place is not None else ""
+        at = f", issued at {Path(place[0]).name}:{place[1]}" if place is not None else ""
         return f"{self.operation} of tag {self._tag} from {source}{at}"
 
     def never_sent(self, closed: Sequence[int]) -> None:

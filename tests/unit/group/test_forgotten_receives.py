@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import warnings
 
 import numpy as np
@@ -53,6 +54,25 @@ def test_so_many_are_named(more: int) -> None:
     for text in said_by(FORGOTTEN_NAMED + more):
         assert text.count("recv of tag 7") == FORGOTTEN_NAMED
         assert ("and 1 more;" in text) is bool(more)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_where_lines_are_kept_that_of_the_call_is_named(debug: bool) -> None:
+    async def main(group: Group) -> None:
+        asyncio.get_running_loop().set_debug(debug)
+        sub = dist.new_group([0])
+        assert isinstance(sub, Group)
+        sub.recv(np.zeros(1), 0)
+        await sub.close()
+        await asyncio.sleep(0)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_world(1, main)
+        gc.collect()
+    (said,) = [str(warning.message) for warning in caught]
+    assert ("recv of tag 0 from rank 0, issued at test_forgotten_receives.py:" in said) is debug
+    assert ("-X dev" in said) is not debug
 
 
 def test_the_group_closes_where_warnings_are_errors() -> None:
