@@ -6,6 +6,9 @@
   pipelining; multi_set and multi_get of 64 keys stand in for it.
 * ``set+get, 128 tasks``: the same number of operations from 128 tasks, each doing one set and one get after the other.
 * ``set+get, 8 clients``: eight connections at once, each with bursts as above and keys of its own.
+
+``python -m bench.store`` measures narrow listings instead: ten members list the 10 keys of a prefix, in a loop, in a
+store of a million keys, while another client sets a key 50 times a second.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import multiprocessing
 import shutil
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+
+import click
 
 from bench.cases import Case, Rank, RankContext, Record
 from bench.missing import missing_module, missing_torch
@@ -322,3 +328,84 @@ REDIS_BENCHMARK = Candidate(
     server=redis_server,
 )
 SUBJECT = Subject("store", "Store requests", (1,), cases, (ASYNCDIST, TORCH, REDIS, REDIS_ASYNC, REDIS_BENCHMARK))
+
+
+MEMBERS = 10
+LISTED = 10
+OTHERS_PERIOD_S = 0.02
+FILL_BATCH = 10_000
+
+
+async def list_in_a_loop(address: str, seconds: float) -> list[float]:
+    """Return how long each listing took of ten members that ask one after the other, each for the keys of a prefix."""
+    stores = await open_stores(address, MEMBERS)
+    took_s: list[float] = []
+    end_s = time.perf_counter() + seconds
+
+    async def member(store: Any) -> None:
+        while (start_s := time.perf_counter()) < end_s:
+            if len(await store.list_keys("few/")) != LISTED:
+                raise RuntimeError("a listing is wrong")
+            took_s.append(time.perf_counter() - start_s)
+
+    await asyncio.gather(*map(member, stores))
+    for store in stores:
+        await store.close()
+    return took_s
+
+
+async def open_stores(address: str, count: int) -> list[Any]:
+    """Connect so many clients."""
+    store_class: Any = importlib.import_module("asyncdist.store").TCPStore
+    return [await store_class.connect(*host_and_port(address)) for _ in range(count)]
+
+
+def list_in_a_process(address: str, seconds: float, results: Any) -> None:
+    """Run `list_in_a_loop` and hand its figures over."""
+    results.put(asyncdist_run()(list_in_a_loop(address, seconds)))
+
+
+async def measure_listings(address: str, keys: int, seconds: float) -> None:
+    """Fill the store, then print how long its filling, the listings and the sets meanwhile took."""
+    (store,) = await open_stores(address, 1)
+    start_s = time.perf_counter()
+    for first in range(0, keys, FILL_BATCH):
+        await asyncio.gather(*(store.set(f"many/{number:08}", b"") for number in range(first, first + FILL_BATCH)))
+    print(f"{keys:,} keys set at {keys / (time.perf_counter() - start_s):,.0f} a second")
+    await asyncio.gather(*(store.set(f"few/{number}", b"") for number in range(LISTED)))
+    start_s = time.perf_counter()
+    listed = len(await store.list_keys("many/"))
+    print(f"all {listed:,} listed in {time.perf_counter() - start_s:.3f} s")
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    members = context.Process(target=list_in_a_process, args=(address, seconds, results))
+    members.start()
+    others_s: list[float] = []
+    while results.empty():
+        start_s = time.perf_counter()
+        await store.set("others/key", b"")
+        others_s.append(time.perf_counter() - start_s)
+        await asyncio.sleep(OTHERS_PERIOD_S)
+    for title, took_s in (("list_keys of 10", results.get()), ("set of another client", others_s)):
+        took_s.sort()
+        p50_s, p99_s, most_s = (took_s[int(len(took_s) * part)] for part in (0.5, 0.99, 1 - 1 / len(took_s)))
+        figures = f"p50 {p50_s * 1e3:.3f} p99 {p99_s * 1e3:.3f} max {most_s * 1e3:.3f} ms"
+        print(f"{title}: {figures}, {len(took_s):,} samples")
+    members.join()
+    await store.close()
+
+
+@click.command()
+@click.option("--keys", default=1_000_000, show_default=True, help="Keys in the store; a multiple of 10,000.")
+@click.option("--seconds", default=10.0, show_default=True, help="How long ten members list.")
+def listings(keys: int, seconds: float) -> None:
+    """Measure narrow listings among many keys."""
+    server = asyncdist_server(None)
+    try:
+        asyncdist_run()(measure_listings(server.address, keys, seconds))
+    finally:
+        server.close()
+
+
+if __name__ == "__main__":
+    listings()

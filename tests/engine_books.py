@@ -87,6 +87,8 @@ def problems(engine: StoreEngine) -> list[str]:
     if engine._state.leases.count != leases:
         found.append(f"the count of leases is {engine._state.leases.count}, there are {leases}")
     for space in engine.namespaces.values():
+        if (index := space.index) is not None and index.under(b"") != sorted(space.values):
+            found.append(f"the index of {space.name!r} does not hold its keys")
         waiting = sum(
             len(waiters)
             for places in (space.readers, space.poppers, space.watchers, space.lockers)

@@ -62,7 +62,7 @@ class NativeFrames:
             (codes.MULTI_GET, (keys, wait)),
             (codes.MULTI_SET, (lambda: (b"k", rng.choice(KEYS)), lambda: (b"1", rng.choice(VALUES)))),
             (codes.NUM_KEYS, ()),
-            (codes.LIST_KEYS, (key,)),
+            (codes.LIST_KEYS, (key, key)),
             (codes.QUEUE_PUSH, (key, value)),
             (codes.QUEUE_POP, (key, wait)),
             (codes.QUEUE_LEN, (key,)),

@@ -86,5 +86,5 @@ def until_nothing_is_left(daemon: Daemon) -> None:
     """Wait until the daemon has noticed that the clients of a job are gone, and has removed its keys."""
     deadline = time.monotonic() + DEADLINE_S
     with SocketClient(daemon.port, namespace=f"torch/{daemon.port}") as native:
-        while left := native.ask(m.LIST_KEYS, b""):
+        while left := native.ask(m.LIST_KEYS, b"", b"")[1]:
             assert time.monotonic() < deadline, left

@@ -120,7 +120,10 @@ class Store(ABC):
 
     @abstractmethod
     def list_keys(self, prefix: str = "") -> Awaitable[list[str]]:
-        """Return the keys that start with `prefix`, in no particular order."""
+        """Return the keys that start with `prefix`, in no particular order.
+
+        Many thousands of them are asked for in parts: a key that comes or goes meanwhile may be among them or not.
+        """
 
     @abstractmethod
     def queue_push(self, key: str, value: str | bytes) -> Awaitable[None]:

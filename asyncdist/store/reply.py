@@ -47,7 +47,7 @@ SHOWN_KEYS: Final = 5
 
 CONVERSIONS: Final[Mapping[int, Callable[[Any], Any]]] = {
     messages.MULTI_GET: list,
-    messages.LIST_KEYS: lambda keys: list(map(decoded_key, keys)),
+    messages.LIST_KEYS: lambda page: (page[0], list(map(decoded_key, page[1]))),
 }
 """Operations whose value on the wire is not what the caller gets."""
 

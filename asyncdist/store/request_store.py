@@ -7,9 +7,10 @@ from abc import abstractmethod
 from collections.abc import Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
-from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
+from asyncdist.deadline import INHERIT, Deadline, Timeout, timeout_seconds
 from asyncdist.store.arguments import checked_amount, checked_value, checked_values, encoded_key, encoded_keys
 from asyncdist.store.base import Store
+from asyncdist.store.listing import Listing
 from asyncdist.store.reply import NonBlockingPop, Reply
 from asyncdist_server import messages
 
@@ -91,7 +92,13 @@ class RequestStore(Store):
         return self._request(messages.NUM_KEYS, (), self._timeout_s)
 
     def list_keys(self, prefix: str = "") -> asyncio.Future[list[str]]:
-        return self._request(messages.LIST_KEYS, (encoded_key(prefix),), self._timeout_s)
+        loop, name = asyncio.get_running_loop(), encoded_key(prefix)
+        deadline = Deadline.after(self._timeout_s, loop.time())
+
+        def ask(start: bytes) -> asyncio.Future[Any]:
+            return self._request(messages.LIST_KEYS, (name, start), deadline.remaining_s(loop.time()))
+
+        return Listing(loop, ask)
 
     def queue_push(self, key: str, value: str | bytes) -> asyncio.Future[None]:
         data = checked_value(value)

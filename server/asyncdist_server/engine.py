@@ -263,11 +263,16 @@ class StoreEngine:
             if self._changes is not None:
                 self._changes.namespace_dropped(namespace.name)
 
-    def clear(self, namespace: str, belongs: Callable[[bytes], bool] | None = None) -> None:
-        """Remove all keys and queues of `namespace`, or those for whose name `belongs` is true. Wakes nobody."""
+    def clear(
+        self,
+        namespace: str,
+        prefixes: list[bytes] | None = None,
+        accept: Callable[[bytes], bool] | None = None,
+    ) -> None:
+        """Remove all keys and queues of `namespace`, or those that `StoreState.clear` says. Wakes nobody."""
         home = self._namespaces.get(namespace)
         if home is not None:
-            self._state.clear(home, belongs)
+            self._state.clear(home, prefixes, accept)
             self._drop_unused(home)
 
     # ---- requests

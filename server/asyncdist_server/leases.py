@@ -7,9 +7,6 @@ job memberships it stands for. Prefixes it holds go `linger_s` after the last le
 
 from __future__ import annotations
 
-import bisect
-import operator
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from asyncdist_server.codes import EVENT_DELETE, EVENT_EXPIRE
@@ -275,11 +272,11 @@ class Leases:
     def clear_ended(self) -> list[Namespace]:
         """Remove everything under the prefixes that nobody took up again; returns the namespaces they were in.
 
-        One look at each namespace, however many prefixes end: hundreds of jobs may, at the same moment.
+        At most one look at each namespace, however many prefixes end: hundreds of jobs may, at the same moment.
         """
         ended, self.ended_prefixes = self.ended_prefixes, {}
         for namespace, prefixes in ended.items():
-            self._state.clear(namespace, begins_with_any(prefixes))
+            self._state.clear(namespace, prefixes)
         return list(ended)
 
     def end(self, lease: Lease, kind: int, now: float) -> None:
@@ -301,19 +298,3 @@ class Leases:
         state.remove_all(namespace, list(lease.keys), kind)
         for hold in list(lease.holds):
             hold.release(lease, now)
-
-
-def begins_with_any(prefixes: list[bytes]) -> Callable[[bytes], bool]:
-    """Return what says whether a key begins with one of `prefixes`, in a time that hardly grows with their number."""
-    shortest: list[bytes] = []  # without those that begin with another one, so that only the one before a key can fit
-    for prefix in sorted(prefixes):
-        if not shortest or not prefix.startswith(shortest[-1]):
-            shortest.append(prefix)
-    if len(shortest) == 1:
-        return operator.methodcaller("startswith", shortest[0])
-
-    def begins(key: bytes) -> bool:
-        place = bisect.bisect_right(shortest, key)
-        return place > 0 and key.startswith(shortest[place - 1])
-
-    return begins

@@ -121,7 +121,7 @@ class Job:
         hold = self.namespace.holds.get(self.prefix)
         holders = () if hold is None else hold.leases  # as every member's lease is one
         ranks = {name: rank for rank, name in enumerate(names) if type(name) is bytes}
-        for key in [key for key, lease in leased.items() if lease in holders and key.startswith(start)]:
+        for key in [key for key in self.namespace.keys_under(start) if leased.get(key) in holders]:
             name = key[len(start) :]
             self._take_in(name, leased[key])
             if name in ranks:

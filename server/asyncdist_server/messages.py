@@ -45,7 +45,8 @@ Requests and what their reply's value is (`timeout_ms` is an integer >= 0, or No
     MULTI_GET [key...] timeout_ms     [value...], once all keys are present at the same moment
     MULTI_SET [key...] [value...]     None; all of them or none
     NUM_KEYS                          an integer
-    LIST_KEYS prefix                  [key...]
+    LIST_KEYS prefix start            (next start or None, [key...]): the first of the keys with the prefix that are not
+                                      before `start`, in order. None: there are no more
     QUEUE_PUSH key value              None
     QUEUE_POP key timeout_ms          the oldest item; waiting clients are served in the order they asked
     QUEUE_LEN key                     an integer

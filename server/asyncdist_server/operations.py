@@ -6,6 +6,8 @@ item goes to exactly one client, nothing is applied in part, and a request that 
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -50,6 +52,12 @@ INT64_MIN: Final = -(2**63)
 INT64_MAX: Final = 2**63 - 1
 MAX_INT64_DIGITS: Final = 19
 """More digits than this, leading zeros aside, exceed an int64; int() would take quadratic time on a long value."""
+LISTED_KEYS: Final = 8192
+"""Most keys in one answer to a listing: to find and pack so many takes some 2 ms. The client asks for what follows."""
+LISTED_BYTES: Final = 1024 * 1024
+"""Most bytes of keys in it, but for a single key: what a turn's replies may hold."""
+KEY_HEADER_BYTES: Final = 5
+"""What msgpack may add to a key."""
 _NUMBER: Final = re.compile(rb"[ \t\n\v\f\r]*([+-]?)([0-9]+)")
 """What C's strtoll reads, which torch's servers apply to a stored value: the rest of the text is ignored."""
 
@@ -186,7 +194,7 @@ def _multi_set(state: StoreState, client: Client, request: Request, now: float) 
     if refused:
         return request_id, LIMIT, refused
     state.memory_bytes += growth
-    namespace.values.update(pairs)
+    namespace.update(pairs)
     for key, value in pairs.items():
         if namespace.changes is not None:
             namespace.changes.key(key)
@@ -204,15 +212,15 @@ def _num_keys(state: StoreState, client: Client, request: Request, now: float) -
 
 
 def _list_keys(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
-    request_id, _, prefix = request
-    if type(prefix) is not bytes:
+    request_id, _, prefix, start = request
+    if type(prefix) is not bytes or type(start) is not bytes:
         raise malformed(request)
-    client.work_bytes += KEY_WORK_BYTES * len(client.namespace.values)
-    keys = [key for key in client.namespace.values if key.startswith(prefix)]
-    size = sum(map(len, keys)) + 5 * len(keys)
-    if size > state.reply_bytes:
-        return request_id, LIMIT, f"the {len(keys)} keys have {size} bytes, one reply may have {state.reply_bytes}"
-    return request_id, OK, keys
+    namespace = client.namespace
+    keys = namespace.keys_under(prefix, start, LISTED_KEYS + 1)
+    client.work_bytes += KEY_WORK_BYTES * (len(namespace.values) if namespace.index is None else len(keys))
+    ends = list(itertools.accumulate(len(key) + KEY_HEADER_BYTES for key in keys[:LISTED_KEYS]))
+    count = max(bisect.bisect_right(ends, min(LISTED_BYTES, state.reply_bytes)), 1)
+    return request_id, OK, (keys[count] if count < len(keys) else None, keys[:count])
 
 
 def _queue_push(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
@@ -307,7 +315,7 @@ OPERATIONS: Final[Mapping[int, tuple[Operation, int]]] = {
     MULTI_GET: (_multi_get, 4),
     MULTI_SET: (_multi_set, 4),
     NUM_KEYS: (_num_keys, 2),
-    LIST_KEYS: (_list_keys, 3),
+    LIST_KEYS: (_list_keys, 4),
     QUEUE_PUSH: (_queue_push, 4),
     QUEUE_POP: (_queue_pop, 4),
     QUEUE_LEN: (_queue_len, 3),

@@ -311,6 +311,7 @@ class Replay:
                 value = b"".join((value, *stored.pieces[key]))
             state.memory_bytes += namespace.growth_by_value(key, value)
             namespace.values[key] = value
+            namespace.key_came(key)
             if lease_id in namespace.leases:
                 state.leases.attach(namespace.leases[lease_id], key)
         for key, (head, tail) in stored.bounds.items():

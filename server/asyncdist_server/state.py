@@ -28,7 +28,7 @@ from asyncdist_server.messages import (
     WATCH,
     Limits,
 )
-from asyncdist_server.namespace import Namespace
+from asyncdist_server.namespace import KEY_OVERHEAD_BYTES, Namespace, begins_with_any
 from asyncdist_server.timers import Timers
 from asyncdist_server.waiters import WOKEN_AT_ONCE, Deadlines, Waiter, WaitPlace, Woken
 
@@ -158,7 +158,9 @@ class StoreState:
         A lease that the key is bound to lets go of it unless `keep_lease`. With `always` no limit refuses it. `kept`
         is how much of the value is as it was, where it only becomes longer.
         """
-        growth = namespace.growth_by_value(key, value)
+        values = namespace.values
+        old = values.get(key)
+        growth = KEY_OVERHEAD_BYTES + len(key) + len(value) if old is None else len(value) - len(old)
         if (
             (
                 len(key) > self.limits.key_bytes
@@ -170,7 +172,9 @@ class StoreState:
         ):
             return refused
         self.memory_bytes += growth
-        namespace.values[key] = value
+        values[key] = value
+        if old is None:
+            namespace.key_came(key)
         if namespace.changes is not None:
             if kept is None:
                 namespace.changes.key(key)
@@ -211,16 +215,27 @@ class StoreState:
             for key in filter(namespace.lockers.__contains__, keys):
                 self.pass_lock_on(namespace, key)
 
-    def clear(self, namespace: Namespace, belongs: Callable[[bytes], bool] | None = None) -> int:
-        """Remove all keys and queues, or those for whose name `belongs` is true; returns how many. Wakes no readers."""
-        keys = list(namespace.values if belongs is None else filter(belongs, namespace.values))
-        queues = list(namespace.queues if belongs is None else filter(belongs, namespace.queues))
+    def clear(
+        self,
+        namespace: Namespace,
+        prefixes: list[bytes] | None = None,
+        accept: Callable[[bytes], bool] | None = None,
+    ) -> int:
+        """Remove all keys and queues, or those that begin with one of `prefixes` and that `accept` accepts.
+
+        Returns how many. Wakes no readers.
+        """
+        begins = None if prefixes is None else begins_with_any(prefixes)
+        keys = list(namespace.values) if prefixes is None else namespace.keys_under_any(prefixes)
+        queues = list(filter(begins, namespace.queues)) if begins else list(namespace.queues)
+        if accept is not None:
+            keys, queues = list(filter(accept, keys)), list(filter(accept, queues))
         self.remove_all(namespace, keys)
         for key in queues:
             self.memory_bytes -= namespace.clear_queue(key)
         for client in self.every_client():
             if client.taken and client.namespace.name == namespace.name:
-                client.forget_items(belongs or (lambda key: True))
+                client.forget_items(lambda key: (not begins or begins(key)) and (not accept or accept(key)))
         return len(keys) + len(queues)
 
     def enqueue(self, namespace: Namespace, key: bytes, item: bytes, at_head: bool) -> None:

@@ -15,7 +15,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from asyncdist_server.engine import StoreEngine
-from asyncdist_server.leases import STALL_S, begins_with_any
+from asyncdist_server.leases import STALL_S
 from asyncdist_server.messages import QUEUE_LEN, SET
 from asyncdist_server.operations import parse_number
 from asyncdist_server.timers import in_whole_ms
@@ -103,12 +103,11 @@ class TorchNamespace:
         self._namespaces.abandon(self, abandoned, now)
 
     def remove(self, jobs: set[bytes]) -> None:
-        """Remove what the clients of `jobs` stored, in one look at all keys."""
+        """Remove what the clients of `jobs` stored."""
         if b"" in jobs:
             self.engine.clear(self.name)
         else:
-            begins = begins_with_any(list(jobs))  # for most keys, much sooner than what job they name
-            self.engine.clear(self.name, lambda key: begins(key) and job_of(key) in jobs)
+            self.engine.clear(self.name, list(jobs), lambda key: job_of(key) in jobs)
 
     # ---- barriers
 

@@ -104,7 +104,13 @@ def _delete(session: TorchSession, key: bytes) -> None:
 
 
 def _list_keys(session: TorchSession) -> None:
-    keys = session.must(session.ask(LIST_KEYS, b""))
+    keys: list[bytes] = []
+    start: bytes | None = b""
+    while start is not None:
+        start, more = session.must(session.ask(LIST_KEYS, b"", start))
+        keys += more
+    if sum(map(len, keys)) > session.engine.limits.frame_bytes:
+        raise ProtocolError(f"the {len(keys)} keys are more than one reply may have")
     session.say(encode_integer(len(keys)))
     session.say(b"".join([part for key in keys for part in (encode_length(len(key)), key)]))
 

@@ -75,8 +75,10 @@ class EngineMachine(EngineDriver):
     def look(self, number: int, keys: list[bytes]) -> None:
         model = self.model
         assert self._ok(number, m.CHECK, tuple(keys)) is all(model.present(m.WAIT, key) for key in keys)
-        assert sorted(self._ok(number, m.LIST_KEYS, b"")) == sorted(model.values)
-        assert sorted(self._ok(number, m.LIST_KEYS, b"held/")) == [key for key in model.values if key[:5] == b"held/"]
+        assert sorted(self._ok(number, m.LIST_KEYS, b"", b"")[1]) == sorted(model.values)
+        assert sorted(self._ok(number, m.LIST_KEYS, b"held/", b"")[1]) == [
+            key for key in model.values if key[:5] == b"held/"
+        ]
         assert self._ok(number, m.NUM_KEYS) == len(model.values)
         assert self._ok(number, m.QUEUE_LEN, b"a") == len(model.queues.get(b"a", ()))
         assert self._ok(number, m.PING) is None

@@ -46,7 +46,7 @@ async def test_both_protocols_on_one_port_and_native_clients_may_only_read() -> 
                 assert native.ask(m.GET, b"/k", 0) == b"native"
                 with SocketClient(server.port, TOKEN, namespace=namespace, client_id=b"r" * 16) as reader:
                     assert reader.ask(m.GET, b"/k", 0) == b"torch"
-                    assert reader.ask(m.LIST_KEYS, b"") == (b"/k",)
+                    assert reader.ask(m.LIST_KEYS, b"", b"")[1] == (b"/k",)
                     reader.send((m.GET, b"/later", None))
                     torch.send(Query.SET, b"/later", b"1")
                     assert reader.reply()[1:] == (m.OK, b"1")

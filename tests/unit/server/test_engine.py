@@ -159,8 +159,8 @@ def test_append_multi_set_multi_get(a: Handle) -> None:
 
 def test_list_keys_by_prefix(a: Handle) -> None:
     a.run(m.MULTI_SET, (b"a/1", b"a/2", b"b/1"), (b"", b"", b""))
-    assert sorted(a.run(m.LIST_KEYS, b"a/")) == [b"a/1", b"a/2"]
-    assert len(a.run(m.LIST_KEYS, b"")) == 3
+    assert sorted(a.run(m.LIST_KEYS, b"a/", b"")[1]) == [b"a/1", b"a/2"]
+    assert len(a.run(m.LIST_KEYS, b"", b"")[1]) == 3
 
 
 def test_queues_are_fifo_and_apart_from_keys(a: Handle) -> None:
@@ -419,9 +419,12 @@ def test_replies_must_fit_into_a_frame() -> None:
     a.run(m.SET, b"k", b"12345")
     assert a.run(m.MULTI_GET, (b"k", b"k"), 0) == [b"12345"] * 2
     assert "15 bytes" in a.refused(m.LIMIT, m.MULTI_GET, (b"k", b"k", b"k"), 0)
-    assert a.run(m.LIST_KEYS, b"") == [b"k"]
+    assert a.run(m.LIST_KEYS, b"", b"")[1] == [b"k"]
     a.run(m.SET, b"l", b"")
-    assert "2 keys" in a.refused(m.LIMIT, m.LIST_KEYS, b"")
+    assert a.run(m.LIST_KEYS, b"", b"") == (b"l", [b"k"])
+    assert a.run(m.LIST_KEYS, b"", b"l") == (None, [b"l"])
+    a.run(m.SET, b"m" * 100, b"")
+    assert a.run(m.LIST_KEYS, b"", b"m") == (None, [b"m" * 100])  # a single one is never too long
 
 
 @pytest.mark.parametrize(
@@ -463,7 +466,7 @@ def test_replies_must_fit_into_a_frame() -> None:
         (1, m.MULTI_SET, (b"k",), ()),
         (1, m.MULTI_SET, (b"k",), ("v",)),
         (1, m.MULTI_SET, (b"k",), b"v"),
-        (1, m.LIST_KEYS, ""),
+        (1, m.LIST_KEYS, "", b""),
         (1, m.QUEUE_PUSH, b"q", None),
         (1, m.QUEUE_POP, "q", None),
         (1, m.QUEUE_LEN, "q"),

@@ -39,7 +39,7 @@ def test_copies_of_a_large_value(client: MemoryClient, request_: tuple[object, .
 @pytest.mark.parametrize(
     "request_",
     [
-        (m.LIST_KEYS, b"none"),
+        (m.LIST_KEYS, b"", b""),
         (m.CHECK, [b"k"] * 4096),
         (m.WAIT, [b"k"] * 4096, None),
         (m.MULTI_GET, [b"k"] * 4096, None),
@@ -51,9 +51,17 @@ def test_a_look_at_many_keys(client: MemoryClient, request_: tuple[object, ...])
     assert ran_in_a_turn(client, *request_) == -(-TURN_WORK_BYTES // (KEY_WORK_BYTES * 4096))
 
 
+def test_a_listing_of_few_among_many_keys(client: MemoryClient) -> None:
+    """What it takes depends on what it finds, not on what else there is."""
+    few = [b"k%d" % number for number in range(10)]
+    client.ask(*[(m.SET, key, b"") for key in few], *[(m.SET, b"%d" % number, b"") for number in range(8192)])
+    assert client.ask((m.LIST_KEYS, b"k", b""))[0][2] == (None, tuple(few))
+    assert ran_in_a_turn(client, m.LIST_KEYS, b"k", b"") == COUNT
+
+
 def test_small_ones_share_a_turn(client: MemoryClient) -> None:
     client.ask((m.SET, b"k", b"1"))
-    for request in ((m.APPEND, b"k", b"2"), (m.CHECK, [b"k"]), (m.LIST_KEYS, b""), (m.WAIT, [b"k"] * 10, None)):
+    for request in ((m.APPEND, b"k", b"2"), (m.CHECK, [b"k"]), (m.LIST_KEYS, b"", b""), (m.WAIT, [b"k"] * 10, None)):
         assert ran_in_a_turn(client, *request) == COUNT
 
 

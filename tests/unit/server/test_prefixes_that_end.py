@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from engine_user import User, pass_time
 from torch_wire_kit import PORT, World
 
 from asyncdist_server import messages as m
-from asyncdist_server.leases import begins_with_any
+from asyncdist_server.namespace import Namespace, begins_with_any
 from asyncdist_server.state import StoreState
 from asyncdist_server.torch_namespaces import MAX_JOBS, TORCH_PREFIX
 from asyncdist_server.torch_wire import Query
@@ -23,9 +24,9 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     looked: list[str] = []
     clear = StoreState.clear
 
-    def counted(state: StoreState, namespace: object, belongs: object = None) -> int:
-        looked.append(namespace.name)  # type: ignore[attr-defined]
-        return clear(state, namespace, belongs)  # type: ignore[arg-type]
+    def counted(state: StoreState, namespace: Namespace, *which: Any) -> int:
+        looked.append(namespace.name)
+        return clear(state, namespace, *which)
 
     monkeypatch.setattr(StoreState, "clear", counted)
     return looked
@@ -45,7 +46,7 @@ def test_held_prefixes(users: list[User], looks: list[str]) -> None:
     pass_time([*users, other], 1)
     assert sorted(looks) == ["elsewhere", "job"]
     for user in (owner, other):
-        assert user.ask(m.LIST_KEYS, b"") == [b"stays"]
+        assert user.ask(m.LIST_KEYS, b"", b"")[1] == [b"stays"]
         assert user.ask(m.QUEUE_LEN, b"job/3/q") == 0
 
 
