@@ -86,6 +86,12 @@ def problems(engine: StoreEngine) -> list[str]:
     leases = sum(len(space.leases) for space in engine.namespaces.values())
     if engine._state.leases.count != leases:
         found.append(f"the count of leases is {engine._state.leases.count}, there are {leases}")
+    for share in {space.share for space in engine.namespaces.values() if space.share is not None}:
+        spaces = [space for space in engine.namespaces.values() if space.share is share]
+        counted = sum(map(namespace_bytes, spaces))
+        counted += sum(client_bytes(client) for client in engine._state.clients if client.namespace in spaces)
+        if share.bytes != counted:
+            found.append(f"a share has {share.bytes} bytes, counted are {counted}")
     for space in engine.namespaces.values():
         if (index := space.index) is not None and index.under(b"") != sorted(space.values):
             found.append(f"the index of {space.name!r} does not hold its keys")

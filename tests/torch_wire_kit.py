@@ -10,7 +10,7 @@ from types import TracebackType
 from server_kit import everything
 
 from asyncdist_server.engine import StoreEngine
-from asyncdist_server.torch_namespaces import TorchNamespaces
+from asyncdist_server.torch_namespaces import TORCH_MEMORY_PERCENT, TorchNamespaces
 from asyncdist_server.torch_session import TorchSession
 from asyncdist_server.torch_wire import Query
 
@@ -46,9 +46,14 @@ def query(kind: Query, *fields: bytes | int | list[bytes]) -> bytes:
 class World:
     """An engine, its torch namespaces, and a clock that tests set."""
 
-    def __init__(self, engine: StoreEngine | None = None, linger_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        engine: StoreEngine | None = None,
+        linger_s: float = 0.0,
+        memory_percent: int = TORCH_MEMORY_PERCENT,
+    ) -> None:
         self.engine = engine or StoreEngine(b"i" * 16)
-        self.namespaces = TorchNamespaces(self.engine, linger_s)
+        self.namespaces = TorchNamespaces(self.engine, linger_s, memory_percent)
         self.now = 0.0
 
     def client(self, port: int = PORT) -> MemoryTorchClient:

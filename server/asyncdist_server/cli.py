@@ -36,6 +36,7 @@ from asyncdist_server.messages import (
 )
 from asyncdist_server.service import run_until_signalled
 from asyncdist_server.threaded import new_event_loop
+from asyncdist_server.torch_namespaces import TORCH_MEMORY_PERCENT
 from asyncdist_server.user_token import default_token
 
 _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -90,6 +91,12 @@ _DIRECTORY: Final = click.Path(file_okay=False, path_type=Path)
 @click.option(
     "--torch-insecure-no-auth", is_flag=True, help="Serve torch clients beyond loopback: they cannot prove a token."
 )
+@click.option(
+    "--torch-memory-percent",
+    default=TORCH_MEMORY_PERCENT,
+    type=click.IntRange(1, 100),
+    help="What torch clients may take of --max-memory-bytes.",
+)
 @click.option("--max-key-bytes", default=MAX_KEY_BYTES, help="Longest key.")
 @click.option("--max-value-bytes", default=MAX_VALUE_BYTES, help="Longest value; frames may be 1 MiB longer.")
 @click.option(
@@ -126,6 +133,7 @@ def main(
     torch_port: tuple[int, ...],
     torch_linger: float,
     torch_insecure_no_auth: bool,
+    torch_memory_percent: int,
     max_key_bytes: int,
     max_value_bytes: int,
     max_memory_bytes: int,
@@ -170,6 +178,7 @@ def main(
             torch_ports=torch_port,
             torch_linger_s=torch_linger,
             torch_insecure_no_auth=torch_insecure_no_auth,
+            torch_memory_percent=torch_memory_percent,
             http_host=http_host,
             http_port=http_port,
             limits=limits_for(

@@ -16,6 +16,7 @@ from asyncdist_server.loopback import is_loopback
 from asyncdist_server.messages import FRAME_SLACK_BYTES, MAX_KEY_BYTES, Limits
 from asyncdist_server.tls import server_context
 from asyncdist_server.tokens import read_tokens
+from asyncdist_server.torch_namespaces import TORCH_MEMORY_PERCENT
 
 DEFAULT_PORT: Final = 29500
 """The port torchrun's users expect a rendezvous on."""
@@ -48,7 +49,8 @@ class ServerConfig:
 
     `torch` lets clients of torch.distributed's TCPStore use the same port, each of `torch_ports` is one more port with
     keys of its own for them. They cannot prove a token: they are served on loopback, elsewhere only with
-    `torch_insecure_no_auth`. Their keys are removed `torch_linger_s` after the last client has left.
+    `torch_insecure_no_auth`. Their keys are removed `torch_linger_s` after the last client has left. All of them
+    together take at most `torch_memory_percent` of the memory that `limits` allow.
 
     With `tls_cert` (a chain in PEM; `tls_key` where the key is in a file of its own) all but torch's clients must use
     TLS, with `tls_ca` they need a certificate signed by it.
@@ -76,6 +78,7 @@ class ServerConfig:
     torch: bool = False
     torch_ports: tuple[int, ...] = ()
     torch_linger_s: float = TORCH_LINGER_S
+    torch_memory_percent: int = TORCH_MEMORY_PERCENT
     torch_insecure_no_auth: bool = False
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -115,6 +118,8 @@ class ServerConfig:
     def _check_times(self) -> None:
         if not 0 <= self.torch_linger_s < math.inf:
             raise ConfigError(f"the linger time of torch keys must be a number of seconds, not {self.torch_linger_s}")
+        if not 1 <= self.torch_memory_percent <= 100:
+            raise ConfigError(f"torch's part of the memory must be 1 to 100 percent, not {self.torch_memory_percent}")
         if not 0 <= self.drain_timeout_s < math.inf:
             raise ConfigError(f"the drain time-out must be a number of seconds, not {self.drain_timeout_s}")
         for name, value in (("handshake", self.handshake_timeout_s), ("stall", self.stall_timeout_s)):

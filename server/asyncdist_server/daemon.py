@@ -59,7 +59,7 @@ class StoreServer:
         self.engine = StoreEngine(secrets.token_bytes(INCARNATION_BYTES), config.limits, time.time_ns() // 1000)
         self.engine.describe_server = lambda: describe(self)
         self.started_at = time.monotonic()
-        self.torch = TorchNamespaces(self.engine, config.torch_linger_s)
+        self.torch = TorchNamespaces(self.engine, config.torch_linger_s, config.torch_memory_percent)
         self.encoder = Encoder()
         self.log = logging.getLogger("asyncdist_server")
         self.events = EventLog(self.log, self._call_later)

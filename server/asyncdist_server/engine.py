@@ -41,7 +41,7 @@ from asyncdist_server.messages import (
     Limits,
     ProtocolError,
 )
-from asyncdist_server.namespace import Namespace
+from asyncdist_server.namespace import Namespace, Share
 from asyncdist_server.operations import OPERATIONS, Request, malformed
 from asyncdist_server.state import StoreState
 from asyncdist_server.timers import in_whole_ms, left_s
@@ -62,6 +62,8 @@ class StoreEngine:
         self._state = StoreState(self.limits, first_revision)
         self._state.describe = self.status
         self._state.every_client = self.all_clients
+        self.share_of: Callable[[str], Share | None] = lambda name: None
+        """Says which share of the memory a namespace of that name has a part of. To be set before there are any."""
         self.describe_server: Callable[[], dict[str, Any]] = dict
         self._namespaces: dict[str, Namespace] = {}
         self._changes: ChangeLog | None = None
@@ -153,7 +155,7 @@ class StoreEngine:
         return client
 
     def _new_namespace(self, name: str) -> Namespace:
-        home = self._namespaces[name] = Namespace(name)
+        home = self._namespaces[name] = Namespace(name, self.share_of(name))
         if self._changes is not None:
             home.changes = self._changes.of(name)
         return home

@@ -30,6 +30,17 @@ INDEXED_KEYS: Final = 1024
 """With more keys than this a namespace keeps them sorted, too: to look at so many takes a tenth of a millisecond."""
 
 
+class Share:
+    """What some namespaces together may take of the store's memory, and what they take."""
+
+    __slots__ = ("bytes", "limit_bytes", "option")
+
+    def __init__(self, limit_bytes: int, option: str) -> None:
+        self.bytes = 0
+        self.limit_bytes = limit_bytes
+        self.option = option  # that sets it, for people
+
+
 class Namespace:
     """Keys and queues live side by side: the same name may be both. A queue exists while it has items."""
 
@@ -49,12 +60,14 @@ class Namespace:
         "prefix_lengths",
         "queues",
         "readers",
+        "share",
         "values",
         "watchers",
     )
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, share: Share | None = None) -> None:
         self.name = name
+        self.share = share  # None: it may take all of the store's memory
         self.values: dict[bytes, bytes] = {}
         self.index: SortedKeys | None = None  # of the keys of `values`, once they are many
         self.queues: dict[bytes, deque[bytes]] = {}

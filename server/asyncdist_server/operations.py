@@ -189,11 +189,11 @@ def _multi_set(state: StoreState, client: Client, request: Request, now: float) 
     refused = (
         state.refuse_keys(client, keys)
         or state.refuse_value(max(values, key=len, default=b""))
-        or state.refuse_growth(growth)
+        or state.refuse_growth(growth, namespace)
     )
     if refused:
         return request_id, LIMIT, refused
-    state.memory_bytes += growth
+    state.charge(namespace, growth)
     namespace.update(pairs)
     for key, value in pairs.items():
         if namespace.changes is not None:
@@ -234,7 +234,7 @@ def _queue_push(state: StoreState, client: Client, request: Request, now: float)
     if key not in namespace.poppers:
         growth = namespace.growth_by_item(key, item)
         # What was in the store before may come back, though others have taken its room meanwhile.
-        if refused := state.refuse_growth(growth - state.limits.value_bytes if back else growth):
+        if refused := state.refuse_growth(growth - state.limits.value_bytes if back else growth, namespace):
             return request_id, LIMIT, refused
     state.enqueue(namespace, key, item, at_head=back)
     return request_id, OK, None
@@ -247,7 +247,7 @@ def _queue_pop(state: StoreState, client: Client, request: Request, now: float) 
     if key not in client.namespace.queues:
         return _block(state, client, request, (key,), 0, now)
     item, freed = client.namespace.pop_item(key)
-    state.memory_bytes -= freed
+    state.charge(client.namespace, -freed)
     client.note_taken(request_id, key)
     return request_id, OK, item
 

@@ -40,5 +40,8 @@ class PoppedItems(list[tuple[bytes, bytes]]):
 
     def _charge(self, size: int, state: StoreState, client: Client) -> None:
         """Charge the store for the items that are on their way, and no longer for those that were."""
-        state.remember(size - client.remembered_bytes)
+        grown_bytes = size - client.remembered_bytes
+        state.remember(grown_bytes)
+        if client.namespace.share is not None:
+            client.namespace.share.bytes += grown_bytes
         client.remembered_bytes = size

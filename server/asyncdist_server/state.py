@@ -113,6 +113,12 @@ class StoreState:
         self.memory_bytes += grown_bytes
         self.event_bytes += grown_bytes
 
+    def charge(self, namespace: Namespace, grown_bytes: int) -> None:
+        """Charge, or no longer charge, what keys, queues and blocked requests of `namespace` need."""
+        self.memory_bytes += grown_bytes
+        if namespace.share is not None:
+            namespace.share.bytes += grown_bytes
+
     # ---- limits
 
     def refuse_key(self, key: bytes) -> str:
@@ -134,8 +140,12 @@ class StoreState:
             return ""
         return f"the value has {len(value)} bytes, allowed are {self.limits.value_bytes}"
 
-    def refuse_growth(self, growth: int) -> str:
-        """Return why the store cannot grow by `growth` bytes."""
+    def refuse_growth(self, growth: int, namespace: Namespace | None = None) -> str:
+        """Return why the store, or the share of `namespace` in it, cannot grow by `growth` bytes."""
+        share = None if namespace is None else namespace.share
+        if share is not None and growth > 0 and share.bytes + growth > share.limit_bytes:
+            limit = f"{share.limit_bytes} bytes ({share.option})"
+            return f"namespaces like this one hold {share.bytes} of at most {limit}, {growth} more are needed"
         if growth <= 0 or self.memory_bytes + growth <= self.limits.memory_bytes:
             return ""
         self.recorder.make_room(self.memory_bytes + growth - self.limits.memory_bytes)
@@ -166,12 +176,15 @@ class StoreState:
                 len(key) > self.limits.key_bytes
                 or len(value) > self.limits.value_bytes
                 or (growth > 0 and self.memory_bytes + growth > self.limits.memory_bytes)
+                or (growth > 0 and namespace.share is not None)
             )
             and not always
-            and (refused := self.refuse_key(key) or self.refuse_value(value) or self.refuse_growth(growth))
+            and (refused := self.refuse_key(key) or self.refuse_value(value) or self.refuse_growth(growth, namespace))
         ):
             return refused
         self.memory_bytes += growth
+        if namespace.share is not None:
+            namespace.share.bytes += growth
         values[key] = value
         if old is None:
             namespace.key_came(key)
@@ -193,7 +206,7 @@ class StoreState:
         freed = namespace.delete_value(key)
         if freed is None:
             return False
-        self.memory_bytes -= freed
+        self.charge(namespace, -freed)
         if namespace.leased:
             self.leases.detach(namespace, key)
         if namespace.histories:
@@ -206,7 +219,7 @@ class StoreState:
         """Do with `keys`, which are all there, what `remove` does with each: together, as they may be a great many."""
         if not keys:
             return
-        self.memory_bytes -= namespace.delete_values(keys)
+        self.charge(namespace, -namespace.delete_values(keys))
         if namespace.leased:
             self.leases.detach_all(namespace, keys)
         if namespace.histories:
@@ -232,7 +245,7 @@ class StoreState:
             keys, queues = list(filter(accept, keys)), list(filter(accept, queues))
         self.remove_all(namespace, keys)
         for key in queues:
-            self.memory_bytes -= namespace.clear_queue(key)
+            self.charge(namespace, -namespace.clear_queue(key))
         for client in self.every_client():
             if client.taken and client.namespace.name == namespace.name:
                 client.forget_items(lambda key: (not begins or begins(key)) and (not accept or accept(key)))
@@ -246,7 +259,7 @@ class StoreState:
             waiter.client.note_taken(waiter.request_id, key)
             self.finish(waiter, (waiter.request_id, OK, item))
             return
-        self.memory_bytes += namespace.growth_by_item(key, item)
+        self.charge(namespace, namespace.growth_by_item(key, item))
         namespace.push_item(key, item, at_head)
         if key in namespace.readers:
             self.wake(namespace, key)
@@ -285,9 +298,9 @@ class StoreState:
             return request_id, TIMEOUT, self.missing(waiter)
         if self.waiter_count >= self.limits.waiters or len(client.blocked) >= self.limits.in_flight:
             return request_id, LIMIT, f"{self.waiter_count} requests are blocked, {len(client.blocked)} of this client"
-        if refused := self.refuse_growth(waiter.bytes):
+        if refused := self.refuse_growth(waiter.bytes, client.namespace):
             return request_id, LIMIT, refused
-        self.memory_bytes += waiter.bytes
+        self.charge(client.namespace, waiter.bytes)
         self.waiter_count += 1
         self.waiter_bytes += waiter.bytes
         (self.key_waits if operation in KEY_WAITS else self.other_waits)[waiter] = None
@@ -316,7 +329,7 @@ class StoreState:
         del (self.key_waits if waiter.operation in KEY_WAITS else self.other_waits)[waiter]
         if waiter.operation == WATCH:
             waiter.client.namespace.histories[waiter.keys[0]].seen()
-        self.memory_bytes -= waiter.bytes
+        self.charge(waiter.client.namespace, -waiter.bytes)
 
     def finish(self, waiter: Waiter, reply: Reply) -> None:
         """Answer a blocked request, one that is woken with what it waited for."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.leases import STALL_S
 from asyncdist_server.messages import QUEUE_LEN, SET
+from asyncdist_server.namespace import Share
 from asyncdist_server.operations import parse_number
 from asyncdist_server.timers import in_whole_ms
 
@@ -28,6 +29,8 @@ TORCH_PREFIX: Final = "torch/"
 CLAIM_S: Final = 1.0
 """How long a queue's item is kept for the client whose blocking pop it woke. The pop follows within a millisecond;
 a client that only wanted to know whether the queue has something must not keep the item from others."""
+TORCH_MEMORY_PERCENT: Final = 50
+"""What torch's clients, who prove no token, may take of the store's memory: the rest is left to those who do."""
 MAX_JOBS: Final = 16
 """Jobs that one connection may name. torchrun's agents name one; all are looked for among all keys when it ends."""
 
@@ -83,6 +86,11 @@ class TorchNamespace:
         self._barriers: dict[tuple[bytes, int], Barrier] = {}
         self._queue_waiters: dict[bytes, dict[tuple[TorchSession, int], None]] = {}
         self._claims: dict[bytes, dict[TorchSession, None]] = {}
+
+    def take_input(self, grown_bytes: int) -> bool:
+        """Note by how much the input grew that is not yet run; false if that is more than torch's clients may have."""
+        self._namespaces.input_bytes += grown_bytes
+        return self._namespaces.input_bytes <= self._namespaces.share.limit_bytes
 
     # ---- lifetime
 
@@ -185,8 +193,14 @@ class TorchNamespace:
 class TorchNamespaces:
     """The torch namespaces of a daemon, one per port, and the one timer that they need."""
 
-    def __init__(self, engine: StoreEngine, linger_s: float) -> None:
+    def __init__(self, engine: StoreEngine, linger_s: float, memory_percent: int = TORCH_MEMORY_PERCENT) -> None:
         self.engine = engine
+        self.share = share = Share(
+            engine.limits.memory_bytes * memory_percent // 100, "a daemon's --torch-memory-percent"
+        )
+        engine.share_of = lambda name: share if name.startswith(TORCH_PREFIX) else None
+        self.input_bytes = 0
+        """Received from torch's clients and not yet run."""
         self._linger_s = linger_s
         self._by_port: dict[int, TorchNamespace] = {}
         # Both in the order in which they are due.

@@ -36,6 +36,7 @@ from asyncdist_server.torch_wire import (
     encode_length,
     read_small,
 )
+from asyncdist_server.unsent import SMALL_REPLY_BYTES
 
 _QUEUE_POP: Final = int(Query.QUEUE_POP)
 
@@ -178,7 +179,9 @@ class TorchSession:
             self._stop(str(error))
         finally:
             self._running = False
-        self.buffered = self._reader.buffered
+        before, self.buffered = self.buffered, self._reader.buffered
+        if not self.namespace.take_input(self.buffered - before) and self.buffered > SMALL_REPLY_BYTES:
+            self.fail_limit("torch's clients sent too much unfinished input")
         self.busy = not self.closing and self._reader.ready
         self._between = self.open and not self.closing and self._reader.idle
 
@@ -410,5 +413,6 @@ class TorchSession:
         self.closing = True
         self.busy = self._between = False
         self._reader = TorchReader(self.engine.limits)  # the old one may hold most of a request
+        self.namespace.take_input(-self.buffered)
         self.buffered = 0
         self.error = reason
