@@ -100,6 +100,7 @@ def problems(engine: StoreEngine) -> list[str]:
             for places in (space.readers, space.poppers, space.watchers, space.lockers)
             for waiters in places._waiters.values()
         ) + sum(len(job.waiting) for job in space.jobs.values())
+        waiting += sum(len(line.requests) for job in space.jobs.values() for line in job.namesakes.values())
         own = sum(len(client.blocked) for client in engine._state.clients if client.namespace is space)
         if waiting != own:
             found.append(f"{waiting} wait in {space.name!r}, its clients have {own} blocked requests")

@@ -33,6 +33,7 @@ class Waiting:
     deadline: float
     lease: int = 0
     member: bytes = b""
+    entered: bool = False  # of a join: as a member, and not in line for the name of one
 
 
 @dataclasses.dataclass
@@ -99,6 +100,8 @@ class StoreModel:
         """Answer a request that waits."""
         self.waiting.remove(waiter)
         self.late.append((waiter.client, (waiter.request_id, code, value)))
+        if waiter.entered and (len(self.members_waiting()) < self.job.least or waiter.member in self.job.last_round):
+            self.job.completes_at = math.inf  # also where another of that name comes at once
 
     def wake_readers(self) -> None:
         """Answer every reader whose keys are there at this moment."""
@@ -216,6 +219,8 @@ class StoreModel:
                     self.end_lease(number, m.EVENT_DELETE)
                 else:
                     lease.ends = self.now + lease.ttl_s
+                    if any(self.members_waiting(name) for name, holder in self.job.members.items() if holder == number):
+                        self.end_lease(number, m.EVENT_EXPIRE)
 
     def client_came(self, client: int) -> None:
         """And made anew."""
@@ -225,15 +230,24 @@ class StoreModel:
 
     # ---- jobs
 
-    def members_waiting(self) -> list[Waiting]:
-        """Who waits for the next round."""
-        return [waiter for waiter in self.waiting if waiter.operation == m.JOIN]
+    def members_waiting(self, for_name: bytes | None = None) -> list[Waiting]:
+        """Who waits for the next round, or to have the name of a member."""
+        joins = [waiter for waiter in self.waiting if waiter.operation == m.JOIN]
+        if for_name is None:
+            return [each for each in joins if each.entered]
+        return [each for each in joins if each.member == for_name and not each.entered]
 
     def join(self, waiter: Waiting) -> str:
         """Let a member wait for the next round; returns why not."""
         job, name, lease = self.job, waiter.member, waiter.lease
-        if job.members.get(name, lease) != lease:
-            return "name"
+        holder = job.members.get(name, lease)
+        if holder != lease:
+            if lease in job.members.values():
+                return "lease"
+            self.waiting.append(waiter)
+            if self.leases[holder].client is not None and self.leases[holder].ends < math.inf:
+                self.end_lease(holder, m.EVENT_EXPIRE)
+            return ""
         if any(number == lease and other != name for other, number in job.members.items()):
             return "lease"
         if any(other.member == name for other in self.members_waiting()):
@@ -242,6 +256,7 @@ class StoreModel:
             self.put(self.PREFIX + b"members/" + name, b"%d" % lease, lease)
             self.hold(self.PREFIX, lease, JOB_LINGER_S)
             job.members[name] = lease
+        waiter.entered = True
         self.waiting.append(waiter)
         self.settle()
         return ""
@@ -249,15 +264,26 @@ class StoreModel:
     def lose(self, name: bytes, kind: int) -> None:
         """A member has gone."""
         job = self.job
+        waiters = [waiter for waiter in self.members_waiting() if waiter.member == name]
         lease = job.members.pop(name)
         job.last_round = [each for each in job.last_round if each != name]
-        for waiter in self.members_waiting():
-            if waiter.member == name:
-                told = (m.CANCELLED, "it left") if kind == m.EVENT_DELETE else (m.LEASE_LOST, "the lease has expired")
-                self.finish(waiter, *told)
+        for waiter in waiters:
+            told = (m.CANCELLED, "it left") if kind == m.EVENT_DELETE else (m.LEASE_LOST, "the lease has expired")
+            self.finish(waiter, *told)
         self.remove(self.PREFIX + b"members/" + name, kind)
         if lease in self.leases or kind != m.EVENT_SET:
             self.release(self.holds[self.PREFIX], lease)
+        for waiter in self.members_waiting(name):
+            if name not in job.members:
+                self.waiting.remove(waiter)
+                if waiter.lease not in self.leases:
+                    why = m.LEASE_LOST, "there is no such lease (any more)"
+                    self.late.append((waiter.client, (waiter.request_id, *why)))
+                elif other := [each for each, number in job.members.items() if number == waiter.lease]:
+                    why = m.INVALID, f"{name.decode()} joins with the lease of the member {other[0].decode()}"
+                    self.late.append((waiter.client, (waiter.request_id, *why)))
+                else:
+                    self.join(waiter)
         self.settle()
 
     def settle(self) -> None:
@@ -301,7 +327,7 @@ class StoreModel:
             self.complete()
         for waiter in [each for each in self.waiting if each.deadline <= self.now]:
             self.finish(waiter, m.TIMEOUT, self.missing(waiter))
-            if waiter.operation == m.JOIN:
+            if waiter.entered:
                 self.lose(waiter.member, m.EVENT_DELETE)
 
     def missing(self, waiter: Waiting) -> Any:

@@ -288,7 +288,7 @@ async def set_watched(client: SimulatedClient) -> str:
 async def membership(client: SimulatedClient) -> None:
     """Join a job, meet again when somebody comes or goes, leave."""
     job, least, most = client.dice.choice((("one", 1, 3), ("two", 2, 4)))
-    name = client.fresh()
+    name = client.dice.choice((client.fresh(), "trainer"))  # the latter is started again and again, or twice
     wait_s = client.dice.choice((2.0, 20.0))
     asked = await client.ask(
         "join",

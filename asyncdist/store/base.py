@@ -224,13 +224,14 @@ class Store(ABC):
         Args:
             job: its name; all members must give the same `min` and `max`.
             timeout: of the waiting. StoreTimeoutError names those who did not come.
-            name: this member's, by default host, pid and a random number; no two members may share one.
+            name: this member's, by default host, pid and a random number. A dead member's place is taken at once; while
+                a member of that name lives, this waits for it to go, and StoreTimeoutError says whose the name is.
             settle: seconds to wait for more than `min` members once they are there; with `max` it starts at once.
             grace: seconds after which a member whose connection broke is lost.
             bound: False for members that are lost as soon as they were silent for `grace` seconds, as one is that is
                 stopped, or whose host is down: those do not break their connections.
 
-        Raises DistStoreError for another member of that name or another `min` or `max`.
+        Raises DistStoreError for another `min` or `max`.
         """
         self._not_offered("memberships")
 

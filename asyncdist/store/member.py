@@ -79,8 +79,8 @@ class Membership(AsyncIterator[MemberEvent]):
     async def rejoin(self, timeout: Timeout = INHERIT) -> Self:
         """Wait for the next epoch with all members still there; returns this object with its new epoch and rank.
 
-        Raises StoreTimeoutError, whose `keys` name those who did not come, and LeaseLostError; after either, or after
-        being cancelled, this process is no member any more.
+        Raises StoreTimeoutError, whose `keys` name those who did not come, and LeaseLostError, also where another
+        process has joined under this name; after either, or after being cancelled, this process is no member any more.
         """
         timeout_s = timeout_seconds(timeout, self._default_timeout_s)
         if self._lease is None or self._left:
@@ -89,6 +89,9 @@ class Membership(AsyncIterator[MemberEvent]):
         try:
             self._lease.raise_if_lost()
             answer = await self._ask(messages.JOIN, arguments, timeout_s)
+        except LeaseLostError as error:
+            self._abandon()
+            raise await self._why_lost(str(error)) from error
         except BaseException:
             self._abandon()
             raise
@@ -115,7 +118,7 @@ class Membership(AsyncIterator[MemberEvent]):
                 kinds: dict[str, Literal["joined", "left", "lost"]] = {"set": "joined", "delete": "left"}
                 return MemberEvent(kinds.get(event.kind, "lost"), member)
             if event.kind == "expire":
-                raise LeaseLostError(f"{self!r} was taken for lost: the store did not hear from it in time")
+                raise await self._why_lost(f"{self!r} was taken for lost: the store did not hear from it in time")
             if event.kind == "delete" and not self._left:
                 raise LeaseLostError(f"{self!r} was expelled by another member")
 
@@ -123,6 +126,16 @@ class Membership(AsyncIterator[MemberEvent]):
         """See `Lease.outlive_outages`."""
         assert self._lease is not None
         self._lease.outlive_outages()
+
+    async def _why_lost(self, why: str) -> LeaseLostError:
+        """Return the error for the loss of this member: another process may have its place."""
+        try:
+            await self._ask(messages.GET, (encoded_key(self._prefix + self.name),), 0)
+        except DistError:
+            return LeaseLostError(why)
+        return LeaseLostError(
+            f"{self!r} was replaced: another process joined under its name while its connection was lost"
+        )
 
     async def wait_lost(self) -> str:
         """Wait until this process is no member any more, or may not be, and return why; may be cancelled."""

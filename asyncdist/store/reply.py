@@ -116,6 +116,8 @@ def failure(reply: Reply, code: int, value: Any, where: str) -> DistStoreError:
     if code == messages.TIMEOUT:
         if reply.empty_is_error:
             return QueueEmptyError(f"{what}: the queue is empty")
+        if isinstance(value, str):
+            return StoreTimeoutError(f"{what} timed out after {reply.request[-1] / 1000:g} s: {value}", [])
         missing = ", ".join(map(shown, value))
         text = f"{what} timed out after {reply.request[-1] / 1000:g} s, still missing: {missing}"
         return StoreTimeoutError(text, list(map(decoded_key, value)))

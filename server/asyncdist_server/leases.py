@@ -48,6 +48,7 @@ class Lease:
         "lease_id",
         "namespace",
         "owner",
+        "since",
         "ttl_s",
     )
 
@@ -59,6 +60,7 @@ class Lease:
         self.lease_id = lease_id
         self.ttl_s = ttl_s
         self.owner = owner  # None: a lease by time only
+        self.since = state.now
         self.keys: dict[bytes, None] = {}
         self.holds: dict[Hold, None] = {}
         self.jobs: dict[Job, bytes] = {}
@@ -67,6 +69,11 @@ class Lease:
         self.deadline: float | None = None
         self.armed = False
         self.done = False
+
+    @property
+    def deserted(self) -> bool:
+        """Whether the connection that it is bound to was there since the daemon began, and is lost."""
+        return self.owner is not None and self.deadline is not None and self.idle_since is None
 
     def postpone(self, now: float) -> None:
         """Let the lease end `ttl_s` after `now`, which may be a while ago where there is a clock that knows better."""
@@ -205,6 +212,8 @@ class Leases:
                 self.end(lease, EVENT_DELETE, now)
             else:
                 lease.postpone(now)
+                if any(name in job.namesakes for job, name in lease.jobs.items()):
+                    self.end(lease, EVENT_EXPIRE, now)
 
     def renew_all(self, namespace: Namespace, now: float) -> None:
         """Give every lease its full time again: the daemon was away, not those who vouch for them.

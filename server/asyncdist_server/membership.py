@@ -5,6 +5,9 @@ member of the previous round among them, and either `most` wait or nobody new ca
 epoch. Ranks: those who were members before keep their order and come first, so that rank 0 is one who has the job's
 state as long as anybody has it; then the new ones in the order of their names (numbers in names count as numbers).
 
+A name belongs to one member. Who joins under the name of a member whose connection is lost takes its place at once, and
+waits while that one lives.
+
 Everything is also to be seen as keys under `job/<job>/`: `members/<name>`, bound to the member's lease, whose number is
 its value, from its first join until it leaves or is lost, and `epoch`, the last round as msgpack [epoch, [name...]]. So
 watching `members/` tells of arrivals, departures (deleted) and losses (expired), and a store that kept its keys knows
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from asyncdist_server.codes import CANCELLED, EVENT_DELETE, INVALID, JOIN, LEASE_LOST, LIMIT, OK
+from asyncdist_server.codes import CANCELLED, EVENT_DELETE, EVENT_EXPIRE, INVALID, JOIN, LEASE_LOST, LIMIT, OK, TIMEOUT
 from asyncdist_server.key_text import shown
 from asyncdist_server.names import Names
 
@@ -71,6 +74,40 @@ class Settling:
         self._job.complete()
 
 
+class Namesakes:
+    """Joins under the name of a member that lives, first come first served; satisfies `waiters.WaitPlace`."""
+
+    __slots__ = ("_job", "_name", "requests")
+
+    def __init__(self, job: Job, name: bytes) -> None:
+        self._job = job
+        self._name = name
+        self.requests: dict[Waiter, tuple[Any, ...]] = {}
+
+    def add(self, waiter: Waiter) -> None:
+        """Let a request wait, which is still to be noted."""
+        self.requests[waiter] = ()
+        waiter.waits_in = self
+
+    def discard(self, waiter: Waiter) -> None:
+        """Forget one."""
+        del self.requests[waiter]
+        waiter.waits_in = None
+        if not self.requests:
+            del self._job.namesakes[self._name]
+
+    def give_up(self, waiter: Waiter) -> None:
+        """Nothing: it was no member."""
+
+    def missing(self) -> list[bytes]:
+        """Return the name."""
+        return [self._name]
+
+    def explain(self) -> str:
+        """Return whose the name is."""
+        return self._job.tell_holder(self._name)
+
+
 class Job:
     """The members of one job, and the round that is being formed; satisfies `waiters.WaitPlace`."""
 
@@ -84,6 +121,7 @@ class Job:
         "most",
         "name",
         "names_bytes",
+        "namesakes",
         "namespace",
         "prefix",
         "ranks",
@@ -104,6 +142,7 @@ class Job:
         self.absent: set[bytes] = set()  # those of them that do not wait: to look for one at each join takes long
         self.leases: dict[bytes, Lease] = {}  # of everyone who came and has not gone
         self.waiting: dict[bytes, Waiter] = {}  # for the next round, in the order they came
+        self.namesakes: dict[bytes, Namesakes] = {}  # by name, who waits for it
         self._settling: Settling | None = None
         self._recall()
 
@@ -159,12 +198,30 @@ class Job:
         absent = [name for name in self.ranks if name not in self.waiting]
         return absent or [b"%d more members" % max(self.least - len(self.waiting), 1)]
 
+    def explain(self) -> str:
+        """Return nothing: `missing` says it."""
+        return ""
+
     # ---- coming and going
 
     def join(self, client: Client, request: tuple[Any, ...], lease: Lease, now: float) -> Reply | None:
         """Let a member wait for the next round, and complete that if it was the one missing."""
+        name = request[3]
+        if self.leases.get(name, lease) is not lease:
+            return self._wait_for_name(client, request, lease, now)
+        if refusal := self._enter(request, lease):
+            return refusal
+        reply = self._state.block(client, request[0], JOIN, (self.name,), 0, request[-1], now, self, name)
+        if reply is not None:
+            self.lose(lease, EVENT_DELETE, now)
+            return reply
+        self.advance(now)
+        return None
+
+    def _enter(self, request: tuple[Any, ...], lease: Lease, always: bool = False) -> Reply | None:
+        """Make a member of who asks so, if it is none yet; returns why not. With `always` no full store is a reason."""
         state = self._state
-        request_id, _, _, name, least, most, settle_ms, _, timeout_ms = request
+        request_id, _, _, name, least, most, settle_ms, _, _ = request
         if not self.leases:
             self.least, self.most = least, most
         if why := self._objection(name, least, most, lease):
@@ -174,23 +231,67 @@ class Job:
         if name not in self.leases:
             if refused := self._refuse_name(name):
                 return request_id, LIMIT, refused
-            if refused := state.put(self.namespace, key, b"%d" % lease.lease_id):
+            if refused := state.put(self.namespace, key, b"%d" % lease.lease_id, always=always):
                 return request_id, LIMIT, refused
             if refused := state.leases.hold(lease, self.prefix, JOB_LINGER_S):
                 state.remove(self.namespace, key)
                 return request_id, LIMIT, refused
             state.leases.attach(lease, key)
             self._take_in(name, lease)
+        self._own_hold()
+        return None
+
+    def _own_hold(self) -> None:
+        """Have the job end with the hold of its prefix."""
         hold = self.namespace.holds[self.prefix]
         if hold.job is not self:
             hold.job = self
             hold.changed()
-        reply = state.block(client, request_id, JOIN, (self.name,), 0, timeout_ms, now, self, name)
-        if reply is not None:
-            self.lose(lease, EVENT_DELETE, now)
-            return reply
-        self.advance(now)
-        return None
+
+    # ---- names that are taken
+
+    def _wait_for_name(self, client: Client, request: tuple[Any, ...], lease: Lease, now: float) -> Reply | None:
+        """Let a request wait until the member of that name has gone; one whose connection is lost goes at once."""
+        request_id, _, _, name, least, most, _, _, timeout_ms = request
+        holder = self.leases[name]
+        if len(self.leases) > 1 and (why := self._objection(name, least, most, lease)):
+            return request_id, INVALID, why
+        self._own_hold()
+        line = self.namesakes.setdefault(name, Namesakes(self, name))
+        reply = self._state.block(client, request_id, JOIN, (self.name,), 0, timeout_ms, now, line, name)
+        if reply is None:
+            line.requests[client.blocked[request_id]] = request
+            if holder.deserted:
+                self._state.leases.end(holder, EVENT_EXPIRE, now)
+            return None
+        if not line.requests:
+            del self.namesakes[name]
+        return (request_id, TIMEOUT, self.tell_holder(name)) if reply[1] == TIMEOUT else reply
+
+    def _admit_namesake(self, name: bytes) -> None:
+        """Let the first in that waits for a name which is free now."""
+        while name not in self.leases and (line := self.namesakes.get(name)) is not None:
+            waiter, request = next(iter(line.requests.items()))
+            lease = self.namespace.leases.get(request[7])
+            refusal: Reply | None = (request[0], LEASE_LOST, "there is no such lease (any more)")
+            if lease is not None:
+                refusal = self._enter(request, lease, always=True)  # it takes the room that another left
+            if refusal is not None:
+                self._state.finish(waiter, refusal)
+                continue
+            line.discard(waiter)
+            self.add(waiter)
+
+    def tell_holder(self, name: bytes) -> str:
+        """Return who has `name`, since when, and what to do about it."""
+        lease = self.leases[name]
+        clients = self._state.every_client()
+        told = [f"{each.name}, {each.address}" for each in clients if each.identity == lease.owner]
+        where = f" ({told[0]})" if told else ""
+        return (
+            f"another process{where} is the member {shown(name)}, for {self._state.now - lease.since:.0f} s by now; "
+            "take another name, or take that member out with `expel`"
+        )
 
     def _take_in(self, name: bytes, lease: Lease) -> None:
         self.leases[name] = lease
@@ -213,9 +314,8 @@ class Job:
             return f"the job has {self.least} to {self.most} members, {who} expects {least} to {most}"
         if lease.jobs.get(self, name) != name:
             return f"{who} joins with the lease of the member {shown(lease.jobs[self])}"
-        if self.leases.get(name, lease) is not lease:
-            return f"another member is called {who}"
-        return f"{who} waits for the next round already" if name in self.waiting else ""
+        waits = name in self.waiting and self.leases[name] is lease
+        return f"{who} waits for the next round already" if waits else ""
 
     def lose(self, lease: Lease, kind: int, now: float) -> None:
         """Take out the member that `lease` stands for; `kind` says whether it left or was lost."""
@@ -233,6 +333,7 @@ class Job:
         hold = self.namespace.holds.get(self.prefix)
         if hold is not None and lease.holds.pop(hold, 0) is None:
             hold.release(lease, now)
+        self._admit_namesake(name)
         self.advance(now)
 
     def end(self) -> None:

@@ -65,7 +65,9 @@ Requests and what their reply's value is (`timeout_ms` is an integer >= 0, or No
                                       prefix from `revision` on; waits for something. None: nothing, at once, the start
     LOCK key id timeout_ms            the fencing token, once the key is free; the key goes when the lease ends
     UNLOCK key token                  True if the key was held with this token
-    JOIN job name min max settle_ms id timeout_ms    (epoch, rank, [name...], revision), once a round is complete
+    JOIN job name min max settle_ms id timeout_ms    (epoch, rank, [name...], revision), once a round is complete; waits
+                                      for a living member of that name to go, takes the place of one whose connection is
+                                      lost
     LEAVE job id                      True if the lease stood for a member of the job
     STATUS                            a map of what the daemon holds, for people
     WAITS everywhere                  [how many, [operation, [key...], waited_ms, namespace, name, rank, address]...]:

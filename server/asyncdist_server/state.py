@@ -387,7 +387,8 @@ class StoreState:
         """Answer every blocked request whose time is over."""
         for waiter in self.deadlines.take_due(now):
             if not waiter.done:  # by the end of another: a member whose join is over has left, which watchers are told
-                self.finish(waiter, (waiter.request_id, TIMEOUT, self.missing(waiter)))
+                why = "" if waiter.waits_in is None else waiter.waits_in.explain()
+                self.finish(waiter, (waiter.request_id, TIMEOUT, why or self.missing(waiter)))
 
     def missing(self, waiter: Waiter) -> list[bytes]:
         """Return the keys, at most `MAX_MISSING_REPORTED`, that a request still waits for."""

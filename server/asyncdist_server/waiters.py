@@ -71,6 +71,9 @@ class WaitPlace(Protocol):
     def missing(self) -> list[bytes]:
         """Return what those who wait here wait for."""
 
+    def explain(self) -> str:
+        """Return what they are told when their time is over, if names of keys do not say it."""
+
 
 class WaitList:
     """The waiters of each key, in the order they came."""
@@ -107,6 +110,10 @@ class WaitList:
     def missing(self) -> list[bytes]:
         """Return the keys that somebody waits for here."""
         return list(self._waiters)
+
+    def explain(self) -> str:
+        """Return nothing: keys say it."""
+        return ""
 
     def take_all(self, key: bytes) -> list[Waiter]:
         """Remove and return all waiters of `key`."""

@@ -245,7 +245,7 @@ class EngineMachine(EngineDriver):
         assert cancelled is (waiter in self.model.waiting)
         if cancelled:
             self.model.finish(waiter, m.CANCELLED, "withdrawn by the client")
-            if waiter.operation == m.JOIN:
+            if waiter.entered:
                 self.model.lose(waiter.member, m.EVENT_DELETE)
 
     @rule(number=CLIENTS, away_ms=st.sampled_from([0, 0, 100, 2000]), goodbye=st.booleans())
@@ -280,6 +280,24 @@ class EngineMachine(EngineDriver):
         self.leave(number, lease)
         self.compare()
         self.pass_time(900)
+        self.compare()
+
+    @rule(number=st.integers(0, 1), name=NAMES, lease=st.integers(1, 2), other=st.integers(3, 4), timeout_ms=TIMEOUTS)
+    def take_a_name(self, number: int, name: bytes, lease: int, other: int, timeout_ms: int | None) -> None:
+        """Another client joins under a member's name, before or after the member's connection is lost."""
+        self.grant(number, lease, 500, True)
+        self.grant(1 - number, other, 500, True)
+        self.join(number, name, lease, None)
+        self.compare()
+        if timeout_ms is None:
+            self.join(1 - number, name, other, None)
+            self.compare()
+            self.lose_connection(number, 100, False)
+        else:
+            self.lose_connection(number, 0, False)
+            self.join(1 - number, name, other, timeout_ms + 1)
+        self.compare()
+        self.pass_time(700)
         self.compare()
 
     @rule(number=st.integers(0, 1), key=KEYS, framed=st.booleans())

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from store_proxy import CuttingProxy, cutting_proxy
 
-from asyncdist.errors import DistStoreError, LeaseLostError, WatchCompactedError
+from asyncdist.errors import DistStoreError, LeaseLostError, StoreTimeoutError, WatchCompactedError
 from asyncdist.store import TCPStore
 from asyncdist_server import ServerConfig, messages
 from asyncdist_server.daemon import StoreServer, serve
@@ -132,6 +132,36 @@ async def test_a_killed_member_is_lost_and_the_others_go_on() -> None:
         await settled.leave()
         await first.leave()
         del second
+
+
+async def test_a_killed_member_is_replaced_by_one_of_its_name_at_once() -> None:
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        serve(ServerConfig(port=0)) as server,
+        TCPStore("127.0.0.1", server.port) as a,
+        TCPStore("127.0.0.1", server.port) as b,
+    ):
+        killed = await TCPStore.connect("127.0.0.1", server.port)
+        await killed.join("j", 1, name="trainer", settle=0, grace=DEADLINE_S)
+        killed._abandon()
+        first = await a.join("j", 1, name="trainer", settle=0, timeout=DEADLINE_S / 2)
+        assert first.epoch == 2
+        with pytest.raises(
+            StoreTimeoutError, match=r"another process .* is the member trainer, for .* take another name"
+        ):
+            await b.join("j", 1, name="trainer", settle=0, timeout=0.05)
+        waiting = asyncio.ensure_future(b.join("j", 1, name="trainer", settle=0))
+        while not any(each.operation == "join" for each in await a.waits()):
+            pass
+        assert a._connection is not None
+        a._connection._lose(ConnectionResetError("cut by the test"))
+        second = await waiting
+        assert (second.epoch, second.members) == (3, ("trainer",))
+        with pytest.raises(LeaseLostError, match="was replaced: another process joined under its name"):
+            await anext(first)
+        with pytest.raises(LeaseLostError, match="was replaced: another process joined under its name"):
+            await first.rejoin()
+        await second.leave()
 
 
 async def restarted(server: StoreServer) -> StoreServer:
