@@ -156,7 +156,8 @@ async def prove(
     """Prove the token, and have the other side prove its own; the handshake says which token that was.
 
     Without a token, a store of this host is shown that of this user, if it asks for one; with `own_user_only` it has to
-    ask. Raises AuthenticationError, and what `receive` does.
+    ask. Raises AuthenticationError, and what `receive` does. The other side is told why the handshake ends, for its
+    log: else it would not know that the tokens differ.
     """
     here = token is None and is_loopback(str(stream.socket.getpeername()[0]))
     users = find_user_token() if here else None
@@ -171,6 +172,9 @@ async def prove(
         if here and own_user_only and handshake.token is None:
             raise AuthenticationError(Refusal.NO_TOKEN)
     except AuthenticationError as error:
+        if error.farewell and not handshake.done:
+            with contextlib.suppress(OSError):
+                await stream.send(error.farewell)
         if here and error.refusal in _REASONS:
             reason = _REASONS[error.refusal]
             raise AuthenticationError(error.refusal, by_peer=error.by_peer, reason=reason) from None

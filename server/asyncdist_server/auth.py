@@ -351,6 +351,11 @@ class ServerHandshake(_Handshake):
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self.context = b""
 
+    @property
+    def unanswered(self) -> bool:
+        """Whether the client was given this side's proof and has not given its own."""
+        return bool(self._hello) and not self.done
+
     def receive(self, data: bytes) -> bytes:
         """Take the client's next bytes and return what to send, maybe nothing.
 

@@ -418,6 +418,9 @@ class Connection(asyncio.Protocol):
         if exc is not None:
             self._judge_output(unread=isinstance(exc, ConnectionError))
         self._transport = None
+        if self._opening and not self._ending:
+            self._session.end_unproven()
+            self._note_end()
         if not self._opening:
             count(self._server.engine.counters.closed, self._session.protocol)
         self._held.clear()

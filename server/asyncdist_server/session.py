@@ -260,6 +260,12 @@ class Session:
         if self._client is not None and not self.closing:
             self._replies.append((0, STOPPING, "the daemon is stopping"))
 
+    def end_unproven(self) -> None:
+        """Note that the client has gone, if it did so when it was given the daemon's proof, with a word to guess by."""
+        if not self.closing and self._handshake is not None and self._handshake.unanswered:
+            self.cause = "proof_not_answered"
+            self._stop("it was given the proof of the daemon's token and left without its own")
+
     def close(self, now: float) -> None:
         """Withdraw the client from the engine; the connection is gone."""
         if self._client is not None:

@@ -212,6 +212,9 @@ class TorchSession:
         self.cause = refusal.name.lower()
         self._stop(detail or refusal.name.lower().replace("_", " "))
 
+    def end_unproven(self) -> None:
+        """Nothing: this protocol has no proof."""
+
     def say_stopping(self) -> None:
         """Nothing: this protocol has no word for it."""
 
