@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Self
 from asyncdist.deadline import Deadline, Timeout
 from asyncdist.errors import StoreTimeoutError
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S
+from asyncdist.store.credentials import FROM_ENVIRONMENT, GivenTLS, GivenToken, credentials
 from asyncdist.store.hosting import host_store
 from asyncdist.store.tcp_client import TCPClient
 from asyncdist.store.tls_config import TLSConfig
@@ -52,10 +53,12 @@ class TCPStore(TCPClient):
         multi_tenant: a master whose port is taken uses the store that answers there.
         master_listen_fd: not offered (NotImplementedError): port 0 picks a free one.
         use_libuv: accepted for torch's sake and not used.
-        token: the daemon's token. None: this user's on this host, if a daemon on loopback asks for one, as that of a
-            master does. It is proven, never sent.
-        tls: a TLSConfig or an ssl.SSLContext for a daemon that was started with TLS. The host is checked against the
-            daemon's certificate. A master's TLSConfig must have a certificate.
+        token: the daemon's token, by default that of ASYNCDIST_TOKEN or ASYNCDIST_TOKEN_FILE. Without one, or None:
+            this user's on this host, if a daemon on loopback asks for one, as that of a master does. It is proven,
+            never sent.
+        tls: a TLSConfig or an ssl.SSLContext for a daemon that was started with TLS, by default what ASYNCDIST_TLS_CA
+            and its like say; None for a daemon without. The host is checked against the daemon's certificate. A
+            master's TLSConfig must have a certificate.
         namespace: the job whose keys this client sees.
         rank: this process's rank in the job, told to the daemon; None for tools.
         on_incarnation_change: called without arguments, in the event loop.
@@ -73,8 +76,8 @@ class TCPStore(TCPClient):
         master_listen_fd: int | None = None,
         use_libuv: bool = True,
         *,
-        token: str | None = None,
-        tls: TLSConfig | ssl.SSLContext | None = None,
+        token: GivenToken = FROM_ENVIRONMENT,
+        tls: GivenTLS = FROM_ENVIRONMENT,
         namespace: str = "",
         rank: int | None = None,
         on_incarnation_change: Callable[[], None] | None = None,
@@ -91,6 +94,7 @@ class TCPStore(TCPClient):
             raise NotImplementedError(
                 "master_listen_fd is not offered: port=0 picks a free port, which `port` then says"
             )
+        token, tls = credentials(token, tls)
         if isinstance(tls, TLSConfig):
             tls.context()  # what is wrong with the files is said here
         if is_master and isinstance(tls, ssl.SSLContext):
@@ -113,8 +117,8 @@ class TCPStore(TCPClient):
         wait_for_workers: bool = True,
         multi_tenant: bool = False,
         *,
-        token: str | None = None,
-        tls: TLSConfig | ssl.SSLContext | None = None,
+        token: GivenToken = FROM_ENVIRONMENT,
+        tls: GivenTLS = FROM_ENVIRONMENT,
         namespace: str = "",
         rank: int | None = None,
         on_incarnation_change: Callable[[], None] | None = None,
