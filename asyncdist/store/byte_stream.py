@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import socket
 import ssl
+from collections.abc import Callable
 from typing import Any, Final
 
 from asyncdist.errors import DistStoreError
@@ -115,7 +116,12 @@ class ByteStream:
         self.socket.close()
 
 
-async def open_stream(host: str, port: int, tls: TLSConfig | ssl.SSLContext | None) -> ByteStream:
+async def open_stream(
+    host: str,
+    port: int,
+    tls: TLSConfig | ssl.SSLContext | None,
+    on_connected: Callable[[], None] = lambda: None,
+) -> ByteStream:
     """Connect to the first address of `host` that takes it, with TLS unless that is None.
 
     Raises OSError for what may go away by itself; StoreRefusedError, and AuthenticationError as said by the other side,
@@ -139,6 +145,7 @@ async def open_stream(host: str, port: int, tls: TLSConfig | ssl.SSLContext | No
         except BaseException:
             connection.close()
             raise
+        on_connected()
         stream = ByteStream(loop, connection)
         try:
             if tls is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 import ssl
@@ -14,7 +15,7 @@ from typing import Final
 from asyncdist.loop import forget_closed
 from asyncdist.store.byte_stream import ByteStream, StoreRefusedError, open_stream, prove
 from asyncdist.store.tls_config import TLSConfig
-from asyncdist_server.auth import AuthenticationError, ClientHandshake, Refusal
+from asyncdist_server.auth import AuthenticationError, ClientHandshake, Refusal, http_answer
 from asyncdist_server.messages import (
     CLIENT_ID_BYTES,
     STOPPING,
@@ -29,7 +30,7 @@ from asyncdist_server.messages import (
 )
 from asyncdist_server.tls import TLSStream
 
-__all__ = ["CLIENT_ID_BYTES", "Connection", "StoreRefusedError", "Trouble", "client_name", "dial"]
+__all__ = ["CLIENT_ID_BYTES", "Connection", "StoreRefusedError", "Trouble", "ask_for_http", "client_name", "dial"]
 
 RECEIVE_BYTES: Final = 64 * 1024
 """What one read takes at most: hundreds of replies, or a slice of a large value. Each connection has such a buffer, and
@@ -50,6 +51,10 @@ class Trouble:
         self.text = ""
         """Of the last one, empty before."""
         self._silent_closes = 0  # in a row
+        self.connected_at = math.inf
+        """Since when there is a connection on which nothing was answered, on the loop's clock; infinity without one."""
+        self.stranger = ""
+        """What else than a store answers there."""
 
     def __str__(self) -> str:
         if self._silent_closes < SILENT_CLOSES:
@@ -61,8 +66,13 @@ class Trouble:
         self.text = text
         self._silent_closes = 0
 
+    def note_connected(self) -> None:
+        """Take note that a connection is there, from now on."""
+        self.connected_at = asyncio.get_running_loop().time()
+
     def note_error(self, error: OSError) -> bool:
         """Take note of how one failed; true if it is one of several silent closes, for the first time."""
+        self.connected_at = math.inf
         cut = isinstance(error, ConnectionAbortedError | ConnectionResetError | BrokenPipeError)
         closes = self._silent_closes + 1 if cut else 0
         refused = isinstance(error, ConnectionRefusedError)
@@ -83,17 +93,19 @@ async def dial(
     token: str | None,
     context: bytes,
     hello: Hello,
+    trouble: Trouble,
     *,
     own_user_only: bool = False,
 ) -> tuple[ByteStream, str | None, Welcome, FrameReader]:
-    """Connect, prove the token and introduce ourselves.
+    """Connect, prove the token and introduce ourselves; `trouble` is told when there is a connection.
 
     Returns the connection, the token that was proven, what the daemon answered and the reader of what follows. Raises
     OSError for what may go away by itself and StoreRefusedError for what will not. The caller bounds it with a
     time-out; cancelling closes it.
     """
     try:
-        stream = await open_stream(host, port, tls)
+        trouble.connected_at = math.inf
+        stream = await open_stream(host, port, tls, trouble.note_connected)
         try:
             handshake = await prove(stream, token, context, own_user_only=own_user_only)
             return (stream, handshake.token, *await _introduce(stream, handshake, hello))
@@ -108,6 +120,20 @@ async def dial(
         raise StoreRefusedError(f"it refuses this client: {error}") from error
     except ProtocolError as error:
         raise StoreRefusedError(f"it does not keep to asyncdist's store protocol: {error}") from error
+
+
+async def ask_for_http(host: str, port: int, timeout_s: float) -> str:
+    """Return what an HTTP server there answers in time, for people; empty if there is none. It waits to be asked."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            stream = await open_stream(host, port, None)
+            try:
+                await stream.send(b"HEAD / HTTP/1.0\r\n\r\n")
+                return http_answer(await stream.receive())
+            finally:
+                stream.close()
+    except OSError:  # time-outs are such
+        return ""
 
 
 async def _introduce(stream: ByteStream, handshake: ClientHandshake, hello: Hello) -> tuple[Welcome, FrameReader]:

@@ -9,17 +9,18 @@ import random
 import secrets
 import ssl
 from collections.abc import Callable
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 from asyncdist.deadline import Deadline, Timeout
 from asyncdist.errors import ClosedError, ConnectTimeoutError, DistError, DistStoreError
-from asyncdist.events import emit, info, tracing
+from asyncdist.events import emit, info, tracing, warn
 from asyncdist.loop import prepare_fork
+from asyncdist.patience import telling
 from asyncdist.store.coordinating_store import CoordinatingStore
 from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.store.pipeline import Pipeline, StoppingError
 from asyncdist.store.reply import Reply
-from asyncdist.store.store_connection import Connection, StoreRefusedError, Trouble, client_name, dial
+from asyncdist.store.store_connection import Connection, StoreRefusedError, Trouble, ask_for_http, client_name, dial
 from asyncdist.store.tls_config import TLSConfig
 from asyncdist.uninterrupted import uninterrupted
 from asyncdist_server import messages
@@ -34,6 +35,11 @@ succeeds can still retry exactly once."""
 ATTEMPT_TIMEOUT_S: Final = 10.0
 """One try to connect and shake hands: twice what the daemon allows for the handshake."""
 
+SILENCE_S: Final = 3.0
+"""After so much silence on a connection the client looks what is there: a store, busy or not, answers in a second."""
+
+NO_STORE_ANSWERS: Final = "connected, but no store answers there"
+
 FIRST_BACKOFF_S: Final = 0.02
 MAX_BACKOFF_S: Final = 2.0
 """Between two tries; jittered by half, so that a thousand clients of a restarted daemon do not come in step."""
@@ -47,6 +53,9 @@ class TCPClient(CoordinatingStore):
 
     The address may be set until the first connection is made.
     """
+
+    silence_s: ClassVar[float] = SILENCE_S
+    """How long a connection is silent before the client looks what is there, and how long that may take."""
 
     def __init__(
         self,
@@ -82,6 +91,7 @@ class TCPClient(CoordinatingStore):
         self._watch: asyncio.TimerHandle | None = None
         self._watch_at = math.inf
         self._backoff_s = FIRST_BACKOFF_S
+        self._attempt: asyncio.Timeout | None = None  # one try to connect
         self._lost = ""  # why the last connection was, for people
         self._stopped = False
         self._closed = False
@@ -230,22 +240,26 @@ class TCPClient(CoordinatingStore):
     async def _keep_dialling(self, until: Deadline) -> DistError | None:
         """Connect, trying again until that instant; return the error if that did not help."""
         assert self._loop is not None
-        assert self._pipeline is not None
-        loop = self._loop
         deadline = math.inf if until.at_s is None else until.at_s
         trouble = Trouble()
+        with telling(lambda: self._look_who_is_silent(trouble), self.silence_s):
+            return await self._dial_until(until, deadline, trouble)
+
+    async def _dial_until(self, until: Deadline, deadline: float, trouble: Trouble) -> DistError | None:
+        assert self._loop is not None
+        loop = self._loop
         if self._backoff_s > FIRST_BACKOFF_S:  # the last connection broke before it was of any use
             await self._pause(deadline)
         while True:
             try:
-                async with asyncio.timeout_at(min(deadline, loop.time() + ATTEMPT_TIMEOUT_S)):
-                    await self._dial()
+                async with asyncio.timeout_at(min(deadline, loop.time() + ATTEMPT_TIMEOUT_S)) as self._attempt:
+                    await self._dial(trouble)
                 return None
             except StoreRefusedError as error:
                 return DistStoreError(f"{self._where}: {error}")
             except TimeoutError:
                 if not trouble.text or loop.time() < deadline:  # a try cut short at the end says less than those before
-                    trouble.note("it does not answer")
+                    trouble.note(NO_STORE_ANSWERS if trouble.connected_at < math.inf else "it does not answer")
             except OSError as error:
                 if self.ends_with and isinstance(error, ConnectionRefusedError):
                     if self.on_end is not None:
@@ -254,12 +268,28 @@ class TCPClient(CoordinatingStore):
                     return DistStoreError(f"{self._where}: {what}{self._lost}")
                 if trouble.note_error(error):
                     info("%s: %s; still trying", self._where, trouble)
+            if trouble.stranger:
+                return DistStoreError(f"{self._where}: {NO_STORE_ANSWERS}: {trouble.stranger}")
             if tracing("store"):
                 emit("store", "dial_failed", where=self._where, problem=trouble.text)
             await self._pause(deadline)
             if loop.time() >= deadline:
                 problem = f"{trouble}{self._lost}"
+                if trouble.text == NO_STORE_ANSWERS:
+                    return ConnectTimeoutError(f"{self._where}: {problem} within {until.given_s:g} s")
                 return ConnectTimeoutError(f"{self._where}: could not connect within {until.given_s:g} s: {problem}")
+
+    async def _look_who_is_silent(self, trouble: Trouble) -> None:
+        """Once a connection was silent for long, see whether it is a server of HTTP: that waits to be asked."""
+        loop = asyncio.get_running_loop()
+        while loop.time() < trouble.connected_at + self.silence_s:  # noqa: ASYNC110 - tries come and go meanwhile
+            await asyncio.sleep(self.silence_s / 2)
+        trouble.stranger = await ask_for_http(self.host, self.port, self.silence_s)
+        if not trouble.stranger:
+            warn("%s: %s, for %g s by now; still trying", self._where, NO_STORE_ANSWERS, self.silence_s)
+        elif self._attempt is not None:
+            with contextlib.suppress(RuntimeError):  # it is over: this is seen before the next one
+                self._attempt.reschedule(loop.time())
 
     async def _pause(self, deadline: float) -> None:
         """Wait before the next try, longer each time, until a connection gave an answer."""
@@ -267,14 +297,14 @@ class TCPClient(CoordinatingStore):
         self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
         await asyncio.sleep(min(pause_s, deadline - asyncio.get_running_loop().time()))
 
-    async def _dial(self) -> None:
+    async def _dial(self, trouble: Trouble) -> None:
         """Make one connection and take it into use."""
         assert self._loop is not None
         pipeline = self._pipeline
         assert pipeline is not None
         hello = messages.Hello(self._client_id, pipeline.to_retry(), client_name())
         connected, self.token, welcome, reader = await dial(  # the last await
-            self.host, self.port, self._tls, self.token, self._context, hello, own_user_only=self.own_user_only
+            self.host, self.port, self._tls, self.token, self._context, hello, trouble, own_user_only=self.own_user_only
         )
         next_frame = pipeline.next_frame
         self._connection = Connection(self._loop, connected, reader, next_frame, self._on_frame, self._on_lost)

@@ -65,6 +65,9 @@ HINT_BYTES: Final = 8
 """The part of a client's nonce that says which token it has; the other 24 bytes are random."""
 PROOF_BYTES: Final = 32
 
+MAX_SHOWN_ANSWER_BYTES: Final = 80
+"""What a message shows of the answer of a server that is no store."""
+
 STORE_PURPOSE: Final = "store"
 
 _ALPHABETS: Final = (
@@ -232,6 +235,14 @@ def refusal_message(refusal: Refusal) -> bytes:
     return _HEADER.pack(MAGIC, HANDSHAKE_VERSION, _Kind.REFUSAL, refusal)
 
 
+def http_answer(said: bytes | bytearray) -> str:
+    """Return what an HTTP server says at the beginning of `said`, for people; empty if it is no such server."""
+    if not said.startswith(b"HTTP/"):
+        return ""
+    line = bytes(said).splitlines()[0][:MAX_SHOWN_ANSWER_BYTES].decode("ascii", "replace")
+    return f"an HTTP server answered: {''.join(filter(str.isprintable, line))}"
+
+
 class _Handshake:
     """What both sides share: the key, a bounded buffer, and reading headers."""
 
@@ -329,7 +340,7 @@ class ClientHandshake(_Handshake):
 
     def _stranger(self, first_byte: int) -> AuthenticationError:
         tls = first_byte in (TLS_HANDSHAKE_BYTE, TLS_ALERT_BYTE)  # our own servers say in words that they require it
-        return AuthenticationError(Refusal.NOT_A_STORE, detail="it speaks TLS" if tls else "")
+        return AuthenticationError(Refusal.NOT_A_STORE, detail="it speaks TLS" if tls else http_answer(self._buffer))
 
     def _accepted(self) -> bytes:
         if self._header(_Kind.ACCEPTED) is not None:

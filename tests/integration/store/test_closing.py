@@ -10,6 +10,7 @@ from cancel_sweep import Cut, cancelling_at
 
 from asyncdist.errors import ClosedError
 from asyncdist.store import TCPStore
+from asyncdist.store.store_connection import Trouble
 from asyncdist_server.threaded import ThreadedServer
 
 DEADLINE_S = 20.0
@@ -81,9 +82,9 @@ async def test_a_second_cut_is_survived_too(
         store = await opened(server, namespace)
         dial, dialled = store._dial, 0
 
-        async def dial_and_cut() -> None:
+        async def dial_and_cut(trouble: Trouble) -> None:
             nonlocal dialled
-            await dial()
+            await dial(trouble)
             dialled += 1
             if dialled == 1:
                 cut(store)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from jobs import free_port
+from waiting import eventually
 
 from asyncdist.errors import ClosedError, ConnectTimeoutError, DistStoreError
 from asyncdist.store import TCPStore
@@ -41,6 +44,87 @@ def stranger(answer: bytes | None) -> Iterator[int]:
             loop.remove_reader(listener)
             for connection in accepted:
                 connection.close()
+
+
+class ImpatientStore(TCPStore):
+    """Looks soon what is there."""
+
+    silence_s = 0.05
+
+
+async def test_a_server_of_http_that_waits_for_a_request_is_told_long_before_the_time_out() -> None:
+    """Its own first line, and no store's: such a server says nothing before it has read a line."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.0 501 Unsupported method\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    said = rf"store 127.0.0.1:{port}: connected, but no store answers there: an HTTP server answered: HTTP/1.0 501 Unsu"
+    async with asyncio.timeout(60), server:
+        with pytest.raises(DistStoreError, match=said):
+            await ImpatientStore.connect("127.0.0.1", port, timeout=1800)
+
+
+async def test_a_silent_port_is_told_of_and_then_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    with stranger(None) as port, pytest.raises(ConnectTimeoutError) as caught:
+        await ImpatientStore.connect("127.0.0.1", port, timeout=0.3)
+    assert str(caught.value) == f"store 127.0.0.1:{port}: connected, but no store answers there within 0.3 s"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) <= 1  # looking may take longer than there is time
+    assert all("connected, but no store answers there, for 0.05 s by now; still trying" in each for each in warnings)
+
+
+async def test_a_store_that_is_slow_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Who looks in vain what else it may be goes on waiting."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        opening = task(ImpatientStore.connect("127.0.0.1", port, timeout=60))
+        await eventually(lambda: "still trying" in caplog.text)
+    with serve_in_thread(port=port):
+        async with asyncio.timeout(60), await opening as store:
+            await store.set("k", "v")
+
+
+async def test_token_and_tls_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    token, other = new_token(), new_token()
+    with serve_in_thread(token=token) as server:
+        monkeypatch.setenv("ASYNCDIST_TOKEN", token)
+        async with TCPStore("127.0.0.1", server.port) as store:
+            await store.set("k", "v")
+        async with await TCPStore.connect("127.0.0.1", server.port) as store:
+            assert await store.get("k") == b"v"
+        monkeypatch.delenv("ASYNCDIST_TOKEN")
+        (tmp_path / "token").write_text(token)
+        monkeypatch.setenv("ASYNCDIST_TOKEN_FILE", str(tmp_path / "token"))
+        async with TCPStore("127.0.0.1", server.port) as store:
+            assert await store.get("k") == b"v"
+        monkeypatch.setenv("ASYNCDIST_TOKEN", other)
+        async with TCPStore("127.0.0.1", server.port, token=token) as store:  # what is given counts
+            assert await store.get("k") == b"v"
+        with pytest.raises(DistStoreError, match="the server requires a token, and none was given"):
+            await TCPStore.connect("127.0.0.1", server.port, token=None)
+        with pytest.raises(DistStoreError, match="tokens of client and server differ"):
+            await TCPStore.connect("127.0.0.1", server.port)
+        monkeypatch.setenv("ASYNCDIST_TOKEN", token)
+        monkeypatch.setenv("ASYNCDIST_TLS_CA", "system")
+        with pytest.raises(DistStoreError, match="the client came with TLS and the server has none"):
+            await TCPStore.connect("127.0.0.1", server.port)
+        async with TCPStore("127.0.0.1", server.port, tls=None) as store:
+            assert await store.get("k") == b"v"
+
+
+async def test_variables_that_cannot_be_followed_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCDIST_TOKEN", "short")
+    with pytest.raises(ValueError, match="the token has 5 characters"):
+        TCPStore("127.0.0.1", 29500)
+    monkeypatch.delenv("ASYNCDIST_TOKEN")
+    monkeypatch.setenv("ASYNCDIST_TOKEN_FILE", "/nonexistent/token")
+    with pytest.raises(OSError, match="ASYNCDIST_TOKEN_FILE"):
+        TCPStore("127.0.0.1", 29500)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +183,6 @@ async def test_a_daemon_that_comes_up_behind_a_proxy_is_found() -> None:
             async with await connecting as store:
                 await store.set("k", "v")
     await asyncio.wait([one for one in carrying if one is not None], timeout=30)
-
-
-async def test_silent_port_is_given_up_in_time() -> None:
-    with (
-        stranger(None) as port,
-        pytest.raises(ConnectTimeoutError, match=rf"127\.0\.0\.1:{port}: could not connect within 0.2 s: .*answer"),
-    ):
-        await TCPStore.connect("127.0.0.1", port, timeout=0.2)
 
 
 async def test_closed_port_is_tried_until_the_time_out() -> None:
