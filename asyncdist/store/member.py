@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 
 from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import DistError, LeaseLostError
+from asyncdist.events import warn
+from asyncdist.patience import telling
 from asyncdist.store.arguments import decoded_key, encoded_key
 from asyncdist.store.lease import Lease
 from asyncdist.store.prefix_store import PrefixStore
@@ -166,7 +169,19 @@ class Membership(AsyncIterator[MemberEvent]):
     async def enter(self, store: CoordinatingStore, grace_s: float, bound: bool, timeout: Timeout) -> Self:
         """Join for the first time."""
         self._lease = await store.lease_keeper.granted(grace_s, bound, store.timeout)
-        return await self.rejoin(timeout)
+        with telling(self._tell_whose_name):
+            return await self.rejoin(timeout)
+
+    async def _tell_whose_name(self) -> None:
+        """Say it where the wait is for another member of this name, which a wrong configuration may have made."""
+        assert self._lease is not None
+        with contextlib.suppress(DistError):
+            if await self._ask(messages.GET, (encoded_key(self._prefix + self.name),), 0) != b"%d" % self._lease.id:
+                warn(
+                    "join('%s'): waiting for another process that is the member %s to go",
+                    shown(self.job),
+                    shown(self.name),
+                )
 
     async def __aenter__(self) -> Self:
         return self

@@ -286,8 +286,8 @@ class Job:
         """Return who has `name`, since when, and what to do about it."""
         lease = self.leases[name]
         clients = self._state.every_client()
-        told = [f"{each.name}, {each.address}" for each in clients if each.identity == lease.owner]
-        where = f" ({told[0]})" if told else ""
+        told = [part for each in clients if each.identity == lease.owner for part in (each.name, each.address) if part]
+        where = f" ({', '.join(told)})" if told else ""
         return (
             f"another process{where} is the member {shown(name)}, for {self._state.now - lease.since:.0f} s by now; "
             "take another name, or take that member out with `expel`"

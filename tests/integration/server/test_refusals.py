@@ -17,6 +17,7 @@ import pytest
 from punctual import assert_within, punctual
 from server_kit import SocketClient
 from torch_wire_kit import VALIDATE, blob, number
+from waiting import eventually
 
 from asyncdist.errors import DistStoreError
 from asyncdist.store import TCPStore
@@ -123,8 +124,7 @@ async def test_an_honest_client_with_another_token_is_counted_and_logged(caplog:
     async with asyncio.timeout(DEADLINE_S), serve(ServerConfig(port=0, token=TOKEN)) as server:
         with pytest.raises(DistStoreError, match="the tokens of client and server differ"):
             await TCPStore.connect("127.0.0.1", server.port, token=OTHER_TOKEN)
-        while not server.engine.counters.refused:  # noqa: ASYNC110 - the daemon sets no event for it
-            await asyncio.sleep(0)
+        await eventually(lambda: server.engine.counters.refused)
         assert server.engine.counters.refused == {"wrong_token": 1}
         (line,) = [record.getMessage() for record in caplog.records if "connection_refused" in record.getMessage()]
         assert "peer=127.0.0.1:" in line
@@ -140,8 +140,7 @@ async def test_who_takes_the_daemons_proof_and_goes_is_counted_and_logged(caplog
                 await reader.readexactly(len(ClientHandshake(TOKEN, b"").start()))
             writer.close()
             await writer.wait_closed()
-        while server.connection_count or not server.engine.counters.refused:  # noqa: ASYNC110 - as above
-            await asyncio.sleep(0)
+        await eventually(lambda: not server.connection_count and server.engine.counters.refused)
         assert server.engine.counters.refused == {"proof_not_answered": 1}
         assert "left without its own" in caplog.text
 

@@ -151,7 +151,7 @@ async def test_a_killed_member_is_replaced_by_one_of_its_name_at_once() -> None:
         ):
             await b.join("j", 1, name="trainer", settle=0, timeout=0.05)
         waiting = asyncio.ensure_future(b.join("j", 1, name="trainer", settle=0))
-        while not any(each.operation == "join" for each in await a.waits()):
+        while not await a.waits():
             pass
         assert a._connection is not None
         a._connection._lose(ConnectionResetError("cut by the test"))
