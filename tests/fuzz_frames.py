@@ -80,7 +80,12 @@ class NativeFrames:
             (codes.JOIN, (key, key, lease, numbers, lease, lease, wait)),
             (codes.LEAVE, (key, lease)),
         ]
-        self._rare: list[Request] = [(codes.DELETE_NAMESPACE, ()), (codes.STATUS, ()), (codes.WAITS, (lambda: True,))]
+        self._rare: list[Request] = [
+            (codes.DELETE_NAMESPACE, ()),
+            (codes.STATUS, ()),
+            (codes.NAMESPACES, ()),
+            (codes.WAITS, (lambda: True,)),
+        ]
         self._spoils: list[tuple[int, Callable[[list[Any]], bytes]]] = [
             (68, self._as_it_is),
             (8, self._other_types),

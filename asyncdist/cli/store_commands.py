@@ -14,7 +14,7 @@ import click
 
 from asyncdist.cli import SuggestingGroup
 from asyncdist.cli.key_argument import key_argument, key_text
-from asyncdist.cli.store_observe_commands import status_command, waits_command, watch_command
+from asyncdist.cli.store_observe_commands import namespaces_command, status_command, waits_command, watch_command
 from asyncdist.errors import DistError
 from asyncdist.launch.config import Endpoint, parse_endpoint
 from asyncdist.store import Store, TCPStore, TLSConfig
@@ -180,7 +180,7 @@ def ls_command(target: Target, prefix: str) -> None:
         click.echo(key_text(key))
 
 
-for _command in (watch_command, status_command, waits_command):
+for _command in (watch_command, status_command, waits_command, namespaces_command):
     store_group.add_command(_command)
 
 

@@ -1,4 +1,4 @@
-"""`asyncdist store watch|status|waits`: what happens in a store, and who waits in it."""
+"""`asyncdist store watch|status|waits|namespaces`: what happens in a store, and who waits in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from asyncdist.cli.store_commands import Target
     from asyncdist.store import TCPStore, WaitingClient
 
-__all__ = ["status_command", "waits_command", "watch_command"]
+__all__ = ["namespaces_command", "status_command", "waits_command", "watch_command"]
 
 SHOWN_VALUE_BYTES: Final = 60
 """What a line of `watch` shows of a value."""
@@ -83,6 +83,20 @@ def waits_command(target: Target, all_namespaces: bool, as_json: bool) -> None:
         click.echo("nobody waits")
     for wait in waits:
         click.echo(_sentence(wait, all_namespaces))
+
+
+@click.command("namespaces")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def namespaces_command(target: Target, as_json: bool) -> None:
+    """Print the namespaces (jobs) of the store, those with most keys first, and what each holds."""
+    found = target.run(lambda store: store.namespaces(), StoreObserver)
+    if as_json:
+        click.echo(json.dumps(list(map(dataclasses.asdict, found))))
+        return
+    for each in found:
+        name = each.name or "the default namespace"
+        click.echo(printable(f"{each.keys:9,} keys {each.queues:6,} queues {each.clients:6,} clients  {name}"))
 
 
 def _sentence(wait: WaitingClient, with_namespace: bool) -> str:

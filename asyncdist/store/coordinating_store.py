@@ -19,7 +19,7 @@ from asyncdist.store.watch import Watch
 from asyncdist_server import messages
 from asyncdist_server.key_text import shown
 
-__all__ = ["CoordinatingStore", "WaitingClient"]
+__all__ = ["CoordinatingStore", "NamespaceSize", "WaitingClient"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,16 @@ class WaitingClient:
     client: str
     rank: int | None
     address: str
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceSize:
+    """A namespace, and how many keys, queues with items and connected clients it has."""
+
+    name: str
+    keys: int
+    queues: int
+    clients: int
 
 
 class CoordinatingStore(RequestStore):
@@ -125,6 +135,11 @@ class CoordinatingStore(RequestStore):
     def status(self) -> asyncio.Future[dict[str, Any]]:
         """Return what the daemon says of itself: incarnation, keys, clients, waiters, leases, memory, age and more."""
         return self._request(messages.STATUS, (), self._timeout_s)
+
+    async def namespaces(self) -> list[NamespaceSize]:
+        """Return what all namespaces hold, those with most keys first (the daemon names at most 1,000)."""
+        _, *rows = await self._request(messages.NAMESPACES, (), self._timeout_s)
+        return [NamespaceSize(*row) for row in rows]
 
     async def waits(self, *, all_namespaces: bool = False) -> list[WaitingClient]:
         """Return who waits for what, longest first (the daemon names at most 1,000): the first question in a hang."""

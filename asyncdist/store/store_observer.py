@@ -11,7 +11,9 @@ __all__ = ["StoreObserver"]
 
 
 class StoreObserver(TCPStore):
-    """A TCPStore of which only `status` and `waits` may be used; the daemon ends the connection over anything else.
+    """A TCPStore of which only `status`, `waits` and `namespaces` may be used.
+
+    The daemon ends the connection over anything else.
 
     It connects, and is answered, also while the daemon's disk hangs: a durable daemon has others wait until it is on
     the disk that they came. The arguments are those of TCPStore.

@@ -33,6 +33,7 @@ __all__ = [
     "MULTI_GET",
     "MULTI_SET",
     "MUTATIONS",
+    "NAMESPACES",
     "NUM_KEYS",
     "OBSERVATIONS",
     "OK",
@@ -89,6 +90,7 @@ JOIN: Final = 29
 LEAVE: Final = 30
 STATUS: Final = 31
 WAITS: Final = 32
+NAMESPACES: Final = 33
 
 OPERATION_NAMES: Final[Mapping[int, str]] = {
     SET: "set",
@@ -123,6 +125,7 @@ OPERATION_NAMES: Final[Mapping[int, str]] = {
     LEAVE: "leave",
     STATUS: "status",
     WAITS: "waits",
+    NAMESPACES: "namespaces",
 }
 
 MUTATIONS: Final = frozenset(
@@ -131,11 +134,11 @@ MUTATIONS: Final = frozenset(
 )
 """Operations whose replies the daemon remembers, and which a client names in `Hello.pending`."""
 
-OBSERVATIONS: Final = (STATUS, WAITS, PING, GOODBYE)
+OBSERVATIONS: Final = (STATUS, WAITS, NAMESPACES, PING, GOODBYE)
 """What a client may ask that only looks: nothing of what is told depends on a change."""
 
 # Reply codes. The value of OK is the operation's; of TIMEOUT the list of keys still missing (at most
-# MAX_MISSING_REPORTED); of all others a text for people.
+# MAX_MISSING_REPORTED), or of a join that waits for a name a text for people; of all others a text for people.
 OK: Final = 0
 TIMEOUT: Final = 1
 LIMIT: Final = 2  # a documented bound; nothing of the request was applied

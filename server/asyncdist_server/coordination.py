@@ -28,6 +28,7 @@ from asyncdist_server.messages import (
     MAX_LEASE_ID,
     MAX_MEMBERS,
     MAX_TIMEOUT_MS,
+    NAMESPACES,
     OK,
     OPERATION_NAMES,
     REVOKE,
@@ -44,6 +45,8 @@ from asyncdist_server.waiters import Waiter
 
 MAX_WAITS: Final = 1000
 """Most waiting requests in one answer: those that wait longest tell why a job hangs."""
+MAX_NAMESPACES: Final = 1000
+"""Most namespaces in one answer: those that hold most tell where the memory is."""
 SHOWN_KEYS: Final = 5
 """Most keys shown of each."""
 SHOWN_KEY_BYTES: Final = 200
@@ -260,6 +263,14 @@ def _waits(state: StoreState, client: Client, request: Request, now: float) -> R
     return request_id, OK, rows
 
 
+def _namespaces(state: StoreState, client: Client, request: Request, now: float) -> Reply | None:
+    spaces = state.namespaces
+    client.work_bytes += KEY_WORK_BYTES * len(spaces)
+    most = heapq.nlargest(MAX_NAMESPACES, spaces.values(), key=lambda space: (len(space.values), space.clients))
+    rows = [[space.name, len(space.values), len(space.queues), space.clients] for space in most]
+    return request[0], OK, [len(spaces), *rows]
+
+
 COORDINATION: Final[Mapping[int, tuple[Operation, int]]] = {
     GRANT: (_grant, 5),
     KEEP_ALIVE: (_keep_alive, 3),
@@ -273,5 +284,6 @@ COORDINATION: Final[Mapping[int, tuple[Operation, int]]] = {
     LEAVE: (_leave, 4),
     STATUS: (_status, 2),
     WAITS: (_waits, 3),
+    NAMESPACES: (_namespaces, 2),
 }
 """For each operation code the function, and how many elements its request has."""

@@ -65,7 +65,7 @@ class StoreEngine:
         self.share_of: Callable[[str], Share | None] = lambda name: None
         """Says which share of the memory a namespace of that name has a part of. To be set before there are any."""
         self.describe_server: Callable[[], dict[str, Any]] = dict
-        self._namespaces: dict[str, Namespace] = {}
+        self._state.namespaces = self._namespaces = dict[str, Namespace]()
         self._changes: ChangeLog | None = None
         self._connected: dict[bytes, Client] = {}
         self._away: dict[bytes, tuple[float, Client]] = {}  # in the order they are to be forgotten

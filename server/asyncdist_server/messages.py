@@ -72,6 +72,7 @@ Requests and what their reply's value is (`timeout_ms` is an integer >= 0, or No
     STATUS                            a map of what the daemon holds, for people
     WAITS everywhere                  [how many, [operation, [key...], waited_ms, namespace, name, rank, address]...]:
                                       who waits, longest first, in this namespace or in all
+    NAMESPACES                        [how many, [name, keys, queues, clients]...]: those that hold most come first
     PING                              None
     GOODBYE                           None, then the server closes the connection
 """

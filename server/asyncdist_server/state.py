@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from asyncdist_server.clients import Client, Reply
@@ -54,6 +54,7 @@ class StoreState:
         "leases",
         "limits",
         "memory_bytes",
+        "namespaces",
         "now",
         "other_waits",
         "recorder",
@@ -90,6 +91,7 @@ class StoreState:
         self.age_offset_s = 0.0
         self.clock: Callable[[], float] | None = None  # tells when it is where `now` may be a while ago
         self.describe: Callable[[], dict[str, Any]] = dict
+        self.namespaces: Mapping[str, Namespace] = {}
         self.every_client: Callable[[], Iterable[Client]] = tuple  # those that are away, too
 
     def age(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -54,6 +55,22 @@ def test_verbs(server: ThreadedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert invoke("ls", "k").stdout == "key\n"
     assert invoke("--namespace", "other", "ls").stdout == ""
     assert invoke("del", "key", "n", "none").stdout == "2\n"
+
+
+def test_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve_in_thread(token=TOKEN) as server:
+        monkeypatch.setenv("ASYNCDIST_STORE", f"127.0.0.1:{server.port}")
+        monkeypatch.setenv("ASYNCDIST_TOKEN", TOKEN)
+        assert invoke("set", "k", "v").exit_code == 0
+        for key in ("k", "l"):
+            assert invoke("--namespace", "job-1\x1b", "set", key, "v").exit_code == 0
+        lines = invoke("namespaces").stdout.splitlines()
+        assert lines == [
+            "        2 keys      0 queues      0 clients  job-1\\x1b",
+            "        1 keys      0 queues      1 clients  the default namespace",
+        ]
+        listed = json.loads(invoke("namespaces", "--json").stdout)
+        assert listed[0] == {"name": "job-1\x1b", "keys": 2, "queues": 0, "clients": 0}
 
 
 def test_wait_says_what_is_missing(server: ThreadedServer, token_file: Path) -> None:

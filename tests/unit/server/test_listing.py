@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from journal_kit import JournaledEngine, MemoryJournal
 
 from asyncdist_server import messages as m
+from asyncdist_server.coordination import MAX_NAMESPACES
 from asyncdist_server.engine import StoreEngine
 from asyncdist_server.namespace import INDEXED_KEYS
 from asyncdist_server.operations import LISTED_BYTES, LISTED_KEYS
@@ -121,6 +122,19 @@ def test_an_answer_has_no_more_bytes_than_a_turn_should_pack() -> None:
     assert list(map(len, listed(user, b""))) == [count - 1, 1]
     user.ask(m.DELETE, keys[-1])
     assert list(map(len, listed(user, b""))) == [count - 1]
+
+
+@pytest.mark.parametrize("past", [0, 1])
+def test_namespaces_that_hold_most_come_first(past: int) -> None:
+    engine = StoreEngine(b"i" * 16)
+    users = [User(engine, b"%d" % number, f"job-{number}") for number in range(MAX_NAMESPACES + past)]
+    users[7].ask(m.SET, b"k", b"")
+    users[7].ask(m.QUEUE_PUSH, b"q", b"")
+    User(engine, b"more", "job-3")
+    count, first, second, *rest = users[0].ask(m.NAMESPACES)
+    assert count == MAX_NAMESPACES + past
+    assert (first, second) == (["job-7", 1, 1, 1], ["job-3", 0, 0, 2])
+    assert len(rest) == MAX_NAMESPACES - 2
 
 
 def test_what_changes_between_two_parts() -> None:
