@@ -251,14 +251,17 @@ class TCPClient(CoordinatingStore):
         if self._backoff_s > FIRST_BACKOFF_S:  # the last connection broke before it was of any use
             await self._pause(deadline)
         while True:
+            attempt_until = min(deadline, loop.time() + ATTEMPT_TIMEOUT_S)
             try:
-                async with asyncio.timeout_at(min(deadline, loop.time() + ATTEMPT_TIMEOUT_S)) as self._attempt:
+                async with asyncio.timeout_at(attempt_until) as self._attempt:
                     await self._dial(trouble)
                 return None
             except StoreRefusedError as error:
                 return DistStoreError(f"{self._where}: {error}")
             except TimeoutError:
-                if not trouble.text or loop.time() < deadline:  # a try cut short at the end says less than those before
+                if (
+                    not trouble.text or attempt_until < deadline
+                ):  # a try cut short at the end says less than those before
                     trouble.note(NO_STORE_ANSWERS if trouble.connected_at < math.inf else "it does not answer")
             except OSError as error:
                 if self.ends_with and isinstance(error, ConnectionRefusedError):
