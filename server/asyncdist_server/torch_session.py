@@ -21,6 +21,7 @@ from asyncdist_server.messages import CANCEL, GET, OK, QUEUE_POP, QUEUE_RETURN, 
 from asyncdist_server.namespace import Namespace
 from asyncdist_server.operations import parse_number
 from asyncdist_server.pieces import PIECE_BYTES
+from asyncdist_server.pieces import SMALL_BYTES as SMALL_INPUT_BYTES
 from asyncdist_server.popped_items import PoppedItems
 from asyncdist_server.session import TURN_BYTES, TURN_REQUESTS
 from asyncdist_server.torch_namespaces import JOB_KEY_STARTS, MAX_JOBS, Barrier, TorchNamespace, job_of
@@ -36,7 +37,6 @@ from asyncdist_server.torch_wire import (
     encode_length,
     read_small,
 )
-from asyncdist_server.unsent import SMALL_REPLY_BYTES
 
 _QUEUE_POP: Final = int(Query.QUEUE_POP)
 
@@ -180,7 +180,7 @@ class TorchSession:
         finally:
             self._running = False
         before, self.buffered = self.buffered, self._reader.buffered
-        if not self.namespace.take_input(self.buffered - before) and self.buffered > SMALL_REPLY_BYTES:
+        if not self.namespace.take_input(self.buffered - before) and self.buffered > SMALL_INPUT_BYTES:
             self.fail_limit("torch's clients sent too much unfinished input")
         self.busy = not self.closing and self._reader.ready
         self._between = self.open and not self.closing and self._reader.idle

@@ -11,6 +11,8 @@ import pytest
 from jobs import finish, run_ranks, start_ranks
 from single_copy_kit import PRELUDE
 
+from asyncdist_server.auth import new_token
+
 OFF = {"ASYNCDIST_SINGLE_COPY": "off"}
 
 FORMS = """
@@ -182,7 +184,7 @@ PID_NAMESPACE = f"""
 def test_ranks_that_may_not_be_read_are_sent_copies_and_one_line_says_so(own: str) -> None:
     if own is not PROTECTED and os.geteuid():
         pytest.skip("root only")
-    ended = run_ranks(PRELUDE + own + FEW, 3, {"ASYNCDIST_DEBUG": "INFO"})
+    ended = run_ranks(PRELUDE + own + FEW, 3, {"ASYNCDIST_DEBUG": "INFO", "ASYNCDIST_TOKEN": new_token()})
     said = [sum("cannot be read" in line for line in rank.stderr.splitlines()) for rank in ended]
     # Who is protected can read the others. Where users differ nobody reads the other, though root could; and the number
     # of a process outside means nothing within a namespace.
