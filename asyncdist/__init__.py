@@ -91,7 +91,9 @@ from asyncdist.api.subgroups import (
     shrink_group,
     split_group,
 )
-from asyncdist.backend.base import Backend
+from asyncdist.arrays.reduce_op import ReduceOp
+from asyncdist.collectives.backend import Backend
+from asyncdist.concurrency.loop import run
 from asyncdist.data_parallel import (
     DataPartitioner,
     DistributedSampler,
@@ -121,14 +123,11 @@ from asyncdist.errors import (
     WaitTimeoutError,
     WatchCompactedError,
 )
-from asyncdist.executor.work import Work
-from asyncdist.group import ProcessGroup
-from asyncdist.initialize import init_process_group
+from asyncdist.group.methods.streams import ChunkStream, StreamChunk
+from asyncdist.group.non_member import NonMember
+from asyncdist.group.process_group import ProcessGroup
+from asyncdist.init import init_process_group
 from asyncdist.launch.spawn import spawn
-from asyncdist.loop import run
-from asyncdist.non_member import NonMember
-from asyncdist.operations.streams import ChunkStream, StreamChunk
-from asyncdist.reduce_op import ReduceOp
 from asyncdist.store import (
     FileStore,
     HashStore,
@@ -143,6 +142,7 @@ from asyncdist.store import (
     Watch,
     WatchEvent,
 )
+from asyncdist.work import Work
 
 __version__ = "0.1.0"
 

@@ -19,8 +19,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from asyncdist_server import messages as m
-from asyncdist_server.auth import AuthenticationError, ClientHandshake, store_context
+from asyncdist_server.wire import messages as m
+from asyncdist_server.wire.auth import AuthenticationError, ClientHandshake, store_context
 from bench.command_line import Bar, ListOf
 from bench.process import Child, die_with_parent, raise_file_limit
 from bench.runner import ROOT

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import asyncdist
-from asyncdist.arrays import human_bytes
+from asyncdist.arrays.host import human_bytes
 from bench.gpu import Gpu
 from bench.machine import package_version, provenance
 from bench.nccl_figures import IPC_BYTES, TORCH_BYTES, Figures

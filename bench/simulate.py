@@ -19,12 +19,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from asyncdist.host_constants import own_tuning, save_constants
 from asyncdist.plan.cost.constants import BUILT_IN
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.selection.selector import choose
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.plan.simulation.simulate import simulate
+from asyncdist.world.tuning_file import own_tuning, save_constants
 from bench.candidates import ASYNCDIST_TCP
 from bench.cases import LARGE_BYTES, Case, format_bytes
 from bench.model import FULL, SMOKE, Cell, Profile, Subject

@@ -11,9 +11,9 @@ import struct
 import time
 from typing import Final, cast
 
-from asyncdist_server import messages
-from asyncdist_server.auth import AuthenticationError, ClientHandshake, store_context
-from asyncdist_server.torch_wire import FIRST_BYTE, VALIDATE_MAGIC, Query
+from asyncdist_server.torch.wire import FIRST_BYTE, VALIDATE_MAGIC, Query
+from asyncdist_server.wire import messages
+from asyncdist_server.wire.auth import AuthenticationError, ClientHandshake, store_context
 
 PING_NONCE: Final = 0x01020304
 NAMESPACE: Final = "bench"

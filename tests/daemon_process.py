@@ -13,7 +13,7 @@ from typing import Self
 
 from jobs import free_port
 
-from asyncdist_server.failpoints import VARIABLE
+from asyncdist_server.journal.failpoints import VARIABLE
 
 READY_S = 60.0
 """A machine that runs other tests as well may need seconds to start an interpreter."""

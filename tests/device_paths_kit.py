@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 import asyncdist as dist
-from asyncdist.backend.base import CollectiveWork
-from asyncdist.backend.calls.call import Call
-from asyncdist.backend.device.cuda_events import Completions
-from asyncdist.backend.device.host_exchange import HostExchange
-from asyncdist.backend.device.path import DevicePath, Member, Surroundings
-from asyncdist.backend.device.streams import EventPool, ready_for
+from asyncdist.collectives.arguments.call import Call
+from asyncdist.collectives.backend import CollectiveWork
+from asyncdist.gpu.cuda_events import Completions
+from asyncdist.gpu.host_exchange import HostExchange
+from asyncdist.gpu.path import DevicePath, Member, Surroundings
+from asyncdist.gpu.streams import EventPool, ready_for
 from asyncdist.testing import run_world
 from asyncdist.testing.fake_cuda import FakeRuntime
 from asyncdist.testing.fake_queues import Queue

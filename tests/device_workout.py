@@ -10,11 +10,11 @@ import numpy as np
 from device_paths_kit import PATIENCE_S, PathRank, everybody, values
 from differential import REDUCTIONS, wide
 
-from asyncdist.backend.calls import call as calls
-from asyncdist.backend.calls import coalesced as call_coalesced
-from asyncdist.backend.calls import exchange as call_exchange
-from asyncdist.backend.calls.call import Call
-from asyncdist.reduce_op import ReduceOp
+from asyncdist.arrays.reduce_op import ReduceOp
+from asyncdist.collectives.arguments import call as calls
+from asyncdist.collectives.arguments import coalesced as call_coalesced
+from asyncdist.collectives.arguments import exchange as call_exchange
+from asyncdist.collectives.arguments.call import Call
 
 Check = Callable[[PathRank, int, Any, str], Coroutine[Any, Any, None]]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from asyncdist_server.clients import REPLY_BYTES, Client, value_bytes
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.history import EVENT_BYTES, HISTORY_OVERHEAD_BYTES
-from asyncdist_server.leases import HOLD_BYTES, LEASE_BYTES, LEASED_KEY_BYTES
-from asyncdist_server.membership import JOB_BYTES
-from asyncdist_server.namespace import ITEM_OVERHEAD_BYTES, KEY_OVERHEAD_BYTES, QUEUE_OVERHEAD_BYTES, Namespace
-from asyncdist_server.state import KEY_WAITS
-from asyncdist_server.waiters import WAITER_BYTES, Waiter
+from asyncdist_server.engine.clients import REPLY_BYTES, Client, value_bytes
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.history import EVENT_BYTES, HISTORY_OVERHEAD_BYTES
+from asyncdist_server.engine.leases import HOLD_BYTES, LEASE_BYTES, LEASED_KEY_BYTES
+from asyncdist_server.engine.membership import JOB_BYTES
+from asyncdist_server.engine.namespace import ITEM_OVERHEAD_BYTES, KEY_OVERHEAD_BYTES, QUEUE_OVERHEAD_BYTES, Namespace
+from asyncdist_server.engine.state import KEY_WAITS
+from asyncdist_server.engine.waiters import WAITER_BYTES, Waiter
 
 __all__ = ["memory_bytes", "problems"]
 

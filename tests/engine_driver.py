@@ -10,10 +10,10 @@ from engine_model import JobModel, StoreModel, Waiting
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from asyncdist_server import messages as m
-from asyncdist_server.clients import Reply
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.messages import Limits
+from asyncdist_server.engine.clients import Reply
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.wire import messages as m
+from asyncdist_server.wire.messages import Limits
 
 TICK_S = 1e-4 * math.sqrt(2)
 """Between two requests, so that nothing ever is due at the same instant as something else."""

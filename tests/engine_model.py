@@ -14,8 +14,8 @@ from typing import Any
 
 import msgpack
 
-from asyncdist_server import messages as m
-from asyncdist_server.membership import JOB_LINGER_S
+from asyncdist_server.engine.membership import JOB_LINGER_S
+from asyncdist_server.wire import messages as m
 
 __all__ = ["StoreModel", "Waiting"]
 

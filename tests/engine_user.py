@@ -7,8 +7,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from asyncdist_server import messages as m
-from asyncdist_server.engine import StoreEngine
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.wire import messages as m
 
 
 class User:

@@ -7,8 +7,8 @@ import asyncio
 from fuzz_daemon import TOKEN
 from fuzz_frames import HandshakeFrames
 
-from asyncdist_server.auth import AuthenticationError, ClientHandshake, Refusal, store_context
-from asyncdist_server.messages import Encoder, FrameReader, Hello, ProtocolError, decode_replies
+from asyncdist_server.wire.auth import AuthenticationError, ClientHandshake, Refusal, store_context
+from asyncdist_server.wire.messages import Encoder, FrameReader, Hello, ProtocolError, decode_replies
 
 FUZZED_JOB = "fuzzed"
 

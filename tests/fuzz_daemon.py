@@ -20,7 +20,7 @@ from jobs import free_port
 from torch_wire_kit import VALIDATE, blob, number
 
 from asyncdist.store import TCPStore
-from asyncdist_server.torch_wire import Query
+from asyncdist_server.torch.wire import Query
 
 TOKEN: Final = "token-of-the-fuzzed-daemon-which-is-long-enough"
 STUCK_S: Final = 30.0

@@ -26,8 +26,8 @@ from fuzz_frames import HandshakeFrames, NativeFrames, TorchFrames
 from torch_wire_kit import VALIDATE
 
 from asyncdist.store import TCPStore
-from asyncdist_server import messages as m
-from asyncdist_server.threaded import new_event_loop
+from asyncdist_server.serving.threaded import new_event_loop
+from asyncdist_server.wire import messages as m
 
 PARALLEL: Final = 48
 """Connections at a time."""

@@ -13,16 +13,16 @@ from typing import Any
 
 import forked
 
-from asyncdist_server.batch import Batch, BatchMaker
-from asyncdist_server.changes import ChangeLog
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.history import EVENT_BYTES, HISTORY_OVERHEAD_BYTES
-from asyncdist_server.journal import ROW_OVERHEAD_BYTES, RowReader, decode, encode
-from asyncdist_server.leases import HOLD_BYTES, LEASE_BYTES, LEASED_KEY_BYTES
-from asyncdist_server.membership import JOB_BYTES, Job
-from asyncdist_server.messages import Limits
-from asyncdist_server.namespace import ITEM_OVERHEAD_BYTES, KEY_OVERHEAD_BYTES, QUEUE_OVERHEAD_BYTES
-from asyncdist_server.replay import Replay
+from asyncdist_server.engine.changes import ChangeLog
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.history import EVENT_BYTES, HISTORY_OVERHEAD_BYTES
+from asyncdist_server.engine.leases import HOLD_BYTES, LEASE_BYTES, LEASED_KEY_BYTES
+from asyncdist_server.engine.membership import JOB_BYTES, Job
+from asyncdist_server.engine.namespace import ITEM_OVERHEAD_BYTES, KEY_OVERHEAD_BYTES, QUEUE_OVERHEAD_BYTES
+from asyncdist_server.journal.batch import Batch, BatchMaker
+from asyncdist_server.journal.journal import ROW_OVERHEAD_BYTES, RowReader, decode, encode
+from asyncdist_server.journal.replay import Replay
+from asyncdist_server.wire.messages import Limits
 
 
 class MemoryJournal:

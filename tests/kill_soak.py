@@ -25,7 +25,7 @@ TRANSPORTS = ("auto", "unix", "tcp")
 LIMIT_S = 90.0
 NOTICED_S = 1.0
 CLOSED_S = 6.0
-"""Leaving is bounded by LEAVE_LIMIT_S of asyncdist.world; without faults it takes milliseconds."""
+"""Leaving is bounded by LEAVE_LIMIT_S of asyncdist.world.world; without faults it takes milliseconds."""
 
 
 def kill(seed: int, transport: str, ranks: int = 3, noticed_s: float = NOTICED_S) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from group_kit import Group
 
-from asyncdist.backend.host.aio import AioBackend
-from asyncdist.executor.shared_lane import SharedLane
+from asyncdist.collectives.host.backend import AioBackend
+from asyncdist.collectives.shared.runner import SharedLane
 
 
 def lane_of(group: Group, tag: int = 0) -> SharedLane | None:

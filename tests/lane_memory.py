@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES, Lane, LaneOperation
+from asyncdist.collectives.shared.channel import LANE_HEAD_BYTES, Lane, LaneOperation
 
 POOL_BYTES = 4096
 WIDE_BYTES = 32768

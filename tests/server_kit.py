@@ -6,12 +6,12 @@ import socket
 from types import TracebackType
 from typing import Any
 
-from asyncdist_server.auth import ClientHandshake, store_context
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.messages import Encoder, FrameReader, Hello, Welcome, decode_replies, decode_welcome
-from asyncdist_server.session import Session
-from asyncdist_server.torch_session import TorchSession
-from asyncdist_server.user_token import find_user_token
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.session import Session
+from asyncdist_server.serving.user_token import find_user_token
+from asyncdist_server.torch.session import TorchSession
+from asyncdist_server.wire.auth import ClientHandshake, store_context
+from asyncdist_server.wire.messages import Encoder, FrameReader, Hello, Welcome, decode_replies, decode_welcome
 
 Reply = tuple[int, int, Any]
 CLIENT_ID = b"client-0123456-x"

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from asyncdist.collectives.executor.program import Instruction, Program
+from asyncdist.collectives.shared.channel import LANE_HEAD_BYTES, Lane
+from asyncdist.collectives.shared.operation import SharedPart
+from asyncdist.collectives.shared.runner import SharedLane
 from asyncdist.errors import CollectiveMismatchError
-from asyncdist.executor.program import Instruction, Program
-from asyncdist.executor.shared_lane import SharedLane
-from asyncdist.executor.shared_part import SharedPart
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import Problem
-from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES, Lane
 
 POOL_BYTES = 1 << 20
 CHUNK_LENGTH = (256 << 10) // 8

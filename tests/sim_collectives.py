@@ -12,7 +12,7 @@ from sim_judge import STALL_TIMEOUT_S, Judge, cancelled_wait
 from sim_programs import ROOTED, STALL_TAG, Collective, Track, reduced, values
 
 import asyncdist as dist
-from asyncdist.executor.work import Work
+from asyncdist.work import Work
 
 
 class CollectiveTracks(Judge):

@@ -11,7 +11,7 @@ from sim_programs import Collective, Scenario, reduced, values
 
 import asyncdist as dist
 from asyncdist import ReduceOp
-from asyncdist.executor.work import Work
+from asyncdist.work import Work
 
 EXCHANGES = (
     "all_to_all",

@@ -10,12 +10,12 @@ import numpy as np
 from sim_programs import Scenario, Track
 
 import asyncdist as dist
-from asyncdist.executor.work import Work
-from asyncdist.expiry import PROBE_S
-from asyncdist.group import CLOSE_SENDS_S
+from asyncdist.group.deadlines import PROBE_S
+from asyncdist.group.process_group import CLOSE_SENDS_S
 from asyncdist.testing import VirtualTimeLoop
 from asyncdist.testing.world import SimulatedWorld
 from asyncdist.transport.protocol.frame import CHANNELS, CREDIT_BYTES
+from asyncdist.work import Work
 
 MARK = 99
 """Written into every array whose Work has ended: whoever reads or writes it later shows up."""

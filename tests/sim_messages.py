@@ -12,7 +12,7 @@ from sim_judge import Judge, cancelled_wait
 from sim_programs import PRELUDE_S, Track, values
 
 import asyncdist as dist
-from asyncdist.executor.work import Work
+from asyncdist.work import Work
 
 
 class MessageTracks(Judge):

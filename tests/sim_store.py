@@ -27,8 +27,8 @@ from asyncdist.errors import QueueEmptyError
 from asyncdist.store import TCPStore
 from asyncdist.testing.loop import DeadlockError
 from asyncdist.testing.network import SimulatedNetwork, run_simulated
-from asyncdist_server.clients import Client
-from asyncdist_server.messages import Limits
+from asyncdist_server.engine.clients import Client
+from asyncdist_server.wire.messages import Limits
 
 __all__ = ["Outcome", "run_store_scenario"]
 
@@ -322,13 +322,13 @@ def quiet(scenario: StoreScenario) -> Iterator[None]:
     try:
         with contextlib.ExitStack() as stack:
             # A client may ask for that, and then it is in the trace.
-            stack.enter_context(mock.patch("asyncdist_server.status.resident_bytes", return_value=2**26))
+            stack.enter_context(mock.patch("asyncdist_server.serving.status.resident_bytes", return_value=2**26))
             if scenario.remembered_events is not None:
-                few = mock.patch("asyncdist_server.history.HISTORY_EVENTS", scenario.remembered_events)
+                few = mock.patch("asyncdist_server.engine.history.HISTORY_EVENTS", scenario.remembered_events)
                 stack.enter_context(few)
             if scenario.mode == "durable" and scenario.seed % 2:  # clean the journal all the time
-                stack.enter_context(mock.patch("asyncdist_server.journal_size.SLACK_BYTES", 0))
-                stack.enter_context(mock.patch("asyncdist_server.batch.CLEAN_AT_ONCE_BYTES", 300))
+                stack.enter_context(mock.patch("asyncdist_server.journal.journal_size.SLACK_BYTES", 0))
+                stack.enter_context(mock.patch("asyncdist_server.journal.batch.CLEAN_AT_ONCE_BYTES", 300))
             yield
     finally:
         logging.disable(level)

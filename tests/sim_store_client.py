@@ -25,7 +25,7 @@ from asyncdist.store.lease import Lease
 from asyncdist.store.lock import Lock
 from asyncdist.store.pipeline import EXPIRY_GRACE_S
 from asyncdist.testing.hosts import SimulatedHost
-from asyncdist_server.messages import MAX_MEMORY_BYTES, MUTATIONS, Welcome
+from asyncdist_server.wire.messages import MAX_MEMORY_BYTES, MUTATIONS, Welcome
 
 __all__ = ["PORT", "TOKEN", "Asked", "SimulatedClient"]
 

@@ -7,9 +7,9 @@ from sim_store_disk import SimulatedDisk
 from sim_store_scenario import StoreScenario
 
 from asyncdist.testing.network import SimulatedNetwork
-from asyncdist_server.config import ServerConfig
-from asyncdist_server.daemon import StoreServer
-from asyncdist_server.engine import StoreEngine
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.serving.config import ServerConfig
+from asyncdist_server.serving.daemon import StoreServer
 
 __all__ = ["SimulatedDaemon"]
 

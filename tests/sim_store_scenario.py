@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from asyncdist_server.config import limits_for
-from asyncdist_server.messages import Limits
+from asyncdist_server.serving.config import limits_for
+from asyncdist_server.wire.messages import Limits
 
 __all__ = ["CLIENT_FAULTS", "DAEMON_FAULTS", "DISK_FAULTS", "TRACKS", "Fault", "StoreScenario", "store_scenario"]
 

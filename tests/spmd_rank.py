@@ -32,7 +32,7 @@ LONG_S = 120.0
 LEFT_BEHIND_S = 3.0
 """How long descriptors and mappings may outlive their world; finalizers close some of them."""
 CLOSED_S = 6.0
-"""Leaving after a fault is bounded by LEAVE_LIMIT_S of asyncdist.world."""
+"""Leaving after a fault is bounded by LEAVE_LIMIT_S of asyncdist.world.world."""
 
 
 class Rank:

@@ -17,7 +17,7 @@ from spmd_program import COLLECTIVES, MESSAGES, Program, Step, Track, draw_step
 from spmd_values import Array
 
 import asyncdist as dist
-from asyncdist.expiry import PROBE_S
+from asyncdist.group.deadlines import PROBE_S
 
 STALL_S = 0.3
 """Time-out of collectives that a rank leaves out."""

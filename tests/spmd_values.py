@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from asyncdist import ReduceOp
-from asyncdist.reduce_op import ReduceOpLike
+from asyncdist.arrays.reduce_op import ReduceOpLike
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

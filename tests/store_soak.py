@@ -17,7 +17,7 @@ import click
 from proof_audit import Findings
 from proof_rounds import KILLS_PER_ROUND, MODES, Round, daemon_in, relaxed_round
 
-from asyncdist.loop import run
+from asyncdist.concurrency.loop import run
 
 
 async def soak(mode_name: str, seed: int, kills: int, minutes: float, say: bool = False) -> Findings:

@@ -47,7 +47,7 @@ after = footprint()
 assert before == after, f"{before} became {after}"
 assert not read, f"read the environment: {read}"
 heavy = {"uvloop", "cupy", "torch", "aiohttp", "prometheus_client", "click", "rich", "matplotlib"}
-heavy |= {"asyncdist_server.daemon", "sqlite3", "importlib.metadata"}  # for who serves, or asks for the version
+heavy |= {"asyncdist_server.serving.daemon", "sqlite3", "importlib.metadata"}  # for who serves, or asks for the version
 assert not heavy & (set(sys.modules) - loaded), f"imported {heavy & set(sys.modules)}"
 """
 

@@ -16,22 +16,17 @@ PACKAGES = {"asyncdist": ROOT / "asyncdist", "asyncdist_server": ROOT / "server"
 # A file imports from its own folder and from layers above it in this list. Modules of one line that lie in the root
 # folder may import each other; folders of one line may not.
 ROOT_LAYERS: Layers = (
-    {"errors", "reduce_op", "deadline", "arrays", "device_array", "dlpack", "objects", "events", "loop", "subgroup"}
-    | {"caller", "spinning", "integers", "patience", "tasks", "uncaught", "uninterrupted", "variables"},
-    {"store", "plan"},
-    {"transport", "cuda"},
-    {"executor"},
-    {"backend"},
-    {"address_book", "attempts", "attendance", "rendezvous", "host_constants", "consistency", "evidence", "forgotten"}
-    | {"init_method", "world"},
-    {"overlap", "causes", "expiry", "failures", "pairs", "refusals", "group_order", "ended_group", "closings"},
-    {"operations"},
-    {"group", "group_backends", "group_core", "non_member", "context"},
-    {"api"},
-    {"progress"},
-    {"initialize", "data_parallel"},
-    {"launch", "testing"},
-    {"blocking", "tuning"},
+    {"errors", "plan"},
+    {"arrays", "concurrency"},
+    {"store", "transport", "cuda"},
+    {"work", "launch"},
+    {"collectives"},
+    {"messages", "world"},
+    {"gpu"},
+    {"group"},
+    {"api", "threads"},
+    {"init", "data_parallel"},
+    {"blocking", "testing", "tuning"},
     {"cli"},
     {"__init__", "__main__"},
 )
@@ -39,31 +34,43 @@ ROOT_LAYERS: Layers = (
 REST = "*"
 LAYERS: dict[str, Layers] = {
     "asyncdist": ROOT_LAYERS,
-    "asyncdist.backend": ({"calls"}, {REST}, {"host"}, {"device"}),
-    "asyncdist.backend.device": ({REST}, {"nccl", "staged"}, {"ipc"}, {"backend", "pairs", "paths"}),
+    "asyncdist.gpu": ({REST}, {"nccl", "staged"}, {"ipc"}, {"backend", "pairs", "paths"}),
+    "asyncdist.group": ({REST}, {"methods"}, {"issuer", "process_group"}, {"default_group", "non_member"}),
     "asyncdist.plan": ({REST}, {"cost"}, {"algorithms"}, {"proof"}, {"selection"}, {"simulation"}),
     "asyncdist.transport": (
         {"fork", "keepalive"},
         {"addresses", "shared_memory"},
-        {"lanes", "protocol"},
+        {"protocol"},
         {"absence", "config", "context", "host_memory", "neighbors"},
         {"connections"},
         {REST},
         {"in_memory"},
     ),
+    "asyncdist_server": (
+        {"clock", "logs", "wire"},
+        {"engine"},
+        {"torch"},
+        {"journal"},
+        {"serving"},
+        {"ops"},
+        {"cli"},
+        {"__init__", "__main__"},
+    ),
 }
 
 CORES = (
     "asyncdist.plan.",
-    "asyncdist.transport.lanes.",
+    "asyncdist.collectives.shared.channel",
+    "asyncdist.collectives.shared.chunks",
+    "asyncdist.collectives.shared.exposed_chunks",
+    "asyncdist.collectives.shared.layout",
+    "asyncdist.collectives.shared.pool",
+    "asyncdist.collectives.shared.turns",
     "asyncdist.transport.protocol.",
     "asyncdist.transport.shared_memory.ring",
-    "asyncdist_server.messages",
-    "asyncdist_server.auth",
-    "asyncdist_server.engine",
-    "asyncdist_server.waiters",
-    "asyncdist_server.leases",
-    "asyncdist_server.membership",
+    "asyncdist_server.wire.",
+    "asyncdist_server.engine.",
+    "asyncdist_server.torch.",
 )
 INPUT_AND_OUTPUT = {"asyncio", "uvloop", "socket", "selectors", "threading", "concurrent"}
 HTTP = {"aiohttp", "prometheus_client"}
@@ -132,9 +139,9 @@ def violations(name: str, tree: ast.Module, is_package: bool = False) -> list[st
         if name.split(".")[0] == "asyncdist_server":
             if top in {"asyncdist", "numpy"}:
                 found.append(f"{where}: the daemon stands alone")
-            if top in HTTP and name != "asyncdist_server.http":
+            if top in HTTP and name != "asyncdist_server.ops.http":
                 found.append(f"{where}: only http.py does")
-        elif top == "asyncdist":
+        elif top in PACKAGES:
             shared = [package for package in LAYERS if f"{name}.".startswith(f"{package}.")]
             shared = [package for package in shared if f"{imported}.".startswith(f"{package}.")]
             if any(is_upward(name, imported, package) for package in shared):
@@ -169,7 +176,7 @@ def test_imports_go_downward_only() -> None:
     ("name", "source"),
     [
         ("asyncdist.plan.chunks", "from asyncdist.transport import frame"),
-        ("asyncdist.plan.chunks", "def f():\n    import asyncdist.group"),
+        ("asyncdist.plan.chunks", "def f():\n    import asyncdist.group.process_group"),
         ("asyncdist.plan.chunks", "from asyncdist.store import base"),
         ("asyncdist.plan.chunks", "from ..transport.frame import Kind"),
         ("asyncdist.plan.chunks", "from .. import group"),
@@ -179,18 +186,18 @@ def test_imports_go_downward_only() -> None:
         ("asyncdist.plan.steps", "from asyncdist.plan.algorithms import ring"),
         ("asyncdist.plan.cost.load", "from asyncdist.plan.proof.symbols import Expressions"),
         ("asyncdist.plan.proof.prove", "from ..simulation import sweep"),
-        ("asyncdist.backend.calls.call", "from asyncdist.backend.base import Backend"),
-        ("asyncdist.backend.device.nccl.path", "from asyncdist.backend.device.ipc.path import CudaIpcPath"),
-        ("asyncdist.backend.device.path", "from asyncdist.backend.device.paths import PATHS"),
+        ("asyncdist.collectives.backend", "from asyncdist.messages.work import SendWork"),
+        ("asyncdist.gpu.nccl.path", "from asyncdist.gpu.ipc.path import CudaIpcPath"),
+        ("asyncdist.gpu.path", "from asyncdist.gpu.paths import PATHS"),
         ("asyncdist.transport.protocol.peer", "from asyncdist.transport.connections import tcp"),
         ("asyncdist.transport.connections.tcp", "from ..mesh import Mesh"),
-        ("asyncdist.errors", "from asyncdist.executor.work import Work"),
+        ("asyncdist.errors", "from asyncdist.work import Work"),
         ("asyncdist.launch.agent", "from asyncdist.cli import main"),
         ("asyncdist.transport.protocol.frame", "from socket import socket"),
-        ("asyncdist_server.engine", "import asyncio"),
-        ("asyncdist_server.daemon", "def f():\n    import numpy"),
-        ("asyncdist_server.daemon", "from asyncdist.errors import DistError"),
-        ("asyncdist_server.daemon", "from aiohttp import web"),
+        ("asyncdist_server.engine.engine", "import asyncio"),
+        ("asyncdist_server.serving.daemon", "def f():\n    import numpy"),
+        ("asyncdist_server.serving.daemon", "from asyncdist.errors import DistError"),
+        ("asyncdist_server.serving.daemon", "from aiohttp import web"),
     ],
 )
 def test_a_planted_violation_is_found(name: str, source: str) -> None:
@@ -200,16 +207,19 @@ def test_a_planted_violation_is_found(name: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("asyncdist.plan.chunks", "from .steps import Plan\nfrom . import window\nfrom .. import errors"),
+        ("asyncdist.plan.chunks", "from .steps import Plan\nfrom . import window"),
         (
             "asyncdist.plan.algorithms.ring_2d",
             "from asyncdist.plan.cost import load\nfrom asyncdist.plan.algorithms import ring",
         ),
-        ("asyncdist.group", "from asyncdist.plan.chunks import offsets\nfrom asyncdist.rendezvous import Rendezvous"),
+        (
+            "asyncdist.group.process_group",
+            "from asyncdist.plan.chunks import offsets\nfrom asyncdist.world.world import World",
+        ),
         ("asyncdist.blocking", "from asyncdist.api import collectives"),
-        ("asyncdist.store.tcp_client", "from asyncdist_server.messages import Request"),
-        ("asyncdist_server.daemon", "import asyncio\nfrom asyncdist_server.engine import StoreEngine"),
-        ("asyncdist_server.http", "from aiohttp import web"),
+        ("asyncdist.store.tcp_client", "from asyncdist_server.wire.messages import Request"),
+        ("asyncdist_server.serving.daemon", "import asyncio\nfrom asyncdist_server.engine.engine import StoreEngine"),
+        ("asyncdist_server.ops.http", "from aiohttp import web"),
     ],
 )
 def test_downward_imports_are_fine(name: str, source: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from click.core import ParameterSource
 
 from asyncdist_server.cli import main
-from asyncdist_server.metrics import METRICS, PREFIX
+from asyncdist_server.ops.metrics import METRICS, PREFIX
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "operations.md").read_text()

@@ -15,7 +15,7 @@ ROWS = ROW.findall((Path(__file__).parent.parent / "SECURITY.md").read_text())
 
 def test_there_are_limits_before_and_after_the_proof() -> None:
     assert len(ROWS) > 20
-    assert {"asyncdist_server.auth.MAX_HANDSHAKE_BYTES", "asyncdist_server.messages.MAX_MEMORY_BYTES"} <= {
+    assert {"asyncdist_server.wire.auth.MAX_HANDSHAKE_BYTES", "asyncdist_server.wire.messages.MAX_MEMORY_BYTES"} <= {
         constant for _, _, constant in ROWS
     }
 

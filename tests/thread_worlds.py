@@ -15,7 +15,7 @@ from jobs import free_port
 from socket_world import LIMIT_S
 
 import asyncdist as dist
-from asyncdist.progress.group import ThreadedGroup
+from asyncdist.threads.group import ThreadedGroup
 
 
 async def run_ranks(size: int, main: Callable[..., Awaitable[Any]], **options: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 from daemon_kit import DEADLINE_S, Daemon
 from server_kit import SocketClient
 
-from asyncdist_server import messages as m
+from asyncdist_server.wire import messages as m
 
 TESTS = Path(__file__).parent
 

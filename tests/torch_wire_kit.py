@@ -9,10 +9,10 @@ from types import TracebackType
 
 from server_kit import everything
 
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.torch_namespaces import TORCH_MEMORY_PERCENT, TorchNamespaces
-from asyncdist_server.torch_session import TorchSession
-from asyncdist_server.torch_wire import Query
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.torch.namespaces import TORCH_MEMORY_PERCENT, TorchNamespaces
+from asyncdist_server.torch.session import TorchSession
+from asyncdist_server.torch.wire import Query
 
 PORT = 29500
 VALIDATE = bytes.fromhex("00cef7853c")

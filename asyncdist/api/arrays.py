@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncdist.api.resolve import Group, resolve, root_of
-from asyncdist.deadline import INHERIT, Timeout
-from asyncdist.executor.work import Work
-from asyncdist.operations.items import DEFAULT_MAX_TOTAL_BYTES
-from asyncdist.operations.point_to_point import DEFAULT_MAX_BYTES
+from asyncdist.concurrency.deadline import INHERIT, Timeout
+from asyncdist.group.methods.items import DEFAULT_MAX_TOTAL_BYTES
+from asyncdist.group.methods.point_to_point import DEFAULT_MAX_BYTES
+from asyncdist.work import Work
 
 __all__ = ["all_gather_array", "broadcast_array", "gather_array", "scatter_array"]
 

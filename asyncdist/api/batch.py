@@ -7,9 +7,9 @@ from typing import Any
 
 from asyncdist.api.point_to_point import irecv, isend, recv, send
 from asyncdist.api.resolve import Group, required_peer, resolve
-from asyncdist.device_array import any_array
-from asyncdist.executor.work import Work
-from asyncdist.pairs import check_tag
+from asyncdist.arrays.device import any_array
+from asyncdist.group.point_to_point import check_tag
+from asyncdist.work import Work
 
 __all__ = ["P2POp", "batch_isend_irecv"]
 

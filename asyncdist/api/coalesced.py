@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncdist.api.resolve import Group, resolve, root_of
-from asyncdist.deadline import INHERIT, Timeout
-from asyncdist.executor.work import Work
-from asyncdist.reduce_op import ReduceOp, ReduceOpLike
+from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
+from asyncdist.concurrency.deadline import INHERIT, Timeout
+from asyncdist.work import Work
 
 __all__ = [
     "all_gather_coalesced",

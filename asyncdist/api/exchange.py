@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncdist.api.resolve import Group, resolve
-from asyncdist.deadline import INHERIT, Timeout
-from asyncdist.executor.work import Work
+from asyncdist.concurrency.deadline import INHERIT, Timeout
+from asyncdist.work import Work
 
 __all__ = ["all_to_all", "all_to_all_single"]
 

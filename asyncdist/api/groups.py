@@ -7,13 +7,14 @@ from typing import Any
 
 from asyncdist.api.resolve import Group, resolve
 from asyncdist.api.unused import warn_unused
-from asyncdist.backend.base import parse_backend
-from asyncdist.backend.device.choice import chosen_device
-from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
-from asyncdist.group import WORLD, ProcessGroup
-from asyncdist.integers import as_ints
-from asyncdist.non_member import NonMember
-from asyncdist.subgroup import spell_ranks
+from asyncdist.collectives.backend import parse_backend
+from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
+from asyncdist.concurrency.group_ids import spell_ranks
+from asyncdist.concurrency.integers import as_ints
+from asyncdist.gpu.choice import chosen_device
+from asyncdist.group import WORLD
+from asyncdist.group.non_member import NonMember
+from asyncdist.group.process_group import ProcessGroup
 
 __all__ = ["GroupMember", "new_group"]
 

@@ -10,8 +10,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from asyncdist.deadline import INHERIT
-from asyncdist.group import ProcessGroup
+from asyncdist.concurrency.deadline import INHERIT
+from asyncdist.group.process_group import ProcessGroup
 
 __all__ = ["AWAITED", "WITHDRAWN", "complete_help"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from asyncdist.api.resolve import Group, resolve
-from asyncdist.arrays import Array
-from asyncdist.operations.memory import DTypeLike, Shape
+from asyncdist.arrays.host import Array
+from asyncdist.group.methods.memory import DTypeLike, Shape
 
 __all__ = ["empty", "zeros"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from asyncdist.api.resolve import Group, resolve
-from asyncdist.deadline import INHERIT, Timeout
-from asyncdist.executor.work import Work
+from asyncdist.concurrency.deadline import INHERIT, Timeout
+from asyncdist.work import Work
 
 __all__ = ["monitored_barrier"]
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncdist.api.resolve import Group, peer_of, required_peer, resolve, root_of
-from asyncdist.deadline import INHERIT, Timeout
-from asyncdist.executor.work import Work
-from asyncdist.operations.point_to_point import DEFAULT_MAX_BYTES
+from asyncdist.concurrency.deadline import INHERIT, Timeout
+from asyncdist.group.methods.point_to_point import DEFAULT_MAX_BYTES
+from asyncdist.work import Work
 
 __all__ = [
     "all_gather_object",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from asyncdist.api.resolve import Group, peer_of, required_peer, resolve
-from asyncdist.deadline import Timeout
-from asyncdist.executor.work import Work
-from asyncdist.operations.point_to_point import DEFAULT_MAX_BYTES
+from asyncdist.concurrency.deadline import Timeout
+from asyncdist.group.methods.point_to_point import DEFAULT_MAX_BYTES
+from asyncdist.work import Work
 
 __all__ = ["irecv", "isend", "recv", "recv_array", "send"]
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from asyncdist import context
 from asyncdist.api.resolve import Group, resolve
-from asyncdist.backend.base import Backend, parse_backend
+from asyncdist.arrays.reduce_op import ReduceOpLike
+from asyncdist.collectives.backend import Backend, parse_backend
+from asyncdist.collectives.executor import reduction
 from asyncdist.cuda import provider
-from asyncdist.executor import reduction
-from asyncdist.group import ProcessGroup
-from asyncdist.non_member import NonMember
-from asyncdist.operations.issuer import rank_number
-from asyncdist.reduce_op import ReduceOpLike
+from asyncdist.group import default_group as context
+from asyncdist.group.methods.issuer import rank_number
+from asyncdist.group.non_member import NonMember
+from asyncdist.group.process_group import ProcessGroup
 
 __all__ = [
     "destroy_process_group",

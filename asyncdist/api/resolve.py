@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from asyncdist import context
-from asyncdist.group import ProcessGroup
-from asyncdist.non_member import NonMember
-from asyncdist.operations.issuer import check_rank
-from asyncdist.pairs import check_tag
+from asyncdist.group import default_group as context
+from asyncdist.group.methods.issuer import check_rank
+from asyncdist.group.non_member import NonMember
+from asyncdist.group.point_to_point import check_tag
+from asyncdist.group.process_group import ProcessGroup
 
 __all__ = ["Group", "peer_of", "required_peer", "resolve", "root_of"]
 

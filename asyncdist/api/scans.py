@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from asyncdist.api.resolve import Group, resolve
-from asyncdist.deadline import INHERIT, Timeout
-from asyncdist.executor.work import Work
-from asyncdist.reduce_op import ReduceOp, ReduceOpLike
+from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
+from asyncdist.concurrency.deadline import INHERIT, Timeout
+from asyncdist.work import Work
 
 __all__ = ["exscan", "scan"]
 

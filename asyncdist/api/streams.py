@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from asyncdist.api.resolve import Group, resolve, root_of
-from asyncdist.deadline import INHERIT, Timeout
-from asyncdist.operations.streams import DEFAULT_CHUNK_BYTES, ChunkStream
+from asyncdist.concurrency.deadline import INHERIT, Timeout
+from asyncdist.group.methods.streams import DEFAULT_CHUNK_BYTES, ChunkStream
 
 __all__ = ["all_gather_stream", "broadcast_stream"]
 

@@ -9,10 +9,10 @@ from typing import Any, Final, TypeAlias
 from asyncdist.api.groups import new_group
 from asyncdist.api.resolve import Group, resolve
 from asyncdist.api.unused import warn_unused
-from asyncdist.deadline import INHERIT, Timeout
-from asyncdist.group import ProcessGroup
-from asyncdist.integers import as_int, as_ints
-from asyncdist.non_member import NonMember
+from asyncdist.concurrency.deadline import INHERIT, Timeout
+from asyncdist.concurrency.integers import as_int, as_ints
+from asyncdist.group.non_member import NonMember
+from asyncdist.group.process_group import ProcessGroup
 
 __all__ = ["SHRINK_ABORT", "new_subgroups", "new_subgroups_by_enumeration", "shrink_group", "split_group"]
 

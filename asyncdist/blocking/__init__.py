@@ -18,7 +18,6 @@ Ctrl-C ends any waiting at once: a send or receive is withdrawn, unless it has m
 `destroy_process_group` aborts the group rather than wait for it.
 """
 
-from asyncdist import reduce_op as reduce_op  # `dist.reduce_op.SUM`, as torch's tutorials write it
 from asyncdist.api import (
     arrays,
     batch,
@@ -38,7 +37,8 @@ from asyncdist.api import (
 )
 from asyncdist.api.groups import GroupMember
 from asyncdist.api.subgroups import SHRINK_ABORT
-from asyncdist.backend.base import Backend
+from asyncdist.arrays import reduce_op as reduce_op  # `dist.reduce_op.SUM`, as torch's tutorials write it
+from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.blocking.data_parallel import DistributedSampler, GradientBuckets
 from asyncdist.blocking.group import ProcessGroup
 from asyncdist.blocking.lifting import asked, collective, completed, issued
@@ -47,6 +47,7 @@ from asyncdist.blocking.stores import FileStore, HashStore, PrefixStore, Store, 
 from asyncdist.blocking.stream import ChunkStream
 from asyncdist.blocking.work import Work
 from asyncdist.blocking.world import destroy_process_group, get_default_group, init_process_group, is_initialized
+from asyncdist.collectives.backend import Backend
 from asyncdist.data_parallel import DataPartitioner, Partition, gradients
 from asyncdist.errors import (
     ClosedError,
@@ -69,10 +70,9 @@ from asyncdist.errors import (
     WaitTimeoutError,
     WatchCompactedError,
 )
+from asyncdist.group.methods.streams import StreamChunk
+from asyncdist.group.non_member import NonMember
 from asyncdist.launch.spawn import spawn
-from asyncdist.non_member import NonMember
-from asyncdist.operations.streams import StreamChunk
-from asyncdist.reduce_op import ReduceOp
 from asyncdist.store import TLSConfig
 
 __all__ = [

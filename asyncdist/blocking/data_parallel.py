@@ -6,18 +6,18 @@ from collections.abc import Iterable, Sized
 from typing import Any
 
 from asyncdist.api import queries
-from asyncdist.arrays import Array
+from asyncdist.arrays.host import Array
+from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
 from asyncdist.blocking.group import ProcessGroup, inner_of
 from asyncdist.blocking.lifting import asked
 from asyncdist.blocking.refuse_loop import refuse_loop
 from asyncdist.blocking.session import current_session
+from asyncdist.concurrency.deadline import INHERIT, Timeout
 from asyncdist.data_parallel.buckets import BUCKET_BYTES
 from asyncdist.data_parallel.gradient_buckets import GradientBuckets as InnerBuckets
 from asyncdist.data_parallel.gradients import list_of
 from asyncdist.data_parallel.sampler import DistributedSampler as InnerSampler
-from asyncdist.deadline import INHERIT, Timeout
-from asyncdist.non_member import NonMember
-from asyncdist.reduce_op import ReduceOp, ReduceOpLike
+from asyncdist.group.non_member import NonMember
 
 __all__ = ["DistributedSampler", "GradientBuckets"]
 

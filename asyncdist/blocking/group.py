@@ -11,7 +11,7 @@ from typing import Any, Self
 from asyncdist.blocking.refuse_loop import refuse_loop
 from asyncdist.blocking.session import Session
 from asyncdist.group import WORLD
-from asyncdist.group import ProcessGroup as InnerGroup
+from asyncdist.group.process_group import ProcessGroup as InnerGroup
 
 __all__ = ["WORLD", "ProcessGroup", "inner_of"]
 

@@ -9,12 +9,12 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from asyncdist.api.batch import P2POp
 from asyncdist.api.manual import AWAITED, WITHDRAWN
-from asyncdist.backend.device.crossing import carried
 from asyncdist.blocking.group import ProcessGroup, inner_of
 from asyncdist.blocking.refuse_loop import refuse_loop
 from asyncdist.blocking.session import Session, current_session, session_of
 from asyncdist.blocking.work import Work
-from asyncdist.forgotten import watch
+from asyncdist.gpu.crossing import carried
+from asyncdist.group.forgotten import watch
 
 __all__ = ["asked", "collective", "completed", "issued", "original"]
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar
 from typing import Any
 
-from asyncdist.backend.point_to_point import RecvWork
 from asyncdist.blocking.stream import ChunkStream
 from asyncdist.blocking.work import Work
 from asyncdist.errors import ClosedError
-from asyncdist.executor.work import Work as InnerWork
-from asyncdist.group import ProcessGroup as InnerGroup
-from asyncdist.progress.opening import give_up, leave_at_exit
-from asyncdist.progress.reply import Reply
-from asyncdist.progress.thread import CommunicationThread, acquire, release
+from asyncdist.group.process_group import ProcessGroup as InnerGroup
+from asyncdist.messages.work import RecvWork
+from asyncdist.threads.opening import give_up, leave_at_exit
+from asyncdist.threads.reply import Reply
+from asyncdist.threads.thread import CommunicationThread, acquire, release
+from asyncdist.work import Work as InnerWork
 
 __all__ = ["Session", "await_there", "current_session", "open_session", "session_of"]
 

@@ -16,7 +16,7 @@ from asyncdist import store as stores
 from asyncdist.blocking.refuse_loop import refuse_loop
 from asyncdist.blocking.session import await_there
 from asyncdist.errors import ClosedError
-from asyncdist.progress.thread import CommunicationThread, acquire, release
+from asyncdist.threads.thread import CommunicationThread, acquire, release
 
 __all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore", "inner_store"]
 

@@ -11,10 +11,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from asyncdist.blocking.refuse_loop import refuse_loop
-from asyncdist.deadline import timeout_seconds
-from asyncdist.executor.work import Work as InnerWork
-from asyncdist.progress.reply import LIVENESS_S
+from asyncdist.concurrency.deadline import timeout_seconds
+from asyncdist.threads.reply import LIVENESS_S
 from asyncdist.transport.protocol.kept_error import anew
+from asyncdist.work import Work as InnerWork
 
 if TYPE_CHECKING:
     from asyncdist.blocking.session import Session

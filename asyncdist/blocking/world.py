@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
-from asyncdist import initialize
+from asyncdist import init as initialize
 from asyncdist.blocking.group import ProcessGroup
 from asyncdist.blocking.refuse_loop import refuse_loop
 from asyncdist.blocking.session import current_session, open_session
 from asyncdist.blocking.stores import Store, inner_store
-from asyncdist.non_member import NonMember
+from asyncdist.group.non_member import NonMember
 
 __all__ = ["destroy_process_group", "get_default_group", "init_process_group", "is_initialized"]
 

@@ -10,7 +10,7 @@ from typing import Final
 import click
 import numpy as np
 
-from asyncdist.arrays import sendable_dtype
+from asyncdist.arrays.host import sendable_dtype
 from asyncdist.cli.collective_name import CollectiveName
 from asyncdist.cli.explain_tables import (
     Explained,
@@ -23,7 +23,6 @@ from asyncdist.cli.explain_tables import (
 from asyncdist.cli.named_constants import named_constants, transport_here
 from asyncdist.cli.sizes import BYTES, show_bytes
 from asyncdist.cli.table_console import table_console
-from asyncdist.host_constants import default_path, own_tuning, stored_constants
 from asyncdist.plan.algorithms.registry import ALGORITHMS
 from asyncdist.plan.cost.constants import BUILT_IN
 from asyncdist.plan.problem import PRIVATE_COLLECTIVES, Problem
@@ -32,6 +31,7 @@ from asyncdist.plan.selection.selector import candidates, parse_overrides, usabl
 from asyncdist.plan.selection.shared_chunks import MAX_SHARED_RANKS
 from asyncdist.plan.selection.tuning import MAX_CORES, Tuning
 from asyncdist.transport.config import TRANSPORTS, single_copy_from_environ
+from asyncdist.world.tuning_file import default_path, own_tuning, stored_constants
 
 __all__ = ["explain_command"]
 

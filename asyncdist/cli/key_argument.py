@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from asyncdist.store.arguments import decoded_key, encoded_key
-from asyncdist_server.key_text import escaped, unescaped
+from asyncdist_server.wire.key_text import escaped, unescaped
 
 __all__ = ["key_argument", "key_text"]
 

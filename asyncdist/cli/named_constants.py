@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from asyncdist.host_constants import read_file, stored_constants
 from asyncdist.plan.cost.constants import BUILT_IN, Constants
+from asyncdist.world.tuning_file import read_file, stored_constants
 
 __all__ = ["named_constants", "transport_here"]
 

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from asyncdist.collectives.shared.channel import MAX_LANE_RANKS
 from asyncdist.launch.config import usable_cores
 from asyncdist.plan.algorithms.registry import ALGORITHMS, algorithms, needs_lane
 from asyncdist.plan.proof.prove import MAX_STEPS, Proof, prove
 from asyncdist.plan.proof.symbols import PlanError
-from asyncdist.transport.lanes.lane import MAX_LANE_RANKS
 
 __all__ = ["parse_worlds", "prove_command"]
 

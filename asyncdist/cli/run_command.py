@@ -174,9 +174,9 @@ def _launch(config: LaunchConfig) -> int:
 
 def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> LaunchConfig:
     """Turn options and environment into a checked LaunchConfig; raises click's errors."""
+    from asyncdist.concurrency.variables import misspelt
     from asyncdist.store.tls_config import load_tls
-    from asyncdist.variables import misspelt
-    from asyncdist_server.tokens import load_token
+    from asyncdist_server.wire.tokens import load_token
 
     environ = os.environ
     for variable, meant in misspelt(environ).items():

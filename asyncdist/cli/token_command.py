@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from asyncdist_server.auth import new_token
+from asyncdist_server.wire.auth import new_token
 
 __all__ = ["token_command"]
 

@@ -20,12 +20,12 @@ from asyncdist.cli.table_console import table_console
 from asyncdist.cli.tune_check import check_here, measured_constants, show_check
 from asyncdist.cli.tune_links import measure_links
 from asyncdist.errors import DistError
-from asyncdist.host_constants import built_in_constants, default_path, read_file, save_constants, stored_constants
 from asyncdist.plan.cost.constants import Link
 from asyncdist.plan.selection.tuning import constants_from_terms, constants_to_terms
 from asyncdist.transport.config import TRANSPORTS
 from asyncdist.tuning.processes import Report
 from asyncdist.tuning.session import find_here
+from asyncdist.world.tuning_file import built_in_constants, default_path, read_file, save_constants, stored_constants
 
 __all__ = ["tune_command"]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncdist.api.groups import new_group
-from asyncdist.group import ProcessGroup
-from asyncdist.host_constants import built_in_constants, read_file, save_constants
-from asyncdist.initialize import init_process_group
-from asyncdist.loop import run
+from asyncdist.concurrency.loop import run
+from asyncdist.group.process_group import ProcessGroup
+from asyncdist.init import init_process_group
 from asyncdist.plan.cost.constants import Link
 from asyncdist.plan.selection.tuning import constants_from_terms, constants_to_terms
 from asyncdist.tuning.links import measure_link
+from asyncdist.world.tuning_file import built_in_constants, read_file, save_constants
 
 __all__ = ["measure_links"]
 

@@ -27,12 +27,12 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
+from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 from asyncdist.cuda.cupy_driver import calling, failed
 from asyncdist.cuda.interface import Stream
 from asyncdist.cuda.nccl_interface import Communicator, Nccl
 from asyncdist.cuda.nccl_types import NcclType, reduction, refusal
 from asyncdist.errors import DistBackendError
-from asyncdist.reduce_op import PremulSum, ReduceOp
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # where NCCL is missing cupy warns, and we say so once it is asked for

@@ -16,11 +16,11 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
+from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.cuda.cupy_driver import address_range, calling, close_ipc, device_uuid, failed
 from asyncdist.cuda.interface import MAX_SOURCES, Event, Memory, Pinned, Runtime, Stream
 from asyncdist.cuda.kernels import OPTIONS, PACK_BYTES, reduce_source, scale_source
 from asyncdist.errors import DistBackendError
-from asyncdist.reduce_op import ReduceOp
 
 __all__ = ["CupyRuntime"]
 

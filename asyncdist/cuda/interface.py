@@ -21,8 +21,8 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from asyncdist.arrays import Array
-from asyncdist.reduce_op import ReduceOp
+from asyncdist.arrays.host import Array
+from asyncdist.arrays.reduce_op import ReduceOp
 
 __all__ = ["MAX_SOURCES", "Event", "Memory", "Pinned", "Resource", "Runtime", "Stream"]
 

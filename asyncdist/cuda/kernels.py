@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asyncdist.reduce_op import ReduceOp
+from asyncdist.arrays.reduce_op import ReduceOp
 
 __all__ = ["OPTIONS", "PACK_BYTES", "reduce_source", "scale_source"]
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 from asyncdist.cuda.interface import Stream
-from asyncdist.reduce_op import PremulSum, ReduceOp
 
 __all__ = ["Communicator", "Nccl"]
 

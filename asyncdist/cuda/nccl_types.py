@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asyncdist.reduce_op import PremulSum, ReduceOp
+from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 
 __all__ = ["FLOAT8_CAPABILITY", "FLOAT8_VERSION", "NcclOp", "NcclType", "reduction", "refusal"]
 

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from asyncdist.arrays import Array
-from asyncdist.integers import as_int
+from asyncdist.arrays.host import Array
+from asyncdist.concurrency.integers import as_int
 
 __all__ = ["BUCKET_BYTES", "check_bucket_bytes", "divide"]
 

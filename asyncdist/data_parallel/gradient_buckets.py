@@ -9,16 +9,16 @@ from typing import Any, Final
 import numpy as np
 
 from asyncdist.api.resolve import Group, resolve
-from asyncdist.arrays import Array, describe, host_array
-from asyncdist.backend.calls import coalesced
+from asyncdist.arrays.host import Array, describe, host_array
+from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
+from asyncdist.collectives.arguments import coalesced
+from asyncdist.collectives.executor import reduction
+from asyncdist.concurrency.deadline import INHERIT, Timeout
 from asyncdist.data_parallel.buckets import BUCKET_BYTES, check_bucket_bytes, divide
 from asyncdist.data_parallel.gradients import arrays_of, list_of
 from asyncdist.data_parallel.joined_work import JoinedWork
-from asyncdist.deadline import INHERIT, Timeout
-from asyncdist.executor import reduction
-from asyncdist.executor.work import Work
-from asyncdist.pairs import check_tag
-from asyncdist.reduce_op import ReduceOp, ReduceOpLike
+from asyncdist.group.point_to_point import check_tag
+from asyncdist.work import Work
 
 __all__ = ["GradientBuckets"]
 

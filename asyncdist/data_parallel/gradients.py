@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from asyncdist.api.resolve import Group, resolve, root_of
-from asyncdist.arrays import Array, host_array
-from asyncdist.backend.calls import coalesced
+from asyncdist.arrays.host import Array, host_array
+from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
+from asyncdist.collectives.arguments import coalesced
+from asyncdist.collectives.executor import reduction
+from asyncdist.concurrency.deadline import INHERIT, Timeout
 from asyncdist.data_parallel.buckets import BUCKET_BYTES, check_bucket_bytes, divide
 from asyncdist.data_parallel.joined_work import JoinedWork
-from asyncdist.deadline import INHERIT, Timeout
 from asyncdist.errors import DistError
-from asyncdist.executor import reduction
-from asyncdist.executor.work import Work
-from asyncdist.forgotten import watch
-from asyncdist.group import ProcessGroup
-from asyncdist.pairs import check_tag
-from asyncdist.reduce_op import ReduceOp, ReduceOpLike
+from asyncdist.group.forgotten import watch
+from asyncdist.group.point_to_point import check_tag
+from asyncdist.group.process_group import ProcessGroup
+from asyncdist.work import Work
 
 __all__ = ["arrays_of", "average_gradients", "broadcast_parameters", "list_of"]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncdist.errors import CollectiveMismatchError
-from asyncdist.executor.work import Work
-from asyncdist.group import ProcessGroup
+from asyncdist.group.process_group import ProcessGroup
+from asyncdist.work import Work
 
 __all__ = ["JoinedWork"]
 

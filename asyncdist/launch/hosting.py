@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Final
 
 from asyncdist.errors import DistStoreError, LaunchError, StoreTimeoutError
 from asyncdist.launch.config import Endpoint, LaunchConfig
-from asyncdist_server.auth import (
+from asyncdist_server.serving.loopback import is_loopback
+from asyncdist_server.wire.auth import (
     AuthenticationError,
     Refusal,
     derive_token,
     new_token,
     store_context,
 )
-from asyncdist_server.loopback import is_loopback
 
 if TYPE_CHECKING:
     from asyncdist.store.base import Store

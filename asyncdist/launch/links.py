@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from asyncdist.errors import DistError, LaunchError, StoreTimeoutError
 from asyncdist.launch.beside import beside
 from asyncdist.launch.hosting import LAUNCHERS_NAMESPACE, StorePlace
-from asyncdist_server.auth import new_token
+from asyncdist_server.wire.auth import new_token
 
 if TYPE_CHECKING:
     from asyncdist.launch.config import LaunchConfig

@@ -25,7 +25,7 @@ import secrets
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncdist.deadline import Deadline
+from asyncdist.concurrency.deadline import Deadline
 from asyncdist.errors import DistError, LaunchError, StoreTimeoutError
 from asyncdist.launch.links import LinkHost, LinkPlace
 

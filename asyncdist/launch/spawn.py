@@ -23,14 +23,14 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final, Literal, overload
 
 import asyncdist_server
+from asyncdist.concurrency.loop import run
+from asyncdist.concurrency.variables import warn_of_misspelt
 from asyncdist.errors import LaunchError
 from asyncdist.launch.cause import is_consequence
 from asyncdist.launch.config import DEFAULT_GRACE_S, MAX_PROCESSES_PER_NODE, Endpoint, parse_endpoint
 from asyncdist.launch.environment import NodePlace, worker_environment
 from asyncdist.launch.exec_guard import die_with_parent
-from asyncdist.loop import run
-from asyncdist.variables import warn_of_misspelt
-from asyncdist_server.tokens import load_token
+from asyncdist_server.wire.tokens import load_token
 
 __all__ = ["SpawnContext", "spawn"]
 

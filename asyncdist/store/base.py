@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, NoReturn, Self
 
-from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
+from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import StoreTimeoutError
-from asyncdist_server.key_text import shown
+from asyncdist_server.wire.key_text import shown
 
 if TYPE_CHECKING:
     from asyncdist.store.lease import Lease

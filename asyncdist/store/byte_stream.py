@@ -12,7 +12,9 @@ from typing import Any, Final
 
 from asyncdist.errors import DistStoreError
 from asyncdist.store.tls_config import TLSConfig, context_and_name
-from asyncdist_server.auth import (
+from asyncdist_server.serving.loopback import is_loopback
+from asyncdist_server.serving.user_token import find_user_token
+from asyncdist_server.wire.auth import (
     MAGIC,
     TLS_ALERT_BYTE,
     TLS_HANDSHAKE_BYTE,
@@ -20,9 +22,7 @@ from asyncdist_server.auth import (
     ClientHandshake,
     Refusal,
 )
-from asyncdist_server.loopback import is_loopback
-from asyncdist_server.tls import TLSStream, describe_failure
-from asyncdist_server.user_token import find_user_token
+from asyncdist_server.wire.tls import TLSStream, describe_failure
 
 __all__ = ["ByteStream", "StoreRefusedError", "open_stream", "prove"]
 

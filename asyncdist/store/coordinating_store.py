@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
+from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import DistStoreError, StoreTimeoutError
 from asyncdist.store.arguments import checked_integer, checked_key, checked_value, decoded_key, encoded_key
 from asyncdist.store.lease import DEFAULT_GRACE_S, Lease, LeaseKeeper
@@ -16,8 +16,8 @@ from asyncdist.store.member import DEFAULT_SETTLE_S, Membership, default_name
 from asyncdist.store.reply import timeout_ms
 from asyncdist.store.request_store import RequestStore
 from asyncdist.store.watch import Watch
-from asyncdist_server import messages
-from asyncdist_server.key_text import shown
+from asyncdist_server.wire import messages
+from asyncdist_server.wire.key_text import shown
 
 __all__ = ["CoordinatingStore", "NamespaceSize", "WaitingClient"]
 

@@ -7,14 +7,14 @@ import secrets
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
-from asyncdist.deadline import Timeout
+from asyncdist.concurrency.deadline import Timeout
 from asyncdist.errors import ClosedError
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S
 from asyncdist.store.coordinating_store import CoordinatingStore
 from asyncdist.store.reply import WAITING, Reply, settle, timeout_ms, undoing
-from asyncdist_server import messages
 from asyncdist_server.clock import exact_clock
-from asyncdist_server.engine import StoreEngine
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.wire import messages
 
 __all__ = ["HashStore"]
 

@@ -8,10 +8,10 @@ import ssl
 from pathlib import Path
 
 import asyncdist_server
+from asyncdist.concurrency.shielding import uninterrupted
 from asyncdist.errors import DistStoreError
 from asyncdist.store.tls_config import TLSConfig
-from asyncdist.uninterrupted import uninterrupted
-from asyncdist_server.user_token import default_token
+from asyncdist_server.serving.user_token import default_token
 
 __all__ = ["host_store", "serve_off_loop"]
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from asyncdist.errors import ClosedError, DistError, LeaseLostError
-from asyncdist_server import messages
+from asyncdist_server.wire import messages
 
 __all__ = ["DEFAULT_GRACE_S", "Lease", "LeaseKeeper"]
 

@@ -6,12 +6,12 @@ import asyncio
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from asyncdist.deadline import Timeout, timeout_seconds
+from asyncdist.concurrency.deadline import Timeout, timeout_seconds
 from asyncdist.errors import ClosedError, LeaseLostError
 from asyncdist.store.arguments import checked_key, encoded_key
 from asyncdist.store.lease import Lease
-from asyncdist_server import messages
-from asyncdist_server.key_text import shown
+from asyncdist_server.wire import messages
+from asyncdist_server.wire.key_text import shown
 
 if TYPE_CHECKING:
     from asyncdist.store.coordinating_store import CoordinatingStore

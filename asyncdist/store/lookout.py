@@ -14,8 +14,8 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
-from asyncdist.spinning import CATCH, MAX_SKIPPED, PATIENCE, TURN_S
-from asyncdist_server.running import served_here
+from asyncdist.concurrency.spin import CATCH, MAX_SKIPPED, PATIENCE, TURN_S
+from asyncdist_server.serving.running import served_here
 
 if TYPE_CHECKING:
     from asyncdist.store.store_connection import Connection

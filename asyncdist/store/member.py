@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, Self
 
-from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
+from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
+from asyncdist.concurrency.slow_notice import telling
+from asyncdist.concurrency.trace import warn
 from asyncdist.errors import DistError, LeaseLostError
-from asyncdist.events import warn
-from asyncdist.patience import telling
 from asyncdist.store.arguments import decoded_key, encoded_key
 from asyncdist.store.lease import Lease
 from asyncdist.store.prefix_store import PrefixStore
 from asyncdist.store.reply import timeout_ms
 from asyncdist.store.watch import Watch
-from asyncdist_server import messages
-from asyncdist_server.key_text import shown
+from asyncdist_server.wire import messages
+from asyncdist_server.wire.key_text import shown
 
 if TYPE_CHECKING:
     from asyncdist.store.coordinating_store import CoordinatingStore

@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from asyncdist.deadline import INHERIT, Timeout, timeout_seconds
+from asyncdist.concurrency.deadline import INHERIT, Timeout, timeout_seconds
 from asyncdist.errors import ClosedError, StoreTimeoutError
 from asyncdist.store.arguments import checked_key, checked_keys
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S, Store
-from asyncdist_server.key_text import shown
+from asyncdist_server.wire.key_text import shown
 
 if TYPE_CHECKING:
     from asyncdist.store.lease import Lease

@@ -17,8 +17,8 @@ from asyncdist.errors import (
 )
 from asyncdist.store.arguments import decoded_key
 from asyncdist.store.lookout import Lookout
-from asyncdist_server import messages
-from asyncdist_server.key_text import shown
+from asyncdist_server.wire import messages
+from asyncdist_server.wire.key_text import shown
 
 __all__ = [
     "TAKING",

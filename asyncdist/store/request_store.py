@@ -7,12 +7,12 @@ from abc import abstractmethod
 from collections.abc import Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
-from asyncdist.deadline import INHERIT, Deadline, Timeout, timeout_seconds
+from asyncdist.concurrency.deadline import INHERIT, Deadline, Timeout, timeout_seconds
 from asyncdist.store.arguments import checked_amount, checked_value, checked_values, encoded_key, encoded_keys
 from asyncdist.store.base import Store
 from asyncdist.store.listing import Listing
 from asyncdist.store.reply import NonBlockingPop, Reply
-from asyncdist_server import messages
+from asyncdist_server.wire import messages
 
 if TYPE_CHECKING:
     from asyncdist.store.lease import Lease

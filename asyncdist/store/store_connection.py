@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from asyncdist.loop import forget_closed
+from asyncdist.concurrency.loop import forget_closed
 from asyncdist.store.byte_stream import ByteStream, StoreRefusedError, open_stream, prove
 from asyncdist.store.tls_config import TLSConfig
-from asyncdist_server.auth import AuthenticationError, ClientHandshake, Refusal, http_answer
-from asyncdist_server.messages import (
+from asyncdist_server.wire.auth import AuthenticationError, ClientHandshake, Refusal, http_answer
+from asyncdist_server.wire.messages import (
     CLIENT_ID_BYTES,
     STOPPING,
     Encoder,
@@ -28,7 +28,7 @@ from asyncdist_server.messages import (
     decode_replies,
     decode_welcome,
 )
-from asyncdist_server.tls import TLSStream
+from asyncdist_server.wire.tls import TLSStream
 
 __all__ = ["CLIENT_ID_BYTES", "Connection", "StoreRefusedError", "Trouble", "ask_for_http", "client_name", "dial"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncdist.store.tcp_store import TCPStore
-from asyncdist_server.messages import OBSERVER_ID
+from asyncdist_server.wire.messages import OBSERVER_ID
 
 __all__ = ["StoreObserver"]
 

@@ -11,20 +11,20 @@ import ssl
 from collections.abc import Callable
 from typing import Any, ClassVar, Final, Self
 
-from asyncdist.deadline import Deadline, Timeout
+from asyncdist.concurrency.deadline import Deadline, Timeout
+from asyncdist.concurrency.loop import prepare_fork
+from asyncdist.concurrency.shielding import uninterrupted
+from asyncdist.concurrency.slow_notice import telling
+from asyncdist.concurrency.trace import emit, info, tracing, warn
 from asyncdist.errors import ClosedError, ConnectTimeoutError, DistError, DistStoreError
-from asyncdist.events import emit, info, tracing, warn
-from asyncdist.loop import prepare_fork
-from asyncdist.patience import telling
 from asyncdist.store.coordinating_store import CoordinatingStore
 from asyncdist.store.fork_safety import close_in_forked_child
 from asyncdist.store.pipeline import Pipeline, StoppingError
 from asyncdist.store.reply import Reply
 from asyncdist.store.store_connection import Connection, StoreRefusedError, Trouble, ask_for_http, client_name, dial
 from asyncdist.store.tls_config import TLSConfig
-from asyncdist.uninterrupted import uninterrupted
-from asyncdist_server import messages
-from asyncdist_server.client_socket import format_address
+from asyncdist_server.serving.client_socket import format_address
+from asyncdist_server.wire import messages
 
 __all__ = ["TCPClient"]
 

@@ -7,15 +7,15 @@ import ssl
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Self
 
-from asyncdist.deadline import Deadline, Timeout
+from asyncdist.concurrency.deadline import Deadline, Timeout
+from asyncdist.concurrency.shielding import uninterrupted
 from asyncdist.errors import StoreTimeoutError
 from asyncdist.store.base import DEFAULT_STORE_TIMEOUT_S
 from asyncdist.store.credentials import FROM_ENVIRONMENT, GivenTLS, GivenToken, credentials
 from asyncdist.store.hosting import host_store
 from asyncdist.store.tcp_client import TCPClient
 from asyncdist.store.tls_config import TLSConfig
-from asyncdist.uninterrupted import uninterrupted
-from asyncdist_server.auth import store_context
+from asyncdist_server.wire.auth import store_context
 
 if TYPE_CHECKING:
     from asyncdist_server import ThreadedServer

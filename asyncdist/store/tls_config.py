@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from asyncdist_server.tls import client_context
+from asyncdist_server.wire.tls import client_context
 
 __all__ = ["TLS_VARIABLES", "TLSConfig", "context_and_name", "load_tls"]
 

@@ -10,8 +10,8 @@ from typing import Any, Final, Literal, Self
 
 from asyncdist.errors import DistStoreError
 from asyncdist.store.arguments import decoded_key, encoded_key
-from asyncdist_server import messages
-from asyncdist_server.key_text import shown
+from asyncdist_server.wire import messages
+from asyncdist_server.wire.key_text import shown
 
 __all__ = ["Watch", "WatchEvent"]
 

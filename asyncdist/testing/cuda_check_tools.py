@@ -8,11 +8,11 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from asyncdist.arrays import Array
+from asyncdist.arrays.host import Array
+from asyncdist.arrays.reduce_op import ReduceOp
+from asyncdist.collectives.executor.reduction import finish, kernel
 from asyncdist.cuda.interface import Memory, Runtime, Stream
 from asyncdist.cuda.nccl_interface import Communicator, Nccl
-from asyncdist.executor.reduction import finish, kernel
-from asyncdist.reduce_op import ReduceOp
 
 __all__ = ["download", "equal", "every_dtype", "on_ranks", "operands", "reduced", "upload"]
 

@@ -17,11 +17,11 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from asyncdist.arrays import Array
+from asyncdist.arrays.host import Array
+from asyncdist.arrays.reduce_op import PremulSum, ReduceOp, ReduceOpLike
+from asyncdist.collectives.executor.reduction import prepare, validate
 from asyncdist.cuda.interface import MAX_SOURCES, Runtime
 from asyncdist.errors import DistBackendError
-from asyncdist.executor.reduction import prepare, validate
-from asyncdist.reduce_op import PremulSum, ReduceOp, ReduceOpLike
 from asyncdist.testing.checks import checks_of, expect_refused
 from asyncdist.testing.cuda_check_tools import download, equal, every_dtype, operands, reduced, upload
 

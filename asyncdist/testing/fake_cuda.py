@@ -20,11 +20,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from asyncdist.arrays import Array
+from asyncdist.arrays.host import Array
+from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
+from asyncdist.collectives.executor.reduction import finish, kernel, prepare, validate
 from asyncdist.cuda.interface import MAX_SOURCES, Event, Memory, Pinned, Runtime, Stream
 from asyncdist.errors import DistBackendError
-from asyncdist.executor.reduction import finish, kernel, prepare, validate
-from asyncdist.reduce_op import PremulSum, ReduceOp
 from asyncdist.testing.fake_memory import (
     Block,
     FakeArray,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from asyncdist.arrays import Array
+from asyncdist.arrays.host import Array
 from asyncdist.cuda.interface import Memory, Pinned, Resource
 from asyncdist.errors import DistBackendError
 

@@ -14,11 +14,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 from asyncdist.cuda.interface import Stream
 from asyncdist.cuda.nccl_interface import Communicator, Nccl
 from asyncdist.cuda.nccl_types import FLOAT8_CAPABILITY, refusal
 from asyncdist.errors import DistBackendError
-from asyncdist.reduce_op import PremulSum, ReduceOp
 from asyncdist.testing.fake_cuda import FakeRuntime
 from asyncdist.testing.fake_meeting import LocalMeeting, Meeting, RemoteMeeting, serve
 from asyncdist.testing.fake_operations import Call, Launch, Op

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from asyncdist.executor.reduction import finish, kernel, prepare
-from asyncdist.reduce_op import PremulSum, ReduceOp
+from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
+from asyncdist.collectives.executor.reduction import finish, kernel, prepare
 from asyncdist.testing.fake_queues import Span, Step
 
 if TYPE_CHECKING:

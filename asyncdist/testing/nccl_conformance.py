@@ -10,10 +10,10 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.cuda.interface import Runtime, Stream
 from asyncdist.cuda.nccl_interface import Communicator, Nccl
 from asyncdist.errors import DistBackendError
-from asyncdist.reduce_op import ReduceOp
 from asyncdist.testing.checks import checks_of, expect_refused
 from asyncdist.testing.cuda_check_tools import download, every_dtype, on_ranks, operands, reduced, same, upload
 

@@ -12,12 +12,11 @@ import inspect
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Final, TypeVar
 
-from asyncdist.causes import CONSEQUENCES, first_cause
-from asyncdist.deadline import Deadline
+from asyncdist.concurrency.deadline import Deadline
 from asyncdist.errors import GroupAbortedError, PeerLostError
-from asyncdist.group import ProcessGroup
-from asyncdist.init_method import InitMethod, StoreSource
-from asyncdist.initialize import open_world
+from asyncdist.group.abort_reasons import CONSEQUENCES, first_cause
+from asyncdist.group.process_group import ProcessGroup
+from asyncdist.init import open_world
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING
 from asyncdist.store import HashStore
 from asyncdist.testing.loop import VirtualTimeLoop
@@ -26,6 +25,7 @@ from asyncdist.transport.config import TransportConfig
 from asyncdist.transport.in_memory.mesh import MemoryMesh
 from asyncdist.transport.in_memory.network import MemoryNetwork
 from asyncdist.transport.mesh import Resolve
+from asyncdist.world.init_method import InitMethod, StoreSource
 
 __all__ = ["SimulatedWorld", "run_world"]
 

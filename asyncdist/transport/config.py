@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from asyncdist.deadline import DEFAULT_TIMEOUT_S
-from asyncdist.spinning import DEFAULT_SPIN_US, spin_us_from_environ
+from asyncdist.concurrency.deadline import DEFAULT_TIMEOUT_S
+from asyncdist.concurrency.spin import DEFAULT_SPIN_US, spin_us_from_environ
 from asyncdist.transport.addresses.socket_dir import check_directory
 from asyncdist.transport.host_memory import DEFAULT_SHARED_BYTES
 from asyncdist.transport.keepalive import DEFAULT_KEEPALIVE_S, keepalive_from_environ

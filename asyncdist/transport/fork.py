@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from asyncdist.loop import forget_closed, prepare_fork
+from asyncdist.concurrency.loop import forget_closed, prepare_fork
 
 __all__ = ["SocketSet"]
 

@@ -7,7 +7,7 @@ import errno
 from collections.abc import Callable, Collection
 from typing import Final, Protocol
 
-from asyncdist import events
+from asyncdist.concurrency import trace as events
 from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.protocol.loans import Loans

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar, Final, TypeAlias
 
-from asyncdist import events
+from asyncdist.concurrency import trace as events
 from asyncdist.errors import ClosedError, DistNetworkError, DistStoreError, PeerLostError
 from asyncdist.transport.addresses.address import PeerAddress, host_id
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner

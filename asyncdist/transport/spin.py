@@ -17,7 +17,7 @@ from threading import get_ident
 from time import perf_counter
 from typing import Final
 
-from asyncdist.spinning import CATCH, MAX_SKIPPED, PATIENCE, TURN_S, Pending
+from asyncdist.concurrency.spin import CATCH, MAX_SKIPPED, PATIENCE, TURN_S, Pending
 from asyncdist.transport.host_memory import HostMemory
 from asyncdist.transport.neighbors import MAX_NEIGHBORS, Neighbors
 from asyncdist.transport.shared_memory.doorbell import Doorbell

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from asyncdist.executor.work import Work
-from asyncdist.group import ProcessGroup
+from asyncdist.group.process_group import ProcessGroup
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES
+from asyncdist.work import Work
 
 __all__ = ["EXERCISES", "ITEMSIZE", "Exercise"]
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from asyncdist.group import ProcessGroup
+from asyncdist.group.process_group import ProcessGroup
 from asyncdist.plan.cost.constants import Link
 
 __all__ = ["measure_link"]

@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from asyncdist.executor.buffers import FlatBuffer
-from asyncdist.executor.program import Program
-from asyncdist.group import ProcessGroup
+from asyncdist.collectives.executor.buffers import FlatBuffer
+from asyncdist.collectives.executor.program import Program
+from asyncdist.group.process_group import ProcessGroup
 from asyncdist.plan.steps import Plan
 from asyncdist.tuning.probe import Probe, both_ways, one_way, ping_pong
 

@@ -11,10 +11,10 @@ from typing import Final
 
 import numpy as np
 
-from asyncdist.executor.buffers import FlatBuffer
-from asyncdist.executor.program import Program
-from asyncdist.executor.runner import Execution
-from asyncdist.group import ProcessGroup
+from asyncdist.collectives.executor.buffers import FlatBuffer
+from asyncdist.collectives.executor.program import Program
+from asyncdist.collectives.executor.runner import Execution
+from asyncdist.group.process_group import ProcessGroup
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.steps import Buffer, Plan, Slice
 from asyncdist.transport.protocol.frame import key_prefix

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from typing import Any, Final, TypeAlias
 
+from asyncdist.concurrency.loop import run
 from asyncdist.errors import LaunchError
-from asyncdist.initialize import init_process_group
+from asyncdist.init import init_process_group
 from asyncdist.launch.spawn import spawn
-from asyncdist.loop import run
 
 __all__ = ["START_LIMIT_S", "Body", "Report", "run_here"]
 

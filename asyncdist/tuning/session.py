@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from asyncdist.group import ProcessGroup
-from asyncdist.host_constants import built_in_constants, host_cores
+from asyncdist.group.process_group import ProcessGroup
 from asyncdist.plan.cost.constants import Constants
 from asyncdist.plan.selection.tuning import Tuning
 from asyncdist.tuning.fit import fitted
@@ -15,6 +14,7 @@ from asyncdist.tuning.measure import Measured, measure
 from asyncdist.tuning.probe import PROBE_WORLD
 from asyncdist.tuning.processes import Report, run_here
 from asyncdist.tuning.trials import Trial, try_all
+from asyncdist.world.tuning_file import built_in_constants, host_cores
 
 __all__ = ["WORLDS", "Cell", "Found", "constants_of", "find_here", "measure_here", "try_here"]
 

@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from asyncdist.backend.host.aio import AioBackend
-from asyncdist.group import ProcessGroup
+from asyncdist.collectives.host.backend import AioBackend
+from asyncdist.group.process_group import ProcessGroup
 from asyncdist.plan.problem import Problem
 from asyncdist.plan.selection.prediction import Prediction
 from asyncdist.plan.selection.selector import candidates

@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncdist_server.config import ConfigError, ServerConfig
-    from asyncdist_server.daemon import StoreServer, serve
-    from asyncdist_server.engine import StoreEngine
-    from asyncdist_server.messages import Limits
-    from asyncdist_server.threaded import ThreadedServer, serve_in_thread
+    from asyncdist_server.engine.engine import StoreEngine
+    from asyncdist_server.serving.config import ConfigError, ServerConfig
+    from asyncdist_server.serving.daemon import StoreServer, serve
+    from asyncdist_server.serving.threaded import ThreadedServer, serve_in_thread
+    from asyncdist_server.wire.messages import Limits
 
 __all__ = [
     "ConfigError",
@@ -30,14 +30,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ConfigError": "config",
-    "Limits": "messages",
-    "ServerConfig": "config",
-    "StoreEngine": "engine",
-    "StoreServer": "daemon",
-    "ThreadedServer": "threaded",
-    "serve": "daemon",
-    "serve_in_thread": "threaded",
+    "ConfigError": "serving.config",
+    "Limits": "wire.messages",
+    "ServerConfig": "serving.config",
+    "StoreEngine": "engine.engine",
+    "StoreServer": "serving.daemon",
+    "ThreadedServer": "serving.threaded",
+    "serve": "serving.daemon",
+    "serve_in_thread": "serving.threaded",
 }
 
 

@@ -10,9 +10,14 @@ from typing import Final
 
 import click
 
-from asyncdist_server import failpoints, tokens
-from asyncdist_server.busy_poll import DEFAULT_BUSY_POLL_US
-from asyncdist_server.config import (
+from asyncdist_server.journal import failpoints
+from asyncdist_server.journal.durability import parse_durability
+from asyncdist_server.journal.journal import JournalError
+from asyncdist_server.logs import FORMATS, LEVELS, EventLog, LogFormat, configure
+from asyncdist_server.ops.journal_commands import backup, restore, verify
+from asyncdist_server.ops.service import run_until_signalled
+from asyncdist_server.serving.busy_poll import DEFAULT_BUSY_POLL_US
+from asyncdist_server.serving.config import (
     DEFAULT_PORT,
     DRAIN_TIMEOUT_S,
     STALL_TIMEOUT_S,
@@ -21,12 +26,12 @@ from asyncdist_server.config import (
     ServerConfig,
     limits_for,
 )
-from asyncdist_server.descriptors import open_standard_descriptors, raise_descriptor_limit
-from asyncdist_server.durability import parse_durability
-from asyncdist_server.journal import JournalError
-from asyncdist_server.journal_commands import backup, restore, verify
-from asyncdist_server.logs import FORMATS, LEVELS, EventLog, LogFormat, configure
-from asyncdist_server.messages import (
+from asyncdist_server.serving.descriptors import open_standard_descriptors, raise_descriptor_limit
+from asyncdist_server.serving.threaded import new_event_loop
+from asyncdist_server.serving.user_token import default_token
+from asyncdist_server.torch.namespaces import TORCH_MEMORY_PERCENT
+from asyncdist_server.wire import tokens
+from asyncdist_server.wire.messages import (
     MAX_CONNECTIONS,
     MAX_IN_FLIGHT,
     MAX_KEY_BYTES,
@@ -34,10 +39,6 @@ from asyncdist_server.messages import (
     MAX_VALUE_BYTES,
     MAX_WAITERS,
 )
-from asyncdist_server.service import run_until_signalled
-from asyncdist_server.threaded import new_event_loop
-from asyncdist_server.torch_namespaces import TORCH_MEMORY_PERCENT
-from asyncdist_server.user_token import default_token
 
 _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 _DIRECTORY: Final = click.Path(file_okay=False, path_type=Path)

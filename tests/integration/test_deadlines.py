@@ -11,7 +11,7 @@ from group_kit import outcome
 from socket_world import socket_world
 
 import asyncdist as dist
-from asyncdist.expiry import PROBE_S, Expiry
+from asyncdist.group.deadlines import PROBE_S, Expiry
 from asyncdist.transport.config import LATE_S
 
 AT_ONCE_S = 1e-4

@@ -20,7 +20,7 @@ from launching import run_one_after_another
 import asyncdist as dist
 from asyncdist.cli import main as asyncdist_command
 from asyncdist_server.cli import main as server_command
-from asyncdist_server.threaded import serve_in_thread
+from asyncdist_server.serving.threaded import serve_in_thread
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

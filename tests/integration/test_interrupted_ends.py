@@ -19,11 +19,11 @@ from waiting import eventually
 
 import asyncdist as dist
 import asyncdist_server
-from asyncdist.backend.base import Backend
+from asyncdist.collectives.backend import Backend
 from asyncdist.store import HashStore
 from asyncdist.transport.addresses.address import PeerAddress
 from asyncdist.transport.mesh import Mesh
-from asyncdist_server.user_token import make_user_token
+from asyncdist_server.serving.user_token import make_user_token
 
 CLOSED_S = 5.0
 """Far less than a collective may take, far more than closing does."""

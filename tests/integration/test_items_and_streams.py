@@ -13,7 +13,7 @@ from punctual import assert_within, punctual
 from socket_world import socket_world
 
 import asyncdist as dist
-from asyncdist.backend.calls.stream import STREAM_WINDOW
+from asyncdist.collectives.arguments.stream import STREAM_WINDOW
 
 MEBIBYTE = 1 << 20
 PROMPTLY_S = 1.0

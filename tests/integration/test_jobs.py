@@ -15,7 +15,7 @@ import pytest
 from jobs import daemon, finish, free_port, run_ranks, start_rank, start_ranks
 from punctual import assert_within, punctual
 
-from asyncdist_server.auth import new_token
+from asyncdist_server.wire.auth import new_token
 
 SUM = """
 async def main():

@@ -13,7 +13,7 @@ from punctual import assert_within, punctual
 from waiting import PATIENCE_S, eventually
 
 import asyncdist as dist
-from asyncdist import rendezvous
+from asyncdist.world import rendezvous
 
 NAMED_S = 1.0
 """Within which a rank that is gone is named."""
@@ -81,7 +81,7 @@ async def test_a_store_that_is_stopped_in_order_is_no_loss(monkeypatch: pytest.M
 
 
 JOINING = """
-from asyncdist.rendezvous import Rendezvous
+from asyncdist.world.rendezvous import Rendezvous
 
 RANK = int(os.environ["RANK"])
 

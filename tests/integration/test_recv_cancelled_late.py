@@ -12,7 +12,7 @@ import pytest
 from socket_world import LIMIT_S, socket_world, turns
 
 import asyncdist as dist
-from asyncdist.backend.point_to_point import PairWork
+from asyncdist.messages.work import PairWork
 
 
 class Canceller:

@@ -11,7 +11,7 @@ import pytest
 from jobs import finish, run_ranks, start_ranks
 from single_copy_kit import PRELUDE
 
-from asyncdist_server.auth import new_token
+from asyncdist_server.wire.auth import new_token
 
 OFF = {"ASYNCDIST_SINGLE_COPY": "off"}
 

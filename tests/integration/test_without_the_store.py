@@ -121,7 +121,7 @@ def test_ranks_that_never_spoke_do_everything_when_the_daemon_is_gone(transport:
 
 
 LARGE = """
-from asyncdist import address_book
+from asyncdist.world import address_book
 address_book.TOLD_AT_ONCE_BYTES, address_book.PIECE_BYTES, address_book.FAN_OUT = 0, 300, 2
 
 async def main():
@@ -143,11 +143,11 @@ def test_ranks_of_a_large_world_tell_each_other_where_all_listen(tmp_path: Path)
 
 
 UNTOLD = """
-from asyncdist import address_book
-from asyncdist.world import World
+from asyncdist.world import address_book
+from asyncdist.world.world import World
 address_book.TOLD_AT_ONCE_BYTES = 0
 World.pass_on_addresses = lambda self: None             # as if the rank that has the book were slow
-from asyncdist import rendezvous
+from asyncdist.world import rendezvous
 rendezvous.LOOK_UP_LIMIT_S = 0.2
 
 async def main():

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from asyncdist_server import messages as m
-from asyncdist_server.config import limits_for
-from asyncdist_server.membership import JOB_LINGER_S
+from asyncdist_server.engine.membership import JOB_LINGER_S
+from asyncdist_server.serving.config import limits_for
+from asyncdist_server.wire import messages as m
 
 EXAMPLES = int(os.environ.get("ASYNCDIST_MODEL_EXAMPLES", "40"))
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from journal_kit import JournaledEngine, MemoryJournal, charged, contents
 
-from asyncdist_server import batch, journal_size
-from asyncdist_server.engine import Client, StoreEngine
-from asyncdist_server.messages import (
+from asyncdist_server.engine.engine import Client, StoreEngine
+from asyncdist_server.journal import batch, journal_size
+from asyncdist_server.wire.messages import (
     ADD,
     APPEND,
     COMPARE_SET,

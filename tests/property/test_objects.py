@@ -12,8 +12,8 @@ from fewer_cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncdist.arrays.objects import decode, encode
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.objects import decode, encode
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers(), st.text(), st.binary(max_size=20)

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_kit import MemoryClient, Reply
 
-from asyncdist_server import messages as m
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.messages import Hello, Limits
-from asyncdist_server.session import TURN_REQUESTS
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.session import TURN_REQUESTS
+from asyncdist_server.wire import messages as m
+from asyncdist_server.wire.messages import Hello, Limits
 
 SCALARS = (
     st.none()
@@ -121,5 +121,5 @@ def test_what_is_run_and_answered_does_not_depend_on_how_it_is_cut(
         return answers, client.session.error, {} if space is None else dict(space.values)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("asyncdist_server.session.TURN_REQUESTS", turn_requests)
+        patch.setattr("asyncdist_server.engine.session.TURN_REQUESTS", turn_requests)
         assert talk(whole=True) == talk(whole=False)

@@ -17,11 +17,11 @@ from server_kit import everything
 
 from asyncdist.store.pipeline import Pipeline
 from asyncdist.store.reply import Reply
-from asyncdist_server import messages
-from asyncdist_server.auth import ClientHandshake, store_context
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.messages import ADD, APPEND, GET, QUEUE_LEN, QUEUE_POP, QUEUE_PUSH, Encoder, FrameReader
-from asyncdist_server.session import Session
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.session import Session
+from asyncdist_server.wire import messages
+from asyncdist_server.wire.auth import ClientHandshake, store_context
+from asyncdist_server.wire.messages import ADD, APPEND, GET, QUEUE_LEN, QUEUE_POP, QUEUE_PUSH, Encoder, FrameReader
 
 
 class Line:

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch_wire_kit import VALIDATE, MemoryTorchClient, World, blob, number, query
 
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.messages import Limits
-from asyncdist_server.torch_namespaces import CLAIM_S
-from asyncdist_server.torch_wire import Query, TorchReader, read_small
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.torch.namespaces import CLAIM_S
+from asyncdist_server.torch.wire import Query, TorchReader, read_small
+from asyncdist_server.wire.messages import Limits
 
 LIMITS = Limits(frame_bytes=2 << 20, value_bytes=1024, key_bytes=64, waiters=6, memory_bytes=20_000)
 KEYS = st.sampled_from([b"/k", b"/q", b"/b", b"", b"/torch.rendezvous.a", b"/asyncdist.job.a/x", b"barrier /b"])

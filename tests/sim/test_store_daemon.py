@@ -23,15 +23,15 @@ from sim_store_totals import run_seeds
 from asyncdist.store.lease import Lease as ClientLease
 from asyncdist.store.pipeline import Pipeline
 from asyncdist.store.tcp_store import TCPStore
-from asyncdist_server.changes import ChangeLog
-from asyncdist_server.clients import Client
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.group_commit import GroupCommit
-from asyncdist_server.history import History
-from asyncdist_server.leases import Lease
-from asyncdist_server.messages import Welcome
-from asyncdist_server.replay import Replay
-from asyncdist_server.state import StoreState
+from asyncdist_server.engine.changes import ChangeLog
+from asyncdist_server.engine.clients import Client
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.history import History
+from asyncdist_server.engine.leases import Lease
+from asyncdist_server.engine.state import StoreState
+from asyncdist_server.journal.group_commit import GroupCommit
+from asyncdist_server.journal.replay import Replay
+from asyncdist_server.wire.messages import Welcome
 
 SEEDS = 15
 """With the rare ones enough for everything to happen; `make sim` runs thousands."""

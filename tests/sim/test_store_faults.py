@@ -18,10 +18,10 @@ from asyncdist.store.tcp_client import RECONNECT_TIMEOUT_S
 from asyncdist.testing.hosts import SimulatedHost
 from asyncdist.testing.network import SimulatedNetwork, run_simulated
 from asyncdist.testing.store_conformance import STORE_CHECKS, StoreCheck
-from asyncdist_server import client_socket
-from asyncdist_server.config import ServerConfig, limits_for
-from asyncdist_server.daemon import StoreServer
-from asyncdist_server.messages import LIMIT, QUEUE_PUSH, SET, Limits
+from asyncdist_server.serving import client_socket
+from asyncdist_server.serving.config import ServerConfig, limits_for
+from asyncdist_server.serving.daemon import StoreServer
+from asyncdist_server.wire.messages import LIMIT, QUEUE_PUSH, SET, Limits
 
 Main = Callable[["Town"], Awaitable[None]]
 

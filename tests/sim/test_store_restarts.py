@@ -13,12 +13,12 @@ from sim_store_disk import SimulatedDisk
 
 from asyncdist.store import TCPStore
 from asyncdist.testing.network import SimulatedNetwork, run_simulated
-from asyncdist_server.config import ServerConfig
-from asyncdist_server.daemon import StoreServer
-from asyncdist_server.history import HISTORY_LINGER_S
-from asyncdist_server.journal import decode
-from asyncdist_server.membership import JOB_LINGER_S
-from asyncdist_server.messages import CLIENT_LINGER_S
+from asyncdist_server.engine.history import HISTORY_LINGER_S
+from asyncdist_server.engine.membership import JOB_LINGER_S
+from asyncdist_server.journal.journal import decode
+from asyncdist_server.serving.config import ServerConfig
+from asyncdist_server.serving.daemon import StoreServer
+from asyncdist_server.wire.messages import CLIENT_LINGER_S
 
 
 class Town:

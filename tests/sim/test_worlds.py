@@ -18,11 +18,11 @@ from sim_programs import Collective, Fault, Scenario, Track, scenario
 from sim_worlds import run_scenario
 
 from asyncdist import ReduceOp
-from asyncdist.backend.host.aio import AioBackend
-from asyncdist.executor.runner import Execution
-from asyncdist.group import ProcessGroup
+from asyncdist.collectives.executor.runner import Execution
+from asyncdist.collectives.host.backend import AioBackend
+from asyncdist.group.process_group import ProcessGroup
 from asyncdist.transport.in_memory.network import MemoryNetwork
-from asyncdist.world import World
+from asyncdist.world.world import World
 
 SEEDS = 100
 """Unless the environment says otherwise: some seconds."""

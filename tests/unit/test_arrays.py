@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncdist.arrays import Flat, decode_meta, encode_meta, host_array, human_bytes
+from asyncdist.arrays.host import Flat, decode_meta, encode_meta, host_array, human_bytes
 
 
 def test_a_numpy_array_is_itself() -> None:
@@ -190,7 +190,7 @@ def test_descriptions_round_trip(dtype: str, shape: tuple[int, ...]) -> None:
 def test_types_of_ml_dtypes_are_imported_when_the_first_arrives() -> None:
     script = """
 import sys
-from asyncdist.arrays import decode_meta
+from asyncdist.arrays.host import decode_meta
 assert decode_meta(bytes([7]) + b"float32")[0].name == "float32"
 assert "ml_dtypes" not in sys.modules
 assert decode_meta(bytes([13]) + b"float8_e4m3fn")[0].name == "float8_e4m3fn"
@@ -202,7 +202,7 @@ def test_without_ml_dtypes_its_types_are_unknown() -> None:
     script = """
 import sys
 sys.modules["ml_dtypes"] = None  # importing it fails
-from asyncdist.arrays import decode_meta
+from asyncdist.arrays.host import decode_meta
 try:
     decode_meta(bytes([13]) + b"float8_e4m3fn")
 except ValueError as error:

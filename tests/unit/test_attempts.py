@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from distant_store import DistantStore
 
-from asyncdist.attempts import ALIVE_S
-from asyncdist.deadline import Deadline
+from asyncdist.concurrency.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError, DistError
-from asyncdist.rendezvous import Met, Rendezvous
 from asyncdist.store import HashStore
 from asyncdist.testing.loop import VirtualTimeLoop
 from asyncdist.transport.absence import Absence
 from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.world.attempts import ALIVE_S
+from asyncdist.world.rendezvous import Met, Rendezvous
 
 STARTS = 50
 JOIN_S = 5.0

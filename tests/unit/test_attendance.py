@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist.attendance import LEFT, RESIGNED, Attendance
 from asyncdist.store import FileStore, HashStore, Store
 from asyncdist.transport.absence import Absence
+from asyncdist.world.presence import LEFT, RESIGNED, Attendance
 
 
 def attendance(store: Store, rank: int, size: int = 4) -> Attendance:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.causes import aborted_by, explain, first_cause
 from asyncdist.errors import (
     ClosedError,
     CollectiveTimeoutError,
@@ -14,6 +13,7 @@ from asyncdist.errors import (
     PeerLostError,
     RemoteProtocolError,
 )
+from asyncdist.group.abort_reasons import aborted_by, explain, first_cause
 
 
 @pytest.mark.parametrize(

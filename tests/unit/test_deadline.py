@@ -7,7 +7,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from asyncdist.deadline import INHERIT, Deadline, timeout_seconds
+from asyncdist.concurrency.deadline import INHERIT, Deadline, timeout_seconds
 
 
 def test_what_is_accepted() -> None:

@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from asyncdist.arrays import Flat
-from asyncdist.device_array import DeviceArray, any_array, device_array, flat_of, is_contiguous
-from asyncdist.dlpack import read_capsule
+from asyncdist.arrays.device import DeviceArray, any_array, device_array, flat_of, is_contiguous
+from asyncdist.arrays.dlpack import read_capsule
+from asyncdist.arrays.host import Flat
 
 
 class OnGpu:

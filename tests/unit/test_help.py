@@ -10,7 +10,7 @@ import pytest
 
 import asyncdist
 from asyncdist import blocking
-from asyncdist.deadline import INHERIT
+from asyncdist.concurrency.deadline import INHERIT
 
 FUNCTIONS = [name for name in asyncdist.__all__ if inspect.isfunction(getattr(asyncdist, name))]
 TIMED = [name for name in FUNCTIONS if "Work" in str(inspect.signature(getattr(asyncdist, name)).return_annotation)]

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist import host_constants
-from asyncdist.host_constants import (
+from asyncdist.plan.cost.constants import ASYNCIO, ASYNCIO_LOOPBACK, ASYNCIO_TCP
+from asyncdist.world import tuning_file as host_constants
+from asyncdist.world.tuning_file import (
     MAX_FILE_BYTES,
     VERSION,
     built_in_constants,
@@ -22,7 +23,6 @@ from asyncdist.host_constants import (
     save_constants,
     stored_constants,
 )
-from asyncdist.plan.cost.constants import ASYNCIO, ASYNCIO_LOOPBACK, ASYNCIO_TCP
 
 MEASURED = replace(ASYNCIO_TCP, alpha_s=12e-6, copy_s=0.1e-9)
 

@@ -8,15 +8,22 @@ import numpy as np
 import pytest
 from jobs import free_port
 
-from asyncdist import init_method as init_method_module
-from asyncdist import patience
-from asyncdist.deadline import Deadline
+from asyncdist.concurrency import slow_notice as patience
+from asyncdist.concurrency.deadline import Deadline
 from asyncdist.errors import ConnectTimeoutError
-from asyncdist.init_method import FAILURE_LINGER_S, Hosting, InitMethod, StoreSource, open_store, parse_init_method
-from asyncdist.initialize import init_process_group
+from asyncdist.init import init_process_group
 from asyncdist.store import HashStore, TCPStore
+from asyncdist.world import init_method as init_method_module
+from asyncdist.world.init_method import (
+    FAILURE_LINGER_S,
+    Hosting,
+    InitMethod,
+    StoreSource,
+    open_store,
+    parse_init_method,
+)
 from asyncdist_server import serve_in_thread
-from asyncdist_server.user_token import make_user_token
+from asyncdist_server.serving.user_token import make_user_token
 
 ENVIRON = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 

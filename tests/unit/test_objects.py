@@ -13,10 +13,10 @@ import msgpack
 import numpy as np
 import pytest
 
-from asyncdist import objects
-from asyncdist.arrays import encode_meta
+from asyncdist.arrays import objects
+from asyncdist.arrays.host import encode_meta
+from asyncdist.arrays.objects import ALIGNMENT, MAX_DEPTH, MAX_DEPTH_OF_DEEP, MAX_LISTS, decode, encode
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.objects import ALIGNMENT, MAX_DEPTH, MAX_DEPTH_OF_DEEP, MAX_LISTS, decode, encode
 
 
 class Color(enum.IntEnum):

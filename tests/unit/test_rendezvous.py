@@ -11,11 +11,15 @@ import pytest
 from cancel_sweep import Cut, cancelling_at
 from distant_store import DistantStore
 
-from asyncdist.attendance import WORDS_LIMIT_S
-from asyncdist.deadline import Deadline
+from asyncdist.concurrency.deadline import Deadline
+from asyncdist.concurrency.slow_notice import PATIENCE_S
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError
-from asyncdist.patience import PATIENCE_S
-from asyncdist.rendezvous import (
+from asyncdist.store import HashStore, PrefixStore, Store
+from asyncdist.testing.loop import VirtualTimeLoop
+from asyncdist.transport.absence import Absence
+from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.world.presence import WORDS_LIMIT_S
+from asyncdist.world.rendezvous import (
     AWAY_LIMIT_S,
     GOODBYE_LIMIT_S,
     PUBLISH_LIMIT_S,
@@ -25,10 +29,6 @@ from asyncdist.rendezvous import (
     Met,
     Rendezvous,
 )
-from asyncdist.store import HashStore, PrefixStore, Store
-from asyncdist.testing.loop import VirtualTimeLoop
-from asyncdist.transport.absence import Absence
-from asyncdist.transport.addresses.address import PeerAddress
 
 
 def virtually(main: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from eager_tasks import needs_eager_tasks, use_eager_tasks
 
-from asyncdist.tasks import start_task
+from asyncdist.concurrency.tasks import start_task
 
 Use = Callable[[asyncio.AbstractEventLoop], None]
 

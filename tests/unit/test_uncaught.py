@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncdist.concurrency.uncaught import shorten_if_uncaught
 from asyncdist.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError
-from asyncdist.uncaught import shorten_if_uncaught
 
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "job"}
 

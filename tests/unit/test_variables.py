@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 import asyncdist as dist
-from asyncdist import variables
 from asyncdist.cli import main
-from asyncdist.variables import misspelt
+from asyncdist.concurrency import variables
+from asyncdist.concurrency.variables import misspelt
 
 
 @pytest.fixture(autouse=True)

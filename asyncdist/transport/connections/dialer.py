@@ -10,7 +10,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from asyncdist import events
+from asyncdist.concurrency import trace as events
 from asyncdist.errors import ConnectTimeoutError, RemoteProtocolError
 from asyncdist.transport.addresses.address import PeerAddress, endpoint_text, unix_text
 from asyncdist.transport.addresses.socket_dir import path_of

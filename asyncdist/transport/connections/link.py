@@ -17,7 +17,7 @@ import socket
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from asyncdist import events
+from asyncdist.concurrency import trace as events
 from asyncdist.errors import ClosedError, PeerLostError
 from asyncdist.transport.absence import Absence
 from asyncdist.transport.addresses.address import PeerAddress

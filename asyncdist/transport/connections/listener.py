@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from asyncdist import events
+from asyncdist.concurrency import trace as events
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.transport.addresses.address import Endpoint, endpoint_text, unix_text
 from asyncdist.transport.addresses.socket_dir import new_path, publish, sweep

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from asyncdist import events
+from asyncdist.concurrency import trace as events
 from asyncdist.errors import ClosedError, RemoteProtocolError
 from asyncdist.transport.connections.connection import MAX_CALL_FRAMES, Connection
 from asyncdist.transport.connections.pairing import Pairing

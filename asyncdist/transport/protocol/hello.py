@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from asyncdist.errors import RemoteProtocolError
-from asyncdist_server.auth import proof, verify_proof
+from asyncdist_server.wire.auth import proof, verify_proof
 
 __all__ = [
     "CHANNEL_SHARED_MEMORY",

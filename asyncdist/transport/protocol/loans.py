@@ -15,8 +15,8 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from asyncdist import events
-from asyncdist.arrays import Array
+from asyncdist.arrays.host import Array
+from asyncdist.concurrency import trace as events
 from asyncdist.errors import ClosedError, RemoteProtocolError
 from asyncdist.transport.protocol.frame import LEND_BYTES, Kind, pack_header, pack_memory, unpack_token
 from asyncdist.transport.protocol.pulls import Stream

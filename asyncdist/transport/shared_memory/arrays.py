@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from asyncdist import events
-from asyncdist.arrays import Array
+from asyncdist.arrays.host import Array
+from asyncdist.concurrency import trace as events
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.shared_memory.segment import PAGE_BYTES, Segment
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from asyncdist.spinning import Pending
+from asyncdist.concurrency.spin import Pending
 from asyncdist.transport.fork import SocketSet
 from asyncdist.transport.shared_memory.fence import RECHECK_S, fence
 from asyncdist.transport.shared_memory.segment import PAGE_BYTES, AttachedSegment, Segment

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from asyncdist import events
+from asyncdist.concurrency import trace as events
 
 __all__ = [
     "PROCESS",

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from asyncdist.cli.store_commands import store_group
 from asyncdist.store import TCPStore
-from asyncdist_server.threaded import ThreadedServer, serve_in_thread
+from asyncdist_server.serving.threaded import ThreadedServer, serve_in_thread
 
 
 @pytest.fixture(scope="module")

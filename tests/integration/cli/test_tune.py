@@ -15,12 +15,12 @@ from click.testing import CliRunner
 
 from asyncdist.cli import main
 from asyncdist.errors import LaunchError
-from asyncdist.host_constants import default_path, own_tuning, read_file, save_constants, stored_constants
 from asyncdist.launch.spawn import spawn
 from asyncdist.plan.cost.constants import ASYNCIO, SHARED_MEMORY
 from asyncdist.tuning import processes, session
 from asyncdist.tuning.measure import Measured
 from asyncdist.tuning.trials import Trial
+from asyncdist.world.tuning_file import default_path, own_tuning, read_file, save_constants, stored_constants
 
 
 @pytest.fixture(autouse=True)

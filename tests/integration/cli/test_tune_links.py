@@ -13,8 +13,8 @@ from launching import run
 
 from asyncdist.cli import main
 from asyncdist.cli.tune_command import _link
-from asyncdist.host_constants import own_tuning, read_file, save_constants, stored_constants
 from asyncdist.plan.cost.constants import ASYNCIO, ASYNCIO_LOOPBACK, Link
+from asyncdist.world.tuning_file import own_tuning, read_file, save_constants, stored_constants
 
 
 def launch(path: Path, *, ranks: int = 2, transport: str = "tcp") -> subprocess.CompletedProcess[str]:

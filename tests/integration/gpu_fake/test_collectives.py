@@ -10,7 +10,7 @@ import pytest
 from gpu_fake_kit import GpuRank, equal, reduced, run_gpu, values_of
 
 import asyncdist as dist
-from asyncdist.reduce_op import ReduceOp
+from asyncdist.arrays.reduce_op import ReduceOp
 
 MOVED = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32"]
 MOVED += ["float64", "complex64", "complex128", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]

@@ -14,13 +14,13 @@ from gpu_faults_kit import ERROR, Faults
 from punctual import assert_within, punctual
 
 import asyncdist as dist
-from asyncdist.backend.device.ipc import scratch as ipc_scratch
-from asyncdist.backend.device.ipc.operation import IpcOperation
-from asyncdist.backend.device.nccl.channel import NcclChannel
-from asyncdist.backend.device.staged import line as staged_line
-from asyncdist.backend.device.staged import message as staged_message
-from asyncdist.backend.device.staged.message import StagedMessages
 from asyncdist.errors import DistBackendError, DistError, PeerLostError
+from asyncdist.gpu.ipc import scratch as ipc_scratch
+from asyncdist.gpu.ipc.operation import IpcOperation
+from asyncdist.gpu.nccl.channel import NcclChannel
+from asyncdist.gpu.staged import line as staged_line
+from asyncdist.gpu.staged import message as staged_message
+from asyncdist.gpu.staged.message import StagedMessages
 
 COUNT = 2000
 """Elements of an array of three chunks."""

@@ -11,8 +11,8 @@ import pytest
 from gpu_fake_kit import GpuRank, equal, run_gpu, values_of
 
 import asyncdist as dist
-from asyncdist.backend.device.ipc import scratch as ipc_scratch
-from asyncdist.backend.device.staged import line as staged_line
+from asyncdist.gpu.ipc import scratch as ipc_scratch
+from asyncdist.gpu.staged import line as staged_line
 
 PATHS = ["nccl", "ipc", "staged"]
 every_path = pytest.mark.parametrize("path", PATHS)

@@ -15,6 +15,7 @@ from punctual import assert_within, punctual
 from waiting import eventually
 
 import asyncdist as dist
+from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -23,7 +24,6 @@ from asyncdist.errors import (
     GroupAbortedError,
     PeerLostError,
 )
-from asyncdist.reduce_op import ReduceOp
 from asyncdist.testing.fake_nccl import FakeCommunicator, FakeNccl
 
 SOON_S = 1.5
@@ -301,7 +301,7 @@ def test_wrong_arguments_raise_at_the_call(what: str) -> None:
 
 
 def test_more_tags_than_communicators() -> None:
-    from asyncdist.backend.device.nccl.path import MAX_TAGS
+    from asyncdist.gpu.nccl.path import MAX_TAGS
 
     async def main(at: GpuRank) -> None:
         for tag in range(MAX_TAGS):

@@ -10,9 +10,9 @@ import pytest
 from gpu_fake_kit import ArrayMaker, GpuRank, run_gpu
 
 import asyncdist as dist
-from asyncdist.backend.device import questions as device_questions
-from asyncdist.backend.device.ipc import scratch as ipc_scratch
-from asyncdist.backend.device.staged import line as staged_line
+from asyncdist.gpu import questions as device_questions
+from asyncdist.gpu.ipc import scratch as ipc_scratch
+from asyncdist.gpu.staged import line as staged_line
 
 SIZE = 3
 

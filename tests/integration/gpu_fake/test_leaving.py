@@ -10,8 +10,8 @@ import pytest
 from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu
 
 import asyncdist as dist
-from asyncdist.backend.device import questions as device_questions
 from asyncdist.errors import PeerLostError
+from asyncdist.gpu import questions as device_questions
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, values_of
 from waiting import eventually
 
 import asyncdist as dist
-from asyncdist.backend.device.staged import message as staged_message
 from asyncdist.errors import (
     ClosedError,
     CollectiveMismatchError,
@@ -21,6 +20,7 @@ from asyncdist.errors import (
     DistError,
     PeerLostError,
 )
+from asyncdist.gpu.staged import message as staged_message
 
 DTYPES = ["bool", "int16", "int64", "float16", "float64", "complex64", ml_dtypes.bfloat16]
 

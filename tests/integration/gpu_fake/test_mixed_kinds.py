@@ -16,9 +16,9 @@ from gpu_fake_kit import ArrayMaker, GpuRank, failure_of, run_gpu
 from punctual import assert_within, punctual
 
 import asyncdist as dist
-from asyncdist.backend.device.ipc import scratch as ipc_scratch
-from asyncdist.backend.device.staged import line as staged_line
 from asyncdist.errors import CollectiveMismatchError, GroupAbortedError
+from asyncdist.gpu.ipc import scratch as ipc_scratch
+from asyncdist.gpu.staged import line as staged_line
 
 SIZE = 3
 

@@ -9,8 +9,8 @@ import pytest
 from gpu_fake_kit import GpuRank, equal, failure_of, reduced, run_gpu, values_of
 
 import asyncdist as dist
+from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.errors import CollectiveMismatchError
-from asyncdist.reduce_op import ReduceOp
 
 GPUS = 8
 

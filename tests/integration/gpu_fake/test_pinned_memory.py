@@ -12,8 +12,8 @@ from gpu_fake_kit import GpuRank, failure_of, run_gpu
 from waiting import eventually
 
 import asyncdist as dist
-from asyncdist.backend.device.staged import message as staged_message
 from asyncdist.errors import CollectiveTimeoutError, DistBackendError, DistError
+from asyncdist.gpu.staged import message as staged_message
 from asyncdist.testing.fake_queues import FakeEvent
 
 CHUNK_BYTES = 1 << 12

@@ -16,10 +16,10 @@ from punctual import assert_within, punctual
 from waiting import eventually
 
 import asyncdist as dist
-from asyncdist.backend.device.host_exchange import HostExchange
-from asyncdist.backend.device.ipc import scratch as ipc_scratch
-from asyncdist.backend.device.staged import line as staged_line
 from asyncdist.errors import DistError, GroupAbortedError, PeerLostError
+from asyncdist.gpu.host_exchange import HostExchange
+from asyncdist.gpu.ipc import scratch as ipc_scratch
+from asyncdist.gpu.staged import line as staged_line
 from asyncdist.testing.fake_nccl import FakeNccl
 
 SIZE = 3

@@ -16,10 +16,10 @@ from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu
 from waiting import eventually
 
 import asyncdist as dist
-from asyncdist import events
-from asyncdist.backend.device.ipc import scratch as ipc_scratch
-from asyncdist.backend.device.staged import line as staged_line
+from asyncdist.concurrency import trace as events
 from asyncdist.errors import CollectiveMismatchError, GroupAbortedError
+from asyncdist.gpu.ipc import scratch as ipc_scratch
+from asyncdist.gpu.staged import line as staged_line
 
 PATHS = ["nccl", "ipc", "staged"]
 every_path = pytest.mark.parametrize("path", PATHS)

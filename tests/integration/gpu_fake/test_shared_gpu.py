@@ -12,9 +12,9 @@ from gpu_fake_kit import GpuRank, equal, failure_of, run_gpu, values_of
 from waiting import eventually
 
 import asyncdist as dist
+from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.cuda import provider
 from asyncdist.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupAbortedError, PeerLostError
-from asyncdist.reduce_op import ReduceOp
 
 
 def on_one(at: GpuRank, values: Any) -> Any:

@@ -15,8 +15,8 @@ from punctual import assert_within, punctual
 from waiting import eventually
 
 import asyncdist as dist
-from asyncdist.backend.device.nccl import channel as nccl_channel
-from asyncdist.reduce_op import ReduceOp
+from asyncdist.arrays.reduce_op import ReduceOp
+from asyncdist.gpu.nccl import channel as nccl_channel
 
 LONG_S = 0.05
 """How long the fake's slow kernels take."""
@@ -51,7 +51,7 @@ def test_operations_wait_for_what_was_queued_before_the_call() -> None:
 
 def test_without_waiting_the_result_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the test before this one can fail."""
-    monkeypatch.setattr("asyncdist.backend.device.backend.ready_for", lambda *_: ())
+    monkeypatch.setattr("asyncdist.gpu.backend.ready_for", lambda *_: ())
 
     async def main(at: GpuRank) -> None:
         x = at.zeros(4)

@@ -22,8 +22,8 @@ from asyncdist.launch import hosting
 from asyncdist.launch.config import Endpoint, LaunchConfig
 from asyncdist.store import TLSConfig
 from asyncdist.store.tls_config import TLS_VARIABLES, load_tls
-from asyncdist_server.auth import new_token
-from asyncdist_server.threaded import ThreadedServer, serve_in_thread
+from asyncdist_server.serving.threaded import ThreadedServer, serve_in_thread
+from asyncdist_server.wire.auth import new_token
 
 pytestmark = pytest.mark.skipif(OPENSSL is None, reason=WHY_NOT)
 TOKEN = new_token()

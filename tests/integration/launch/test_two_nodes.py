@@ -20,7 +20,7 @@ from launching import DEADLINE_S, is_alive, pids_in, run, running, until, write_
 
 from asyncdist.launch.config import DEFAULT_LOST_AFTER_S
 from asyncdist_server import serve_in_thread
-from asyncdist_server.auth import new_token
+from asyncdist_server.wire.auth import new_token
 
 SHOW = """
     import json, os

@@ -17,10 +17,10 @@ from server_kit import SocketClient
 from waiting import eventually
 
 from asyncdist_server import ServerConfig, StoreServer, serve, serve_in_thread
-from asyncdist_server import messages as m
-from asyncdist_server.auth import AuthenticationError, ClientHandshake, Refusal
-from asyncdist_server.config import ConfigError, limits_for
-from asyncdist_server.messages import Encoder, HelloRefused, Limits
+from asyncdist_server.serving.config import ConfigError, limits_for
+from asyncdist_server.wire import messages as m
+from asyncdist_server.wire.auth import AuthenticationError, ClientHandshake, Refusal
+from asyncdist_server.wire.messages import Encoder, HelloRefused, Limits
 
 TOKEN = "the-token-of-these-tests-and-43-characters-"
 DEADLINE_S = 60.0

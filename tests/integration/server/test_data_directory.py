@@ -15,9 +15,9 @@ import pytest
 from journal_kit import daemon
 from server_kit import SocketClient
 
-from asyncdist_server import messages as m
-from asyncdist_server.data_directory import DataDirectory
-from asyncdist_server.journal import JournalError
+from asyncdist_server.journal.data_directory import DataDirectory
+from asyncdist_server.journal.journal import JournalError
+from asyncdist_server.wire import messages as m
 
 DEADLINE_S = 60.0
 

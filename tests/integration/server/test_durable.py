@@ -16,7 +16,7 @@ from journal_kit import Daemon, daemon
 from asyncdist.errors import DistStoreError, WatchCompactedError
 from asyncdist.store import TCPStore
 from asyncdist.store.watch import Watch, WatchEvent
-from asyncdist_server.failpoints import VARIABLE
+from asyncdist_server.journal.failpoints import VARIABLE
 
 DEADLINE_S = 60.0
 

@@ -10,8 +10,8 @@ import pytest
 from fuzz_doors import MAX_GROWTH_BYTES, Daemon, Fuzzed, Fuzzer, TorchFuzzer, fuzz
 from fuzz_frames import NativeFrames, TorchFrames
 
-from asyncdist_server.messages import decode_hello
-from asyncdist_server.threaded import new_event_loop
+from asyncdist_server.serving.threaded import new_event_loop
+from asyncdist_server.wire.messages import decode_hello
 
 FRAMES = 3000
 

@@ -19,17 +19,18 @@ from server_kit import SocketClient
 from torch_wire_kit import SocketTorchClient
 from waiting import eventually
 
-from asyncdist_server import ServerConfig, StoreServer, group_commit, serve
-from asyncdist_server import messages as m
-from asyncdist_server.auth import ClientHandshake
-from asyncdist_server.batch import Batch
-from asyncdist_server.durability import parse_durability
-from asyncdist_server.group_commit import GroupCommit
-from asyncdist_server.http import MAX_HTTP_CONNECTIONS, names_this_host, serve_http
+from asyncdist_server import ServerConfig, StoreServer, serve
+from asyncdist_server.journal import group_commit
+from asyncdist_server.journal.batch import Batch
+from asyncdist_server.journal.durability import parse_durability
+from asyncdist_server.journal.group_commit import GroupCommit
+from asyncdist_server.journal.sqlite_journal import SqliteJournal
 from asyncdist_server.logs import LINES_PER_WINDOW
-from asyncdist_server.metrics import METRICS, PREFIX
-from asyncdist_server.sqlite_journal import SqliteJournal
-from asyncdist_server.torch_wire import Query
+from asyncdist_server.ops.http import MAX_HTTP_CONNECTIONS, names_this_host, serve_http
+from asyncdist_server.ops.metrics import METRICS, PREFIX
+from asyncdist_server.torch.wire import Query
+from asyncdist_server.wire import messages as m
+from asyncdist_server.wire.auth import ClientHandshake
 
 DEADLINE_S = 60.0
 TOKEN = "the-token-of-these-tests-and-43-characters-"

@@ -6,8 +6,8 @@ import time
 
 from server_kit import SocketClient
 
-from asyncdist_server import messages as m
-from asyncdist_server.threaded import serve_in_thread
+from asyncdist_server.serving.threaded import serve_in_thread
+from asyncdist_server.wire import messages as m
 
 TTL_MS = 20
 

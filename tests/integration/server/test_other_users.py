@@ -15,8 +15,8 @@ from jobs import free_port
 import asyncdist as dist
 from asyncdist.store import TCPStore
 from asyncdist_server import serve_in_thread
-from asyncdist_server.auth import new_token
-from asyncdist_server.user_token import make_user_token
+from asyncdist_server.serving.user_token import make_user_token
+from asyncdist_server.wire.auth import new_token
 
 NOBODY = 65534
 LIMIT_S = 20

@@ -12,12 +12,12 @@ from journal_kit import Daemon
 from server_kit import SocketClient
 
 from asyncdist.store import TCPStore
-from asyncdist_server import messages as m
-from asyncdist_server.failpoints import VARIABLE
+from asyncdist_server.journal.failpoints import VARIABLE
+from asyncdist_server.wire import messages as m
 
 DEADLINE_S = 60.0
 PROGRAM = """
-import asyncdist_server.engine as engine
+import asyncdist_server.engine.engine as engine
 from asyncdist_server.cli import main
 engine.CLIENT_LINGER_S = 0.3
 main(prog_name="asyncdist-server")

@@ -21,20 +21,21 @@ from waiting import eventually
 
 from asyncdist.errors import DistStoreError
 from asyncdist.store import TCPStore
-from asyncdist_server import ServerConfig, serve, session
-from asyncdist_server import messages as m
-from asyncdist_server.auth import (
+from asyncdist_server import ServerConfig, serve
+from asyncdist_server.engine import session
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.pieces import SMALL_BYTES
+from asyncdist_server.serving.config import limits_for
+from asyncdist_server.torch.wire import Query
+from asyncdist_server.wire import messages as m
+from asyncdist_server.wire.auth import (
     HANDSHAKE_TIMEOUT_S,
     ClientHandshake,
     Refusal,
     refusal_message,
     store_context,
 )
-from asyncdist_server.config import limits_for
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.messages import Encoder, FrameReader, Hello
-from asyncdist_server.pieces import SMALL_BYTES
-from asyncdist_server.torch_wire import Query
+from asyncdist_server.wire.messages import Encoder, FrameReader, Hello
 
 TOKEN = "the-token-of-these-tests-and-43-characters-"
 OTHER_TOKEN = "one-more-token-of-these-tests-of-43-symbols"
@@ -202,7 +203,7 @@ async def test_a_client_that_proves_itself_in_time_stays_and_one_that_does_not_g
 
 async def test_half_open_connections_at_the_limit_and_one_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one past it takes the place of the oldest, which is told."""
-    monkeypatch.setattr("asyncdist_server.daemon.MAX_HALF_OPEN", 3)
+    monkeypatch.setattr("asyncdist_server.serving.daemon.MAX_HALF_OPEN", 3)
     async with serve(ServerConfig(port=0, token=TOKEN)) as server:
 
         def work() -> None:
@@ -224,7 +225,7 @@ async def test_half_open_connections_at_the_limit_and_one_past_it(monkeypatch: p
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere loopback has one address")
 async def test_a_flood_from_one_address_replaces_its_own_connections_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncdist_server.daemon.MAX_HALF_OPEN", 5)
+    monkeypatch.setattr("asyncdist_server.serving.daemon.MAX_HALF_OPEN", 5)
     async with serve(ServerConfig(port=0, token=TOKEN)) as server:
 
         def silent(host: str) -> socket.socket:

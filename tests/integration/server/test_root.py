@@ -17,7 +17,7 @@ import pytest
 from journal_kit import Daemon, daemon
 from server_kit import SocketClient
 
-from asyncdist_server import messages as m
+from asyncdist_server.wire import messages as m
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root works for others")
 
@@ -168,7 +168,7 @@ def test_root_signals_no_process_of_another_user(data: Path) -> None:
 AS_SOMEBODY = """
 import encodings.idna, os, sys
 from asyncdist_server.cli import main
-from asyncdist_server.version import version
+from asyncdist_server.wire.version import version
 
 version()
 os.setgroups([])

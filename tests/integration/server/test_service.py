@@ -18,8 +18,8 @@ import pytest
 from daemon_kit import DEADLINE_S, Daemon, environment
 from server_kit import SocketClient
 
-from asyncdist_server import messages as m
 from asyncdist_server.logs import LINES_PER_WINDOW
+from asyncdist_server.wire import messages as m
 
 LARGE_BYTES = 16 << 20
 """More than all buffers between a daemon and a client that does not read."""
@@ -175,9 +175,9 @@ def run_while_it_starts(*lines: str) -> subprocess.CompletedProcess[str]:
     """Run a daemon whose start is these lines, and never ends."""
     program = (
         "import asyncio, os, signal\n"
-        "from asyncdist_server.config import ServerConfig\n"
-        "from asyncdist_server.daemon import StoreServer\n"
-        "from asyncdist_server.service import run_until_signalled\n"
+        "from asyncdist_server.serving.config import ServerConfig\n"
+        "from asyncdist_server.serving.daemon import StoreServer\n"
+        "from asyncdist_server.ops.service import run_until_signalled\n"
         "async def start(self):\n"
         + "".join(f"    {line}\n" for line in (*lines, "await asyncio.Event().wait()"))
         + "StoreServer.start = start\n"

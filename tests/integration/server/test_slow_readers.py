@@ -16,12 +16,12 @@ from torch_wire_kit import SocketTorchClient
 from waiting import eventually
 
 from asyncdist_server import ServerConfig, StoreServer, serve
-from asyncdist_server import messages as m
-from asyncdist_server.config import limits_for
-from asyncdist_server.connection import Connection
-from asyncdist_server.durability import parse_durability
-from asyncdist_server.pieces import PIECE_BYTES, SMALL_BYTES
-from asyncdist_server.torch_wire import Query
+from asyncdist_server.engine.pieces import PIECE_BYTES, SMALL_BYTES
+from asyncdist_server.journal.durability import parse_durability
+from asyncdist_server.serving.config import limits_for
+from asyncdist_server.serving.connection import Connection
+from asyncdist_server.torch.wire import Query
+from asyncdist_server.wire import messages as m
 
 VALUE = bytes(8 << 20)
 MEMORY_BYTES = 64 << 20

@@ -18,7 +18,7 @@ from tls_kit import OPENSSL, WHY_NOT, Certificates, Identity, make_certificates
 
 from asyncdist.errors import DistStoreError
 from asyncdist.store import TCPStore
-from asyncdist_server.auth import new_token
+from asyncdist_server.wire.auth import new_token
 
 pytestmark = pytest.mark.skipif(OPENSSL is None, reason=WHY_NOT)
 DEADLINE_S = 60.0

@@ -15,9 +15,9 @@ from torch_wire_kit import VALIDATE, SocketTorchClient, number, query
 from waiting import eventually
 
 from asyncdist_server import ServerConfig, serve
-from asyncdist_server import messages as m
-from asyncdist_server.config import ConfigError, limits_for
-from asyncdist_server.torch_wire import Query
+from asyncdist_server.serving.config import ConfigError, limits_for
+from asyncdist_server.torch.wire import Query
+from asyncdist_server.wire import messages as m
 
 TOKEN = "the-token-of-these-tests-and-43-characters-"
 DEADLINE_S = 60.0

@@ -14,7 +14,7 @@ from daemon_kit import DEADLINE_S, environment
 from jobs import free_port
 from server_kit import SocketClient
 
-from asyncdist_server import messages as m
+from asyncdist_server.wire import messages as m
 
 
 @contextmanager

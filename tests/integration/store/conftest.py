@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncdist_server.threaded import ThreadedServer, serve_in_thread
+from asyncdist_server.serving.threaded import ThreadedServer, serve_in_thread
 
 namespaces = (f"test-{index}" for index in itertools.count())
 

@@ -11,7 +11,7 @@ from cancel_sweep import Cut, cancelling_at
 from asyncdist.errors import ClosedError
 from asyncdist.store import TCPStore
 from asyncdist.store.store_connection import Trouble
-from asyncdist_server.threaded import ThreadedServer
+from asyncdist_server.serving.threaded import ThreadedServer
 
 DEADLINE_S = 20.0
 SOON_S = 0.2
@@ -19,7 +19,7 @@ SOON_S = 0.2
 
 @pytest.fixture(autouse=True)
 def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncdist_server.engine.CLIENT_LINGER_S", SOON_S)
+    monkeypatch.setattr("asyncdist_server.engine.engine.CLIENT_LINGER_S", SOON_S)
 
 
 async def opened(server: ThreadedServer, namespace: str) -> TCPStore:

@@ -9,7 +9,7 @@ import pytest
 
 from asyncdist.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from asyncdist.testing.store_coordination_checks import COORDINATION_CHECKS, StoreCheck
-from asyncdist_server.threaded import ThreadedServer
+from asyncdist_server.serving.threaded import ThreadedServer
 
 every_check = pytest.mark.parametrize("check", COORDINATION_CHECKS, ids=lambda check: check.__name__)
 

@@ -11,8 +11,9 @@ from store_proxy import CuttingProxy, cutting_proxy
 
 from asyncdist.errors import DistStoreError, LeaseLostError, StoreTimeoutError, WatchCompactedError
 from asyncdist.store import TCPStore
-from asyncdist_server import ServerConfig, messages
-from asyncdist_server.daemon import StoreServer, serve
+from asyncdist_server import ServerConfig
+from asyncdist_server.serving.daemon import StoreServer, serve
+from asyncdist_server.wire import messages
 
 DEADLINE_S = 60.0
 

@@ -49,7 +49,7 @@ async def test_what_relaxed_may_lose(tmp_path: Path) -> None:
 # ---- daemons that are not what they should be
 
 FORGETFUL = """
-from asyncdist_server import clients
+from asyncdist_server.engine import clients
 clients.Client.take_replay = lambda self, request_id: (None, 0)
 from asyncdist_server.cli import main
 main()
@@ -58,7 +58,7 @@ main()
 
 STALE = """
 import itertools
-from asyncdist_server import namespace, operations
+from asyncdist_server.engine import namespace, operations
 turns = itertools.count()
 remembered = {}
 true_get = operations._get
@@ -80,7 +80,7 @@ main()
 
 GAPPY = """
 import itertools
-from asyncdist_server import history
+from asyncdist_server.engine import history
 turns = itertools.count(1)
 true_append = history.History.append
 

@@ -12,9 +12,9 @@ from server_kit import SocketClient
 from asyncdist.errors import StoreLimitError
 from asyncdist.store import TCPStore
 from asyncdist.store.reply import Reply
-from asyncdist_server import messages as m
-from asyncdist_server.config import limits_for
-from asyncdist_server.threaded import ThreadedServer, serve_in_thread
+from asyncdist_server.serving.config import limits_for
+from asyncdist_server.serving.threaded import ThreadedServer, serve_in_thread
+from asyncdist_server.wire import messages as m
 
 DEADLINE_S = 20.0
 SOON_S = 0.2
@@ -22,7 +22,7 @@ SOON_S = 0.2
 
 @pytest.fixture(autouse=True)
 def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncdist_server.engine.CLIENT_LINGER_S", SOON_S)
+    monkeypatch.setattr("asyncdist_server.engine.engine.CLIENT_LINGER_S", SOON_S)
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:

@@ -11,7 +11,7 @@ from asyncdist.errors import DistStoreError
 from asyncdist.store import TCPStore
 from asyncdist.testing.store_check_tools import expect_pending, task
 from asyncdist_server import ServerConfig, StoreServer, serve
-from asyncdist_server.session import Session
+from asyncdist_server.engine.session import Session
 
 
 async def test_a_waiting_client_goes_on_with_the_next_daemon() -> None:

@@ -11,7 +11,7 @@ from daemon_process import DaemonProcess
 from asyncdist.errors import StoreTimeoutError
 from asyncdist.store import PrefixStore, Store, TCPStore
 from asyncdist.testing.store_conformance import STORE_CHECKS, StoreCheck
-from asyncdist_server.threaded import ThreadedServer
+from asyncdist_server.serving.threaded import ThreadedServer
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from asyncdist.errors import ClosedError, DistStoreError, StoreLimitError, Store
 from asyncdist.store import TCPStore
 from asyncdist.store.store_connection import SILENT_CLOSES
 from asyncdist.testing.store_check_tools import expect_pending, task
-from asyncdist_server.config import ServerConfig
-from asyncdist_server.daemon import serve
-from asyncdist_server.messages import Limits
-from asyncdist_server.threaded import ThreadedServer, serve_in_thread
+from asyncdist_server.serving.config import ServerConfig
+from asyncdist_server.serving.daemon import serve
+from asyncdist_server.serving.threaded import ThreadedServer, serve_in_thread
+from asyncdist_server.wire.messages import Limits
 
 # ---- cut connections
 

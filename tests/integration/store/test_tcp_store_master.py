@@ -15,7 +15,7 @@ from jobs import free_port
 
 from asyncdist.errors import ConnectTimeoutError, DistError, DistStoreError, StoreTimeoutError
 from asyncdist.store import PrefixStore, TCPStore
-from asyncdist_server.threaded import ThreadedServer
+from asyncdist_server.serving.threaded import ThreadedServer
 
 HOST = "127.0.0.1"
 

@@ -18,9 +18,9 @@ from waiting import eventually
 
 from asyncdist.store import TCPStore, TLSConfig
 from asyncdist_server import ServerConfig, serve
-from asyncdist_server.auth import AuthenticationError, Refusal, new_token
-from asyncdist_server.config import ConfigError
-from asyncdist_server.tls import CHUNK_BYTES
+from asyncdist_server.serving.config import ConfigError
+from asyncdist_server.wire.auth import AuthenticationError, Refusal, new_token
+from asyncdist_server.wire.tls import CHUNK_BYTES
 
 pytestmark = pytest.mark.skipif(OPENSSL is None, reason=WHY_NOT)
 

@@ -15,9 +15,9 @@ from tls_kit import OPENSSL, WHY_NOT, Certificates, make_certificates
 from waiting import eventually
 
 from asyncdist.store import TCPStore
-from asyncdist_server import messages as m
-from asyncdist_server.auth import ClientHandshake, Refusal, refusal_message
-from asyncdist_server.tls import MAX_TLS_HANDSHAKE_BYTES, TLSStream
+from asyncdist_server.wire import messages as m
+from asyncdist_server.wire.auth import ClientHandshake, Refusal, refusal_message
+from asyncdist_server.wire.tls import MAX_TLS_HANDSHAKE_BYTES, TLSStream
 
 pytestmark = pytest.mark.skipif(OPENSSL is None, reason=WHY_NOT)
 
@@ -37,7 +37,7 @@ async def test_who_dawdles_in_the_tls_handshake_is_cut_off_in_time(certificates:
 async def test_connections_in_the_tls_handshake_count_as_half_open(
     certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncdist_server.daemon.MAX_HALF_OPEN", 3)
+    monkeypatch.setattr("asyncdist_server.serving.daemon.MAX_HALF_OPEN", 3)
     async with daemon(certificates) as server:
         tls = certificates.client_config()
         async with connection(server.port) as (oldest, _), connection(server.port), connection(server.port):

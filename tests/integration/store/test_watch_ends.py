@@ -9,7 +9,7 @@ import pytest
 
 from asyncdist.errors import ClosedError
 from asyncdist.store import PrefixStore, TCPStore, Watch
-from asyncdist_server.threaded import ThreadedServer
+from asyncdist_server.serving.threaded import ThreadedServer
 
 
 class Held:

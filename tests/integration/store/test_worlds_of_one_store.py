@@ -8,10 +8,10 @@ import weakref
 
 import asyncdist as dist
 import asyncdist_server
-from asyncdist.deadline import Deadline
-from asyncdist.initialize import _Restarts
-from asyncdist.rendezvous import Rendezvous
+from asyncdist.concurrency.deadline import Deadline
+from asyncdist.init import _Restarts
 from asyncdist.transport.addresses.address import PeerAddress
+from asyncdist.world.rendezvous import Rendezvous
 
 
 async def test_the_store_keeps_none_of_them_and_its_owners_callback_once() -> None:

@@ -14,7 +14,7 @@ from server_kit import SocketClient
 from torch_kit import Jobs, clean_environment, torch_daemon, until_nothing_is_left
 from torch_wire_kit import SocketTorchClient
 
-from asyncdist_server import messages as m
+from asyncdist_server.wire import messages as m
 
 pytestmark = pytest.mark.peers
 

@@ -22,7 +22,7 @@ from thread_worlds import nothing_left
 
 import asyncdist
 import asyncdist.blocking as dist
-import asyncdist.group
+import asyncdist.group.process_group
 from asyncdist.blocking.session import _Completion
 
 
@@ -448,7 +448,7 @@ def test_what_was_interrupted_keeps_its_arrays_until_its_end_only(alone: dist.Pr
 
 
 def test_leaving_that_was_interrupted_ends_by_itself(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asyncdist.group, "CLOSE_SENDS_S", 0.3)
+    monkeypatch.setattr(asyncdist.group.process_group, "CLOSE_SENDS_S", 0.3)
     dist.isend(np.zeros(1_000_000), 0)
     timer = interrupt_soon()
     with pytest.raises(KeyboardInterrupt):

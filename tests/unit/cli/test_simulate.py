@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from asyncdist.cli import main
 from asyncdist.cli.simulate_command import MAX_WORLD, SECONDS
 from asyncdist.cli.simulate_plot import SIZES, plotted_sizes, plotted_worlds
-from asyncdist.host_constants import save_constants
 from asyncdist.plan.cost.constants import MPI_LIKE
+from asyncdist.world.tuning_file import save_constants
 
 
 def simulate(*arguments, **environment):

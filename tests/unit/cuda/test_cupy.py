@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from cupy_kit import Bindings, install, uninstall
 
+from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
 from asyncdist.errors import DistBackendError
-from asyncdist.reduce_op import PremulSum, ReduceOp
 
 FLOAT = np.dtype(np.float32)
 NOT_READY, ILLEGAL_ADDRESS = 600, 700

@@ -34,7 +34,7 @@ import numpy as np
 warnings.simplefilter("ignore")
 import cupy
 from cupy.cuda import nccl, runtime
-from asyncdist.reduce_op import ReduceOp
+from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.cuda import cupy_driver, cupy_runtime
 
 answers = {}
@@ -116,7 +116,7 @@ ask("ours.done", event.done)
 launched = cupy_runtime._reduce_kernel(ReduceOp.SUM, float32, 2)
 ask("launch", launched, (1,), (512,), (np.uint64(1), np.float64(1)))
 
-from asyncdist.device_array import _device_number
+from asyncdist.arrays.device import _device_number
 ask("device_array", _device_number, None, 16, "tensor")
 
 answers["nccl available"] = nccl.available
@@ -197,7 +197,7 @@ warnings.simplefilter("ignore")
 import cupy
 from cupy.cuda import compiler
 from asyncdist.cuda.kernels import OPTIONS, reduce_source, scale_source
-from asyncdist.reduce_op import ReduceOp
+from asyncdist.arrays.reduce_op import ReduceOp
 
 try:
     from cupy_backends.cuda.libs import nvrtc
@@ -226,7 +226,7 @@ import json, re, sys, warnings
 import numpy as np
 warnings.simplefilter("ignore")
 from asyncdist.cuda.kernels import OPTIONS, reduce_source, scale_source
-from asyncdist.reduce_op import ReduceOp
+from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.testing.cuda_check_tools import every_dtype
 
 try:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
+from asyncdist.collectives.executor.reduction import finish, kernel, prepare, validate
 from asyncdist.cuda.kernels import reduce_source, scale_source
-from asyncdist.executor.reduction import finish, kernel, prepare, validate
-from asyncdist.reduce_op import PremulSum, ReduceOp
 from asyncdist.testing.cuda_check_tools import equal, every_dtype, operands
 
 COUNT = 5003

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from asyncdist.arrays.reduce_op import PremulSum, ReduceOp, ReduceOpLike
 from asyncdist.cuda.nccl_types import FLOAT8_CAPABILITY, FLOAT8_VERSION, NcclOp, NcclType, reduction, refusal
-from asyncdist.reduce_op import PremulSum, ReduceOp, ReduceOpLike
 
 NEW = 23004
 NUMBERS = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG)

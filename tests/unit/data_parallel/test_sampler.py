@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncdist import DistributedSampler, blocking
-from asyncdist.group import ProcessGroup
+from asyncdist.group.process_group import ProcessGroup
 from asyncdist.testing import run_world
 
 

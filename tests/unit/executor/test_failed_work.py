@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncdist.errors import CollectiveTimeoutError, PeerLostError
-from asyncdist.executor.work import Work
+from asyncdist.work import Work
 
 
 def failed() -> Work[Any]:

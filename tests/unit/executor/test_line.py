@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from turns import Loop
 
-from asyncdist.executor.buffers import NO_BUFFER, FlatBuffer
-from asyncdist.executor.program import Program
-from asyncdist.executor.runner import Execution
-from asyncdist.executor.scratch import ScratchPool
-from asyncdist.executor.sliced import SLICE_BYTES
+from asyncdist.collectives.executor.buffers import NO_BUFFER, FlatBuffer
+from asyncdist.collectives.executor.program import Program
+from asyncdist.collectives.executor.runner import Execution
+from asyncdist.collectives.executor.scratch import ScratchPool
+from asyncdist.collectives.executor.sliced import SLICE_BYTES
 from asyncdist.plan.builder import PlanBuilder
 from asyncdist.plan.steps import Buffer, Slice
 

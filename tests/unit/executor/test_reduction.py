@@ -10,8 +10,8 @@ from functools import reduce as fold
 import numpy as np
 import pytest
 
-from asyncdist.executor.reduction import finish, kernel, prepare, validate
-from asyncdist.reduce_op import ReduceOp
+from asyncdist.arrays.reduce_op import ReduceOp
+from asyncdist.collectives.executor.reduction import finish, kernel, prepare, validate
 
 INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 FLOATS = ["float16", "float32", "float64", "longdouble"]

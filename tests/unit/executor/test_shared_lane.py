@@ -8,9 +8,9 @@ import random
 import pytest
 from shared_lane_kit import Execution, all_reduce, broadcast, make, settle
 
-from asyncdist.executor.shared_part import TURN_BYTES
-from asyncdist.transport.lanes.lane import SKIPPED
-from asyncdist.transport.lanes.layout import RECORDS
+from asyncdist.collectives.shared.channel import SKIPPED
+from asyncdist.collectives.shared.layout import RECORDS
+from asyncdist.collectives.shared.operation import TURN_BYTES
 
 
 @pytest.mark.parametrize("seed", range(25))

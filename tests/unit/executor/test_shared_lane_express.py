@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from shared_lane_kit import Rank, make
 
-from asyncdist.transport.lanes.lane import NO_NEEDS, Needs
-from asyncdist.transport.lanes.layout import RECORDS
+from asyncdist.collectives.shared.channel import NO_NEEDS, Needs
+from asyncdist.collectives.shared.layout import RECORDS
 
 
 class Giving:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from shared_lane_kit import CHUNK_LENGTH, Execution, Rank, broadcast, make, settle
 
-from asyncdist.executor import shared_part
-from asyncdist.executor.program import Program
-from asyncdist.executor.shared_part import LENT_NEWS, PART_BYTES, TURN_BYTES
+from asyncdist.collectives.executor.program import Program
+from asyncdist.collectives.shared import operation as shared_part
+from asyncdist.collectives.shared.layout import ABSENT, DESCRIPTOR, DESCRIPTOR_BYTES, DESCRIPTORS_AT
+from asyncdist.collectives.shared.operation import LENT_NEWS, PART_BYTES, TURN_BYTES
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import Problem
-from asyncdist.transport.lanes.layout import ABSENT, DESCRIPTOR, DESCRIPTOR_BYTES, DESCRIPTORS_AT
 
 
 def test_a_long_item_is_taken_in_turns() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from shared_lane_kit import POOL_BYTES, Execution, all_reduce, broadcast, make, settle, turn
 
+from asyncdist.collectives.shared.channel import LANE_HEAD_BYTES, Lane
+from asyncdist.collectives.shared.layout import RECORDS, Needs
 from asyncdist.errors import CollectiveMismatchError, PeerLostError
-from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES, Lane
-from asyncdist.transport.lanes.layout import RECORDS, Needs
 
 
 def test_an_item_that_comes_by_message_where_there_are_none_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

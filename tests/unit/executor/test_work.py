@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncdist.executor.work import Work
+from asyncdist.work import Work
 
 
 def pending() -> Work[int]:

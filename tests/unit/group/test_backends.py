@@ -15,8 +15,8 @@ from asyncdist.testing import run_world
 
 
 def test_backends_have_names_and_can_be_registered() -> None:
-    from asyncdist.backend.base import GroupBackend, parse_backend
-    from asyncdist.backend.host.aio import AioBackend
+    from asyncdist.collectives.backend import GroupBackend, parse_backend
+    from asyncdist.collectives.host.backend import AioBackend
 
     assert parse_backend(None) == parse_backend("cpu:aio") == ("aio", None)
     assert parse_backend("Gloo") == parse_backend("cpu:gloo,cuda:aio") == ("aio", "aio")
@@ -41,7 +41,7 @@ def test_backends_have_names_and_can_be_registered() -> None:
                 started.append(call.collective)
                 super().start(call, *arguments)
 
-        from asyncdist.executor.scratch import ScratchPool
+        from asyncdist.collectives.executor.scratch import ScratchPool
 
         return Counting(mesh, group_id, ranks, rank, loop=asyncio.get_running_loop(), pool=ScratchPool())
 

@@ -13,13 +13,13 @@ from group_kit import Group, outcome
 from socket_world import run_ranks
 
 import asyncdist as dist
-from asyncdist.backend.point_to_point import ANY_SOURCE
-from asyncdist.closings import MAX_ANY_DIALS, Closings
-from asyncdist.expiry import MAX_PROBE_DIALS
-from asyncdist.group_order import ASK_S
+from asyncdist.group.closed_members import MAX_ANY_DIALS, Closings
+from asyncdist.group.creation_order import ASK_S
+from asyncdist.group.deadlines import MAX_PROBE_DIALS
+from asyncdist.messages.work import ANY_SOURCE
 from asyncdist.testing import DeadlockError, run_world
 from asyncdist.transport.protocol.frame import CREDIT_BYTES, EAGER_BYTES
-from asyncdist.world import World
+from asyncdist.world.world import World
 
 NAMED_S = 1.0
 """Within which a rank is named that will never send what is waited for."""

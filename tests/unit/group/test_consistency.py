@@ -12,9 +12,11 @@ import pytest
 from group_kit import Group, outcome
 
 import asyncdist as dist
-from asyncdist import consistency
-from asyncdist.backend.host.lanes import RESERVED
-from asyncdist.consistency import (
+from asyncdist.arrays.reduce_op import PremulSum
+from asyncdist.collectives.shared.agreement import RESERVED
+from asyncdist.group import mismatch as consistency
+from asyncdist.group.evidence import EARLY_KEPT, Evidence
+from asyncdist.group.mismatch import (
     ANSWER_S,
     ISSUED_KEPT,
     LAST_WORDS,
@@ -23,8 +25,6 @@ from asyncdist.consistency import (
     describe_call,
     parse_check,
 )
-from asyncdist.evidence import EARLY_KEPT, Evidence
-from asyncdist.reduce_op import PremulSum
 from asyncdist.testing import run_world
 from asyncdist.transport.base_mesh import BaseMesh, MeshOwner
 from asyncdist.transport.protocol.frame import key_prefix, key_suffix

@@ -15,10 +15,10 @@ from lane_kit import lane_of
 from socket_world import LIMIT_S, run_ranks
 
 import asyncdist as dist
-from asyncdist.backend.host.aio import AioBackend
+from asyncdist.arrays.reduce_op import ReduceOp
+from asyncdist.collectives.host.backend import AioBackend
+from asyncdist.collectives.shared.layout import EXPRESS_BYTES, RECORDS
 from asyncdist.plan.records import PAYLOAD_SHARE, USUAL_LANE
-from asyncdist.reduce_op import ReduceOp
-from asyncdist.transport.lanes.layout import EXPRESS_BYTES, RECORDS
 from asyncdist.transport.shared_memory import doorbell
 
 WORLD = 3

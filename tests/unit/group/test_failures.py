@@ -11,8 +11,8 @@ from group_kit import Group, outcome
 from socket_world import run_ranks
 
 import asyncdist as dist
-from asyncdist import expiry
-from asyncdist.group_order import ASK_S
+from asyncdist.group import deadlines as expiry
+from asyncdist.group.creation_order import ASK_S
 from asyncdist.testing import SimulatedWorld, run_world
 
 

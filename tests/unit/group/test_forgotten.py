@@ -13,7 +13,7 @@ import pytest
 from group_kit import Group, outcome
 
 import asyncdist as dist
-from asyncdist.forgotten import watches
+from asyncdist.group.forgotten import watches
 from asyncdist.testing import run_world
 
 

@@ -11,7 +11,7 @@ import pytest
 from group_kit import Group
 
 import asyncdist as dist
-from asyncdist.pairs import FORGOTTEN_NAMED
+from asyncdist.group.point_to_point import FORGOTTEN_NAMED
 from asyncdist.testing import run_world
 
 

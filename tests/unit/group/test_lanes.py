@@ -20,12 +20,12 @@ from socket_world import LIMIT_S, run_ranks
 from waiting import eventually
 
 import asyncdist as dist
-from asyncdist.backend.calls import call
-from asyncdist.backend.host.lanes import Lanes
-from asyncdist.reduce_op import PremulSum
+from asyncdist.arrays.reduce_op import PremulSum
+from asyncdist.collectives.arguments import call
+from asyncdist.collectives.shared.agreement import Lanes
+from asyncdist.collectives.shared.channel import LANE_HEAD_BYTES
+from asyncdist.collectives.shared.layout import SKEW_BYTES
 from asyncdist.transport.host_memory import HostMemory
-from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES
-from asyncdist.transport.lanes.layout import SKEW_BYTES
 from asyncdist.transport.shared_memory import doorbell
 
 LARGE = 3 << 20

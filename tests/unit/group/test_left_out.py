@@ -12,9 +12,9 @@ from group_kit import Group, outcome
 from socket_world import run_ranks
 
 import asyncdist as dist
-from asyncdist.group_order import ASK_S
+from asyncdist.group.creation_order import ASK_S
 from asyncdist.testing import DeadlockError, run_world
-from asyncdist.world import World
+from asyncdist.world.world import World
 
 NAMED_S = 1.0
 """Within which a rank that never will run what the others wait for is named."""

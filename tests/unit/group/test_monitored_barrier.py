@@ -10,8 +10,8 @@ import pytest
 from group_kit import Group, outcome
 
 import asyncdist as dist
-from asyncdist import expiry
-from asyncdist.operations.monitored import VERDICT_S
+from asyncdist.group import deadlines as expiry
+from asyncdist.group.methods.monitored import VERDICT_S
 from asyncdist.testing import run_world
 
 

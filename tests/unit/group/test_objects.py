@@ -11,10 +11,10 @@ import pytest
 from group_kit import Group, outcome
 
 import asyncdist as dist
-from asyncdist.arrays import encode_meta
-from asyncdist.backend.calls import items as call_items
-from asyncdist.executor.items import Item
-from asyncdist.objects import OBJECT_META
+from asyncdist.arrays.host import encode_meta
+from asyncdist.arrays.objects import OBJECT_META
+from asyncdist.collectives.arguments import items as call_items
+from asyncdist.collectives.executor.items import Item
 from asyncdist.testing import SimulatedWorld, run_world
 
 

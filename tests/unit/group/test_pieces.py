@@ -17,10 +17,10 @@ from lane_kit import lane_of
 from socket_world import LIMIT_S, run_ranks
 
 import asyncdist as dist
-from asyncdist.backend.host.aio import AioBackend
-from asyncdist.executor.shared_part import PIECE_BYTES
+from asyncdist.collectives.host.backend import AioBackend
+from asyncdist.collectives.shared.channel import Lane
+from asyncdist.collectives.shared.operation import PIECE_BYTES
 from asyncdist.plan.records import SINGLE_COPY_BYTES
-from asyncdist.transport.lanes.lane import Lane
 from asyncdist.transport.shared_memory import doorbell
 
 LENGTHS = (0, 1, SINGLE_COPY_BYTES, PIECE_BYTES, PIECE_BYTES + 1, 3 << 20)

@@ -15,11 +15,11 @@ from socket_world import LIMIT_S, run_ranks
 from waiting import eventually
 
 import asyncdist as dist
-from asyncdist.backend.host.aio import AioBackend
-from asyncdist.backend.host.pieces import PiecesKind, PiecesOperation
+from asyncdist.collectives.host.backend import AioBackend
+from asyncdist.collectives.shared.channel import Lane
+from asyncdist.collectives.shared.inline_blocks import PiecesKind, PiecesOperation
+from asyncdist.collectives.shared.layout import EXPRESS_BYTES, RECORDS
 from asyncdist.plan.records import PIECES_BYTES
-from asyncdist.transport.lanes.lane import Lane
-from asyncdist.transport.lanes.layout import EXPRESS_BYTES, RECORDS
 from asyncdist.transport.shared_memory import doorbell
 
 COLLECTIVES = ("all_to_all_uneven", "gather_uneven", "scatter_uneven")

@@ -13,9 +13,9 @@ import pytest
 from group_kit import Group, outcome
 
 import asyncdist as dist
-from asyncdist.backend.calls import stream as call_stream
-from asyncdist.backend.calls.stream import STREAM_WINDOW
-from asyncdist.backend.host.stream_operation import StreamOperation
+from asyncdist.collectives.arguments import stream as call_stream
+from asyncdist.collectives.arguments.stream import STREAM_WINDOW
+from asyncdist.collectives.host.stream_operation import StreamOperation
 from asyncdist.testing import SimulatedWorld, run_world
 
 CHUNK = 100_000

@@ -9,19 +9,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from asyncdist import events
-from asyncdist.backend.host import aio
-from asyncdist.deadline import Deadline
+from asyncdist.arrays.reduce_op import ReduceOp
+from asyncdist.collectives.host import backend as aio
+from asyncdist.concurrency import trace as events
+from asyncdist.concurrency.deadline import Deadline
 from asyncdist.errors import DistError
-from asyncdist.init_method import InitMethod, StoreSource
-from asyncdist.initialize import open_world
+from asyncdist.init import open_world
 from asyncdist.plan.cost.constants import ASYNCIO
 from asyncdist.plan.selection.tuning import DEFAULT_TUNING, Tuning
-from asyncdist.reduce_op import ReduceOp
 from asyncdist.store import HashStore
 from asyncdist.testing import run_world
 from asyncdist.transport.in_memory.mesh import MemoryMesh
 from asyncdist.transport.in_memory.network import MemoryNetwork
+from asyncdist.world.init_method import InitMethod, StoreSource
 
 
 async def open_worlds(main, environs, tunings=None):

@@ -12,8 +12,8 @@ from group_kit import Group
 from socket_world import socket_world
 
 import asyncdist as dist
-from asyncdist.backend.device.messages import UNWANTED, Announcement
-from asyncdist.pairs import MAX_HELD, _discarded
+from asyncdist.gpu.messages import UNWANTED, Announcement
+from asyncdist.group.point_to_point import MAX_HELD, _discarded
 from asyncdist.testing import run_world
 from asyncdist.transport.protocol.frame import CREDIT_BYTES, POINT_TO_POINT
 from asyncdist.transport.protocol.matching import SendOp

@@ -14,8 +14,8 @@ from asyncdist.errors import LaunchError
 from asyncdist.launch import hosting
 from asyncdist.launch.config import Endpoint, LaunchConfig
 from asyncdist_server import serve_in_thread
-from asyncdist_server.auth import new_token
-from asyncdist_server.user_token import find_user_token
+from asyncdist_server.serving.user_token import find_user_token
+from asyncdist_server.wire.auth import new_token
 
 ALL = ""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncdist.executor.program import Program
+from asyncdist.collectives.executor.program import Program
 from asyncdist.plan.algorithms.registry import build
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, Problem
 from asyncdist.plan.records import NO_LANE, USUAL_LANE, LaneMemory

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from asyncdist.collectives.shared.layout import (
+    LANE_HEAD_BYTES,
+    MAX_LANE_RANKS,
+    SLOTS,
+    item_bytes,
+    pool_bytes,
+    wide_bytes,
+)
 from asyncdist.plan.algorithms.registry import EVERY
 from asyncdist.plan.records import (
     NO_LANE,
@@ -15,14 +23,6 @@ from asyncdist.plan.records import (
     Takes,
     by_records,
     pieces_bytes,
-)
-from asyncdist.transport.lanes.layout import (
-    LANE_HEAD_BYTES,
-    MAX_LANE_RANKS,
-    SLOTS,
-    item_bytes,
-    pool_bytes,
-    wide_bytes,
 )
 from asyncdist.transport.shared_memory.segment import PAGE_BYTES
 

@@ -18,10 +18,10 @@ from socket_world import LIMIT_S, turns
 from thread_worlds import another_rank, nothing_left, run_ranks, wait_without_loop
 
 import asyncdist as dist
-from asyncdist.group import ProcessGroup
-from asyncdist.progress import group as module
-from asyncdist.progress.group import ThreadedGroup
+from asyncdist.group.process_group import ProcessGroup
 from asyncdist.testing import run_world
+from asyncdist.threads import group as module
+from asyncdist.threads.group import ThreadedGroup
 
 
 async def test_operations_and_groups_as_ever() -> None:

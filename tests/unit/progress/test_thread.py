@@ -14,8 +14,8 @@ from socket_world import LIMIT_S
 from thread_worlds import nothing_left
 
 from asyncdist.errors import ClosedError
-from asyncdist.progress import thread as module
-from asyncdist.progress.thread import SWITCH_INTERVAL_S, acquire, release
+from asyncdist.threads import thread as module
+from asyncdist.threads.thread import SWITCH_INTERVAL_S, acquire, release
 
 
 def test_it_lives_as_long_as_somebody_needs_it() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engine_user import User
 
-from asyncdist_server.engine import StoreEngine
+from asyncdist_server.engine.engine import StoreEngine
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncdist_server import auth, tokens
-from asyncdist_server.auth import AuthenticationError, ClientHandshake, Refusal, ServerHandshake
+from asyncdist_server.wire import auth, tokens
+from asyncdist_server.wire.auth import AuthenticationError, ClientHandshake, Refusal, ServerHandshake
 
 TOKEN = "the-token-of-these-tests-and-43-characters-"
 OTHER_TOKEN = "one-more-token-of-these-tests-of-43-symbols"

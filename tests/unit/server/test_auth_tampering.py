@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from asyncdist.transport.protocol.hello import DialerHello, Identity, ListenerHello, Verdict
-from asyncdist_server import auth
-from asyncdist_server.auth import AuthenticationError, ClientHandshake, ServerHandshake
+from asyncdist_server.wire import auth
+from asyncdist_server.wire.auth import AuthenticationError, ClientHandshake, ServerHandshake
 
 TOKEN = "the-token-of-these-tests-and-43-characters-"
 MESSAGES = ("hello", "challenge", "proof", "accepted")

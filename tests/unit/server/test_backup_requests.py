@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist_server import ServerConfig, backups, serve, sqlite_journal
-from asyncdist_server.backups import BackupRequests
-from asyncdist_server.batch import VALUES, Batch
-from asyncdist_server.data_directory import DataDirectory
-from asyncdist_server.durability import parse_durability
-from asyncdist_server.journal import JournalError
-from asyncdist_server.journal_thread import JournalThread
-from asyncdist_server.sqlite_journal import SqliteJournal
+from asyncdist_server import ServerConfig, serve
+from asyncdist_server.journal import sqlite_journal
+from asyncdist_server.journal.batch import VALUES, Batch
+from asyncdist_server.journal.data_directory import DataDirectory
+from asyncdist_server.journal.durability import parse_durability
+from asyncdist_server.journal.journal import JournalError
+from asyncdist_server.journal.journal_thread import JournalThread
+from asyncdist_server.journal.sqlite_journal import SqliteJournal
+from asyncdist_server.ops import backups
+from asyncdist_server.ops.backups import BackupRequests
 
 DEADLINE_S = 60.0
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncdist_server.busy_poll import (
+from asyncdist_server.serving.busy_poll import (
     CAUGHT,
     MAX_BUSY_POLL_US,
     MAX_SKIPPED,
@@ -21,7 +21,7 @@ from asyncdist_server.busy_poll import (
     _times_taken,
     busy_poll,
 )
-from asyncdist_server.config import ConfigError, ServerConfig
+from asyncdist_server.serving.config import ConfigError, ServerConfig
 
 
 class Turns:

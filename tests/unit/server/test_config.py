@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from asyncdist_server.config import ConfigError, ServerConfig
+from asyncdist_server.serving.config import ConfigError, ServerConfig
 
 
 @pytest.mark.parametrize("wrong", [-0.1, math.inf, math.nan])

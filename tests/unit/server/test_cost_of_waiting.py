@@ -8,12 +8,12 @@ import tracemalloc
 import msgpack
 import pytest
 
-from asyncdist_server import messages as m
-from asyncdist_server.config import ServerConfig
-from asyncdist_server.coordination import MAX_WAITS
-from asyncdist_server.daemon import StoreServer
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.metrics import collect
+from asyncdist_server.engine.coordination import MAX_WAITS
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.ops.metrics import collect
+from asyncdist_server.serving.config import ServerConfig
+from asyncdist_server.serving.daemon import StoreServer
+from asyncdist_server.wire import messages as m
 
 WAITERS = 4000
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from server_kit import MemoryClient
 
-from asyncdist_server import messages as m
-from asyncdist_server.counters import DISCONNECTED, REPLAYED, RESULT_NAMES, RESULTS, Counters, Histogram
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.messages import Limits
+from asyncdist_server.engine.counters import DISCONNECTED, REPLAYED, RESULT_NAMES, RESULTS, Counters, Histogram
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.wire import messages as m
+from asyncdist_server.wire.messages import Limits
 
 
 def results(engine: StoreEngine, operation: int) -> dict[str, int]:

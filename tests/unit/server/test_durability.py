@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist_server.config import ConfigError, ServerConfig, limits_for
-from asyncdist_server.durability import (
+from asyncdist_server.journal.durability import (
     DURABLE,
     MAX_DELAY_MS,
     MAX_JOURNALED_VALUE_BYTES,
@@ -13,6 +12,7 @@ from asyncdist_server.durability import (
     Durability,
     parse_durability,
 )
+from asyncdist_server.serving.config import ConfigError, ServerConfig, limits_for
 
 
 def test_modes_by_name() -> None:

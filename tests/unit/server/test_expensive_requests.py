@@ -6,10 +6,10 @@ import pytest
 from server_kit import MemoryClient, everything
 from torch_wire_kit import World, query
 
-from asyncdist_server import messages as m
-from asyncdist_server.clients import KEY_WORK_BYTES, TURN_WORK_BYTES
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.torch_wire import Query
+from asyncdist_server.engine.clients import KEY_WORK_BYTES, TURN_WORK_BYTES
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.torch.wire import Query
+from asyncdist_server.wire import messages as m
 
 COUNT = 50
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 from engine_model import StoreModel
 
-from asyncdist_server import messages as m
-from asyncdist_server.clients import Reply
-from asyncdist_server.config import limits_for
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.history import History
+from asyncdist_server.engine.clients import Reply
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.history import History
+from asyncdist_server.serving.config import limits_for
+from asyncdist_server.wire import messages as m
 
 MEMORY_BYTES = 9_000
 

@@ -17,18 +17,18 @@ from waiting import eventually
 from asyncdist.errors import WatchCompactedError
 from asyncdist.store import TCPStore
 from asyncdist.store.store_observer import StoreObserver
-from asyncdist_server import group_commit
-from asyncdist_server.batch import TAKEN
-from asyncdist_server.config import ServerConfig
-from asyncdist_server.connection import HELD_BYTES
-from asyncdist_server.daemon import StoreServer
-from asyncdist_server.durability import DURABLE, Durability, parse_durability
-from asyncdist_server.group_commit import LATE_S, TIDY_BYTES
-from asyncdist_server.journal import Journal, JournalError, decode
-from asyncdist_server.journal_thread import Outcome
-from asyncdist_server.messages import OK, Encoder
-from asyncdist_server.persistence import Persistence
-from asyncdist_server.torch_wire import Query
+from asyncdist_server.journal import group_commit
+from asyncdist_server.journal.batch import TAKEN
+from asyncdist_server.journal.durability import DURABLE, Durability, parse_durability
+from asyncdist_server.journal.group_commit import LATE_S, TIDY_BYTES
+from asyncdist_server.journal.journal import Journal, JournalError, decode
+from asyncdist_server.journal.journal_thread import Outcome
+from asyncdist_server.journal.persistence import Persistence
+from asyncdist_server.serving.config import ServerConfig
+from asyncdist_server.serving.connection import HELD_BYTES
+from asyncdist_server.serving.daemon import StoreServer
+from asyncdist_server.torch.wire import Query
+from asyncdist_server.wire.messages import OK, Encoder
 
 
 class SlowDisk:
@@ -263,7 +263,7 @@ async def test_a_confirmation_is_committed_soon_although_nobody_waits_for_it() -
 
 
 async def test_a_confirmation_is_committed_before_anything_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncdist_server.group_commit.LATE_S", 1000.0)
+    monkeypatch.setattr("asyncdist_server.journal.group_commit.LATE_S", 1000.0)
     async with world() as made, made.store() as store:
         await store.queue_push("queue", "item")
         await store.queue_pop("queue")
@@ -278,7 +278,7 @@ async def test_a_confirmation_is_committed_before_anything_else_is_said(monkeypa
 
 
 async def test_confirmations_share_the_commits_of_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncdist_server.group_commit.LATE_S", 1000.0)
+    monkeypatch.setattr("asyncdist_server.journal.group_commit.LATE_S", 1000.0)
     async with world() as made, made.store() as store:
         await store.queue_push("queue", "item")
         before = made.journal.writes

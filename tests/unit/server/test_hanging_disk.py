@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from journal_kit import MemoryJournal
 
-from asyncdist_server.config import ServerConfig
-from asyncdist_server.daemon import StoreServer
-from asyncdist_server.durability import DURABLE
-from asyncdist_server.persistence import Persistence
+from asyncdist_server.journal.durability import DURABLE
+from asyncdist_server.journal.persistence import Persistence
+from asyncdist_server.serving.config import ServerConfig
+from asyncdist_server.serving.daemon import StoreServer
 
 LONG_S = 20.0
 """When a disk that nobody frees comes back: after the test has failed."""

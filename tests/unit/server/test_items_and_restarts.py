@@ -9,11 +9,11 @@ import pytest
 from engine_books import problems
 from journal_kit import JournaledEngine, MemoryJournal
 
-from asyncdist_server import batch, journal_size
-from asyncdist_server import messages as m
-from asyncdist_server.batch import ROLLED_BACK
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.messages import CLIENT_LINGER_S
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.journal import batch, journal_size
+from asyncdist_server.journal.batch import ROLLED_BACK
+from asyncdist_server.wire import messages as m
+from asyncdist_server.wire.messages import CLIENT_LINGER_S
 
 
 class World:

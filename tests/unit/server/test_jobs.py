@@ -10,11 +10,11 @@ import pytest
 from engine_user import User, calls_during, pass_time
 from journal_kit import JournaledEngine, MemoryJournal
 
-from asyncdist_server import messages as m
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.history import HISTORY_LINGER_S
-from asyncdist_server.membership import JOB_LINGER_S, MAX_NAMES_BYTES, NAME_OVERHEAD_BYTES, name_order
-from asyncdist_server.names import Names
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.history import HISTORY_LINGER_S
+from asyncdist_server.engine.membership import JOB_LINGER_S, MAX_NAMES_BYTES, NAME_OVERHEAD_BYTES, name_order
+from asyncdist_server.wire import messages as m
+from asyncdist_server.wire.names import Names
 
 
 def join(user: User, name: bytes, least: int, most: int, settle_ms: int = 0) -> Any:

@@ -10,10 +10,10 @@ import msgpack
 import pytest
 from journal_kit import JournaledEngine, MemoryJournal, charged, contents
 
-from asyncdist_server import batch, journal_size
-from asyncdist_server.engine import Client
-from asyncdist_server.journal_size import BATCH_BYTES, ESTIMATE_BYTES, SLACK_BYTES, said_once_bytes
-from asyncdist_server.messages import ADD, GRANT, OK, QUEUE_POP, QUEUE_PUSH, SET, SET_LEASED, WATCH
+from asyncdist_server.engine.engine import Client
+from asyncdist_server.journal import batch, journal_size
+from asyncdist_server.journal.journal_size import BATCH_BYTES, ESTIMATE_BYTES, SLACK_BYTES, said_once_bytes
+from asyncdist_server.wire.messages import ADD, GRANT, OK, QUEUE_POP, QUEUE_PUSH, SET, SET_LEASED, WATCH
 
 CLIENT = b"client-012345678"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncdist_server.key_text import SHOWN_HEAD_BYTES, SHOWN_TAIL_BYTES, escaped, shown, unescaped
+from asyncdist_server.wire.key_text import SHOWN_HEAD_BYTES, SHOWN_TAIL_BYTES, escaped, shown, unescaped
 
 
 @given(st.binary(max_size=50) | st.text(max_size=20).map(str.encode))

@@ -7,10 +7,17 @@ import random
 import pytest
 from server_kit import MemoryClient
 
-from asyncdist_server import messages as m
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.large_frame import LARGE_FRAME_BYTES, TAKEN_OUT_BYTES, LargeFrame, RequestReader
-from asyncdist_server.messages import LENGTH_BYTES, MAX_ELEMENTS, Encoder, FrameReader, ProtocolError, decode_requests
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.wire import messages as m
+from asyncdist_server.wire.large_frame import LARGE_FRAME_BYTES, TAKEN_OUT_BYTES, LargeFrame, RequestReader
+from asyncdist_server.wire.messages import (
+    LENGTH_BYTES,
+    MAX_ELEMENTS,
+    Encoder,
+    FrameReader,
+    ProtocolError,
+    decode_requests,
+)
 
 RANDOM = random.Random(3)
 LARGE = RANDOM.randbytes(LARGE_FRAME_BYTES + 1)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from engine_user import User, pass_time
 
-from asyncdist_server import messages as m
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.leases import RETURN_S
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.leases import RETURN_S
+from asyncdist_server.wire import messages as m
 
 
 def test_a_lease_by_time_ends_unless_kept_alive(users: list[User]) -> None:

@@ -8,11 +8,11 @@ import time
 import pytest
 
 from asyncdist.testing.loop import VirtualTimeLoop
-from asyncdist_server import messages as m
 from asyncdist_server.clock import exact_clock
-from asyncdist_server.engine import Client, StoreEngine
-from asyncdist_server.leases import STALL_S
-from asyncdist_server.timers import in_whole_ms
+from asyncdist_server.engine.engine import Client, StoreEngine
+from asyncdist_server.engine.leases import STALL_S
+from asyncdist_server.engine.timers import in_whole_ms
+from asyncdist_server.wire import messages as m
 
 
 class Clock:

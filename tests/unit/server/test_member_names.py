@@ -9,9 +9,9 @@ from engine_books import problems
 from engine_user import User, pass_time
 from journal_kit import JournaledEngine, MemoryJournal, contents
 
-from asyncdist_server import messages as m
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.leases import RETURN_S
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.leases import RETURN_S
+from asyncdist_server.wire import messages as m
 
 GRACE_MS = 10_000
 

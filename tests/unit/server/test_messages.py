@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncdist_server import messages
-from asyncdist_server.frame_elements import more_elements_than
-from asyncdist_server.messages import (
+from asyncdist_server.wire import messages
+from asyncdist_server.wire.frame_elements import more_elements_than
+from asyncdist_server.wire.messages import (
     Encoder,
     FrameReader,
     Hello,

@@ -9,11 +9,11 @@ import pytest
 from engine_user import User, pass_time
 from torch_wire_kit import PORT, World
 
-from asyncdist_server import messages as m
-from asyncdist_server.namespace import Namespace, begins_with_any
-from asyncdist_server.state import StoreState
-from asyncdist_server.torch_namespaces import MAX_JOBS, TORCH_PREFIX
-from asyncdist_server.torch_wire import Query
+from asyncdist_server.engine.namespace import TORCH_PREFIX, Namespace, begins_with_any
+from asyncdist_server.engine.state import StoreState
+from asyncdist_server.torch.namespaces import MAX_JOBS
+from asyncdist_server.torch.wire import Query
+from asyncdist_server.wire import messages as m
 
 JOBS = 20
 

@@ -6,8 +6,8 @@ import pytest
 from engine_user import User, calls_during, pass_time
 from journal_kit import JournaledEngine, MemoryJournal, charged, contents
 
-from asyncdist_server import messages as m
-from asyncdist_server.history import HISTORY_EVENTS
+from asyncdist_server.engine.history import HISTORY_EVENTS
+from asyncdist_server.wire import messages as m
 
 KEYS = 2 * HISTORY_EVENTS
 LEASE = 7

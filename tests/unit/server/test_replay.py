@@ -10,11 +10,13 @@ import msgpack
 import pytest
 from journal_kit import JournaledEngine, MemoryJournal, contents
 
-from asyncdist_server import batch, history, journal_size
-from asyncdist_server.batch import CLEAN, GAPS, ROLLED_BACK
-from asyncdist_server.engine import Client, StoreEngine
-from asyncdist_server.journal_size import BATCH_BYTES, SLACK_BYTES
-from asyncdist_server.messages import (
+from asyncdist_server.engine import history
+from asyncdist_server.engine.engine import Client, StoreEngine
+from asyncdist_server.journal import batch, journal_size
+from asyncdist_server.journal.batch import CLEAN, GAPS, ROLLED_BACK
+from asyncdist_server.journal.journal_size import BATCH_BYTES, SLACK_BYTES
+from asyncdist_server.journal.replay import Replay
+from asyncdist_server.wire.messages import (
     ADD,
     APPEND,
     CLIENT_LINGER_S,
@@ -32,7 +34,6 @@ from asyncdist_server.messages import (
     SET_LEASED,
     WATCH,
 )
-from asyncdist_server.replay import Replay
 
 CLIENT = b"client-012345678"
 STEP_S = history.NOTED_S

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from asyncdist_server import messages as m
-from asyncdist_server.clients import Client, Reply
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.messages import HelloRefused, Limits, ProtocolError
+from asyncdist_server.engine.clients import Client, Reply
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.wire import messages as m
+from asyncdist_server.wire.messages import HelloRefused, Limits, ProtocolError
 
 ID = b"c" * 16
 OTHER = b"d" * 16

@@ -7,12 +7,12 @@ import tracemalloc
 import pytest
 from server_kit import CLIENT_ID, MemoryClient, everything
 
-from asyncdist_server import messages as m
-from asyncdist_server.auth import AuthenticationError, ClientHandshake
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.messages import FrameReader, Hello, HelloRefused, Limits, decode_replies, decode_welcome
-from asyncdist_server.pieces import PIECE_BYTES
-from asyncdist_server.session import TURN_BYTES, TURN_REQUESTS
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.pieces import PIECE_BYTES
+from asyncdist_server.engine.session import TURN_BYTES, TURN_REQUESTS
+from asyncdist_server.wire import messages as m
+from asyncdist_server.wire.auth import AuthenticationError, ClientHandshake
+from asyncdist_server.wire.messages import FrameReader, Hello, HelloRefused, Limits, decode_replies, decode_welcome
 
 TOKEN = "the-token-of-these-tests-and-43-characters-"
 

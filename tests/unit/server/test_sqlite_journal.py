@@ -23,12 +23,12 @@ from typing import Any
 
 import pytest
 
-from asyncdist_server import acknowledged_row, sqlite_journal
-from asyncdist_server.acknowledged_row import AcknowledgedRow
-from asyncdist_server.batch import CLEAN, VALUES, Batch
-from asyncdist_server.data_directory import DataDirectory, holder
-from asyncdist_server.journal import JournalError
-from asyncdist_server.sqlite_journal import (
+from asyncdist_server.journal import acknowledged_row, sqlite_journal
+from asyncdist_server.journal.acknowledged_row import AcknowledgedRow
+from asyncdist_server.journal.batch import CLEAN, VALUES, Batch
+from asyncdist_server.journal.data_directory import DataDirectory, holder
+from asyncdist_server.journal.journal import JournalError
+from asyncdist_server.journal.sqlite_journal import (
     BACKUP_SPARE_BYTES,
     CHECKPOINT_BYTES,
     FORMAT,

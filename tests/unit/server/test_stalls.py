@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from asyncdist_server.config import ServerConfig
-from asyncdist_server.connection import Connection
-from asyncdist_server.daemon import StoreServer
-from asyncdist_server.pieces import PIECE_BYTES
+from asyncdist_server.engine.pieces import PIECE_BYTES
+from asyncdist_server.serving.config import ServerConfig
+from asyncdist_server.serving.connection import Connection
+from asyncdist_server.serving.daemon import StoreServer
 
 
 class Transport:

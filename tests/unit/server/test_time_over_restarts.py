@@ -9,13 +9,14 @@ import msgpack
 import pytest
 from journal_kit import JournaledEngine, MemoryJournal
 
-from asyncdist_server import batch, journal_size
-from asyncdist_server.engine import Client
-from asyncdist_server.history import HISTORY_LINGER_S
-from asyncdist_server.journal import decode
-from asyncdist_server.leases import RETURN_S
-from asyncdist_server.membership import JOB_LINGER_S
-from asyncdist_server.messages import (
+from asyncdist_server.engine.engine import Client
+from asyncdist_server.engine.history import HISTORY_LINGER_S
+from asyncdist_server.engine.leases import RETURN_S
+from asyncdist_server.engine.membership import JOB_LINGER_S
+from asyncdist_server.engine.namespace import Namespace
+from asyncdist_server.journal import batch, journal_size
+from asyncdist_server.journal.journal import decode
+from asyncdist_server.wire.messages import (
     CLIENT_LINGER_S,
     GRANT,
     HOLD,
@@ -28,7 +29,6 @@ from asyncdist_server.messages import (
     SET,
     WATCH,
 )
-from asyncdist_server.namespace import Namespace
 
 LOST = b"client-012345678"
 OTHER = b"other-0123456789"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from torch_wire_kit import MemoryTorchClient, World
 
-from asyncdist_server.torch_wire import Query
+from asyncdist_server.torch.wire import Query
 
 RECORDING = Path(__file__).parents[2] / "data" / "torch_exchanges.txt"
 

@@ -7,11 +7,11 @@ from engine_books import problems
 from engine_user import User
 from torch_wire_kit import PORT, MemoryTorchClient, World, query
 
-from asyncdist_server import messages as m
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.namespace import ITEM_OVERHEAD_BYTES, KEY_OVERHEAD_BYTES, QUEUE_OVERHEAD_BYTES
-from asyncdist_server.torch_wire import Query
-from asyncdist_server.waiters import WAITER_BYTES
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.namespace import ITEM_OVERHEAD_BYTES, KEY_OVERHEAD_BYTES, QUEUE_OVERHEAD_BYTES
+from asyncdist_server.engine.waiters import WAITER_BYTES
+from asyncdist_server.torch.wire import Query
+from asyncdist_server.wire import messages as m
 
 MEMORY_BYTES = 1_000_000
 PERCENT = 40

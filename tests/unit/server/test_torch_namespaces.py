@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch_wire_kit import WAITED, World, blob, number
 
-from asyncdist_server.torch_namespaces import job_of
-from asyncdist_server.torch_wire import Query
+from asyncdist_server.torch.namespaces import job_of
+from asyncdist_server.torch.wire import Query
 
 
 @pytest.mark.parametrize(

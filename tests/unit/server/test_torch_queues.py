@@ -6,9 +6,9 @@ import pytest
 from engine_books import problems
 from torch_wire_kit import CANCELED, WAITED, World, blob, number, query
 
-from asyncdist_server.leases import STALL_S
-from asyncdist_server.torch_namespaces import CLAIM_S
-from asyncdist_server.torch_wire import Query
+from asyncdist_server.engine.leases import STALL_S
+from asyncdist_server.torch.namespaces import CLAIM_S
+from asyncdist_server.torch.wire import Query
 
 
 def test_an_item_wakes_one_client_and_is_kept_for_it() -> None:

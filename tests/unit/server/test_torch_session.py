@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from torch_wire_kit import CANCELED, VALIDATE, WAITED, MemoryTorchClient, World, blob, number, query
 
-from asyncdist_server import messages as m
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.messages import Limits
-from asyncdist_server.pieces import PIECE_BYTES
-from asyncdist_server.session import TURN_BYTES, TURN_REQUESTS
-from asyncdist_server.torch_namespaces import MAX_JOBS
-from asyncdist_server.torch_wire import MAX_VECTOR_KEYS, Query
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.pieces import PIECE_BYTES
+from asyncdist_server.engine.session import TURN_BYTES, TURN_REQUESTS
+from asyncdist_server.torch.namespaces import MAX_JOBS
+from asyncdist_server.torch.wire import MAX_VECTOR_KEYS, Query
+from asyncdist_server.wire import messages as m
+from asyncdist_server.wire.messages import Limits
 
 MISSING = blob(b"")
 

@@ -8,8 +8,8 @@ import struct
 import pytest
 from torch_wire_kit import VALIDATE, number, query
 
-from asyncdist_server.messages import Limits, ProtocolError
-from asyncdist_server.torch_wire import LONG_BYTES, MAX_VECTOR_KEYS, Query, TorchReader
+from asyncdist_server.torch.wire import LONG_BYTES, MAX_VECTOR_KEYS, Query, TorchReader
+from asyncdist_server.wire.messages import Limits, ProtocolError
 
 LIMITS = Limits(frame_bytes=4096, key_bytes=100, value_bytes=1000)
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from engine_books import problems
 
-from asyncdist_server import messages as m
-from asyncdist_server.config import limits_for
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.messages import CLIENT_LINGER_S
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.serving.config import limits_for
+from asyncdist_server.wire import messages as m
+from asyncdist_server.wire.messages import CLIENT_LINGER_S
 
 
 class Link:

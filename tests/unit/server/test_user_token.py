@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist_server import user_token
-from asyncdist_server.auth import check_token, new_token
-from asyncdist_server.user_token import default_token, find_user_token, make_user_token, user_token_path
+from asyncdist_server.serving import user_token
+from asyncdist_server.serving.user_token import default_token, find_user_token, make_user_token, user_token_path
+from asyncdist_server.wire.auth import check_token, new_token
 
 
 @pytest.fixture(autouse=True)

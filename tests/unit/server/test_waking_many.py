@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from engine_user import User
 
-from asyncdist_server import messages as m
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.waiters import WOKEN_AT_ONCE
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.waiters import WOKEN_AT_ONCE
+from asyncdist_server.wire import messages as m
 
 PAST = 3
 

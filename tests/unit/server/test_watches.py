@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from engine_user import User, pass_time
 
-from asyncdist_server import messages as m
-from asyncdist_server.engine import StoreEngine
-from asyncdist_server.history import HISTORY_BYTES, HISTORY_EVENTS, HISTORY_LINGER_S
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.history import HISTORY_BYTES, HISTORY_EVENTS, HISTORY_LINGER_S
+from asyncdist_server.wire import messages as m
 
 
 def test_a_watch_is_answered_by_the_next_event(users: list[User]) -> None:

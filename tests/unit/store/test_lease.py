@@ -11,7 +11,7 @@ import pytest
 from asyncdist.errors import DistStoreError
 from asyncdist.store.lease import Lease, LeaseKeeper
 from asyncdist.testing.loop import VirtualTimeLoop
-from asyncdist_server import messages
+from asyncdist_server.wire import messages
 
 
 class SlowDaemon:

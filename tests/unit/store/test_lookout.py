@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from asyncdist.spinning import CATCH, MAX_SKIPPED, PATIENCE, TURN_S
+from asyncdist.concurrency.spin import CATCH, MAX_SKIPPED, PATIENCE, TURN_S
 from asyncdist.store import lookout
 from asyncdist.store.lookout import ALONE, Lookout, same_host
-from asyncdist_server.running import served_here
-from asyncdist_server.threaded import serve_in_thread
+from asyncdist_server.serving.running import served_here
+from asyncdist_server.serving.threaded import serve_in_thread
 
 LIMIT_US = 20.0
 POLL_S = 1e-6

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from asyncdist.concurrency.slow_notice import PATIENCE_S
 from asyncdist.errors import StoreTimeoutError
-from asyncdist.patience import PATIENCE_S
 from asyncdist.store import HashStore
 from asyncdist.testing.loop import VirtualTimeLoop
 

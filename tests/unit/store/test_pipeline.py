@@ -13,8 +13,8 @@ from punctual import assert_within, punctual
 from asyncdist.errors import DistStoreError, StoreLimitError, StoreTimeoutError
 from asyncdist.store.pipeline import EXPIRY_GRACE_S, FRAME_REQUESTS, Pipeline
 from asyncdist.store.reply import Reply
-from asyncdist_server import messages
-from asyncdist_server.messages import (
+from asyncdist_server.wire import messages
+from asyncdist_server.wire.messages import (
     ADD,
     CANCEL,
     GET,

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from asyncdist.arrays.reduce_op import ReduceOp
 from asyncdist.errors import DistBackendError
-from asyncdist.reduce_op import ReduceOp
 from asyncdist.testing import fake_cuda
 from asyncdist.testing.cuda_conformance import CUDA_CHECKS, CudaCheck
 from asyncdist.testing.fake_queues import Mode

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncdist.spinning import (
+from asyncdist.concurrency.spin import (
     CATCH,
     DEFAULT_SPIN_US,
     MAX_SKIPPED,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from asyncdist.backend.device.path import Member
-from asyncdist.backend.device.paths import choose_path, member_of
 from asyncdist.errors import DistBackendError, RemoteProtocolError
+from asyncdist.gpu.path import Member
+from asyncdist.gpu.paths import choose_path, member_of
 
 
 def members(*said: tuple[str, str, int, str]) -> tuple[Member, ...]:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from waiting import eventually
 
-from asyncdist.backend.device import cuda_events
-from asyncdist.backend.device.cuda_events import Completions
 from asyncdist.errors import DistBackendError
+from asyncdist.gpu import cuda_events
+from asyncdist.gpu.cuda_events import Completions
 from asyncdist.testing.fake_provider import fake_cuda
 
 PATIENCE_S = 60.0

@@ -7,8 +7,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from asyncdist.backend.device.event_spinner import EventSpinner
-from asyncdist.spinning import MAX_SKIPPED, PATIENCE, TURN_S
+from asyncdist.concurrency.spin import MAX_SKIPPED, PATIENCE, TURN_S
+from asyncdist.gpu.event_spinner import EventSpinner
 
 LIMIT_US = 2000.0
 

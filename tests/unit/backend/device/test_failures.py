@@ -14,16 +14,16 @@ import pytest
 from device_paths_kit import PATIENCE_S, PathRank, everybody, run_ranks, values
 from waiting import eventually
 
-from asyncdist.backend.calls import call as calls
-from asyncdist.backend.calls import exchange as call_exchange
-from asyncdist.backend.device.ipc import scratch as ipc_scratch
-from asyncdist.backend.device.ipc.channel import AHEAD
-from asyncdist.backend.device.ipc.path import CudaIpcPath
-from asyncdist.backend.device.path import DevicePath
-from asyncdist.backend.device.staged import line as staged_line
-from asyncdist.backend.device.staged.path import StagedPath
+from asyncdist.arrays.reduce_op import ReduceOp
+from asyncdist.collectives.arguments import call as calls
+from asyncdist.collectives.arguments import exchange as call_exchange
 from asyncdist.errors import CollectiveMismatchError, DistBackendError, PeerLostError
-from asyncdist.reduce_op import ReduceOp
+from asyncdist.gpu.ipc import scratch as ipc_scratch
+from asyncdist.gpu.ipc.channel import AHEAD
+from asyncdist.gpu.ipc.path import CudaIpcPath
+from asyncdist.gpu.path import DevicePath
+from asyncdist.gpu.staged import line as staged_line
+from asyncdist.gpu.staged.path import StagedPath
 from asyncdist.testing.fake_cuda import FakeRuntime
 from asyncdist.testing.fake_queues import FakeEvent
 

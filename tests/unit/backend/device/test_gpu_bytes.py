@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import asyncdist as dist
-from asyncdist.arrays import encode_meta
-from asyncdist.backend.device import host_exchange
-from asyncdist.backend.device.host_exchange import MAX_MESSAGE_BYTES, HostExchange
-from asyncdist.backend.device.messages import MAX_ANSWER_BYTES, Announcement, DeviceSendWork
-from asyncdist.backend.device.nccl import path as nccl
-from asyncdist.backend.device.nccl.path import REFUSED_KEPT, NcclPath, _joined
+from asyncdist.arrays.host import encode_meta
+from asyncdist.arrays.objects import GPU_META
 from asyncdist.errors import CollectiveMismatchError, PeerLostError, RemoteProtocolError
-from asyncdist.objects import GPU_META
+from asyncdist.gpu import host_exchange
+from asyncdist.gpu.host_exchange import MAX_MESSAGE_BYTES, HostExchange
+from asyncdist.gpu.messages import MAX_ANSWER_BYTES, Announcement, DeviceSendWork
+from asyncdist.gpu.nccl import path as nccl
+from asyncdist.gpu.nccl.path import REFUSED_KEPT, NcclPath, _joined
 from asyncdist.testing import run_world
 
 GOOD = Announcement(7, "host", "GPU-1", True, np.dtype(np.float32), (2, 3))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncdist.backend.device.questions import ASK_AFTER_S, LEFT_GRACE_S, MAX_AT_ONCE, Questions
+from asyncdist.gpu.questions import ASK_AFTER_S, LEFT_GRACE_S, MAX_AT_ONCE, Questions
 
 KEY = (0, 7)
 

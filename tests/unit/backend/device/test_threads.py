@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from asyncdist import blocking
-from asyncdist.backend.device.threads import Helpers, in_thread, made_in_thread, stay_on
-from asyncdist.progress.thread import acquire, release
+from asyncdist.gpu.threads import Helpers, in_thread, made_in_thread, stay_on
 from asyncdist.testing.fake_cuda import FakeRuntime
 from asyncdist.testing.fake_provider import fake_cuda
+from asyncdist.threads.thread import acquire, release
 
 PATIENCE_S = 60.0
 

@@ -15,12 +15,12 @@ from device_paths_kit import Driver, PathRank, run_ranks
 from device_workout import CHECKS, Check, at_once
 from differential import DTYPES, ops_of
 
-from asyncdist.backend.device import cuda_events
-from asyncdist.backend.device.ipc import scratch as ipc_scratch
-from asyncdist.backend.device.ipc.path import CudaIpcPath
-from asyncdist.backend.device.path import DevicePath
-from asyncdist.backend.device.staged import line as staged_line
-from asyncdist.backend.device.staged.path import StagedPath
+from asyncdist.gpu import cuda_events
+from asyncdist.gpu.ipc import scratch as ipc_scratch
+from asyncdist.gpu.ipc.path import CudaIpcPath
+from asyncdist.gpu.path import DevicePath
+from asyncdist.gpu.staged import line as staged_line
+from asyncdist.gpu.staged.path import StagedPath
 from asyncdist.testing.fake_cuda import FakeRuntime
 
 PATHS = (StagedPath, CudaIpcPath)

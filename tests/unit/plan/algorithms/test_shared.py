@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 from plan_interpreter import check_results, run
 
+from asyncdist.collectives.shared.channel import MAX_LANE_RANKS
+from asyncdist.collectives.shared.pool import ItemPool
 from asyncdist.plan.algorithms import shared_reduce
 from asyncdist.plan.algorithms.registry import (
     ALGORITHMS,
@@ -24,8 +26,6 @@ from asyncdist.plan.proof.verify import PlanError, verify, verify_rotated
 from asyncdist.plan.selection import shared_chunks
 from asyncdist.plan.selection.shared_chunks import MAX_SHARED_RANKS, largest_item_bytes, shared_chunk_sizes
 from asyncdist.plan.steps import Buffer, Copy, Fetch, FetchReduce, Publish, Slice, Symmetry
-from asyncdist.transport.lanes.item_pool import ItemPool
-from asyncdist.transport.lanes.lane import MAX_LANE_RANKS
 
 SHARED = [
     (collective, name)

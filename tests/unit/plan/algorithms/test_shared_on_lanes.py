@@ -13,13 +13,13 @@ from collections import deque
 import pytest
 from plan_interpreter import UNDEFINED, check_results, data
 
-from asyncdist.executor.program import Program
+from asyncdist.collectives.executor.program import Program
+from asyncdist.collectives.shared.channel import LANE_HEAD_BYTES, Lane
 from asyncdist.plan.algorithms.registry import SHARED_ALGORITHMS, build, ordered_algorithms
 from asyncdist.plan.problem import BLOCK_COLLECTIVES, EXCHANGES, IN_PLACE, PRIVATE_COLLECTIVES, Problem
 from asyncdist.plan.proof.cases import exchange_problems, private_problems
 from asyncdist.plan.selection.shared_chunks import largest_item_bytes
 from asyncdist.plan.steps import Buffer, Copy, Fetch, FetchReduce, Publish, Reduce
-from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES, Lane
 
 SHARED = [(collective, name) for collective, table in SHARED_ALGORITHMS.items() for name in table]
 CHUNK = 3

@@ -7,8 +7,8 @@ import random
 import pytest
 from lane_memory import POOL_BYTES, WIDE_BYTES, begun, content, make
 
-from asyncdist.transport.lanes.lane import Differs, Lane, LaneFault
-from asyncdist.transport.lanes.layout import EXPRESS_BYTES, RECORDS, SKIPPED, SLOTS
+from asyncdist.collectives.shared.channel import Differs, Lane, LaneFault
+from asyncdist.collectives.shared.layout import EXPRESS_BYTES, RECORDS, SKIPPED, SLOTS
 
 
 def express(lane: Lane, fingerprint: int, *pieces: bytes, length: int = 0) -> int:

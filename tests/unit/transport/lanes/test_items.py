@@ -7,10 +7,10 @@ import random
 import pytest
 from lane_memory import POOL_BYTES, begun, content, make
 
+from asyncdist.collectives.shared import layout as lane_module
+from asyncdist.collectives.shared.channel import LANE_HEAD_BYTES, MAX_LANE_RANKS, SKIPPED, Differs, Lane, LaneOperation
+from asyncdist.collectives.shared.layout import DESCRIPTORS, RECORDS, SLOTS
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.transport.lanes import layout as lane_module
-from asyncdist.transport.lanes.lane import LANE_HEAD_BYTES, MAX_LANE_RANKS, SKIPPED, Differs, Lane, LaneOperation
-from asyncdist.transport.lanes.layout import DESCRIPTORS, RECORDS, SLOTS
 
 
 class Runner:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from asyncdist.transport.lanes.lane import Lane
-from asyncdist.transport.lanes.layout import (
+from asyncdist.collectives.shared.channel import Lane
+from asyncdist.collectives.shared.layout import (
     ABSENT,
     CONSUMED,
     DESCRIPTOR_BYTES,

@@ -8,8 +8,16 @@ from collections.abc import Sequence
 import pytest
 from lane_memory import POOL_BYTES, WIDE_BYTES, begun, content, make
 
-from asyncdist.transport.lanes.lane import BY_ITEMS, READY, Differs, Lane, LaneFault, Needs
-from asyncdist.transport.lanes.layout import EXPRESS_BYTES, PAYLOAD, RECORD_STRIDE, RECORDS, RECORDS_AT, SKIPPED, SLOTS
+from asyncdist.collectives.shared.channel import BY_ITEMS, READY, Differs, Lane, LaneFault, Needs
+from asyncdist.collectives.shared.layout import (
+    EXPRESS_BYTES,
+    PAYLOAD,
+    RECORD_STRIDE,
+    RECORDS,
+    RECORDS_AT,
+    SKIPPED,
+    SLOTS,
+)
 
 WIDE = 3 * WIDE_BYTES
 ONE: Needs = {1: {0: 1}}

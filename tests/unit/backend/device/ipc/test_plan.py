@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncdist.backend.calls import call as calls
-from asyncdist.backend.calls import exchange as call_exchange
-from asyncdist.backend.calls.call import Call
-from asyncdist.backend.device.ipc.plan import ALIGN_BYTES, CALLERS, Chunk, Combine, Move, Place, chunks, is_small
-from asyncdist.device_array import DeviceArray
-from asyncdist.executor import reduction
-from asyncdist.reduce_op import PremulSum, ReduceOp
+from asyncdist.arrays.device import DeviceArray
+from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
+from asyncdist.collectives.arguments import call as calls
+from asyncdist.collectives.arguments import exchange as call_exchange
+from asyncdist.collectives.arguments.call import Call
+from asyncdist.collectives.executor import reduction
+from asyncdist.gpu.ipc.plan import ALIGN_BYTES, CALLERS, Chunk, Combine, Move, Place, chunks, is_small
 
 SLOT_BYTES = 4096
 ONE_SHOT_BYTES = 512

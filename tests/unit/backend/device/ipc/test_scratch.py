@@ -11,15 +11,15 @@ import pytest
 from device_paths_kit import PathRank, run_ranks
 from waiting import eventually
 
-from asyncdist.backend.calls import call as calls
-from asyncdist.backend.device.host_exchange import HostExchange
-from asyncdist.backend.device.ipc import scratch as ipc_scratch
-from asyncdist.backend.device.ipc.path import CudaIpcPath
-from asyncdist.backend.device.ipc.scratch import LARGE_SLOTS, SMALL_SLOTS, large_slot, open_scratch
-from asyncdist.backend.device.staged.path import StagedPath
+from asyncdist.arrays.reduce_op import ReduceOp
+from asyncdist.collectives.arguments import call as calls
 from asyncdist.cuda.interface import Memory
 from asyncdist.errors import DistBackendError, PeerLostError
-from asyncdist.reduce_op import ReduceOp
+from asyncdist.gpu.host_exchange import HostExchange
+from asyncdist.gpu.ipc import scratch as ipc_scratch
+from asyncdist.gpu.ipc.path import CudaIpcPath
+from asyncdist.gpu.ipc.scratch import LARGE_SLOTS, SMALL_SLOTS, large_slot, open_scratch
+from asyncdist.gpu.staged.path import StagedPath
 from asyncdist.testing.fake_cuda import FakeRuntime
 
 SMALL, LARGE = 1 << 9, 1 << 12

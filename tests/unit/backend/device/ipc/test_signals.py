@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from device_paths_kit import PathRank, run_ranks, values
 
-from asyncdist.backend.calls import call as calls
-from asyncdist.backend.calls import exchange as call_exchange
-from asyncdist.backend.device.ipc import scratch as ipc_scratch
-from asyncdist.backend.device.ipc.channel import MAX_EARLY
-from asyncdist.backend.device.ipc.operation import READ, TOLD
-from asyncdist.backend.device.ipc.path import CudaIpcPath
-from asyncdist.backend.device.ipc.signals import Record, Signals
+from asyncdist.arrays.reduce_op import ReduceOp
+from asyncdist.collectives.arguments import call as calls
+from asyncdist.collectives.arguments import exchange as call_exchange
 from asyncdist.errors import PeerLostError, RemoteProtocolError
-from asyncdist.reduce_op import ReduceOp
+from asyncdist.gpu.ipc import scratch as ipc_scratch
+from asyncdist.gpu.ipc.channel import MAX_EARLY
+from asyncdist.gpu.ipc.operation import READ, TOLD
+from asyncdist.gpu.ipc.path import CudaIpcPath
+from asyncdist.gpu.ipc.signals import Record, Signals
 from asyncdist.testing import run_world
 from asyncdist.testing.fake_cuda import FakeRuntime
 

@@ -16,14 +16,14 @@ import pytest
 import uvloop
 from device_paths_kit import Driver, PathRank, run_ranks
 
-from asyncdist.backend.calls import call as calls
-from asyncdist.backend.calls.members import coalesced
-from asyncdist.backend.device import cuda_events
-from asyncdist.backend.device.ipc import scratch as ipc_scratch
-from asyncdist.backend.device.ipc.channel import STREAMS
-from asyncdist.backend.device.ipc.path import CudaIpcPath
-from asyncdist.backend.device.ipc.scratch import SMALL_SLOTS
-from asyncdist.reduce_op import ReduceOp
+from asyncdist.arrays.reduce_op import ReduceOp
+from asyncdist.collectives.arguments import call as calls
+from asyncdist.collectives.arguments.members import coalesced
+from asyncdist.gpu import cuda_events
+from asyncdist.gpu.ipc import scratch as ipc_scratch
+from asyncdist.gpu.ipc.channel import STREAMS
+from asyncdist.gpu.ipc.path import CudaIpcPath
+from asyncdist.gpu.ipc.scratch import SMALL_SLOTS
 from asyncdist.testing.fake_cuda import FakeRuntime
 
 DEADLINE_S = 60.0

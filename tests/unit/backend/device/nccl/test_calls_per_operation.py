@@ -17,8 +17,8 @@ from cupy_kit import Bindings, install, uninstall
 
 import asyncdist as dist
 from asyncdist import HashStore
-from asyncdist.backend.device import event_spinner
 from asyncdist.cuda import Provider, provider
+from asyncdist.gpu import event_spinner
 
 TIMES = 10
 

@@ -15,9 +15,9 @@ import pytest
 
 import asyncdist as dist
 from asyncdist import HashStore, ReduceOp
-from asyncdist.backend.device.event_spinner import EventSpinner
-from asyncdist.backend.device.nccl import channel as nccl_channel
 from asyncdist.errors import DistBackendError, DistError
+from asyncdist.gpu.event_spinner import EventSpinner
+from asyncdist.gpu.nccl import channel as nccl_channel
 from asyncdist.testing.fake_provider import FakeCuda, fake_cuda
 from asyncdist.transport.spin import Spinner
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from device_paths_kit import PATIENCE_S, PathRank, everybody, run_ranks, values
 
-from asyncdist.backend.calls import call as calls
-from asyncdist.backend.device.staged import line as staged_line
-from asyncdist.backend.device.staged.line import BUFFER_BYTES, BUFFERS, SMALL_BUFFER_BYTES, StagedLine
-from asyncdist.backend.device.staged.path import StagedPath
-from asyncdist.backend.device.staged.pinned_slots import PinnedSlots
-from asyncdist.backend.device.staged.plan import portions
-from asyncdist.backend.device.threads import Helpers
-from asyncdist.device_array import DeviceArray
+from asyncdist.arrays.device import DeviceArray
+from asyncdist.arrays.reduce_op import ReduceOp
+from asyncdist.collectives.arguments import call as calls
 from asyncdist.errors import DistBackendError
-from asyncdist.reduce_op import ReduceOp
+from asyncdist.gpu.staged import line as staged_line
+from asyncdist.gpu.staged.line import BUFFER_BYTES, BUFFERS, SMALL_BUFFER_BYTES, StagedLine
+from asyncdist.gpu.staged.path import StagedPath
+from asyncdist.gpu.staged.pinned_slots import PinnedSlots
+from asyncdist.gpu.staged.plan import portions
+from asyncdist.gpu.threads import Helpers
 from asyncdist.testing.fake_cuda import FakeRuntime
 
 

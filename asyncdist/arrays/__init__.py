@@ -1,0 +1,1 @@
+"""Arrays of the host and of a GPU, what has DLPack, reductions, and Python objects in msgpack."""

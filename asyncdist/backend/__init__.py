@@ -1,1 +1,0 @@
-"""Ways to carry out a group's operations: `aio` for host arrays; others register themselves."""

@@ -1,1 +1,0 @@
-"""Calls: the arguments of a group's operations, checked and bound, before a byte moves."""

@@ -1,0 +1,281 @@
+"""Call: one collective's arguments, checked and bound, before a byte moves.
+
+Each function checks the arguments of one collective for one rank and returns the `Call` a backend runs. All raise
+TypeError for values that are no arrays or reduce operations, and ValueError for shapes, counts, dtypes or roots that
+do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asyncdist.arrays.device import DeviceArray, any_array, device_flat, device_of, flat_of
+from asyncdist.arrays.host import Array, Flat, describe
+from asyncdist.arrays.reduce_op import ReduceOpLike
+from asyncdist.collectives.executor import reduction
+
+__all__ = [
+    "NO_BLOCKS",
+    "Call",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "arrays_of",
+    "barrier",
+    "blocks_like",
+    "blocks_of",
+    "broadcast",
+    "check_same_dtype",
+    "gather",
+    "given_at_root",
+    "monitored_barrier",
+    "place_of",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+]
+
+_BYTE = np.dtype(np.uint8)
+_UNEVEN_HINT = " (for different sizes, say uneven=True on every rank)"
+NO_BLOCKS: tuple[Flat, ...] = ()
+
+
+@dataclass(slots=True)
+class Call:
+    """A collective as the engine sees it.
+
+    `counts` is what the plan is made for: elements in all for operations on one array; elements of each rank's block,
+    or one number per rank, for those on blocks. `inputs` and `outputs` are the arrays, in rank order where there are
+    several; empty where this rank has none.
+    """
+
+    collective: str
+    dtype: np.dtype[Any]
+    counts: int | tuple[int, ...]
+    inputs: Sequence[Flat]
+    outputs: Sequence[Flat]
+    result: Any
+    root: int = 0
+    op: ReduceOpLike | None = None
+    finishes: bool = False
+    """Whether `op` is finished (AVG divides) on this rank's outputs."""
+    detail: str = ""
+    """What else ranks must agree on, told apart by the fingerprint: how several arrays make up the counts."""
+    pieces: tuple[Sequence[Array], Sequence[Array]] | None = None
+    """Where a rank knows only its own lengths: what it sends and receives, in rank order. Each is one element of the
+    plan."""
+    shares: int = 1
+    """Arrays per rank that have been reduced into its contribution, which AVG counts."""
+    algorithm: str | None = None
+    """The algorithm the operation needs, whatever is fastest for one of this size; blocks then move in one piece."""
+    device: int | None = None
+    """The GPU that the arrays are on, which are `DeviceArray`s then; None for host arrays."""
+    members: Sequence[Call] = ()
+    """On a GPU, the calls that this one consists of, where it is several: they are carried out together. Where they are
+    on different GPUs, they are a rank's shares in one collective of all GPUs of all ranks."""
+    ready: Sequence[Any] = ()
+    """On a GPU, events on the caller's streams that the arrays' use waits for."""
+
+    @property
+    def recipe_key(self) -> tuple[Any, ...]:
+        """What the plan and the fingerprint are made of."""
+        detail = self.detail
+        if self.device is not None:
+            detail = f"{detail} on GPUs" if detail else "arrays on GPUs"
+        return self.collective, self.counts, self.dtype, self.root, self.op, detail
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the vector, or of a block where all have the same size; of pieces, what is sent or received here."""
+        if self.pieces is not None:
+            return max(sum(piece.nbytes for piece in side) for side in self.pieces)
+        elements = self.counts if isinstance(self.counts, int) else sum(self.counts)
+        return elements * self.dtype.itemsize
+
+
+def all_reduce(tensor: object, op: ReduceOpLike) -> Call:
+    """Any shape; in place."""
+    array = any_array(tensor)
+    dtype = array.dtype
+    reduction.validate(op, dtype)
+    if type(array) is np.ndarray:  # without a detour: small ones count nanoseconds
+        return Call("all_reduce", dtype, array.size, NO_BLOCKS, (Flat(array, writable=True),), tensor, 0, op, True)
+    flats: Any = (device_flat(array, writable=True),)
+    return Call("all_reduce", dtype, array.size, NO_BLOCKS, flats, tensor, 0, op, True, device=array.device)
+
+
+def broadcast(tensor: object, root: int, rank: int) -> Call:
+    """Any shape; in place on every rank but the root, which only reads."""
+    array = any_array(tensor)
+    flat = flat_of(array, writable=rank != root)
+    return Call("broadcast", array.dtype, array.size, NO_BLOCKS, (flat,), tensor, root, device=device_of(array))
+
+
+def reduce(tensor: object, root: int, op: ReduceOpLike, rank: int) -> Call:
+    """Any shape; in place on the root, untouched elsewhere."""
+    array = any_array(tensor)
+    reduction.validate(op, array.dtype)
+    flat = flat_of(array, writable=rank == root)
+    outputs = (flat,) if rank == root else NO_BLOCKS
+    own = rank == root
+    return Call(
+        "reduce", array.dtype, array.size, (flat,), outputs, tensor, root, op, finishes=own, device=device_of(array)
+    )
+
+
+def all_gather(tensor_list: object, tensor: object, rank: int, size: int) -> Call:
+    """`size` arrays of the dtype of `tensor`, the same sizes on all ranks; this rank's is shaped like `tensor`."""
+    array = any_array(tensor)
+    arrays = blocks_of(tensor_list, "tensor_list", size, array, rank)
+    outputs = [flat_of(block, writable=True, name=f"tensor_list[{index}]") for index, block in enumerate(arrays)]
+    even = all(block.size == array.size for block in arrays)
+    counts = array.size if even else tuple(block.size for block in arrays)
+    inputs = (flat_of(array, writable=False),)
+    return Call("all_gather", array.dtype, counts, inputs, outputs, tensor_list, device=device_of(array))
+
+
+def all_gather_into_tensor(output: object, tensor: object, size: int) -> Call:
+    """`output` holds `size` times the elements of `tensor`, concatenated or stacked along the first dimension."""
+    array, target = any_array(tensor, "input_tensor"), any_array(output, "output_tensor")
+    check_same_dtype(array, target, "input_tensor", "output_tensor")
+    if target.size != size * array.size:
+        raise ValueError(
+            f"output_tensor must hold {size} times the {array.size} elements of input_tensor, but holds {target.size}"
+        )
+    outputs = (flat_of(target, writable=True, name="output_tensor"),)
+    inputs = (flat_of(array, writable=False),)
+    return Call("all_gather", array.dtype, array.size, inputs, outputs, output, device=device_of(array))
+
+
+def gather(tensor: object, gather_list: object, root: int, rank: int, size: int) -> Call:
+    """`gather_list` only on the root: `size` arrays of the shape and dtype of `tensor`."""
+    array = any_array(tensor)
+    outputs: Sequence[Flat] = NO_BLOCKS
+    if given_at_root(gather_list, "gather_list", "destination", here=rank == root):
+        outputs = blocks_like(gather_list, "gather_list", size, array, writable=True, hint=_UNEVEN_HINT)
+    inputs = (flat_of(array, writable=False),)
+    return Call("gather", array.dtype, array.size, inputs, outputs, gather_list or None, root, device=device_of(array))
+
+
+def scatter(tensor: object, scatter_list: object, root: int, rank: int, size: int) -> Call:
+    """`scatter_list` only on the root: `size` arrays of the shape and dtype of `tensor`."""
+    array = any_array(tensor)
+    inputs: Sequence[Flat] = NO_BLOCKS
+    if given_at_root(scatter_list, "scatter_list", "source", here=rank == root):
+        inputs = blocks_like(scatter_list, "scatter_list", size, array, writable=False, hint=_UNEVEN_HINT)
+    own = (flat_of(array, writable=True),)
+    return Call("scatter", array.dtype, array.size, inputs, own, tensor, root, device=device_of(array))
+
+
+def reduce_scatter(output: object, input_list: object, op: ReduceOpLike, rank: int, size: int) -> Call:
+    """`input_list` holds one array per rank, of any sizes; this rank gets the reduction of its own."""
+    target = any_array(output, "output")
+    reduction.validate(op, target.dtype)
+    arrays = arrays_of(input_list, "input_list", size)
+    for index, array in enumerate(arrays):
+        check_same_dtype(array, target, f"input_list[{index}]", "output")
+    if arrays[rank].shape != target.shape:
+        raise ValueError(f"output has shape {target.shape}, but input_list[{rank}] has {arrays[rank].shape}")
+    inputs = [flat_of(array, writable=False) for array in arrays]
+    counts = tuple(array.size for array in arrays)
+    outputs = (flat_of(target, writable=True, name="output"),)
+    device = device_of(target)
+    return Call("reduce_scatter", target.dtype, counts, inputs, outputs, output, op=op, finishes=True, device=device)
+
+
+def reduce_scatter_tensor(output: object, tensor: object, op: ReduceOpLike, size: int) -> Call:
+    """`tensor` holds `size` times the elements of `output`."""
+    target, array = any_array(output, "output"), any_array(tensor, "input")
+    reduction.validate(op, target.dtype)
+    check_same_dtype(array, target, "input", "output")
+    if array.size != size * target.size:
+        raise ValueError(f"input must hold {size} times the {target.size} elements of output, but holds {array.size}")
+    inputs = (flat_of(array, writable=False),)
+    outputs = (flat_of(target, writable=True, name="output"),)
+    return Call(
+        "reduce_scatter",
+        target.dtype,
+        target.size,
+        inputs,
+        outputs,
+        output,
+        op=op,
+        finishes=True,
+        device=device_of(target),
+    )
+
+
+def barrier() -> Call:
+    """No data."""
+    return Call("barrier", _BYTE, 0, NO_BLOCKS, NO_BLOCKS, None)
+
+
+def monitored_barrier() -> Call:
+    """No data; not to be met by a plain barrier."""
+    return Call("barrier", _BYTE, 0, NO_BLOCKS, NO_BLOCKS, None, detail="monitored")
+
+
+def given_at_root(values: object, name: str, role: str, *, here: bool) -> bool:
+    """Return `here`: whether this is the rank that alone gives a list, as source or destination (`role`).
+
+    Elsewhere an empty list is none.
+    """
+    if here and values is None:
+        raise ValueError(f"{name} must be given on the {role} rank")
+    if values and not here:
+        raise ValueError(f"{name} must not be given on ranks other than the {role}")
+    return here
+
+
+def arrays_of(values: object, name: str, size: int | None) -> list[Array]:
+    """The arrays of a list that holds one per rank; of any length if `size` is None."""
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{name} must be a list of arrays, not {type(values).__name__}")
+    if size is not None and len(values) != size:
+        raise ValueError(f"{name} must hold one array per rank: {size}, but holds {len(values)}")
+    return [any_array(value, f"{name}[{index}]") for index, value in enumerate(values)]
+
+
+def blocks_like(values: object, name: str, size: int, like: Array, *, writable: bool, hint: str = "") -> list[Flat]:
+    """The arrays of a list that holds one per rank, each of the shape and dtype of `like`; `hint` ends the error."""
+    arrays = arrays_of(values, name, size)
+    for index, array in enumerate(arrays):
+        if array.shape != like.shape or array.dtype != like.dtype:
+            raise ValueError(
+                f"{name}[{index}] is {describe(array.dtype, array.shape)}, but tensor is "
+                f"{describe(like.dtype, like.shape)}{hint if array.dtype == like.dtype else ''}"
+            )
+        check_same_dtype(array, like, f"{name}[{index}]", "tensor")
+    return [flat_of(array, writable=writable, name=f"{name}[{index}]") for index, array in enumerate(arrays)]
+
+
+def blocks_of(values: object, name: str, size: int, own: Array, rank: int) -> list[Array]:
+    """The arrays of a list that holds one per rank, of the dtype of `own`, and `rank`'s of its shape."""
+    arrays = arrays_of(values, name, size)
+    for index, array in enumerate(arrays):
+        check_same_dtype(array, own, f"{name}[{index}]", "tensor")
+    if arrays[rank].shape != own.shape:
+        raise ValueError(
+            f"{name}[{rank}] is {describe(own.dtype, arrays[rank].shape)}, but tensor is "
+            f"{describe(own.dtype, own.shape)}"
+        )
+    return arrays
+
+
+def check_same_dtype(left: Any, right: Any, left_name: str, right_name: str) -> None:
+    """Raise ValueError unless both have one dtype and are in one memory, the host's or a GPU's."""
+    if left.dtype != right.dtype:
+        raise ValueError(f"{left_name} has dtype {left.dtype.name}, but {right_name} has {right.dtype.name}")
+    if (type(left) is DeviceArray or type(right) is DeviceArray) and device_of(left) != device_of(right):
+        raise ValueError(f"{left_name} is on {place_of(left)}, but {right_name} on {place_of(right)}")
+
+
+def place_of(array: Any) -> str:
+    """`cuda:0` or `the host`, for messages."""
+    device = device_of(array)
+    return "the host" if device is None else f"cuda:{device}"

@@ -1,0 +1,195 @@
+"""Calls of the coalesced collectives: lists of arrays of one dtype, packed into one operation.
+
+As in `calls.call`, each function checks the arguments for one rank, and raises TypeError and ValueError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from asyncdist.arrays.device import device_of, flat_of
+from asyncdist.arrays.host import Array, Flat, describe
+from asyncdist.arrays.reduce_op import ReduceOpLike
+from asyncdist.collectives.arguments import call
+from asyncdist.collectives.arguments.call import NO_BLOCKS, Call, arrays_of, check_same_dtype
+from asyncdist.collectives.arguments.members import coalesced
+from asyncdist.collectives.arguments.packed import Packed, adjacent, packed, room_for
+from asyncdist.collectives.executor import reduction
+
+__all__ = [
+    "all_gather_coalesced",
+    "all_gather_into_tensor_coalesced",
+    "all_reduce_coalesced",
+    "broadcast_coalesced",
+    "flats_of",
+    "reduce_scatter_tensor_coalesced",
+    "same_dtype_arrays",
+]
+
+
+def all_reduce_coalesced(tensors: object, op: ReduceOpLike) -> Call:
+    """Any shapes; in place."""
+    arrays = same_dtype_arrays(tensors, "tensors")
+    reduction.validate(op, arrays[0].dtype)
+    if device_of(arrays[0]) is not None:
+        return coalesced([call.all_reduce(array, op) for array in arrays], _split_detail(arrays), tensors)
+    whole = _in_place(arrays, writable=True)
+    return _vector("all_reduce", arrays, (whole,), tensors, op=op, finishes=True)
+
+
+def broadcast_coalesced(tensors: object, root: int, rank: int) -> Call:
+    """Any shapes; in place on every rank but the root, which only reads."""
+    arrays = same_dtype_arrays(tensors, "tensors")
+    if device_of(arrays[0]) is not None:
+        return coalesced([call.broadcast(array, root, rank) for array in arrays], _split_detail(arrays), tensors)
+    return _vector("broadcast", arrays, (_in_place(arrays, writable=rank != root),), tensors, root=root)
+
+
+def all_gather_coalesced(output_tensor_lists: object, input_tensor_list: object, size: int) -> Call:
+    """`size` lists, in rank order, of arrays of the shapes and dtype of `input_tensor_list`."""
+    arrays = same_dtype_arrays(input_tensor_list, "input_tensor_list")
+    lists = _lists(output_tensor_lists, "output_tensor_lists", size)
+    rows = [arrays_like(one, f"output_tensor_lists[{rank}]", arrays) for rank, one in enumerate(lists)]
+    if device_of(arrays[0]) is not None:
+        members = [call.all_gather([row[index] for row in rows], array, 0, size) for index, array in enumerate(arrays)]
+        return coalesced(members, _split_detail(arrays), output_tensor_lists)
+    outputs: list[Flat] = []
+    for rank, row in enumerate(rows):
+        outputs += flats_of(row, f"output_tensor_lists[{rank}]", writable=True)
+    places = [flat.elements for flat in outputs]
+    whole = Packed(room_for(places), [places], outputs)
+    return _blocks("all_gather", arrays, (_read(arrays),), (whole,), output_tensor_lists)
+
+
+def all_gather_into_tensor_coalesced(output_tensors: object, input_tensors: object, size: int) -> Call:
+    """Each output holds `size` times the elements of the input beside it."""
+    arrays = same_dtype_arrays(input_tensors, "input_tensors")
+    targets = _times(output_tensors, "output_tensors", arrays, "input_tensors", size)
+    if device_of(arrays[0]) is not None:
+        pairs = zip(targets, arrays, strict=True)
+        members = [call.all_gather_into_tensor(target, array, size) for target, array in pairs]
+        return coalesced(members, _split_detail(arrays), output_tensors)
+    outputs = flats_of(targets, "output_tensors", writable=True)
+    places = by_rank(outputs, arrays, size)
+    whole = Packed(room_for(places), [places], outputs)
+    return _blocks("all_gather", arrays, (_read(arrays),), (whole,), output_tensors)
+
+
+def reduce_scatter_tensor_coalesced(outputs: object, inputs: object, op: ReduceOpLike, size: int) -> Call:
+    """Each input holds `size` times the elements of the output beside it."""
+    arrays = same_dtype_arrays(outputs, "outputs")
+    reduction.validate(op, arrays[0].dtype)
+    wholes = _times(inputs, "inputs", arrays, "outputs", size)
+    if device_of(arrays[0]) is not None:
+        pairs = zip(arrays, wholes, strict=True)
+        members = [call.reduce_scatter_tensor(array, whole, op, size) for array, whole in pairs]
+        return coalesced(members, _split_detail(arrays), outputs)
+    sources = flats_of(wholes, "inputs", writable=False)
+    source = Packed(packed(by_rank(sources, arrays, size)))
+    targets = flats_of(arrays, "outputs", writable=True)
+    places = [flat.elements for flat in targets]
+    result = Packed(room_for(places), [places], targets)
+    return _blocks("reduce_scatter", arrays, (source,), (result,), outputs, op=op, finishes=True)
+
+
+def same_dtype_arrays(values: object, name: str) -> list[Array]:
+    """The arrays of a list that is not empty and of one dtype."""
+    if isinstance(values, list | tuple) and not values:
+        raise ValueError(f"{name} must not be empty")
+    arrays = arrays_of(values, name, None)
+    for index, array in enumerate(arrays):
+        check_same_dtype(array, arrays[0], f"{name}[{index}]", f"{name}[0]")
+    return arrays
+
+
+def arrays_like(values: object, name: str, like: Sequence[Array]) -> list[Array]:
+    """The arrays of a list, each of the shape and dtype of that in `like` at its place."""
+    arrays = arrays_of(values, name, None)
+    if len(arrays) != len(like):
+        raise ValueError(f"{name} must hold {len(like)} arrays, as many as there are inputs, but holds {len(arrays)}")
+    for index, (array, model) in enumerate(zip(arrays, like, strict=True)):
+        if array.shape != model.shape or array.dtype != model.dtype:
+            raise ValueError(
+                f"{name}[{index}] is {describe(array.dtype, array.shape)}, but the input at its place is "
+                f"{describe(model.dtype, model.shape)}"
+            )
+        check_same_dtype(array, model, f"{name}[{index}]", "the input at its place")
+    return arrays
+
+
+def flats_of(arrays: Sequence[Array], name: str, *, writable: bool) -> list[Flat]:
+    """Every array as one run of elements."""
+    return [flat_of(array, writable=writable, name=f"{name}[{index}]") for index, array in enumerate(arrays)]
+
+
+def by_rank(flats: Sequence[Flat], like: Sequence[Array], size: int) -> list[Array]:
+    """Rank 0's parts of all `flats`, then rank 1's, and so on; a part has the elements of that in `like`."""
+    return [
+        flat.elements[rank * model.size : (rank + 1) * model.size]
+        for rank in range(size)
+        for flat, model in zip(flats, like, strict=True)
+    ]
+
+
+def _split_detail(arrays: Sequence[Array]) -> str:
+    """How the arrays divide the whole, for the fingerprint."""
+    return "+".join(str(array.size) for array in arrays)
+
+
+def _lists(values: object, name: str, size: int) -> Sequence[Any]:
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{name} must be a list of lists of arrays, not {type(values).__name__}")
+    if len(values) != size:
+        raise ValueError(f"{name} must hold one list per rank: {size}, but holds {len(values)}")
+    return values
+
+
+def _times(values: object, name: str, like: Sequence[Array], like_name: str, size: int) -> list[Array]:
+    """Arrays of `size` times the elements of those of `like`."""
+    arrays = same_dtype_arrays(values, name)
+    if len(arrays) != len(like):
+        raise ValueError(f"{name} holds {len(arrays)} arrays, but {like_name} {len(like)}")
+    check_same_dtype(arrays[0], like[0], name, like_name)
+    for index, (array, model) in enumerate(zip(arrays, like, strict=True)):
+        if array.size != size * model.size:
+            raise ValueError(
+                f"{name}[{index}] must hold {size} times the {model.size} elements of {like_name}[{index}], but holds "
+                f"{array.size}"
+            )
+    return arrays
+
+
+def _read(arrays: Sequence[Array]) -> Flat:
+    return Packed(packed([flat_of(array, writable=False).elements for array in arrays]))
+
+
+def _in_place(arrays: Sequence[Array], *, writable: bool) -> Flat:
+    flats = flats_of(arrays, "tensors", writable=writable)
+    parts = [flat.elements for flat in flats]
+    whole = adjacent(parts)
+    if whole is not None:
+        return Packed(whole, owners=flats)
+    return Packed(packed(parts), [parts] if writable else [], flats)
+
+
+def _count(arrays: Sequence[Array]) -> int:
+    return sum(array.size for array in arrays)
+
+
+def _vector(collective: str, arrays: Sequence[Array], outputs: Sequence[Flat], result: Any, **rest: Any) -> Call:
+    detail = _split_detail(arrays)
+    return Call(collective, arrays[0].dtype, _count(arrays), NO_BLOCKS, outputs, result, detail=detail, **rest)
+
+
+def _blocks(
+    collective: str,
+    arrays: Sequence[Array],
+    inputs: Sequence[Flat],
+    outputs: Sequence[Flat],
+    result: Any,
+    **rest: Any,
+) -> Call:
+    """Blocks of the elements of `arrays` together."""
+    detail = _split_detail(arrays)
+    return Call(collective, arrays[0].dtype, _count(arrays), inputs, outputs, result, detail=detail, **rest)

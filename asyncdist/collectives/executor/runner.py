@@ -1,0 +1,353 @@
+"""Execution: one collective under way on this rank.
+
+It walks a program's graph: a step starts, in the call or the completion callback that made it ready, as soon as every
+step it waits for is done. There is no task and no future per step; the transport reports through the `Sink` methods.
+
+Work on memory (copies, reductions) is cut into slices of at most `SLICE_BYTES` between which the event loop runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from asyncdist.arrays.host import Array
+from asyncdist.collectives.executor.buffers import Bound
+from asyncdist.collectives.executor.item_steps import ItemSteps
+from asyncdist.collectives.executor.program import (
+    COPY,
+    PIECE_SUFFIX,
+    PUBLISH,
+    RECV,
+    RECV_REDUCE,
+    SEND,
+    Instruction,
+    Program,
+)
+from asyncdist.collectives.executor.scratch import ScratchPool
+from asyncdist.collectives.executor.sliced import SLICE_BYTES, run_sliced
+from asyncdist.collectives.shared.operation import SharedPart, different
+from asyncdist.errors import CollectiveMismatchError, DistError, GroupAbortedError
+from asyncdist.transport.protocol.frame import CREDIT_BYTES
+from asyncdist.transport.protocol.matching import Receive, SendOp
+from asyncdist.transport.protocol.peer import PeerCore
+
+__all__ = ["Execution", "Kernel", "mismatch"]
+
+START_STEPS: Final = 64
+"""Steps that are started in one turn of the loop, of those that wait for none: some microseconds each."""
+
+BULK_BYTES: Final = CREDIT_BYTES // 2
+"""What an operation may send from one rank to another without being asked for it, but for its short messages. So two of
+them may be under way before credit is used up."""
+
+Kernel = Callable[[Array, Array, Array], object]
+
+
+class Execution(ItemSteps):
+    """One rank's program on bound buffers.
+
+    `peers` maps group ranks to connections. `ended(error)`, for subclasses to say, is called exactly once: None when
+    every step is done, or the first failure, after which the operation's messages must be dropped and `stop` called.
+    """
+
+    __slots__ = (
+        "_budget",
+        "_buffers",
+        "_fingerprint",
+        "_itemsize",
+        "_kernel",
+        "_line",
+        "_loop",
+        "_not_bulk",
+        "_peers",
+        "_pending",
+        "_pool",
+        "_prefix",
+        "_program",
+        "_remaining",
+        "_shared",
+        "_staging",
+        "_stopped",
+        "_waiting",
+    )
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        program: Program,
+        buffers: Sequence[Bound],
+        peers: Sequence[PeerCore | None],
+        prefix: bytes,
+        fingerprint: int,
+        itemsize: int,
+        kernel: Kernel | None,
+        pool: ScratchPool,
+    ) -> None:
+        self._loop = loop
+        self._program = program
+        self._buffers = buffers
+        self._peers = peers
+        self._prefix = prefix
+        self._fingerprint = fingerprint
+        self._itemsize = itemsize
+        self._not_bulk = BULK_BYTES // itemsize
+        self._kernel = kernel
+        self._pool = pool
+        self._pending = program.pending.copy()
+        self._remaining = len(program.pending)
+        self._waiting: set[int] = set()
+        self._staging: dict[int, Array] = {}
+        self._budget = SLICE_BYTES
+        self._line: deque[Callable[[], None]] = deque()  # work on memory, one slice in a turn of the loop
+        self._stopped = False
+        self._shared: SharedPart | None = None
+
+    def start(self) -> None:
+        """Start every step that waits for none; may call `ended` at once."""
+        self._start_from(0)
+
+    def _start_from(self, first: int) -> None:
+        if self._stopped:
+            return
+        ready = self._program.first_steps(self._itemsize)
+        if first + START_STEPS < len(ready):
+            self._loop.call_soon(self._start_from, first + START_STEPS)
+        self._advance(list(ready[first : first + START_STEPS]))
+
+    def ended(self, error: BaseException | None) -> None:
+        """Every step is done (None), or one has failed."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Forget the operation: later callbacks of the transport are ignored."""
+        self._stopped = True
+        for staging in self._staging.values():
+            self._pool.give(staging)
+        self._staging.clear()
+        self._line.clear()
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """Group ranks whose messages have not come; failing those, the ranks that have not taken ours."""
+        waiting = [self._program.instructions[index] for index in self._waiting]
+        receives = {step.peer for step in waiting if step.kind not in (SEND, PUBLISH)}
+        if not receives and self._shared is not None:
+            receives = self._shared.slow_readers()
+        return tuple(sorted(receives or {step.peer for step in waiting if step.peer >= 0}))
+
+    def _advance(self, ready: list[int]) -> None:
+        """Start the steps of `ready`, and those that become ready by steps that are done at once."""
+        pending, instructions = self._pending, self._program.instructions
+        single_copy = self._program.single_copy
+        self._budget = SLICE_BYTES
+        try:
+            # It grows while it is walked. Steps start in the order in which they became ready; but what is lent, which
+            # costs nothing and the others may wait for, before all else.
+            for place, index in enumerate(ready, 1):
+                if self._stopped:
+                    return
+                step = instructions[index]
+                if self._issue(index, step):
+                    self._remaining -= 1
+                    for successor in step.successors:
+                        pending[successor] -= 1
+                        if not pending[successor]:
+                            if single_copy and step.kind == PUBLISH == instructions[successor].kind:
+                                ready.insert(place, successor)
+                            else:
+                                ready.append(successor)
+        except Exception as error:  # a peer that is gone already refuses messages at once; or memory is short
+            if isinstance(error, DistError):
+                error.__traceback__ = None  # the group may keep it, and the frames it came through hold arrays
+            self.message_failed(None, error)
+            return
+        if not self._remaining and not self._stopped:
+            self._stopped = True
+            self.ended(None)
+
+    def _complete(self, index: int) -> None:
+        if self._stopped:
+            return
+        self._remaining -= 1
+        pending = self._pending
+        ready = []
+        for successor in self._program.instructions[index].successors:
+            pending[successor] -= 1
+            if not pending[successor]:
+                ready.append(successor)
+        self._advance(ready)
+
+    def _issue(self, index: int, step: Instruction) -> bool:
+        """Start a step; True if it is done already."""
+        kind, peer, suffix, buffer, start, stop, source, source_start, source_stop, together, left, _ = step
+        bulk = together > self._not_bulk
+        if kind == SEND:
+            payload = self._buffers[buffer].octets(start, stop)
+            send = SendOp(self._prefix + suffix, payload, b"", self, index, self._fingerprint, bulk=bulk)
+            done = self._peers[peer].post_send(send)  # type: ignore[union-attr]
+        elif kind == RECV:
+            target = self._buffers[buffer].octets(start, stop)
+            receive = Receive(self._prefix + suffix, target, self, index, bulk=bulk)
+            done = self._peers[peer].post_receive(receive)  # type: ignore[union-attr]
+            if done and receive.fingerprint != self._fingerprint:
+                raise mismatch(receive)
+        elif kind == RECV_REDUCE:
+            nbytes = (stop - start) * self._itemsize
+            staging = self._staging[index] = self._pool.take(nbytes)
+            receive = Receive(self._prefix + suffix, staging.data, self, index, bulk=bulk)
+            done = self._peers[peer].post_receive(receive)  # type: ignore[union-attr]
+            if done:
+                if receive.fingerprint != self._fingerprint:
+                    raise mismatch(receive)
+                return self._reduce_staged(index)
+        elif kind >= PUBLISH:
+            shared = self._shared
+            assert shared is not None, "a plan that publishes was given no shared memory"
+            done = shared.issue(index, step)
+        else:
+            return self._combine(
+                index,
+                kind,
+                self._buffers[source].elements(source_start, source_stop),
+                self._buffers[buffer].elements(start, stop),
+                left,
+            )
+        if not done:
+            self._waiting.add(index)
+        return done
+
+    def _reduce_staged(self, index: int) -> bool:
+        """Reduce what has been received into its place; True if that is done already."""
+        step = self._program.instructions[index]
+        target = self._buffers[step.buffer].elements(step.start, step.stop)
+        return self._combine(index, RECV_REDUCE, self._staging[index].view(target.dtype), target, step.left)
+
+    def _combine(self, index: int, kind: int, source: Array, target: Array, left: bool) -> bool:
+        """Do the work on memory of a step: at once if it is small (True), else in slices (False).
+
+        What one call of `_advance` does at once is bounded as well: what is more waits in line.
+        """
+        if target.nbytes <= (SLICE_BYTES if kind == RECV_REDUCE else self._budget):
+            self._budget -= target.nbytes
+            self._apply(kind, source, target, left)
+            if kind == RECV_REDUCE:
+                self._pool.give(self._staging.pop(index))
+            return True
+
+        def apply_slice(first: int, last: int) -> None:
+            if self._stopped:
+                return
+            try:
+                self._apply(kind, source[first:last], target[first:last], left)
+            except Exception as error:  # a reduction of the user's own
+                self.message_failed(None, error)
+
+        def finish() -> None:
+            if not self._stopped:
+                if kind == RECV_REDUCE:
+                    self._pool.give(self._staging.pop(index))
+                self._complete(index)
+            if self._line:  # else all is forgotten
+                self._line.popleft()
+                if self._line:
+                    self._loop.call_soon(self._line[0])
+
+        # Even the first slice waits for the loop's next turn: `finish` must not run inside `_advance`.
+        self._line.append(partial(run_sliced, self._loop, target.size, self._itemsize, apply_slice, finish))
+        if len(self._line) == 1:
+            self._loop.call_soon(self._line[0])
+        return False
+
+    def _apply(self, kind: int, source: Array, target: Array, left: bool) -> None:
+        if kind == COPY:
+            target[...] = source
+            return
+        kernel = self._kernel
+        assert kernel is not None, "a plan that reduces was given no reduction"
+        if left:
+            kernel(source, target, target)
+        else:
+            kernel(target, source, target)
+
+    # What shared memory asks and reports.
+
+    def send(self, index: int, step: Instruction) -> bool:
+        """Send by message what a step publishes; True if it has gone."""
+        send = SendOp(self._prefix + PIECE_SUFFIX, self.payload(step), b"", self, index, self._fingerprint)
+        done: bool = self._peers[step.peer].post_send(send)  # type: ignore[union-attr]
+        return done
+
+    def receive(self, index: int, step: Instruction, nbytes: int) -> bool:
+        """Receive an item of `nbytes` bytes that comes by message; True if it is here.
+
+        Raises CollectiveMismatchError.
+        """
+        target = self._buffers[step.buffer].octets(step.start, step.stop)
+        self._check_length(step, len(target), nbytes)
+        receive = Receive(self._prefix + PIECE_SUFFIX, target, self, index)
+        done: bool = self._peers[step.peer].post_receive(receive)  # type: ignore[union-attr]
+        if done and receive.fingerprint != self._fingerprint:
+            raise mismatch(receive)
+        return done
+
+    def hold(self) -> None:
+        """Do not end before `release`: something of our arrays was lent."""
+        self._remaining += 1
+
+    def release(self) -> None:
+        """All of that was read."""
+        if not self._stopped:
+            self._remaining -= 1
+            self._advance([])
+
+    def step_done(self, index: int) -> None:
+        """A step that was issued, and was not done then, is."""
+        self._waiting.discard(index)
+        self._complete(index)
+
+    # What the transport reports.
+
+    def message_sent(self, token: Any) -> None:
+        """A send's buffer may be reused."""
+        if not self._stopped:
+            self._waiting.discard(token)
+            self._complete(token)
+
+    def message_received(self, token: Any, receive: Receive) -> None:
+        """A message is in its place (or in staging, to be reduced)."""
+        if self._stopped:
+            return
+        if receive.fingerprint != self._fingerprint:
+            self.message_failed(token, mismatch(receive))
+            return
+        self._waiting.discard(token)
+        try:
+            if token in self._staging and not self._reduce_staged(token):
+                return
+        except Exception as error:  # a reduction of the user's own
+            self.message_failed(None, error)
+            return
+        self._complete(token)
+
+    def message_failed(self, token: Any, error: BaseException) -> None:
+        """A message cannot come or go any more.
+
+        GroupAbortedError means that the peer gave the operation up; why, its or another rank's control message says,
+        and until that is here the operation waits.
+        """
+        if not self._stopped and not isinstance(error, GroupAbortedError):
+            self._stopped = True
+            self.ended(error)
+
+    def allocate(self, token: Any, source: int, nbytes: int, meta: bytes) -> memoryview:
+        """Never called: every receive of a plan names its target."""
+        raise AssertionError("a plan's receives have targets")
+
+
+def mismatch(receive: Receive) -> CollectiveMismatchError:
+    """A message has come whose sender takes it for part of another operation."""
+    assert receive.source is not None
+    return different(receive.source)

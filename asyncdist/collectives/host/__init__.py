@@ -1,0 +1,1 @@
+"""The backend of host arrays: collectives as plans over the mesh."""

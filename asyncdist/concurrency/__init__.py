@@ -1,0 +1,1 @@
+"""asyncio without ranks: loops, tasks, deadlines, cleanup that cancellation does not interrupt, call sites."""

@@ -1,0 +1,176 @@
+"""run: the event loop at the edge of a program."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import os
+import select
+import selectors
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from asyncdist.concurrency.uncaught import shorten_if_uncaught
+
+__all__ = ["forget_closed", "loop_factory", "prepare_fork", "run"]
+
+T = TypeVar("T")
+
+_TERMINATED: Final = 128 + signal.SIGTERM
+
+_NO_ASYNC_OP: Final = """\
+In asyncdist operations take no async_op: all begin at the call and return a Work, as in work = dist.all_reduce(x), to
+be awaited at once or later. In asyncdist.blocking they take it as torch's do."""
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """Return uvloop's loop factory where it is installed, else asyncio's."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+def forget_closed(loop: asyncio.AbstractEventLoop, descriptors: Iterable[int]) -> None:
+    """In a forked child, let the loop that this thread ran forget descriptors, which are closed already.
+
+    The child may run it on, to its end. What was to be watched from the next turn on, uvloop would ask the kernel for
+    then; that knows no such descriptor, and uvloop aborts the process.
+    """
+    for descriptor in descriptors:
+        for remove in (loop.remove_writer, loop.remove_reader):
+            with contextlib.suppress(OSError, RuntimeError):  # asyncio asks the kernel first; or the loop is closed
+                remove(descriptor)
+    _watch_apart(loop)
+
+
+def _watch_apart(loop: asyncio.AbstractEventLoop) -> None:
+    """Give the loop of a forked child an epoll set of its own, with what it watches in its parent's.
+
+    In the one they share, the child would hear of its parent's new descriptors, at which uvloop aborts, and would end
+    the watch for what wakes the parent when it closes its loop.
+    """
+    if _fork_libuv(loop):
+        return
+    shared = _epoll_set(loop)
+    if shared < 0:
+        return
+    with select.epoll() as own:
+        for line in Path(f"/proc/self/fdinfo/{shared}").read_text("ascii").splitlines():
+            if line.startswith("tfd:"):  # proc(5): tfd: 4 events: 19 data: ...
+                _, descriptor, _, events, *_ = line.split()
+                with contextlib.suppress(OSError):  # closed here
+                    own.register(int(descriptor), int(events, 16))
+        os.dup2(own.fileno(), shared, inheritable=False)
+
+
+def prepare_fork(loop: asyncio.AbstractEventLoop) -> None:
+    """Find what `forget_closed` will need: in a forked child the linker's lock may be held for ever."""
+    uvloop = _uvloop_of(loop)
+    if uvloop is not None:
+        _uv_loop_fork(uvloop.__file__)
+
+
+def _fork_libuv(loop: asyncio.AbstractEventLoop) -> bool:
+    """Let libuv make all anew that its loop shares with the parent's, as it wants to be told; False if it cannot be.
+
+    Beside the epoll set that is a queue in shared memory (io_uring's), by which it asks the kernel to watch: used by
+    parent and child, it aborts either. uvloop does not tell libuv of forks.
+    """
+    uvloop = _uvloop_of(loop)
+    fork = None if uvloop is None or loop.is_closed() else _uv_loop_fork(uvloop.__file__)
+    return fork is not None and fork(uvloop.libuv_get_loop_t_ptr(loop)) == 0
+
+
+def _uvloop_of(loop: asyncio.AbstractEventLoop) -> Any:
+    """uvloop's module, if the loop is one of its."""
+    module = sys.modules.get("uvloop.loop")
+    return module if module is not None and isinstance(loop, module.Loop) else None
+
+
+@lru_cache(maxsize=1)
+def _uv_loop_fork(file: str) -> Callable[[object], int] | None:
+    """libuv's function of that name, for what uvloop's `libuv_get_loop_t_ptr` gives; None where uvloop hides it."""
+    try:
+        fork = ctypes.CDLL(file).uv_loop_fork
+    except (OSError, AttributeError):
+        return None
+    fork.argtypes, fork.restype = (ctypes.c_void_p,), ctypes.c_int
+    name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
+    address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_GetPointer", ctypes.pythonapi)
+    )
+    return lambda capsule: int(fork(address_of(capsule, name_of(capsule))))
+
+
+def _epoll_set(loop: asyncio.AbstractEventLoop) -> int:
+    """The descriptor by which an open loop asks the kernel what is ready; -1 if it is no epoll set, or unknown."""
+    if loop.is_closed() or not hasattr(select, "epoll"):
+        return -1
+    uvloops: Callable[[], int] | None = getattr(loop, "_get_backend_id", None)
+    if uvloops is not None:
+        return uvloops()
+    selector = getattr(loop, "_selector", None)
+    return selector.fileno() if isinstance(selector, selectors.EpollSelector) else -1
+
+
+def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
+    """Run `main` on a fresh event loop (uvloop where installed) and return its result.
+
+    The first SIGTERM cancels `main`, so that groups are left in order and `finally` blocks run; SystemExit(143) is
+    raised then. A second SIGTERM ends the process at once. Ctrl-C works as in `asyncio.run`. Raises RuntimeError within
+    a running event loop, and TypeError for what cannot be awaited. Where a launcher started this process, an error that
+    only says that another rank ended is printed in two lines, should it end the process.
+    """
+    if not inspect.isawaitable(main):
+        raise TypeError(f"asyncdist.run() takes a coroutine, as in run(main()), not {main!r}")
+    if _is_running():
+        main.close()
+        raise RuntimeError("asyncdist.run() cannot be called from a running event loop: await the coroutine there")
+    terminated = False
+
+    async def supervised() -> T:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+
+        def terminate() -> None:
+            nonlocal terminated
+            terminated = True
+            loop.remove_signal_handler(signal.SIGTERM)
+            task.cancel("SIGTERM")
+
+        # Outside the main thread signals are its owner's business.
+        with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):
+            loop.add_signal_handler(signal.SIGTERM, terminate)
+        return await main
+
+    with asyncio.Runner(debug=debug, loop_factory=loop_factory()) as runner:
+        try:
+            return runner.run(supervised())
+        except asyncio.CancelledError:
+            if terminated:
+                raise SystemExit(_TERMINATED) from None
+            raise
+        except TypeError as error:  # here, as to take it only to refuse it would cost every call time
+            if "unexpected keyword argument 'async_op'" in str(error):
+                error.add_note(_NO_ASYNC_OP)
+            raise
+        except Exception as error:
+            shorten_if_uncaught(error)
+            raise
+
+
+def _is_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

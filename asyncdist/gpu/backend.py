@@ -1,0 +1,388 @@
+"""DeviceBackend: a group's collectives on GPU arrays, by the path that all its ranks can take.
+
+| path | where |
+| --- | --- |
+| `nccl` | every rank has NCCL, and no two use the same GPU |
+| `ipc` | all ranks are on one host, and some share a GPU, which NCCL refuses |
+| `staged` | anything else, and groups whose backend says `cuda:aio`: through the host's memory |
+
+Which one is found out with the first operation: the ranks tell each other, over their own connections, what GPU they
+use and what is installed, and each draws the same conclusion. Operations wait meanwhile, in order. While any is under
+way the backend asks a few times a second whether the library has failed, and other ranks whether they run the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Final, Protocol
+
+import msgpack
+
+from asyncdist.collectives.arguments.call import Call
+from asyncdist.collectives.backend import Backend, CollectiveWork, GroupBackend
+from asyncdist.collectives.executor.scratch import ScratchPool
+from asyncdist.concurrency import trace as events
+from asyncdist.concurrency.tasks import start_task
+from asyncdist.cuda import Provider
+from asyncdist.errors import DistBackendError, DistError, PeerLostError
+from asyncdist.gpu.cuda_events import Completions
+from asyncdist.gpu.event_spinner import EventSpinner
+from asyncdist.gpu.host_exchange import HostExchange
+from asyncdist.gpu.path import DevicePath, Member, OnEnd, Surroundings
+from asyncdist.gpu.paths import PATHS, choose_path, member_of, several_gpus_refusal
+from asyncdist.gpu.questions import Questions
+from asyncdist.gpu.streams import EventPool, devices_of_call, ready_for
+from asyncdist.gpu.tail import Tail
+from asyncdist.gpu.threads import stay_on
+from asyncdist.plan.selection.tuning import Tuning
+from asyncdist.transport.base_mesh import BaseMesh
+
+__all__ = ["DeviceBackend", "DeviceOwner", "DeviceSettings"]
+
+WATCH_S: Final = 0.1
+"""How often a library is asked for errors while operations are under way, as NCCL reports none by itself."""
+
+CARRIED_KEPT: Final = 1024
+"""Kinds of calls remembered as good, by collective, dtype and reduction: a program has a few."""
+
+NEGOTIATION: Final = "path"
+"""Name of the exchange in which the path is chosen."""
+
+Key = tuple[int, int]
+
+
+class DeviceOwner(Protocol):
+    """What the group does for its operations on GPU arrays."""
+
+    def give_up(self, tag: int, sequence: int, why: str) -> None:
+        """Fail an operation under way, here and on all other ranks; the group goes on."""
+
+    def ask(self, tag: int, sequence: int, rank: int) -> bool:
+        """Ask global rank `rank` what it runs there; a difference fails the operation. False if it is gone."""
+
+    def watch_parts(self, group_id: int, tag: int) -> None:
+        """See `Surroundings.watch_parts`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSettings:
+    """What is fixed when a group is made."""
+
+    loop: asyncio.AbstractEventLoop
+    pool: ScratchPool
+    tuning: Tuning
+    host: str
+    backend: Backend | None
+    """`nccl`, or `aio`: through the host. None where nobody has said: the best, whatever is installed here."""
+    path: str
+    """The path asked for by ASYNCDIST_CUDA_PATH; empty for the best."""
+    timeout_s: float | None
+    spin_us: float
+    """How long whoever awaits an operation looks at the GPU before it goes to sleep, in microseconds; 0: not at all."""
+
+
+class DeviceBackend(GroupBackend):
+    """See the module."""
+
+    name: ClassVar[str] = "cuda"
+
+    def __init__(
+        self,
+        mesh: BaseMesh,
+        group_id: int,
+        ranks: tuple[int, ...],
+        rank: int,
+        *,
+        provider: Provider,
+        settings: DeviceSettings,
+        owner: DeviceOwner,
+    ) -> None:
+        super().__init__(mesh, group_id, ranks, rank)
+        self.provider = provider
+        self._runtime = provider.runtime
+        self._count = provider.runtime.device_count()
+        self.device: int | None = None
+        """The GPU of this rank, once an array has said it."""
+        self._mesh = mesh
+        self._settings = settings
+        self._owner = owner
+        self._loop = settings.loop
+        self._exchange = HostExchange(
+            mesh, group_id, ranks, rank, loop=settings.loop, pool=settings.pool, tuning=settings.tuning
+        )
+        self._completions = Completions(settings.loop, provider.runtime.set_device)
+        self._spinner: EventSpinner | None = None
+        self._events = EventPool(provider.runtime)
+        self._path: DevicePath | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._waiting: dict[Key, tuple[Call, CollectiveWork, OnEnd]] = {}
+        self._under_way: dict[Key, tuple[float, OnEnd, CollectiveWork, Call]] = {}
+        self._idle: list[Callable[[], object]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._moved_s = 0.0  # when an operation ended last
+        self._questions = Questions(ranks, rank, self.waiting_for, owner.ask)
+        self._carried: set[tuple[object, ...]] = set()
+        """Kinds of calls that the path, once it is known, does not refuse."""
+        self._bound = False
+        self._failure: DistError | None = None
+        """Why there is no path, where nobody has been told."""
+
+    def describe(self) -> str:
+        """` path nccl`, for the group's repr; empty until it is known."""
+        return "" if self._path is None else f" path {self._path.describe()}"
+
+    # Operations.
+
+    def mark_ready(self, call: Call) -> None:
+        """Have `call` wait for what is queued now; called, from any thread, where the caller's streams are current."""
+        if not call.ready:
+            call.ready = ready_for(self._runtime, self._events, call)
+
+    def check(self, call: Call) -> None:
+        """Raise TypeError or ValueError for a call on GPU arrays that cannot be carried out."""
+        if call.device == self.device and (call.collective, call.dtype, call.op) in self._carried and not call.members:
+            return
+        device, devices = call.device, devices_of_call(call)
+        assert device is not None
+        for number in devices:
+            if not 0 <= number < self._count:
+                raise ValueError(f"an array is on cuda:{number}, but there are {self._count} GPUs here")
+        if len(devices) == 1 and self.device is not None and device != self.device:
+            raise ValueError(
+                f"an array is on cuda:{device}, but this rank has used cuda:{self.device} in the group so far: a rank "
+                "uses one GPU in a group, except in the *_multigpu operations"
+            )
+        path = self._path or PATHS[self._likely_path()]
+        if len(devices) > 1:
+            why = several_gpus_refusal(call.collective, path.name, self.wish, self._settings.path, self.provider)
+            if why:
+                raise TypeError(why)
+        for one in call.members or (call,):
+            assert one.device is not None
+            why = path.refusal(self.provider, one.device, one.collective, one.dtype, one.op)
+            if why:
+                raise TypeError(why)
+            if self._path is not None and len(self._carried) < CARRIED_KEPT:
+                self._carried.add((one.collective, one.dtype, one.op))
+
+    def bind(self, device: int) -> None:
+        """Use this GPU, and open what its first operation needs; nothing is said about the operation."""
+        self._use(device)
+        self._bound = True
+        self._opening = start_task(self._loop, self._open((device,)), name="open a path for GPU arrays")
+
+    def _use(self, device: int) -> None:
+        self.device = device
+        stay_on(self.provider.runtime, device)
+
+    def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
+        """Begin `call`, at once if the path is known."""
+        if self.device is None and len(devices := devices_of_call(call)) == 1:
+            self._use(devices[0])
+        if not call.ready:
+            call.ready = ready_for(self._runtime, self._events, call)
+        work.on_device = Tail(self._runtime, work.operation, work.number)
+        work._spinner = self._spinner
+        key = work.key
+        self._under_way[key] = (self._loop.time(), on_end, work, call)
+        if self._timer is None:
+            self._watch()
+        if self._path is not None:
+            self._path.start(call, work, self._ended)
+            return
+        if self._failure is not None:
+            self._ended(work, self._failure)
+            return
+        self._waiting[key] = (call, work, on_end)
+        if self._opening is None:
+            self._opening = start_task(self._loop, self._open(devices_of_call(call)), name="open a path for GPU arrays")
+
+    def when_idle(self, callback: Callable[[], object]) -> None:
+        """Call `callback` once nothing that has been issued so far is under way; now, if nothing is."""
+        if self._under_way:
+            self._idle.append(callback)
+        else:
+            callback()
+
+    def _ended(self, work: CollectiveWork, error: BaseException | None) -> None:
+        entry = self._under_way.pop(work.key, None)
+        if entry is not None:
+            self._events.give(entry[3].ready)
+            self._moved_s = self._loop.time()
+            entry[1](work, error)
+            if self._idle:
+                self._became_idle()
+
+    def _forget(self, key: Key) -> None:
+        """Take it from what is under way; its path has no stream wait for the caller's any more."""
+        entry = self._under_way.pop(key, None)
+        if entry is not None:
+            self._events.give(entry[3].ready)
+
+    def _became_idle(self) -> None:
+        if not self._under_way and self._idle:
+            idle, self._idle = self._idle, []
+            for callback in idle:
+                callback()
+
+    # Opening.
+
+    async def _open(self, devices: tuple[int, ...]) -> None:
+        try:
+            path = await self._negotiate(devices)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            failure = error if isinstance(error, DistError) else DistBackendError(f"no path for GPU arrays: {error}")
+            failure.__cause__ = failure.__cause__ or error.__cause__
+            self._failure = failure
+            for _call, work, _on_end in list(self._waiting.values()):
+                self._ended(work, failure)
+            self._waiting.clear()
+            return
+        self._path = path
+        if self._settings.spin_us:
+            messages = self._mesh.spinner if path.takes_messages else None
+            self._spinner = EventSpinner(self._completions, self._settings.spin_us, messages)
+        events.info("group %x: GPU arrays take path %s", self.group_id, path.name)
+        waiting, self._waiting = self._waiting, {}
+        for key, (call, work, _on_end) in waiting.items():
+            if key not in self._under_way:
+                continue
+            try:
+                self._path.start(call, work, self._ended)
+            except Exception as error:
+                self._ended(work, error)
+
+    async def _negotiate(self, devices: tuple[int, ...]) -> DevicePath:
+        provider, settings = self.provider, self._settings
+        ids = tuple(provider.runtime.device_id(device) for device in devices)
+        version = provider.nccl.version() if provider.nccl is not None else 0
+        own = Member(settings.host, ids, version, self.wish, self._bound)
+        told = await self._exchange.all_gather(NEGOTIATION, 0, 0, msgpack.packb(own))
+        members = tuple(member_of(rank, message) for rank, message in zip(self.ranks, told, strict=True))
+        around = self.surroundings(devices[0], members)
+        path = await PATHS[choose_path(members, self.ranks)].open(around)
+        if all(member.bound for member in members):
+            path.warm_up()
+        return path
+
+    @property
+    def wish(self) -> str:
+        """The path that this rank asks for; empty for the best."""
+        settings = self._settings
+        return settings.path or ("staged" if settings.backend == Backend.AIO else "")
+
+    def surroundings(self, device: int = 0, members: tuple[Member, ...] = ()) -> Surroundings:
+        """What paths and messages work with."""
+        settings = self._settings
+        return Surroundings(
+            loop=self._loop,
+            mesh=self._mesh,
+            group_id=self.group_id,
+            ranks=self.ranks,
+            rank=self.rank,
+            pool=settings.pool,
+            tuning=settings.tuning,
+            runtime=self.provider.runtime,
+            nccl=self.provider.nccl,
+            device=device,
+            members=members,
+            completions=self._completions,
+            events=self._events,
+            exchange=self._exchange,
+            timeout_s=settings.timeout_s,
+            give_up=self._owner.give_up,
+            watch_parts=self._owner.watch_parts,
+        )
+
+    def _likely_path(self) -> str:
+        """What arguments are checked for until the path is known, alike on all ranks of one kind."""
+        settings = self._settings
+        if settings.path in PATHS:
+            return settings.path
+        return "staged" if settings.backend == Backend.AIO or self.provider.nccl is None else "nccl"
+
+    # What may go wrong.
+
+    def _watch(self) -> None:
+        if self._timer is None and self._under_way:
+            self._timer = self._loop.call_later(WATCH_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if not self._under_way:
+            return
+        failure = "" if self._path is None else self._path.failure()
+        if failure:
+            _, _, work, _ = next(iter(self._under_way.values()))
+            self._ended(work, DistBackendError(failure))
+        self._questions.look(self._loop.time(), [(key, entry[0]) for key, entry in self._under_way.items()])
+        if self._path is not None and not self._path.hears_who_leaves:
+            self._look_who_left()
+        self._watch()
+
+    def _look_who_left(self) -> None:
+        """End the oldest operation if it waits for nobody but a rank that has left."""
+        oldest = next(iter(self._under_way.values()), None)
+        if oldest is None:
+            return
+        started_s, _, work, call = oldest
+        rank = self._questions.waits_in_vain(self._loop.time(), max(started_s, self._moved_s))
+        if rank is not None and all(event.done() for event in call.ready):  # else it is the caller's kernels
+            text = f"rank {rank} has left the world (it closed its group and said goodbye)"
+            self._ended(work, PeerLostError(text, rank, left=True))
+
+    # The rest of a backend.
+
+    def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
+        """Global ranks an operation under way has not heard from."""
+        if self._path is None:
+            return self._exchange.waiting_for(NEGOTIATION, 0, 0)
+        return self._path.waiting_for(tag, sequence)
+
+    def drop(self, tag: int, sequence: int) -> None:
+        """Forget one operation, or one never to come."""
+        self._waiting.pop((tag, sequence), None)
+        if self._path is not None:
+            self._path.drop(tag, sequence)
+        self._forget((tag, sequence))
+        self._became_idle()
+
+    def abort(self, error: BaseException) -> None:
+        """Forget every operation; what runs on the GPU is ended from a thread, and arrays are kept until it has."""
+        self._waiting.clear()
+        self._idle.clear()
+        if self._opening is not None:
+            self._opening.cancel()
+        self._exchange.abort(error)
+        if self._path is not None:
+            self._path.abort(error)
+        for key in tuple(self._under_way):
+            self._forget(key)
+        self._stop()
+
+    def close(self) -> None:
+        """Give back what outlives operations."""
+        if self._opening is not None and not self._opening.done():
+            self._opening.cancel()
+        if self._path is not None:
+            self._path.close()
+        self._exchange.close()
+        self._stop()
+
+    async def wait_closed(self) -> None:
+        """Wait, bounded, for the threads that end what ran on the GPU."""
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+        if self._path is not None:
+            await self._path.wait_closed()
+        self._completions.close()
+        self._events.close()
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

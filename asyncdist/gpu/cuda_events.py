@@ -1,0 +1,287 @@
+"""Completions: tells the event loop when work on a GPU has ended, without ever blocking it.
+
+Events of one stream end in the order they were added, so only the oldest of each stream is looked at. What ends within
+POLL_S is found by the loop itself, which looks once a turn. What takes longer is waited for by a thread per stream,
+which sleeps in the driver and wakes the loop once for all that has ended; the loop looks for longer where that had to
+be done for something that was over soon after. The driver never calls Python: a callback of
+its own thread that takes Python's lock can deadlock with a thread that holds that lock and waits for the driver's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, Protocol
+
+from asyncdist.cuda.interface import Event
+from asyncdist.gpu.closing import close_all
+
+__all__ = ["LONGER_POLL_S", "POLL_S", "Completions", "Entry", "Line"]
+
+POLL_S: Final = 100e-6
+"""How long the loop looks at every turn before a thread waits: about twice what waking it from that thread costs."""
+
+LONGER_POLL_S: Final = 1e-3
+"""The same for a stream whose last operation that was waited for took no longer: waking costs a good part of it."""
+
+Callback = Callable[[BaseException | None], object]
+
+
+class Entry(Protocol):
+    """One operation's end. It refers to what must not be freed before."""
+
+    events: Sequence[Event]
+    """Its last ones."""
+
+
+class _Told:
+    """An entry with a callback of its own."""
+
+    __slots__ = ("callback", "events", "keep_alive")
+
+    def __init__(self, events: Sequence[Event], callback: Callback, keep_alive: object) -> None:
+        self.events = events
+        self.callback = callback
+        self.keep_alive = keep_alive
+
+    def tell(self, error: BaseException | None) -> None:
+        self.callback(error)
+
+
+class Line:
+    """The entries of one stream (or of several that are used together), oldest first; they end in that order.
+
+    `ended(entry, None)` is called on the loop once all events of an entry are done, or `ended(entry, error)` if asking
+    for them fails.
+    """
+
+    __slots__ = ("ended", "entries", "looked_since_s", "poll_s", "waiter", "waiting")
+
+    def __init__(self, ended: Callable[[Any, BaseException | None], object]) -> None:
+        self.ended = ended
+        self.entries: deque[Entry] = deque()
+        self.looked_since_s = 0.0
+        self.poll_s = POLL_S
+        self.waiting = False
+        """Whether the thread waits for the entries, and the loop does not look."""
+        self.waiter: _Waiter | None = None
+        """The thread, once there is one: it stays, as starting one costs as much as several operations."""
+
+
+class Completions:
+    """Of one event loop and one GPU. All methods are called on the loop's thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, set_device: Callable[[int], object]) -> None:
+        """`set_device` is the runtime's: a waiting thread's device is the first otherwise, whoever's that is."""
+        self._loop = loop
+        self._set_device = set_device
+        self._lines: dict[object, Line] = {}
+        self._looking = False
+        self._polled: set[Line] = set()
+
+    def line(self, name: object, ended: Callable[[Any, BaseException | None], object]) -> Line:
+        """Make a line, for `watch` and, by its name, for `drop`."""
+        line = self._lines[name] = Line(ended)
+        return line
+
+    def add(self, name: object, events: Sequence[Event], callback: Callback, keep_alive: object = None) -> None:
+        """Add an entry to the line of that name, made if there is none, with a callback of its own.
+
+        `keep_alive` is referenced until it is called.
+        """
+        self.watch(self._lines.get(name) or self.line(name, _Told.tell), _Told(events, callback, keep_alive))
+
+    def watch(self, line: Line, entry: Entry) -> None:
+        """Add an entry to a line."""
+        entries = line.entries
+        entries.append(entry)
+        if line.waiting:
+            assert line.waiter is not None
+            line.waiter.add(entry)
+        elif len(entries) == 1:
+            line.looked_since_s = time.perf_counter()
+            self._polled.add(line)
+            if not self._looking:
+                self._looking = True
+                self._loop.call_soon(self._look)
+
+    def close(self) -> None:
+        """Forget all lines."""
+        for line in list(self._lines):
+            self.drop(line)
+
+    @property
+    def pending(self) -> int:
+        """Entries that have not ended."""
+        return sum(len(line.entries) for line in self._lines.values())
+
+    def drop(self, name: object) -> None:
+        """Forget a line, telling nobody, and let its thread end.
+
+        What its entries keep alive is kept until they are done, and their events are closed then.
+        """
+        found = self._lines.pop(name, None)
+        if found is None:
+            return
+        self._polled.discard(found)
+        kept = tuple(found.entries)
+        found.entries.clear()
+        if found.waiter is not None:
+            found.waiter.stop(kept)
+        elif kept:
+            keeper = partial(_keep_there, kept, self._set_device)
+            threading.Thread(target=keeper, name="asyncdist gpu keeper", daemon=True).start()
+
+    # Looking from the loop.
+
+    def look(self) -> None:
+        """Look once at all that a thread does not wait for; calls back whoever's has ended."""
+        for line in tuple(self._polled):
+            entries = line.entries
+            ended = False
+            while entries and not line.waiting:
+                try:
+                    if not _is_done(entries[0]):
+                        break
+                except Exception as error:
+                    line.ended(entries.popleft(), error)
+                else:
+                    line.ended(entries.popleft(), None)
+                ended = True
+            if not entries:  # or a callback has dropped it
+                self._polled.discard(line)
+            else:
+                now_s = time.perf_counter()
+                if ended:
+                    line.looked_since_s = now_s
+                elif now_s - line.looked_since_s > line.poll_s:
+                    self._wait_for(line)
+
+    def _look(self) -> None:
+        self.look()
+        if self._polled:
+            self._loop.call_soon(self._look)
+        else:
+            self._looking = False
+
+    # Waiting in a thread.
+
+    def _wait_for(self, line: Line) -> None:
+        line.poll_s = POLL_S
+        self._polled.discard(line)
+        line.waiting = True
+        if line.waiter is None:
+            own = partial(self._set_device, line.entries[0].events[0].device)
+            line.waiter = _Waiter(self._loop, own, partial(self._waited, line))
+        for entry in line.entries:
+            line.waiter.add(entry)
+
+    @staticmethod
+    def _waited(line: Line, ended: Sequence[tuple[Entry, BaseException | None]]) -> None:
+        """On the loop: these have ended, in order."""
+        if time.perf_counter() - line.looked_since_s < LONGER_POLL_S:
+            line.poll_s = LONGER_POLL_S
+        for entry, error in ended:
+            if not line.entries:
+                return  # it was dropped, by a callback perhaps
+            line.entries.popleft()
+            line.ended(entry, error)
+        if not line.entries:
+            line.waiting = False  # the next operation may be a short one
+
+
+class _Waiter:
+    """A thread that waits for entries, in order; `ended` is called on the loop with those that have.
+
+    `set_device` is called first: CUDA would open a context on the thread's current device, in every process on GPU 0.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        set_device: Callable[[], object],
+        ended: Callable[[Sequence[tuple[Entry, BaseException | None]]], None],
+    ) -> None:
+        self._loop = loop
+        self._set_device = set_device
+        self._ended = ended
+        self._entries: deque[Entry] = deque()
+        self._wake = threading.Event()
+        self._stopped = False
+        self._kept: Sequence[Entry] = ()
+        threading.Thread(target=self._run, name="asyncdist gpu waiter", daemon=True).start()
+
+    def add(self, entry: Entry) -> None:
+        self._entries.append(entry)
+        self._wake.set()
+
+    def stop(self, kept: Sequence[Entry]) -> None:
+        """End the thread once it is through with what it waits for, and with `kept`; it reports nothing more."""
+        self._kept = kept
+        self._stopped = True
+        self._wake.set()
+
+    def _run(self) -> None:
+        with contextlib.suppress(Exception):  # waiting says what is wrong
+            self._set_device()
+        while not self._stopped:
+            if not self._entries:
+                self._wake.wait()
+                self._wake.clear()
+                continue
+            ended = [self._wait_for(self._entries.popleft())]
+            while self._entries and _has_ended(self._entries[0]):
+                ended.append(self._wait_for(self._entries.popleft()))
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                self._loop.call_soon_threadsafe(self._ended, ended)
+            del ended  # what they keep alive must not live until the next ones come
+        self._entries.clear()
+        kept, self._kept = self._kept, ()
+        _keep(kept)
+
+    @staticmethod
+    def _wait_for(entry: Entry) -> tuple[Entry, BaseException | None]:
+        try:
+            _synchronize(entry)
+        except Exception as error:
+            return entry, error
+        return entry, None
+
+
+def _keep_there(entries: Sequence[Entry], set_device: Callable[[int], object]) -> None:
+    """In a thread of its own."""
+    with contextlib.suppress(Exception):
+        set_device(entries[0].events[0].device)
+    _keep(entries)
+
+
+def _keep(entries: Sequence[Entry]) -> None:
+    """In a thread: hold on to entries until the GPU is through with them, and close their events."""
+    for entry in entries:
+        with contextlib.suppress(Exception):  # of a broken GPU: it does nothing any more
+            _synchronize(entry)
+        close_all(*entry.events)
+
+
+def _is_done(entry: Entry) -> bool:
+    for event in entry.events:  # noqa: SIM110 - one, as a rule, and a generator costs more than asking it
+        if not event.done():
+            return False
+    return True
+
+
+def _synchronize(entry: Entry) -> None:
+    for event in entry.events:
+        event.synchronize()
+
+
+def _has_ended(entry: Entry) -> bool:
+    try:
+        return _is_done(entry)
+    except Exception:
+        return True  # waiting for it says what is wrong

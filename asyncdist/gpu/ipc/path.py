@@ -1,0 +1,216 @@
+"""CudaIpcPath: collectives of ranks on one host that can address each other's device memory, on one GPU among others.
+
+NCCL refuses several ranks on one GPU. Here every rank has a block of device memory that the others have opened by CUDA
+IPC, and copies and reductions go through these blocks: `ipc.plan` says which, `ipc.channel` in what order, and what
+ranks tell each other meanwhile. Blocks are made with the first operation of a tag. Where some rank cannot open
+another's (no access from GPU to GPU, no IPC in a container), that tag goes through the host instead, on all ranks; so
+do operations that no plan here knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any, ClassVar, Final, Self
+
+import numpy as np
+
+from asyncdist.arrays.reduce_op import CustomOp, PremulSum, ReduceOp, ReduceOpLike
+from asyncdist.collectives.arguments.call import Call
+from asyncdist.collectives.backend import CollectiveWork
+from asyncdist.concurrency import trace as events
+from asyncdist.concurrency.tasks import start_task
+from asyncdist.cuda import Provider
+from asyncdist.cuda.interface import MAX_SOURCES
+from asyncdist.errors import DistError
+from asyncdist.gpu.ipc.channel import IpcChannel, open_channel
+from asyncdist.gpu.ipc.plan import PLANNED
+from asyncdist.gpu.path import DevicePath, OnEnd, Surroundings
+from asyncdist.gpu.private_inputs import PrivateInputs
+from asyncdist.gpu.staged.path import StagedPath
+from asyncdist.gpu.threads import Helpers
+from asyncdist.plan.selection.selector import plan_id
+
+__all__ = ["CLOSE_LIMIT_S", "CudaIpcPath"]
+
+CLOSE_LIMIT_S: Final = 30.0
+"""How long a closing group waits for others to read what was written for them, as for sends that nobody receives."""
+
+FINGERPRINTS_KEPT: Final = 256
+"""As many kinds of operations as the host backend keeps plans of."""
+
+REDUCED: Final = frozenset(
+    {"bool", "float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"}
+    | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+)
+"""Dtypes that kernels reduce; what else the CPU reduces goes through the host."""
+
+_PLAIN: Final = frozenset(np.dtype(code) for code in "?bBhHiIlLqQefdFD")
+"""Those of them that numpy has itself: most arrays pass with one look-up."""
+
+ABORT_LIMIT_S: Final = 5.0
+"""How long an aborted one waits for its own work on the GPU, which waits for nobody but the caller's kernels."""
+
+
+class _Tag:
+    """A tag's channel, or what waits for it; without one its operations are `staged`."""
+
+    def __init__(self) -> None:
+        self.channel: IpcChannel | None = None
+        self.staged = False
+        self.held: deque[tuple[Call, CollectiveWork, OnEnd]] = deque()
+        self.dropped: list[int] = []
+        self.opening: asyncio.Task[None] | None = None
+
+
+class CudaIpcPath(DevicePath):
+    """See the module."""
+
+    name: ClassVar[str] = "ipc"
+
+    def __init__(self, around: Surroundings, staged: StagedPath) -> None:
+        self._around = around
+        self._staged = staged
+        self._tags: dict[int, _Tag] = {}
+        self._fingerprints: dict[tuple[Any, ...], int] = {}
+        self._helpers = Helpers(around.loop, (around.runtime, around.device))
+        self._private = PrivateInputs(around, self._helpers)
+
+    @classmethod
+    async def open(cls, around: Surroundings) -> Self:
+        """Make the path; what takes time waits for the first operation of each tag."""
+        return cls(around, await StagedPath.open(around))
+
+    @classmethod
+    def refusal(cls, provider: Provider, device: int, collective: str, dtype: Any, op: ReduceOpLike | None) -> str:
+        """Nothing is refused that could go through the host."""
+        return StagedPath.refusal(provider, device, collective, dtype, op)
+
+    def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
+        """See DevicePath."""
+        if not self._is_planned(call):
+            self._staged.start(call, work, on_end)
+            return
+        tag = self._tags.get(work.tag)
+        if tag is None:
+            tag = self._tags[work.tag] = _Tag()
+            first = len(self._tags) == 1
+            tag.opening = start_task(self._around.loop, self._open(work.tag, tag, first), name="open device memory")
+        if tag.channel is not None:
+            call, on_end = self._private.of(call, on_end)
+            tag.channel.start(call, work, on_end, self._fingerprint(call))
+        elif tag.staged:
+            self._staged.start(call, work, on_end)
+        else:
+            tag.held.append((call, work, on_end))
+
+    def drop(self, tag: int, sequence: int) -> None:
+        """See DevicePath."""
+        self._staged.drop(tag, sequence)
+        found = self._tags.get(tag)
+        if found is None:
+            return
+        if found.channel is not None:
+            found.channel.drop(sequence)
+        else:
+            found.held = deque(entry for entry in found.held if entry[1].number != sequence)
+            found.dropped.append(sequence)
+
+    def waiting_for(self, tag: int, sequence: int) -> tuple[int, ...]:
+        """See DevicePath."""
+        found = self._tags.get(tag)
+        members: tuple[int, ...] = ()
+        if found is not None and found.channel is not None:
+            members = found.channel.waiting_for(sequence)
+        elif found is not None and any(work.number == sequence for _, work, _ in found.held):
+            return next(filter(None, (self._around.exchange.waiting_for("ipc", tag, step) for step in range(3))), ())
+        return tuple(self._around.ranks[member] for member in members) or self._staged.waiting_for(tag, sequence)
+
+    def describe(self) -> str:
+        """`ipc`, and how many tags go through the host."""
+        staged = sum(tag.staged for tag in self._tags.values())
+        return f"{self.name} ({staged} of {len(self._tags)} tags staged)" if staged else self.name
+
+    # Opening.
+
+    async def _open(self, number: int, tag: _Tag, first: bool) -> None:
+        error: DistError | None = None
+        try:
+            tag.channel = await open_channel(self._around, number, first=first)
+            tag.staged = tag.channel is None
+        except DistError as failure:
+            error = failure
+        tag.opening = None
+        events.info("group %x tag %d: path %s", self._around.group_id, number, "staged" if tag.staged else "ipc")
+        held, tag.held = tag.held, deque()
+        dropped, tag.dropped = tag.dropped, []
+        if tag.channel is not None:
+            for sequence in dropped:
+                tag.channel.drop(sequence)
+        for call, work, on_end in held:
+            if error is not None:
+                on_end(work, error)
+            else:
+                self.start(call, work, on_end)
+
+    def _is_planned(self, call: Call) -> bool:
+        """Whether it goes through device memory; all ranks say the same."""
+        if call.collective not in PLANNED or call.shares != 1 or isinstance(call.op, CustomOp):
+            return False
+        if len(self._around.ranks) > MAX_SOURCES:  # as many as one kernel reads
+            return False
+        if call.op is not None and call.dtype not in _PLAIN and call.dtype.name not in REDUCED:
+            return False
+        return all(member.device == self._around.device for member in call.members)
+
+    def _fingerprint(self, call: Call) -> int:
+        key = call.recipe_key
+        found = self._fingerprints.get(key)
+        if found is None:
+            if len(self._fingerprints) >= FINGERPRINTS_KEPT:
+                self._fingerprints.clear()
+            found = self._fingerprints[key] = self._new_fingerprint(call)
+        return found
+
+    def _new_fingerprint(self, call: Call) -> int:
+        op = ReduceOp.PREMUL_SUM if isinstance(call.op, PremulSum) else call.op  # factors may differ between ranks
+        detail = f"{call.dtype.name} {op!r} {call.detail} on GPUs"
+        return plan_id(call.collective, self.name, len(self._around.ranks), call.counts, call.root, detail)
+
+    # The end.
+
+    def abort(self, error: BaseException) -> None:
+        """See DevicePath."""
+        self._staged.abort(error)
+        self._cancel_opening()
+        for tag in self._tags.values():
+            tag.held.clear()
+            if tag.channel is not None:
+                tag.channel.stop()
+
+    def close(self) -> None:
+        """See DevicePath."""
+        self._staged.close()
+        self._cancel_opening()
+
+    async def wait_closed(self) -> None:
+        """Close what belongs to others, once nothing here reads it, and free ours, once nothing there does."""
+        opening = [tag.opening for tag in self._tags.values() if tag.opening is not None]
+        if opening:
+            await asyncio.wait(opening)
+        await asyncio.gather(*(self._close_tag(tag) for tag in self._tags.values()))
+        self._tags.clear()
+        self._private.close()
+        await self._staged.wait_closed()
+        await self._helpers.wait(ABORT_LIMIT_S)
+
+    def _cancel_opening(self) -> None:
+        for tag in self._tags.values():
+            if tag.opening is not None:
+                tag.opening.cancel()
+
+    async def _close_tag(self, tag: _Tag) -> None:
+        channel, tag.channel = tag.channel, None
+        if channel is not None:
+            limit_s = ABORT_LIMIT_S if channel.closed else CLOSE_LIMIT_S
+            await channel.shut(self._helpers, limit_s)

@@ -1,0 +1,327 @@
+"""What each rank does in a collective whose ranks read each other's device memory: copies, reductions, and who waits.
+
+Every rank has a slot of device memory that all others can read. A collective is cut into chunks that fit a slot; a
+chunk is a few stages, each of which waits for what some ranks have told at the end of their stage before, moves data
+between the caller's arrays and slots, and tells some ranks when that is complete:
+
+| collective | chunk |
+| --- | --- |
+| all_gather, gather, broadcast | own block into the slot; others' blocks out of theirs |
+| scatter, all_to_all | a part of the slot for every reader; own parts out of the others' slots |
+| reduce_scatter | as all_to_all, but what is read is reduced |
+| all_reduce, reduce, small: one shot | own vector into the slot; all vectors reduced by whoever wants the result |
+| all_reduce, reduce, large: two shots | own vector into the slot; every rank reduces its slice of all, into where its |
+| | own would be in its slot, which nobody else reads; whoever wants the result collects the slices |
+
+One-shot moves p times the vector per rank, two-shot three times, but waits once more. In both an element is reduced by
+one kernel over the ranks in order, so results are bit-identical everywhere. (DeepSpeed's and PyTorch's intra-node
+all_reduce are cut the same way.) Everything here is pure: addresses are numbers, nothing is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeAlias
+
+from asyncdist.arrays.reduce_op import CustomOp, PremulSum, ReduceOp, ReduceOpLike
+from asyncdist.collectives.arguments.call import Call
+from asyncdist.gpu.runs import NOTHING, Run, input_blocks, output_blocks
+
+__all__ = ["ALIGN_BYTES", "CALLERS", "PLANNED", "Chunk", "Combine", "Move", "Place", "Stage", "chunks", "is_small"]
+
+ALIGN_BYTES: Final = 256
+"""Parts of a slot begin at multiples of this: what CUDA's own allocations are aligned to, and every element divides."""
+
+CALLERS: Final = -1
+"""In a Place, instead of a rank: the caller's memory, at an address."""
+
+PLANNED: Final = frozenset(
+    {
+        "all_gather",
+        "all_reduce",
+        "all_to_all",
+        "all_to_all_uneven",
+        "broadcast",
+        "gather",
+        "gather_uneven",
+        "reduce",
+        "reduce_scatter",
+        "scatter",
+        "scatter_uneven",
+    }
+)
+"""Collectives that `chunks` knows."""
+
+
+class Place(NamedTuple):
+    """Byte `offset` of the slot of `rank`, or, of CALLERS, an address."""
+
+    rank: int
+    offset: int
+
+
+class Move(NamedTuple):
+    """Copy `nbytes` bytes."""
+
+    target: Place
+    source: Place
+    nbytes: int
+
+
+class Combine(NamedTuple):
+    """target = op over all sources in their order, `nbytes` bytes of each; PREMUL_SUM has one source, and scales it."""
+
+    target: Place
+    sources: tuple[Place, ...]
+    nbytes: int
+    op: ReduceOp | PremulSum
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Wait for what the ranks of `wait` tell at the end of their stage before this one, work, then tell `tell`."""
+
+    wait: tuple[int, ...] = ()
+    work: tuple[Move | Combine, ...] = ()
+    tell: tuple[int, ...] = ()
+    expected: tuple[int, ...] = ()
+    """By rank, how many bytes of its piece are still to come, where only sender and receiver know; else empty."""
+    announced: tuple[int, ...] = ()
+    """By rank, how many bytes of our piece for it are still to go; else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Stages, in order. `writes`: whether the own slot is written; others are `readers` of it, or `sources` for us."""
+
+    stages: tuple[Stage, ...]
+    writes: bool
+    readers: frozenset[int]
+    sources: frozenset[int]
+
+
+Plan: TypeAlias = Iterator[Chunk]
+
+
+def is_small(call: Call, size: int, slot_bytes: int) -> bool:
+    """Whether the call fits a slot of `slot_bytes` in one chunk; never where lengths differ: all ranks must agree."""
+    if call.pieces is not None or call.members or not isinstance(call.counts, int):
+        return False
+    nbytes = call.counts * call.dtype.itemsize
+    if call.collective in _PRIVATE:
+        return nbytes <= _quota(slot_bytes, size)
+    return nbytes <= slot_bytes
+
+
+def chunks(call: Call, rank: int, size: int, slot_bytes: int, one_shot_bytes: int) -> Plan:
+    """The chunks of `call` on `rank`, in order; ranks that move less than others may have fewer.
+
+    Vectors up to `one_shot_bytes` are reduced in one shot.
+    """
+    inputs, outputs = input_blocks(call, size), output_blocks(call, size)
+    everyone = tuple(range(size))
+    collective, root, op = call.collective, call.root, call.op
+    if collective == "broadcast":
+        incoming = [outputs[0] if other == root and rank != root else NOTHING for other in everyone]
+        return _shared(rank, outputs[0] if rank == root else NOTHING, everyone, incoming, slot_bytes)
+    if collective == "all_gather":
+        return _shared(rank, inputs[0], everyone, outputs, slot_bytes)
+    if collective == "gather":
+        return _shared(rank, inputs[0], (root,), outputs or (NOTHING,) * size, slot_bytes)
+    if collective in ("scatter", "scatter_uneven"):
+        incoming = [outputs[0] if other == root else NOTHING for other in everyone]
+        pairs = Pairs(everyone if rank == root else (), (root,))
+        return _private(rank, inputs or (NOTHING,) * size, incoming, slot_bytes, pairs)
+    if collective == "gather_uneven":  # only the root knows all lengths, so it is a part for one reader
+        outgoing = [inputs[0] if other == root else NOTHING for other in everyone]
+        pairs = Pairs((root,), everyone if rank == root else ())
+        return _private(rank, outgoing, outputs or (NOTHING,) * size, slot_bytes, pairs)
+    if collective in ("all_to_all", "all_to_all_uneven"):
+        return _private(rank, inputs, outputs, slot_bytes, Pairs(everyone, everyone))
+    assert op is not None, f"{collective} reduces with no operation"
+    if collective == "reduce_scatter":
+        return _reduce_blocks(rank, inputs, outputs[0], op, slot_bytes)
+    if collective not in ("all_reduce", "reduce"):
+        raise AssertionError(f"no plan for {collective}")
+    source = inputs[0] if inputs else outputs[0]
+    readers = everyone if collective == "all_reduce" else (root,)
+    target = outputs[0] if outputs else NOTHING
+    if source.nbytes <= one_shot_bytes:
+        return _one_shot(rank, size, source, target, readers, op, slot_bytes)
+    return _two_shots(rank, size, source, target, readers, op, slot_bytes)
+
+
+_PRIVATE: Final = frozenset({"scatter", "all_to_all", "reduce_scatter"})
+"""Collectives in which a slot has a part for every reader."""
+
+
+def _quota(slot_bytes: int, size: int) -> int:
+    return slot_bytes // size // ALIGN_BYTES * ALIGN_BYTES
+
+
+def _own(pointer: int) -> Place:
+    return Place(CALLERS, pointer)
+
+
+def _copy_own(source: Run, target: Run) -> tuple[Move, ...]:
+    if not source.nbytes or source.pointer == target.pointer:
+        return ()
+    return (Move(_own(target.pointer), _own(source.pointer), source.nbytes),)
+
+
+def _count(runs: Sequence[Run], chunk_bytes: int) -> int:
+    return max(-(-run.nbytes // chunk_bytes) for run in runs)
+
+
+def _shared(rank: int, source: Run, readers: Sequence[int], incoming: Sequence[Run], slot_bytes: int) -> Plan:
+    """One block for all `readers`; `incoming` is where each rank's goes, if it has any for us."""
+    others = tuple(reader for reader in readers if reader != rank)
+    foreign = [NOTHING if other == rank else run for other, run in enumerate(incoming)]
+    own = _copy_own(source, incoming[rank]) if incoming[rank].nbytes else ()
+    sent = source if others else NOTHING
+    for index in range(max(_count([sent, *foreign], slot_bytes), 1 if own else 0)):
+        start, stop = index * slot_bytes, (index + 1) * slot_bytes
+        part = sent.part(start, stop)
+        work: tuple[Move | Combine, ...] = own if not index else ()
+        if part.nbytes:
+            work += (Move(Place(rank, 0), _own(part.pointer), part.nbytes),)
+        tell = others if part.nbytes else ()
+        parts = {other: run.part(start, stop) for other, run in enumerate(foreign) if run.nbytes > start}
+        taken = tuple(Move(_own(part.pointer), Place(other, 0), part.nbytes) for other, part in parts.items())
+        yield _chunk(Stage((), work, tell), Stage(tuple(parts), taken), writes=bool(part.nbytes))
+
+
+class Pairs(NamedTuple):
+    """Who gets something from us, be it nothing, and who gives something to us: they compare lengths."""
+
+    readers: Sequence[int]
+    writers: Sequence[int]
+
+
+def _private(rank: int, outgoing: Sequence[Run], incoming: Sequence[Run], slot_bytes: int, pairs: Pairs) -> Plan:
+    """A block for every rank, and one from every rank; any may be empty."""
+    quota = _quota(slot_bytes, len(outgoing))
+    own = _copy_own(outgoing[rank], incoming[rank])
+    sent = [NOTHING if other == rank else run for other, run in enumerate(outgoing)]
+    foreign = [NOTHING if other == rank else run for other, run in enumerate(incoming)]
+    for index in range(max(1, _count([*sent, *foreign], quota))):
+        start, stop = index * quota, (index + 1) * quota
+        parts = {other: run.part(start, stop) for other, run in enumerate(sent) if run.nbytes > start}
+        work: tuple[Move | Combine, ...] = own if not index else ()
+        work += tuple(
+            Move(Place(rank, other * quota), _own(part.pointer), part.nbytes) for other, part in parts.items()
+        )
+        places = {other: run.part(start, stop) for other, run in enumerate(foreign) if run.nbytes > start}
+        taken = tuple(
+            Move(_own(part.pointer), Place(other, rank * quota), part.nbytes) for other, part in places.items()
+        )
+        tell, wait = tuple(parts), tuple(places)
+        if not index:  # whoever takes us for another length is to hear of it
+            tell = tuple(other for other in pairs.readers if other != rank)
+            wait = tuple(other for other in pairs.writers if other != rank)
+        rest = tuple(max(0, run.nbytes - start) for run in sent)
+        expected = tuple(max(0, run.nbytes - start) for run in foreign)
+        stages = (Stage((), work, tell, announced=rest), Stage(wait, taken, expected=expected))
+        yield _chunk(*stages, writes=bool(parts))
+
+
+def _reduce_blocks(rank: int, blocks: Sequence[Run], target: Run, op: ReduceOpLike, slot_bytes: int) -> Plan:
+    """Every rank's block of ours, reduced."""
+    size = len(blocks)
+    quota = _quota(slot_bytes, size)
+    scaled = isinstance(op, PremulSum)
+    for index in range(_count(blocks, quota)):
+        start, stop = index * quota, (index + 1) * quota
+        parts = {other: run.part(start, stop) for other, run in enumerate(blocks) if run.nbytes > start}
+        written = {other: part for other, part in parts.items() if other != rank or scaled}
+        work = tuple(_put(Place(rank, other * quota), part, op) for other, part in written.items())
+        first = Stage((), work, tuple(other for other in parts if other != rank))
+        if rank not in parts:
+            yield _chunk(first, writes=bool(written))
+            continue
+        own = Place(rank, rank * quota) if scaled else _own(parts[rank].pointer)
+        sources = tuple(own if other == rank else Place(other, rank * quota) for other in range(size))
+        place = target.part(start, stop)
+        combine = Combine(_own(place.pointer), sources, place.nbytes, _kernel_op(op))
+        yield _chunk(first, Stage(_others(rank, size), (combine,)), writes=bool(written))
+
+
+def _one_shot(
+    rank: int, size: int, source: Run, target: Run, readers: Sequence[int], op: ReduceOpLike, slot_bytes: int
+) -> Plan:
+    """Every reader reduces everything."""
+    tell = tuple(reader for reader in readers if reader != rank)
+    sources = tuple(Place(other, 0) for other in range(size))
+    for index in range(_count([source], slot_bytes)):
+        start, stop = index * slot_bytes, (index + 1) * slot_bytes
+        part = source.part(start, stop)
+        first = Stage((), (_put(Place(rank, 0), part, op),), tell)
+        if rank not in readers:
+            yield _chunk(first, writes=True)
+            continue
+        place = _own(target.part(start, stop).pointer)
+        combine = Combine(place, sources, part.nbytes, _kernel_op(op))
+        yield _chunk(first, Stage(_others(rank, size), (combine,)), writes=True)
+
+
+def _two_shots(
+    rank: int, size: int, source: Run, target: Run, readers: Sequence[int], op: ReduceOpLike, slot_bytes: int
+) -> Plan:
+    """Every rank reduces a slice in its slot, which holds a chunk of the vector; every reader collects the slices."""
+    for index in range(_count([source], slot_bytes)):
+        start, stop = index * slot_bytes, (index + 1) * slot_bytes
+        part = source.part(start, stop)
+        slice_bytes = _aligned(-(-part.nbytes // size))
+        slices = [part.part(other * slice_bytes, (other + 1) * slice_bytes) for other in range(size)]
+        holders = tuple(other for other in range(size) if slices[other].nbytes)
+        others = tuple(other for other in holders if other != rank)
+        copied = holders if isinstance(op, PremulSum) else others
+        put = tuple(_put(Place(rank, other * slice_bytes), slices[other], op) for other in copied)
+        stages = [Stage((), put, others)]
+        if rank in holders:
+            at = rank * slice_bytes
+            own = Place(rank, at) if isinstance(op, PremulSum) else _own(slices[rank].pointer)
+            sources = tuple(own if other == rank else Place(other, at) for other in range(size))
+            combine = Combine(Place(rank, at), sources, slices[rank].nbytes, _kernel_op(op))
+            tell = tuple(reader for reader in readers if reader != rank)
+            stages.append(Stage(_others(rank, size), (combine,), tell))
+        if rank in readers:
+            if len(stages) == 1:
+                stages.append(Stage())
+            whole = target.part(start, stop)
+            places = {other: other * slice_bytes for other in holders}
+            taken = tuple(
+                Move(_own(whole.pointer + at), Place(other, at), slices[other].nbytes) for other, at in places.items()
+            )
+            stages.append(Stage(others, taken))
+        yield _chunk(*stages, writes=True)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _others(rank: int, size: int) -> tuple[int, ...]:
+    return tuple(other for other in range(size) if other != rank)
+
+
+def _put(target: Place, part: Run, op: ReduceOpLike) -> Move | Combine:
+    """Our contribution, with its own factor: factors may differ between ranks."""
+    if isinstance(op, PremulSum):
+        return Combine(target, (_own(part.pointer),), part.nbytes, op)
+    return Move(target, _own(part.pointer), part.nbytes)
+
+
+def _kernel_op(op: ReduceOpLike) -> ReduceOp:
+    assert not isinstance(op, CustomOp), "functions of the user's do not run on the GPU"
+    return ReduceOp.SUM if isinstance(op, PremulSum) else op
+
+
+def _chunk(*stages: Stage, writes: bool) -> Chunk:
+    last = stages[-1]
+    if len(stages) > 1 and not (last.wait or last.work or last.tell):
+        stages = stages[:-1]
+    readers = frozenset().union(*(stage.tell for stage in stages))
+    sources = frozenset().union(*(stage.wait for stage in stages))
+    return Chunk(stages, writes, readers, sources)

@@ -1,0 +1,342 @@
+"""DevicePairs: moves the data of messages of GPU arrays: through NCCL, shared device memory, or the host's memory.
+
+NCCL where both ends have it and are on different GPUs: each direction of a pair has a communicator of its own, made by
+its first message, in which a message is a broadcast from one end to the other. So both ends need the same order, which
+is that of the receiver's answers, and opposite directions do not wait for each other. Between ranks on one GPU data
+goes through memory there (`ipc.messages`). Otherwise the sender copies to page-locked memory, chunk by chunk, and the
+receiver from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from asyncdist.arrays.device import DeviceArray, device_flat
+from asyncdist.collectives.arguments.call import NO_BLOCKS, Call
+from asyncdist.collectives.backend import CollectiveWork
+from asyncdist.concurrency.tasks import start_task
+from asyncdist.errors import CollectiveMismatchError, DistBackendError, DistError
+from asyncdist.gpu.ipc.messages import IpcLine
+from asyncdist.gpu.messages import (
+    IPC,
+    NCCL,
+    REFUSED,
+    STAGED,
+    UNWANTED,
+    Announcement,
+    DeviceRecvWork,
+    DeviceSendWork,
+    answer_message,
+    messages_id,
+    refuse_message,
+)
+from asyncdist.gpu.nccl.channel import NcclChannel, NcclOperation
+from asyncdist.gpu.path import Surroundings
+from asyncdist.gpu.staged.message import StagedMessages
+from asyncdist.gpu.streams import ready_after
+from asyncdist.gpu.tail import tail_of
+from asyncdist.gpu.threads import Helpers, in_thread, stay_on
+from asyncdist.messages.work import PairWorkOwner
+from asyncdist.transport.protocol.frame import key_prefix
+from asyncdist.transport.protocol.matching import not_received
+
+__all__ = ["DevicePairs"]
+
+WATCH_S: Final = 0.1
+"""How often NCCL is asked for errors while messages are under way."""
+
+ENDING_S: Final = 10.0
+"""How long closing waits for NCCL to give communicators back."""
+
+_BYTE: Final = np.dtype(np.uint8)
+AnyWork = DeviceSendWork | DeviceRecvWork
+
+
+class DevicePairs:
+    """Of one group. `host` and `path` are this rank's, as in `Member`."""
+
+    def __init__(self, around: Surroundings, host: str, path: str) -> None:
+        self.runtime = around.runtime
+        self._around = around
+        self._host = host
+        self._nccl = around.nccl if path in ("", "nccl") else None
+        self._id = messages_id(around.group_id)
+        self._numbers: dict[int, int] = {}
+        self._shares_memory = path in ("", "ipc")
+        self._lines: dict[tuple[int, bool], _Line] = {}
+        self._shared: dict[tuple[int, bool], IpcLine] = {}
+        self._numbers_here: dict[AnyWork, int] = {}
+        self._helpers = Helpers(around.loop, (around.runtime, around.device))
+        self._staged = StagedMessages(around, self._id, self._helpers)
+        self._works: dict[AnyWork, int] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def send(self, operation: str, array: DeviceArray, key: bytes, owner: PairWorkOwner, peer: int) -> DeviceSendWork:
+        """A send to global rank `peer`, to be posted. Raises ValueError for an array that is not contiguous."""
+        flat = device_flat(array, writable=False)
+        stay_on(self.runtime, array.device)
+        announcement = self._announcement(array, peer)
+        ready = ready_after(self.runtime, self._around.events, [array])
+        return DeviceSendWork(
+            self._around.loop, operation, flat, announcement, key, self._around.group_id, owner, self, peer, ready
+        )
+
+    def receive(
+        self,
+        operation: str,
+        array: DeviceArray,
+        key: bytes,
+        owner: PairWorkOwner,
+        peer: int,
+        number: Callable[[int], int] | None,
+        withdrawable: bool,
+    ) -> DeviceRecvWork:
+        """A receive into `array`, to be posted. Raises ValueError for one that is read-only or not contiguous."""
+        stay_on(self.runtime, array.device)
+        ready = ready_after(self.runtime, self._around.events, [array])
+        return DeviceRecvWork(self._around.loop, operation, array, key, owner, self, peer, number, withdrawable, ready)
+
+    def _announcement(self, array: DeviceArray, peer: int) -> Announcement:
+        """The next message to global rank `peer`."""
+        number = self._numbers.get(peer, 0)
+        self._numbers[peer] = (number + 1) & 0xFFFF_FFFF
+        device_id = self.runtime.device_id(array.device)
+        return Announcement(number, self._host, device_id, self._nccl is not None, array.dtype, array.shape)
+
+    # The receiver.
+
+    def refuse(self, source: int, number: int, why: str) -> None:
+        """See DeviceMessages."""
+        refuse_message(self._around.mesh, self._around.group_id, source, number, why)
+
+    def matched(self, work: DeviceRecvWork, announcement: Announcement, source: int) -> None:
+        """See DeviceMessages."""
+        self._works[work] = source
+        self._watch()
+        try:
+            self._receive(work, announcement, source)
+        except Exception as error:  # the caller is the transport
+            work.complete(error)
+
+    def _receive(self, work: DeviceRecvWork, announcement: Announcement, source: int) -> None:
+        """Answer how the data is to come, and have it come."""
+        device_id = self.runtime.device_id(work.array.device)
+        apart = (announcement.host, announcement.device_id) != (self._host, device_id)
+        if self._nccl is not None and announcement.nccl and apart and announcement.nbytes:
+            line = self._lines.get((source, False))
+            if line is None:
+                line = self._lines[source, False] = _Line(self, source, work.array.device, announcement.device_id)
+            if line.fits(work.array.device, announcement.device_id):
+                line.receive(work, announcement)
+                return
+        if self._shares_memory and not apart and announcement.nbytes and source != self._around.mesh.rank:
+            shared = self._shared_line(source, sending=False)
+            if not shared.broken:
+                self._numbers_here[work] = announcement.number
+                self._answer(source, announcement.number, IPC)
+                shared.add(work, work.array[: announcement.nbytes // work.array.itemsize])
+                return
+        self._answer(source, announcement.number, STAGED)
+        self._staged.receive(work, announcement.number, announcement.nbytes, source)
+
+    def _shared_line(self, peer: int, *, sending: bool) -> IpcLine:
+        line = self._shared.get((peer, sending))
+        if line is None:
+            ends = (self._around.mesh.rank, peer)
+            sender, receiver = ends if sending else ends[::-1]
+            line = IpcLine(self._around, sender, receiver, self._helpers, self._stage)
+            self._shared[peer, sending] = line
+        return line
+
+    def _stage(self, work: AnyWork) -> None:
+        """Move a message through the host that was to go through device memory."""
+        if isinstance(work, DeviceSendWork):
+            self._staged.send(work)
+        else:
+            self._staged.receive(work, self._numbers_here[work], work.nbytes, work.peer)
+
+    def _answer(self, source: int, number: int, answer: bytes) -> None:
+        answer_message(self._around.mesh, self._around.group_id, source, number, answer)
+
+    # The sender.
+
+    def answered(self, work: DeviceSendWork, answer: bytes) -> None:
+        """See DeviceMessages."""
+        self._works[work] = work.peer
+        self._watch()
+        how = answer[:1]
+        if how == STAGED:
+            self._staged.send(work)
+        elif how == IPC and self._shares_memory:
+            self._shared_line(work.peer, sending=True).add(work, work.array.flat())
+        elif how == NCCL and self._nccl is not None:
+            line = self._lines.get((work.peer, True))
+            if line is None:
+                line = self._lines[work.peer, True] = _Line(self, work.peer, work.array.device, "")
+            line.send(work, answer[1:])
+        elif how == UNWANTED:
+            work.complete(not_received(work.peer))
+        else:
+            why = answer[1:].decode(errors="replace") if how == REFUSED else "it cannot be understood"
+            work.complete(
+                CollectiveMismatchError(
+                    f"{work.where}: rank {work.peer} refused the message: {why}; the pair stays usable", work.peer
+                )
+            )
+
+    # Both.
+
+    def ended(self, work: AnyWork) -> None:
+        """See DeviceMessages."""
+        self._works.pop(work, None)
+        self._numbers_here.pop(work, None)
+        self._staged.forget(work)
+        self._around.events.give(work.ready)
+
+    def _watch(self) -> None:
+        """Ask NCCL now and then whether it has failed, as it does not say so by itself."""
+        if self._timer is None and self._works:
+            self._timer = self._around.loop.call_later(WATCH_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        for (peer, _), line in list(self._lines.items()):
+            why = line.failure()
+            if why:
+                error = DistBackendError(f"messages with rank {peer}: NCCL reports: {why}")
+                self.peer_lost(peer, error)
+                self._around.mesh.break_pair(peer, error)  # the other end cannot know
+        self._watch()
+
+    def peer_lost(self, rank: int, error: BaseException) -> None:
+        """A rank is gone: nothing that it had under way with us will end by itself."""
+        for key in [key for key in self._lines if key[0] == rank]:
+            self._lines.pop(key).end(in_order=False)
+        for (peer, _), shared in self._shared.items():
+            if peer == rank:
+                shared.end(error)
+        for work in [work for work, peer in self._works.items() if peer == rank]:
+            work.complete(error)
+
+    def abort(self) -> None:
+        """The group's messages are aborted; their works have failed, or are about to."""
+        self._around.mesh.drop_group(key_prefix(self._id, 0, 0)[:8])
+        self._end(in_order=False)
+
+    def _end(self, *, in_order: bool) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        lines, self._lines = self._lines, {}
+        for line in lines.values():
+            line.end(in_order=in_order)
+        if not in_order:
+            for shared in self._shared.values():
+                shared.end(DistBackendError("the group's messages were aborted"))
+        self._staged.close(dropped=not in_order)
+
+    async def close(self) -> None:
+        """Give everything back, bounded; nothing is under way."""
+        if not self._closed:
+            self._closed = True
+            self._end(in_order=True)
+            await asyncio.gather(*(shared.close() for shared in self._shared.values()))
+            await self._staged.wait_closed()
+            await self._helpers.wait(ENDING_S)
+
+
+class _Line:
+    """One direction of a pair through NCCL: its sender is rank 0 of the communicator, its receiver rank 1."""
+
+    def __init__(self, pairs: DevicePairs, peer: int, device: int, peer_device: str) -> None:
+        self._pairs = pairs
+        self._around = pairs._around
+        self._peer = peer
+        self._device = device
+        self._peer_device = peer_device
+        self._channel: NcclChannel | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._unique_id = b""
+        self._unanswered: deque[int] = deque()
+        self._count = 0
+
+    def fits(self, device: int, peer_device: str) -> bool:
+        """Whether messages between these GPUs go this way."""
+        return device == self._device and peer_device == self._peer_device
+
+    def receive(self, work: DeviceRecvWork, announced: Announcement) -> None:
+        """Queue a message and answer it, in order."""
+        self._unanswered.append(announced.number)
+        if self._channel is None:
+            self._make(receiving=True)
+            self._opening = start_task(self._around.loop, self._open(None), name="open NCCL for messages")
+        elif self._unique_id:
+            self._answer_all()
+        size = announced.nbytes // max(1, work.array.itemsize)
+        self._add(work, work.array[:size])
+
+    def send(self, work: DeviceSendWork, unique_id: bytes) -> None:
+        """Queue a message that was answered."""
+        if self._channel is None:
+            self._make(receiving=False)
+            self._opening = start_task(self._around.loop, self._open(unique_id), name="open NCCL for messages")
+        self._add(work, work.array.flat())
+
+    def _make(self, *, receiving: bool) -> None:
+        around, nccl = self._around, self._pairs._nccl
+        assert nccl is not None, "asked before"
+        own = around.mesh.rank
+        ranks = (self._peer, own) if receiving else (own, self._peer)
+        pair = dataclasses.replace(around, ranks=ranks, rank=int(receiving))
+        self._channel = NcclChannel(pair, nccl, 0, 0, (self._device,), lambda _never: None)
+
+    async def _open(self, unique_id: bytes | None) -> None:
+        channel, nccl = self._channel, self._pairs._nccl
+        assert channel is not None
+        assert nccl is not None
+        try:
+            if unique_id is None:
+                unique_id = self._unique_id = await in_thread(
+                    self._around.loop, nccl.unique_id, on=(self._around.runtime, self._around.device)
+                )
+                self._answer_all()
+            await channel.open(unique_id)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            failure = error if isinstance(error, DistError) else DistBackendError(f"NCCL cannot be opened: {error}")
+            for operation in list(channel.operations.values()):
+                operation.on_end(operation.work, failure)
+
+    def _answer_all(self) -> None:
+        while self._unanswered:
+            self._pairs._answer(self._peer, self._unanswered.popleft(), NCCL + self._unique_id)
+
+    def _add(self, work: AnyWork, array: DeviceArray) -> None:
+        channel = self._channel
+        assert channel is not None
+        self._count += 1
+        flat: Any = device_flat(array, writable=False)
+        call = Call("broadcast", _BYTE, array.nbytes, NO_BLOCKS, (flat,), None, device=self._device, ready=work.ready)
+        part = CollectiveWork(self._around.loop, work.operation, array.nbytes, 0, self._count, None)
+        part.on_device = tail_of(work)
+        channel.add(NcclOperation(call, part, lambda _part, error: work.complete(error)))
+
+    def failure(self) -> str:
+        """What NCCL says has gone wrong."""
+        return "" if self._channel is None else self._channel.async_error()
+
+    def end(self, *, in_order: bool) -> None:
+        """Give the communicator up."""
+        if self._opening is not None:
+            self._opening.cancel()
+            self._pairs._helpers.keep(self._opening)
+        if self._channel is not None:
+            self._channel.end(self._pairs._helpers, in_order=in_order)

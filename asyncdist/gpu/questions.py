@@ -1,0 +1,146 @@
+"""Questions about collectives that take long in a group with GPU arrays: do the others run the same?
+
+A host array here and a GPU array there go separate ways, on which no message of one meets any of the other. So whoever
+waits asks, a few times a second: those it waits for where that is known, else its neighbors, one after the other. Who
+waits cannot rely on those that do not: an operation that only gives ends on some ranks while others wait for what never
+comes. Who cannot be asked any more has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from asyncdist.collectives.arguments.call import Call
+from asyncdist.collectives.backend import CollectiveWork, GroupBackend
+
+__all__ = ["ASK_AFTER_S", "LEFT_GRACE_S", "MAX_AT_ONCE", "HostWatch", "Questions"]
+
+ASK_AFTER_S: Final = 0.25
+"""How old an operation gets before another rank is asked what it runs in its place: a difference shows within a second,
+and a step of training seldom asks."""
+
+ASK_GROWTH: Final = 2.0
+"""By how much the next question about the same operation comes later: who is merely late is asked a few times."""
+
+MAX_AT_ONCE: Final = 8
+"""Ranks asked at a time; it begins with one, and doubles. More connections than that are not worth one late rank."""
+
+LEFT_GRACE_S: Final = 5.0
+"""How long an operation may take after it was found that a rank has left: that rank is through with it, or never came.
+NCCL moves what is under way in far less."""
+
+LOOK_S: Final = 0.1
+"""How often operations on host arrays are looked at while any is under way."""
+
+Key = tuple[int, int]
+"""Tag and sequence number of an operation."""
+
+
+class _Asked:
+    """What has been asked about one operation: when the next is due, how many then, and where among the neighbors."""
+
+    __slots__ = ("count", "due_s", "position")
+
+    def __init__(self) -> None:
+        self.count = 1
+        self.due_s = ASK_AFTER_S
+        self.position = 0
+
+
+class Questions:
+    """Of one group. `waiting_for(tag, sequence)` gives global ranks, if known; `ask(tag, sequence, rank)` asks one.
+
+    It says whether that rank could be asked.
+    """
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        waiting_for: Callable[[int, int], Sequence[int]],
+        ask: Callable[[int, int, int], bool],
+    ) -> None:
+        self._others = ranks[rank + 1 :] + ranks[:rank]
+        self._waiting_for = waiting_for
+        self._ask = ask
+        self._asked: dict[Key, _Asked] = {}
+        self._left: dict[int, float] = {}  # ranks that could not be asked, and since when
+
+    def look(self, now_s: float, under_way: Iterable[tuple[Key, float]]) -> None:
+        """Ask about the oldest operation of each tag: those behind it wait for it. With each, when it was issued.
+
+        What was asked about one that is not under way any more is forgotten.
+        """
+        if not self._others:
+            return
+        oldest: dict[int, tuple[Key, float]] = {}
+        for key, started_s in under_way:
+            oldest.setdefault(key[0], (key, started_s))
+        self._asked = {key: self._asked.get(key) or _Asked() for key, _ in oldest.values()}
+        for key, started_s in oldest.values():
+            asked = self._asked.get(key)
+            if asked is not None and now_s - started_s >= asked.due_s:
+                for rank in self._next(key, asked):
+                    if not self._ask(*key, rank):
+                        self._left.setdefault(rank, now_s)
+
+    def waits_in_vain(self, now_s: float, moved_s: float) -> int | None:
+        """A rank that left so long ago that what has not moved since `moved_s` will not end; None if there is none."""
+        return next((rank for rank, at_s in self._left.items() if now_s - max(at_s, moved_s) > LEFT_GRACE_S), None)
+
+    def _next(self, key: Key, asked: _Asked) -> Sequence[int]:
+        """Whom to ask now."""
+        count = min(asked.count, len(self._others), MAX_AT_ONCE)
+        asked.count *= 2
+        asked.due_s *= ASK_GROWTH
+        known = self._waiting_for(*key)
+        among, position = (known, 0) if known else (self._others, asked.position)
+        asked.position = (asked.position + count) % len(self._others)
+        return [among[(position + index) % len(among)] for index in range(min(count, len(among)))]
+
+
+class HostWatch:
+    """Asks about operations on host arrays that `host` is given, from when the group takes GPU arrays too."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, host: GroupBackend, ask: Callable[[int, int, int], bool]
+    ) -> None:
+        self._loop = loop
+        self._questions = Questions(host.ranks, host.rank, host.waiting_for, ask)
+        self._works: dict[Key, tuple[weakref.ref[CollectiveWork], float]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        begin = host.start
+
+        def start(
+            call: Call, work: CollectiveWork, on_end: Callable[[CollectiveWork, BaseException | None], Any]
+        ) -> None:
+            begin(call, work, on_end)
+            if not work.done():
+                self._add(work)
+
+        host.start = start  # type: ignore[method-assign]  # in this group alone: others' operations count nanoseconds
+
+    def stop(self) -> None:
+        """The group has ended."""
+        self._works.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _add(self, work: CollectiveWork) -> None:
+        self._works[work.tag, work.number] = weakref.ref(work), self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        for key, (reference, _) in list(self._works.items()):
+            work = reference()
+            if work is None or work.done():
+                del self._works[key]
+        self._questions.look(self._loop.time(), [(key, started_s) for key, (_, started_s) in self._works.items()])
+        if self._works and self._timer is None:
+            self._timer = self._loop.call_later(LOOK_S, self._look)

@@ -1,0 +1,342 @@
+"""StagedLine: one tag's operations through the host's memory, as a pipeline.
+
+    device --copy out--> pinned buffer --host collective--> pinned buffer --copy in--> device
+
+Every portion of an operation takes a buffer through these three steps. There are several buffers, and a stream for each
+direction, so that one portion is copied out while others are on the network and being copied in. Buffers are a tag's
+own: if tags shared them, two ranks could each hold all of theirs for operations the other has no buffer for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Final
+
+import numpy as np
+
+from asyncdist.arrays.reduce_op import ReduceOp
+from asyncdist.collectives.arguments import call as calls
+from asyncdist.collectives.arguments.call import Call
+from asyncdist.collectives.backend import CollectiveWork
+from asyncdist.collectives.host.backend import AioBackend
+from asyncdist.cuda.interface import Pinned, Stream
+from asyncdist.gpu.closing import close_all, close_behind
+from asyncdist.gpu.path import OnEnd, Surroundings
+from asyncdist.gpu.staged.pinned_slots import PinnedSlots
+from asyncdist.gpu.staged.plan import Portion, host_call, portions, rounds_of
+from asyncdist.gpu.tail import tell_queued
+from asyncdist.gpu.threads import Helpers
+
+__all__ = [
+    "BUFFERS",
+    "BUFFER_BYTES",
+    "SMALL_BUFFERS",
+    "SMALL_BUFFER_BYTES",
+    "StagedLine",
+    "backend_name",
+    "drop_unbegun",
+]
+
+BUFFER_BYTES: Final = 4 << 20
+"""A pinned buffer: PCIe moves it in about 100 us, ten times what starting a copy and hearing of its end take."""
+BUFFERS: Final = 4
+"""Of a tag: one copied out, one copied in and two on the network, which is the slowest of the three."""
+SMALL_BUFFER_BYTES: Final = 64 << 10
+"""A buffer of an operation of one portion that fits: the time of smaller ones does not depend on their size."""
+SMALL_BUFFERS: Final = 16
+"""Small operations of a tag under way at once; the host's memory for them is 1 MiB."""
+
+_OUT: Final = 0
+_HOST: Final = 1
+_IN: Final = 2
+
+
+class _Portion:
+    """A portion under way."""
+
+    __slots__ = ("buffer", "number", "plan", "queued", "slots", "step")
+
+    def __init__(self, plan: Portion, number: int, buffer: Pinned, slots: PinnedSlots) -> None:
+        self.plan = plan
+        self.number = number
+        self.buffer = buffer
+        self.slots = slots
+        self.step = _OUT
+        self.queued = False  # the copy of its results
+
+
+class _Operation:
+    """A call under way."""
+
+    __slots__ = ("call", "exhausted", "live", "next", "number", "on_end", "portions", "stopped", "waited", "work")
+
+    def __init__(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
+        self.call = call
+        self.work = work
+        self.on_end = on_end
+        self.portions: Iterator[Portion] | None = None
+        self.next: Portion | None = None
+        self.number = 0
+        self.exhausted = False
+        self.live: set[_Portion] = set()
+        self.stopped = False
+        self.waited: set[Stream] = set()
+
+
+class StagedLine:
+    """See the module."""
+
+    def __init__(self, around: Surroundings, tag: int, helpers: Helpers) -> None:
+        self._around = around
+        self._size = len(around.ranks)
+        self._backend = around.exchange.host_backend(backend_name(tag))
+        around.watch_parts(self._backend.group_id, tag)
+        runtime = around.runtime
+        self._helpers = helpers
+        self._out = runtime.new_stream(around.device)
+        try:
+            self._in = runtime.new_stream(around.device)
+        except BaseException:
+            close_all(self._out)
+            raise
+        make = (BUFFER_BYTES, BUFFERS), (SMALL_BUFFER_BYTES, SMALL_BUFFERS)
+        self._large, self._small = (
+            PinnedSlots(around.loop, runtime, around.device, nbytes, count, helpers, self._available)
+            for nbytes, count in make
+        )
+        self._waiting: deque[_Operation] = deque()  # not all of their portions have been taken up
+        self._operations: dict[int, _Operation] = {}
+        self._pumping = False
+
+    def start(self, call: Call, work: CollectiveWork, on_end: OnEnd) -> None:
+        """Begin, behind the operations before."""
+        operation = _Operation(call, work, on_end)
+        self._operations[work.number] = operation
+        self._waiting.append(operation)
+        self._pump()
+
+    def drop(self, sequence: int) -> None:
+        """Forget an operation, begun or not. Its buffers are free once its copies have ended."""
+        operation = self._operations.get(sequence)
+        if operation is not None:
+            self._stop(operation)
+            self._pump()
+            return
+        drop_unbegun(self._backend, sequence)
+
+    def waiting_for(self, sequence: int) -> tuple[int, ...]:
+        """Global ranks."""
+        operation = self._operations.get(sequence)
+        if operation is None:
+            return ()
+        numbers = [portion.number for portion in operation.live if portion.step == _HOST] or [0]
+        if not operation.live and operation.portions is not None and len(self._operations) > 1:
+            return self.waiting_for(next(iter(self._operations)))  # it waits for buffers
+        return tuple(sorted({rank for number in numbers for rank in self._backend.waiting_for(sequence, number)}))
+
+    # The pipeline.
+
+    def _available(self, error: BaseException | None) -> None:
+        """There may be a buffer, or there will be none."""
+        if error is not None:
+            for operation in list(self._operations.values()):
+                self._fail(operation, error)
+        self._pump()
+
+    def _pump(self) -> None:
+        """Take up portions while there are buffers."""
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            while self._waiting and self._take_up(self._waiting[0]):
+                pass
+        finally:
+            self._pumping = False
+
+    def _take_up(self, operation: _Operation) -> bool:
+        """Take up the next portion of the first operation; False if that must wait."""
+        if operation.stopped:
+            self._waiting.popleft()
+            return True
+        if operation.portions is None and not self._cut(operation):
+            return False
+        if operation.next is None:
+            assert operation.portions is not None
+            operation.next = next(operation.portions, None)
+        if operation.next is None:
+            operation.exhausted = True
+            self._waiting.popleft()
+            self._end_if_over(operation)
+            return True
+        slots = self._small if _is_small(operation.call, self._size) else self._large
+        buffer = slots.take()
+        if buffer is None:
+            return False
+        portion = _Portion(operation.next, operation.number, buffer, slots)
+        operation.next = None
+        operation.number += 1
+        operation.live.add(portion)
+        outs = [(buffer.pointer + offset, pointer, nbytes) for offset, pointer, nbytes in portion.plan.outs]
+        self._copy(operation, portion, self._out, outs, self._exchange)
+        return True
+
+    def _cut(self, operation: _Operation) -> bool:
+        """Find out how many portions there are; False if the others must be asked."""
+        call, size, rank = operation.call, self._size, self._around.rank
+        if call.pieces is None:
+            nbytes = SMALL_BUFFER_BYTES if _is_small(call, size) else BUFFER_BYTES
+            parts = call.members or (call,)
+            operation.portions = chain.from_iterable(portions(part, rank, size, nbytes) for part in parts)
+            return True
+        if operation.number:
+            return False  # asked already
+        operation.number = 1
+        most = np.array([rounds_of(call, size, BUFFER_BYTES)], np.int64)
+
+        def agreed(_work: CollectiveWork, error: BaseException | None) -> None:
+            if error is not None:
+                self._fail(operation, error)
+            else:
+                operation.portions = portions(call, rank, size, BUFFER_BYTES, int(most[0]))
+            self._pump()
+
+        question = calls.all_reduce(most, ReduceOp.MAX)
+        question.detail = f"portions of {call.collective} {call.dtype.name}"
+        self._run(operation, question, 0, agreed)
+        return operation.portions is not None
+
+    def _copy(
+        self,
+        operation: _Operation,
+        portion: _Portion,
+        stream: Stream,
+        transfers: Sequence[tuple[int, int, int]],
+        then: Callable[[_Operation, _Portion], None],
+    ) -> None:
+        """Copy (target, source, bytes), then go on."""
+        if not transfers:
+            then(operation, portion)
+            return
+        runtime = self._around.runtime
+        try:
+            if stream not in operation.waited:
+                operation.waited.add(stream)
+                for ready in operation.call.ready:
+                    stream.wait_event(ready)
+            for target, source, nbytes in transfers:
+                runtime.copy(target, source, nbytes, stream)
+        except Exception as error:
+            self._fail(operation, error)
+        try:
+            event = self._around.events.recorded(stream)  # also behind what was begun of something that failed
+        except Exception as error:  # nobody says when the buffer is free: it is not used again, and freed at the end
+            self._fail(operation, error)
+            return
+
+        def ended(error: BaseException | None) -> None:
+            self._around.events.give((event,))
+            if error is not None:
+                self._fail(operation, error)
+            if operation.stopped:
+                self._release(operation, portion)
+            else:
+                then(operation, portion)
+
+        self._around.completions.add(stream, (event,), ended, (event, operation.call, portion.buffer))
+        portion.queued = stream is self._in
+        if operation.exhausted and all(one.queued for one in operation.live) and not operation.stopped:
+            tell_queued(operation.work, event)
+
+    def _exchange(self, operation: _Operation, portion: _Portion) -> None:
+        """What goes out is in the buffer: run the host collective."""
+        portion.step = _HOST
+
+        def ended(_work: CollectiveWork, error: BaseException | None) -> None:
+            portion.step = _IN
+            if error is not None:
+                self._fail(operation, error)
+                self._release(operation, portion)
+                return
+            ins = [(pointer, portion.buffer.pointer + offset, nbytes) for offset, pointer, nbytes in portion.plan.ins]
+            self._copy(operation, portion, self._in, ins, self._done)
+
+        self._run(operation, host_call(portion.plan, portion.buffer.array), portion.number, ended)
+
+    def _run(self, operation: _Operation, call: Call, number: int, ended: OnEnd) -> None:
+        work = operation.work
+        name = f"{work.operation} on GPU arrays"
+        part = CollectiveWork(self._around.loop, name, call.nbytes, work.number, number, None)
+        try:
+            self._backend.start(call, part, ended)
+        except Exception as error:  # the mesh is gone, or memory is short
+            ended(part, error)
+
+    def _done(self, operation: _Operation, portion: _Portion) -> None:
+        self._release(operation, portion)
+        self._end_if_over(operation)
+
+    def _release(self, operation: _Operation, portion: _Portion) -> None:
+        """Nothing uses the portion's buffer any more."""
+        if portion in operation.live:
+            operation.live.discard(portion)
+            portion.slots.give(portion.buffer)
+
+    def _end_if_over(self, operation: _Operation) -> None:
+        if operation.live or operation.stopped or not operation.exhausted:
+            return
+        operation.stopped = True
+        del self._operations[operation.work.number]
+        operation.on_end(operation.work, None)
+
+    def _fail(self, operation: _Operation, error: BaseException) -> None:
+        if not operation.stopped:
+            self._stop(operation)
+            operation.on_end(operation.work, error)
+
+    def _stop(self, operation: _Operation) -> None:
+        """Begin nothing more of it; buffers that are being copied are released when that has ended."""
+        operation.stopped = True
+        sequence = operation.work.number
+        del self._operations[sequence]
+        ahead = range(operation.number, operation.number + BUFFERS)  # what others may have begun already
+        for number in {portion.number for portion in operation.live} | {0, *ahead}:
+            self._backend.drop(sequence, number)
+        for portion in tuple(operation.live):
+            if portion.step == _HOST:
+                self._release(operation, portion)
+
+    # The end.
+
+    def stop(self) -> None:
+        """Forget all operations, reporting nothing."""
+        for operation in tuple(self._operations.values()):
+            self._stop(operation)
+        self._waiting.clear()
+
+    def shut(self) -> None:
+        """Give buffers and streams back, in a thread, once no copy uses them."""
+        around, streams = self._around, (self._out, self._in)
+        for stream in streams:
+            around.completions.drop(stream)
+        buffers = self._large.close() + self._small.close()
+        self._helpers.start(close_behind, around.runtime, around.device, streams, buffers)
+
+
+def _is_small(call: Call, size: int) -> bool:
+    """Whether it fits a small buffer whole; all ranks say the same."""
+    parts: Iterable[Call] = call.members or (call,)
+    return call.pieces is None and all(2 * size * part.nbytes <= SMALL_BUFFER_BYTES for part in parts)
+
+
+def backend_name(tag: int) -> str:
+    """The name of the exchange's host collectives that carry a tag; their tag is our sequence number."""
+    return f"staged {tag}"
+
+
+def drop_unbegun(backend: AioBackend, sequence: int) -> None:
+    """Forget an operation that was not begun here, and what others may have begun of it."""
+    for number in range(BUFFERS + 1):
+        backend.drop(sequence, number)

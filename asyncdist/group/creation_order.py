@@ -1,0 +1,99 @@
+"""GroupOrder: the groups that are made of one group, and finding out that ranks made them in another order.
+
+Groups are made without a message, and all ranks count them alike: group 3 of a group is the same one everywhere. Where
+it is not, its members wait for ranks that will never be in it. So who has waited `ASK_S` tells those it waits for which
+one it made, and they compare, at once, or when they have made one of that number. Two that differ can never meet, so
+nobody is blamed who is only late; and where nobody waits, nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final, NamedTuple
+
+from asyncdist.concurrency.group_ids import spell_ranks
+from asyncdist.errors import CollectiveMismatchError
+from asyncdist.world.world import World
+
+__all__ = ["ASK_S", "MADE_KEPT", "QUESTIONS_KEPT", "GroupOrder"]
+
+ASK_S: Final = 0.5
+"""How long the first operations of a group take at most where all is well and nobody computes; then it is worth a
+message, and the error comes within a second."""
+
+MADE_KEPT: Final = 256
+"""Groups remembered, the newest, closed ones included: how far others may lag behind with their first operation."""
+
+QUESTIONS_KEPT: Final = 256
+"""Groups not made here yet that others ask about: ranks run ahead of each other by a few `new_group` calls at most."""
+
+
+class _Made(NamedTuple):
+    group_id: int
+    ranks: tuple[int, ...]
+
+
+class _Said(NamedTuple):
+    group_id: int
+    shown: str
+
+
+class GroupOrder:
+    """What was made of the group `group_id` by calls of all its ranks, by number."""
+
+    __slots__ = ("_group_id", "_latest", "_made", "_name", "_questions", "_ranks", "_world")
+
+    def __init__(self, world: World, group_id: int, name: str, ranks: tuple[int, ...]) -> None:
+        self._world = world
+        self._group_id = group_id
+        self._name = name
+        self._ranks = ranks
+        self._latest = 0
+        self._made: dict[int, _Made] = {}
+        self._questions: dict[int, dict[int, _Said]] = {}
+
+    def made(self, number: int, group_id: int, ranks: tuple[int, ...]) -> None:
+        """This rank has made group `number`, of which it may be no member."""
+        self._latest = number
+        self._made[number] = _Made(group_id, ranks)
+        if len(self._made) > MADE_KEPT:
+            del self._made[next(iter(self._made))]
+        for sender, said in self._questions.pop(number, {}).items():
+            self._compare(sender, number, said, asked=True)
+
+    def heard(self, sender: int, number: int, group_id: int, shown: str, asked: bool) -> None:
+        """Another rank says what it made as group `number`, and perhaps asks for ours."""
+        said = _Said(group_id, shown)
+        if number in self._made:
+            self._compare(sender, number, said, asked)
+        elif asked and number > self._latest and (number in self._questions or len(self._questions) < QUESTIONS_KEPT):
+            self._questions.setdefault(number, {})[sender] = said
+
+    def ask(self, ranks: Collection[int], number: int) -> None:
+        """Tell `ranks` what this rank has made as group `number`, if it is remembered, and ask for theirs."""
+        if number in self._made:
+            for rank in ranks:
+                self._tell(rank, number, asked=True)
+
+    def _tell(self, rank: int, number: int, *, asked: bool) -> None:
+        own = self._made[number]
+        message = ["made", self._group_id, number, own.group_id, spell_ranks(own.ranks), asked]
+        self._world.tell((rank,), message, dial=True)
+
+    def _compare(self, sender: int, number: int, said: _Said, asked: bool) -> None:
+        own = self._made[number]
+        if own.group_id == said.group_id:
+            return
+        if asked:
+            self._tell(sender, number, asked=False)
+        group = self._world.groups.get(own.group_id)
+        if group is not None and sender in group.ranks:
+            sides = sorted([(self._world.rank, spell_ranks(own.ranks)), (sender, said.shown)])
+            shown = ", ".join(f"rank {rank} of [{ranks}]" for rank, ranks in sides)
+            group.made_differently(
+                CollectiveMismatchError(
+                    f"ranks made group {number} of group {self._name} differently: {shown}; make the same groups in "
+                    "the same order on all ranks",
+                    sender,
+                )
+            )

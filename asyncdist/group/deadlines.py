@@ -1,0 +1,186 @@
+"""Expiry: the deadlines of a group's collectives, and finding out whose fault it is when one takes long.
+
+One timer serves all operations under way. When a deadline passes, every member is asked whether it ever issued the
+operation, and connected to for that; those that did not, and those that do not answer, are the ones that are missing.
+
+Long before, from `ASK_S` on, those that an operation waits for are asked the same: one that runs something else, has
+closed the group or never made it is named at once. Who is only late costs a few messages, as each question comes at
+twice the age of the one before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+from asyncdist.collectives.backend import CollectiveWork, WorkKey
+from asyncdist.errors import CollectiveTimeoutError
+from asyncdist.group.creation_order import ASK_S
+from asyncdist.transport.config import LATE_S
+from asyncdist.world.world import ABSENCES, ISSUED, NOT_CALLED, World
+
+__all__ = ["MAX_PROBE_DIALS", "MONITORED_BARRIER", "NOT_HEARD_FROM", "PROBE_S", "Expiry", "timeout_error"]
+
+MONITORED_BARRIER: Final = "monitored_barrier"
+"""The operation whose expiry on the group's first rank asks all members, however many: that is what it is for."""
+
+PROBE_S: Final = 0.5
+"""How long members have to answer: a loop that cannot within half a second is stuck itself, and failures are to name
+the rank within a second."""
+
+MAX_PROBE_DIALS: Final = 256
+"""Largest group of which all members are asked, connected or not. In larger ones, where everybody may be asking at that
+moment, connections for the question alone would be too many; then only the connected can be found missing."""
+
+ASKED_S: Final = 3600.0
+"""How old an operation gets that is asked about: a loop that has nothing else to do may end some time."""
+
+LOOK_S: Final = 0.25
+"""How long after a look at all operations the next comes at the earliest, unless a deadline passes: each would be asked
+about at a moment of its own, and there may be thousands."""
+
+SILENT: Final = "no answer"
+NOT_HEARD_FROM: Final = "nothing came from there"
+"""Why a member is missing that has not said why; the others' words are `world.ABSENCES`."""
+
+
+def timeout_error(work: CollectiveWork, rank: int, missing: Mapping[int, str]) -> CollectiveTimeoutError:
+    """What the expiry of `work` on global rank `rank` means to all members; `missing` says why by global rank."""
+    text = f"{work.operation} #{work.sequence} timed out on rank {rank}"
+    if missing:
+        whys = dict.fromkeys(missing.values())
+        ranks = [f"{', '.join(str(one) for one in missing if missing[one] == why)} ({why})" for why in whys]
+        text += f"; missing: rank {', '.join(ranks)}"
+    return CollectiveTimeoutError(text, missing)
+
+
+class _Probe(NamedTuple):
+    silent: set[int]
+    """Members that have not answered."""
+    absent: dict[int, str]
+    """Why, by member that answered that it has not issued the operation."""
+    timer: asyncio.TimerHandle
+
+
+class Expiry:
+    """Watches `works`; calls `expired(work, missing)` with the global ranks that were missing, if known, and why."""
+
+    def __init__(
+        self,
+        world: World,
+        group_id: int,
+        ranks: tuple[int, ...],
+        works: Mapping[WorkKey, CollectiveWork],
+        expired: Callable[[CollectiveWork, dict[int, str]], None],
+    ) -> None:
+        self._world = world
+        self._loop = world.loop
+        self._group_id = group_id
+        self._ranks = ranks
+        self._works = works
+        self._expired = expired
+        self._timer: asyncio.Handle | None = None
+        self._due_s = math.inf  # not the timer's to say: uvloop makes a plain handle of one that is due at once
+        self._probes: dict[WorkKey, _Probe] = {}
+
+    def watch(self, work: CollectiveWork, timeout_s: float | None) -> None:
+        """Watch a work that has just been issued."""
+        now_s = work.issued_s = self._loop.time()
+        work.deadline_s = math.inf if timeout_s is None else now_s + timeout_s
+        at_s = work.ask_s = now_s + ASK_S
+        if work.deadline_s < at_s:
+            at_s = work.deadline_s
+        if at_s < self._due_s:
+            self._restart(at_s)
+
+    def ask(self, rank: int, tag: int, sequence: int) -> bool:
+        """Ask one member, whatever the deadline; it also says what it runs there, if it has issued anything.
+
+        False if it is lost or has left.
+        """
+        return bool(self._world.tell((rank,), ["probe", self._group_id, tag, sequence], dial=True))
+
+    def tell(self, rank: int, tag: int, sequence: int, issued: bool) -> None:
+        """Answer a member's question."""
+        state = ISSUED if issued else NOT_CALLED
+        self._world.tell((rank,), ["status", self._group_id, tag, sequence, state], dial=False)
+
+    def answered(self, sender: int, tag: int, sequence: int, state: str) -> bool:
+        """A member answered a probe. False if that was not one about a deadline that has passed."""
+        probe = self._probes.get((tag, sequence))
+        if probe is None:
+            return False
+        probe.silent.discard(sender)
+        if state != ISSUED:
+            probe.absent[sender] = state if state in ABSENCES else NOT_CALLED
+        if not probe.silent:
+            self._conclude((tag, sequence))
+        return True
+
+    def stop(self) -> None:
+        """Watch nothing any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._due_s = math.inf
+        for probe in self._probes.values():
+            probe.timer.cancel()
+        self._probes.clear()
+
+    def _restart(self, at_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(at_s, self._check)
+        self._due_s = at_s
+
+    def _check(self) -> None:
+        self._timer = None
+        self._due_s = math.inf
+        now_s = self._loop.time()
+        upcoming_s = math.inf
+        tags = set()
+        for key, work in list(self._works.items()):
+            if work.deadline_s is None or key in self._probes:
+                continue
+            if work.deadline_s <= now_s:
+                self._probe(key)
+                continue
+            if work.ask_s <= now_s:
+                if key[0] not in tags:  # those behind the oldest of a tag wait for it
+                    self._ask_late(work)
+                age_s = now_s - work.issued_s
+                work.ask_s = now_s + age_s if age_s < ASKED_S else math.inf
+            tags.add(key[0])
+            upcoming_s = min(upcoming_s, work.deadline_s, max(work.ask_s, now_s + LOOK_S))
+        if upcoming_s < math.inf:
+            self._restart(upcoming_s)
+
+    def _ask_late(self, work: CollectiveWork) -> None:
+        waited_for = work.waiting_for()
+        self._world.tell(waited_for, ["probe", self._group_id, *work.key], dial=len(waited_for) <= MAX_PROBE_DIALS)
+
+    def _probe(self, key: WorkKey) -> None:
+        message = ["probe", self._group_id, *key]
+        monitors = self._works[key].operation == MONITORED_BARRIER and self._ranks[0] == self._world.rank
+        asked = self._world.tell(self._ranks, message, dial=monitors or len(self._ranks) <= MAX_PROBE_DIALS)
+        if key in self._works:
+            self._probes[key] = _Probe(set(asked), {}, self._await_answers(key))
+
+    def _await_answers(self, key: WorkKey) -> asyncio.TimerHandle:
+        return self._loop.call_later(PROBE_S, self._no_more_answers, key, self._loop.time() + PROBE_S)
+
+    def _no_more_answers(self, key: WorkKey, due_s: float) -> None:
+        if self._loop.time() - due_s > LATE_S:  # answers may be here, unread
+            self._probes[key] = self._probes[key]._replace(timer=self._await_answers(key))
+        else:
+            self._conclude(key)
+
+    def _conclude(self, key: WorkKey) -> None:
+        probe = self._probes.pop(key)
+        probe.timer.cancel()
+        work: Any = self._works.get(key)
+        if work is not None:
+            whys = dict.fromkeys(probe.silent, SILENT) | probe.absent
+            self._expired(work, {rank: whys[rank] for rank in sorted(whys)})

@@ -1,0 +1,81 @@
+"""The default group: which one a call without `group=` means.
+
+It is the current context's (every rank of a simulated world has its own). Where the context has none, or a closed one,
+it is the only world open on the running event loop, so that request handlers find the group their server's start-up
+opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from contextvars import ContextVar
+
+from asyncdist.group.process_group import ProcessGroup
+
+__all__ = ["current_world", "default_group", "has_default_group", "register_world"]
+
+_current: ContextVar[ProcessGroup | None] = ContextVar("asyncdist_group", default=None)
+# A group refers to its loop, so strong references here would keep both for ever. While it is open, its sockets, which
+# the loop watches, keep it alive.
+_open: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.WeakSet[ProcessGroup]] = weakref.WeakKeyDictionary()
+_threads: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, str] = weakref.WeakKeyDictionary()
+"""The name of the thread that each of these loops runs in."""
+
+
+def register_world(group: ProcessGroup) -> None:
+    """Make `group` the default of the current context, and known to its event loop."""
+    loop = asyncio.get_running_loop()
+    _open.setdefault(loop, weakref.WeakSet()).add(group)
+    _threads[loop] = threading.current_thread().name
+    _current.set(group)
+
+
+def _worlds_here() -> list[ProcessGroup]:
+    """World groups open on the running event loop; none without one."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return []
+    alive = [group for group in _open.get(loop, ()) if not group.closed]
+    return sorted(alive, key=lambda group: group.name)
+
+
+def current_world() -> ProcessGroup | None:
+    """The context's own world group, if it is open."""
+    group = _current.get()
+    return None if group is None or group.closed else group
+
+
+def has_default_group() -> bool:
+    """Whether a call without `group=` would find one."""
+    return current_world() is not None or len(_worlds_here()) == 1
+
+
+def default_group() -> ProcessGroup:
+    """Return the default group.
+
+    Raises ValueError if there is none, or several to choose from; RuntimeError if it was made on another event loop.
+    """
+    group = _current.get()
+    if group is not None and not group.closed:
+        return group
+    alive = _worlds_here()
+    if len(alive) == 1:
+        return alive[0]
+    if alive:
+        names = ", ".join(world.name for world in alive)
+        raise ValueError(f"several worlds are open on this event loop ({names}) and this context has none: pass group=")
+    for loop, worlds in list(_open.items()):
+        for world in list(worlds):
+            if not world.closed:
+                raise RuntimeError(
+                    f"group {world.name}: called from another event loop than the group was made on, or from a thread "
+                    f"without one. It was made in thread {_threads[loop]!r}: call it there, as "
+                    "asyncio.run_coroutine_threadsafe() does, or use asyncdist.blocking, which any thread may call"
+                )
+    raise ValueError(
+        "the default process group has not been initialized: call init_process_group() first, "
+        "and in asyncio code await it" + (" (this context's group is closed)" if group is not None else "")
+    )

@@ -1,0 +1,112 @@
+"""The coalesced collectives: many arrays in one operation; see `operations.issuer` for what all have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from asyncdist.arrays.reduce_op import ReduceOp, ReduceOpLike
+from asyncdist.collectives.arguments import coalesced as call
+from asyncdist.concurrency.deadline import INHERIT, Timeout
+from asyncdist.group.methods.issuer import Issuer
+from asyncdist.work import Work
+
+__all__ = ["Coalesced"]
+
+
+class Coalesced(Issuer):
+    """Collectives of lists of arrays.
+
+    Lists of arrays of one dtype travel as one message each way, and results are written in place. The arrays are copied
+    into one and back, which pays for many small ones; large ones are better issued one by one. `all_reduce_coalesced`
+    and `broadcast_coalesced` copy nothing where the arrays are adjacent pieces of one array. Lists have the same length
+    and sizes on all ranks; every call is one operation in the order of its tag.
+    """
+
+    def all_reduce_coalesced(
+        self, tensors: Sequence[Any], op: ReduceOpLike = ReduceOp.SUM, *, tag: int = 0, timeout: Timeout = INHERIT
+    ) -> Work[Any]:
+        """Reduce each of `tensors` (any shapes, one dtype) over all ranks, in place. The result is `tensors`.
+
+        Raises ValueError for an empty list or several dtypes.
+        """
+        return self._collective("all_reduce_coalesced", tag, timeout, call.all_reduce_coalesced, tensors, op)
+
+    def broadcast_coalesced(
+        self, tensors: Sequence[Any], root: int, *, tag: int = 0, timeout: Timeout = INHERIT
+    ) -> Work[Any]:
+        """Copy each of the root's `tensors` (any shapes, one dtype) into everybody's. The result is `tensors`.
+
+        Raises ValueError for an empty list or several dtypes.
+        """
+        operation = "broadcast_coalesced"
+        root = self._root(operation, root, tag)
+        return self._collective(operation, tag, timeout, call.broadcast_coalesced, tensors, root, self.rank)
+
+    def all_gather_coalesced(
+        self,
+        output_tensor_lists: Sequence[Sequence[Any]],
+        input_tensor_list: Sequence[Any],
+        *,
+        tag: int = 0,
+        timeout: Timeout = INHERIT,
+    ) -> Work[Any]:
+        """Fill `output_tensor_lists[r]` with rank r's `input_tensor_list` (any shapes, one dtype). The result is it.
+
+        Raises ValueError for lists that do not fit each other, an empty one, or several dtypes.
+        """
+        return self._collective(
+            "all_gather_coalesced",
+            tag,
+            timeout,
+            call.all_gather_coalesced,
+            output_tensor_lists,
+            input_tensor_list,
+            self.size,
+        )
+
+    def all_gather_into_tensor_coalesced(
+        self,
+        output_tensors: Sequence[Any],
+        input_tensors: Sequence[Any],
+        *,
+        tag: int = 0,
+        timeout: Timeout = INHERIT,
+    ) -> Work[Any]:
+        """Fill each output (`size` times the elements of the input beside it) with everybody's, in rank order.
+
+        Raises ValueError for lists that do not fit each other, an empty one, or several dtypes.
+        """
+        return self._collective(
+            "all_gather_into_tensor_coalesced",
+            tag,
+            timeout,
+            call.all_gather_into_tensor_coalesced,
+            output_tensors,
+            input_tensors,
+            self.size,
+        )
+
+    def reduce_scatter_tensor_coalesced(
+        self,
+        outputs: Sequence[Any],
+        inputs: Sequence[Any],
+        op: ReduceOpLike = ReduceOp.SUM,
+        *,
+        tag: int = 0,
+        timeout: Timeout = INHERIT,
+    ) -> Work[Any]:
+        """Reduce each input (`size` times the elements of the output beside it); rank r gets the r-th part of each.
+
+        Raises ValueError for lists that do not fit each other, an empty one, or several dtypes.
+        """
+        return self._collective(
+            "reduce_scatter_tensor_coalesced",
+            tag,
+            timeout,
+            call.reduce_scatter_tensor_coalesced,
+            outputs,
+            inputs,
+            op,
+            self.size,
+        )

@@ -1,0 +1,138 @@
+"""Collectives and messages of Python objects; see `asyncdist.arrays.objects` for which, and how they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from asyncdist.collectives.arguments import items as call_items
+from asyncdist.concurrency.deadline import INHERIT, Timeout
+from asyncdist.group.methods.issuer import check_rank
+from asyncdist.group.methods.items import ItemIssuer
+from asyncdist.group.methods.point_to_point import DEFAULT_MAX_BYTES
+from asyncdist.work import Work
+
+__all__ = ["Objects"]
+
+
+class Objects(ItemIssuer):
+    """torch.distributed's object collectives, in place in lists.
+
+    None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset and numpy arrays and scalars arrive
+    as they were sent, arrays as writable copies; everything else raises TypeError at the call, naming its type and
+    place, unless every rank gave `allow_pickle=True` to `init_process_group`. Objects are encoded at the call, so they
+    may change afterwards. Lists are written when the operation has ended well, and until then must not be changed.
+
+    Objects encoded beyond `max_bytes` (1 GiB unless given) raise ValueError at the call; where a rank accepts less,
+    CollectiveMismatchError there, and the group is aborted if it was a collective. Bytes that are no object, or pickled
+    ones nobody agreed on, raise RemoteProtocolError that names the sender, on that rank alone.
+    """
+
+    def all_gather_object(
+        self,
+        object_list: list[Any],
+        obj: Any,
+        *,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        tag: int = 0,
+        timeout: Timeout = INHERIT,
+    ) -> Work[list[Any]]:
+        """Fill `object_list` (one place per rank) with everybody's `obj`. The result is `object_list`."""
+        terms = self._terms(max_bytes)
+        return self._collective(
+            "all_gather_object", tag, timeout, call_items.all_gather_object, object_list, obj, terms
+        )
+
+    def gather_object(
+        self,
+        obj: Any,
+        object_gather_list: list[Any] | None = None,
+        root: int = 0,
+        *,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        tag: int = 0,
+        timeout: Timeout = INHERIT,
+    ) -> Work[list[Any] | None]:
+        """Fill the root's `object_gather_list` (one place per rank; None elsewhere) with everybody's `obj`."""
+        root, terms = self._root("gather_object", root, tag), self._terms(max_bytes)
+        return self._collective(
+            "gather_object",
+            tag,
+            timeout,
+            call_items.gather_object,
+            obj,
+            object_gather_list,
+            root,
+            terms,
+        )
+
+    def broadcast_object_list(
+        self,
+        object_list: list[Any],
+        root: int = 0,
+        *,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        tag: int = 0,
+        timeout: Timeout = INHERIT,
+    ) -> Work[list[Any]]:
+        """Fill everybody's `object_list`, equally long on all ranks, with the root's. The result is `object_list`."""
+        root, terms = self._root("broadcast_object_list", root, tag), self._terms(max_bytes)
+        return self._collective(
+            "broadcast_object_list",
+            tag,
+            timeout,
+            call_items.broadcast_object_list,
+            object_list,
+            root,
+            terms,
+        )
+
+    def scatter_object_list(
+        self,
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: Sequence[Any] | None = None,
+        root: int = 0,
+        *,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        tag: int = 0,
+        timeout: Timeout = INHERIT,
+    ) -> Work[list[Any]]:
+        """Put the r-th object of the root's input list (elsewhere unused) in the first place of rank r's output list.
+
+        The result is the output list, of which the other places stay as they are.
+        """
+        root, terms = self._root("scatter_object_list", root, tag), self._terms(max_bytes)
+        return self._collective(
+            "scatter_object_list",
+            tag,
+            timeout,
+            call_items.scatter_object_list,
+            scatter_object_output_list,
+            scatter_object_input_list,
+            root,
+            terms,
+        )
+
+    def send_object_list(
+        self, object_list: Sequence[Any], dst: int, tag: int = 0, *, timeout: Timeout = None
+    ) -> Work[None]:
+        """Send the objects of a list to rank `dst`, as one message; otherwise as `send`."""
+        peer = check_rank(dst, self.size, "dst")
+        return self.pairs.send_objects(object_list, peer, tag, timeout)
+
+    def recv_object_list(
+        self,
+        object_list: list[Any],
+        src: int | None = None,
+        tag: int = 0,
+        *,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        timeout: Timeout = None,
+    ) -> Work[int]:
+        """Fill `object_list` with as many objects from rank `src` (None: from any). The result is the source's rank.
+
+        A message of arrays, too large, or of another number of objects raises CollectiveMismatchError and is dropped;
+        the pair stays usable. Withdrawn like `recv`.
+        """
+        source = None if src is None else check_rank(src, self.size, "src")
+        return self.pairs.receive_objects(object_list, source, tag, max_bytes, timeout)

@@ -1,0 +1,334 @@
+"""Consistency: who runs what, when two ranks run different collectives in one place of the order.
+
+Every message of a collective, and its record in shared memory, carries a fingerprint of what its sender runs. Where one
+differs, the rank that notices tells the other what it runs and asks the same, so that the error on both sides shows
+both; it waits at most ANSWER_S. Ranks asked about an operation that has timed out say as well what they run in its
+place. Ranks that leave say what they ran last. What shows after both have ended, `evidence` tells.
+
+That finds differences between ranks that send each other something, or wait for it. With ASYNCDIST_CHECK=full (rank 0's
+setting counts) every rank also reports each collective, and the line that calls it, to the group's first rank when it
+is issued. The first rank compares, without anybody waiting, and so finds at once what no message shows: an operation on
+nothing here and on something there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from asyncdist.arrays.reduce_op import PremulSum, ReduceOp
+from asyncdist.collectives.backend import CollectiveWork, GroupBackend, WorkKey
+from asyncdist.collectives.shared.operation import DifferentOperation
+from asyncdist.concurrency.call_site import calling_frame
+from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError
+from asyncdist.plan.problem import PRIVATE_COLLECTIVES, ROOTED
+from asyncdist.transport.config import LATE_S
+from asyncdist.world.world import CLOSED_SINCE, World
+
+__all__ = ["ANSWER_S", "CHECK_LEVELS", "Consistency", "describe_call", "parse_check"]
+
+CHECK_LEVELS: Final = ("on", "full")
+"""Values of ASYNCDIST_CHECK. There is no `off`: comparing fingerprints costs nothing that could be saved."""
+
+ANSWER_S: Final = 0.5
+"""How long an error waits for the other side's description, as long as a probe: who cannot answer is stuck itself."""
+
+ISSUED_KEPT: Final = 256
+"""Collectives remembered per group, ended ones included: how far the other side may have gone on meanwhile."""
+
+REPORTS_KEPT: Final = 1024
+"""Collectives that others have reported and the first rank has not issued yet, with ASYNCDIST_CHECK=full: how far
+ahead they can be. Later ones are not compared."""
+
+LAST_WORDS: Final = 16
+"""Collectives that a rank describes to the others when it leaves: those that they may not have come to yet. It costs a
+message of a kilobyte or so to each that is connected."""
+
+WORD_CHARS: Final = 256
+"""Characters of such a description: sixteen of them fit a control frame, whatever they are made of."""
+
+UNNAMED: Final = "something else that it does not name"
+"""What a rank runs that does not answer, or does not remember so far back."""
+
+COUNTS_SHOWN: Final = 8
+"""Block lengths shown of uneven collectives."""
+
+
+class _Issued(NamedTuple):
+    key: WorkKey
+    operation: str
+    recipe: tuple[Any, ...]
+    place: str
+
+
+class _Inquiry(NamedTuple):
+    work: CollectiveWork | None
+    error: CollectiveMismatchError
+    timer: asyncio.TimerHandle
+
+
+def parse_check(text: str) -> str:
+    """Return the level that ASYNCDIST_CHECK names; empty is `on`. Raises ValueError for anything else."""
+    level = text.strip().lower() or "on"
+    if level not in CHECK_LEVELS:
+        raise ValueError(f"ASYNCDIST_CHECK={text!r}: use {' or '.join(CHECK_LEVELS)}")
+    return level
+
+
+class Consistency:
+    """What the members of one group run, and what happens when that differs.
+
+    `works` are the operations under way. `fail(key, error)` ends that operation, if it is under way here, and with it
+    the group.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        group_id: int,
+        ranks: tuple[int, ...],
+        backend: GroupBackend,
+        works: Mapping[WorkKey, CollectiveWork],
+        fail: Callable[[WorkKey, CollectiveMismatchError], None],
+    ) -> None:
+        self._world = world
+        self._group_id = group_id
+        self._ranks = ranks
+        self._backend = backend
+        self._works = works
+        self._fail = fail
+        self._issued: deque[tuple[WorkKey, str, tuple[Any, ...], str]] = deque(maxlen=ISSUED_KEPT)
+        self.issued: Callable[[tuple[WorkKey, str, tuple[Any, ...], str]], None]
+        """issued((key, operation, recipe key, "")): a collective has been issued here; it is about to start."""
+        self.check_fully(world.options.get("check") == "full" and len(ranks) > 1)
+        self._inquiries: dict[WorkKey, _Inquiry] = {}
+        self._reports: dict[WorkKey, dict[str, tuple[int, str]]] = {}
+        self._last_words: dict[int, dict[WorkKey, tuple[str, str]]] = {}
+        """What members that leave have run last."""
+
+    def check_fully(self, full: bool) -> None:
+        """Whether to report all collectives from now on."""
+        self._full = full
+        # A plain tuple and no call of ours, where that is enough: this is on the way of all.
+        self.issued = self._issue_and_report if full else self._issued.append
+
+    def _issue_and_report(self, issued: tuple[WorkKey, str, tuple[Any, ...], str]) -> None:
+        entry = _Issued(*issued[:-1], _calling_line())
+        self._issued.append(entry)
+        self._report(entry)
+
+    def inquire(
+        self, key: WorkKey, work: CollectiveWork | None, error: CollectiveMismatchError
+    ) -> CollectiveMismatchError | None:
+        """Ask the other side of `error` what it runs, and fail `work` when it has answered; without one, the group.
+
+        Until then the operation is under way, though nothing moves any more. Where nobody can be asked the error to
+        fail with is returned.
+        """
+        if error.peer is None:
+            return error
+        if key in self._inquiries:
+            return None
+        message = ["mismatch", self._group_id, *key, self._describe(key) or "", True]
+        if not self._world.tell((error.peer,), message, dial=True):
+            return self._answered(key, error, "")
+        self._inquiries[key] = _Inquiry(work, error, self._await_answer(key))
+        return None
+
+    def _await_answer(self, key: WorkKey) -> asyncio.TimerHandle:
+        loop = self._world.loop
+        return loop.call_later(ANSWER_S, self._no_answer, key, loop.time() + ANSWER_S)
+
+    def _no_answer(self, key: WorkKey, due_s: float) -> None:
+        if self._world.loop.time() - due_s > LATE_S:  # it may be here, unread
+            self._inquiries[key] = self._inquiries[key]._replace(timer=self._await_answer(key))
+        else:
+            self._conclude(key, "")
+
+    def heard(self, sender: int, tag: int, sequence: int, text: str, asked: bool) -> None:
+        """Another member found that we differ, and says what it runs; or it answers that question."""
+        key = (tag, sequence)
+        own = self._describe(key)
+        if asked:
+            self._world.tell((sender,), ["mismatch", self._group_id, tag, sequence, own or "", False], dial=False)
+        inquiry = self._inquiries.get(key)
+        if inquiry is not None:
+            if sender == inquiry.error.peer:
+                self._conclude(key, text)
+        elif asked and key in self._works:
+            alike = own == text and self._is_private(key)
+            self._fail(key, self._lengths_differ(sender) if alike else self._difference(key, own, sender, text))
+
+    def last_words(self) -> dict[WorkKey, tuple[str, str]]:
+        """What this rank has run last: what must be equal everywhere, and how to show it."""
+        newest = [_Issued(*entry) for entry in list(self._issued)[-LAST_WORDS:]]
+        return {entry.key: (self._terms(entry)[:WORD_CHARS], self._described(entry)[:WORD_CHARS]) for entry in newest}
+
+    def say_last_words(self) -> None:
+        """This rank leaves: tell the members that are connected what it has run last, as it cannot be asked later."""
+        words = [[*key, *word] for key, word in self.last_words().items()]
+        if words:
+            self._world.tell(self._ranks, ["ran", self._group_id, words], dial=False)
+
+    def heard_last(self, sender: int, words: list[tuple[int, int, str, str]]) -> None:
+        """Another member leaves, and says what it has run last."""
+        said = self._last_words[sender] = {(tag, number): (terms, text) for tag, number, terms, text in words}
+        for key, inquiry in list(self._inquiries.items()):
+            if inquiry.error.peer == sender and key in said:
+                self._conclude(key, said[key][1])
+
+    def why_left(self, key: WorkKey, error: PeerLostError) -> DistError:
+        """The operation lacks a member that has left: perhaps since that ran something else there."""
+        entry = self._find(key)
+        terms, text = self._last_words.get(error.rank, {}).get(key, ("", ""))
+        if entry is None or not text or terms == self._terms(entry)[:WORD_CHARS]:
+            return error
+        return self._difference(key, self._describe(key), error.rank, text)
+
+    def tell(self, rank: int, tag: int, sequence: int) -> None:
+        """An operation has timed out on `rank`: tell it what we run there, if anything, in case that is why."""
+        entry = self._find((tag, sequence))
+        if entry is not None:
+            self._send_check(rank, entry)
+
+    def reported(self, sender: int, tag: int, sequence: int, terms: str, shown: str) -> None:
+        """A member tells us what it has issued and how to show it."""
+        key = (tag, sequence)
+        entry = self._find(key)
+        if entry is not None:
+            error = self._compare(entry, {terms: (sender, shown)})
+            if error is not None:
+                self._fail(key, error)
+        elif self._full and (key in self._reports or len(self._reports) < REPORTS_KEPT):
+            reports = self._reports.setdefault(key, {})
+            if len(reports) < len(self._ranks):  # honest ranks report once
+                reports.setdefault(terms, (sender, shown))
+
+    def stop(self, *, told: bool = False) -> dict[WorkKey, CollectiveMismatchError]:
+        """Ask nobody any more. Returns the differences that nobody has answered yet; where others have `told` of one,
+        those in lengths, which they know less of.
+        """
+        found = {
+            key: self._answered(key, inquiry.error, "")
+            for key, inquiry in self._inquiries.items()
+            if not told or self._by_length(key, inquiry.error)
+        }
+        for inquiry in self._inquiries.values():
+            inquiry.timer.cancel()
+        self._inquiries.clear()
+        self._reports.clear()
+        return found
+
+    def _conclude(self, key: WorkKey, text: str) -> None:
+        inquiry = self._inquiries.pop(key)
+        inquiry.timer.cancel()
+        if inquiry.work is None or self._works.get(key) is inquiry.work:
+            self._fail(key, self._answered(key, inquiry.error, text))
+
+    def _answered(self, key: WorkKey, error: CollectiveMismatchError, text: str) -> CollectiveMismatchError:
+        """What the other side of `error` runs is `text`; empty if it does not say."""
+        assert error.peer is not None, "only errors that name the other side are asked about"
+        own = self._describe(key)
+        text = text or self._last_words.get(error.peer, {}).get(key, ("", ""))[1]
+        # Without knowing better it is the lengths that differ, and the transport has said them.
+        alike = text in ("", CLOSED_SINCE, own) and self._by_length(key, error)
+        return error if alike else self._difference(key, own, error.peer, text)
+
+    def _difference(self, key: WorkKey, own: str | None, peer: int, text: str) -> CollectiveMismatchError:
+        unnamed = "something else, and is gone since" if self._world.mesh.is_gone(peer) else UNNAMED
+        sides = sorted([(self._world.rank, own or UNNAMED), (peer, text or unnamed)])
+        shown = ", ".join(f"rank {rank} runs {side}" for rank, side in sides)
+        if own == text:
+            shown += ", but planned differently: is the release of asyncdist the same everywhere?"
+        tag, number = key
+        place = f"collective #{number} of tag {tag}" if tag else f"collective #{number}"
+        return CollectiveMismatchError(f"ranks differ in {place}: {shown}", peer)
+
+    def _lengths_differ(self, peer: int) -> CollectiveMismatchError:
+        """What all members are to read."""
+        text = f"rank {peer} expects another length of what rank {self._world.rank} sends to it"
+        return CollectiveMismatchError(text, peer)
+
+    def _describe(self, key: WorkKey) -> str | None:
+        entry = self._find(key)
+        return None if entry is None else self._described(entry)
+
+    def _described(self, entry: _Issued) -> str:
+        algorithm = self._backend.algorithm_of(entry.recipe)
+        return self._show(entry, f" ({algorithm})" if algorithm else "")
+
+    def _show(self, entry: _Issued, algorithm: str = "") -> str:
+        terms = describe_call(entry.recipe, self._ranks)
+        return f"{entry.operation}{terms and ' '}{terms}{algorithm}{entry.place}"
+
+    def _terms(self, entry: _Issued) -> str:
+        """What must be equal everywhere; that a rank says all_gather and another all_gather_into_tensor is fine."""
+        return f"{entry.recipe[0]} {describe_call(entry.recipe, self._ranks)}"
+
+    def _is_private(self, key: WorkKey) -> bool:
+        entry = self._find(key)
+        return entry is not None and entry.recipe[0] in PRIVATE_COLLECTIVES
+
+    def _by_length(self, key: WorkKey, error: CollectiveMismatchError) -> bool:
+        """Whether `error` says which lengths differ, which only the two ends know."""
+        return self._is_private(key) and not isinstance(error, DifferentOperation)
+
+    def _find(self, key: WorkKey) -> _Issued | None:
+        return next((_Issued(*entry) for entry in reversed(self._issued) if entry[0] == key), None)
+
+    # ASYNCDIST_CHECK=full.
+
+    def _report(self, entry: _Issued) -> None:
+        if self._world.rank == self._ranks[0]:
+            error = self._compare(entry, self._reports.pop(entry.key, {}))
+            if error is not None:  # not within the call that issues the operation: it is not under way yet
+                self._world.loop.call_soon(self._fail, entry.key, error)
+        else:
+            self._send_check(self._ranks[0], entry)
+
+    def _send_check(self, rank: int, entry: _Issued) -> None:
+        message = ["check", self._group_id, *entry.key, self._terms(entry), self._show(entry)]
+        self._world.tell((rank,), message, dial=True)
+
+    def _compare(self, entry: _Issued, reports: Mapping[str, tuple[int, str]]) -> CollectiveMismatchError | None:
+        own = self._terms(entry)
+        for terms, (rank, shown) in reports.items():
+            if terms != own:
+                return self._difference(entry.key, self._show(entry), rank, shown)
+        return None
+
+
+def describe_call(recipe: tuple[Any, ...], ranks: tuple[int, ...]) -> str:
+    """`float32[1024] SUM root 3`, from `Call.recipe_key` and the group's global ranks."""
+    collective, counts, dtype, root, op, detail = recipe
+    parts = []
+    if collective in PRIVATE_COLLECTIVES:
+        parts.append(dtype.name)
+    elif collective != "barrier" and not dtype.name.startswith("void"):
+        parts.append(f"{dtype.name}[{_spell(counts)}]")
+    if isinstance(op, ReduceOp):
+        parts.append(op.name)
+    elif op is not None:
+        parts.append("PREMUL_SUM" if isinstance(op, PremulSum) else repr(op))
+    if collective in ROOTED:
+        parts.append(f"root {ranks[root]}")
+    if detail and collective != "barrier":  # whose detail is its operation's name
+        parts.append(f"of {detail}")
+    return " ".join(parts)
+
+
+def _spell(counts: int | tuple[int, ...]) -> str:
+    if isinstance(counts, int):
+        return str(counts)
+    if len(set(counts)) == 1:
+        return str(counts[0])
+    return ", ".join(map(str, counts[:COUNTS_SHOWN])) + (", ..." if len(counts) > COUNTS_SHOWN else "")
+
+
+def _calling_line() -> str:
+    """` at train.py:12`, the line that calls the library; empty where there is none, as in the progress thread."""
+    frame = calling_frame()
+    return f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""

@@ -1,0 +1,68 @@
+"""OverlapWatch: warns when collectives of one (group, tag) overlap from two tasks.
+
+The order of issue must be the same on all ranks. One task's order is its program; the order between two tasks is the
+scheduler's, so such collectives meet the wrong partners sooner or later, and silently. Tags or groups cure it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import warnings
+import weakref
+from typing import Any, Final, Protocol
+
+from asyncdist.concurrency.call_site import calling_frame
+
+__all__ = ["TAGS_KEPT", "OverlapWatch"]
+
+TAGS_KEPT: Final = 1024
+"""Tags whose last task is remembered: a program has a few, or uses each once and then never overlaps."""
+
+
+class _Owner(Protocol):
+    _works: dict[tuple[int, int], Any]
+    name: str
+
+
+class OverlapWatch:
+    """Remembers, per tag, which task issued last."""
+
+    def __init__(self, owner: _Owner, loop: asyncio.AbstractEventLoop) -> None:
+        self._owner = owner
+        self._loop = loop
+        self._last: dict[int, weakref.ref[asyncio.Task[Any]]] = {}
+        self._warned = False
+
+    def issue(self, tag: int, operation: str) -> None:
+        """The current task issues a collective of `tag`; warn once if another task's is under way."""
+        if self._warned:
+            return
+        task = asyncio.current_task(self._loop)
+        last = self._last.get(tag)
+        if last is not None:
+            earlier = last()
+            if earlier is task:
+                return
+            if earlier is not None and any(work_tag == tag for work_tag, _ in self._owner._works):
+                self._warn(tag, operation, earlier)
+        if task is not None:
+            if last is None and len(self._last) >= TAGS_KEPT:
+                self._last.clear()
+            self._last[tag] = weakref.ref(task)
+
+    def _warn(self, tag: int, operation: str, earlier: asyncio.Task[Any]) -> None:
+        self._warned = True
+        stack = earlier.get_stack(limit=1)
+        place = f" at {stack[-1].f_code.co_filename}:{stack[-1].f_lineno}" if stack else ""
+        caller = calling_frame() or sys._getframe()
+        warnings.warn_explicit(
+            f"group {self._owner.name}: {operation} overlaps a collective of the same tag {tag} that another task, "
+            f"{earlier.get_name()}{place}, has under way. Ranks may order the two differently and exchange the wrong "
+            "data; give each task a tag= or a group of its own.",
+            RuntimeWarning,
+            caller.f_code.co_filename,
+            caller.f_lineno,
+            caller.f_globals.get("__name__"),
+            caller.f_globals.setdefault("__warningregistry__", {}),
+        )

@@ -1,0 +1,379 @@
+"""Pairs: the point-to-point operations of one group."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol
+
+from asyncdist.arrays.device import DeviceArray, any_array
+from asyncdist.arrays.objects import GPU_META
+from asyncdist.concurrency.deadline import Timeout, timeout_seconds
+from asyncdist.concurrency.integers import as_int
+from asyncdist.errors import DistError, GroupAbortedError
+from asyncdist.group.abort_reasons import explain
+from asyncdist.group.closed_members import Closings
+from asyncdist.messages.objects import RecvObjectsWork, SendObjectsWork
+from asyncdist.messages.work import ANY_SOURCE, OVER, PairWork, RecvArrayWork, RecvWork, SendWork
+from asyncdist.transport.base_mesh import BaseMesh
+from asyncdist.transport.protocol.frame import pack_key
+from asyncdist.work import Work
+from asyncdist.world.world import World
+
+if TYPE_CHECKING:
+    from asyncdist.gpu.messages import DeviceSendWork
+    from asyncdist.gpu.pairs import DevicePairs
+
+__all__ = ["MAX_TAG", "PairOwner", "Pairs", "check_tag"]
+
+MAX_TAG: Final = 2**32 - 1
+"""Largest tag: it travels as 32 bits."""
+POINT_TO_POINT_MARK: Final = 0x5C5C_5C5C_5C5C_5C5C
+"""Set apart from the group's own id, so that aborting its collectives leaves messages between survivors alone."""
+POINT_TO_POINT_CHANNEL: Final = 0
+MAX_HELD: Final = 1024
+"""Messages held back for a rank from which on it is answered no more: it does not read the answers that it has."""
+FORGOTTEN_NAMED: Final = 10
+"""Receives that a warning names: a program has forgotten one or two, or all of a loop."""
+KEYS_KEPT: Final = 1024
+"""Match keys kept by tag: a program has a few; one with more pays for packing them."""
+
+
+class PairOwner(Protocol):
+    """What the group does for its pairs."""
+
+    def check_usable(self, operation: str) -> None:
+        """Raise unless operations may be issued."""
+
+    def where(self, operation: str, sequence: int | None = None) -> str:
+        """The beginning of every message."""
+
+    def aborted_error(self, operation: str, cause: BaseException) -> GroupAbortedError:
+        """What a call raises once the group was aborted because of `cause`."""
+
+    def ask_origin(self, ranks: Collection[int]) -> None:
+        """Messages wait for `ranks`: ask them whether they have made another group in place of this one."""
+
+    def untold(self, work: Work[object]) -> None:
+        """Keep one that somebody waited for after all: all who did were cancelled before they were told."""
+
+    def remember_failure(self, work: Work[object]) -> None:
+        """Keep a failed work until somebody asks about it."""
+
+
+class Pairs:
+    """Sends and receives under way. Ranks in arguments are group ranks that were checked."""
+
+    def __init__(
+        self,
+        world: World,
+        group_id: int,
+        ranks: tuple[int, ...],
+        owner: PairOwner,
+        gpu_pairs: Callable[[], DevicePairs],
+        parent_id: int | None,
+    ) -> None:
+        """`gpu_pairs()` makes what moves GPU arrays; TypeError where there is no GPU. `parent_id`: None of a world."""
+        self.mesh = world.mesh
+        self._loop = world.loop
+        self._allow_pickle = world.allow_pickle
+        self._group_id = group_id
+        self._id = group_id ^ POINT_TO_POINT_MARK
+        self._make_gpu_pairs = gpu_pairs
+        self._gpu_pairs: DevicePairs | None = None
+        self._ranks = ranks
+        self._group_rank = {rank: index for index, rank in enumerate(ranks)}
+        self._owner = owner
+        self._works: set[PairWork] = set()
+        self._keys: dict[int, bytes] = {}
+        self._aborted: BaseException | None = None
+        self.closings: Closings | None = None
+        """None where who closes the group leaves the world, and says goodbye to all."""
+        if parent_id is not None:
+            self.closings = Closings(world, group_id, parent_id, ranks, self._waited_for, owner.ask_origin)
+        self._closed_by: set[int] = set()
+
+    def send(self, tensor: object, dst: int, tag: int, timeout: Timeout, *, abandon: bool) -> PairWork:
+        """Issue a send of `tensor` to group rank `dst`. `abandon`: whether cancelling the last waiter withdraws it."""
+        name = "send" if abandon else "isend"
+        self._check(name)
+        timeout_s = None if timeout is None else timeout_seconds(timeout, None)
+        array = any_array(tensor)
+        if type(array) is DeviceArray:
+            work = self._gpu().send(name, array, self._key(tag), self, self._ranks[dst])
+            return self._post_announcement(work, timeout_s)
+        return self._post_send(
+            SendWork(self._loop, name, array, self._key(tag), self, self._ranks[dst], abandon), timeout_s
+        )
+
+    def send_objects(self, values: Sequence[object], dst: int, tag: int, timeout: Timeout) -> SendWork:
+        """Issue a send of a list of objects to group rank `dst`."""
+        self._check("send_object_list")
+        timeout_s = None if timeout is None else timeout_seconds(timeout, None)
+        key, peer = self._key(tag), self._ranks[dst]
+        return self._post_send(SendObjectsWork(self._loop, values, self._allow_pickle, key, self, peer), timeout_s)
+
+    def receive(
+        self,
+        tensor: object,
+        src: int | None,
+        tag: int,
+        timeout: Timeout,
+        *,
+        abandon: bool,
+        in_global_ranks: bool = False,
+    ) -> RecvWork:
+        """Issue a receive into `tensor` from group rank `src`, or from any.
+
+        `abandon`: whether cancelling the last waiter withdraws it. `in_global_ranks`: how its source is numbered.
+        """
+        name = "recv" if abandon else "irecv"
+        self._check(name)
+        timeout_s = None if timeout is None else timeout_seconds(timeout, None)
+        number = None if in_global_ranks else self._group_rank.__getitem__
+        peer = ANY_SOURCE if src is None else self._ranks[src]
+        array = any_array(tensor)
+        work: RecvWork
+        if type(array) is DeviceArray:
+            work = self._gpu().receive(name, array, self._key(tag), self, peer, number, abandon)
+        else:
+            work = RecvWork(self._loop, name, array, self._key(tag), self, peer, number, abandon)
+        self._post(work, timeout_s)
+        return work
+
+    def receive_array(
+        self, src: int | None, tag: int, max_bytes: int, timeout: Timeout, *, in_global_ranks: bool = False
+    ) -> RecvArrayWork:
+        """Issue a receive of an array not known beforehand."""
+        self._check("recv_array")
+        timeout_s = timeout_seconds(timeout, None)
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
+        number = None if in_global_ranks else self._group_rank.__getitem__
+        peer = ANY_SOURCE if src is None else self._ranks[src]
+        work = RecvArrayWork(self._loop, self._key(tag), self, peer, number, max_bytes)
+        self._post(work, timeout_s)
+        return work
+
+    def receive_objects(
+        self,
+        places: list[object],
+        src: int | None,
+        tag: int,
+        max_bytes: int,
+        timeout: Timeout,
+        *,
+        in_global_ranks: bool = False,
+    ) -> RecvObjectsWork:
+        """Issue a receive of as many objects as there are `places`."""
+        self._check("recv_object_list")
+        timeout_s = timeout_seconds(timeout, None)
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
+        number = None if in_global_ranks else self._group_rank.__getitem__
+        peer = ANY_SOURCE if src is None else self._ranks[src]
+        key = self._key(tag)
+        work = RecvObjectsWork(self._loop, places, self._allow_pickle, key, self, peer, number, max_bytes)
+        self._post(work, timeout_s)
+        return work
+
+    def pending(self) -> list[PairWork]:
+        """Everything under way."""
+        return list(self._works)
+
+    def withdraw_receives(self) -> None:
+        """Withdraw receives that nothing matched, as the group closes; warn of those that nobody has asked about."""
+        forgotten = []
+        for work in self.pending():
+            if isinstance(work, RecvWork):
+                unasked = work.is_unasked()
+                if work.cancel() and unasked:
+                    forgotten.append(work)
+        if forgotten:
+            named = ", ".join(work.call for work in forgotten[:FORGOTTEN_NAMED])
+            more = len(forgotten) - FORGOTTEN_NAMED
+            text = (
+                f"{self._owner.where('close')}: never awaited, and dropped as the group closes: {named}"
+                + (f" and {more} more" if more > 0 else "")
+                + "; await each Work, or cancel() it"
+                + (
+                    ""
+                    if "issued at" in named
+                    else " (python -X dev and ASYNCDIST_CHECK=full show the lines of the calls)"
+                )
+            )
+            # Not from here: where warnings are errors, the group is to be closed all the same.
+            self._loop.call_soon(warnings.warn_explicit, text, RuntimeWarning, "asyncdist", 0)
+
+    @property
+    def aborted(self) -> bool:
+        """Whether `abort` was called."""
+        return self._aborted is not None
+
+    def abort(self, error: BaseException) -> None:
+        """Fail everything under way; arrays are free when this returns."""
+        if self._aborted is None:
+            self._aborted = error
+            self._ask_nobody()
+            self.mesh.drop_group(self._key(0)[:8])
+            if self._gpu_pairs is not None:
+                self._gpu_pairs.abort()
+            for work in self.pending():
+                work._fail(explain(work.where, error))
+
+    def drop_unmatched(self) -> None:
+        """Nothing will be received here any more: throw away what nobody has received, and what is still to come.
+
+        Else it would take up memory, and its senders' credit, for as long as the world lasts.
+        """
+        discarded = partial(_discarded, self.mesh, self._group_id)
+        self.mesh.drop_group(self._key(0)[:8], discarded)
+
+    def where(self, operation: str, peer: int) -> str:
+        """The beginning of every message about an operation with global rank `peer`."""
+        other = "any source" if peer == ANY_SOURCE else f"rank {peer}"
+        return f"{self._owner.where(operation)} ({other})"
+
+    def ended(self, work: PairWork) -> None:
+        """A Work has ended, well or not."""
+        self._works.discard(work)
+        if work._error is not None:
+            self._owner.remember_failure(work)
+
+    def untold(self, work: PairWork) -> None:
+        """Nobody who waited for a Work was told that it has failed."""
+        self._owner.untold(work)
+
+    def refuse_gpu_array(self, source: int, meta: bytes) -> None:
+        """A receive that takes none has met the announcement of an array on a GPU: tell its sender."""
+        from asyncdist.gpu.messages import Announcement, refuse_message
+
+        with contextlib.suppress(ValueError):  # malformed: nobody waits for an answer
+            number = Announcement.decode(meta).number
+            refuse_message(self.mesh, self._group_id, source, number, "it is received on the host")
+
+    def peer_lost(self, rank: int, error: BaseException) -> None:
+        """A rank is gone; the transport knows what it has to do, but GPUs do not."""
+        if self._gpu_pairs is not None:
+            self._gpu_pairs.peer_lost(rank, error)
+
+    def member_closed(self, rank: int) -> None:
+        """A member has closed the group: all that it has sent is here, or under way to its receive."""
+        self._closed_by.add(rank)
+        self.fail_vain_receives()
+
+    def fail_vain_receives(self) -> None:
+        """Fail the receives of what will never be sent."""
+        if self._closed_by:
+            for work in self.pending():
+                self._fail_if_vain(work)
+
+    def _fail_if_vain(self, work: PairWork) -> None:
+        others = [rank for rank in self._ranks if rank != self.mesh.rank] if work.peer == ANY_SOURCE else [work.peer]
+        to_itself = work.peer == ANY_SOURCE and self.mesh.cores[self.mesh.rank] is not None
+        open_there = [rank for rank in others if rank not in self._closed_by and not self.mesh.is_gone(rank)]
+        closed = [rank for rank in others if rank in self._closed_by]
+        if closed and not open_there and not to_itself and isinstance(work, RecvWork):
+            work.never_sent(closed)
+
+    def _waited_for(self) -> set[int]:
+        return {work.peer for work in self._works}
+
+    def _ask_nobody(self) -> None:
+        if self.closings is not None:
+            self.closings.stop()
+
+    async def close(self) -> None:
+        """Give back what the messages of GPU arrays went through; nothing is under way."""
+        self._ask_nobody()
+        if self._gpu_pairs is not None:
+            await self._gpu_pairs.close()
+
+    def _gpu(self) -> DevicePairs:
+        if self._gpu_pairs is None:
+            self._gpu_pairs = self._make_gpu_pairs()
+        return self._gpu_pairs
+
+    def _check(self, operation: str) -> None:
+        self._owner.check_usable(operation)
+        if self._aborted is not None:
+            raise self._owner.aborted_error(operation, self._aborted)
+
+    def _post_send(self, work: SendWork, timeout_s: float | None) -> SendWork:
+        try:
+            complete = self.mesh.post_send(work.peer, work.message)
+        except DistError as error:
+            work.message_failed(None, error)
+            return work
+        if complete:
+            work._done = True  # nobody can be waiting for it yet
+            work.message.sink = OVER
+        else:
+            self._started(work, timeout_s)
+        return work
+
+    def _post_announcement(self, work: DeviceSendWork, timeout_s: float | None) -> DeviceSendWork:
+        self._works.add(work)
+        try:
+            self.mesh.post_receive(work.peer, work.reply)
+            self.mesh.post_send(work.peer, work.message)
+        except DistError as error:
+            work.message_failed(None, error)
+        else:
+            self._started(work, timeout_s)
+        return work
+
+    def _post(self, work: RecvWork, timeout_s: float | None) -> None:
+        receive = work.message
+        try:
+            if work.peer == ANY_SOURCE:
+                complete = self.mesh.post_receive_any(self._ranks, receive)
+            else:
+                complete = self.mesh.post_receive(work.peer, receive)
+        except DistError as error:
+            work.message_failed(None, error)
+            return
+        if complete:
+            work.message_received(None, receive)
+        else:
+            self._started(work, timeout_s)
+
+    def _started(self, work: PairWork, timeout_s: float | None) -> None:
+        if work._done:
+            return
+        self._works.add(work)
+        if timeout_s is not None:
+            work.expire_after(timeout_s)
+        if self.closings is not None:
+            self.closings.watch(work.peer)
+            if self._closed_by:
+                self._fail_if_vain(work)
+
+    def _key(self, tag: int) -> bytes:
+        key = self._keys.get(tag)
+        if key is None:
+            key = pack_key(self._id, check_tag(tag), 0, 0, POINT_TO_POINT_CHANNEL)
+            if len(self._keys) < KEYS_KEPT:
+                self._keys[tag] = key
+        return key
+
+
+def _discarded(mesh: BaseMesh, group_id: int, source: int, meta: bytes) -> None:
+    """A message for a group that is closed here is thrown away: who sent an array on a GPU waits for an answer."""
+    core = mesh.cores[source]
+    if not meta.startswith(GPU_META) or core is None or core.statistics()["held"] >= MAX_HELD:
+        return
+    from asyncdist.gpu.messages import UNWANTED, Announcement, answer_message
+
+    with contextlib.suppress(ValueError):  # malformed: nobody waits for an answer
+        answer_message(mesh, group_id, source, Announcement.decode(meta).number, UNWANTED)
+
+
+def check_tag(tag: int) -> int:
+    """Return `tag` as an int. Raises TypeError for anything but a whole number, ValueError outside 0 .. MAX_TAG."""
+    tag = as_int(tag, "tag must be an int")
+    if not 0 <= tag <= MAX_TAG:
+        raise ValueError(f"tag must be between 0 and {MAX_TAG}, got {tag}")
+    return tag

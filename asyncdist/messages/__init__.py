@@ -1,0 +1,1 @@
+"""Point-to-point messages of arrays and objects."""

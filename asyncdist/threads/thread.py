@@ -1,0 +1,258 @@
+"""CommunicationThread: the one thread of a process that runs transport and reductions for code that cannot.
+
+It is started when the first world needs it and ends with the last one. It owns an event loop; everything that concerns
+a world of the thread happens there, in the order in which `submit` and `call` were called. It never waits for another
+thread, so that any thread may wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures.thread  # noqa: F401 - what it does at the program's end must come after what we do then
+import contextlib
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any, Final, TypeVar
+
+from asyncdist.concurrency.loop import loop_factory
+from asyncdist.errors import ClosedError
+from asyncdist.threads.reply import Reply
+
+__all__ = ["CommunicationThread", "acquire", "release"]
+
+T = TypeVar("T")
+
+SWITCH_INTERVAL_S: Final = 1e-4
+"""The interpreter's switch interval while the thread runs. It is how long Python code beside it may keep the GIL, which
+the thread needs again after every read of 64 KiB; with the default of 5 ms receiving is forty times slower beside a
+loop of pure Python."""
+STOP_S: Final = 5.0
+"""How long the end of the thread is waited for: nothing is left to do then but to cancel what was forgotten."""
+EXIT_CLOSE_S: Final = 10.0
+"""How long leaving may take at the end of a program that did not: peers get their messages, but cannot keep it here."""
+
+
+class CommunicationThread:
+    """An event loop (uvloop where installed) in a daemon thread. Made by `acquire`."""
+
+    def __init__(self, switch_interval_s: float | None) -> None:
+        self.loop = loop_factory()()
+        self.users = 0
+        self.at_exit: dict[object, Callable[[BaseException | None], Coroutine[Any, Any, None]]] = {}
+        """What leaves each open world at the end of the program, given the exception that ended it, if any."""
+        self._switch_interval_s = switch_interval_s
+        self._previous_s: float | None = None
+        self._submitted: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._context = Context()  # a timer of ours would keep what is in a caller's for as long as it takes
+        self._awake = False
+        self._stopping = False
+        self._pid = os.getpid()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._run, name="asyncdist communication", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs, in this process."""
+        return self._thread.is_alive() and self._pid == os.getpid()
+
+    def is_current(self) -> bool:
+        """Whether the caller is this thread."""
+        return threading.get_ident() == self._thread.ident
+
+    def submit(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call `function(*arguments)`, which must not raise, on the thread, after all that was submitted before.
+
+        Any thread may call it. Raises ClosedError once the thread has ended and in a forked child.
+        """
+        self._submitted.append((function, arguments))
+        if not self._awake:
+            self._awake = True
+            try:
+                self.loop.call_soon_threadsafe(self._work_off, context=self._context)
+            except BaseException as error:
+                self._awake = False  # so that the next is told as well, or after Ctrl-C wakes the thread
+                if isinstance(error, RuntimeError):
+                    raise self._gone() from None
+                raise
+        if self._pid != os.getpid():
+            raise self._gone()
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """As `submit`, and wait for the result; what `function` raises is raised here."""
+        if self.is_current():
+            return function(*arguments)
+        reply: Reply[T] = Reply(self)
+        self.submit(reply.run, function, arguments)
+        return reply.wait()
+
+    def start_task(
+        self, coroutine: Coroutine[Any, Any, T], context: Context, done: Callable[[asyncio.Task[T]], object]
+    ) -> asyncio.Task[T]:
+        """Run `coroutine` as a task of the thread in `context`; `done(task)` is called there at its end."""
+        task = self.loop.create_task(coroutine, context=context)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(done)
+        return task
+
+    def check(self) -> None:
+        """Raise ClosedError unless the thread runs, in this process."""
+        if not self.alive:
+            raise self._gone()
+
+    def _gone(self) -> ClosedError:
+        if self._pid != os.getpid():
+            return ClosedError("the communication thread belongs to the process that this one was forked from")
+        return ClosedError("the communication thread has ended")
+
+    def _work_off(self) -> None:
+        self._awake = False
+        submitted = self._submitted
+        while submitted:
+            function, arguments = submitted.popleft()
+            try:
+                function(*arguments)
+            except BaseException as error:
+                self._report(error)
+
+    def _report(self, error: BaseException) -> None:
+        self.loop.call_exception_handler({"message": "in the communication thread", "exception": error})
+
+    # Start and end
+
+    def start(self) -> None:
+        """Start the thread; the switch interval changes from now on."""
+        self._previous_s = sys.getswitchinterval()
+        if self._switch_interval_s is not None and self._switch_interval_s < self._previous_s:
+            sys.setswitchinterval(self._switch_interval_s)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, waiting at most STOP_S (not from the thread itself), and put the switch interval back.
+
+        Unless others have changed that.
+        """
+        self.loop.call_soon_threadsafe(self._stop)
+        if not self.is_current():
+            self._thread.join(STOP_S)
+        changed = abs(sys.getswitchinterval() - (self._switch_interval_s or 0.0)) < 1e-9
+        if changed and self._previous_s is not None:
+            sys.setswitchinterval(self._previous_s)
+
+    def _stop(self) -> None:
+        if not self._stopping:  # else what ends there now would be stopped
+            self._stopping = True
+            self.loop.stop()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                try:
+                    self.loop.run_forever()
+                except (SystemExit, KeyboardInterrupt) as error:  # which a function of the user's raises
+                    self._report(error)
+        finally:
+            self._stopping = True
+            self.loop.run_until_complete(self._end())
+            self.loop.close()
+
+    async def _end(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.loop.shutdown_asyncgens()
+        with contextlib.suppress(RuntimeError):  # Python 3.12.0 to 3.12.2 start no thread at the end of a program
+            await self.loop.shutdown_default_executor()
+
+
+_lock = threading.Lock()
+_current: CommunicationThread | None = None
+_forked: list[CommunicationThread] = []
+_hooked = False
+
+
+def acquire() -> CommunicationThread:
+    """Return the process's communication thread, started if need be; each call is matched by one of `release`.
+
+    Raises ValueError for a bad ASYNCDIST_SWITCH_INTERVAL.
+    """
+    global _current, _hooked
+    with _lock:
+        if _current is None or not _current.alive:
+            thread = CommunicationThread(_switch_interval_s())
+            if not _hooked:
+                _hooked = True
+                os.register_at_fork(after_in_child=_forget)
+                # Before executors are shut down, whose helpers leaving needs; atexit's functions come after that.
+                getattr(threading, "_register_atexit", atexit.register)(_leave_at_exit)
+            thread.start()
+            _current = thread
+        _current.users += 1
+        return _current
+
+
+def release(thread: CommunicationThread) -> None:
+    """A world of `thread` is closed; the last one ends it."""
+    global _current
+    if thread._pid != os.getpid():
+        return
+    with _lock:
+        thread.users -= 1
+        if thread.users == 0:
+            if thread is _current:
+                _current = None
+            thread.stop()
+
+
+def _switch_interval_s() -> float | None:
+    """ASYNCDIST_SWITCH_INTERVAL in seconds; None where it says 0: leave the interpreter's as it is."""
+    text = os.environ.get("ASYNCDIST_SWITCH_INTERVAL", "")
+    if not text:
+        return SWITCH_INTERVAL_S
+    try:
+        interval_s = float(text)
+    except ValueError:
+        interval_s = -1.0
+    if not 0 <= interval_s < float("inf"):
+        raise ValueError(f"environment variable ASYNCDIST_SWITCH_INTERVAL is not a number of seconds: {text!r}")
+    return interval_s or None
+
+
+def _forget() -> None:
+    """In a forked child the thread does not exist. Its loop must not be touched: the kernel shares its epoll set."""
+    global _current, _lock
+    _lock = threading.Lock()
+    if _current is not None:
+        _forked.append(_current)  # kept for ever, as the destructor of an event loop closes it
+        _current = None
+
+
+def _leave_at_exit() -> None:
+    """The program ends without having closed its worlds: leave them, in order or with the exception that ends it."""
+    thread = _current
+    if thread is None or not thread.alive:
+        return
+    error = getattr(sys, "last_value", None)
+    ended = threading.Event()
+
+    async def leave() -> None:
+        try:
+            async with asyncio.timeout(EXIT_CLOSE_S):
+                await asyncio.gather(*(close(error) for close in list(thread.at_exit.values())), return_exceptions=True)
+        except TimeoutError:
+            pass
+        finally:
+            ended.set()
+
+    try:
+        thread.submit(lambda: thread.start_task(leave(), Context(), lambda task: task.exception()))
+        ended.wait(EXIT_CLOSE_S + STOP_S)
+        thread.stop()
+    except (ClosedError, RuntimeError):
+        return

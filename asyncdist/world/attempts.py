@@ -1,0 +1,199 @@
+"""Attempts: ranks that start at different times, and again, agree on which attempt to form their world they are in.
+
+| key | set by | meaning |
+| --- | --- | --- |
+| `over` | every rank that finds an attempt over | how many attempts are over: the next one is under way |
+| `alive/<token>` | every process that joins, before it claims a place | there as long as it is connected to the store |
+| `<attempt>/claim/<rank>` | a process of that rank | which process has the rank's place in that attempt |
+| `<attempt>/ready` | one rank | what became of the attempt, for good |
+
+An attempt becomes one of three things: a world; a failure, which every rank in it raises; or nothing (`again`), where a
+process died waiting: those that are alive go on to the next attempt by themselves. No rank enters an attempt that is
+over. A world is over once a process comes for a rank that is in it no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Collection
+from typing import Any, Final, NamedTuple
+
+import msgpack
+
+from asyncdist.errors import DistError, DistStoreError, StoreTimeoutError
+from asyncdist.store import Store
+from asyncdist.world.presence import Attendance
+
+__all__ = ["PUBLISH_LIMIT_S", "Attempts", "unpacked"]
+
+PUBLISH_LIMIT_S: Final = 2.0
+"""How long telling the others about a failure may take before it is raised here."""
+ALIVE_S: Final = 0.1
+"""How long a process has to be there to count as alive: the store may learn a little late of the end of one."""
+ALIVE_POLL_S: Final = 0.01
+TOKEN_BYTES: Final = 16
+
+
+class _Process(NamedTuple):
+    token: str
+    who: str
+
+
+class Attempts:
+    """Of one world, as one process sees them; `number` is the attempt that it is in, 0 before the first."""
+
+    def __init__(self, store: Store, rank: int, who: str, attendance: Attendance) -> None:
+        self.number = 0
+        self.before = ""
+        """Why the attempt before this one failed, as far as this process has seen it."""
+        self.token = secrets.token_hex(TOKEN_BYTES)
+        self._store = store
+        self._rank = rank
+        self._who = who
+        self._attendance = attendance
+
+    def key(self, name: str) -> str:
+        """The name of a key of this attempt."""
+        return f"{self.number}/{name}"
+
+    @property
+    def claim(self) -> tuple[str, bytes]:
+        """The key of this rank's place, and what stands there if this process has it."""
+        return self.key(f"claim/{self._rank}"), msgpack.packb([self.token, self._who])
+
+    async def enter(self) -> None:
+        """Take this rank's place in the attempt under way, or make that the next one.
+
+        Raises DistError where another process that is alive has the place; who waits in that attempt is told.
+        """
+        await self.appear()
+        while True:
+            self.number = await self._store.add("over", 0) + 1
+            holder = await self._take_place()
+            end = await self.end()
+            if not end:
+                if holder is None:
+                    return
+                if not await self._ends(holder):
+                    message = self._taken(holder)
+                    await self.fail(message)
+                    raise DistError(message)
+                end = await self.decide({"again": f"{holder.who} ended before the world had formed"})
+            if "world_id" in end and holder is not None and not await self._has_left(holder):
+                raise DistError(self._taken(holder))
+            await self.leave_behind(end)
+
+    async def leave_behind(self, end: dict[str, Any]) -> None:
+        """This attempt is over, having ended so."""
+        self.before = str(end["failure"]) if "failure" in end else ""
+        await self._store.compare_set("over", str(self.number - 1), str(self.number))
+
+    async def end(self) -> dict[str, Any]:
+        """What became of this attempt; empty while it is under way."""
+        ready = self.key("ready")
+        return unpacked(await self._store.get(ready)) if await self._store.check([ready]) else {}
+
+    async def decide(self, decision: dict[str, Any]) -> dict[str, Any]:
+        """What becomes of this attempt: `decision`, unless another rank was first."""
+        mine = msgpack.packb(decision)
+        made = await self._store.compare_set(self.key("ready"), b"", mine)
+        if made == mine and "world_id" not in decision:
+            await self._sweep()
+        return unpacked(made)
+
+    async def fail(self, message: str, *, late: bool = False) -> dict[str, Any] | None:
+        """Tell all ranks of this attempt that it has failed. Bounded; None where the store does not answer."""
+        try:
+            async with asyncio.timeout(PUBLISH_LIMIT_S):
+                return await self.decide({"failure": message, "late": late})
+        except (DistError, TimeoutError):
+            return None  # the others will find out by their own time-out; the failure is raised here either way
+
+    async def has_place(self) -> bool:
+        """Whether this process has its rank's place in this attempt. Bounded; False where the store does not answer."""
+        if not self.number:
+            return False
+        key, mine = self.claim
+        try:
+            async with asyncio.timeout(PUBLISH_LIMIT_S):
+                return await self._store.get(key, timeout=0) == mine
+        except (DistError, TimeoutError):
+            return False
+
+    async def dead(self, processes: Collection[tuple[str, str]]) -> list[str]:
+        """Those of `processes` (token and name) that died while they waited, by name."""
+        if self._attendance.lease is None or await self._store.check([f"alive/{token}" for token, _ in processes]):
+            return []
+        alive = set(await self._store.list_keys("alive/"))
+        return [who for token, who in processes if f"alive/{token}" not in alive]
+
+    async def appear(self) -> None:
+        """This process is alive, if the store has leases."""
+        await self._attendance.vouch()
+        if self._attendance.lease is not None:
+            await self._store.set(f"alive/{self.token}", b"", lease=self._attendance.lease)
+
+    async def _take_place(self) -> _Process | None:
+        """Take this rank's place, or say which other process has it."""
+        key, mine = self.claim
+        holder = await self._store.compare_set(key, b"", mine)
+        return None if holder == mine else _process(holder)
+
+    async def _has_left(self, holder: _Process) -> bool:
+        """Whether the process that has this rank's place is in the world no more."""
+        return await self._attendance.has_left(self._rank) or await self._ends(holder)
+
+    async def _ends(self, process: _Process) -> bool:
+        """Whether `process` is connected to the store no more, or is so in a moment.
+
+        False where the store has no leases: nothing is known of that process.
+        """
+        if self._attendance.lease is None:
+            return False
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + ALIVE_S
+        while await self._store.check([f"alive/{process.token}"]):
+            if loop.time() >= until_s:
+                return False
+            await asyncio.sleep(ALIVE_POLL_S)
+        return True
+
+    def _taken(self, holder: _Process) -> str:
+        how = "and is alive" if self._attendance.lease is not None else "and has not left"
+        return (
+            f"{self._who} claims a rank that {holder.who} holds already, {how}: two processes were started with the "
+            "same rank, or an earlier run of this job is not over (then end it, or set another ASYNCDIST_JOB_ID)"
+        )
+
+    async def _sweep(self) -> None:
+        """Delete what is left of the attempt before this one, if no world came of it: its ranks have heard of it."""
+        number = self.number - 1
+        with contextlib.suppress(StoreTimeoutError):  # it was swept, or never was
+            if "world_id" not in unpacked(await self._store.get(f"{number}/ready", timeout=0)):
+                left = await self._store.list_keys(f"{number}/")
+                await asyncio.gather(*(self._store.delete_key(key) for key in left))
+
+
+def _process(data: bytes) -> _Process:
+    try:
+        token, who = msgpack.unpackb(data)
+        return _Process(str(token), str(who))
+    except (ValueError, TypeError) as error:
+        raise _foreign() from error
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """A record of the rendezvous. Raises DistStoreError for anything else."""
+    try:
+        value = msgpack.unpackb(data)
+    except ValueError as error:
+        raise _foreign() from error
+    if not isinstance(value, dict):
+        raise _foreign()
+    return value
+
+
+def _foreign() -> DistStoreError:
+    return DistStoreError("the store holds a rendezvous record that is not ours; is the key prefix shared?")

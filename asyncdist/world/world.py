@@ -1,0 +1,451 @@
+"""World: what all groups of one job in this process share - the store, the mesh, and news of peers.
+
+Control messages between ranks are msgpack lists, the first element naming the kind:
+
+| message | meaning |
+| --- | --- |
+| `["abort", group, kind, text, rank, missing]` | the group is aborted; `kind` is one of asyncdist.group.abort_reasons |
+| `["refused", group, tag, sequence, rank, text]` | `rank` refused that collective at the call |
+| `["probe", group, tag, sequence]` | have you issued that collective? |
+| `["status", group, tag, sequence, state]` | the answer: ISSUED, or one of ABSENCES |
+| `["mismatch", group, tag, sequence, text, asked]` | we differ there; this rank runs `text`, and you? |
+| `["check", group, tag, sequence, terms, shown]` | this rank has issued that (a probe's answer, or a full check) |
+| `["ran", group, [[tag, sequence, terms, shown], ...]]` | this rank leaves the world; that is what it ran last |
+| `["made", group, number, id, ranks, asked]` | as group `number` of `group` this rank has made `id`; and you? |
+| `["closed", group, parent, asked]` | this rank has closed `group`, or `parent` without making it; or say so then |
+| `["addresses", first, addresses]` | where `first` and the ranks after it listen, of no group: see `address_book` |
+
+News of a group that does not exist here yet is kept, within bounds, until it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from typing import Any, Final, Protocol
+
+import msgpack
+
+from asyncdist.collectives.executor.scratch import ScratchPool
+from asyncdist.concurrency import trace as events
+from asyncdist.errors import CollectiveMismatchError, DistError, PeerLostError, RemoteProtocolError
+from asyncdist.plan.selection.tuning import DEFAULT_TUNING
+from asyncdist.store.fork_safety import close_in_forked_child
+from asyncdist.transport.absence import Absence
+from asyncdist.transport.addresses.address import MAX_ADDRESS_BYTES
+from asyncdist.transport.base_mesh import BaseMesh
+from asyncdist.world.address_book import children_of, parent_of
+from asyncdist.world.init_method import StoreSource
+from asyncdist.world.rendezvous import Met, Rendezvous
+
+__all__ = ["ABSENCES", "CLOSED", "CLOSED_SINCE", "ISSUED", "NOT_CALLED", "NOT_MADE", "GroupListener", "World"]
+
+ISSUED: Final = "issued"
+NOT_CALLED: Final = "not called there"
+CLOSED: Final = "group closed there"
+NOT_MADE: Final = "group not made there"
+ABSENCES: Final = (NOT_CALLED, CLOSED, NOT_MADE)
+"""Why a rank has not issued a collective, as it stands in errors."""
+CLOSED_SINCE: Final = "something else, and has closed the group since"
+"""What a rank that has closed a group says of what it ran there."""
+
+EARLY_GROUPS: Final = 256
+"""Groups not created here yet whose news is kept: ranks run ahead of each other by a few `new_group` calls at most."""
+EARLY_MESSAGES: Final = 64
+"""News kept per such group."""
+MAX_TEXT: Final = 4096
+"""Characters of a reason sent to others: a long message, and with the ranks well below a control frame's 64 KiB."""
+MAX_RANKS_NAMED: Final = 4096
+"""Missing ranks sent to others; nobody reads more of them."""
+ABORTS_KEPT: Final = 256
+"""News of aborted groups for ranks that connect later, the newest: for older ones nobody waits any more. A group has
+two where somebody aborts it whose collectives had ended before."""
+ENDED_KEPT: Final = 256
+"""Groups closed here of which others may still ask what was issued on them, the newest."""
+MAX_WORDS_BYTES: Final = 256 << 10
+"""News of aborts that a leaving rank puts into the store, the newest: a few of the longest, hundreds of usual ones."""
+WORDS_HEAD_BYTES: Final = 5
+"""What msgpack puts before a list, or bytes, of any length."""
+LEAVE_LIMIT_S: Final = 5.0
+"""How long saying goodbye to peers may take."""
+
+
+class GroupListener(Protocol):
+    """What a group hears about."""
+
+    group_id: int
+    ranks: tuple[int, ...]
+    usable: bool
+    """Whether operations can be issued; False in a forked child."""
+
+    def peer_lost(self, rank: int, error: PeerLostError) -> None:
+        """A member is gone."""
+
+    def peer_left(self) -> None:
+        """A member has left the world in order."""
+
+    def control(self, sender: int, message: list[Any]) -> None:
+        """A control message about this group; its kind and group are known to be right."""
+
+    def made_differently(self, error: CollectiveMismatchError) -> None:
+        """Another rank has made another group in place of this one, which can never be used."""
+
+    def abort(self, reason: str) -> None:
+        """Give up now, on all members."""
+
+
+class EndedListener(Protocol):
+    """What stands for a group that was closed here."""
+
+    ranks: tuple[int, ...]
+
+    def control(self, sender: int, message: list[Any]) -> None:
+        """As a group's."""
+
+
+class World:
+    """Owner of the mesh, and the post office of its control messages."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        rank: int,
+        world_size: int,
+        source: StoreSource,
+        rendezvous: Rendezvous,
+        world_id: bytes,
+    ) -> None:
+        self.loop = loop
+        self.rank = rank
+        self.world_size = world_size
+        self.world_id = world_id
+        self.options: dict[str, Any] = {}
+        self.tuning = DEFAULT_TUNING
+        """What the choice of algorithms depends on: rank 0's, once it is known."""
+        self.allow_pickle = False
+        self.rank_0_hosts = False
+        """Whether rank 0 takes the store with it when it ends."""
+        self.host = ""
+        """What the ranks of this host, and no others, have in common."""
+        self.pool = ScratchPool()
+        self.groups: dict[int, GroupListener] = {}
+        self.lost: dict[int, PeerLostError] = {}
+        self.mesh: BaseMesh
+        self.leaving = False
+        """Whether the world's group is being closed."""
+        self.closed = False
+        self.forked = False
+        self._source = source
+        self._rendezvous = rendezvous
+        self._aborts: deque[tuple[tuple[int, ...], bytes]] = deque(maxlen=ABORTS_KEPT)
+        self._ended: dict[int, EndedListener] = {}
+        self._early: dict[int, list[tuple[int, list[Any]]]] = {}
+        self._decider = 0
+        self._thread = threading.get_ident()
+        close_in_forked_child(self)
+
+    @property
+    def store(self) -> Any:
+        """The store the world met through."""
+        return self._source.store
+
+    def formed(self, met: Met) -> None:
+        """All ranks are there, and have agreed."""
+        self.options = met.options
+        self.allow_pickle = met.allow_pickle
+        self.rank_0_hosts = met.options.get("rank 0 hosts") is True
+        self._decider = met.decider
+
+    def pass_on_addresses(self) -> None:
+        """Tell the ranks below this one in the tree where all ranks listen, unless the store has told them."""
+        book = self._rendezvous.book
+        children = children_of(self.rank, self._decider, self.world_size)
+        if book.complete and not book.told_at_once:
+            for first, addresses in book.pieces():
+                payload = msgpack.packb(["addresses", first, addresses])
+                for child in children:
+                    self._send(child, payload)
+
+    def register(self, group: GroupListener) -> None:
+        """Deliver news to `group` from now on, old news first, if it is a member's."""
+        self.groups[group.group_id] = group
+        for sender, message in self._early.pop(group.group_id, ()):
+            if sender in group.ranks:
+                group.control(sender, message)
+        for rank, error in self.lost.items():
+            if rank in group.ranks:
+                group.peer_lost(rank, error)
+
+    def unregister(self, group_id: int, ended: EndedListener) -> None:
+        """A group is closed here; `ended` hears what others say of it later."""
+        del self.groups[group_id]
+        self._ended[group_id] = ended
+        if len(self._ended) > ENDED_KEPT:
+            del self._ended[next(iter(self._ended))]
+        for sender, message in [question for kept in self._early.values() for question in kept]:
+            if message[0] == "closed" and message[2] == group_id:
+                self._tell_never_made(sender, message)
+
+    def tell(self, ranks: tuple[int, ...], message: list[Any], *, dial: bool) -> list[int]:
+        """Send a control message to `ranks`, ourselves excepted; with `dial`, also to those not connected yet.
+
+        Who has left or is lost needs no news, and does not keep it from the others. Returns those it is sent to.
+        """
+        payload = msgpack.packb([_bounded(part) for part in message])
+        others = [rank for rank in ranks if rank != self.rank]
+        if not dial:
+            return self.mesh.broadcast_control(others, payload)
+        return [rank for rank in others if self._send(rank, payload)]
+
+    def tell_aborted(self, ranks: tuple[int, ...], message: list[Any]) -> None:
+        """Send the news of an abort to those of `ranks` that are connected, and to the others once they are.
+
+        Who issues an operation connects to those it needs. So all who wait for the group hear of its end, however few
+        were connected when it came, and nobody connects for the news alone.
+        """
+        self.tell(ranks, message, dial=False)
+        self._aborts.append((ranks, msgpack.packb([_bounded(part) for part in message])))
+
+    def _send(self, rank: int, payload: bytes) -> bool:
+        try:
+            self.mesh.send_control(rank, payload)
+        except DistError:
+            return False
+        return True
+
+    def check_thread(self, where: str) -> None:
+        """Raise RuntimeError unless this is the thread of the world's event loop."""
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(f"{where}: called from another thread than the group was made in")
+
+    def close_after_fork(self) -> None:
+        """In a forked child: the groups are the parent's."""
+        self.closed = self.forked = True
+        for group in self.groups.values():
+            group.usable = False
+
+    # What the mesh reports.
+
+    def peer_connected(self, rank: int) -> None:
+        """A peer is connected: tell it of the groups that have been aborted meanwhile."""
+        for ranks, payload in self._aborts:
+            if rank in ranks:
+                self._send(rank, payload)
+
+    def peer_lost(self, rank: int, error: PeerLostError) -> None:
+        """A peer's connection ended without a goodbye, here or, as we hear, at another rank."""
+        if rank in self.lost or rank == self.rank:
+            return
+        events.info("rank %d lost rank %d: %s", self.rank, rank, error)
+        self.lost[rank] = error
+        for group in list(self.groups.values()):
+            if rank in group.ranks:
+                group.peer_lost(rank, error)
+
+    def lost_elsewhere(self, rank: int, error: PeerLostError) -> None:
+        """Another rank has lost `rank`. Our own connection to it, if there is one, will tell; else this has to do."""
+        if rank not in self.lost and rank != self.rank:
+            self.mesh.lost_elsewhere(rank, error)
+            self.peer_lost(rank, error)
+
+    def peer_left(self, rank: int) -> None:
+        """A peer said goodbye: no failure of the groups; the mesh fails what still depended on it."""
+        events.info("rank %d: rank %d has left", self.rank, rank)
+        for group in list(self.groups.values()):
+            if rank in group.ranks:
+                group.peer_left()
+
+    def control_received(self, rank: int, payload: bytes) -> None:
+        """A control message came. Raises RemoteProtocolError for anything malformed."""
+        message = _parse(rank, payload, self.world_size)
+        if message[0] == "addresses":
+            self._hear_addresses(rank, *message[1:])
+            return
+        group = self.groups.get(message[1]) or self._ended.get(message[1])
+        if group is not None:
+            if rank not in group.ranks:
+                raise RemoteProtocolError(f"rank {rank} sent news of a group it does not belong to")
+            group.control(rank, message)
+        elif message[0] == "probe":
+            self.tell((rank,), ["status", *message[1:], NOT_MADE], dial=False)
+        elif message[0] == "closed" and message[2] in self._ended:
+            self._tell_never_made(rank, message)
+        elif message[0] != "status":
+            self._keep(rank, message)
+
+    def _hear_addresses(self, rank: int, first: int, addresses: list[bytes]) -> None:
+        if rank != parent_of(self.rank, self._decider, self.world_size):
+            raise RemoteProtocolError(f"rank {rank} sent addresses, which this rank has from another one")
+        if self._rendezvous.learn(first, addresses):
+            self.pass_on_addresses()
+
+    def _keep(self, rank: int, message: list[Any]) -> None:
+        """Keep news of a group that is still to come, unless there is too much already."""
+        if len(self._early) < EARLY_GROUPS or message[1] in self._early:
+            parked = self._early.setdefault(message[1], [])
+            room = EARLY_MESSAGES // 2 if message[0] == "check" else EARLY_MESSAGES  # the others matter more
+            if len(parked) < room:
+                parked.append((rank, message))
+
+    def _tell_never_made(self, rank: int, question: list[Any]) -> None:
+        """The group that `rank` asks about was to be made of one that is closed here."""
+        if question[-1] and not self.leaving:  # else our goodbye says it
+            self.tell((rank,), [*question[:-1], False], dial=False)
+
+    async def hear_out(self, rank: int) -> Absence:
+        """`rank` takes no connection: hear, bounded, which groups it aborted before, and why; and what became of it."""
+        words, absence = await self._rendezvous.attendance.words_of(rank)
+        try:
+            for payload in _split_words(rank, words):
+                self.control_received(rank, payload)
+        except RemoteProtocolError as error:
+            events.info("rank %d: %s", self.rank, error)
+        return absence
+
+    async def _leave_words(self) -> bool:
+        """Say in the store why groups were aborted: those who look for this rank only later find nobody to ask.
+
+        Where there is time, before connections are refused: whoever comes meanwhile is told over them. Returns whether
+        the store was there.
+        """
+        if not self._aborts:
+            return True
+        return await self._rendezvous.leave_words(_join_words([payload for _, payload in self._aborts]))
+
+    def store_ended(self, in_order: bool) -> None:
+        """The store that rank 0 hosts is gone: unless it was stopped `in_order`, rank 0 was lost with it.
+
+        A connection to it that is open tells so itself, behind what is still to be read there.
+        """
+        if not (in_order or self.closed or self.mesh.is_connected(0)):
+            self.mesh.break_pair(0, ConnectionError("the store that it hosts is gone"))
+
+    async def close(self) -> None:
+        """Leave: flush, say goodbye to every peer and in the store, stop hosting. Bounded."""
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            answers = await self._leave_words()
+            # In the store we have left only once everything is sent, but before connections are refused: whoever dials
+            # us finds us leaving or gone, and cannot take us for lost in between.
+            await self.mesh.close(LEAVE_LIMIT_S, self._rendezvous.leave if answers or not self.rank_0_hosts else None)
+            if self._source.server is not None:
+                await self._rendezvous.wait_for_goodbyes(self.lost)
+        finally:
+            await self._source.close()
+
+    def hurry(self) -> None:
+        """Leaving was cancelled: end it soon, without waiting for others to leave."""
+        self._rendezvous.hurry()
+
+    async def abandon(self) -> None:
+        """End at once: peers see this rank as lost. In the store it resigns, bounded, so that it may join again."""
+        if not self.closed:
+            for group in list(self.groups.values()):
+                group.abort("the event loop ended before it was closed")
+            try:
+                await self.resign()
+            finally:
+                await self._source.close()
+
+    async def resign(self) -> None:
+        """The same, but leaving the store open."""
+        self.closed = True
+        self.mesh.abort()
+        await self._leave_words()
+        await self._rendezvous.resign()
+
+
+def _bounded(part: Any) -> Any:
+    """Cut texts and lists so that any message fits a control frame; texts may hold what no UTF-8 can."""
+    if isinstance(part, str):
+        return part[:MAX_TEXT].encode(errors="backslashreplace").decode()
+    return [_bounded(one) for one in part[:MAX_RANKS_NAMED]] if isinstance(part, list) else part
+
+
+def _join_words(payloads: list[bytes]) -> bytes:
+    """The newest of `payloads` that fit MAX_WORDS_BYTES, the oldest of them first."""
+    kept: list[bytes] = []
+    room = MAX_WORDS_BYTES - WORDS_HEAD_BYTES
+    for payload in reversed(payloads):
+        room -= len(payload) + WORDS_HEAD_BYTES
+        if room < 0:
+            break
+        kept.append(payload)
+    words: bytes = msgpack.packb(kept[::-1])
+    return words
+
+
+def _split_words(rank: int, words: bytes) -> list[bytes]:
+    """The payloads that `_join_words` has joined. Raises RemoteProtocolError for anything else."""
+    if not words:
+        return []
+    payloads: Any = None
+    if len(words) <= MAX_WORDS_BYTES:
+        with contextlib.suppress(ValueError, msgpack.UnpackException):
+            payloads = msgpack.unpackb(words, max_array_len=ABORTS_KEPT, max_map_len=0)
+    if not isinstance(payloads, list) or not all(isinstance(payload, bytes) for payload in payloads):
+        raise RemoteProtocolError(f"rank {rank} left malformed words in the store")
+    return payloads
+
+
+_MAX_TAGS: Final = 1 << 32
+"""In keys of messages tags have 32 bits."""
+_MAX_NUMBERS: Final = 1 << 63
+"""Operations and groups are counted without end; msgpack goes no further."""
+_SHAPES: Final[dict[str, tuple[type | tuple[type, ...], ...]]] = {
+    "abort": (int, str, str, (int, type(None)), list),
+    "refused": (int, int, int, int, str),
+    "probe": (int, int, int),
+    "status": (int, int, int, str),
+    "mismatch": (int, int, int, str, bool),
+    "check": (int, int, int, str, str),
+    "ran": (int, list),
+    "made": (int, int, int, str, bool),
+    "closed": (int, int, bool),
+    "addresses": (int, list),
+}
+
+
+def _parse(rank: int, payload: bytes, world_size: int) -> list[Any]:
+    try:
+        message: Any = msgpack.unpackb(payload, max_array_len=MAX_RANKS_NAMED, max_map_len=0)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise RemoteProtocolError(f"rank {rank} sent a control message that is not msgpack") from error
+    shape = _SHAPES.get(message[0]) if isinstance(message, list) and message and isinstance(message[0], str) else None
+    if shape is None or len(message) != len(shape) + 1 or not all(map(isinstance, message[1:], shape)):
+        raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
+    named, tag, number = [], 0, 0
+    if message[0] == "ran":
+        if not all(_is_word(word) for word in message[2]):
+            raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
+    elif message[0] == "addresses":
+        first, addresses = message[1:]
+        if not all(isinstance(address, bytes) and 0 < len(address) <= MAX_ADDRESS_BYTES for address in addresses):
+            raise RemoteProtocolError(f"rank {rank} sent malformed addresses")
+        named = [first, first + len(addresses) - 1]
+    elif message[0] == "abort":
+        named = [*message[5], *([] if message[4] is None else [message[4]])]
+    elif message[0] != "closed":
+        named = message[4:5] if message[0] == "refused" else []
+        tag, number = (0, message[2]) if message[0] == "made" else message[2:4]
+    in_bounds = all(_below(world_size, value) for value in named) and _below(_MAX_TAGS, tag)
+    if not (in_bounds and _below(_MAX_NUMBERS, number)):
+        raise RemoteProtocolError(f"rank {rank} sent a malformed control message")
+    checked: list[Any] = message
+    return checked
+
+
+def _is_word(word: Any) -> bool:
+    """Whether that is tag, number, terms and description of a collective."""
+    match word:
+        case [int(tag), int(number), str(), str()]:
+            return _below(_MAX_TAGS, tag) and _below(_MAX_NUMBERS, number)
+    return False
+
+
+def _below(limit: int, value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value < limit

@@ -1,0 +1,1 @@
+"""The store itself, without I/O: requests in, replies and events out."""

@@ -1,0 +1,1 @@
+"""What a durable daemon keeps on disk, and how it reads it again."""

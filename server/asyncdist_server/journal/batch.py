@@ -1,0 +1,378 @@
+"""What is written to the journal in one transaction, and when older batches are given up. No clock and no I/O.
+
+A journal is a row of batches. Each says of whatever changed since the one before what it is now; what nothing is said
+of in any later batch is still as an earlier one has it. So the oldest batch can be dropped once what of it is still
+valid has been said again, and the journal needs no snapshots and stays in proportion to what the store holds.
+What was appended to a value is said alone, and together with all before it when that has to be said again.
+
+A batch consists of sections (kind, namespace, rows), in this order, rows being
+
+    AGE        (the store's age in seconds, that at which the daemon started if this is its first batch, else None)
+    CLIENTS    (client id, its namespace, or None if it was forgotten, since)
+    REPLIES    (client id, [reply...], id below which the client has all replies, 0 if that is not known): replies to
+               mutations
+    VALUES     (key, value, lease id), the lease 0 for none; value None if the key is gone
+    PIECES     (key, where it begins, piece): the value goes on with this; void where the value was not said before
+    QUEUES     (key, number of the first item, of the one after the last); both 0 if the queue is gone
+    ITEMS      (key, number, item)
+    LEASES     (lease id, ttl in seconds, the client it is bound to or None, since); ttl None if the lease is gone
+    HOLDS      (prefix, time to linger in seconds, None, (job, least, most) or None, since); linger None if it is gone.
+               Up to format 2 the ids of all leases that held it stood in the third place
+    HISTORIES  (prefix, floor, since); floor None if it is gone. Up to format 4 the third was for how many steps of 15 s
+               nobody had watched
+    EVENTS     (prefix, revision, kind, key, value)
+    TAKEN      (client id, [(request id, queue)...]), whose item is in that reply and goes back if the client is lost;
+               None if it does no longer
+    HOLDERS    (prefix, lease id, whether that lease holds it)
+
+`since` is the age from which on the time counts that is left to it; None: from the next start of a daemon on. So what
+nobody vouches for has its full time after one restart, and what is left of that after further ones.
+
+Up to format 4 there are no ages, up to format 3 replies are without the third. TAKEN and HOLDERS came with format 3,
+PIECES with format 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from asyncdist_server.engine.changes import ChangeLog, NamespaceChanges, Reply
+from asyncdist_server.engine.clients import value_bytes
+from asyncdist_server.engine.engine import StoreEngine
+from asyncdist_server.engine.namespace import Namespace
+from asyncdist_server.journal.batch_rows import (
+    client_row,
+    history_row,
+    hold_row,
+    holder_row,
+    holds,
+    lease_row,
+    value_rows,
+)
+from asyncdist_server.journal.journal_size import BATCH_BYTES, JournalSize
+from asyncdist_server.wire.names import Names
+
+CLIENTS: Final = 1
+REPLIES: Final = 2
+VALUES: Final = 3
+QUEUES: Final = 4
+ITEMS: Final = 5
+LEASES: Final = 6
+HOLDS: Final = 7
+HISTORIES: Final = 8
+EVENTS: Final = 9
+PIECES: Final = 10
+TAKEN: Final = 11
+HOLDERS: Final = 12
+AGE: Final = 13
+
+CLEAN: Final = 1
+"""Flag of a batch: the store stopped after it, nothing is missing."""
+ROLLED_BACK: Final = 2
+"""Flag of a batch: clients may know more than those before say. What these say of clients and histories is void."""
+GAPS: Final = 4
+"""Flag of a batch: events may be missing before it. What the batches before say of histories is void."""
+
+PART_BYTES: Final = 16 * 1024 * 1024
+"""A batch is cut into rows of about so many bytes, or one value that is larger."""
+CLEAN_AT_ONCE_BYTES: Final = 64 * 1024
+"""How much is cleaned with a batch, besides twice what the last one wrote: more than grows, less than delays."""
+FLOOR_REPLIES: Final = 1024
+"""Among how many remembered replies, and a few for each new one, the oldest is looked for: each batch does it."""
+
+Section = tuple[int, str, list[Any]]
+
+
+@dataclasses.dataclass(slots=True)
+class Batch:
+    """What one transaction writes: rows from `first_row` on, one for each of `parts`. Rows before `keep_from` go."""
+
+    first_row: int
+    revision: int
+    flags: int
+    keep_from: int
+    parts: list[list[Section]]
+    bytes: int = 0
+    """Of all rows; known once they are written."""
+
+    @property
+    def next_row(self) -> int:
+        """The number after the last row."""
+        return self.first_row + len(self.parts)
+
+
+@dataclasses.dataclass(slots=True)
+class Written:
+    """What must be remembered of a batch in the journal: which things it speaks of."""
+
+    first_row: int
+    next_row: int
+    bytes: int
+    subjects: list[Section]
+
+
+class BatchMaker:
+    """Makes batches of what an engine's changes say. One at a time: the next one after `written` was called."""
+
+    def __init__(self, engine: StoreEngine, changes: ChangeLog) -> None:
+        self._engine = engine
+        self._changes = changes
+        self._log: deque[Written] = deque()
+        self._size = JournalSize(engine)
+        self._next_row = 1
+        self._last_bytes = 0
+        self._subjects: list[Section] = []
+        self._started_age: float | None = 0.0  # until a batch has said it
+        self.age = 0.0
+        """How old the store was when the last batch was taken."""
+        self.bytes = 0
+        """Of all rows in the journal."""
+
+    @property
+    def rows(self) -> int:
+        """Rows in the journal."""
+        return self._next_row - (self._log[0].first_row if self._log else self._next_row)
+
+    def start(self, age: float) -> None:
+        """Take note of how old the store is as its daemon starts."""
+        self._started_age = self.age = age
+
+    def recall(self, written: Written) -> None:
+        """Take note of a batch found in the journal; oldest first."""
+        self._log.append(written)
+        self._next_row = written.next_row
+        self.bytes += written.bytes
+
+    def take(self, flags: int = 0) -> Batch:
+        """Return what changed since the last time."""
+        changes = self._changes
+        keep_from = self._clean()
+        clients, changes.clients = changes.clients, {}
+        replies, changes.replies = changes.replies, {}
+        taken, changes.taken = changes.taken, {}
+        touched, changes.touched = changes.touched, []
+        changes.dirty = changes.late = False
+        self.age = max(self.age, self._engine.state.age())
+        sections: list[Section] = [(AGE, "", [(self.age, self._started_age)])]
+        self._started_age = None
+        subjects: list[Section] = []
+        if clients:
+            find = self._engine.client
+            sections.append((CLIENTS, "", [client_row(who, name, find(who)) for who, name in clients.items()]))
+            subjects.append((CLIENTS, "", list(clients)))
+        if replies:
+            known_below = self._known_below
+            sections.append((REPLIES, "", [(who, said, known_below(who, said)) for who, said in replies.items()]))
+            # Of a reply the id is enough.
+            subjects.append((REPLIES, "", [(who, [reply[0] for reply in said]) for who, said in replies.items()]))
+        if taken:  # said again with their replies
+            sections.append((TAKEN, "", [(who, list(items.items())) for who, items in taken.items()]))
+        for each in touched:
+            self._take_namespace(each, sections, subjects)
+        parts = _cut(sections)
+        self._subjects = subjects
+        return Batch(self._next_row, self._engine.state.revision, flags, keep_from, parts)
+
+    def written(self, batch: Batch) -> None:
+        """Note that the batch taken last is in the journal."""
+        while self._log and self._log[0].first_row < batch.keep_from:
+            self.bytes -= self._log.popleft().bytes
+        self._log.append(Written(batch.first_row, batch.next_row, batch.bytes, self._subjects))
+        self._next_row = batch.next_row
+        self._last_bytes = batch.bytes
+        self._size.grew(batch.bytes)
+        self.bytes += batch.bytes
+
+    def _known_below(self, client_id: bytes, said: list[Reply]) -> int:
+        client = self._engine.client(client_id)
+        return 0 if client is None else client.oldest_remembered(FLOOR_REPLIES + 4 * len(said))
+
+    def _take_namespace(self, changes: NamespaceChanges, sections: list[Section], subjects: list[Section]) -> None:
+        name = changes.name
+        namespace = self._engine.namespaces.get(name) or Namespace(name)
+        changes.touched = False
+        if changes.keys:
+            rows = value_rows(changes.homes, namespace, changes.keys, self._next_row)
+            if rows:
+                sections.append((VALUES, name, rows))
+                subjects.append((VALUES, name, [row[0] for row in rows if row[1] is not None]))
+        if changes.appended:
+            values, keys = namespace.values, changes.keys
+            pieces = [(key, start, values[key][start:]) for key, start in changes.appended.items() if key not in keys]
+            if pieces:
+                sections.append((PIECES, name, pieces))
+            changes.appended = {}
+        if changes.keys:
+            changes.keys = set()
+        if changes.queues or changes.items:
+            queues, changes.queues = changes.queues, set()
+            items, changes.items = changes.items, {}
+            sections.append((QUEUES, name, [(key, *changes.bounds.get(key, (0, 0))) for key in queues]))
+            sections.append((ITEMS, name, [(key, number, item) for (key, number), item in items.items()]))
+            subjects.append((QUEUES, name, list(queues)))
+            subjects.append((ITEMS, name, list(items)))
+        tables: tuple[tuple[int, set[Any], Callable[[Namespace, Any], Any]], ...] = (
+            (LEASES, changes.leases, lease_row),
+            (HOLDS, changes.holds, hold_row),
+            (HOLDERS, changes.holders, holder_row),
+            (HISTORIES, changes.histories, history_row),
+        )
+        for kind, ids, row_of in tables:
+            if ids:
+                sections.append((kind, name, [row_of(namespace, each) for each in ids]))
+                subjects.append((kind, name, list(ids)))
+                ids.clear()
+        if changes.events:
+            events, changes.events = changes.events, []
+            sections.append((EVENTS, name, [(prefix, *event) for prefix, event in events]))
+            subjects.append((EVENTS, name, [(prefix, event[0]) for prefix, event in events]))
+        if changes.empty and name not in self._engine.namespaces:
+            self._changes.namespaces.pop(name, None)
+
+    # ---- cleaning
+
+    def _clean(self) -> int:
+        """Note what the oldest batches say as changed, if the journal is too long; returns the first row to keep."""
+        excess = self._size.excess(self.bytes, len(self._log))
+        budget = min(excess, 2 * (self._last_bytes + BATCH_BYTES) + CLEAN_AT_ONCE_BYTES)
+        keep_from = self._log[0].first_row if self._log else self._next_row
+        for written in self._log:
+            if budget <= 0:
+                break
+            budget -= written.bytes + BATCH_BYTES
+            keep_from = written.next_row
+            for kind, name, ids in written.subjects:
+                if kind in (CLIENTS, REPLIES):
+                    self._say_again_of_clients(kind, ids)
+                else:
+                    self._say_again(kind, name, ids, written.first_row)
+        return keep_from
+
+    def _say_again_of_clients(self, kind: int, ids: list[Any]) -> None:
+        changes, find = self._changes, self._engine.client
+        if kind == CLIENTS:
+            for client_id in ids:
+                if client_id in changes.known and client_id not in changes.clients:
+                    client = find(client_id)
+                    if client is not None:
+                        changes.clients[client_id] = client.namespace.name
+            return
+        for client_id, request_ids in ids:
+            client = find(client_id)
+            if client is not None:
+                for reply in client.replies_to_resume(tuple(request_ids)).values():
+                    changes.reply(client_id, reply)
+                    key, there = client.taken.get(reply[0], (b"", False))
+                    if there:
+                        changes.took(client_id, reply[0], key)
+
+    def _say_again(self, kind: int, name: str, ids: list[Any], first_row: int) -> None:
+        namespace = self._engine.namespaces.get(name)
+        changes = self._changes.of(name)
+        if namespace is None or changes is None:
+            return
+        if kind == VALUES:
+            homes = changes.homes
+            for key in ids:
+                if homes.get(key) == first_row:
+                    changes.key(key)
+        elif kind == ITEMS:
+            for key, number in ids:
+                head, tail = changes.bounds.get(key, (0, 0))
+                if head <= number < tail:
+                    changes.said_again(key, number, namespace.queues[key][number - head])
+        elif kind == EVENTS:
+            for prefix, revision in ids:
+                history = namespace.histories.get(prefix)
+                event = history.find(revision) if history is not None else None
+                if event is not None:
+                    changes.event(prefix, event)
+        else:
+            _NOTE[kind](namespace, changes, ids)
+
+
+def _note_queues(namespace: Namespace, changes: NamespaceChanges, keys: list[bytes]) -> None:
+    for key in keys:
+        if key in changes.bounds:
+            changes.queue(key)
+
+
+def _note_leases(namespace: Namespace, changes: NamespaceChanges, lease_ids: list[int]) -> None:
+    for lease_id in lease_ids:
+        if lease_id in namespace.leases:
+            changes.lease(lease_id)
+
+
+def _note_holds(namespace: Namespace, changes: NamespaceChanges, prefixes: list[bytes]) -> None:
+    for prefix in prefixes:
+        if prefix in namespace.holds:
+            changes.hold(prefix)
+
+
+def _note_holders(namespace: Namespace, changes: NamespaceChanges, holders: list[tuple[bytes, int]]) -> None:
+    for prefix, lease_id in holders:
+        if holds(namespace, prefix, lease_id):
+            changes.holder(prefix, lease_id)
+
+
+def _note_histories(namespace: Namespace, changes: NamespaceChanges, prefixes: list[bytes]) -> None:
+    for prefix in prefixes:
+        if prefix in namespace.histories:
+            changes.history(prefix)
+
+
+_NOTE: Final[dict[int, Callable[[Namespace, NamespaceChanges, list[Any]], None]]] = {
+    QUEUES: _note_queues,
+    LEASES: _note_leases,
+    HOLDS: _note_holds,
+    HOLDERS: _note_holders,
+    HISTORIES: _note_histories,
+}
+
+
+def _cut(sections: list[Section]) -> list[list[Section]]:
+    """Return `sections` in parts that are about as large as a row should be; at least one, perhaps an empty one."""
+    if sum(_rough_weight(kind, rows) for kind, _, rows in sections) <= PART_BYTES:
+        return [sections]
+    parts: list[list[Section]] = [[]]
+    size = 0
+    for kind, name, rows in sections:
+        weight = sum(map(_weight, rows))
+        if size + weight <= PART_BYTES:
+            parts[-1].append((kind, name, rows))
+            size += weight
+            continue
+        start = 0
+        for position, row in enumerate(rows):
+            weight = _weight(row)
+            if size and size + weight > PART_BYTES:
+                if position > start:
+                    parts[-1].append((kind, name, rows[start:position]))
+                parts.append([])
+                start, size = position, 0
+            size += weight
+        parts[-1].append((kind, name, rows[start:]))
+    return parts
+
+
+def _rough_weight(kind: int, rows: list[Any]) -> int:
+    """Return quickly about how many bytes a section needs, or more."""
+    if kind == VALUES:
+        return sum([len(key) + 24 if value is None else len(key) + len(value) + 24 for key, value, _ in rows])
+    if kind == REPLIES:
+        return sum([value_bytes(reply[2]) + 100 for row in rows for reply in row[1]])
+    return sum(map(_weight, rows))
+
+
+def _weight(row: object) -> int:
+    """Return about how many bytes a row of a section needs."""
+    if type(row) is bytes or type(row) is str:
+        return len(row) + 5
+    if type(row) is Names:
+        return len(row.encoded)
+    if type(row) is tuple or type(row) is list:
+        return sum(map(_weight, row)) + 5
+    return 9

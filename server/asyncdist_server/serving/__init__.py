@@ -1,0 +1,1 @@
+"""Sockets, TLS, limits and configuration of the daemon."""
