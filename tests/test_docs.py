@@ -9,8 +9,8 @@ import pytest
 
 import asyncdist
 from asyncdist import blocking, errors
+from asyncdist.concurrency.variables import PREFIX, VARIABLES
 from asyncdist.plan.algorithms.registry import ALGORITHMS, SHARED_ALGORITHMS
-from asyncdist.variables import PREFIX, VARIABLES
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -31,6 +31,28 @@ def test_every_environment_variable_is_documented_and_read() -> None:
     assert variables_in(ROOT / "docs" / "environment.md") == variables_in(*SOURCES)
     assert variables_in(*SOURCES) == {PREFIX + name for name in VARIABLES}
     assert variables_in(*DOCUMENTS) <= variables_in(*SOURCES)
+
+
+def test_every_file_in_the_map_is_there() -> None:
+    homes = [
+        ROOT,
+        ROOT / "asyncdist",
+        ROOT / "server" / "asyncdist_server",
+        ROOT / "asyncdist" / "transport" / "protocol",
+    ]
+    homes.append(ROOT / "asyncdist" / "transport" / "connections")
+    named = re.findall(r"`([a-z_0-9/]+(?:\.py|/))`", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(named) > 50
+    assert not [name for name in named if not any((home / name).exists() for home in homes)]
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert (
+        not {page.name for page in (ROOT / "docs").glob("*.md")}
+        - {"index.md"}
+        - set(re.findall(r"\((\w[\w-]*\.md)\)", index))
+    )
 
 
 def test_every_error_is_documented() -> None:
