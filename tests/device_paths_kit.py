@@ -63,6 +63,7 @@ class PathRank:
             exchange=exchange,
             timeout_s=None,
             give_up=lambda tag, sequence, why: None,
+            differs=lambda tag, sequence, rank: None,
             watch_parts=lambda group_id, tag: None,
         )
         self._kind = path

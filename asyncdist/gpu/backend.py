@@ -62,6 +62,9 @@ class DeviceOwner(Protocol):
     def ask(self, tag: int, sequence: int, rank: int) -> bool:
         """Ask global rank `rank` what it runs there; a difference fails the operation. False if it is gone."""
 
+    def differs(self, tag: int, sequence: int, rank: int) -> None:
+        """See `Surroundings.differs`."""
+
     def watch_parts(self, group_id: int, tag: int) -> None:
         """See `Surroundings.watch_parts`."""
 
@@ -295,6 +298,7 @@ class DeviceBackend(GroupBackend):
             exchange=self._exchange,
             timeout_s=settings.timeout_s,
             give_up=self._owner.give_up,
+            differs=self._owner.differs,
             watch_parts=self._owner.watch_parts,
         )
 

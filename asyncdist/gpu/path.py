@@ -74,6 +74,8 @@ class Surroundings:
     timeout_s: float | None
     give_up: Callable[[int, int, str], None]
     """`give_up(tag, sequence, why)`: fail an operation under way, here and on all other ranks; the group goes on."""
+    differs: Callable[[int, int, int], None]
+    """`differs(tag, sequence, rank)`: that global rank runs something else there, though it has ended well here."""
     watch_parts: Callable[[int, int], None]
     """`watch_parts(group_id, tag)`: messages with that id are parts of operations of `tag`, whose number is their tag.
     Those left when an operation has ended show that another rank runs something else."""

@@ -15,7 +15,8 @@ The protocol between ranks, and why nothing can hang on the device:
 4. Ranks write their slots in the order of operations and their chunks. So of all that is not through everywhere the
    first can always go on: what was in its slots came before it, and is.
 5. Signals about operations that have not begun here are kept; their number is bounded, as nobody gets further ahead
-   of us than AHEAD operations (by 2, most wait for a slot before that). Signals about ones that are over are ignored.
+   of us than AHEAD operations (by 2, most wait for a slot before that). Of signals about ones that are over
+   only the fingerprint counts.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ moves nothing here takes none."""
 MAX_EARLY: Final = 4096
 """Signals kept of operations not begun here: ranks get ahead by AHEAD, a few signals each; more is no protocol."""
 
+ENDED_KEPT: Final = 2 * AHEAD
+"""Ended operations whose fingerprints are remembered. Others may still signal something of the last AHEAD ones."""
+
 DROPS_KEPT: Final = 256
 """Dropped operations remembered, so that each is reported once: an operation is dropped soon after it was issued."""
 
@@ -79,6 +83,7 @@ class IpcChannel:
         self.closed = False
         """Whether no operation is carried out any more."""
         self._around = around
+        self._tag = tag
         self._others = frozenset(range(self.size)) - {self.rank}
         self._streams = streams
         self._held: deque[tuple[Call, CollectiveWork, OnEnd, int]] = deque()
@@ -94,6 +99,8 @@ class IpcChannel:
         self._not_closed = set(self._others)
         self._quiet: asyncio.Future[None] | None = None
         self._free: Callable[[], object] | None = None
+        self._ended: dict[int, int] = {}
+        """Fingerprints of the last operations that have ended well here."""
         self._signals = Signals(around.mesh, around.group_id, around.ranks, around.rank, tag, self._hear, self._lose)
         self._signals.open()
 
@@ -177,6 +184,9 @@ class IpcChannel:
     def ended(self, operation: IpcOperation) -> None:
         """It has ended well."""
         del self._operations[operation.sequence]
+        if len(self._ended) >= ENDED_KEPT:
+            del self._ended[next(iter(self._ended))]
+        self._ended[operation.sequence] = operation.fingerprint
         self._say_done(operation.sequence, None, operation.fingerprint)
 
     def gave_up(self, operation: IpcOperation) -> None:
@@ -284,6 +294,8 @@ class IpcChannel:
         operation = self._operations.get(record.sequence)
         if operation is not None and not operation.stopped:
             operation.heard(member, record)
+        elif self._ended.get(record.sequence, record.fingerprint) != record.fingerprint:
+            self._around.differs(self._tag, record.sequence, self.ranks[member])
 
     def _is_through(self, member: int, sequence: int) -> None:
         """`member`, which may be ourselves, neither reads nor writes any more what an operation has in our slots."""
