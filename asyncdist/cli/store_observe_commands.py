@@ -89,7 +89,7 @@ def waits_command(target: Target, all_namespaces: bool, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def namespaces_command(target: Target, as_json: bool) -> None:
-    """Print the namespaces (jobs) of the store, those with most keys first, and what each holds."""
+    """Print the namespaces (jobs), most keys first."""
     found = target.run(lambda store: store.namespaces(), StoreObserver)
     if as_json:
         click.echo(json.dumps(list(map(dataclasses.asdict, found))))

@@ -22,6 +22,7 @@ LEFT_S = 2.0
 
 RANK = """
 import json
+import msgpack
 
 def formed():
     "Say so, and wait until the store has been killed."
@@ -167,7 +168,7 @@ async def main():
         if group.rank == decider:
             for first, addresses in group.world._rendezvous.book.pieces():
                 for other in others:
-                    group.world._send(other, dist.world.msgpack.packb(["addresses", first, addresses]))
+                    group.world._send(other, msgpack.packb(["addresses", first, addresses]))
         else:
             while not group.world._rendezvous.book.complete:
                 await asyncio.sleep(0.001)
@@ -186,7 +187,7 @@ def test_who_was_not_told_an_address_says_so_and_loses_nobody(tmp_path: Path) ->
     for rank in run_without_the_store(UNTOLD, 3, tmp_path, **environ):
         assert rank.returncode == 0, rank.stderr
         said += rank.stdout
-    assert said.count("isend (rank ") == 2
+    assert said.count("send (rank ") == 2
     assert said.count("all_reduce #0: rank ") == 3
     assert said.count("does not know where rank ") == 5
     assert said.count("the store does not say: ") == 5

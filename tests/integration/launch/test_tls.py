@@ -136,7 +136,7 @@ async def test_ranks_that_host_their_store_use_tls(
     monkeypatch.setenv("ASYNCDIST_TLS_KEY", str(certificates.server.key))
     async with dist.init_process_group(init_method=method, rank=0, world_size=1):
         with pytest.raises(DistStoreError, match="requires TLS"):
-            await dist.TCPStore.connect("127.0.0.1", port, token=TOKEN)
+            await dist.TCPStore.connect("127.0.0.1", port, token=TOKEN, tls=None)
 
 
 def test_store_commands_take_tls_by_option_and_by_variable(

@@ -251,7 +251,7 @@ def test_root_serves_no_directory_of_another_user(data: Path, place: Path) -> No
 def test_a_directory_that_cannot_be_reached_as_its_owner_is_told(data: Path) -> None:
     """Root without the rights of root, as in some containers."""
     program = (
-        "import os, sys; from asyncdist_server import privileges; from asyncdist_server.cli import main\n"
+        "import os, sys; from asyncdist_server.ops import privileges; from asyncdist_server.cli import main\n"
         "def refuse(uid): raise PermissionError(1, 'Operation not permitted')\n"
         "os.setuid = refuse\n"
         "main(sys.argv[1:])"
