@@ -1,6 +1,6 @@
 """Measures two checkouts of asyncdist in turns, and says how much longer the second takes.
 
-    git worktree add ../before main
+    git worktree add ../before main && make -C ../before check
     python -m bench.compare_trees ../before . --pairs 5 -- p2p all_reduce store --profile promises
 
 What stands behind ``--`` goes to ``python -m bench`` of each checkout, which measures asyncdist alone, once. A ratio is
@@ -11,18 +11,18 @@ machine whose speed drifts does not decide.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
-import sys
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from bench.report import format_time
+
+OWN: Final = "asyncdist,asyncdist tcp,asyncdist unix,asyncdist shm"
 
 Figures: TypeAlias = dict[tuple[str, int, str], float]
 """The median seconds of (case, ranks, mode)."""
@@ -35,8 +35,9 @@ def figures_of(report: str) -> Figures:
         for name, measured in cell["candidates"].items():
             if measured["failure"] or measured["wrong"]:
                 raise click.ClickException(f"{cell['case']}: {measured['failure'] or 'wrong results'}")
-            if name == "asyncdist":
-                figures[f"{cell['subject']}: {cell['case']}", cell["ranks"], cell["mode"]] = measured["p50_s"]
+            if name.startswith("asyncdist"):
+                case = f"{cell['subject']}: {cell['case']}{name.removeprefix('asyncdist')}"
+                figures[case, cell["ranks"], cell["mode"]] = measured["p50_s"]
     return figures
 
 
@@ -48,9 +49,11 @@ def ratios(pairs: list[tuple[Figures, Figures]]) -> dict[tuple[str, int, str], l
 
 
 def _measure(tree: Path, arguments: tuple[str, ...]) -> Figures:
-    command = [sys.executable, "-m", "bench", *arguments, "--only", "asyncdist", "--rounds", "1", "--format", "json"]
-    environment = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{tree / 'server'}"}
-    done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    own = tree / ".venv" / "bin" / "python"  # its editable install is of its own checkout
+    if not own.exists():
+        raise click.ClickException(f"{tree} has no .venv: run make check in it")
+    command = [str(own), "-m", "bench", *arguments, "--only", OWN, "--rounds", "1", "--format", "json"]
+    done = subprocess.run(command, cwd=tree, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise click.ClickException(f"{tree}: python -m bench {' '.join(arguments)} ended with {done.returncode}")
     return figures_of(done.stdout)
