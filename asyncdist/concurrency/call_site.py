@@ -13,7 +13,7 @@ _OURS: Final = frozenset({"asyncdist", "asyncio", "threading", "concurrent", "co
 
 
 def calling_frame() -> FrameType | None:
-    """Return the innermost frame of neither the library nor what it runs on; None in the progress thread, say."""
+    """Return the innermost frame of neither the library nor what it runs on; None in the communication thread, say."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         frame = frame.f_back

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["GroupBackends"]
 
 PATH_VARIABLE: Final = "ASYNCDIST_CUDA_PATH"
-"""Asks for a path (see backend.device) whatever is the best one; the same on all ranks."""
+"""Asks for a path (see `gpu.paths`) whatever is the best one; the same on all ranks."""
 
 
 class _Owner(Protocol):
-    """The group; see `backend.device.backend.DeviceOwner`."""
+    """The group; see `gpu.backend.DeviceOwner`."""
 
     timeout_s: float | None
 

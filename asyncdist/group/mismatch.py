@@ -329,6 +329,6 @@ def _spell(counts: int | tuple[int, ...]) -> str:
 
 
 def _calling_line() -> str:
-    """` at train.py:12`, the line that calls the library; empty where there is none, as in the progress thread."""
+    """` at train.py:12`, the line that calls the library; empty where there is none, as in the communication thread."""
     frame = calling_frame()
     return f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""

@@ -9,7 +9,7 @@ Keys, under `world/<group name>/`, beside those of `attempts`:
 | `<attempt>/joined` | every rank | counter; who makes it reach the world size decides |
 | `<attempt>/picklers` | ranks that allow pickle, before they have joined | counter |
 | `<attempt>/ready` | one rank | the decision: that the world has formed, and where all listen, or why it has not |
-| `<attempt>/here/<rank>`, `.../left/<rank>`, `.../words/<rank>` | every rank | see `attendance` |
+| `<attempt>/here/<rank>`, `.../left/<rank>`, `.../words/<rank>` | every rank | see `presence` |
 | `<attempt>/left` | every rank | counter of exits |
 | `<attempt>/gone` | the last to leave | nobody needs the store any more |
 

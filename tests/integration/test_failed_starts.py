@@ -20,7 +20,7 @@ async def main():
 dist.run(main())
 """
 ROUNDS = 3
-"""Of each way to fail; as many as are wanted come up, as tests/unit/test_attempts.py shows in virtual time."""
+"""Of each way to fail; as many as are wanted come up, as tests/unit/world/test_attempts.py shows in virtual time."""
 
 
 def rank_missing(where: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""ItemSteps: how an execution gives its lane items, and takes those of others (`shared_part.SharedExecution`)."""
+"""ItemSteps: how an execution gives its lane items, and takes those of others (`shared.operation.SharedExecution`)."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class ExpressKind:
     """Who takes from this rank, if not all do: everyone from it alone, or one from everyone."""
     pieces: bool = False
     needs: Needs = field(default_factory=dict)
-    """See `executor.express`."""
+    """See `inline_protocol`."""
 
 
 def in_records(call: Call) -> bool:

@@ -1,4 +1,4 @@
-"""Exchanges: every rank has something for every rank; see `operations.issuer` for what all have in common."""
+"""Exchanges: every rank has something for every rank; see `methods.issuer` for what all have in common."""
 
 from __future__ import annotations
 

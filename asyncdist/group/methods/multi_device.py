@@ -1,4 +1,4 @@
-"""torch 1.x's multi-device collectives on lists of host arrays; see `operations.issuer` for what all have in common."""
+"""torch 1.x's multi-device collectives on lists of host arrays; see `methods.issuer` for what all have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefix reductions; see `operations.issuer` for what all have in common."""
+"""Prefix reductions; see `methods.issuer` for what all have in common."""
 
 from __future__ import annotations
 

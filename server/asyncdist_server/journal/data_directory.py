@@ -10,8 +10,8 @@ backups/request-*    one who waits for a backup, and backups/answer-* what it is
 
 What a kill leaves of the last two, and of files half written, is removed by whoever has the directory next.
 
-It is used by the user to whom it belongs, and no other can write to it: who can put a link there in the place of a file
-would have others write where it leads. What root does there, it does as that user: `privileges`.
+It is used by the user to whom it belongs, and no other can write to it: a user who could put a link in the place of a
+file there could have the daemon write elsewhere. What root does there, it does as that user: `ops.privileges`.
 """
 
 from __future__ import annotations
