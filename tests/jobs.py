@@ -24,6 +24,15 @@ import asyncdist as dist
 OURS = ("ASYNCDIST_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GLOO_", "TORCHELASTIC_")
 
 
+NOTICES = ("ranks are here; waiting", "keeps the store for up to")
+"""What ranks say where all is well: for whom they wait, and for whom they stay."""
+
+
+def complaints(said: str) -> str:
+    """What a rank has said, less its notices."""
+    return "\n".join(line for line in said.splitlines() if not any(notice in line for notice in NOTICES))
+
+
 @dataclass
 class Ended:
     """A rank that has ended."""

@@ -21,7 +21,7 @@ from typing import Any
 import click
 import forked
 import uvloop
-from jobs import OURS, free_port
+from jobs import OURS, complaints, free_port
 from message_program import RANKS, Messages, Notes, problems_of
 
 import asyncdist as dist
@@ -62,7 +62,7 @@ def run_program(seed: int, transport: str, messages: int = 60) -> tuple[list[Not
             out, err = process.communicate()
             problems.append(f"rank {rank} is not over after {LIMIT_S:g} s:\n{err[-5000:]}")
             continue
-        err = "\n".join(line for line in err.splitlines() if "ranks are here; waiting" not in line)  # a slow start
+        err = complaints(err)
         if process.returncode or err:
             problems.append(f"rank {rank} ended with {process.returncode}:\n{err[-5000:]}")
         if not process.returncode:

@@ -24,7 +24,7 @@ from typing import Any
 
 import click
 import forked
-from jobs import OURS, free_port
+from jobs import OURS, complaints, free_port
 from spmd_program import FAULTS, Program, program
 
 LATE_S = 1.0
@@ -74,7 +74,7 @@ def run_program(made: Program, late_s: float = LATE_S) -> str:
                     process.kill()
                 process.wait()
         said = [_said(Path(folder), rank) for rank in range(made.size)]
-        errors = [_complaints(_said(Path(folder), rank, "err")) for rank in range(made.size)]
+        errors = [complaints(_said(Path(folder), rank, "err")) for rank in range(made.size)]
     killed = made.fault.rank if made.fault is not None and made.fault.kind == "kill" and struck_s else -1
     problems = [problem] * bool(problem)
     for rank, process in enumerate(ranks):
@@ -83,12 +83,6 @@ def run_program(made: Program, late_s: float = LATE_S) -> str:
     if not problems:
         problems = _late(made, said, struck_s, late_s)
     return "\n".join(problems)
-
-
-def _complaints(said: str) -> str:
-    """What a rank has said, less what it says where all is well: for whom it waits, and keeps the store."""
-    notices = ("ranks are here; waiting", "keeps the store for up to")
-    return "\n".join(line for line in said.splitlines() if not any(notice in line for notice in notices))
 
 
 def _watch(made: Program, ranks: Ranks, folder: Path) -> tuple[str, float]:
