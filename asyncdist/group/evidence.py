@@ -23,6 +23,9 @@ EARLY_KEPT: Final = 1024
 """Operations remembered of which messages came early: more than peers have credit to be ahead. Those that were refused
 meanwhile are forgotten so."""
 
+DROPPED_KEPT: Final = 1024
+"""Refused operations remembered, of which messages may still come: as many as peers have credit to be ahead."""
+
 _PLACE: Final = struct.Struct("<II")
 _PLACE_AT: Final = 8
 _HALF: Final = 1 << 31  # numbers travel as 32 bits, and no two so far apart are under way
@@ -47,6 +50,7 @@ class Evidence:
         self._works = works
         self._sequences = sequences
         self._differs = differs
+        self._dropped: dict[WorkKey, None] = {}
         self.early: dict[WorkKey, list[tuple[int, bytes, Container[bytes]]]] = {}
         """Messages that came before their receives, by operation."""
         self._watch(group_id, self._came_early)
@@ -62,6 +66,13 @@ class Evidence:
                 self._differs(*key, rank)
                 return True
         return False
+
+    def forget(self, key: WorkKey) -> None:
+        """That operation was refused or given up: messages of it may come all the same."""
+        self.early.pop(key, None)
+        if len(self._dropped) >= DROPPED_KEPT:
+            del self._dropped[next(iter(self._dropped))]
+        self._dropped[key] = None
 
     def stop(self) -> None:
         """Look for no more."""
@@ -89,7 +100,8 @@ class Evidence:
         number = low if issued < _HALF else issued + (low - issued + _HALF) % (2 * _HALF) - _HALF
         key: WorkKey = (tag, number)
         if number < issued and key not in self._works:
-            self._differs(tag, number, rank)
+            if key not in self._dropped:
+                self._differs(tag, number, rank)
             return
         messages = self.early.get(key)
         if messages is None:

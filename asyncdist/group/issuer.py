@@ -239,8 +239,8 @@ class GroupCore(Operations):
             self._evidence.watch_parts(group_id, tag)
 
     def dropped(self, tag: int, sequence: int) -> None:
-        """That operation has no messages any more."""
-        self._early.pop((tag, sequence), None)
+        """That operation was refused or given up: what still comes of it shows nothing."""
+        self._evidence.forget((tag, sequence))
 
     def differs(self, tag: int, sequence: int, rank: int) -> None:
         """Global rank `rank` runs something else in that place of the order, where all may have ended here."""

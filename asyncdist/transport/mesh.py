@@ -282,10 +282,12 @@ class Mesh(BaseMesh):
         except Exception as error:
             problem = error
         for rank in ranks:
-            link = self._links[rank]
+            link = self._links.get(rank)
+            if link is None:  # an earlier look-up has failed
+                continue
             if rank in found:
                 link.address_known(found[rank])
-            elif link.state is LinkState.CONNECTING:
+            elif link.state is LinkState.CONNECTING and not link.answering:
                 self._unknown(link, problem)
 
     def _unknown(self, link: Link, problem: Exception) -> None:

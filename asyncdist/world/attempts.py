@@ -34,6 +34,8 @@ ALIVE_S: Final = 0.1
 """How long a process has to be there to count as alive: the store may learn a little late of the end of one."""
 ALIVE_POLL_S: Final = 0.01
 TOKEN_BYTES: Final = 16
+ENDS_KEPT: Final = 8
+"""Attempts that failed whose ends are remembered. So many a supervisor makes while a slow rank starts."""
 
 
 class _Process(NamedTuple):
@@ -168,11 +170,15 @@ class Attempts:
         )
 
     async def _sweep(self) -> None:
-        """Delete what is left of the attempt before this one, if no world came of it: its ranks have heard of it."""
+        """Delete what is left of the attempt before this one, if no world came of it, but for what became of it.
+
+        A rank of it may be slow, and has still to hear that: the ends of the last ones are kept.
+        """
         number = self.number - 1
         with contextlib.suppress(StoreTimeoutError):  # it was swept, or never was
             if "world_id" not in unpacked(await self._store.get(f"{number}/ready", timeout=0)):
-                left = await self._store.list_keys(f"{number}/")
+                left = set(await self._store.list_keys(f"{number}/")) - {f"{number}/ready"}
+                left.add(f"{number - ENDS_KEPT}/ready")
                 await asyncio.gather(*(self._store.delete_key(key) for key in left))
 
 

@@ -196,7 +196,7 @@ class Rendezvous:
                 break
             if "failure" in end:
                 kind = ConnectTimeoutError if end.get("late") is True else DistError
-                raise kind(f"{self._who}: {end['failure']}")
+                raise kind(f"{self._who}: {end['failure']}{self._before()}")
             events.info("%s goes on to the next attempt: %s", self._who, end.get("again"))
         self._published[self._key("ready")] = msgpack.packb({"world_id": world_id})
         events.info("%s joined a world of %d (attempt %d)", self._who, self.world_size, self._attempts.number)
@@ -433,11 +433,11 @@ class Rendezvous:
         except DistError as error:
             raise DistStoreError(f"{self._who}: the store stopped answering while ranks were joining") from error
         came = self.world_size - len(missing)
-        message = f"{came} of {self.world_size} ranks joined in time; missing: rank {_spell(missing)}{self._before()}"
+        message = f"{came} of {self.world_size} ranks joined in time; missing: rank {_spell(missing)}"
         end = await self._attempts.fail(message, late=True)
         if end is not None and "failure" not in end:
             return end
-        raise ConnectTimeoutError(f"{self._who}: {message}")
+        raise ConnectTimeoutError(f"{self._who}: {message}{self._before()}")
 
     def _before(self) -> str:
         before = self._attempts.before

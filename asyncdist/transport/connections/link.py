@@ -195,6 +195,11 @@ class Link:
             self._accept_incoming()
 
     @property
+    def answering(self) -> bool:
+        """Whether the peer has dialed us, and may count on that connection already."""
+        return self._incoming is not None
+
+    @property
     def _decides(self) -> bool:
         return self._context.identity.rank < self.rank
 
@@ -217,6 +222,8 @@ class Link:
         self._cancel_park()
         if self._dialer is not None:
             self._dialer.resume()
+        elif self.state is LinkState.CONNECTING and not self._owner.closing:
+            self._owner.address_wanted(self.rank)  # a look-up may have failed while the peer was being answered
         if self._owner.closing:
             self.leave()
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import pwd
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,13 +54,16 @@ def become_owner(path: Path) -> None:
 def opened_before_becoming_owner(file: Path, directory: Path) -> Iterator[BinaryIO]:
     """Give `file` opened with root's rights, as root named it, then become the owner of `directory`.
 
-    A file on whose way that owner could put another is opened as the owner. Raises `JournalError`.
+    A file on whose way others than root could put another is opened as the owner. Raises `JournalError`.
     """
-    found, owner = _owner(file.parent), _owner(directory)
     try:
-        if found is not None and owner is not None and found.st_uid == owner.st_uid:
-            become_owner(directory)
-        with file.open("rb") as opened:
+        more_flags = 0
+        if _owner(directory) is not None:
+            if file.is_symlink() or not _is_roots(file.parent):
+                become_owner(directory)
+            else:
+                more_flags = os.O_NOFOLLOW
+        with open(file, "rb", opener=lambda name, flags: os.open(name, flags | more_flags)) as opened:
             become_owner(directory)
             yield opened
     except OSError as error:
@@ -80,6 +84,17 @@ def _owner(path: Path) -> os.stat_result | None:
             if found.st_uid:
                 return found
     return None
+
+
+def _is_roots(path: Path) -> bool:
+    """Whether only root can change where `path` leads: by its name, and behind the links in it."""
+    ways = {path.absolute(), Path(os.path.realpath(path))}
+    for directory in {each for way in ways for each in (way, *way.parents)}:
+        found = directory.stat()
+        shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+        if found.st_uid or shared:
+            return False
+    return True
 
 
 def _let_reach(path: Path, uid: int) -> None:

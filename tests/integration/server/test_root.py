@@ -147,6 +147,25 @@ def test_a_backup_of_root_alone_is_restored_and_what_its_owner_may_not_read_is_n
     assert command("verify", "--data-dir", str(data)).returncode == 0
 
 
+@pytest.mark.parametrize("linked", ["file", "directory"])
+def test_a_link_of_root_into_that_directory_is_followed_by_its_owner(data: Path, place: Path, linked: str) -> None:
+    """Root's own link leads where the owner can put a link to what root alone may read."""
+    private = place / "private"
+    private.mkdir(mode=0o700)
+    kept = private / "kept.sqlite"
+    shutil.copy(backup_in(data), kept)
+    kept.chmod(0o600)
+    inside = backup_in(data)
+    inside.unlink()
+    inside.symlink_to(kept)
+    way = place / "latest"
+    way.symlink_to(inside if linked == "file" else inside.parent)
+    named = way if linked == "file" else way / inside.name
+    refused = command("restore", str(named), "--data-dir", str(data))
+    assert refused.returncode == 1
+    assert "Permission denied" in refused.stderr
+
+
 def test_root_signals_no_process_of_another_user(data: Path) -> None:
     """Whose directory it is writes the pid there."""
     with contextlib.ExitStack() as stack:

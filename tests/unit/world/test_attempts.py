@@ -17,7 +17,7 @@ from asyncdist.store import HashStore
 from asyncdist.testing.loop import VirtualTimeLoop
 from asyncdist.transport.absence import Absence
 from asyncdist.transport.addresses.address import PeerAddress
-from asyncdist.world.attempts import ALIVE_S
+from asyncdist.world.attempts import ALIVE_S, ENDS_KEPT
 from asyncdist.world.rendezvous import Met, Rendezvous
 
 STARTS = 50
@@ -216,10 +216,20 @@ async def test_who_died_waiting_is_named_as_missing() -> None:
 async def test_attempts_that_failed_leave_little_behind() -> None:
     async with HashStore() as daemon:
         counts = []
-        for _ in range(6):
+        for _ in range(ENDS_KEPT + 6):
             await failed(Process(daemon, 0, 3), Process(daemon, 1, 3))
             counts.append(await daemon.num_keys())
         assert counts[-1] == counts[-2] == counts[-3]
+
+
+async def test_a_slow_rank_still_hears_what_became_of_its_attempt() -> None:
+    """Two attempts have failed since, each of which swept what was left of the one before."""
+    async with HashStore() as daemon:
+        slow = Rendezvous(daemon.clone(), 2, 3)._attempts
+        await slow.enter()
+        for _ in range(2):
+            await failed(Process(daemon, 0, 3), Process(daemon, 1, 3))
+        assert "failure" in await slow.end()
 
 
 def test_processes_that_die_and_come_again_at_any_time_end_in_one_world() -> None:
