@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 from asyncdist.errors import (
     DistError,
     DistStoreError,
-    LaunchError,
     LeaseLostError,
     StoreTimeoutError,
     WatchCompactedError,
@@ -192,8 +191,8 @@ class Round:
                 root=self._root,
             )
             await self._while_member(self._links.meet(), until=lambda: bool(self.gone))
-        except LaunchError:
-            if not await self._somebody_went():
+        except DistError:  # perhaps as the launcher of node 0, which hosts that store, has just been killed
+            if self._lost is not None or not await self._somebody_went():
                 raise
         return self._links
 

@@ -35,7 +35,7 @@ WORKER = """
 """
 
 LAUNCHER = """
-    import asyncio, importlib, os, signal, sys
+    import asyncio, importlib, os, signal, sys, time
     from asyncdist.cli import main
 
     place, nth, later_s, died = sys.argv.pop(1), int(sys.argv.pop(1)), float(sys.argv.pop(1)), sys.argv.pop(1)
@@ -51,7 +51,8 @@ LAUNCHER = """
     def dying(*arguments, **options):
         global calls
         calls += 1
-        if calls == nth and not later_s:
+        if calls == nth and later_s <= 0:
+            time.sleep(-later_s)
             die()
         if calls == nth:
             asyncio.get_running_loop().call_later(later_s, die)
@@ -80,7 +81,10 @@ class Job:
         return self._start("-m", "asyncdist", nnodes=nnodes)
 
     def start_dying(self, place: str, nth: int = 1, later_s: float = 0.0) -> Launcher:
-        """One that is killed when it calls `module:class:method` for the nth time, or so much later."""
+        """One that is killed when it calls `module:class:method` for the nth time, or so many seconds later.
+
+        If `later_s` is negative, it stands still until then.
+        """
         when = (place, str(nth), str(later_s), str(self.died))
         return self._start("-c", textwrap.dedent(LAUNCHER), *when, nnodes="1:3")
 
@@ -161,6 +165,8 @@ def test_a_newcomer_that_is_killed_before_it_works_is_noticed(job: Job, place: s
         ("asyncdist.store.member:Membership:rejoin", 2, 0.0),  # is waited for
         ("asyncdist.store.member:Membership:rejoin", 2, 0.1),  # waits for the last call
         ("asyncdist.launch.round:Plan:to_json", 2, 0.0),  # all wait for the plan
+        ("asyncdist.launch.links:Links:meet", 2, 0.0),  # the newcomer connects to the launchers' own store
+        ("asyncdist.launch.links:Links:meet", 2, -0.5),  # it waits there until all are seen
         ("asyncdist.launch.elastic:ElasticAgent:_run_workers", 2, 0.0),
     ],
 )
