@@ -77,19 +77,19 @@ prove: $(VENV)/.dev
 sim: $(VENV)/.dev
 	ASYNCDIST_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest $(NO_LIMIT) tests/sim $(ARGS)
 	ASYNCDIST_MODEL_EXAMPLES=$(SEEDS) $(BIN)/python -m pytest $(NO_LIMIT) -q tests/property/test_engine_model.py
-	$(BIN)/python tests/simulate_store.py --seeds $(SEEDS)
-	$(BIN)/python tests/simulate_store.py --seeds $(SEEDS) --mode durable
+	$(BIN)/python tests/sim/simulate_store.py --seeds $(SEEDS)
+	$(BIN)/python tests/sim/simulate_store.py --seeds $(SEEDS) --mode durable
 	ASYNCDIST_EXAMPLES=20 $(BIN)/python -m pytest $(NO_LIMIT) -q -n 3 --dist worksteal --ignore tests/unit/blocking tests
 
 soak: $(VENV)/.dev
 	ASYNCDIST_LARGE=1 $(BIN)/python -m pytest $(NO_LIMIT) -q tests/integration/test_jobs.py -k beyond_four_gibibytes
-	$(BIN)/python tests/soak.py --operations $(OPERATIONS) $(ARGS)
-	$(BIN)/python tests/kill_soak.py --kills $(KILLS)
-	$(BIN)/python tests/spmd_soak.py --seconds $(SECONDS)
+	$(BIN)/python tests/soak/soak.py --operations $(OPERATIONS) $(ARGS)
+	$(BIN)/python tests/soak/kill_soak.py --kills $(KILLS)
+	$(BIN)/python tests/soak/spmd_soak.py --seconds $(SECONDS)
 	for transport in shm unix tcp; do \
-	  $(BIN)/python tests/message_soak.py --seconds $(SECONDS) --transport $$transport || exit 1; done
-	$(BIN)/python tests/store_soak.py --kills $(KILLS)
-	$(BIN)/python tests/fuzz_doors.py --frames $(FRAMES)
+	  $(BIN)/python tests/soak/message_soak.py --seconds $(SECONDS) --transport $$transport || exit 1; done
+	$(BIN)/python tests/soak/store_soak.py --kills $(KILLS)
+	$(BIN)/python tests/soak/fuzz_doors.py --frames $(FRAMES)
 
 multinode: $(VENV)/.base
 	bash tests/multinode/run.sh $(ARGS)

@@ -8,7 +8,7 @@ import pytest
 from jobs import run_ranks
 
 PROGRAM = f"""
-sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1] / "kits")!r})
 import random
 from differential import RUNS, Tagged, choose, random_case
 from asyncdist.plan.algorithms.registry import ALGORITHMS

@@ -1,4 +1,4 @@
-"""Random messages in virtual time, judged against a model: tests/message_program.py. `make sim` runs thousands."""
+"""Random messages in virtual time, judged against a model: tests/soak/message_program.py. `make sim` runs thousands."""
 
 from __future__ import annotations
 

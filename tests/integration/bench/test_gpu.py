@@ -23,7 +23,7 @@ from bench.nccl_ranks import REASON_CHARACTERS, reason_in  # noqa: E402
 BENCHMARK = """
 import subprocess, sys
 from types import SimpleNamespace
-sys.path.insert(0, "tests")
+sys.path.insert(0, "tests/kits")
 import forked
 from bench import nccl, nccl_ranks
 nccl_ranks.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": forked.Popen})

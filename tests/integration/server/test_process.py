@@ -287,8 +287,8 @@ def test_it_loads_neither_numpy_nor_asyncdist_nor_http_unasked(start: Callable[.
         "banned = {'numpy', 'asyncdist', 'aiohttp', 'prometheus_client', 'rich'} & set(sys.modules)\n"
         "print(bare, sorted(banned))"
     )
-    tests = str(Path(__file__).parents[2])
-    env = environment(PYTHONPATH=tests)
+    kits = str(Path(__file__).parents[2] / "kits")
+    env = environment(PYTHONPATH=kits)
     result = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )

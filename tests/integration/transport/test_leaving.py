@@ -266,7 +266,7 @@ async def test_messages_before_a_reset_are_read_although_writing_fails() -> None
 PEER = textwrap.dedent(
     """
     import asyncio, sys
-    sys.path.insert(0, {tests!r})
+    sys.path.insert(0, {kits!r})
     from mesh_world import World
     from asyncdist.transport.addresses.address import PeerAddress
 
@@ -289,8 +289,8 @@ async def test_killed_peer_is_noticed_at_once(transport: str) -> None:
     made = World(2, transport)
     one = made.add(0)
     address = await one.mesh.listen()
-    tests = os.path.join(os.path.dirname(__file__), "..", "..")
-    script = PEER.format(tests=tests, transport=transport, address=address.to_bytes().hex())
+    kits = os.path.join(os.path.dirname(__file__), "..", "..", "kits")
+    script = PEER.format(kits=kits, transport=transport, address=address.to_bytes().hex())
     process = forked.Popen([sys.executable, "-c", script], text=True)
     try:
         assert await received(one.receive(None, ranks=[1])) == b"here"

@@ -1,7 +1,7 @@
 """Runs the store daemon and its clients on simulated networks, one seed after the other; `make sim` does.
 
-python tests/simulate_store.py --seeds 2000
-python tests/simulate_store.py --first 1234 --seeds 1 --trace     # everything that happens in one of them
+python tests/sim/simulate_store.py --seeds 2000
+python tests/sim/simulate_store.py --first 1234 --seeds 1 --trace     # everything that happens in one of them
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import concurrent.futures
 import multiprocessing
 import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kits"))
 
 import click
 from sim_store import run_store_scenario

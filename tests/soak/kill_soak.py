@@ -1,6 +1,6 @@
 """Kill soak: a rank is killed at a random instant of mixed traffic, or of none, and the survivors are asked.
 
-    python tests/kill_soak.py --kills 200
+    python tests/soak/kill_soak.py --kills 200
 
 Each must have heard who was lost, in every operation that depended on it and within a second, must go on with the
 others, and leave nothing open: descriptors, tasks, threads, shared memory.
@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kits"))
 
 import click
 from jobs import OURS, free_port

@@ -1,7 +1,7 @@
 """Random messages among three processes, judged against a model: see message_program.
 
-    python tests/message_soak.py --seconds 600 --transport shm    # programs of the seeds from 0 on
-    python tests/message_soak.py --seed 17 --programs 1 --repeat 20
+    python tests/soak/message_soak.py --seconds 600 --transport shm    # programs of the seeds from 0 on
+    python tests/soak/message_soak.py --seed 17 --programs 1 --repeat 20
 
 A seed fixes what every rank tries, not how the system times it.
 """
@@ -16,7 +16,10 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kits"))
 
 import click
 import forked
@@ -31,7 +34,7 @@ LIMIT_S = 60.0
 LARGEST = 16 << 20
 TRANSPORTS = ("shm", "unix", "tcp")
 
-AGAIN = "Again: python tests/message_soak.py --transport {} --seed {} --programs 1 --repeat 20"
+AGAIN = "Again: python tests/soak/message_soak.py --transport {} --seed {} --programs 1 --repeat 20"
 
 
 def run_program(seed: int, transport: str, messages: int = 60) -> tuple[list[Notes], list[str]]:

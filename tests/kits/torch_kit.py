@@ -18,7 +18,7 @@ from server_kit import SocketClient
 
 from asyncdist_server.wire import messages as m
 
-TESTS = Path(__file__).parent
+KITS = Path(__file__).parent
 
 
 def clean_environment() -> dict[str, str]:
@@ -37,7 +37,7 @@ class Jobs:
     def __init__(self) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by close()
         self._process = subprocess.Popen(
-            [sys.executable, str(TESTS / "torch_programs.py")],
+            [sys.executable, str(KITS / "torch_programs.py")],
             env=clean_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,6 +1,6 @@
 """Soak of the store: clients under load while the daemon is killed, stopped and cut off; every answer is judged.
 
-    python tests/store_soak.py --mode durable --kills 200 --seed 1
+    python tests/soak/store_soak.py --mode durable --kills 200 --seed 1
 
 Modes: `cuts` (bad connections and SIGSTOP), `memory`, `durable` and `relaxed` (kill -9 and restart on the same port).
 docs/proof.md says what is checked.
@@ -12,6 +12,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kits"))
 
 import click
 from proof_audit import Findings

@@ -16,7 +16,7 @@ from jobs import Ended, finish, start_ranks
 
 from asyncdist import cuda
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # bench is not installed: it lives beside the packages
 
 from bench.gpu import FAKE_VARIABLE, FOLDER_VARIABLE  # noqa: E402

@@ -1,7 +1,7 @@
 """Random SPMD programs: every result compared with numpy's, ranks killed, stopped or leaving at random instants.
 
-    python tests/spmd_soak.py --seconds 600                      # programs of the seeds from 0 on
-    python tests/spmd_soak.py --seed 17 --programs 1             # the program of that seed
+    python tests/soak/spmd_soak.py --seconds 600                      # programs of the seeds from 0 on
+    python tests/soak/spmd_soak.py --seed 17 --programs 1             # the program of that seed
 
 A seed fixes what every rank does and what goes wrong when, not what the system does meanwhile: `--repeat` runs the same
 again. docs/random-programs.md says what is checked.
@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "kits"))
+
 import click
 import forked
 from jobs import OURS, complaints, free_port
@@ -38,7 +40,7 @@ MEAN_PAUSE_S = 0.01
 MAX_PAUSE_S = 0.3
 MEAN_RUN_S = 0.02
 
-AGAIN = "Again: python tests/spmd_soak.py --seed {} --programs 1 --repeat 20"
+AGAIN = "Again: python tests/soak/spmd_soak.py --seed {} --programs 1 --repeat 20"
 
 Ranks = Sequence["subprocess.Popen[str]"]
 

@@ -1,6 +1,6 @@
 """Soak: a million small operations on ranks that are stopped and continued at random; every result is checked.
 
-    python tests/soak.py --operations 1000000 --ranks 4
+    python tests/soak/soak.py --operations 1000000 --ranks 4
 
 A lost wake-up, a store seen too early, or an item overwritten too soon shows here as a wrong result, a hang or an error
 that names a rank. Needs no privileges.
@@ -18,6 +18,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kits"))
 
 import click
 from jobs import OURS, free_port

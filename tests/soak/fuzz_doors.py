@@ -1,6 +1,6 @@
 """Fuzz both doors of a running store daemon: the native protocol and torch's.
 
-    python tests/fuzz_doors.py --frames 1000000
+    python tests/soak/fuzz_doors.py --frames 1000000
 
 Hundreds of thousands of connections send frames that are mostly wrong. Meanwhile clients of other jobs work on the same
 daemon, and every answer they get is checked. The daemon must stay alive, log no error, and its memory must stay flat.
@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kits"))
 
 import click
 from fuzz_connections import FUZZED_JOB, NativeDoor, TorchDoor

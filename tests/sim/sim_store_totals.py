@@ -119,7 +119,7 @@ class Totals:
 
 def replay_command(seed: int, mode: str) -> str:
     """Return what to type to see a seed fail again, with everything that happened."""
-    return f"python tests/simulate_store.py --first {seed} --seeds 1 --mode {mode} --trace"
+    return f"python tests/sim/simulate_store.py --first {seed} --seeds 1 --mode {mode} --trace"
 
 
 def run_seeds(seeds: Iterable[int], mode: str = "memory", most_failures: int = 10) -> Totals:
