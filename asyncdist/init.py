@@ -37,8 +37,7 @@ from asyncdist.world.init_method import InitMethod, StoreSource, open_store, par
 from asyncdist.world.rendezvous import Met, Rendezvous
 from asyncdist.world.tuning_file import own_tuning
 from asyncdist.world.world import World
-from asyncdist_server.wire.auth import derive_key
-from asyncdist_server.wire.tokens import load_token
+from asyncdist_server.wire.auth import derive_key, load_token
 
 __all__ = ["GroupOpening", "MeshFactory", "init_process_group", "open_world"]
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import click
 
-from asyncdist_server.serving.descriptors import open_standard_descriptors
+from asyncdist_server.serving.sockets import open_standard_descriptors
 
 __all__ = ["SuggestingGroup", "main"]
 

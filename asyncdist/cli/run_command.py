@@ -176,7 +176,7 @@ def _config(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Laun
     """Turn options and environment into a checked LaunchConfig; raises click's errors."""
     from asyncdist.concurrency.variables import misspelt
     from asyncdist.store.tls_config import load_tls
-    from asyncdist_server.wire.tokens import load_token
+    from asyncdist_server.wire.auth import load_token
 
     environ = os.environ
     for variable, meant in misspelt(environ).items():

@@ -19,7 +19,7 @@ from asyncdist.errors import DistError
 from asyncdist.launch.config import Endpoint, parse_endpoint
 from asyncdist.store import Store, TCPStore, TLSConfig
 from asyncdist.store.tls_config import load_tls
-from asyncdist_server.wire.tokens import load_token, read_token_file
+from asyncdist_server.wire.auth import load_token, read_token_file
 
 __all__ = ["store_group"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from asyncdist.errors import DistStoreError, LaunchError, StoreTimeoutError
 from asyncdist.launch.config import Endpoint, LaunchConfig
-from asyncdist_server.serving.loopback import is_loopback
+from asyncdist_server.serving.sockets import is_loopback
 from asyncdist_server.wire.auth import (
     AuthenticationError,
     Refusal,

@@ -30,7 +30,7 @@ from asyncdist.launch.cause import is_consequence
 from asyncdist.launch.config import DEFAULT_GRACE_S, MAX_PROCESSES_PER_NODE, Endpoint, parse_endpoint
 from asyncdist.launch.environment import NodePlace, worker_environment
 from asyncdist.launch.exec_guard import die_with_parent
-from asyncdist_server.wire.tokens import load_token
+from asyncdist_server.wire.auth import load_token
 
 __all__ = ["SpawnContext", "spawn"]
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from asyncdist.errors import DistStoreError
 from asyncdist.store.tls_config import TLSConfig, context_and_name
-from asyncdist_server.serving.loopback import is_loopback
+from asyncdist_server.serving.sockets import is_loopback
 from asyncdist_server.serving.user_token import find_user_token
 from asyncdist_server.wire.auth import (
     MAGIC,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Final, TypeAlias
 
 from asyncdist.store.tls_config import TLSConfig, load_tls
-from asyncdist_server.wire.tokens import load_token
+from asyncdist_server.wire.auth import load_token
 
 __all__ = ["FROM_ENVIRONMENT", "FromEnvironment", "GivenTLS", "GivenToken", "credentials"]
 

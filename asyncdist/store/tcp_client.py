@@ -23,7 +23,7 @@ from asyncdist.store.pipeline import Pipeline, StoppingError
 from asyncdist.store.reply import Reply
 from asyncdist.store.store_connection import Connection, StoreRefusedError, Trouble, ask_for_http, client_name, dial
 from asyncdist.store.tls_config import TLSConfig
-from asyncdist_server.serving.client_socket import format_address
+from asyncdist_server.serving.sockets import format_address
 from asyncdist_server.wire import messages
 
 __all__ = ["TCPClient"]

@@ -29,7 +29,7 @@ from asyncdist.errors import ConnectTimeoutError, DistError, DistNetworkError, D
 from asyncdist.store import FileStore, Store, TCPStore, TLSConfig
 from asyncdist.store.hosting import host_store
 from asyncdist.store.tls_config import load_tls
-from asyncdist_server.wire.tokens import load_token
+from asyncdist_server.wire.auth import load_token
 
 if TYPE_CHECKING:
     from asyncdist_server import ThreadedServer

@@ -10,9 +10,8 @@ from typing import Final
 
 import click
 
-from asyncdist_server.journal import failpoints
-from asyncdist_server.journal.durability import parse_durability
-from asyncdist_server.journal.journal import JournalError
+from asyncdist_server.journal import journal_thread
+from asyncdist_server.journal.journal import JournalError, parse_durability
 from asyncdist_server.logs import FORMATS, LEVELS, EventLog, LogFormat, configure
 from asyncdist_server.ops.journal_commands import backup, restore, verify
 from asyncdist_server.ops.service import run_until_signalled
@@ -26,11 +25,11 @@ from asyncdist_server.serving.config import (
     ServerConfig,
     limits_for,
 )
-from asyncdist_server.serving.descriptors import open_standard_descriptors, raise_descriptor_limit
+from asyncdist_server.serving.sockets import open_standard_descriptors, raise_descriptor_limit
 from asyncdist_server.serving.threaded import new_event_loop
 from asyncdist_server.serving.user_token import default_token
 from asyncdist_server.torch.namespaces import TORCH_MEMORY_PERCENT
-from asyncdist_server.wire import tokens
+from asyncdist_server.wire import auth
 from asyncdist_server.wire.messages import (
     MAX_CONNECTIONS,
     MAX_IN_FLIGHT,
@@ -158,9 +157,9 @@ def main(
     configure(log_format, log_level)
     _warn_of_unknown_variables()
     try:
-        token = tokens.read_token_file(token_file) if token_file else tokens.load_token(os.environ)
-        token_file = token_file or tokens.token_file(os.environ)
-        former = tokens.read_tokens(token_file)[1] if token_file else None
+        token = auth.read_token_file(token_file) if token_file else auth.load_token(os.environ)
+        token_file = token_file or auth.token_file(os.environ)
+        former = auth.read_tokens(token_file)[1] if token_file else None
         if token is None and not insecure_no_auth:
             token = default_token(host)
         config = ServerConfig(
@@ -213,7 +212,9 @@ def _warn_of_unknown_variables() -> None:
     """A misspelt variable would leave an option at its default without a word."""
     prefix = "ASYNCDIST_SERVER_"
     commands = tuple(f"{prefix}{name.upper()}_" for name in main.commands)
-    known = {f"{prefix}{(parameter.name or '').upper()}" for parameter in main.params} | {failpoints.VARIABLE}
+    known = {f"{prefix}{(parameter.name or '').upper()}" for parameter in main.params} | {
+        journal_thread.FAILPOINT_VARIABLE
+    }
     events = EventLog(logging.getLogger("asyncdist_server"))
     for name in sorted(os.environ):
         if name.startswith(prefix) and name not in known and not name.startswith(commands):

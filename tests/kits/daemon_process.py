@@ -13,7 +13,7 @@ from typing import Self
 
 from jobs import free_port
 
-from asyncdist_server.journal.failpoints import VARIABLE
+from asyncdist_server.journal.journal_thread import FAILPOINT_VARIABLE
 
 READY_S = 60.0
 """A machine that runs other tests as well may need seconds to start an interpreter."""
@@ -51,7 +51,7 @@ class DaemonProcess:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             *self._arguments,
-            env={**clean, VARIABLE: failpoint} if failpoint else clean,
+            env={**clean, FAILPOINT_VARIABLE: failpoint} if failpoint else clean,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=self._errors,

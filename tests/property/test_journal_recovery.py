@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from journal_kit import JournaledEngine, MemoryJournal, charged, contents
 
 from asyncdist_server.engine.engine import Client, StoreEngine
-from asyncdist_server.journal import batch, journal_size
+from asyncdist_server.journal import batch
 from asyncdist_server.wire.messages import (
     ADD,
     APPEND,
@@ -184,7 +184,7 @@ def _plain(value: Any) -> Any:
 @given(programs, st.sampled_from([0, 300, 1 << 20]))
 def test_a_journal_brings_back_what_the_store_held(program: list[tuple[str, int, Any]], slack: int) -> None:
     with (
-        mock.patch.object(journal_size, "SLACK_BYTES", slack - 5000),
+        mock.patch.object(batch, "SLACK_BYTES", slack - 5000),
         mock.patch.object(batch, "CLEAN_AT_ONCE_BYTES", 200),
         mock.patch.object(batch, "PART_BYTES", 60),
     ):

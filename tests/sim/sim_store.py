@@ -327,7 +327,7 @@ def quiet(scenario: StoreScenario) -> Iterator[None]:
                 few = mock.patch("asyncdist_server.engine.history.HISTORY_EVENTS", scenario.remembered_events)
                 stack.enter_context(few)
             if scenario.mode == "durable" and scenario.seed % 2:  # clean the journal all the time
-                stack.enter_context(mock.patch("asyncdist_server.journal.journal_size.SLACK_BYTES", 0))
+                stack.enter_context(mock.patch("asyncdist_server.journal.batch.SLACK_BYTES", 0))
                 stack.enter_context(mock.patch("asyncdist_server.journal.batch.CLEAN_AT_ONCE_BYTES", 300))
             yield
     finally:

@@ -13,8 +13,7 @@ from typing import Any
 from journal_kit import MemoryJournal
 
 from asyncdist_server.journal.batch import HISTORIES, HOLDS, LEASES, QUEUES, VALUES, Batch
-from asyncdist_server.journal.durability import DURABLE
-from asyncdist_server.journal.journal import JournalError, RowReader
+from asyncdist_server.journal.journal import DURABLE, JournalError, RowReader
 from asyncdist_server.journal.journal_thread import Outcome
 from asyncdist_server.journal.persistence import Persistence
 

@@ -20,7 +20,7 @@ import msgpack
 from asyncdist.errors import DistNetworkError, RemoteProtocolError
 from asyncdist.transport.addresses.interfaces import is_local_ip, list_interfaces, select_ips
 from asyncdist.transport.addresses.socket_dir import directory_id
-from asyncdist_server.serving.loopback import is_loopback
+from asyncdist_server.serving.sockets import is_loopback
 
 __all__ = [
     "MAX_ADDRESS_BYTES",

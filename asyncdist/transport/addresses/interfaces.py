@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from asyncdist_server.serving.loopback import is_loopback
+from asyncdist_server.serving.sockets import is_loopback
 
 __all__ = ["Interface", "is_local_ip", "list_interfaces", "select_ips"]
 

@@ -9,8 +9,7 @@ from typing import Any, Final
 from asyncdist_server.engine.changes import ChangeLog
 from asyncdist_server.engine.namespace import Namespace
 from asyncdist_server.engine.waiters import Waiter
-from asyncdist_server.wire.messages import MAX_REQUEST_ID, Limits, ProtocolError
-from asyncdist_server.wire.names import Names
+from asyncdist_server.wire.messages import MAX_REQUEST_ID, Limits, Names, ProtocolError
 
 Reply = tuple[int, int, Any]
 

@@ -34,7 +34,7 @@ from asyncdist_server.wire.codes import (
     TIMEOUT,
 )
 from asyncdist_server.wire.key_text import shown
-from asyncdist_server.wire.names import Names
+from asyncdist_server.wire.messages import Names
 
 if TYPE_CHECKING:
     from asyncdist_server.engine.clients import Client, Reply

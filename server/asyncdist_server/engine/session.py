@@ -21,7 +21,7 @@ from typing import Any, Final
 from asyncdist_server.engine.clients import TURN_WORK_BYTES, value_bytes
 from asyncdist_server.engine.engine import Client, Reply, Request, StoreEngine
 from asyncdist_server.engine.namespace import TORCH_PREFIX
-from asyncdist_server.engine.pieces import PIECE_BYTES, SMALL_BYTES, LargeReply
+from asyncdist_server.engine.replies import PIECE_BYTES, SMALL_BYTES, LargeReply
 from asyncdist_server.wire.auth import (
     AuthenticationError,
     Refusal,
@@ -29,8 +29,7 @@ from asyncdist_server.wire.auth import (
     parse_store_context,
     refusal_message,
 )
-from asyncdist_server.wire.frame_elements import held_bytes
-from asyncdist_server.wire.large_frame import LargeFrame, RequestReader
+from asyncdist_server.wire.large_frames import LargeFrame, RequestReader
 from asyncdist_server.wire.messages import (
     LIMIT,
     OBSERVATIONS,
@@ -44,6 +43,7 @@ from asyncdist_server.wire.messages import (
     Welcome,
     decode_hello,
     decode_requests,
+    held_bytes,
 )
 
 TURN_REQUESTS: Final = 1024

@@ -36,24 +36,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from asyncdist_server.engine.changes import ChangeLog, NamespaceChanges, Reply
-from asyncdist_server.engine.clients import value_bytes
+from asyncdist_server.engine.clients import Client, value_bytes
 from asyncdist_server.engine.engine import StoreEngine
-from asyncdist_server.engine.namespace import Namespace
-from asyncdist_server.journal.batch_rows import (
-    client_row,
-    history_row,
-    hold_row,
-    holder_row,
-    holds,
-    lease_row,
-    value_rows,
-)
-from asyncdist_server.journal.journal_size import BATCH_BYTES, JournalSize
-from asyncdist_server.wire.names import Names
+from asyncdist_server.engine.history import EVENT_BYTES, HISTORY_OVERHEAD_BYTES
+from asyncdist_server.engine.leases import LEASE_BYTES, LEASED_KEY_BYTES
+from asyncdist_server.engine.namespace import ITEM_OVERHEAD_BYTES, KEY_OVERHEAD_BYTES, QUEUE_OVERHEAD_BYTES, Namespace
+from asyncdist_server.wire.messages import Names
 
 CLIENTS: Final = 1
 REPLIES: Final = 2
@@ -376,3 +368,103 @@ def _weight(row: object) -> int:
     if type(row) is tuple or type(row) is list:
         return sum(map(_weight, row)) + 5
     return 9
+
+
+def value_rows(homes: dict[bytes, int], namespace: Namespace, keys: Iterable[bytes], first_row: int) -> list[Any]:
+    """Return what the values of `keys` are now, and note in `homes` that the batch of `first_row` says so."""
+    rows: list[Any] = []
+    values, leased = namespace.values, namespace.leased
+    for key in keys:
+        value = values.get(key)
+        if value is not None:
+            homes[key] = first_row
+            rows.append((key, value, leased[key].lease_id if key in leased else 0))
+        elif homes.pop(key, None) is not None:
+            rows.append((key, None, 0))
+    return rows
+
+
+def client_row(
+    client_id: bytes, namespace: str | None, client: Client | None
+) -> tuple[bytes, str | None, float | None]:
+    """Return what is known of a client now, which is forgotten where it has no namespace."""
+    return client_id, namespace, None if client is None else client.idle_since
+
+
+def lease_row(namespace: Namespace, lease_id: int) -> tuple[int, float | None, bytes | None, float | None]:
+    """Return what a lease is now."""
+    lease = namespace.leases.get(lease_id)
+    if lease is None:
+        return lease_id, None, None, None
+    return lease_id, lease.ttl_s, lease.owner if isinstance(lease.owner, bytes) else None, lease.idle_since
+
+
+def hold_row(namespace: Namespace, prefix: bytes) -> tuple[bytes, float | None, None, Any, float | None]:
+    """Return what a hold is now, but for who holds it."""
+    hold = namespace.holds.get(prefix)
+    if hold is None:
+        return prefix, None, None, None, None
+    job = hold.job
+    return prefix, hold.linger_s, None, None if job is None else (job.name, job.least, job.most), hold.idle_since
+
+
+def holder_row(namespace: Namespace, holder: tuple[bytes, int]) -> tuple[bytes, int, bool]:
+    """Return whether a lease holds a prefix now; `holder` is prefix and lease id."""
+    return *holder, holds(namespace, *holder)
+
+
+def holds(namespace: Namespace, prefix: bytes, lease_id: int) -> bool:
+    """Return whether a lease holds a prefix now."""
+    hold, lease = namespace.holds.get(prefix), namespace.leases.get(lease_id)
+    return hold is not None and lease in hold.leases
+
+
+def history_row(namespace: Namespace, prefix: bytes) -> tuple[bytes, int | None, float | None]:
+    """Return what a history is now, but for its events."""
+    history = namespace.histories.get(prefix)
+    return (prefix, None, None) if history is None else (prefix, history.floor, history.idle_since)
+
+
+SLACK_BYTES: Final = 4 * 1024 * 1024
+"""How much longer than twice what it has to say a journal may be: small stores are hardly ever cleaned."""
+BATCH_BYTES: Final = 700
+"""What a batch costs besides its rows: the objects that say what it speaks of (measured, of one key and one reply)."""
+ENTRY_BYTES: Final = 16
+"""What a key, an event or a lease costs in the journal besides its names and its value."""
+ESTIMATE_BYTES: Final = 64 * 1024
+"""So much is written between two estimates: they take a moment for each namespace."""
+
+
+class JournalSize:
+    """Estimates how much of the journal is still valid, and says by how much it is too long."""
+
+    __slots__ = ("_engine", "_valid_bytes", "_written")
+
+    def __init__(self, engine: StoreEngine) -> None:
+        self._engine = engine
+        self._written = ESTIMATE_BYTES  # since the last estimate
+        self._valid_bytes = 0
+
+    def grew(self, batch_bytes: int) -> None:
+        """Note that a batch was written."""
+        self._written += batch_bytes
+
+    def excess(self, journal_bytes: int, batches: int) -> int:
+        """Return by how many bytes a journal of that size is too long; not positive if it is not."""
+        if self._written >= ESTIMATE_BYTES:
+            self._written = 0
+            self._valid_bytes = said_once_bytes(self._engine)
+        return journal_bytes + BATCH_BYTES * batches - 2 * self._valid_bytes - SLACK_BYTES
+
+
+def said_once_bytes(engine: StoreEngine) -> int:
+    """Return about how many bytes say everything that a store holds, once: what it is charged without its objects."""
+    state = engine.state
+    size = state.memory_bytes - state.waiter_bytes
+    for namespace in engine.namespaces.values():
+        size -= (KEY_OVERHEAD_BYTES - ENTRY_BYTES) * len(namespace.values)
+        size -= (QUEUE_OVERHEAD_BYTES - ITEM_OVERHEAD_BYTES) * len(namespace.queues)
+        size -= (LEASE_BYTES - ENTRY_BYTES) * len(namespace.leases) + LEASED_KEY_BYTES * len(namespace.leased)
+        for history in namespace.histories.values():
+            size -= HISTORY_OVERHEAD_BYTES + (EVENT_BYTES - ENTRY_BYTES) * len(history.events)
+    return size

@@ -22,8 +22,7 @@ from asyncdist_server.engine.counters import COMMIT_BOUNDS_BYTES, COMMIT_BOUNDS_
 from asyncdist_server.engine.engine import StoreEngine
 from asyncdist_server.engine.namespace import TORCH_PREFIX
 from asyncdist_server.journal.batch import CLEAN, GAPS, Batch, BatchMaker
-from asyncdist_server.journal.durability import MAX_DELAY_MS, Durability
-from asyncdist_server.journal.journal import Journal, JournalError
+from asyncdist_server.journal.journal import MAX_DELAY_MS, Durability, Journal, JournalError
 from asyncdist_server.journal.journal_thread import Outcome
 from asyncdist_server.journal.replay import Replay
 from asyncdist_server.logs import EventLog

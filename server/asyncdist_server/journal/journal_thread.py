@@ -1,13 +1,22 @@
-"""The one thread that uses the journal, so that a slow disk delays answers and nothing else."""
+"""The one thread that uses the journal, so that a slow disk delays answers and nothing else.
+
+And its failpoints, at which a test lets the daemon die as in a power cut: ASYNCDIST_SERVER_FAILPOINT=name:count kills
+the process when it passes that place for the `count`-th time. Unset, as in every real daemon, a place costs a
+comparison.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import os
 import queue
+import signal
 import threading
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from asyncdist_server.journal.journal import JournalError
 
@@ -80,3 +89,25 @@ class JournalThread:
         with contextlib.suppress(RuntimeError):  # the loop is closed, as somebody was tired of waiting
             self._loop.call_soon_threadsafe(outcome, result, error)
         return error
+
+
+FAILPOINT_VARIABLE: Final = "ASYNCDIST_SERVER_FAILPOINT"
+FAILPOINTS: Final = ("begun", "written", "committed", "checkpointed", "backed-up")
+"""Before a batch is written, before its commit, before anyone is told; after a checkpoint; before a backup is named."""
+
+_passed: Counter[str] = Counter()
+
+
+@functools.cache
+def _wanted() -> tuple[str, int]:
+    name, _, count = os.environ.get(FAILPOINT_VARIABLE, "").partition(":")
+    return name, int(count or 1)
+
+
+def failpoint(name: str) -> None:
+    """Die here if that is what a test asked for."""
+    wanted, count = _wanted()
+    if name == wanted:
+        _passed[name] += 1
+        if _passed[name] == count:
+            os.kill(os.getpid(), signal.SIGKILL)

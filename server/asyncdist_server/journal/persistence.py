@@ -9,9 +9,8 @@ from pathlib import Path
 from asyncdist_server.clock import exact_clock
 from asyncdist_server.engine.engine import StoreEngine
 from asyncdist_server.journal.data_directory import DataDirectory
-from asyncdist_server.journal.durability import Durability
 from asyncdist_server.journal.group_commit import GroupCommit, Runner
-from asyncdist_server.journal.journal import Journal, JournalError
+from asyncdist_server.journal.journal import Durability, Journal, JournalError
 from asyncdist_server.journal.journal_thread import JournalThread
 from asyncdist_server.journal.sqlite_journal import SqliteJournal
 from asyncdist_server.logs import EventLog

@@ -20,12 +20,11 @@ from typing import Any, Final
 
 import msgpack
 
-from asyncdist_server.journal.acknowledged_row import AcknowledgedRow
 from asyncdist_server.journal.batch import CLEAN, ROLLED_BACK, Batch
 from asyncdist_server.journal.data_directory import DataDirectory, open_file, sync_directory
-from asyncdist_server.journal.failpoints import failpoint
 from asyncdist_server.journal.journal import ROW_OVERHEAD_BYTES, JournalError, RowReader, decode, encode
-from asyncdist_server.journal.write_ahead_log import frame_offset, more_follows
+from asyncdist_server.journal.journal_thread import failpoint
+from asyncdist_server.journal.write_ahead_log import AcknowledgedRow, frame_offset, more_follows
 from asyncdist_server.wire.messages import INCARNATION_BYTES
 
 APPLICATION_ID: Final = 0x61646A6C

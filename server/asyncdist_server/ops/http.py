@@ -15,10 +15,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final, cast
 
 from asyncdist_server.ops.metrics import PREFIX, Metric, Samples, collect
-from asyncdist_server.serving.client_socket import format_address
 from asyncdist_server.serving.config import ConfigError
 from asyncdist_server.serving.daemon import StoreServer
-from asyncdist_server.serving.loopback import is_loopback
+from asyncdist_server.serving.sockets import format_address, is_loopback
 from asyncdist_server.serving.status import not_served, stuck
 
 if TYPE_CHECKING:

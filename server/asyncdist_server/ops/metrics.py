@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from asyncdist_server.engine.counters import RESULT_NAMES, Histogram
-from asyncdist_server.serving.status import not_served
+from asyncdist_server.serving.status import not_served, version
 from asyncdist_server.wire.codes import OPERATION_NAMES
-from asyncdist_server.wire.version import version
 
 if TYPE_CHECKING:
     from asyncdist_server.serving.daemon import StoreServer

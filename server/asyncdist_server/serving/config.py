@@ -8,15 +8,13 @@ import ssl
 from pathlib import Path
 from typing import Final
 
-from asyncdist_server.journal.durability import MAX_JOURNALED_VALUE_BYTES, MEMORY, Durability
+from asyncdist_server.journal.journal import MAX_JOURNALED_VALUE_BYTES, MEMORY, Durability
 from asyncdist_server.serving.busy_poll import MAX_BUSY_POLL_US
-from asyncdist_server.serving.descriptors import connections_within, descriptor_limit
-from asyncdist_server.serving.loopback import is_loopback
+from asyncdist_server.serving.sockets import connections_within, descriptor_limit, is_loopback
 from asyncdist_server.torch.namespaces import TORCH_MEMORY_PERCENT
-from asyncdist_server.wire.auth import HANDSHAKE_TIMEOUT_S, check_token
+from asyncdist_server.wire.auth import HANDSHAKE_TIMEOUT_S, check_token, read_tokens
 from asyncdist_server.wire.messages import FRAME_SLACK_BYTES, MAX_KEY_BYTES, Limits
 from asyncdist_server.wire.tls import server_context
-from asyncdist_server.wire.tokens import read_tokens
 
 DEFAULT_PORT: Final = 29500
 """The port torchrun's users expect a rendezvous on."""

@@ -15,20 +15,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
 from asyncdist_server.engine.engine import StoreEngine
-from asyncdist_server.engine.unsaid import UNSAID_FRAMES, Unsaid
+from asyncdist_server.engine.replies import UNSAID_FRAMES, Unsaid
 from asyncdist_server.journal.group_commit import GroupCommit
 from asyncdist_server.journal.persistence import Persistence
 from asyncdist_server.logs import EventLog
 from asyncdist_server.serving.busy_poll import BusyPoll, busy_poll
-from asyncdist_server.serving.client_socket import format_address
 from asyncdist_server.serving.config import BACKLOG, MAX_HALF_OPEN, ServerConfig
 from asyncdist_server.serving.connection import Connection
-from asyncdist_server.serving.descriptors import descriptor_limit, sockets_within
-from asyncdist_server.serving.half_open import HalfOpen
-from asyncdist_server.serving.loopback import is_loopback
+from asyncdist_server.serving.sockets import descriptor_limit, format_address, is_loopback, sockets_within
 from asyncdist_server.serving.status import describe
 from asyncdist_server.serving.tls_connection import TLSConnection
-from asyncdist_server.serving.turns import Turns
+from asyncdist_server.serving.turns import HalfOpen, Turns
 from asyncdist_server.torch.namespaces import TorchNamespace, TorchNamespaces
 from asyncdist_server.wire.auth import Refusal
 from asyncdist_server.wire.messages import INCARNATION_BYTES, Encoder

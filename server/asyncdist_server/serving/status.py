@@ -1,15 +1,16 @@
-"""What a daemon says of itself beside what its engine holds, for `asyncdist store status`."""
+"""What a daemon says of itself beside what its engine holds: version, process, connections, journal."""
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from asyncdist_server.wire.version import version
-
 if TYPE_CHECKING:
     from asyncdist_server.serving.daemon import StoreServer
+
+__all__ = ["describe", "not_served", "resident_bytes", "stuck", "version"]
 
 
 def describe(server: StoreServer) -> dict[str, Any]:
@@ -55,3 +56,14 @@ def resident_bytes() -> int:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+@functools.cache
+def version() -> str:
+    """Return the version of the installed package; `unknown` where the sources run without being installed."""
+    import importlib.metadata  # which loads as much as all of the store client, for what few ask
+
+    try:
+        return importlib.metadata.version("asyncdist")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

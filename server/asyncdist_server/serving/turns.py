@@ -1,16 +1,19 @@
-"""Whose turn it is: what takes long is done a little at a time, one job after the other.
+"""Fairness between clients: who takes the next turn, and which half-open connection gives way to a new one.
 
-A client that has much to say or to be told goes on in turns. Each pass of the loop gives one of them, so that whatever
-else has arrived is served in between. Jobs take turns first, and then the clients of a job: however many clients
-another job has, they have no more turns than it alone.
+What takes long is done a little at a time: a client that has much to say or to be told goes on in turns. Each pass of
+the loop gives one of them, so that whatever else has arrived is served in between. Jobs take turns first, and then the
+clients of a job: however many clients another job has, they have no more turns than it alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-__all__ = ["Turns"]
+if TYPE_CHECKING:
+    from asyncdist_server.serving.connection import Connection
+
+__all__ = ["HalfOpen", "Turns"]
 
 
 class Player(Protocol):
@@ -53,3 +56,41 @@ class Turns:
             self._due = True
             self._call_soon(self._next)
         player.take_turn()
+
+
+class HalfOpen:
+    """The connections that have not proven a token, and which of them gives its place to a new one.
+
+    They are counted by address: no address can take the places of others.
+    """
+
+    __slots__ = ("_by_host", "_count")
+
+    def __init__(self) -> None:
+        self._by_host: dict[str, dict[Connection, None]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, connection: Connection) -> None:
+        """Note a new connection."""
+        self._by_host.setdefault(connection.host, {})[connection] = None
+        self._count += 1
+
+    def discard(self, connection: Connection) -> None:
+        """Note that a connection, if it is here, has proven itself or is gone."""
+        connections = self._by_host.get(connection.host, {})
+        if connection in connections:
+            del connections[connection]
+            self._count -= 1
+            if not connections:
+                del self._by_host[connection.host]
+
+    def first_to_go(self) -> Connection:
+        """Return the oldest connection of the address that has most: others had less time to prove themselves.
+
+        A client needs two round trips, so that it is through long before a flood from its own address replaces it.
+        """
+        most = max(self._by_host.values(), key=len)
+        return next(iter(most))

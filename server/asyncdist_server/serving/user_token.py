@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from asyncdist_server.serving.loopback import is_loopback
-from asyncdist_server.wire.auth import new_token
-from asyncdist_server.wire.tokens import MAX_TOKEN_FILE_BYTES, parse_tokens
+from asyncdist_server.serving.sockets import is_loopback
+from asyncdist_server.wire.auth import MAX_TOKEN_FILE_BYTES, new_token, parse_tokens
 
 __all__ = ["default_token", "find_user_token", "make_user_token", "user_token_path"]
 

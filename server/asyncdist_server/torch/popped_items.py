@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 from asyncdist_server.engine.clients import Client
 from asyncdist_server.engine.state import StoreState
 
-__all__ = ["PoppedItems"]
+__all__ = ["PoppedItems", "unacknowledged_bytes"]
 
 
 class PoppedItems(list[tuple[bytes, bytes]]):
@@ -45,3 +47,24 @@ class PoppedItems(list[tuple[bytes, bytes]]):
         if client.namespace.share is not None:
             client.namespace.share.bytes += grown_bytes
         client.remembered_bytes = size
+
+
+if sys.platform == "linux":
+    import fcntl
+    import termios
+
+    _INT_BYTES = 4
+
+    def unacknowledged_bytes(descriptor: int) -> int:
+        """Return how many bytes the other host's kernel has not acknowledged; 0 where that cannot be known."""
+        try:
+            answer = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(_INT_BYTES))  # SIOCOUTQ, of a TCP socket
+        except OSError:
+            return 0
+        return int.from_bytes(answer, sys.byteorder)
+
+else:
+
+    def unacknowledged_bytes(descriptor: int) -> int:
+        """Return 0: it cannot be known here."""
+        return 0

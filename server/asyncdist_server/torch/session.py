@@ -18,8 +18,8 @@ from asyncdist_server.engine.clients import TURN_WORK_BYTES
 from asyncdist_server.engine.engine import Client, Reply
 from asyncdist_server.engine.namespace import Namespace
 from asyncdist_server.engine.operations import parse_number
-from asyncdist_server.engine.pieces import PIECE_BYTES
-from asyncdist_server.engine.pieces import SMALL_BYTES as SMALL_INPUT_BYTES
+from asyncdist_server.engine.replies import PIECE_BYTES
+from asyncdist_server.engine.replies import SMALL_BYTES as SMALL_INPUT_BYTES
 from asyncdist_server.engine.session import TURN_BYTES, TURN_REQUESTS
 from asyncdist_server.torch.namespaces import JOB_KEY_STARTS, MAX_JOBS, Barrier, TorchNamespace, job_of
 from asyncdist_server.torch.popped_items import PoppedItems

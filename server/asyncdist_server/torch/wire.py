@@ -26,7 +26,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any, Final
 
-from asyncdist_server.wire.long_bytes import LongBytes
+from asyncdist_server.wire.large_frames import LongBytes
 from asyncdist_server.wire.messages import MAX_ITEMS, Limits, ProtocolError
 
 VALIDATE_MAGIC: Final = 0x3C85F7CE

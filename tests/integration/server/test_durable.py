@@ -16,7 +16,7 @@ from journal_kit import Daemon, daemon
 from asyncdist.errors import DistStoreError, WatchCompactedError
 from asyncdist.store import TCPStore
 from asyncdist.store.watch import Watch, WatchEvent
-from asyncdist_server.journal.failpoints import VARIABLE
+from asyncdist_server.journal.journal_thread import FAILPOINT_VARIABLE
 
 DEADLINE_S = 60.0
 
@@ -109,7 +109,7 @@ async def test_what_was_under_way_is_applied_once(tmp_path: Path, place: str) ->
             await store.set("there", "")
             await store.queue_push("queue", b"first")
             running.stop()
-            running.start(**{VARIABLE: f"{place}:3"})  # 1: the client comes back; 2: the next line
+            running.start(**{FAILPOINT_VARIABLE: f"{place}:3"})  # 1: the client comes back; 2: the next line
             await store.set("again", "")
             replies: list[Any] = [
                 store.add("n", 1),
@@ -134,7 +134,7 @@ async def test_what_was_under_way_is_applied_once(tmp_path: Path, place: str) ->
 async def test_a_long_value_that_is_appended_to_survives_any_instant(tmp_path: Path, place: str, count: int) -> None:
     """Before, in and after the commit of a piece, while the journal gives up old pieces, after a checkpoint."""
     with daemon(tmp_path / "data") as running:
-        running.start(**{VARIABLE: f"{place}:{count}"})
+        running.start(**{FAILPOINT_VARIABLE: f"{place}:{count}"})
         async with TCPStore("127.0.0.1", running.port, namespace="job") as store, asyncio.timeout(DEADLINE_S):
             dying = asyncio.ensure_future(asyncio.get_running_loop().run_in_executor(None, running.communicate))
             pieces: list[bytes] = []

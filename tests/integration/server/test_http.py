@@ -22,8 +22,8 @@ from waiting import eventually
 from asyncdist_server import ServerConfig, StoreServer, serve
 from asyncdist_server.journal import group_commit
 from asyncdist_server.journal.batch import Batch
-from asyncdist_server.journal.durability import parse_durability
 from asyncdist_server.journal.group_commit import GroupCommit
+from asyncdist_server.journal.journal import parse_durability
 from asyncdist_server.journal.sqlite_journal import SqliteJournal
 from asyncdist_server.logs import LINES_PER_WINDOW
 from asyncdist_server.ops.http import MAX_HTTP_CONNECTIONS, names_this_host, serve_http

@@ -12,7 +12,7 @@ from journal_kit import Daemon
 from server_kit import SocketClient
 
 from asyncdist.store import TCPStore
-from asyncdist_server.journal.failpoints import VARIABLE
+from asyncdist_server.journal.journal_thread import FAILPOINT_VARIABLE
 from asyncdist_server.wire import messages as m
 
 DEADLINE_S = 60.0
@@ -50,7 +50,7 @@ def test_a_kill_in_each_commit_of_a_pop(running: ForgetfulDaemon, place: str, co
         other.ask(m.QUEUE_PUSH, b"q", b"1")
         other.ask(m.QUEUE_PUSH, b"q", b"2")
     running.stop()
-    running.start(**{VARIABLE: f"{place}:{count}"})  # the first is that of a client that came
+    running.start(**{FAILPOINT_VARIABLE: f"{place}:{count}"})  # the first is that of a client that came
     with SocketClient(running.port, client_id=b"it is lost......") as lost:
         lost.send((m.QUEUE_POP, b"q", 0))
         if count == 2:

@@ -20,10 +20,10 @@ from daemon_kit import DEADLINE_S, Daemon, environment
 from punctual import assert_within, punctual
 from server_kit import SocketClient
 
-from asyncdist_server.serving.descriptors import SPARE_DESCRIPTORS
+from asyncdist_server.serving.sockets import SPARE_DESCRIPTORS
+from asyncdist_server.serving.status import version
 from asyncdist_server.wire import messages as m
 from asyncdist_server.wire.auth import AuthenticationError, Refusal, new_token
-from asyncdist_server.wire.version import version
 
 
 def run_daemon(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

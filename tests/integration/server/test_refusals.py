@@ -24,7 +24,7 @@ from asyncdist.store import TCPStore
 from asyncdist_server import ServerConfig, serve
 from asyncdist_server.engine import session
 from asyncdist_server.engine.engine import StoreEngine
-from asyncdist_server.engine.pieces import SMALL_BYTES
+from asyncdist_server.engine.replies import SMALL_BYTES
 from asyncdist_server.serving.config import limits_for
 from asyncdist_server.torch.wire import Query
 from asyncdist_server.wire import messages as m

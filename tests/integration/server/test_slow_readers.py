@@ -16,8 +16,8 @@ from torch_wire_kit import SocketTorchClient
 from waiting import eventually
 
 from asyncdist_server import ServerConfig, StoreServer, serve
-from asyncdist_server.engine.pieces import PIECE_BYTES, SMALL_BYTES
-from asyncdist_server.journal.durability import parse_durability
+from asyncdist_server.engine.replies import PIECE_BYTES, SMALL_BYTES
+from asyncdist_server.journal.journal import parse_durability
 from asyncdist_server.serving.config import limits_for
 from asyncdist_server.serving.connection import Connection
 from asyncdist_server.torch.wire import Query

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncdist_server.wire import auth, tokens
+from asyncdist_server.wire import auth
 from asyncdist_server.wire.auth import AuthenticationError, ClientHandshake, Refusal, ServerHandshake
 
 TOKEN = "the-token-of-these-tests-and-43-characters-"
@@ -305,11 +305,11 @@ def test_random_tokens_are_never_refused(make: Callable[[], str]) -> None:
 def test_tokens_come_from_the_variable_before_the_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text(OTHER_TOKEN + "\n")
-    assert tokens.load_token({}) is None
-    assert tokens.load_token({"ASYNCDIST_TOKEN": TOKEN + " ", "ASYNCDIST_TOKEN_FILE": str(path)}) == TOKEN
-    assert tokens.load_token({"ASYNCDIST_TOKEN": "", "ASYNCDIST_TOKEN_FILE": str(path)}) == OTHER_TOKEN
+    assert auth.load_token({}) is None
+    assert auth.load_token({"ASYNCDIST_TOKEN": TOKEN + " ", "ASYNCDIST_TOKEN_FILE": str(path)}) == TOKEN
+    assert auth.load_token({"ASYNCDIST_TOKEN": "", "ASYNCDIST_TOKEN_FILE": str(path)}) == OTHER_TOKEN
     with pytest.raises(ValueError, match="characters") as refused:
-        tokens.load_token({"ASYNCDIST_TOKEN": "hunter2"})
+        auth.load_token({"ASYNCDIST_TOKEN": "hunter2"})
     assert "hunter2" not in str(refused.value)
 
 
@@ -324,8 +324,8 @@ def test_tokens_come_from_the_variable_before_the_file(tmp_path: Path) -> None:
 def test_a_file_may_hold_the_token_before_as_well(tmp_path: Path, content: str, found: tuple[str, str | None]) -> None:
     path = tmp_path / "token"
     path.write_text(content)
-    assert tokens.read_tokens(path) == found
-    assert tokens.read_token_file(path) == found[0]
+    assert auth.read_tokens(path) == found
+    assert auth.read_token_file(path) == found[0]
 
 
 @pytest.mark.parametrize(("third", "reason"), [(TOKEN, "it has 3 tokens"), ("short", "5 characters")])
@@ -333,24 +333,24 @@ def test_a_file_holds_no_third_token(tmp_path: Path, third: str, reason: str) ->
     path = tmp_path / "token"
     path.write_text(f"{TOKEN}\n{OTHER_TOKEN}\n{third}\n")
     with pytest.raises(ValueError, match=f"{path}: .*{reason}"):
-        tokens.read_tokens(path)
+        auth.read_tokens(path)
 
 
 def test_a_file_that_is_no_token_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "token"
     with pytest.raises(FileNotFoundError, match=rf"ASYNCDIST_TOKEN_FILE: No such file or directory: '{path}'"):
-        tokens.load_token({"ASYNCDIST_TOKEN_FILE": str(path)})
+        auth.load_token({"ASYNCDIST_TOKEN_FILE": str(path)})
     with pytest.raises(IsADirectoryError, match=r"ASYNCDIST_TOKEN_FILE: "):
-        tokens.load_token({"ASYNCDIST_TOKEN_FILE": str(tmp_path)})
+        auth.load_token({"ASYNCDIST_TOKEN_FILE": str(tmp_path)})
     for content in (b"", b"\xff" * 40, b"short"):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=str(path)):
-            tokens.read_token_file(path)
-    path.write_bytes(b" " * (tokens.MAX_TOKEN_FILE_BYTES - 43) + TOKEN.encode())
-    assert tokens.read_token_file(path) == TOKEN
-    path.write_bytes(b" " * (tokens.MAX_TOKEN_FILE_BYTES - 42) + TOKEN.encode())
+            auth.read_token_file(path)
+    path.write_bytes(b" " * (auth.MAX_TOKEN_FILE_BYTES - 43) + TOKEN.encode())
+    assert auth.read_token_file(path) == TOKEN
+    path.write_bytes(b" " * (auth.MAX_TOKEN_FILE_BYTES - 42) + TOKEN.encode())
     with pytest.raises(ValueError, match="4096"):
-        tokens.read_token_file(path)
+        auth.read_token_file(path)
 
 
 @given(st.text(max_size=100), st.none() | st.integers(0, 2**31 - 1))

@@ -15,8 +15,7 @@ from asyncdist_server import ServerConfig, serve
 from asyncdist_server.journal import sqlite_journal
 from asyncdist_server.journal.batch import VALUES, Batch
 from asyncdist_server.journal.data_directory import DataDirectory
-from asyncdist_server.journal.durability import parse_durability
-from asyncdist_server.journal.journal import JournalError
+from asyncdist_server.journal.journal import JournalError, parse_durability
 from asyncdist_server.journal.journal_thread import JournalThread
 from asyncdist_server.journal.sqlite_journal import SqliteJournal
 from asyncdist_server.ops import backups

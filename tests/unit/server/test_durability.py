@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist_server.journal.durability import (
+from asyncdist_server.journal.journal import (
     DURABLE,
     MAX_DELAY_MS,
     MAX_JOURNALED_VALUE_BYTES,

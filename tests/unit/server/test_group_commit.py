@@ -19,9 +19,8 @@ from asyncdist.store import TCPStore
 from asyncdist.store.store_observer import StoreObserver
 from asyncdist_server.journal import group_commit
 from asyncdist_server.journal.batch import TAKEN
-from asyncdist_server.journal.durability import DURABLE, Durability, parse_durability
 from asyncdist_server.journal.group_commit import LATE_S, TIDY_BYTES
-from asyncdist_server.journal.journal import Journal, JournalError, decode
+from asyncdist_server.journal.journal import DURABLE, Durability, Journal, JournalError, decode, parse_durability
 from asyncdist_server.journal.journal_thread import Outcome
 from asyncdist_server.journal.persistence import Persistence
 from asyncdist_server.serving.config import ServerConfig

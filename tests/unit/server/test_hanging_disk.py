@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from journal_kit import MemoryJournal
 
-from asyncdist_server.journal.durability import DURABLE
+from asyncdist_server.journal.journal import DURABLE
 from asyncdist_server.journal.persistence import Persistence
 from asyncdist_server.serving.config import ServerConfig
 from asyncdist_server.serving.daemon import StoreServer

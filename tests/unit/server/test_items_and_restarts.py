@@ -10,7 +10,7 @@ from engine_books import problems
 from journal_kit import JournaledEngine, MemoryJournal
 
 from asyncdist_server.engine.engine import StoreEngine
-from asyncdist_server.journal import batch, journal_size
+from asyncdist_server.journal import batch
 from asyncdist_server.journal.batch import ROLLED_BACK
 from asyncdist_server.wire import messages as m
 from asyncdist_server.wire.messages import CLIENT_LINGER_S
@@ -151,7 +151,7 @@ def test_an_item_for_a_client_that_waited_comes_back() -> None:
 
 
 def test_items_come_back_in_their_order_however_often_they_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_size, "SLACK_BYTES", -10_000)
+    monkeypatch.setattr(batch, "SLACK_BYTES", -10_000)
     monkeypatch.setattr(batch, "CLEAN_AT_ONCE_BYTES", 50)
     world = World()
     world.push(*(b"%d" % number for number in range(6)))

@@ -14,7 +14,7 @@ from asyncdist_server.engine.engine import StoreEngine
 from asyncdist_server.engine.history import HISTORY_LINGER_S
 from asyncdist_server.engine.membership import JOB_LINGER_S, MAX_NAMES_BYTES, NAME_OVERHEAD_BYTES, name_order
 from asyncdist_server.wire import messages as m
-from asyncdist_server.wire.names import Names
+from asyncdist_server.wire.messages import Names
 
 
 def join(user: User, name: bytes, least: int, most: int, settle_ms: int = 0) -> Any:

@@ -9,7 +9,7 @@ from server_kit import MemoryClient
 
 from asyncdist_server.engine.engine import StoreEngine
 from asyncdist_server.wire import messages as m
-from asyncdist_server.wire.large_frame import LARGE_FRAME_BYTES, TAKEN_OUT_BYTES, LargeFrame, RequestReader
+from asyncdist_server.wire.large_frames import LARGE_FRAME_BYTES, TAKEN_OUT_BYTES, LargeFrame, RequestReader
 from asyncdist_server.wire.messages import (
     LENGTH_BYTES,
     MAX_ELEMENTS,

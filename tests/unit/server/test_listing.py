@@ -13,9 +13,8 @@ from journal_kit import JournaledEngine, MemoryJournal
 
 from asyncdist_server.engine.coordination import MAX_NAMESPACES
 from asyncdist_server.engine.engine import StoreEngine
-from asyncdist_server.engine.namespace import INDEXED_KEYS
+from asyncdist_server.engine.namespace import INDEXED_KEYS, SortedKeys
 from asyncdist_server.engine.operations import LISTED_BYTES, LISTED_KEYS
-from asyncdist_server.engine.sorted_keys import SortedKeys
 from asyncdist_server.wire import messages as m
 
 KEYS = st.binary(max_size=3) | st.sampled_from([b"a" * 5, b"ab\xff", b"ab\xff\xff"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist_server.serving.loopback import is_loopback
+from asyncdist_server.serving.sockets import is_loopback
 
 
 @pytest.mark.parametrize("ip", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1", "::1%lo"])

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncdist_server.wire import messages
-from asyncdist_server.wire.frame_elements import more_elements_than
 from asyncdist_server.wire.messages import (
     Encoder,
     FrameReader,
@@ -23,6 +22,7 @@ from asyncdist_server.wire.messages import (
     decode_replies,
     decode_requests,
     decode_welcome,
+    more_elements_than,
 )
 
 CLIENT = bytes(range(16))

@@ -12,9 +12,8 @@ from journal_kit import JournaledEngine, MemoryJournal, contents
 
 from asyncdist_server.engine import history
 from asyncdist_server.engine.engine import Client, StoreEngine
-from asyncdist_server.journal import batch, journal_size
-from asyncdist_server.journal.batch import CLEAN, GAPS, ROLLED_BACK
-from asyncdist_server.journal.journal_size import BATCH_BYTES, SLACK_BYTES
+from asyncdist_server.journal import batch
+from asyncdist_server.journal.batch import BATCH_BYTES, CLEAN, GAPS, ROLLED_BACK, SLACK_BYTES
 from asyncdist_server.journal.replay import Replay
 from asyncdist_server.wire.messages import (
     ADD,
@@ -220,7 +219,7 @@ def test_a_member_that_comes_or_goes_costs_as_much_in_a_large_job_as_in_a_small_
 
 
 def test_who_holds_a_prefix_is_known_after_any_number_of_cleanings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_size, "SLACK_BYTES", -100_000)
+    monkeypatch.setattr(batch, "SLACK_BYTES", -100_000)
     monkeypatch.setattr(batch, "CLEAN_AT_ONCE_BYTES", 100)
     store = Store()
     for lease_id in range(1, 8):
@@ -255,7 +254,7 @@ def test_holds_of_an_older_journal_are_held_by_whom_they_name() -> None:
     store.commit()
     expected = {b"p/": (6.0, [2, 3], None)}
     for drop in (0, 1, 1):
-        with mock.patch.object(journal_size, "SLACK_BYTES", -10_000 * drop):
+        with mock.patch.object(batch, "SLACK_BYTES", -10_000 * drop):
             store.commit()
         store = store.crash(0.0)
         assert contents(store.engine)["job"]["holds"] == expected
@@ -264,7 +263,7 @@ def test_holds_of_an_older_journal_are_held_by_whom_they_name() -> None:
 
 def test_appending_for_long_costs_in_proportion_and_the_journal_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A value that only grows is said again as a whole now and then, so that its many pieces can be dropped."""
-    monkeypatch.setattr(journal_size, "SLACK_BYTES", 20_000)
+    monkeypatch.setattr(batch, "SLACK_BYTES", 20_000)
     store = Store()
     store.ask(SET, b"static", b"s" * 10_000)
     sizes = []
@@ -302,7 +301,7 @@ def test_a_value_is_what_was_said_last_of_it_however_it_came_about() -> None:
 
 def test_pieces_of_a_value_that_was_replaced_are_void(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its beginning is dropped first: then there are pieces whose value is not known any more."""
-    monkeypatch.setattr(journal_size, "SLACK_BYTES", -1000)
+    monkeypatch.setattr(batch, "SLACK_BYTES", -1000)
     monkeypatch.setattr(batch, "CLEAN_AT_ONCE_BYTES", 0)
     store = Store()
     store.ask(SET, b"k", b"first")

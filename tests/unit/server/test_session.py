@@ -8,7 +8,7 @@ import pytest
 from server_kit import CLIENT_ID, MemoryClient, everything
 
 from asyncdist_server.engine.engine import StoreEngine
-from asyncdist_server.engine.pieces import PIECE_BYTES
+from asyncdist_server.engine.replies import PIECE_BYTES
 from asyncdist_server.engine.session import TURN_BYTES, TURN_REQUESTS
 from asyncdist_server.wire import messages as m
 from asyncdist_server.wire.auth import AuthenticationError, ClientHandshake

@@ -23,8 +23,7 @@ from typing import Any
 
 import pytest
 
-from asyncdist_server.journal import acknowledged_row, sqlite_journal
-from asyncdist_server.journal.acknowledged_row import AcknowledgedRow
+from asyncdist_server.journal import sqlite_journal, write_ahead_log
 from asyncdist_server.journal.batch import CLEAN, VALUES, Batch
 from asyncdist_server.journal.data_directory import DataDirectory, holder
 from asyncdist_server.journal.journal import JournalError
@@ -36,6 +35,7 @@ from asyncdist_server.journal.sqlite_journal import (
     connect,
     read_file,
 )
+from asyncdist_server.journal.write_ahead_log import AcknowledgedRow
 
 NOTE = "journal.sqlite-acknowledged"
 Rows = list[tuple[int, int, int, int, Any]]
@@ -536,7 +536,7 @@ def test_the_note_is_written_when_the_row_is_on_the_disk_and_synced_later(
 
     synced: list[int] = []
     monkeypatch.setattr(sqlite_journal, "failpoint", look)
-    monkeypatch.setattr(acknowledged_row, "_sync", synced.append)
+    monkeypatch.setattr(write_ahead_log, "_sync", synced.append)
     journal.write(Batch(1, 1, 0, 1, [[], []]))
     assert said == [("begun", 0), ("written", 0), ("committed", 0)]
     assert (tmp_path / NOTE).read_bytes().startswith(b"00000000000000000002 ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from asyncdist_server.engine.pieces import PIECE_BYTES
+from asyncdist_server.engine.replies import PIECE_BYTES
 from asyncdist_server.serving.config import ServerConfig
 from asyncdist_server.serving.connection import Connection
 from asyncdist_server.serving.daemon import StoreServer

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist_server.ops.systemd import Notifier
+from asyncdist_server.ops.service import Notifier
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="systemd listens on a Unix socket")
 DEADLINE_S = 60.0

@@ -14,7 +14,7 @@ from asyncdist_server.engine.history import HISTORY_LINGER_S
 from asyncdist_server.engine.leases import RETURN_S
 from asyncdist_server.engine.membership import JOB_LINGER_S
 from asyncdist_server.engine.namespace import Namespace
-from asyncdist_server.journal import batch, journal_size
+from asyncdist_server.journal import batch
 from asyncdist_server.journal.journal import decode
 from asyncdist_server.wire.messages import (
     CLIENT_LINGER_S,
@@ -138,7 +138,7 @@ KINDS = [
 def _cleaning(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether batches are given up all the time, and what they say is said again."""
     if request.param == "said again":
-        monkeypatch.setattr(journal_size, "SLACK_BYTES", -100_000)
+        monkeypatch.setattr(batch, "SLACK_BYTES", -100_000)
         monkeypatch.setattr(batch, "CLEAN_AT_ONCE_BYTES", 100)
 
 
@@ -214,7 +214,7 @@ def test_a_client_is_forgotten_before_others_that_came_earlier_and_again() -> No
 
 def test_a_journal_that_has_dropped_the_start_of_its_daemon_is_of_this_format(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else ages would be taken for the steps of older ones."""
-    monkeypatch.setattr(journal_size, "SLACK_BYTES", -100_000)
+    monkeypatch.setattr(batch, "SLACK_BYTES", -100_000)
     monkeypatch.setattr(batch, "CLEAN_AT_ONCE_BYTES", 100)
     lives = Lives()
     gone = history(lives)
@@ -283,7 +283,7 @@ def test_the_age_never_goes_back_and_grows_with_the_lives_only() -> None:
 
 
 def test_daemons_that_do_nothing_but_restart_do_not_let_the_journal_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_size, "SLACK_BYTES", 50_000)
+    monkeypatch.setattr(batch, "SLACK_BYTES", 50_000)
     lives = Lives()
     lives.ask(lives.open(LOST), GRANT, 1, 10**9, False)
     for _ in range(500):

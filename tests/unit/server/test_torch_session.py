@@ -6,7 +6,7 @@ import pytest
 from torch_wire_kit import CANCELED, VALIDATE, WAITED, MemoryTorchClient, World, blob, number, query
 
 from asyncdist_server.engine.engine import StoreEngine
-from asyncdist_server.engine.pieces import PIECE_BYTES
+from asyncdist_server.engine.replies import PIECE_BYTES
 from asyncdist_server.engine.session import TURN_BYTES, TURN_REQUESTS
 from asyncdist_server.torch.namespaces import MAX_JOBS
 from asyncdist_server.torch.wire import MAX_VECTOR_KEYS, Query

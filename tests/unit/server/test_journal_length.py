@@ -11,8 +11,8 @@ import pytest
 from journal_kit import JournaledEngine, MemoryJournal, charged, contents
 
 from asyncdist_server.engine.engine import Client
-from asyncdist_server.journal import batch, journal_size
-from asyncdist_server.journal.journal_size import BATCH_BYTES, ESTIMATE_BYTES, SLACK_BYTES, said_once_bytes
+from asyncdist_server.journal import batch
+from asyncdist_server.journal.batch import BATCH_BYTES, ESTIMATE_BYTES, SLACK_BYTES, said_once_bytes
 from asyncdist_server.wire.messages import ADD, GRANT, OK, QUEUE_POP, QUEUE_PUSH, SET, SET_LEASED, WATCH
 
 CLIENT = b"client-012345678"
@@ -97,7 +97,7 @@ def test_the_estimate_is_near_what_saying_everything_once_takes(monkeypatch: pyt
         store.ask(SET, b"event/%d" % (number % 7), b"v" * 40)
         store.ask(GRANT, number + 2, 10**6, False)
     estimate = said_once_bytes(store.store.engine)
-    monkeypatch.setattr(journal_size, "SLACK_BYTES", -(10**9))  # nothing may stay where it is
+    monkeypatch.setattr(batch, "SLACK_BYTES", -(10**9))  # nothing may stay where it is
     monkeypatch.setattr(batch, "CLEAN_AT_ONCE_BYTES", 10**9)
     size = store.store.commit().bytes
     assert 0.5 * estimate < size < 1.5 * estimate

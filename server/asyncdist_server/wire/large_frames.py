@@ -6,13 +6,20 @@ spread over the reads that bring the frame. What is left of it, with a mark in t
 
 from __future__ import annotations
 
+import io
 from typing import Any, Final
 
-from asyncdist_server.wire.frame_elements import BIN_LENGTHS, HEADS
-from asyncdist_server.wire.long_bytes import LongBytes
-from asyncdist_server.wire.messages import LENGTH_BYTES, MAX_ELEMENTS, FrameReader, ProtocolError, decode_requests
+from asyncdist_server.wire.messages import (
+    BIN_LENGTHS,
+    HEADS,
+    LENGTH_BYTES,
+    MAX_ELEMENTS,
+    FrameReader,
+    ProtocolError,
+    decode_requests,
+)
 
-__all__ = ["LARGE_FRAME_BYTES", "TAKEN_OUT_BYTES", "LargeFrame", "RequestReader"]
+__all__ = ["KERNEL_BYTES", "LARGE_FRAME_BYTES", "TAKEN_OUT_BYTES", "LargeFrame", "LongBytes", "RequestReader"]
 
 LARGE_FRAME_BYTES: Final = 512 * 1024
 """A frame that is no larger is decoded in less than a millisecond."""
@@ -142,3 +149,33 @@ class RequestReader:
         if large.error:
             self.error = ProtocolError(large.error)
             self._large = None
+
+
+KERNEL_BYTES: Final = 32 * 1024 * 1024
+"""A block of so many bytes comes from the kernel, which gives its pages as they are filled: it need not grow, and so
+is never moved. glibc may take smaller ones from what it has, and would clear all of it at once."""
+
+
+class LongBytes:
+    """A byte string of `length` bytes, whose memory is there as far as they have come."""
+
+    __slots__ = ("_buffer", "left", "received")
+
+    def __init__(self, length: int) -> None:
+        self._buffer = io.BytesIO(bytes(length) if length >= KERNEL_BYTES else b"")  # becomes bytes without a copy
+        self.left = length
+        """Bytes that are still to come."""
+        self.received = 0
+        """Bytes that are here."""
+
+    def feed(self, data: memoryview) -> memoryview:
+        """Take what belongs to it, and return what follows."""
+        part = data[: self.left]
+        self._buffer.write(part)
+        self.left -= len(part)
+        self.received += len(part)
+        return data[len(part) :]
+
+    def value(self) -> bytes:
+        """Return it, once nothing is left."""
+        return self._buffer.getvalue()

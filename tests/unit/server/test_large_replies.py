@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from asyncdist_server.engine.pieces import PIECE_BYTES, LargeReply
-from asyncdist_server.wire.messages import OK, Encoder
-from asyncdist_server.wire.names import Names
+from asyncdist_server.engine.replies import PIECE_BYTES, LargeReply
+from asyncdist_server.wire.messages import OK, Encoder, Names
 
 SIZES = (0, 1, 31, 32, 255, 256, 65_535, 65_536, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES)
 SMALL = [bytes([size % 256]) * size for size in SIZES[:6]]

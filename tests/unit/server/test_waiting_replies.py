@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncdist_server.engine.unsaid import FREED_PART, Unsaid
+from asyncdist_server.engine.replies import FREED_PART, Unsaid
 
 EACH = 4000
 LIMIT = 8 * FREED_PART * 100
