@@ -18,7 +18,7 @@ from asyncdist.store.tcp_client import RECONNECT_TIMEOUT_S
 from asyncdist.testing.hosts import SimulatedHost
 from asyncdist.testing.network import SimulatedNetwork, run_simulated
 from asyncdist.testing.store_conformance import STORE_CHECKS, StoreCheck
-from asyncdist_server.serving import client_socket
+from asyncdist_server.serving import sockets
 from asyncdist_server.serving.config import ServerConfig, limits_for
 from asyncdist_server.serving.daemon import StoreServer
 from asyncdist_server.wire.messages import LIMIT, QUEUE_PUSH, SET, Limits
@@ -121,7 +121,7 @@ def test_a_client_knows_that_it_is_cut_off_before_the_daemon_does() -> None:
     """Else a lock that is bound to its connection is another's while it still believes in it."""
     client_s = byte_stream.KEEPALIVE_IDLE_S + byte_stream.KEEPALIVE_INTERVAL_S * byte_stream.KEEPALIVE_PROBES
     assert max(client_s, byte_stream.UNACKNOWLEDGED_MS / 1000) < (
-        client_socket.UNACKNOWLEDGED_MS / 1000 - client_socket.KEEPALIVE_IDLE_S
+        sockets.UNACKNOWLEDGED_MS / 1000 - sockets.KEEPALIVE_IDLE_S
     )
 
 
